@@ -1,0 +1,1 @@
+"""The bundled paged-KV inference engine: an OpenAI-compatible server of its own."""

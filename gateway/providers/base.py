@@ -1,0 +1,75 @@
+"""The port to the servers behind the gateway: one dialect each, one reply at a time.
+
+A provider turns a `Call` into one HTTP request and the reply into chunks. For the OpenAI dialect, which is also the
+doors' own, a chunk is the upstream's bytes, untouched: whole server-sent-event frames (one or several, in order)
+where the call streams, and the one JSON body where it does not.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from gateway.types import Call
+
+
+class Fault(enum.Enum):
+    """Whose fault it was that a deployment gave no answer. The values stand in receipts, metrics and spans."""
+
+    CONNECT = "connect_error"  # refused, unreachable, no TLS
+    TIMEOUT = "timeout"  # connected, but no answer in time
+    POOL = "pool_exhausted"  # our own bound on connections, not the server's fault
+    STATUS = "status"  # 5xx, 408, 409, 429: another deployment may do better
+    REFUSED = "refused"  # other 4xx: the request itself; no other deployment is asked
+    CUT = "cut"  # the connection broke, or ended without the end of the answer
+    MALFORMED = "malformed"  # not the dialect: not JSON, not event frames
+
+
+class ProviderFailure(Exception):
+    """A deployment gave no (further) answer. Raised by `open` and while iterating; nothing else is."""
+
+    def __init__(
+        self,
+        fault: Fault,
+        message: str,
+        *,
+        status: int | None = None,
+        body: bytes = b"",
+        content_type: str = "application/json",
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.fault = fault
+        self.status = status
+        self.body = body
+        self.content_type = content_type
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Reply(Protocol):
+    """An opened answer with a good status. Iterating gives its chunks; whoever opened it closes it.
+
+    `aclose` closes the connection at once when the answer is not at its end, which is how an engine learns that
+    nobody listens any more; it is safe to call twice, and after a cancellation.
+    """
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Provider(Protocol):
+    """One deployment, spoken to in its dialect. Lives as long as the policy that names it."""
+
+    def render(self, call: Call) -> bytes:
+        """The request body as this deployment gets it: its own model name, usage always asked for."""
+
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+        """Send the call; return as soon as a good status is in. `headers` carry the trace context and request id.
+
+        Time limits are the caller's: it cancels. Cancelling closes the connection.
+        """
+
+    async def healthy(self) -> bool:
+        """Whether the server answers its health or model endpoint with a good status, within a named bound."""

@@ -1,0 +1,180 @@
+"""What flows through the gateway: `Principal -> Call -> Reservation -> Upstream -> Usage -> Receipt`.
+
+Everything here is frozen; a phase returns something new and writes on nothing that it was given.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+from gateway.policy import Deployment, LatencyClass, Model, Policy, Tenant
+
+
+class Principal(msgspec.Struct, frozen=True):
+    """Who calls: a key of a tenant. `models` is None where the key may use every model."""
+
+    tenant: Tenant
+    key_id: str
+    models: frozenset[str] | None = None
+
+
+class Operation(enum.Enum):
+    """What is asked for. The value is the path behind `/v1/`; GenAI operation names are telemetry's business."""
+
+    CHAT = "chat/completions"
+    COMPLETION = "completions"
+    EMBEDDING = "embeddings"
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One request, checked: the immutable context of everything that happens to it.
+
+    What we act on is typed; the whole body stays in `fields`, each top-level value as the bytes the client sent
+    (or their canonical form), so that what we do not know is passed on untouched.
+    """
+
+    id: str
+    operation: Operation
+    principal: Principal
+    policy: Policy
+    asked_model: str
+    model: Model
+    latency_class: LatencyClass
+    stream: bool
+    include_usage: bool  # the client asked for the usage chunk
+    max_output_tokens: int | None
+    fields: dict[str, msgspec.Raw]
+    fingerprint: tuple[int, ...]  # chained xxh3-64 of each full block of the prompt's text, salted per tenant
+    prompt_tokens_estimate: int
+    cache_salt: str
+    service_tier: str | None = None
+    end_user: str | None = None
+    canonical_steps: tuple[str, ...] = ()  # names of the transforms that changed something
+    class_rule: int | None = None  # index of the policy rule that chose the class; None: the default
+    deadline: float = 0.0  # event-loop seconds by which the whole reply must be out
+    trace: Trace | None = None
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """W3C trace context: 128-bit trace id, the caller's span id (0: none), and the one sampling decision."""
+
+    trace_id: int
+    parent_span_id: int
+    sampled: bool
+    tracestate: str = ""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens consumed, in buckets that do not overlap. `reasoning` is the part of `output` spent thinking.
+
+    `exact` is True only when the engine that did the work counted; everything else is marked as an estimate.
+    """
+
+    input_uncached: int = 0
+    cache_read: int = 0
+    cache_write: int = 0
+    output: int = 0
+    reasoning: int = 0
+    exact: bool = False
+
+    @property
+    def input(self) -> int:
+        return self.input_uncached + self.cache_read + self.cache_write
+
+    @property
+    def total(self) -> int:
+        return self.input + self.output
+
+
+class Marks:
+    """When a request entered each phase, in nanoseconds since the epoch.
+
+    A phase lasts until the next one begins, so the phases of a request add up to its time by construction.
+    Names are those of the spans: authenticate, canonicalise, cache.lookup, admit, queue, route, chat, settle.
+    """
+
+    __slots__ = ("ended_ns", "first_chunk_ns", "phases", "started_ns")
+
+    def __init__(self) -> None:
+        self.started_ns = time.time_ns()
+        self.phases: list[tuple[str, int]] = []
+        self.first_chunk_ns = 0
+        self.ended_ns = 0
+
+    def enter(self, phase: str) -> None:
+        self.phases.append((phase, time.time_ns()))
+
+    def end(self) -> None:
+        self.ended_ns = time.time_ns()
+
+
+class Outcome(enum.Enum):
+    """How a call ended, as its receipt says it."""
+
+    COMPLETE = "complete"
+    CLIENT_GONE = "client_gone"
+    UPSTREAM_CUT = "upstream_cut"
+    TIMEOUT = "timeout"
+    REFUSED = "refused"  # the upstreams refused or failed before a first chunk
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """One try at one deployment: part of the receipt, and a span of its own."""
+
+    deployment: str
+    outcome: str  # "ok", "connect_error", "timeout", "status_503", "cut", "client_gone", ...
+    started_ns: int  # since the epoch
+    ended_ns: int
+    span_id: int
+    status: int | None = None
+    predicted_cached_tokens: int = 0
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+    """The final record of one call: what finance bills from. One row of the ledger, never changed.
+
+    Money is decimal text; `cost` is None where a price is unknown (`unpriced`), never zero.
+    """
+
+    event_id: str  # ULID, made here
+    call_id: str
+    tenant: str
+    key_id: str
+    end_user: str | None
+    operation: str
+    model_asked: str
+    model_served: str | None
+    deployment: str | None
+    latency_class: str
+    service_tier: str | None
+    started: str  # RFC 3339, UTC, microseconds
+    finished: str
+    ttft_seconds: float | None
+    outcome: str
+    source: str  # engine, estimate or cache
+    exact: bool
+    input_uncached: int
+    cache_read: int
+    cache_write: int
+    output: int
+    reasoning: int
+    price_version: str | None
+    price_input: Decimal | None
+    price_cached_input: Decimal | None
+    price_output: Decimal | None
+    cost: Decimal | None
+    currency: str | None
+    attempts: tuple[dict[str, Any], ...]
+    policy_hash: str
+    trace_id: str
+
+
+__all__ = [
+    "Attempt", "Call", "Deployment", "LatencyClass", "Marks", "Model", "Operation", "Outcome", "Policy", "Principal", "Receipt",
+    "Tenant", "Trace", "Usage",
+]  # fmt: skip
