@@ -1,0 +1,151 @@
+"""Fixed-size blocks of the KV cache: who holds them, in which order they are reused, and what can be found in them.
+
+A block holds the keys and values of `block_size` consecutive tokens. It is in one of three states:
+
+    in use         ref_count > 0, not in the free list; shared by every request whose table names it
+    free, cached   ref_count = 0, in the free list, and still found by its hash until it is reused
+    free, blank    ref_count = 0, at the head of the free list: reused before anything cached is lost
+
+The free list is in order of reuse, least recently used first. A table is released from its tail, so of one chain the
+last block goes first: a prefix without its end is still a prefix, an end without its prefix can never be found.
+
+A full block's hash covers its tokens and, through its parent's hash, everything before it; sixteen tokens alone do
+not determine their keys and values, the whole prefix does. SHA-256, because the isolation between salts and the
+truth of every hit rest on digest equality alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Protocol
+
+from backend.engine.errors import IntegrityError
+
+ROOT_HASH = bytes(32)  # the parent of a first block
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int], cache_salt: str = "") -> bytes:
+    """The digest of a full block: its parent's, its tokens as little-endian int32, and a first block's salt."""
+    return sha256(parent + struct.pack(f"<{len(token_ids)}i", *token_ids) + cache_salt.encode()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """The content of a full block, as it is found by. The salt is that of the first block, "" in all others."""
+
+    block_hash: bytes
+    parent: bytes
+    token_ids: tuple[int, ...]
+    cache_salt: str = ""
+
+
+class BlockListener(Protocol):
+    """Hears what can be found in the cache, in the order in which it changes. Called on the engine's thread."""
+
+    def stored(self, block: CachedBlock) -> None: ...
+
+    def removed(self, block_hash: bytes) -> None: ...
+
+    def cleared(self) -> None: ...
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, block_size: int, listener: BlockListener | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._listener = listener
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._index: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._index)
+
+    def match(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known prefix of this chain. Changes nothing, not even the order of reuse."""
+        blocks: list[int] = []
+        for block_hash in block_hashes:
+            block = self._index.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def allocate(self, num_new: int, cached: Sequence[int] = ()) -> list[int] | None:
+        """Takes a reference to each block in `cached` (just matched) and `num_new` blocks with content to be written.
+
+        All of them, in this order, or None and nothing has changed.
+        """
+        num_revived = sum(self._ref_counts[block] == 0 for block in cached)
+        if num_new + num_revived > len(self._free):
+            return None
+        for block in cached:
+            if self._ref_counts[block] == 0:
+                del self._free[block]
+            self._ref_counts[block] += 1
+        return [*cached, *(self._take() for _ in range(num_new))]
+
+    def publish(self, block: int, content: CachedBlock) -> None:
+        """Makes a full, computed block in use findable. If an equal block is known already, that one stays known."""
+        assert self._ref_counts[block] > 0, "only a block in use has content"
+        if content.block_hash in self._index or self._hashes[block] is not None:
+            return
+        self._index[content.block_hash] = block
+        self._hashes[block] = content.block_hash
+        if self._listener:
+            self._listener.stored(content)
+
+    def release(self, block_table: Sequence[int]) -> None:
+        """Gives up one reference to each block of the table. What is cached stays findable until it is reused."""
+        for block in reversed(block_table):
+            assert self._ref_counts[block] > 0, f"block {block} is released more often than taken"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free[block] = None
+                if self._hashes[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def clear(self) -> None:
+        """Forgets every cached block. Blocks in use stay in use, and can no longer be found."""
+        self._index.clear()
+        self._hashes = [None] * self.num_blocks
+        if self._listener:
+            self._listener.cleared()
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` with every contradiction found. Fast enough to run whenever the engine goes idle."""
+        if faults := list(self._faults()):
+            raise IntegrityError("; ".join(faults))
+
+    def _take(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        self._ref_counts[block] = 1
+        if (block_hash := self._hashes[block]) is not None:
+            del self._index[block_hash]
+            self._hashes[block] = None
+            if self._listener:
+                self._listener.removed(block_hash)
+        return block
+
+    def _faults(self) -> Iterator[str]:
+        in_use = self.num_blocks - self._ref_counts.count(0)
+        if in_use + len(self._free) != self.num_blocks:
+            yield f"{in_use} blocks in use and {len(self._free)} free do not make {self.num_blocks}"
+        if any(map(self._ref_counts.__getitem__, self._free)):
+            yield "a free block is in use"
+        if min(self._ref_counts, default=0) < 0:
+            yield "a reference count is negative"
+        if len(self._index) != self.num_blocks - self._hashes.count(None):
+            yield f"{len(self._index)} blocks in the index, {self.num_blocks - self._hashes.count(None)} with a hash"
+        if list(map(self._hashes.__getitem__, self._index.values())) != list(self._index):
+            yield "the index names a block that holds something else"

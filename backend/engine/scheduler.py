@@ -1,0 +1,320 @@
+"""Who advances by how many tokens in the next step, and what the result means for each request.
+
+One rule makes everything: a request has `token_ids`, and each step raises its `num_computed_tokens` towards their
+number. A prompt that fits the budget is a prefill, one that does not is chunked, one token behind is a decode, a
+cached prefix is a chase that starts further on, and preemption is one that starts again. When a request has caught
+up, the model's next token is sampled and appended, and the chase goes on.
+
+Only ints are decided on here; what they mean as tensors is `batch.py`'s business.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
+from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
+from backend.engine.request import FinishReason, Request, Status, StepOutput, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One request's part in a step: its tokens `[start, start + num_tokens)` are computed."""
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether the step ends at the last known token, so that the next one can be sampled."""
+        return self.end == len(self.request.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What the model made of one `Scheduled`: new tokens where it caught up, hidden states where it is pooling."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    hidden_sum: tuple[float, ...] = ()  # over the scheduled tokens
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the start."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0  # in tokens
+    prefix_cache_hits: int = 0  # in tokens
+    preemptions: int = 0
+    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+
+def urgency(request: Request) -> tuple[int, float]:
+    """Whoever sorts first is served first and preempted last."""
+    return (request.priority, request.arrived)
+
+
+class Scheduler:
+    """Owns every unfinished request, and the pool.
+
+    `max_waiting` bounds how many may wait beyond the `max_num_seqs` that can run.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        max_waiting: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.pool = pool
+        self.counters = Counters()
+        self.running: list[Request] = []  # both by urgency, so that the last to run is the first to be preempted
+        self.waiting: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._max_waiting = max_waiting
+        self._enable_prefix_caching = enable_prefix_caching
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(self._requests)
+
+    def check(self, request: Request) -> None:
+        """Raises `RequestRefused` for a request that could never be served. Safe to call from any thread."""
+        if not request.prompt_token_ids:
+            raise RequestRefused("the prompt has no tokens", param="prompt")
+        if request.max_total_tokens > self._max_model_len:
+            asked = "" if request.pooling else f" and max_tokens is {request.sampling.max_tokens}"
+            raise ContextTooLong(
+                f"the prompt has {request.num_prompt_tokens} tokens{asked}, "
+                f"but the context holds {self._max_model_len} tokens in all",
+                param="prompt" if request.num_prompt_tokens >= self._max_model_len else "max_tokens",
+            )
+        # The last token is sampled and never computed, so it needs no room.
+        num_blocks = self._num_blocks(max(request.max_total_tokens - 1, request.num_prompt_tokens))
+        if num_blocks > self.pool.num_blocks:
+            raise RequestRefused(
+                f"the request may need {num_blocks} blocks of KV cache, but there are {self.pool.num_blocks} in all",
+                param="max_tokens",
+            )
+
+    def add(self, request: Request) -> None:
+        """Raises `RequestRefused` or `QueueFull`; the request is then none of the scheduler's business."""
+        self.check(request)
+        if request.request_id in self._requests:
+            raise RequestRefused(f"request {request.request_id!r} is already here", param="request_id")
+        if len(self._requests) >= self._max_num_seqs + self._max_waiting:
+            raise QueueFull(f"{len(self._requests)} requests are unfinished, and no more are taken")
+        self._requests[request.request_id] = request
+        insort(self.waiting, request, key=urgency)
+
+    def schedule(self) -> tuple[Scheduled, ...]:
+        """Spends one token budget: on what runs first, then on what waits, the most urgent first in both."""
+        budget = self._max_num_batched_tokens
+        plan: list[Scheduled] = []
+
+        index = 0
+        while budget and index < len(self.running):
+            request = self.running[index]
+            num_tokens = min(request.num_uncomputed_tokens, budget)
+            if not self._grow(request, num_tokens):
+                break  # it was last in line, and gave way itself
+            plan.append(Scheduled(request, request.num_computed_tokens, num_tokens))
+            budget -= num_tokens
+            index += 1
+
+        while budget and self.waiting and len(self.running) < self._max_num_seqs:
+            request = self.waiting[0]
+            if not self._admit(request):
+                break  # nobody overtakes: what waits for blocks would wait for ever
+            num_tokens = min(request.num_uncomputed_tokens, budget)
+            plan.append(Scheduled(request, request.num_computed_tokens, num_tokens))
+            budget -= num_tokens
+
+        return tuple(plan)
+
+    def advance(self, plan: Sequence[Scheduled], computed: Sequence[Computed]) -> list[StepOutput]:
+        """Takes in what a step computed. A request that is still short of its last token has no output."""
+        outputs: list[StepOutput] = []
+        for scheduled, result in zip(plan, computed, strict=True):
+            request = scheduled.request
+            caught_up = scheduled.catches_up
+            request.num_computed_tokens = scheduled.end
+            self._publish(request, scheduled.start)
+            if request.pooling:
+                self._pool_hidden(request, result.hidden_sum)
+            if caught_up:
+                outputs.append(self._accept(request, result))
+        return outputs
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> StepOutput | None:
+        """Ends a request between two steps and takes its blocks back. None if it is unknown or has ended already."""
+        request = self._requests.get(request_id)
+        return None if request is None else self._finish(request, reason)
+
+    # -- blocks ------------------------------------------------------------------------------------------------
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Room for `num_tokens` more, preempting from the end of the line. False if that end was `request`."""
+        num_new = self._num_blocks(request.num_computed_tokens + num_tokens) - len(request.block_table)
+        while (blocks := self.pool.allocate(max(num_new, 0))) is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.block_table += blocks
+        return True
+
+    def _admit(self, request: Request) -> bool:
+        """Starts a request from the longest cached prefix, with room for all its known tokens; False if there is none.
+
+        Room for all, not for the first chunk: two long prompts would otherwise preempt each other halfway.
+        At least the last token is always computed, even if it is cached: the next one comes from its hidden state.
+        """
+        cached = self._match(request)
+        blocks = self.pool.allocate(self._num_blocks(len(request.token_ids)) - len(cached), cached)
+        if blocks is None:
+            return False
+        self.waiting.remove(request)
+        insort(self.running, request, key=urgency)
+        request.status = Status.RUNNING
+        request.block_table = blocks
+        request.num_computed_tokens = len(cached) * self.pool.block_size
+        if not request.timing.scheduled:
+            request.timing.scheduled = time.time()
+            request.num_cached_tokens = request.num_computed_tokens
+            self.counters.prefix_cache_queries += request.num_prompt_tokens
+            self.counters.prefix_cache_hits += request.num_cached_tokens
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the line, to be computed again: mostly from its own blocks, if they are still cached by then."""
+        self.running.remove(request)
+        insort(self.waiting, request, key=urgency)
+        self.pool.release(request.block_table)
+        request.status = Status.WAITING
+        request.block_table = []
+        request.num_computed_tokens = 0
+        request.hidden_sum = []
+        request.num_preemptions += 1
+        self.counters.preemptions += 1
+
+    def _match(self, request: Request) -> list[int]:
+        if request.pooling or not self._enable_prefix_caching:
+            return []
+        num_full = (len(request.token_ids) - 1) // self.pool.block_size
+        self._hash_blocks(request, num_full)
+        return self.pool.match(request.block_hashes[:num_full])
+
+    def _publish(self, request: Request, start: int) -> None:
+        """Makes the blocks that were filled since token `start` findable."""
+        if not self._enable_prefix_caching:
+            return
+        num_full = request.num_computed_tokens // self.pool.block_size
+        self._hash_blocks(request, num_full)
+        for i in range(start // self.pool.block_size, num_full):
+            parent = request.block_hashes[i - 1] if i else ROOT_HASH
+            content = CachedBlock(request.block_hashes[i], parent, *self._block_key(request, i))
+            self.pool.publish(request.block_table[i], content)
+
+    def _hash_blocks(self, request: Request, count: int) -> None:
+        hashes = request.block_hashes
+        for i in range(len(hashes), count):
+            hashes.append(hash_block(hashes[-1] if i else ROOT_HASH, *self._block_key(request, i)))
+
+    def _block_key(self, request: Request, i: int) -> tuple[tuple[int, ...], str]:
+        """What a block's own hash covers: its tokens, and the salt in the first."""
+        size = self.pool.block_size
+        return tuple(request.token_ids[i * size : (i + 1) * size]), "" if i else request.cache_salt
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def _pool_hidden(self, request: Request, hidden_sum: Sequence[float]) -> None:
+        so_far = request.hidden_sum or [0.0] * len(hidden_sum)
+        request.hidden_sum = [a + b for a, b in zip(so_far, hidden_sum, strict=True)]
+
+    def _accept(self, request: Request, result: Computed) -> StepOutput:
+        """What the model says after a request's last token: new tokens, its embedding, perhaps its end."""
+        if not request.timing.first_token:
+            request.timing.first_token = time.time()
+            self.counters.prompt_tokens += request.num_prompt_tokens
+        if request.pooling:
+            mean = tuple(value / request.num_prompt_tokens for value in request.hidden_sum)
+            return self._finish(request, FinishReason.STOP, embedding=mean)
+        reason: FinishReason | None = None
+        num_new = 0
+        for num_new, token_id in enumerate(result.token_ids, start=1):  # noqa: B007 - how far we came is used below
+            request.token_ids.append(token_id)
+            if reason := self._reason_to_finish(request, token_id):
+                break
+        self.counters.generation_tokens += num_new
+        tokens, logprobs = result.token_ids[:num_new], result.logprobs[:num_new]
+        if reason:
+            return self._finish(request, reason, tokens, logprobs)
+        return self._output(request, tokens, logprobs)
+
+    @staticmethod
+    def _reason_to_finish(request: Request, token_id: int) -> FinishReason | None:
+        sampling = request.sampling
+        if token_id in sampling.stop_token_ids and request.num_output_tokens >= sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if request.num_output_tokens >= sampling.max_tokens else None
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+        embedding: tuple[float, ...] | None = None,
+    ) -> StepOutput:
+        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        del self._requests[request.request_id]
+        self.pool.release(request.block_table)
+        request.block_table = []
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        request.timing.finished = time.time()
+        self.counters.finished[reason] += 1
+        return self._output(request, token_ids, logprobs, embedding)
+
+    @staticmethod
+    def _output(
+        request: Request,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        embedding: tuple[float, ...] | None = None,
+    ) -> StepOutput:
+        return StepOutput(
+            request_id=request.request_id,
+            new_token_ids=token_ids,
+            finish_reason=request.finish_reason,
+            logprobs=logprobs,
+            embedding=embedding,
+            num_cached_tokens=request.num_cached_tokens,
+            num_preemptions=request.num_preemptions,
+            timing=request.timing if request.finish_reason else None,
+        )

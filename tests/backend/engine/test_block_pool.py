@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import pytest
+
+from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
+from backend.engine.errors import IntegrityError
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[tuple[str, object]] = []
+
+    def stored(self, block: CachedBlock) -> None:
+        self.events.append(("stored", block))
+
+    def removed(self, block_hash: bytes) -> None:
+        self.events.append(("removed", block_hash))
+
+    def cleared(self) -> None:
+        self.events.append(("cleared", None))
+
+
+def chain(*blocks: tuple[int, ...], salt: str = "") -> list[CachedBlock]:
+    contents: list[CachedBlock] = []
+    parent = ROOT_HASH
+    for tokens in blocks:
+        own_salt = "" if contents else salt
+        contents.append(CachedBlock(hash_block(parent, tokens, own_salt), parent, tokens, own_salt))
+        parent = contents[-1].block_hash
+    return contents
+
+
+def fill(pool: BlockPool, contents: list[CachedBlock]) -> list[int]:
+    table = pool.allocate(len(contents))
+    assert table is not None
+    for block, content in zip(table, contents, strict=True):
+        pool.publish(block, content)
+    return table
+
+
+def hashes(contents: list[CachedBlock]) -> list[bytes]:
+    return [content.block_hash for content in contents]
+
+
+def test_the_hash_is_a_documented_function_of_parent_tokens_and_salt() -> None:
+    # Routers index blocks by these digests, so they may not change from one release to the next.
+    first = hash_block(ROOT_HASH, [1, 2])
+    assert first.hex() == "e7ca17d6581d126af7e0c8574cdd8987ed93319969b54a5e2a272d585a38f3ea"
+    assert (
+        len({first, hash_block(first, [1, 2]), hash_block(ROOT_HASH, [1, 2], "salt"), hash_block(ROOT_HASH, [2, 1])})
+        == 4
+    )
+
+
+def test_what_was_published_is_matched_up_to_the_first_difference() -> None:
+    pool = BlockPool(8, 2)
+    contents = chain((1, 2), (3, 4), (5, 6))
+    table = fill(pool, contents)
+    assert pool.match(hashes(contents)) == table
+    assert pool.match(hashes(chain((1, 2), (3, 4), (9, 9)))) == table[:2]
+    assert pool.match(hashes(chain((1, 2), (3, 4), salt="tenant"))) == []
+
+
+def test_released_blocks_stay_findable_and_are_shared_again() -> None:
+    pool = BlockPool(4, 2)
+    contents = chain((1, 2), (3, 4))
+    table = fill(pool, contents)
+    pool.release(table)
+    assert pool.num_free == 4
+    assert pool.allocate(2, pool.match(hashes(contents))) == [*table, 2, 3]
+    assert pool.num_free == 0
+    pool.check_integrity()
+
+
+def test_a_chain_is_reused_from_its_tail_and_blank_blocks_come_before_it() -> None:
+    pool = BlockPool(4, 2)
+    contents = chain((1, 2), (3, 4), (5, 6))
+    table = fill(pool, contents)
+    blank = pool.allocate(1)
+    assert blank is not None
+    pool.release(table)
+    pool.release(blank)  # released last, and yet reused first: nothing is lost with it
+    assert pool.allocate(2) == [*blank, table[2]]
+    assert pool.match(hashes(contents)) == table[:2]
+
+
+def test_the_least_recently_used_chain_goes_first() -> None:
+    pool = BlockPool(4, 2)
+    old, new = chain((1, 2), (3, 4)), chain((5, 6), (7, 8))
+    old_table, new_table = fill(pool, old), fill(pool, new)
+    pool.release(old_table)
+    pool.release(new_table)
+    revived = pool.allocate(0, pool.match(hashes(old)))
+    assert revived == old_table
+    pool.release(revived)  # now `new` is the older one
+    pool.allocate(2)
+    assert pool.match(hashes(old)) == old_table
+    assert pool.match(hashes(new)) == []
+
+
+def test_allocation_is_all_or_nothing_and_counts_revived_blocks() -> None:
+    pool = BlockPool(3, 2)
+    contents = chain((1, 2), (3, 4))
+    pool.release(fill(pool, contents))
+    cached = pool.match(hashes(contents))
+    assert pool.allocate(2, cached) is None
+    assert (pool.num_free, pool.match(hashes(contents))) == (3, cached)
+    assert pool.allocate(1, cached) is not None
+    assert pool.allocate(0) == []
+    pool.check_integrity()
+
+
+def test_an_equal_block_computed_twice_is_known_once() -> None:
+    pool = BlockPool(4, 2)
+    contents = chain((1, 2))
+    first, second = fill(pool, contents), fill(pool, contents)
+    assert pool.match(hashes(contents)) == first
+    pool.release(first)
+    pool.release(second)
+    pool.check_integrity()
+    assert pool.num_cached == 1
+
+
+def test_the_listener_hears_every_change_once() -> None:
+    recorder = Recorder()
+    pool = BlockPool(2, 2, recorder)
+    contents = chain((1, 2), (3, 4))
+    table = fill(pool, contents)
+    pool.publish(table[0], contents[0])
+    pool.release(table)
+    pool.allocate(1)
+    pool.clear()
+    assert recorder.events == [
+        ("stored", contents[0]),
+        ("stored", contents[1]),
+        ("removed", contents[1].block_hash),
+        ("cleared", None),
+    ]
+
+
+def test_clearing_leaves_blocks_in_use_alone() -> None:
+    pool = BlockPool(3, 2)
+    contents = chain((1, 2))
+    table = fill(pool, contents)
+    pool.clear()
+    assert pool.match(hashes(contents)) == []
+    pool.check_integrity()
+    pool.release(table)
+    assert pool.num_free == 3
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "fault"),
+    [
+        (lambda pool: pool._free.popitem(), "do not make 4"),
+        (lambda pool: pool._ref_counts.__setitem__(3, 1), "a free block is in use"),
+        (lambda pool: pool._ref_counts.__setitem__(3, -1), "negative"),
+        (lambda pool: pool._hashes.__setitem__(0, None), "in the index, 0 with a hash"),
+        (lambda pool: pool._hashes.__setitem__(0, b"other"), "holds something else"),
+    ],
+)
+def test_integrity_check_names_the_fault(corrupt, fault) -> None:  # type: ignore[no-untyped-def]
+    pool = BlockPool(4, 2)
+    pool.release(fill(pool, chain((1, 2))))
+    pool.check_integrity()
+    corrupt(pool)
+    with pytest.raises(IntegrityError, match=fault):
+        pool.check_integrity()

@@ -1,0 +1,197 @@
+"""Random histories of the scheduler and its pool, against an oracle that knows what every block really holds.
+
+The oracle plays the model. It writes into each slot of the cache which tokens, under which salt, led to it, and
+whenever a request is computed it looks at everything the attention would read. The "next token" is a function of the
+whole sequence, so that a request that was chunked, cached, preempted and surrounded by others must still end with
+exactly the tokens it gets alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from backend.engine.block_pool import BlockPool
+from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
+from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput
+from backend.engine.scheduler import Computed, Scheduled, Scheduler
+
+STOP_TOKEN = 3
+MAX_MODEL_LEN = 40
+
+Content = tuple[str, tuple[int, ...]]  # the salt, and every token up to and including the slot's own
+
+
+def next_token(token_ids: list[int]) -> int:
+    return (sum(token_ids) * 7 + len(token_ids)) % 11 % (STOP_TOKEN + 1)
+
+
+def generate_alone(request: Request) -> tuple[list[int], FinishReason]:
+    token_ids = list(request.prompt_token_ids)
+    output: list[int] = []
+    while True:
+        output.append(next_token(token_ids + output))
+        if output[-1] in request.sampling.stop_token_ids and len(output) >= request.sampling.min_tokens:
+            return output, FinishReason.STOP
+        if len(output) == request.sampling.max_tokens:
+            return output, FinishReason.LENGTH
+
+
+class Histories(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        block_size=st.sampled_from([1, 2, 4]),
+        budget=st.integers(1, 20),
+        max_num_seqs=st.integers(1, 5),
+        max_waiting=st.integers(0, 6),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self, num_blocks: int, block_size: int, budget: int, max_num_seqs: int, max_waiting: int, caching: bool
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_MODEL_LEN,
+            max_waiting=max_waiting,
+            enable_prefix_caching=caching,
+        )
+        self.budget, self.max_num_seqs, self.max_unfinished = budget, max_num_seqs, max_num_seqs + max_waiting
+        self.caching = caching
+        self.slots: list[list[Content | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.live: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.clock = 0
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), max_size=14) | st.integers(1, 30).map(lambda n: [0] * n),
+        max_tokens=st.integers(1, 12),
+        min_tokens=st.integers(0, 3),
+        salt=st.sampled_from(["", "", "", "a"]),
+        priority=st.sampled_from([0, 0, 1]),
+        pooling=st.sampled_from([False, False, False, True]),
+    )
+    def add(self, prompt: list[int], max_tokens: int, min_tokens: int, salt: str, priority: int, pooling: bool) -> None:
+        self.clock += 1
+        sampling = SamplingParams(
+            max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=frozenset({STOP_TOKEN})
+        )
+        request = Request(f"r{self.clock}", prompt, sampling, salt, priority, pooling, arrived=self.clock)
+        longest = len(prompt) + (0 if pooling else max_tokens)
+        stored = len(prompt) if pooling else longest - 1
+        try:
+            self.scheduler.add(request)
+        except ContextTooLong:
+            assert longest > MAX_MODEL_LEN
+        except RequestRefused:
+            assert not prompt or stored > self.pool.num_blocks * self.pool.block_size
+        except QueueFull:
+            assert len(self.live) >= self.max_unfinished
+        else:
+            assert prompt
+            assert longest <= MAX_MODEL_LEN
+            assert stored <= self.pool.num_blocks * self.pool.block_size
+            self.live[request.request_id] = request
+            self.outputs[request.request_id] = []
+            assert len(self.live) <= self.max_unfinished
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.live)))
+        output = self.scheduler.abort(request_id)
+        assert output is not None
+        assert output.finish_reason is FinishReason.ABORT
+        assert self.live.pop(request_id).block_table == []
+        assert self.scheduler.abort(request_id) is None
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.check_plan(plan)
+        computed = [self.compute(scheduled) for scheduled in plan]
+        for output in self.scheduler.advance(plan, computed):
+            self.take(output)
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def run_until_idle(self) -> None:
+        for _ in range(len(self.live) * MAX_MODEL_LEN * 2 + 1):
+            if not self.live:
+                return
+            self.step()
+        pytest.fail("some request never ends")
+
+    def check_plan(self, plan: tuple[Scheduled, ...]) -> None:
+        assert plan, "unfinished requests, and nobody advances"
+        assert sum(scheduled.num_tokens for scheduled in plan) <= self.budget
+        assert all(scheduled.num_tokens > 0 for scheduled in plan)
+        assert len({scheduled.request.request_id for scheduled in plan}) == len(plan)
+        assert len(self.scheduler.running) <= self.max_num_seqs
+        assert {scheduled.request.status for scheduled in plan} == {Status.RUNNING}
+        # Whoever is most urgent among those that have begun is never starved.
+        assert self.scheduler.running[0] in [scheduled.request for scheduled in plan]
+
+    def compute(self, scheduled: Scheduled) -> Computed:
+        request, size = scheduled.request, self.pool.block_size
+        assert scheduled.start == request.num_computed_tokens
+        for position in range(scheduled.start, scheduled.end):
+            block = request.block_table[position // size]
+            assert self.pool._ref_counts[block] == 1, "a shared block is written to"
+            self.slots[block][position % size] = (request.cache_salt, tuple(request.token_ids[: position + 1]))
+        for position in range(scheduled.end):
+            content = self.slots[request.block_table[position // size]][position % size]
+            assert content == (request.cache_salt, tuple(request.token_ids[: position + 1])), "reads another's keys"
+        if request.pooling:
+            return Computed(hidden_sum=(float(sum(request.token_ids[scheduled.start : scheduled.end])),))
+        return Computed((next_token(request.token_ids),)) if scheduled.catches_up else Computed()
+
+    def take(self, output: StepOutput) -> None:
+        request = self.live[output.request_id]
+        self.outputs[output.request_id] += output.new_token_ids
+        assert output.num_cached_tokens < request.num_prompt_tokens
+        assert not (output.num_cached_tokens and (request.pooling or not self.caching))
+        if output.finish_reason is None:
+            return
+        del self.live[output.request_id]
+        assert request.block_table == []
+        assert request.status is Status.FINISHED
+        if request.pooling:
+            assert output.embedding == pytest.approx([sum(request.prompt_token_ids) / request.num_prompt_tokens])
+        else:
+            assert (self.outputs[output.request_id], output.finish_reason) == generate_alone(request)
+
+    @invariant()
+    def pool_is_whole(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_integrity()
+        held = Counter(block for request in self.live.values() for block in request.block_table)
+        assert {block: n for block, n in enumerate(self.pool._ref_counts) if n} == held
+        assert all(not request.block_table for request in self.scheduler.waiting)
+        assert {*self.scheduler.running, *self.scheduler.waiting} == set(self.live.values())
+        assert all(max(Counter(request.block_table).values(), default=1) == 1 for request in self.live.values())
+        if not self.live:
+            assert self.pool.num_free == self.pool.num_blocks
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            self.run_until_idle()
+            self.pool_is_whole()
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
