@@ -7,38 +7,51 @@ them. Unknown keys are errors. Reading files, with line numbers in the messages,
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from decimal import Decimal
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Path = tuple[str | int, ...]
+"""Where something stands in a policy: keys and list indices, as in ("models", 0, "aliases", 1)."""
+
+Finding = tuple[Path, str]
+"""What is wrong, and where."""
+
+Check = Callable[["Policy"], Iterable[Finding]]
+"""A further judgement on a policy, by a part of the gateway that knows more than its models do."""
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
 _DURATION_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKMG]?)")
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _COUNT_FACTOR = {"": 1, "k": 1_000, "K": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
 def parse_duration(value: Any) -> Any:
     """`10s`, `250ms`, `5m`, `24h`, `7d` -> seconds; a number is taken as seconds."""
-    if not isinstance(value, str):
+    if not isinstance(value, str | bool):  # a bool is a number to Python, and an oversight in a policy
         return value
-    match = _DURATION.fullmatch(value.strip())
+    match = _DURATION.fullmatch(str(value).strip())
     if match is None:
         raise ValueError("a duration is a number and a unit, as in 250ms, 10s, 5m, 24h or 7d")
     return float(match[1]) * _DURATION_SECONDS[match[2]]
 
 
 def parse_count(value: Any) -> Any:
-    """`600`, `64k`, `1M` -> an integer (decimal multiples)."""
-    if not isinstance(value, str):
+    """`600`, `64k`, `1.5M` -> an integer (decimal multiples)."""
+    if not isinstance(value, str | bool):
         return value
-    match = _COUNT.fullmatch(value.strip())
-    if match is None:
+    match = _COUNT.fullmatch(str(value).strip())
+    count = Decimal(match[1]) * _COUNT_FACTOR[match[2]] if match else None
+    if count is None or count != int(count):
         raise ValueError("a count is a whole number, with k, M or G where wanted, as in 600, 64k or 1M")
-    return int(Decimal(match[1]) * _COUNT_FACTOR[match[2]])
+    return int(count)
 
 
 def parse_rate(value: Any) -> Any:
@@ -53,15 +66,41 @@ def parse_rate(value: Any) -> Any:
 
 def parse_share(value: Any) -> Any:
     """`10%` -> 0.1; a number is taken as it is."""
-    if isinstance(value, str) and value.strip().endswith("%"):
-        return float(value.strip()[:-1]) / 100
-    return value
+    if not isinstance(value, str | bool):
+        return value
+    match = _PERCENT.fullmatch(str(value).strip())
+    if match is None:
+        raise ValueError("a share is a percentage or a number from 0 to 1, as in 10% or 0.1")
+    return float(match[1]) / 100
 
 
-Seconds = Annotated[float, BeforeValidator(parse_duration, json_schema_input_type=str | float), Field(gt=0)]
-Count = Annotated[int, BeforeValidator(parse_count, json_schema_input_type=str | int), Field(gt=0)]
-Share = Annotated[float, BeforeValidator(parse_share, json_schema_input_type=str | float), Field(ge=0, le=1)]
+def one_is_a_list(value: Any) -> Any:
+    """`flex` means `[flex]`."""
+    return [value] if isinstance(value, str) else value
+
+
+_Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?\s*(ms|s|m|h|d)$")]
+_Multiple = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[kKMG]?$")]
+_Percent = Annotated[str, Field(pattern=r"^\d+(\.\d+)?\s*%$")]
+
+Seconds = Annotated[
+    float,
+    BeforeValidator(parse_duration, json_schema_input_type=_Duration | Annotated[float, Field(gt=0)]),
+    Field(gt=0, allow_inf_nan=False),
+]
+Count = Annotated[
+    int, BeforeValidator(parse_count, json_schema_input_type=_Multiple | Annotated[int, Field(gt=0)]), Field(gt=0)
+]
+CountOrZero = Annotated[
+    int, BeforeValidator(parse_count, json_schema_input_type=_Multiple | Annotated[int, Field(ge=0)]), Field(ge=0)
+]
+Share = Annotated[
+    float,
+    BeforeValidator(parse_share, json_schema_input_type=_Percent | Annotated[float, Field(ge=0, le=1)]),
+    Field(ge=0, le=1),
+]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(one_is_a_list, json_schema_input_type=Name | tuple[Name, ...])]
 
 
 class _Frozen(BaseModel):
@@ -117,36 +156,33 @@ class LatencyClass(_Frozen):
     ttft: Seconds = Field(60.0, description="Until the first chunk of the answer.")
     inter_token: Seconds = Field(30.0, description="Between two chunks of a stream.")
     total: Seconds = Field(600.0, description="Until the end of the answer.")
-    max_queue: int = Field(200, ge=0, description="Calls that may wait for a deployment pool; one more is refused.")
+    max_queue: CountOrZero = Field(200, description="Calls that may wait for a deployment pool; one more is refused.")
     max_wait: Seconds = Field(10.0, description="How long a call may wait for its turn.")
     priority: int = Field(0, description="Lower goes first; engines that know priorities are told.")
 
 
-class Match(_Frozen):
-    """Conditions on a call; all that are given must hold."""
+def _lower_names(headers: dict[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
 
-    model: tuple[Name, ...] | None = Field(None, description="The model asked for is one of these.")
-    tenant: tuple[Name, ...] | None = Field(None, description="The tenant is one of these.")
-    key: tuple[Name, ...] | None = Field(None, description="The key id is one of these.")
-    service_tier: tuple[Name, ...] | None = Field(None, description="The body's service_tier is one of these.")
-    header: dict[str, str] | None = Field(None, description="Each header has exactly this value.")
+
+class Match(_Frozen):
+    """Conditions on a call; all that are given must hold. One name may stand without its list."""
+
+    model: Names | None = Field(None, description="The model asked for is one of these.")
+    tenant: Names | None = Field(None, description="The tenant is one of these.")
+    key: Names | None = Field(None, description="The key id is one of these.")
+    service_tier: Names | None = Field(None, description="The body's service_tier is one of these.")
+    header: Annotated[dict[str, str], AfterValidator(_lower_names)] | None = Field(
+        None, description="Each header has exactly this value; names in any case."
+    )
     metadata: dict[str, str] | None = Field(None, description="Each key of the body's metadata has this value.")
     min_prompt_tokens: Count | None = Field(None, description="The prompt has at least so many tokens (estimated).")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_is_a_list(cls, value: Any) -> Any:
-        """`service_tier: flex` means `service_tier: [flex]`."""
-        if isinstance(value, dict):
-            listed = ("model", "tenant", "key", "service_tier")
-            return {k: [v] if k in listed and isinstance(v, str) else v for k, v in value.items()}
-        return value
 
 
 class Rule(_Frozen):
     """The first rule that matches decides a call's latency class."""
 
-    match: Match
+    match: Match = Field(description="Which calls; {} is all of them.")
     latency_class: Name = Field(alias="class", description="The latency class that it gives.")
 
 
@@ -177,7 +213,8 @@ class Budget(_Frozen):
     per: Literal["day", "month", "total"] = Field("month", description="Calendar period, UTC.")
 
 
-RateField = Annotated[Rate, BeforeValidator(parse_rate, json_schema_input_type=str | dict[str, Any])]
+_PerPeriod = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[kKMG]?/\d+(\.\d+)?\s*(ms|s|m|h|d)$")]
+RateField = Annotated[Rate, BeforeValidator(parse_rate, json_schema_input_type=_PerPeriod | Rate)]
 
 
 class Limits(_Frozen):
@@ -244,17 +281,9 @@ class Policy(_Frozen):
     @model_validator(mode="after")
     def _names_agree(self) -> Self:
         """Everything that is named exists, and nothing is named twice."""
-        _no_twins("deployment", [d.name for d in self.deployments])
-        _no_twins("model", [n for m in self.models for n in (m.name, *m.aliases)])
-        _no_twins("tenant", [t.name for t in self.tenants])
-        _no_twins("key", [k.id for t in self.tenants for k in t.keys])
-        deployments, models = {d.name for d in self.deployments}, {m.name for m in self.models}
-        for i, model in enumerate(self.models):
-            _all_known("deployment", model.deployments, deployments, f"models.{i}.deployments")
-            _all_known("model", model.fallbacks, models, f"models.{i}.fallbacks")
-        for i, rule in enumerate(self.rules):
-            _all_known("class", [rule.latency_class], set(self.classes), f"rules.{i}.class")
-        _all_known("class", [self.default_class], set(self.classes), "default_class")
+        findings = [*_twins(self), *_strangers(self), *_mixed_currencies(self)]
+        if findings:
+            raise PolicyNameError(findings)
         return self
 
     @cached_property
@@ -294,26 +323,87 @@ BUILT_IN_CLASSES: dict[str, dict[str, Any]] = {
 
 
 class PolicyNameError(ValueError):
-    """A name that does not agree with the rest of the policy; `path` says where, as dotted keys and indices."""
+    """Parts of a policy that are each well formed and do not agree with each other."""
 
-    def __init__(self, message: str, path: str) -> None:
-        super().__init__(message)
-        self.path = path
-
-
-def _no_twins(what: str, names: list[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise PolicyNameError(f"the {what} name {name!r} is used twice", f"{what}s")
-        seen.add(name)
+    def __init__(self, findings: Iterable[Finding]) -> None:
+        self.findings = tuple(findings)
+        super().__init__("; ".join(f"{'.'.join(map(str, path))}: {message}" for path, message in self.findings))
 
 
-def _all_known(what: str, names: Any, known: set[str], path: str) -> None:
+def _twins(policy: Policy) -> Iterator[Finding]:
+    """Names that are used twice. A model's aliases are names like any other."""
+    named: dict[str, list[tuple[str, Path]]] = {
+        "deployment": [(d.name, ("deployments", i, "name")) for i, d in enumerate(policy.deployments)],
+        "model": [
+            (name, path)
+            for i, model in enumerate(policy.models)
+            for name, path in (
+                (model.name, ("models", i, "name")),
+                *((alias, ("models", i, "aliases", j)) for j, alias in enumerate(model.aliases)),
+            )
+        ],
+        "tenant": [(t.name, ("tenants", i, "name")) for i, t in enumerate(policy.tenants)],
+        "key": [
+            (key.id, ("tenants", i, "keys", j, "id"))
+            for i, tenant in enumerate(policy.tenants)
+            for j, key in enumerate(tenant.keys)
+        ],
+    }
+    for what, names in named.items():
+        seen: set[str] = set()
+        for name, path in names:
+            if name in seen:
+                yield path, f"the {what} name {name!r} is used twice"
+            seen.add(name)
+
+
+def _strangers(policy: Policy) -> Iterator[Finding]:
+    """Names of deployments, models, classes and tenants that do not exist. Keys may be in the storage."""
+    deployments = [d.name for d in policy.deployments]
+    canonical = [m.name for m in policy.models]
+    models = [name for m in policy.models for name in (m.name, *m.aliases)]
+    classes, tenants = list(policy.classes), [t.name for t in policy.tenants]
+    for i, model in enumerate(policy.models):
+        yield from _unknown("deployment", model.deployments, deployments, ("models", i, "deployments"))
+        others = [name for name in canonical if name != model.name]
+        yield from _unknown("other model", model.fallbacks, others, ("models", i, "fallbacks"))
+    for i, rule in enumerate(policy.rules):
+        yield from _unknown("class", [rule.latency_class], classes, ("rules", i, "class"))
+        yield from _unknown("model", rule.match.model or (), models, ("rules", i, "match", "model"))
+        yield from _unknown("tenant", rule.match.tenant or (), tenants, ("rules", i, "match", "tenant"))
+    yield from _unknown("class", [policy.default_class], classes, ("default_class",))
+    for i, tenant in enumerate(policy.tenants):
+        yield from _unknown("model", tenant.models or (), models, ("tenants", i, "models"))
+        for j, key in enumerate(tenant.keys):
+            yield from _unknown("model", key.models or (), models, ("tenants", i, "keys", j, "models"))
+
+
+def _mixed_currencies(policy: Policy) -> Iterator[Finding]:
+    """A budget is one amount: it can not be held against prices in several currencies."""
+    currencies = sorted({d.price.currency for d in policy.deployments if d.price})
+    if len(currencies) > 1:
+        for i, tenant in enumerate(policy.tenants):
+            if tenant.limits.budget:
+                yield (
+                    ("tenants", i, "limits", "budget"),
+                    f"a budget needs all prices in one currency; there are {' and '.join(currencies)}",
+                )
+
+
+def _unknown(what: str, names: Collection[str], known: Collection[str], path: Path) -> Iterator[Finding]:
     for name in names:
         if name not in known:
-            raise PolicyNameError(f"there is no {what} {name!r}; there is: {', '.join(sorted(known))}", path)
+            yield path, f"there is no {what} {name!r}; {choices(name, known)}"
 
 
-__all__ = ["Budget", "Deployment", "Key", "LatencyClass", "Limits", "Model", "Policy", "Price", "Rate", "Rule",
-           "Tenant"]  # fmt: skip
+def choices(given: str, known: Collection[str]) -> str:
+    """What could have been meant: `known: a, b; did you mean 'b'?`"""
+    close = difflib.get_close_matches(given, known, n=1)
+    listed = ", ".join(sorted(known)) or "none"
+    return f"known: {listed}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+
+__all__ = [
+    "BUILT_IN_CLASSES", "Budget", "Check", "Deployment", "EnvSecret", "Finding", "Key", "LatencyClass", "Limits",
+    "Match", "Model", "Path", "Policy", "PolicyNameError", "Price", "Rate", "Rule", "Tenant", "choices",
+]  # fmt: skip
