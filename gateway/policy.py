@@ -56,9 +56,9 @@ def parse_count(value: Any) -> Any:
 
 def parse_rate(value: Any) -> Any:
     """`600/1m` -> {amount: 600, period: 60.0}."""
-    if not isinstance(value, str):
+    if not isinstance(value, str | int | float):
         return value
-    amount, slash, period = value.partition("/")
+    amount, slash, period = str(value).partition("/")
     if not slash:
         raise ValueError("a rate is a count per duration, as in 600/1m or 1M/1m")
     return {"amount": parse_count(amount), "period": parse_duration(period)}

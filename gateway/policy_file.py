@@ -127,7 +127,7 @@ def _findings(error: ValidationError) -> Iterator[tuple[Path, str]]:
         cause = detail.get("ctx", {}).get("error")
         if isinstance(cause, PolicyNameError):
             yield from cause.findings
-        else:
+        elif detail["type"] != "too_short" or not detail["input"]:  # a list of wrong items counts as empty too
             yield detail["loc"], _in_words(detail, cause)
 
 

@@ -1,0 +1,173 @@
+"""Settings: where things are, and secrets. What is allowed and preferred stands in the policy.
+
+All of them are environment variables WARMPATH_<NAME>, and this is the only module of the gateway that reads the
+environment. Command-line options win over them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BeforeValidator, ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from gateway.keys import parse_key
+from gateway.policy import EnvSecret, Finding, Policy
+
+PREFIX = "WARMPATH_"
+DEFAULT_PORT = 8080
+
+_HERE = Path(__file__).parent
+_POLICY_FOLDERS = (_HERE / "_policies", _HERE.parent / "policies")  # in a wheel; in a checkout
+
+
+class SettingsError(Exception):
+    """The environment, or an option that stands for it, can not be used. One line per problem, naming the variable."""
+
+
+def _default_policy() -> Path:
+    files = [folder / "default.yaml" for folder in _POLICY_FOLDERS]
+    return next((file for file in files if file.exists()), files[-1])
+
+
+def _not_a_service_link(value: Any) -> Any:
+    """Kubernetes sets WARMPATH_PORT=tcp://10.0.0.1:8080 in every pod beside a Service named warmpath.
+
+    A value in the pod's own manifest would have won over it, so there is none.
+    """
+    return DEFAULT_PORT if isinstance(value, str) and value.startswith("tcp://") else value
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, populate_by_name=True
+    )
+
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all.")
+    port: Annotated[int, BeforeValidator(_not_a_service_link)] = Field(
+        DEFAULT_PORT, ge=0, le=65535, description="Port to listen on; 0 takes any free one."
+    )
+    policy: Path = Field(default_factory=_default_policy, description="The policy file.")
+    data_dir: Path = Field(Path(".warmpath"), description="Where the gateway keeps what it writes.")
+    storage: str = Field(
+        "memory://",
+        pattern="^[a-z]+://",
+        description="Limits, cache and keys: memory://, sqlite:///path/to/file, redis://host:6379/0.",
+    )
+    ledger_dir: Path = Field(
+        default_factory=lambda data: data["data_dir"] / "ledger", description="The ledger's folder; DATA_DIR/ledger."
+    )
+    replica: str = Field(
+        default_factory=socket.gethostname,
+        min_length=1,
+        max_length=200,
+        description="This gateway among several, in metrics and the ledger; the host's name.",
+    )
+    key_pepper: SecretStr = Field(SecretStr(""), description="Mixed into the hashes of keys; changing it voids them.")
+    dev_key: SecretStr | None = Field(None, description="The key that `warmpath up` gives, wp-<id>-<secret>.")
+    max_body_bytes: ByteSize = Field(
+        ByteSize(32 * 1024 * 1024), gt=0, description="Longer requests are refused; 1000000, 64MiB."
+    )
+    drain_seconds: float = Field(
+        30.0, ge=0, allow_inf_nan=False, description="How long calls in flight may take to end on shutdown."
+    )
+    upstream_connect_seconds: float = Field(
+        5.0, gt=0, allow_inf_nan=False, description="How long connecting to a deployment may take."
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://",
+        validation_alias=AliasChoices(f"{PREFIX}OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+        description="Base URL of an OTLP/HTTP collector, as in http://127.0.0.1:4318; without one, nothing is sent.",
+    )
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
+        "info", description="debug, info, warning or error."
+    )
+
+    @field_validator("dev_key")
+    @classmethod
+    def _dev_key_is_a_key(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and parse_key(value.get_secret_value()) is None:
+            raise ValueError("a key has the form wp-<id>-<secret>, as in wp-dev-0123456789abcdef")
+        return value
+
+
+def load_settings(**options: Any) -> Settings:
+    """From the environment; an option that is not None wins. Raises `SettingsError`."""
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_in_words(error))) from None
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def likely_typos() -> list[str]:
+    """Variables that look like one of ours and are none, each with what may have been meant."""
+    ours = [variable(name) for name in Settings.model_fields]
+    strays = [name for name in os.environ if name.startswith(PREFIX) and name not in ours]
+    close = ((name, difflib.get_close_matches(name, ours, n=1, cutoff=0.85)) for name in sorted(strays))
+    return [f"{name} is not a setting; did you mean {meant[0]}?" for name, meant in close if meant]
+
+
+def resolve_secret(secret: EnvSecret) -> str:
+    """The value that a policy's `{env: NAME}` stands for. Raises `SettingsError`."""
+    value = os.environ.get(secret.env, "")
+    if not value:
+        raise SettingsError(f"the environment variable {secret.env}, which the policy names, is not set")
+    return value
+
+
+def missing_secrets(policy: Policy) -> Iterator[Finding]:
+    """A `gateway.policy.Check`: every secret that the policy names is there."""
+    for i, deployment in enumerate(policy.deployments):
+        if deployment.api_key and not os.environ.get(deployment.api_key.env):
+            path = ("deployments", i, "api_key", "env")
+            yield path, f"the environment variable {deployment.api_key.env} is not set"
+
+
+def _in_words(error: ValidationError) -> Iterator[str]:
+    """Without the values: some are secrets."""
+    for detail in error.errors(include_url=False):
+        if detail["type"] == "default_factory_not_called":  # only says that another setting is wrong
+            continue
+        name = str(detail["loc"][0])  # the field, or its first alias
+        field = Settings.model_fields.get(name)
+        if detail["type"] == "value_error":
+            message = str(detail["ctx"]["error"])
+        else:
+            message = detail["msg"].replace("Input should", "should").replace("String should", "should")
+        hint = f" ({field.description})" if field else ""
+        yield f"{variable(name) if field else _also_known_as(name)}: {message}{hint}"
+
+
+def _also_known_as(alias: str) -> str:
+    """Which of a setting's variables was set can not be told afterwards, so all of them are named."""
+    for field in Settings.model_fields.values():
+        if isinstance(field.validation_alias, AliasChoices) and alias in field.validation_alias.choices:
+            return " or ".join(map(str, field.validation_alias.choices))
+    return alias
+
+
+__all__ = [
+    "Settings",
+    "SettingsError",
+    "likely_typos",
+    "load_settings",
+    "missing_secrets",
+    "resolve_secret",
+    "variable",
+]
