@@ -1,0 +1,379 @@
+"""What a reply consumed, whatever the server's habits; and what it cost, to the last decimal."""
+
+from __future__ import annotations
+
+import re
+import time
+from decimal import Decimal
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway import metering
+from gateway.metering import Meter, cost_of, make_receipt, nanos, new_event_id, rfc3339
+from gateway.policy import Deployment, Policy, Price
+from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Trace, Usage
+
+POLICY = Policy.model_validate(
+    {
+        "deployments": [
+            {
+                "name": "a",
+                "base_url": "http://a/v1",
+                "model": "served",
+                "price": {"input": "0.10", "cached_input": "0.01", "output": "0.40", "version": "2026-11"},
+            },
+            {"name": "unpriced", "base_url": "http://b/v1", "model": "served"},
+        ],
+        "models": [{"name": "m", "deployments": ["a", "unpriced"]}],
+        "tenants": [{"name": "acme"}],
+    }
+)
+PRICED, UNPRICED = POLICY.deployments
+PROMPT_ESTIMATE = 40
+
+
+def make_call(*, stream: bool = True, include_usage: bool = False, operation: Operation = Operation.CHAT) -> Call:
+    return Call(
+        id="req_1",
+        operation=operation,
+        principal=Principal(POLICY.tenants_by_name["acme"], "key_1"),
+        policy=POLICY,
+        asked_model="m",
+        model=POLICY.models[0],
+        class_name="realtime",
+        latency_class=POLICY.classes["realtime"],
+        stream=stream,
+        include_usage=include_usage,
+        max_output_tokens=None,
+        deterministic=False,
+        fields={},
+        fingerprint=(),
+        prompt_tokens_estimate=PROMPT_ESTIMATE,
+        cache_salt="",
+        service_tier=None,
+        end_user=None,
+        canonical_steps=(),
+        class_rule=None,
+        deadline=0.0,
+        trace=Trace(trace_id=0xABC, parent_span_id=0, sampled=True),
+    )
+
+
+def frame(value: dict[str, Any] | str, *, separators: tuple[str, str] = (",", ":"), end: str = "\n\n") -> bytes:
+    text = value if isinstance(value, str) else dumps(value, separators)
+    return f"data: {text}{end}".encode()
+
+
+def dumps(value: dict[str, Any], separators: tuple[str, str]) -> str:
+    compact = orjson.dumps(value).decode()
+    if separators == (",", ":"):
+        return compact
+    # The spaces of json.dumps, put after the colons and commas that stand outside of strings.
+    return re.sub(r'("(?:[^"\\]|\\.)*")|([:,])', lambda m: m[1] or m[2] + " ", compact)
+
+
+def text_frame(content: str, **more: Any) -> dict[str, Any]:
+    choice = {"index": 0, "delta": {"content": content}, "logprobs": None, "finish_reason": None}
+    return {"id": "chatcmpl-1", "object": "chat.completion.chunk", "model": "m", "choices": [choice], **more}
+
+
+ROLE = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion.chunk",
+    "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}],
+}
+USAGE = {
+    "prompt_tokens": 100,
+    "completion_tokens": 3,
+    "total_tokens": 103,
+    "prompt_tokens_details": {"cached_tokens": 64},
+    "completion_tokens_details": {"reasoning_tokens": 2},
+}
+USAGE_ONLY = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [], "usage": USAGE}
+COUNTED = Usage(input_uncached=36, cache_read=64, output=3, reasoning=2, exact=True)
+
+
+def watch_all(meter: Meter, chunks: list[bytes]) -> bytes:
+    return b"".join(meter.watch(chunk) for chunk in chunks)
+
+
+def stream(*texts: str, usage: bool = True) -> list[bytes]:
+    frames = [frame(ROLE), *(frame(text_frame(text)) for text in texts)]
+    return [*frames, *([frame(USAGE_ONLY)] if usage else []), frame("[DONE]")]
+
+
+def test_the_engines_counts_become_buckets_that_do_not_overlap() -> None:
+    meter = Meter(make_call())
+    watch_all(meter, stream("a", "b", "c"))
+    assert meter.usage == COUNTED
+    assert (meter.usage.input, meter.usage.total) == (100, 103)
+    assert meter.complete and not meter.error
+
+
+def test_usage_is_taken_out_for_a_client_that_did_not_ask() -> None:
+    chunks = stream("a", "b")
+    assert watch_all(Meter(make_call()), chunks) == b"".join(c for c in chunks if b'"usage"' not in c)
+    assert watch_all(Meter(make_call(include_usage=True)), chunks) == b"".join(chunks)
+
+
+def test_an_ordinary_chunk_is_the_same_object() -> None:
+    meter = Meter(make_call())
+    for chunk in stream("a", "b", usage=False):
+        assert meter.watch(chunk) is chunk
+
+
+def test_usage_between_merged_frames_is_taken_out_alone() -> None:
+    text, done = frame(text_frame("a")), frame("[DONE]")
+    meter = Meter(make_call())
+    assert meter.watch(frame(ROLE) + text + frame(USAGE_ONLY) + done) == frame(ROLE) + text + done
+    assert meter.usage == COUNTED and meter.complete
+
+
+def test_usage_on_every_chunk_stays_and_the_last_one_wins() -> None:
+    def counted(n: int) -> bytes:
+        usage = {"prompt_tokens": 10, "completion_tokens": n, "total_tokens": 10 + n}
+        return frame(text_frame("x", usage=usage))
+
+    meter, chunks = Meter(make_call()), [counted(1), counted(2), counted(3)]
+    assert watch_all(meter, chunks) == b"".join(chunks)
+    # The stream broke here: every token that came was counted by the engine.
+    assert meter.usage == Usage(input_uncached=10, output=3, exact=True)
+    assert not meter.complete
+
+
+def test_text_after_the_engines_last_word_is_an_estimate() -> None:
+    first = {**ROLE, "usage": {"prompt_tokens": 10, "completion_tokens": 0, "total_tokens": 10}}
+    meter = Meter(make_call())
+    watch_all(meter, [frame(first), frame(text_frame("a")), frame(text_frame("b"))])
+    assert meter.usage == Usage(input_uncached=10, output=2, exact=False)
+
+
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"content": "x"},
+        {"reasoning_content": "x"},
+        {"reasoning": "x", "content": None},
+        {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]},
+        {"role": "assistant", "content": "x"},
+    ],
+)
+def test_a_stream_that_ends_early_is_estimated_by_its_frames(delta: dict[str, Any]) -> None:
+    more = {**ROLE, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    meter = Meter(make_call())
+    watch_all(meter, [frame(ROLE), frame(more), b": ping\n\n", frame(more), frame(more) + frame(more)])
+    assert meter.usage == Usage(input_uncached=PROMPT_ESTIMATE, output=4, exact=False)
+    assert not meter.complete
+
+
+def test_without_any_output_nothing_is_billed() -> None:
+    meter = Meter(make_call())
+    assert meter.usage == Usage()
+    meter.watch(frame(ROLE))
+    assert meter.usage == Usage()
+
+
+@pytest.mark.parametrize(
+    "content", ["data: [DONE]", "\n\ndata: [DONE]\n\n", '"usage":{"prompt_tokens":1}', '"error"', "usage", "error"]
+)
+def test_content_that_imitates_the_protocol_is_content(content: str) -> None:
+    meter, chunk = Meter(make_call()), frame(text_frame(content))
+    meter.watch(frame(text_frame("first")))
+    assert meter.watch(chunk) is chunk
+    assert not meter.complete and not meter.error
+    assert meter.usage.output == 2
+
+
+@pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_line_ends_and_spaces_are_the_servers_choice(end: str, separators: tuple[str, str]) -> None:
+    values: list[Any] = [ROLE, text_frame("a: b, c"), text_frame("d", usage=None), USAGE_ONLY, "[DONE]"]
+    frames = [frame(value, separators=separators, end=end) for value in values]
+    frames[-1] = frames[-1].replace(b"data: ", b"data:")
+    meter = Meter(make_call())
+    assert watch_all(meter, [frames[0], frames[1] + frames[2], frames[3] + frames[4]]) == b"".join(
+        [*frames[:3], frames[4]]
+    )
+    assert meter.usage == COUNTED and meter.complete
+
+
+@pytest.mark.parametrize(
+    "failure",
+    ['{"error":{"message":"out of memory","code":500}}', '{"error": "boom"}', '{"object":"error","message":"boom"}'],
+)
+def test_an_error_in_the_stream_is_seen_and_passed_on(failure: str) -> None:
+    meter = Meter(make_call())
+    meter.watch(frame(text_frame("a")))
+    chunk = frame(failure) + frame("[DONE]")
+    assert meter.watch(chunk) is chunk
+    assert meter.error and not meter.complete
+
+
+def test_a_whole_json_answer() -> None:
+    body = orjson.dumps({"object": "chat.completion", "choices": [{"message": {"content": "hi"}}], "usage": USAGE})
+    meter = Meter(make_call(stream=False))
+    assert meter.watch(body) is body
+    assert meter.usage == COUNTED and meter.complete
+
+
+def test_embeddings_have_input_only() -> None:
+    body = {"object": "list", "data": [{"embedding": [0.1, 0.2]}], "usage": {"prompt_tokens": 8, "total_tokens": 8}}
+    meter = Meter(make_call(stream=False, operation=Operation.EMBEDDING))
+    meter.watch(orjson.dumps(body))
+    assert meter.usage == Usage(input_uncached=8, exact=True)
+
+
+def test_a_streamed_completion() -> None:
+    chunk = frame({"object": "text_completion", "choices": [{"index": 0, "text": "hi", "finish_reason": None}]})
+    meter = Meter(make_call(operation=Operation.COMPLETION))
+    watch_all(meter, [chunk, chunk, frame(USAGE_ONLY)])
+    assert meter.usage == COUNTED
+
+
+def test_a_json_answer_without_usage_is_estimated_from_its_text() -> None:
+    meter = Meter(make_call(stream=False))
+    meter.watch(orjson.dumps({"choices": [{"message": {"role": "assistant", "content": "12345678"}}]}))
+    assert meter.usage == Usage(input_uncached=PROMPT_ESTIMATE, output=2, exact=False)
+
+
+def test_a_body_that_is_not_json_is_no_answer() -> None:
+    meter = Meter(make_call(stream=False))
+    meter.watch(b"<html>")
+    assert not meter.complete and meter.usage == Usage()
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ({"prompt_tokens": 5, "completion_tokens": 2}, Usage(5, output=2, exact=True)),
+        ({"prompt_tokens_details": None, "prompt_tokens": 5, "total_tokens": 5}, Usage(5, exact=True)),
+        (
+            {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 3}},
+            Usage(2, 4, 3, exact=True),
+        ),
+        # thinking counted beside the answer
+        (
+            {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 10,
+             "completion_tokens_details": {"reasoning_tokens": 3}},
+            Usage(5, output=5, reasoning=3, exact=True),
+        ),
+        # contradictions: bounded, and never called exact
+        ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 99}, Usage(5, output=2)),
+        ({"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 8}}, Usage(0, 5)),
+        ({"prompt_tokens": -5, "completion_tokens": 2}, Usage(output=2)),
+    ],
+)  # fmt: skip
+def test_counts_are_checked(counts: dict[str, Any], expected: Usage) -> None:
+    meter = Meter(make_call(stream=False))
+    meter.watch(orjson.dumps({"usage": counts}))
+    assert meter.usage == expected
+
+
+@given(
+    texts=st.lists(st.text(max_size=20), max_size=8),
+    end=st.sampled_from(["\n\n", "\r\n\r\n"]),
+    include_usage=st.booleans(),
+    data=st.data(),
+)
+def test_any_grouping_of_frames_gives_the_same(
+    texts: list[str], end: str, include_usage: bool, data: st.DataObject
+) -> None:
+    values: list[Any] = [ROLE, *map(text_frame, texts), USAGE_ONLY, "[DONE]"]
+    frames = [frame(value, end=end) for value in values][: data.draw(st.integers(0, len(values)), label="cut after")]
+    chunks: list[bytes] = []
+    for one in frames:
+        merge = data.draw(st.booleans(), label="merge")
+        if chunks and merge:
+            chunks[-1] += one
+        else:
+            chunks.append(one)
+    merged, single = Meter(make_call(include_usage=include_usage)), Meter(make_call(include_usage=include_usage))
+    assert watch_all(merged, chunks) == watch_all(single, frames)
+    assert (merged.usage, merged.complete, merged.error) == (single.usage, single.complete, single.error)
+
+
+PRICE = Price(input=Decimal("0.10"), cached_input=Decimal("0.01"), output=Decimal("0.40"))
+
+
+def test_cost_is_exact() -> None:
+    usage = Usage(input_uncached=3, cache_read=7, cache_write=2, output=11, reasoning=5)
+    assert cost_of(usage, PRICE) == Decimal("0.00000497")  # (3+2)*0.10 + 7*0.01 + 11*0.40 per million
+    assert cost_of(usage, Price(input=Decimal("0.10"))) == Decimal("0.0000012")  # cached like any other input
+    assert cost_of(usage, None) is None
+
+
+counts = st.integers(0, 10**12)
+money = st.decimals(0, 10**6, places=9)
+
+
+@given(usage=st.builds(Usage, counts, counts, counts, counts), price=st.builds(Price, input=money, output=money))
+def test_cost_loses_no_decimal(usage: Usage, price: Price) -> None:
+    cost = cost_of(usage, price)
+    assert cost is not None
+    in_units = usage.input * int(price.input.scaleb(9)) + usage.output * int(price.output.scaleb(9))
+    assert int(cost.scaleb(15, metering._EXACT)) == in_units
+    assert 0 <= nanos(cost) * 10**6 - in_units < 10**6
+
+
+def test_receipt_of_a_finished_call() -> None:
+    marks = Marks()
+    marks.started_ns, marks.first_chunk_ns, marks.ended_ns = 1_790_000_000_000_001_999, 1_790_000_000_250_001_999, (
+        1_790_000_001_000_000_000
+    )  # fmt: skip
+    attempts = [
+        Attempt("unpriced", "status_503", marks.started_ns, marks.first_chunk_ns, span_id=0xF, status=503),
+        Attempt("a", "ok", marks.started_ns, marks.ended_ns, span_id=0x10, status=200, predicted_cached_tokens=64),
+    ]
+    receipt = make_receipt(
+        make_call(), COUNTED, outcome=Outcome.COMPLETE, marks=marks, attempts=attempts, deployment=PRICED
+    )
+    assert (receipt.tenant, receipt.key_id, receipt.latency_class) == ("acme", "key_1", "realtime")
+    assert (receipt.model_asked, receipt.model_served, receipt.deployment) == ("m", "served", "a")
+    assert (receipt.started, receipt.finished) == ("2026-09-21T14:13:20.000001Z", "2026-09-21T14:13:21.000000Z")
+    assert receipt.ttft_seconds == 0.25
+    assert (receipt.source, receipt.exact, receipt.outcome) == ("engine", True, "complete")
+    assert (receipt.cost, receipt.currency, receipt.price_version) == (Decimal("0.00000544"), "USD", "2026-11")
+    assert (receipt.policy_hash, receipt.trace_id) == (POLICY.hash, f"{0xABC:032x}")
+    assert [(a["deployment"], a["outcome"], a["span_id"]) for a in receipt.attempts] == [
+        ("unpriced", "status_503", "000000000000000f"),
+        ("a", "ok", "0000000000000010"),
+    ]
+
+
+def costs(
+    usage: Usage, outcome: Outcome, deployment: Deployment | None, from_cache: bool
+) -> tuple[str, Decimal | None]:
+    receipt = make_receipt(
+        make_call(), usage, outcome=outcome, marks=Marks(), deployment=deployment, from_cache=from_cache
+    )
+    return receipt.source, receipt.cost
+
+
+def test_who_pays_what() -> None:
+    guess = Usage(input_uncached=10, output=5)
+    assert costs(guess, Outcome.CLIENT_GONE, PRICED, False) == ("estimate", Decimal("0.000003"))
+    assert costs(COUNTED, Outcome.COMPLETE, UNPRICED, False) == ("engine", None)
+    assert costs(COUNTED, Outcome.COMPLETE, None, True) == ("cache", Decimal(0))
+    assert costs(Usage(), Outcome.REFUSED, None, False) == ("estimate", Decimal(0))
+
+
+def test_event_ids_are_ulids_in_order() -> None:
+    ids = [new_event_id() for _ in range(1000)]
+    assert ids == sorted(set(ids))
+    assert all(re.fullmatch("[0-7][0-9A-HJKMNP-TV-Z]{25}", event_id) for event_id in ids)
+
+
+def test_event_ids_hold_when_the_clock_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = new_event_id()
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
+    assert new_event_id() > before
+
+
+@given(st.lists(st.integers(0, 4_102_444_800_000_000_000), min_size=2, max_size=5))
+def test_times_sort_as_text(times_ns: list[int]) -> None:
+    texts = [rfc3339(time_ns // 1000 * 1000) for time_ns in sorted(times_ns)]
+    assert texts == sorted(texts) and len({len(text) for text in texts}) == 1
