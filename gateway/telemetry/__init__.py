@@ -1,0 +1,137 @@
+"""Traces, metrics and logs; nothing else in the gateway imports opentelemetry or prometheus_client.
+
+A request pays for its telemetry after its reply: while it runs, it only notes times (`Marks`). Whether it is sampled
+is decided once, when it begins; metrics are updated either way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from gateway import __version__
+from gateway.policy import Policy
+from gateway.telemetry import propagation
+from gateway.telemetry.logs import access, configure_logging
+from gateway.telemetry.metrics import (
+    DEPLOYMENT_AVAILABLE,
+    DEPLOYMENT_INFLIGHT,
+    INFLIGHT,
+    LEDGER_OK,
+    LEDGER_ROWS,
+    QUEUE_DEPTH,
+    SPANS_DROPPED,
+    Metrics,
+    Reading,
+    Watched,
+)
+from gateway.telemetry.record import CacheResult, CallRecord, Phase, phases
+from gateway.telemetry.spans import EXPORT_INTERVAL_SECONDS, SpanBuilder, SpanQueue
+from gateway.types import Trace
+
+logger = logging.getLogger(__name__)
+
+
+class Telemetry:
+    """One per gateway. `otlp_endpoint` is a collector's base URL, as in http://localhost:4318; None: no spans.
+
+    Beyond that URL, the SDK reads its own OTEL_EXPORTER_OTLP_* (headers, certificates) and OTEL_RESOURCE_ATTRIBUTES.
+    """
+
+    def __init__(
+        self,
+        otlp_endpoint: str | None = None,
+        *,
+        service_name: str = "warmpath-gateway",
+        export_interval_seconds: float = EXPORT_INTERVAL_SECONDS,
+    ) -> None:
+        self._metrics = Metrics()
+        self._builder = SpanBuilder(service_name, __version__)
+        self._spans = SpanQueue(otlp_endpoint, export_interval_seconds) if otlp_endpoint else None
+        self._metrics.watch(SPANS_DROPPED, lambda: self._spans.dropped if self._spans else 0)
+
+    async def start(self) -> None:
+        if self._spans is not None:
+            self._spans.start()
+
+    async def shutdown(self) -> None:
+        """Send what waits, within a bound; safe to call twice, and without `start`."""
+        if self._spans is not None:
+            await self._spans.close()
+
+    def begin(self, headers: Iterable[tuple[bytes, bytes]], sample: float) -> Trace:
+        """The trace of a request with these ASGI headers; `sample` (0 to 1) counts where its caller has not decided."""
+        return propagation.begin(headers, sample)
+
+    def new_span_id(self) -> int:
+        return propagation.new_span_id()
+
+    def outgoing(self, trace: Trace, span_id: int) -> dict[str, str]:
+        """The headers that make `span_id` the parent of whatever the upstream traces."""
+        return propagation.outgoing(trace, span_id)
+
+    def record(self, record: CallRecord) -> None:
+        """Take a request that is over. Never raises: what goes wrong is counted and logged."""
+        try:
+            self._record(record)
+        except Exception:  # the reply is out; no fault in here may end its connection or the work after it
+            self._metrics.failures.inc()
+            logger.exception("the telemetry of a request failed", extra=_ids(record))
+
+    def _record(self, record: CallRecord) -> None:
+        timeline = phases(record.marks, record.attempts)
+        self._metrics.update(record, timeline)
+        if record.trace.sampled and self._spans is not None:
+            self._spans.put(self._builder.build(record, timeline))
+        if access.isEnabledFor(logging.INFO):
+            access.info("%s %s %d", record.method, record.path, record.status, extra=_access_fields(record, timeline))
+
+    def watch(self, metric: Watched, read: Callable[[], Reading]) -> None:
+        """Show a number that another part knows; `read` runs on the event loop. ValueError when the name is taken."""
+        self._metrics.watch(metric, read)
+
+    def policy_loaded(self, policy: Policy) -> None:
+        self._metrics.policy_loaded(policy)
+
+    def policy_rejected(self) -> None:
+        self._metrics.policy_rejected()
+
+    def render_metrics(self) -> tuple[bytes, str]:
+        """The Prometheus text and its content type."""
+        return self._metrics.render()
+
+
+def _ids(record: CallRecord) -> dict[str, object]:
+    return {"trace_id": f"{record.trace.trace_id:032x}", "call_id": record.call.id if record.call else None}
+
+
+def _access_fields(record: CallRecord, timeline: list[Phase]) -> dict[str, object]:
+    marks, usage = record.marks, record.usage
+    ended_ns = timeline[-1].end_ns if timeline else marks.ended_ns
+    fields = _ids(record) | {
+        "method": record.method,
+        "path": record.path,
+        "status": record.status,
+        "error_code": record.error_code,
+        "cache": record.cache,
+        "deployment": record.deployment,
+        "event_id": record.event_id,
+        "duration_ms": round((ended_ns - marks.started_ns) / 1e6, 3),
+    }
+    if record.principal is not None:
+        fields |= {"tenant": record.principal.tenant.name, "key_id": record.principal.key_id}
+    if record.call is not None:
+        fields |= {"model": record.call.model.name, "class": record.call.class_name}
+    if record.outcome is not None:
+        fields["outcome"] = record.outcome.value
+    if marks.first_chunk_ns:
+        fields["ttft_ms"] = round((marks.first_chunk_ns - marks.started_ns) / 1e6, 3)
+    if usage is not None:
+        fields |= {"input_tokens": usage.input, "cached_tokens": usage.cache_read, "output_tokens": usage.output}
+    return fields
+
+
+__all__ = [
+    "DEPLOYMENT_AVAILABLE", "DEPLOYMENT_INFLIGHT", "INFLIGHT", "LEDGER_OK", "LEDGER_ROWS", "QUEUE_DEPTH", "CacheResult",
+    "CallRecord", "Telemetry", "Watched", "configure_logging",
+]  # fmt: skip

@@ -1,0 +1,259 @@
+"""Prometheus metrics: what every request adds up to, and what other parts let us look at.
+
+Labels come from the policy, the doors and fixed lists, never from a client. Should a list be longer than thought,
+CHILDREN_MAX holds: what comes later is counted under "other".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, TypeVar
+
+import msgspec
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+
+from gateway.policy import Policy
+from gateway.telemetry import names
+from gateway.telemetry.record import CallRecord, Phase
+from gateway.types import Attempt, Call, Usage
+
+CHILDREN_MAX = 2000  # label combinations of one metric
+
+DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600)
+WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 600, 3600)
+OVERHEAD_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
+GEN_AI_DURATION_BUCKETS = tuple(0.01 * 2**i for i in range(14))  # as the conventions ask: 0.01 ... 81.92
+GEN_AI_TOKEN_BUCKETS = tuple(4**i for i in range(14))  # likewise: 1 ... 67108864
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per child, which Prometheus does not read in this format
+
+M = TypeVar("M", bound=MetricWrapperBase)
+Reading = float | Mapping[tuple[str, ...], float]
+
+
+class Watched(msgspec.Struct, frozen=True):
+    """A metric that is read when it is asked for: `Telemetry.watch` gives it a callback.
+
+    The callback returns a number, or with `labels` a mapping from their values to numbers. It runs on the event
+    loop, within GET /metrics.
+    """
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+    kind: Literal["gauge", "counter"] = "gauge"
+
+
+INFLIGHT = Watched("warmpath_inflight", "Requests that have been accepted and are not over.")
+QUEUE_DEPTH = Watched("warmpath_queue_depth", "Calls that wait for their turn.", ("class",))
+DEPLOYMENT_INFLIGHT = Watched("warmpath_deployment_inflight", "Calls that a deployment is busy with.", ("deployment",))
+DEPLOYMENT_AVAILABLE = Watched("warmpath_deployment_available", "1 where calls are sent, 0 where not.", ("deployment",))
+LEDGER_ROWS = Watched("warmpath_ledger_rows", "Receipts written since the start.", kind="counter")
+LEDGER_OK = Watched("warmpath_ledger_ok", "1 while receipts can be written.")
+SPANS_DROPPED = Watched("warmpath_spans_dropped", "Spans that never reached the collector.", kind="counter")
+
+
+class _Children(dict[tuple[str, ...], M]):
+    """A metric's children by their label values: `labels()` takes a lock and costs three updates."""
+
+    def __init__(self, metric: M, labels: int) -> None:
+        self._metric = metric
+        self._overflow = (names.OTHER,) * labels
+
+    def __missing__(self, values: tuple[str, ...]) -> M:
+        if len(self) >= CHILDREN_MAX:
+            values = self._overflow
+        child = self[values] = self._metric.labels(*values)
+        return child
+
+
+class _Watcher(Collector):
+    def __init__(self, metric: Watched, read: Callable[[], Reading]) -> None:
+        self._metric = metric
+        self._read = read
+
+    def describe(self) -> list[Metric]:
+        return [self._family()]
+
+    def collect(self) -> Iterator[Metric]:
+        family = self._family()
+        reading = self._read()
+        for values, number in reading.items() if isinstance(reading, Mapping) else [((), reading)]:
+            family.add_metric(values, number)
+        yield family
+
+    def _family(self) -> CounterMetricFamily | GaugeMetricFamily:
+        family = CounterMetricFamily if self._metric.kind == "counter" else GaugeMetricFamily
+        return family(self._metric.name, self._metric.help, labels=self._metric.labels)
+
+
+class Metrics:
+    """All metrics of one gateway, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._requests = self._counter(
+            "warmpath_requests",
+            "Requests by how they ended. Outcome rejected: refused here, no upstream was asked.",
+            "operation model class status outcome",
+        )
+        self._duration = self._histogram(
+            "warmpath_request_duration_seconds",
+            "From the request's arrival to the end of its reply.",
+            "operation model class",
+            DURATION_BUCKETS,
+        )
+        self._ttft = self._histogram(
+            "warmpath_time_to_first_token_seconds",
+            "From the request's arrival to the first chunk of its answer.",
+            "operation model class",
+            DURATION_BUCKETS,
+        )
+        self._queue_wait = self._histogram(
+            "warmpath_queue_wait_seconds", "Time spent waiting for a turn.", "class", WAIT_BUCKETS
+        )
+        self._overhead = self._histogram(
+            "warmpath_overhead_seconds",
+            "The gateway's own time: all phases but the queue and the upstream. Reading the body is in it.",
+            "operation",
+            OVERHEAD_BUCKETS,
+        )
+        self._tokens = self._counter(
+            "warmpath_tokens",
+            "Tokens that upstreams worked on. reasoning is a part of output. For bills, use the ledger.",
+            "model kind",
+        )
+        self._attempts = self._counter(
+            "warmpath_upstream_attempts", "Tries at deployments by how they ended.", "deployment outcome"
+        )
+        self._cache = self._counter("warmpath_cache", "Calls by what the exact response cache did for them.", "result")
+        self._prefix_predicted = self._counter(
+            "warmpath_prefix_predicted_tokens",
+            "Cached tokens the router expected, for the calls whose engine reported.",
+            "deployment",
+        )
+        self._prefix_reported = self._counter(
+            "warmpath_prefix_reported_tokens", "Cached tokens the engines reported.", "deployment"
+        )
+        self._gen_ai_duration = self._histogram(
+            "gen_ai_client_operation_duration_seconds",
+            "From the first attempt to the end of the answer (OpenTelemetry GenAI conventions).",
+            "gen_ai_operation_name gen_ai_provider_name gen_ai_request_model error_type",
+            GEN_AI_DURATION_BUCKETS,
+        )
+        self._gen_ai_tokens = self._histogram(
+            "gen_ai_client_token_usage",
+            "Tokens of a call; input includes cached ones (OpenTelemetry GenAI conventions).",
+            "gen_ai_operation_name gen_ai_provider_name gen_ai_request_model gen_ai_token_type",
+            GEN_AI_TOKEN_BUCKETS,
+        )
+        self._reloads = self._counter("warmpath_policy_reloads", "Policies read, by result.", "result")
+        self._policy = Gauge(
+            "warmpath_policy_info", "The policy in force, by its hash.", ["hash"], registry=self._registry
+        )
+        self.failures = Counter(
+            "warmpath_telemetry_failures", "Requests whose telemetry failed; the log says why.", registry=self._registry
+        )
+
+    def watch(self, metric: Watched, read: Callable[[], Reading]) -> None:
+        """Raises ValueError when the name is taken."""
+        self._registry.register(_Watcher(metric, read))
+
+    def render(self) -> tuple[bytes, str]:
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+    def policy_loaded(self, policy: Policy) -> None:
+        self._policy.clear()
+        self._policy.labels(policy.hash).set(1)
+        self._reloads["ok",].inc()
+
+    def policy_rejected(self) -> None:
+        self._reloads["rejected",].inc()
+
+    def update(self, record: CallRecord, phases: Sequence[Phase]) -> None:
+        call, marks = record.call, record.marks
+        operation = record.operation.value if record.operation else names.OTHER
+        model, class_name = (call.model.name, call.class_name) if call else (names.OTHER, names.OTHER)
+        outcome = record.outcome.value if record.outcome else "rejected"
+        ended_ns = phases[-1].end_ns if phases else max(marks.started_ns, marks.ended_ns)
+        self._requests[operation, model, class_name, str(record.status), outcome].inc()
+        self._duration[operation, model, class_name].observe((ended_ns - marks.started_ns) / 1e9)
+        if marks.first_chunk_ns:
+            self._ttft[operation, model, class_name].observe((marks.first_chunk_ns - marks.started_ns) / 1e9)
+        self._update_phases(operation, class_name, phases)
+        for attempt in record.attempts:
+            self._attempts[attempt.deployment, _attempt_outcome(attempt)].inc()
+        if call is not None:
+            self._cache[record.cache,].inc()
+            if record.attempts:
+                self._update_upstream(record, call, phases)
+
+    def _update_phases(self, operation: str, class_name: str, phases: Sequence[Phase]) -> None:
+        own = waited = 0
+        queued = False
+        for phase in phases:
+            if phase.name == names.QUEUE_PHASE:
+                queued = True
+                waited += phase.end_ns - phase.start_ns
+            elif phase.name not in _NOT_OUR_TIME and not phase.within_chat:
+                own += phase.end_ns - phase.start_ns
+        self._overhead[operation,].observe(own / 1e9)
+        if queued:
+            self._queue_wait[class_name,].observe(waited / 1e9)
+
+    def _update_upstream(self, record: CallRecord, call: Call, phases: Sequence[Phase]) -> None:
+        """What only a call has that an upstream was asked for."""
+        deployment = record.deployment or record.attempts[-1].deployment
+        target = call.policy.deployments_by_name.get(deployment)
+        gen_ai = (
+            names.GEN_AI_OPERATIONS[call.operation],
+            target.provider if target else names.OTHER,
+            call.model.name,
+        )
+        chat = next((phase for phase in phases if phase.name == names.CHAT_PHASE), None)
+        if chat is not None:
+            self._gen_ai_duration[*gen_ai, record.error_code or ""].observe(chat.seconds)
+        if record.usage is None:
+            return
+        self._update_tokens(call.model.name, record.usage)
+        self._gen_ai_tokens[*gen_ai, "input"].observe(record.usage.input)
+        self._gen_ai_tokens[*gen_ai, "output"].observe(record.usage.output)
+        if record.usage.exact:
+            self._prefix_predicted[deployment,].inc(record.predicted_cached_tokens)
+            self._prefix_reported[deployment,].inc(record.usage.cache_read)
+
+    def _update_tokens(self, model: str, usage: Usage) -> None:
+        for kind in ("input_uncached", "cache_read", "cache_write", "output", "reasoning"):
+            if tokens := getattr(usage, kind):
+                self._tokens[model, kind].inc(tokens)
+
+    def _counter(self, name: str, text: str, labels: str) -> _Children[Counter]:
+        return _Children(Counter(name, text, labels.split(), registry=self._registry), len(labels.split()))
+
+    def _histogram(self, name: str, text: str, labels: str, buckets: Sequence[float]) -> _Children[Histogram]:
+        histogram = Histogram(name, text, labels.split(), buckets=buckets, registry=self._registry)
+        return _Children(histogram, len(labels.split()))
+
+
+_NOT_OUR_TIME = frozenset({names.QUEUE_PHASE, names.CHAT_PHASE, names.REPLAY_SPAN})
+
+
+def _attempt_outcome(attempt: Attempt) -> str:
+    """As the receipt says it, but other statuses than these by their class: an upstream may send any number."""
+    kind, _, status = attempt.outcome.partition("_")
+    if kind != "status" or status in ("429", "500", "502", "503", "504"):
+        return attempt.outcome
+    return f"status_{status[:1]}xx"

@@ -1,0 +1,75 @@
+"""W3C Trace Context (www.w3.org/TR/trace-context): what comes in is checked strictly, what goes out is version 00.
+
+Baggage is neither read nor passed on: it comes from outside, and engines have no use for it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable
+
+from gateway.types import Trace
+
+TRACESTATE_MAX_CHARS = 512
+TRACESTATE_MAX_MEMBERS = 32
+
+_TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_SAMPLED = 0x01
+_MEMBER = re.compile(
+    r"(?:[a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
+    r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
+_LOW_64_BITS = (1 << 64) - 1
+
+
+def new_span_id() -> int:
+    return random.getrandbits(64) or 1  # zero means "none"
+
+
+def begin(headers: Iterable[tuple[bytes, bytes]], sample: float) -> Trace:
+    """The caller's trace, its sampling flag included; or a new one, of which the share `sample` is sampled.
+
+    A trace context that is malformed or sent twice counts as absent, as the specification asks.
+    """
+    parents, states = [], []
+    for name, value in headers:
+        if name == b"traceparent":
+            parents.append(value)
+        elif name == b"tracestate":
+            states.append(value)
+    if len(parents) == 1 and (parent := _parse_traceparent(parents[0])):
+        trace_id, span_id, sampled = parent
+        return Trace(trace_id, span_id, sampled, _parse_tracestate(states))
+    trace_id = random.getrandbits(128) or 1
+    # The rule of OpenTelemetry's TraceIdRatioBased, so that everyone who knows the id decides alike.
+    return Trace(trace_id, 0, trace_id & _LOW_64_BITS < round(sample * (1 << 64)))
+
+
+def outgoing(trace: Trace, span_id: int) -> dict[str, str]:
+    headers = {"traceparent": f"00-{trace.trace_id:032x}-{span_id:016x}-{_SAMPLED if trace.sampled else 0:02x}"}
+    if trace.tracestate:
+        headers["tracestate"] = trace.tracestate
+    return headers
+
+
+def _parse_traceparent(value: bytes) -> tuple[int, int, bool] | None:
+    match = _TRACEPARENT.fullmatch(value.strip())
+    if match is None:
+        return None
+    version, trace_id, span_id, flags, more = match.groups()
+    if version == b"ff" or (version == b"00" and more is not None):
+        return None
+    parsed = int(trace_id, 16), int(span_id, 16), bool(int(flags, 16) & _SAMPLED)
+    return parsed if parsed[0] and parsed[1] else None
+
+
+def _parse_tracestate(values: list[bytes]) -> str:
+    """The members as they came, joined; nothing at all when one is malformed or there are too many."""
+    joined = b",".join(values).decode("latin-1")
+    members = [member for part in joined.split(",") if (member := part.strip(" \t"))]
+    kept = ",".join(members)
+    keys = {member.partition("=")[0] for member in members}
+    if len(kept) > TRACESTATE_MAX_CHARS or len(members) > TRACESTATE_MAX_MEMBERS or len(keys) < len(members):
+        return ""
+    return kept if all(_MEMBER.fullmatch(member) for member in members) else ""
