@@ -1,0 +1,160 @@
+"""One HTTP request and its reply, on bare ASGI.
+
+A bare ASGI handler is never told that its client has left: uvicorn drops what it sends and lets it run on. So every
+handler here runs beside a watch on `receive()`, from the last byte of the body to the last byte of the reply, and is
+cancelled when the client goes or when the server must close. What it holds (requests in the engine) it lets go of on
+cancellation, as on any other way out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from backend.server.errors import ApiError, BodyTooLarge, ShuttingDown
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+
+logger = logging.getLogger("backend.server")
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class ClientGone(Exception):
+    """The client closed the connection: there is nobody to answer."""
+
+
+class Exchange:
+    """A request as it came, and the reply as far as it has gone."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.received_ns = time.time_ns()
+        self.request_id: str = scope["state"]["request_id"]
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.started = False
+        self._receive = receive
+        self._send = send
+
+    async def read_body(self, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+        """Raises BodyTooLarge, and ClientGone if the body never ends."""
+        too_large = BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
+        declared = self.headers.get("content-length", "0")
+        if declared.isdecimal() and int(declared) > max_bytes:
+            raise too_large
+        body = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body += message.get("body", b"")
+            if len(body) > max_bytes:
+                raise too_large
+            if not message.get("more_body"):
+                return bytes(body)
+
+    async def reply(
+        self,
+        body: bytes,
+        *,
+        status: int = 200,
+        content_type: str = "application/json",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        fields = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
+        await self._start(status, fields)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def stream(self, frames: bytes) -> None:
+        """Server-sent events, ready framed. The first call sends the headers: until then a status can still say no."""
+        if not self.started:
+            await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+
+    async def end_stream(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, error: ApiError) -> None:
+        """By status while nothing was sent; after that in the stream, which then ends without `[DONE]`."""
+        if not self.started:
+            await self.reply(error.body(), status=error.status, headers=error.headers)
+            return
+        await self.stream(b"data: " + error.body() + b"\n\n")
+        await self.end_stream()
+
+    async def run(self, work: Coroutine[Any, Any, None], closing: asyncio.Future[None]) -> None:
+        """Runs `work` until it ends, the client leaves (ClientGone) or `closing` is done (ShuttingDown).
+
+        On return `work` has ended in every case. Call it only after the body was read.
+        """
+        task = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(self._disconnected())
+        try:
+            await asyncio.wait({task, watch, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if closing.done():
+                raise ShuttingDown("The server is shutting down.")
+            raise ClientGone
+        finally:
+            task.cancel()
+            watch.cancel()
+            await asyncio.wait({task, watch})
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.started = True
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+class Door(ABC):
+    """An ASGI endpoint that reads a body and answers it. `closing` is done when replies may take no longer."""
+
+    closing: asyncio.Future[None]
+
+    @abstractmethod
+    async def answer(self, exchange: Exchange, body: bytes) -> None:
+        """Replies through `exchange`, or raises ApiError. Cancelled when the client leaves."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            body = await exchange.read_body()
+            await exchange.run(self.answer(exchange, body), self.closing)
+        except ApiError as error:
+            await exchange.fail(error)
+        except ClientGone:
+            logger.info("client of %s left", exchange.request_id)
+
+
+class RequestIds:
+    """Middleware: takes the client's x-request-id, or makes one, and puts it on every reply."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,280 @@
+"""The sequences of one HTTP request on their way through the engine. READ FIRST.
+
+    async with Generation(serving, exchange, task) as generation:      submitted, all or none
+        async for delta in generation.deltas():                        text as it comes, of all choices
+            ...
+
+Leaving the block, however it is left, gives up in the engine what has not ended, counts how every sequence ended,
+and records the request's spans. The engine stops at eos, stop token ids and max_tokens; stop sequences are found here,
+in the text, and end the request in the engine by an abort.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from backend.engine.detokenizer import Detokenizer
+from backend.engine.errors import EngineError
+from backend.engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprob
+from backend.server import semconv
+from backend.server.asgi import Exchange
+from backend.server.errors import ApiError, EngineFailure
+from backend.server.serving import Serving
+from backend.server.tracing import NANOSECONDS, Attributes, Marks, RequestRecord, stages
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is asked of the engine: every prompt once per member of `samplings`, one for each choice."""
+
+    operation: str  # of the GenAI conventions: chat, text_completion, embeddings
+    prompts: list[list[int]]
+    samplings: list[SamplingParams]
+    stop: list[str] = field(default_factory=list)
+    cache_salt: str = ""
+    priority: int = 0
+    pooling: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one choice. The last one of a choice carries `finish_reason`."""
+
+    index: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str | None
+    embedding: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Generation:
+    def __init__(self, serving: Serving, exchange: Exchange, task: Task) -> None:
+        self._serving = serving
+        self._exchange = exchange
+        self._task = task
+        self._submitted_ns = 0
+        # A client may send the same x-request-id again, with a retry or a second attempt; the engine's ids are unique.
+        self.id = f"{exchange.request_id}-{secrets.token_hex(4)}"
+        choices = [(prompt, sampling) for prompt in task.prompts for sampling in task.samplings]
+        self.sequences = [
+            _Sequence(serving, exchange, task, i, f"{self.id}-{i}", prompt, sampling)
+            for i, (prompt, sampling) in enumerate(choices)
+        ]
+
+    async def __aenter__(self) -> Self:
+        self._submitted_ns = time.time_ns()
+        try:
+            for sequence in self.sequences:
+                sequence.submit()
+        except ApiError as error:
+            self._close(error)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close(error)
+
+    def deltas(self) -> AsyncIterator[Delta]:
+        """Raises EngineFailure if the engine fails a sequence."""
+        if len(self.sequences) == 1:
+            return self.sequences[0].deltas()
+        return _merged([sequence.deltas() for sequence in self.sequences])
+
+    @property
+    def usage(self) -> Usage:
+        """So far. A prompt counts once, whatever the number of choices made from it, and so do its cached tokens."""
+        firsts = self.sequences[:: len(self._task.samplings)]
+        return Usage(
+            prompt_tokens=sum(len(prompt) for prompt in self._task.prompts),
+            completion_tokens=sum(sequence.num_tokens for sequence in self.sequences),
+            cached_tokens=sum(sequence.num_cached_tokens for sequence in firsts),
+        )
+
+    def _close(self, error: BaseException | None) -> None:
+        for sequence in self.sequences:
+            sequence.close(failed=isinstance(error, ApiError))
+        marks = self._marks()
+        stage_seconds = {name: (end - start) / NANOSECONDS for name, start, end in stages(marks)}
+        later_tokens = sum(max(0, sequence.num_tokens - 1) for sequence in self.sequences)
+        self._serving.metrics.ended((marks.ended_ns - marks.received_ns) / NANOSECONDS, stage_seconds, later_tokens)
+        self._serving.tracer.record(
+            RequestRecord(
+                marks=marks,
+                headers=self._exchange.headers,
+                attributes=self._attributes(error),
+                prefill=self._prefill_attributes(),
+                decode={
+                    semconv.OUTPUT_TOKENS: self.usage.completion_tokens,
+                    semconv.PREEMPTIONS: sum(sequence.num_preemptions for sequence in self.sequences),
+                },
+                error=None if error is None else str(error) or type(error).__name__,
+            )
+        )
+
+    def _marks(self) -> Marks:
+        """Of several sequences, the stages of all together: the first that began, the last that ended."""
+        timings = [sequence.request.timing for sequence in self.sequences]
+        return Marks(
+            received_ns=self._exchange.received_ns,
+            submitted_ns=self._submitted_ns,
+            scheduled_ns=_earliest_ns([timing.scheduled for timing in timings]),
+            first_token_ns=_earliest_ns([timing.first_token for timing in timings]),
+            last_token_ns=max(sequence.last_token_ns for sequence in self.sequences),
+            ended_ns=time.time_ns(),
+        )
+
+    def _attributes(self, error: BaseException | None) -> Attributes:
+        sampling = self._task.samplings[0]
+        usage = self.usage
+        attributes: dict[str, str | int | float | list[str]] = {
+            semconv.OPERATION_NAME: self._task.operation,
+            semconv.PROVIDER_NAME: "warmpath",
+            semconv.REQUEST_ID: self.id,
+            semconv.REQUEST_MODEL: self._serving.model.name,
+            semconv.RESPONSE_MODEL: self._serving.model.name,
+            semconv.USAGE_INPUT_TOKENS: usage.prompt_tokens,
+            semconv.USAGE_OUTPUT_TOKENS: usage.completion_tokens,
+            semconv.USAGE_CACHE_READ_INPUT_TOKENS: usage.cached_tokens,
+            semconv.RESPONSE_FINISH_REASONS: [sequence.finish_reason for sequence in self.sequences],
+        }
+        if not self._task.pooling:
+            attributes |= {
+                semconv.REQUEST_CHOICE_COUNT: len(self._task.samplings),
+                semconv.REQUEST_MAX_TOKENS: sampling.max_tokens,
+                semconv.REQUEST_TEMPERATURE: sampling.temperature,
+                semconv.REQUEST_TOP_P: sampling.top_p,
+            }
+        if error is not None:
+            attributes[semconv.ERROR_TYPE] = type(error).__name__
+        return attributes
+
+    def _prefill_attributes(self) -> Attributes:
+        cached = sum(sequence.num_cached_tokens for sequence in self.sequences)
+        total = sum(len(sequence.request.prompt_token_ids) for sequence in self.sequences)
+        return {semconv.CACHED_TOKENS: cached, semconv.COMPUTED_TOKENS: total - cached}
+
+
+class _Sequence:
+    """One prompt and the choice that grows from it."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        exchange: Exchange,
+        task: Task,
+        index: int,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+    ) -> None:
+        self.request = Request(
+            request_id, prompt, sampling, cache_salt=task.cache_salt, priority=task.priority, pooling=task.pooling
+        )
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.last_token_ns = 0
+        self.finish_reason = ""  # empty: not ended yet
+        self._serving = serving
+        self._received_ns = exchange.received_ns
+        self._index = index
+        self._detokenizer = Detokenizer(serving.model.codec.tokenizer, task.stop)
+        self._outputs: AsyncIterator[StepOutput] | None = None
+
+    def submit(self) -> None:
+        self._outputs = self._serving.submit(self.request)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        assert self._outputs is not None, "not submitted"
+        try:
+            async for output in self._outputs:
+                self._note(output)
+                yield self._delta(output)
+                if self.finish_reason:
+                    return
+        except EngineError as error:
+            raise EngineFailure(error.message) from error
+        raise EngineFailure("The engine ended this request without an answer.")
+
+    def close(self, *, failed: bool) -> None:
+        if not self.finish_reason:
+            self.finish_reason = FinishReason.ERROR.value if failed else FinishReason.ABORT.value
+            if self._outputs is not None:
+                self._serving.engine.abort(self.request.request_id)
+        self._serving.metrics.finished(self.finish_reason)
+
+    def _note(self, output: StepOutput) -> None:
+        self.num_cached_tokens = output.num_cached_tokens
+        self.num_preemptions = output.num_preemptions
+        count = len(output.new_token_ids)
+        if not count:
+            return
+        now_ns = time.time_ns()
+        if not self.num_tokens:
+            self._serving.metrics.first_token((now_ns - self._received_ns) / NANOSECONDS)
+        else:
+            self._serving.metrics.tokens((now_ns - self.last_token_ns) / NANOSECONDS, count)
+        self.num_tokens += count
+        self.last_token_ns = now_ns
+
+    def _delta(self, output: StepOutput) -> Delta:
+        reason = output.finish_reason
+        if reason in (FinishReason.ERROR, FinishReason.ABORT):
+            raise EngineFailure(output.error or "The engine gave this request up.")
+        token_ids = output.new_token_ids
+        if reason is FinishReason.STOP and not self.request.pooling:
+            token_ids = token_ids[:-1]  # the token that ended the answer is no part of its text
+        text = self._detokenizer.push(token_ids)
+        if reason is not None:
+            text += self._detokenizer.flush()
+            self.finish_reason = reason.value
+        if self._detokenizer.stopped:
+            self._serving.engine.abort(self.request.request_id)
+            self.finish_reason = FinishReason.STOP.value
+        return Delta(self._index, text, output.logprobs, self.finish_reason or None, output.embedding)
+
+
+async def _merged(sources: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:
+    """Items of all sources as they come; the first failure ends it. No more can wait than max_tokens of each."""
+    arrived: asyncio.Queue[Delta | asyncio.Task[None]] = asyncio.Queue()
+
+    async def pump(source: AsyncIterator[Delta]) -> None:
+        async for delta in source:
+            arrived.put_nowait(delta)
+
+    pumps = [asyncio.create_task(pump(source)) for source in sources]
+    for task in pumps:
+        task.add_done_callback(arrived.put_nowait)
+    try:
+        remaining = len(pumps)
+        while remaining:
+            item = await arrived.get()
+            if isinstance(item, Delta):
+                yield item
+            else:
+                item.result()
+                remaining -= 1
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.wait(pumps)
+
+
+def _earliest_ns(seconds: Sequence[float]) -> int:
+    reached = [moment for moment in seconds if moment]
+    return int(min(reached) * NANOSECONDS) if reached else 0

@@ -1,0 +1,121 @@
+"""The one model that a server serves, as far as the wire needs to know it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from backend.engine.request import SamplingParams
+from backend.server.errors import ContextLengthError, InvalidRequest
+from backend.server.requests import GenerationRequest
+from backend.server.templates import ChatTemplate, load_chat_template
+from backend.server.tokenizer import TextCodec, load_codec
+
+# What a checkpoint's generation_config.json may recommend, and the field of a request that overrules it.
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str
+    root: str  # where the weights came from
+    codec: TextCodec
+    template: ChatTemplate
+    max_model_len: int
+    vocab_size: int
+    hidden_size: int
+    eos_token_ids: frozenset[int]
+    sampling_defaults: Mapping[str, float]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_context(self, num_prompt_tokens: int, max_tokens: int | None, prompt_field: str) -> int:
+        """The most tokens that may be generated. Raises ContextLengthError if prompt and `max_tokens` do not fit."""
+        room = self.max_model_len - num_prompt_tokens
+        if room < 1:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_model_len} tokens, and the prompt alone has "
+                f"{num_prompt_tokens}.",
+                param=prompt_field,
+            )
+        if max_tokens is not None and max_tokens > room:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_model_len} tokens, but {num_prompt_tokens} in the "
+                f"prompt and {max_tokens} to generate were asked for.",
+                param="max_tokens",
+            )
+        return room if max_tokens is None else max_tokens
+
+    def check_token_ids(self, token_ids: list[int], param: str) -> None:
+        if token_ids and max(token_ids) >= self.vocab_size:
+            raise InvalidRequest(
+                f"`{param}`: token id {max(token_ids)} is outside the vocabulary of {self.vocab_size}.", param=param
+            )
+
+    def sampling(
+        self, request: GenerationRequest, max_tokens: int, logprobs: int | None, choice: int
+    ) -> SamplingParams:
+        """`choice`: the sequence's number among the request's, so that a seed gives each its own."""
+        logit_bias = request.logit_bias or {}
+        stop_token_ids = request.stop_token_ids or []
+        self.check_token_ids(list(logit_bias), "logit_bias")
+        self.check_token_ids(stop_token_ids, "stop_token_ids")
+        if request.min_tokens is not None and request.min_tokens > max_tokens:
+            raise InvalidRequest("`min_tokens` is larger than the tokens that may be generated.", param="min_tokens")
+
+        def choose(name: str, neutral: float) -> float:
+            asked = getattr(request, name)
+            return float(self.sampling_defaults.get(name, neutral) if asked is None else asked)
+
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=choose("temperature", 1.0),
+            top_p=choose("top_p", 1.0),
+            top_k=max(0, int(choose("top_k", 0))),
+            min_p=choose("min_p", 0.0),
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=choose("repetition_penalty", 1.0),
+            logit_bias=logit_bias,
+            seed=None if request.seed is None else request.seed + choice,
+            min_tokens=request.min_tokens or 0,
+            stop_token_ids=frozenset(stop_token_ids) | (frozenset() if request.ignore_eos else self.eos_token_ids),
+            logprobs=logprobs,
+        )
+
+
+def load_model(model_dir: Path, name: str, root: str, max_model_len: int) -> ServedModel:
+    """Raises FileNotFoundError if the directory lacks config.json or tokenizer.json."""
+    config = _read_json(model_dir / "config.json")
+    text_config = {**config, **config.get("text_config", {})}
+    codec = load_codec(model_dir)
+    generation_path = model_dir / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.exists() else {}
+    return ServedModel(
+        name=name,
+        root=root,
+        codec=codec,
+        template=load_chat_template(model_dir, codec.special_tokens),
+        max_model_len=max_model_len,
+        vocab_size=int(text_config["vocab_size"]),
+        hidden_size=int(text_config["hidden_size"]),
+        eos_token_ids=_eos_token_ids(text_config, generation, codec),
+        sampling_defaults={key: generation[key] for key in SAMPLING_DEFAULTS if generation.get(key) is not None},
+    )
+
+
+def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any], codec: TextCodec) -> frozenset[int]:
+    """Every id that ends an answer: what both files name, and the tokenizer's own eos token."""
+    ids: set[int] = set()
+    for stored in (config.get("eos_token_id"), generation.get("eos_token_id")):
+        ids.update(stored if isinstance(stored, list) else [] if stored is None else [stored])
+    eos = codec.special_tokens.get("eos_token")
+    eos_id = codec.tokenizer.token_to_id(eos) if eos is not None else None
+    return frozenset(ids | ({eos_id} if eos_id is not None else set()))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8")))

@@ -1,0 +1,138 @@
+"""The wire out: OpenAI's shapes, field for field. Everything here is a plain function of its arguments."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from sys import byteorder
+from typing import Any
+
+import orjson
+
+from backend.engine.request import TokenLogprob
+from backend.server.generation import Delta, Usage
+from backend.server.tokenizer import TextCodec
+
+DONE = b"data: [DONE]\n\n"
+
+Json = dict[str, Any]
+
+
+def encode(payload: Json) -> bytes:
+    return orjson.dumps(payload)
+
+
+def event(payload: Json) -> bytes:
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+def usage_object(usage: Usage) -> Json:
+    """`cached_tokens` are a part of `prompt_tokens`: those whose keys and values were found in the prefix cache."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What all pieces of one reply share."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    service_tier: str | None  # only where the client asked for one
+
+    def wrap(self, choices: list[Json], usage: Json | None, *, with_usage: bool) -> Json:
+        payload: Json = {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+        if self.service_tier is not None:
+            payload["service_tier"] = self.service_tier
+        if with_usage:
+            payload["usage"] = usage
+        return payload
+
+
+def chat_choice(index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+    }
+
+
+def chat_delta(index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> Json:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def text_choice(index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def chat_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> Json:
+    def entry(token_id: int, logprob: float) -> Json:
+        return {
+            "token": codec.token_text(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(codec.token_bytes(token_id)),
+        }
+
+    content = [
+        {**entry(token.token_id, token.logprob), "top_logprobs": [entry(*alternative) for alternative in token.top]}
+        for token in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob], offset: int) -> Json:
+    """The older form of /v1/completions. `offset`: of the first token, in characters of the choice's text."""
+    tokens = [codec.token_text(token.token_id) for token in logprobs]
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_finite(token.logprob) for token in logprobs],
+        "top_logprobs": [
+            {codec.token_text(token_id): _finite(logprob) for token_id, logprob in token.top} for token in logprobs
+        ],
+        "text_offset": offsets,
+    }
+
+
+def embedding(index: int, values: Sequence[float], encoding_format: str) -> Json:
+    return {
+        "object": "embedding",
+        "index": index,
+        "embedding": list(values) if encoding_format == "float" else _base64(values),
+    }
+
+
+def _base64(values: Sequence[float]) -> str:
+    """Little-endian float32, as OpenAI's clients ask for unless told otherwise."""
+    packed = array("f", values)
+    if byteorder == "big":
+        packed.byteswap()
+    return base64.b64encode(packed.tobytes()).decode()
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; -9999.0 is OpenAI's word for a token that could not be chosen."""
+    return max(logprob, -9999.0)
+
+
+def joined(deltas: Sequence[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)

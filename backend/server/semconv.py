@@ -1,0 +1,28 @@
+"""OpenTelemetry names, in one place: the GenAI conventions (still in development) and vLLM's latency attributes."""
+
+from typing import Final
+
+OPERATION_NAME: Final = "gen_ai.operation.name"
+PROVIDER_NAME: Final = "gen_ai.provider.name"
+REQUEST_ID: Final = "gen_ai.request.id"
+REQUEST_MODEL: Final = "gen_ai.request.model"
+REQUEST_CHOICE_COUNT: Final = "gen_ai.request.choice.count"
+REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+RESPONSE_MODEL: Final = "gen_ai.response.model"
+RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+USAGE_CACHE_READ_INPUT_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+LATENCY_TIME_IN_QUEUE: Final = "gen_ai.latency.time_in_queue"
+LATENCY_TIME_TO_FIRST_TOKEN: Final = "gen_ai.latency.time_to_first_token"
+LATENCY_TIME_IN_MODEL_PREFILL: Final = "gen_ai.latency.time_in_model_prefill"
+LATENCY_TIME_IN_MODEL_DECODE: Final = "gen_ai.latency.time_in_model_decode"
+LATENCY_E2E: Final = "gen_ai.latency.e2e"
+ERROR_TYPE: Final = "error.type"
+
+CACHED_TOKENS: Final = "warmpath.prefill.cached_tokens"
+COMPUTED_TOKENS: Final = "warmpath.prefill.computed_tokens"
+OUTPUT_TOKENS: Final = "warmpath.decode.output_tokens"
+PREEMPTIONS: Final = "warmpath.decode.preemptions"

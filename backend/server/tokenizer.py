@@ -1,0 +1,88 @@
+"""Text to token ids and back, with the ids that transformers gives for the same model directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class TextCodec:
+    """A model's tokenizer and the special tokens that its configuration names."""
+
+    tokenizer: Tokenizer
+    special_tokens: Mapping[str, str]
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone. An incomplete UTF-8 sequence shows as U+FFFD; `token_bytes` has what it really is."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for, also where they are only a part of a character."""
+        piece = self.tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])  # byte fallback of SentencePiece vocabularies
+        text = self.token_text(token_id)
+        if "\ufffd" not in text:
+            return text.encode()
+        try:
+            return bytes(_BYTE_OF[character] for character in piece)
+        except KeyError:
+            return text.encode()
+
+
+def load_codec(model_dir: Path) -> TextCodec:
+    """Raises FileNotFoundError if the directory has no `tokenizer.json`.
+
+    That file's own post-processor decides about a leading bos token. `add_bos_token` in `tokenizer_config.json` does
+    not: transformers 5 drops it, too, where there is a tokenizer.json.
+    """
+    path = model_dir / "tokenizer.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{model_dir} has no tokenizer.json; only fast tokenizers can be served")
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    stored = {
+        **_read_json(model_dir / "special_tokens_map.json"),
+        **_read_json(model_dir / "tokenizer_config.json"),
+    }
+    special = {name: _text(stored[name]) for name in NAMED_SPECIAL_TOKENS if stored.get(name) is not None}
+    return TextCodec(tokenizer, special)
+
+
+def _text(token: str | Mapping[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes, as byte-level BPE vocabularies write them, read backwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_character()

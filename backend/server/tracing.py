@@ -1,0 +1,172 @@
+"""The engine's part of a trace: `engine.request` and its stages, built after the reply from times noted on the way.
+
+The stages lie end to end, so their durations add up to the request's:
+
+    engine.request      [received .................................................... ended]
+      engine.tokenize   [received, submitted]
+      engine.queue                [submitted, scheduled]
+      engine.prefill                        [scheduled, first token]
+      engine.decode                                   [first token, last token]
+      engine.detokenize                                            [last token, ended]
+
+A request that ends early has the stages that it reached, and the last of them lasts until the end.
+Building the spans costs the request nothing, and nothing at all is built for a trace that is not sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, get_current_span
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from backend.server import semconv
+
+Attributes = Mapping[str, AttributeValue]
+NANOSECONDS = 1_000_000_000
+DEFAULT_SERVICE_NAME = "warmpath-engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """When a request passed each stage, in nanoseconds since the epoch; 0 for a stage that it never reached."""
+
+    received_ns: int
+    submitted_ns: int
+    scheduled_ns: int
+    first_token_ns: int
+    last_token_ns: int
+    ended_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What is told about one finished request."""
+
+    marks: Marks
+    headers: Mapping[str, str]
+    attributes: Attributes
+    prefill: Attributes
+    decode: Attributes
+    error: str | None = None
+
+
+class Tracer:
+    """Hands finished spans to `processor`; None: tracing is off."""
+
+    def __init__(self, processor: SpanProcessor | None, service_name: str = DEFAULT_SERVICE_NAME) -> None:
+        self._processor = processor
+        self._resource = Resource.create({SERVICE_NAME: service_name})
+        self._scope = InstrumentationScope("warmpath.engine")
+        self._ids = RandomIdGenerator()
+        self._propagator = TraceContextTextMapPropagator()
+
+    def record(self, record: RequestRecord) -> None:
+        if self._processor is None:
+            return
+        parent = get_current_span(self._propagator.extract(dict(record.headers))).get_span_context()
+        if not parent.is_valid:
+            root = self._context(self._ids.generate_trace_id())
+        elif parent.trace_flags.sampled:
+            root = self._context(parent.trace_id)
+        else:
+            return
+        marks = record.marks
+        latencies = _latencies(marks)
+        status = Status(StatusCode.ERROR, record.error) if record.error else Status(StatusCode.UNSET)
+        own = {**record.attributes, **latencies}
+        for name, start_ns, end_ns in stages(marks):
+            attributes = {"engine.prefill": record.prefill, "engine.decode": record.decode}.get(name, {})
+            self._end(name, self._context(root.trace_id), root, SpanKind.INTERNAL, attributes, start_ns, end_ns)
+        self._end(
+            "engine.request",
+            root,
+            parent if parent.is_valid else None,
+            SpanKind.SERVER,
+            own,
+            marks.received_ns,
+            marks.ended_ns,
+            status,
+        )
+
+    def shutdown(self) -> None:
+        """Sends what is still buffered. Blocks, for as long as the exporter's own time limits allow."""
+        if self._processor is not None:
+            self._processor.shutdown()
+
+    def _context(self, trace_id: int) -> SpanContext:
+        return SpanContext(
+            trace_id, self._ids.generate_span_id(), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED)
+        )
+
+    def _end(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        kind: SpanKind,
+        attributes: Attributes,
+        start_ns: int,
+        end_ns: int,
+        status: Status = Status(StatusCode.UNSET),  # noqa: B008  immutable
+    ) -> None:
+        assert self._processor is not None
+        self._processor.on_end(
+            ReadableSpan(
+                name,
+                context,
+                parent,
+                self._resource,
+                dict(attributes),
+                kind=kind,
+                status=status,
+                start_time=start_ns,
+                end_time=end_ns,
+                instrumentation_scope=self._scope,
+            )
+        )
+
+
+def otlp_tracer(endpoint: str) -> Tracer:
+    """Exports over OTLP/HTTP to a collector's base address, such as http://localhost:4318, in batches and a thread."""
+    path = "/v1/traces"
+    base = endpoint.rstrip("/").removesuffix(path)
+    return Tracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=base + path)))
+
+
+def stages(marks: Marks) -> list[tuple[str, int, int]]:
+    """(name, start, end) of every stage that was reached, end to end from `received_ns` to `ended_ns`.
+
+    The marks come from two threads' clocks readings, so each is held between its neighbours.
+    """
+    starts = [("engine.tokenize", marks.received_ns)]
+    for name, mark in (
+        ("engine.queue", marks.submitted_ns),
+        ("engine.prefill", marks.scheduled_ns),
+        ("engine.decode", marks.first_token_ns),
+        ("engine.detokenize", marks.last_token_ns),
+    ):
+        if mark:
+            starts.append((name, min(max(mark, starts[-1][1]), marks.ended_ns)))
+    ends = [start for _, start in starts[1:]] + [marks.ended_ns]
+    return [(name, start, end) for (name, start), end in zip(starts, ends, strict=True)]
+
+
+def _latencies(marks: Marks) -> dict[str, float]:
+    names = {
+        "engine.queue": semconv.LATENCY_TIME_IN_QUEUE,
+        "engine.prefill": semconv.LATENCY_TIME_IN_MODEL_PREFILL,
+        "engine.decode": semconv.LATENCY_TIME_IN_MODEL_DECODE,
+    }
+    found = {names[name]: (end - start) / NANOSECONDS for name, start, end in stages(marks) if name in names}
+    if marks.first_token_ns:
+        found[semconv.LATENCY_TIME_TO_FIRST_TOKEN] = (marks.first_token_ns - marks.received_ns) / NANOSECONDS
+    return {**found, semconv.LATENCY_E2E: (marks.ended_ns - marks.received_ns) / NANOSECONDS}

@@ -1,0 +1,134 @@
+"""The wire in: what is taken, and how a refusal names the field at fault."""
+
+import json
+
+import pytest
+
+from backend.server.errors import InvalidRequest
+from backend.server.requests import HARMLESS, ONLY, ChatRequest, CompletionRequest, decode
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def chat(**fields: object) -> ChatRequest:
+    request = decode(json.dumps({"model": "m", "messages": MESSAGES} | fields).encode(), ChatRequest)
+    request.check()
+    return request
+
+
+def test_every_supported_field_is_read() -> None:
+    request = chat(
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+        max_completion_tokens=5,
+        temperature=1,
+        top_p=0.5,
+        top_k=-1,
+        min_p=0.1,
+        presence_penalty=-2,
+        frequency_penalty=2,
+        repetition_penalty=1.1,
+        logit_bias={"17": -100},
+        seed=3,
+        stop="x",
+        n=2,
+        logprobs=True,
+        top_logprobs=20,
+        ignore_eos=True,
+        min_tokens=1,
+        stop_token_ids=[4],
+        priority=-1,
+        cache_salt="tenant",
+        tools=[TOOL],
+        tool_choice="auto",
+    )
+    assert request.include_usage
+    assert request.continuous_usage
+    assert request.stop_sequences == ["x"]
+    assert request.logit_bias == {17: -100.0}
+    assert request.tools == [TOOL]
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_harmless_fields_are_let_in(name: str) -> None:
+    chat(**{name: "anything"})
+
+
+@pytest.mark.parametrize("name", sorted(ONLY))
+def test_a_field_with_one_supported_value_takes_it_and_null_and_nothing_else(name: str) -> None:
+    chat(**{name: None})
+    for value in ONLY[name]:
+        chat(**{name: value})
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        chat(**{name: "something else"})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
+        ({"n": "1"}, "n"),
+        ({"stream": 1}, "stream"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"seed": 2**63}, "seed"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include": True}}, "stream_options.include"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"nom": "f"}}]}, "tools[0].function.nom"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"model": None}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "critic", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages[0].x"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+    ],
+)
+def test_a_refusal_names_the_field(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert param.split(".")[-1].split("[")[0] in caught.value.message
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'"x"', b"\xff", b'{"model": "\xff"}', b"[" * 100_000])
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="body"):
+        decode(body, ChatRequest)
+
+
+def test_deep_nesting_is_refused() -> None:
+    body = b'{"model": "m", "messages": [], "tools": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}"
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        decode(body, ChatRequest)
+
+
+@pytest.mark.parametrize("prompt", ["text", ["a", "b"], [1, 2], [[1], [2, 3]]])
+def test_the_forms_of_a_prompt(prompt: object) -> None:
+    request = decode(json.dumps({"model": "m", "prompt": prompt}).encode(), CompletionRequest)
+    assert request.prompt == prompt
+
+
+def test_completions_refuse_the_logprobs_of_an_echoed_prompt() -> None:
+    request = decode(b'{"model": "m", "prompt": "a", "echo": true, "logprobs": 1}', CompletionRequest)
+    with pytest.raises(InvalidRequest) as caught:
+        request.check()
+    assert caught.value.param == "logprobs"

@@ -1,0 +1,139 @@
+"""Rendered prompts and their ids are those of transformers' apply_chat_template for the same directory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from backend.server.model import load_model
+from backend.server.prompts import render_chat
+from backend.server.requests import ChatRequest, decode
+from backend.server.templates import ChatTemplate, TemplateError, load_chat_template
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "<b>für & wider</b>",
+            "parameters": {"type": "object", "properties": {"zip": {"type": "string"}, "at": {"type": "string"}}},
+        },
+    }
+]
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"zip": "8004", "at": "ü"}'}}
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Hello, world!"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "naïve 東京 🙂 <|im_end|> \n\n x "}],
+    [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "no", "tool_call_id": "call_1"},
+    ],
+]
+# What published templates use beyond plain Jinja.
+DIALECT = """{%- set ns = namespace(last='') %}
+{%- for message in messages %}
+  {%- if loop.index0 > 3 %}{% break %}{% endif %}
+  {%- set ns.last = message.role %}
+  {% generation %}{{ message.content | trim }}{% endgeneration %}
+{%- endfor %}
+{{ ns.last }} {{ bos_token }} {{ {'b': 1, 'a': '<ü>'} | tojson }} {{ [1, 2] | tojson(indent=2) }}
+{%- if strftime_now('%Y') | length == 4 %} dated{% endif %} {{ mood | default('calm') }}"""
+
+
+def as_transformers_wants(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """transformers takes tool arguments as objects; OpenAI's wire has them as a string."""
+    plain = json.loads(json.dumps(messages))
+    for message in plain:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return plain
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_prompt_and_ids_equal_transformers(
+    checkpoint: Path, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> None:
+    oracle = AutoTokenizer.from_pretrained(checkpoint)
+    model = load_model(checkpoint, "m", "m", 256)
+    request = decode(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
+    text = render_chat(model, request.messages, tools)
+    options: dict[str, Any] = {"tools": tools, "add_generation_prompt": True}
+    wanted = as_transformers_wants(messages)
+    assert text == oracle.apply_chat_template(wanted, tokenize=False, **options)
+    ids = model.codec.encode(text, add_special_tokens=False)
+    assert ids == oracle.apply_chat_template(wanted, tokenize=True, return_dict=False, **options)
+
+
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2TokenizerFast"])
+@pytest.mark.parametrize("extra", [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}])
+def test_plain_prompts_get_the_special_tokens_that_transformers_gives(
+    checkpoint: Path, tmp_path: Path, tokenizer_class: str, extra: dict[str, bool]
+) -> None:
+    for file in ("tokenizer.json", "config.json"):
+        (tmp_path / file).write_bytes((checkpoint / file).read_bytes())
+    settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | extra | {"tokenizer_class": tokenizer_class}))
+    model = load_model(tmp_path, "m", "m", 256)
+    for text in ("Hello, world!", " naïve  東京 🙂", "<|im_end|>x", ""):
+        assert (
+            model.codec.encode(text, add_special_tokens=True) == AutoTokenizer.from_pretrained(tmp_path)(text).input_ids
+        )
+
+
+def test_the_dialect_of_published_templates(checkpoint: Path, tmp_path: Path) -> None:
+    oracle = AutoTokenizer.from_pretrained(checkpoint)
+    template = ChatTemplate({"default": DIALECT}, {"bos_token": "<s>"})
+    messages = [{"role": "user", "content": " a "}, {"role": "assistant", "content": "b"}]
+    for variables in ({}, {"mood": "glad"}):
+        assert template.render(messages, None, variables) == oracle.apply_chat_template(
+            messages, chat_template=DIALECT, tokenize=False, add_generation_prompt=True, **variables
+        )
+    assert template.reads("mood")
+    assert not template.reads("reasoning_effort")
+
+
+def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    messages = [{"role": "user", "content": "hi"}]
+    assert not load_chat_template(tmp_path, {})
+    config.write_text(json.dumps({"chat_template": "one {{ messages[0].content }}"}))
+    assert load_chat_template(tmp_path, {}).render(messages) == "one hi"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert load_chat_template(tmp_path, {}).render(messages) == "plain"
+    assert load_chat_template(tmp_path, {}).render(messages, TOOLS) == "with tools"
+    (tmp_path / "chat_template.jinja").write_text("the file wins")
+    assert load_chat_template(tmp_path, {}).render(messages) == "the file wins"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{{ messages[5].content.upper() }}", "refused"),
+        ("{{ messages.append(1) }}", "refused"),
+        ("{{ ''.__class__.__mro__ }}", "refused"),
+        ("{{ 1 / 0 }}", "refused"),
+    ],
+)
+def test_what_a_template_cannot_do_is_a_template_error(source: str, words: str) -> None:
+    with pytest.raises(TemplateError, match=words):
+        ChatTemplate({"default": source}, {}).render([{"role": "user", "content": "x"}])
+
+
+def test_a_model_without_a_template_says_so() -> None:
+    with pytest.raises(TemplateError, match="no chat template"):
+        ChatTemplate({}, {}).render([])
+
+
+def test_parts_join_by_lines_and_developer_is_system_where_the_template_knows_no_other(checkpoint: Path) -> None:
+    model = load_model(checkpoint, "m", "m", 256)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {"model": "m", "messages": [{"role": "developer", "content": "d"}, {"role": "user", "content": parts}]}
+    text = render_chat(model, decode(json.dumps(body).encode(), ChatRequest).messages, None)
+    assert "<|im_start|>system\nd<|im_end|>" in text
+    assert "<|im_start|>user\na\nb<|im_end|>" in text
