@@ -1,6 +1,7 @@
 """Every way in which a call can end without its answer, as one tree.
 
 * GatewayError
+  x InternalError              500 internal_error: a bug here
   x BadRequest                 400 invalid_request_error: JSON, types, parameters
     + ModelNotFound            404 model_not_found
     + UnknownUrl               404 unknown_url
@@ -11,6 +12,7 @@
     + BudgetSpent              429 insufficient_quota, not to be retried
   x Overloaded                 503 overloaded: a queue is full, a wait is over, a server drains
   x StorageUnavailable         503 storage_unavailable: limits can not be checked
+  x LedgerUnavailable          503 ledger_unavailable: what is done could not be billed, so it is not done
   x UpstreamError              502 upstream_error: no deployment gave a first chunk
     + UpstreamTimeout          504 upstream_timeout
     + UpstreamRefused          the upstream's own status: it refuses the request itself, so no other is tried
@@ -47,6 +49,10 @@ class GatewayError(Exception):
     def body(self) -> dict[str, Any]:
         """The value of `error` on the wire: always these four keys, and more where a subclass knows more."""
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+
+
+class InternalError(GatewayError):
+    """A bug in the gateway. What went wrong is in its log, under the call's id."""
 
 
 class BadRequest(GatewayError):
@@ -119,6 +125,13 @@ class StorageUnavailable(GatewayError):
     retryable = True
 
 
+class LedgerUnavailable(GatewayError):
+    status = 503
+    type = "server_error"
+    code = "ledger_unavailable"
+    retryable = True
+
+
 class UpstreamError(GatewayError):
     """No deployment gave a first chunk. `attempts` says what each one did."""
 
@@ -153,7 +166,9 @@ class UpstreamRefused(GatewayError):
 class UpstreamCut(GatewayError):
     """The reply broke after its first byte: told in the stream, and no `[DONE]` follows."""
 
+    status = 502
     code = "upstream_cut"
+    retryable = True
 
 
 def retry_after(seconds: float) -> dict[str, str]:

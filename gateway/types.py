@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.policy import Deployment, LatencyClass, Model, Policy, Tenant
+from gateway.policy import LatencyClass, Model, Policy, Tenant
 
 
 class Principal(msgspec.Struct, frozen=True):
@@ -44,20 +44,22 @@ class Call(msgspec.Struct, frozen=True):
     policy: Policy
     asked_model: str
     model: Model
+    class_name: str
     latency_class: LatencyClass
     stream: bool
     include_usage: bool  # the client asked for the usage chunk
-    max_output_tokens: int | None
+    max_output_tokens: int | None  # over all choices
+    deterministic: bool  # temperature 0, a seed, or an embedding: equal calls have equal answers
     fields: dict[str, msgspec.Raw]
     fingerprint: tuple[int, ...]  # chained xxh3-64 of each full block of the prompt's text, salted per tenant
     prompt_tokens_estimate: int
     cache_salt: str
-    service_tier: str | None = None
-    end_user: str | None = None
-    canonical_steps: tuple[str, ...] = ()  # names of the transforms that changed something
-    class_rule: int | None = None  # index of the policy rule that chose the class; None: the default
-    deadline: float = 0.0  # event-loop seconds by which the whole reply must be out
-    trace: Trace | None = None
+    service_tier: str | None
+    end_user: str | None
+    canonical_steps: tuple[str, ...]  # names of the transforms that changed something
+    class_rule: int | None  # index of the policy rule that chose the class; None: the default
+    deadline: float  # event-loop seconds by which the whole reply must be out
+    trace: Trace
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -173,8 +175,3 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     policy_hash: str
     trace_id: str
 
-
-__all__ = [
-    "Attempt", "Call", "Deployment", "LatencyClass", "Marks", "Model", "Operation", "Outcome", "Policy", "Principal", "Receipt",
-    "Tenant", "Trace", "Usage",
-]  # fmt: skip

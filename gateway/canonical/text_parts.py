@@ -1,0 +1,47 @@
+"""P0: a message whose content is one plain text part says the same as one whose content is that text.
+
+`"content": [{"type": "text", "text": "x"}]` becomes `"content": "x"`. Clients mix both forms within one conversation;
+chat templates render them alike, but the bytes differ and so would the fingerprint. Several parts stay as they are,
+since templates differ in how they join them, and so does a part with any further key (a cache breakpoint, say).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from gateway.canonical.base import Fields, Safety
+
+_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_any = msgspec.json.Decoder(Any)
+_encode = msgspec.json.encode
+_FORBIDDEN_ROLES = {b'"assistant"', b'"tool"', b'"function"'}  # history and tool results stay as they came
+
+
+class TextParts:
+    name: ClassVar[str] = "text_parts"
+    safety: ClassVar[Safety] = Safety.P0
+
+    def apply(self, fields: Fields) -> Fields | None:
+        raw = fields.get("messages")
+        if raw is None or b'"text"' not in bytes(raw):
+            return None
+        messages = _messages.decode(raw)
+        changed = False
+        for message in messages:
+            text = _single_text(message.get("content"))
+            if text is not None and bytes(message.get("role", b"")) not in _FORBIDDEN_ROLES:
+                message["content"] = msgspec.Raw(_encode(text))
+                changed = True
+        return {**fields, "messages": msgspec.Raw(_encode(messages))} if changed else None
+
+
+def _single_text(content: msgspec.Raw | None) -> str | None:
+    if content is None or not bytes(content).lstrip().startswith(b"["):
+        return None
+    parts = _any.decode(content)
+    if len(parts) == 1 and isinstance(parts[0], dict) and parts[0].keys() == {"type", "text"}:
+        part = parts[0]
+        return part["text"] if part["type"] == "text" and isinstance(part["text"], str) else None
+    return None

@@ -1,0 +1,143 @@
+"""Phase 2: a request's body becomes a `Call`.
+
+What we act on is read and checked, the rest is kept as it came; the prompt is brought into its canonical form as far
+as the policy allows, and fingerprinted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Mapping
+
+import msgspec
+
+from gateway.canonical import canonical_form
+from gateway.doors.base import Asked, Door, Fields, read_fields
+from gateway.errors import Forbidden, ModelNotFound
+from gateway.policy import Match, Model, Policy
+from gateway.prefix.fingerprint import BYTES_PER_TOKEN, fingerprint, seed_of
+from gateway.types import Call, Operation, Principal, Trace
+
+Headers = Mapping[bytes, bytes]
+SALT_BYTES = 16
+MESSAGE_TOKENS = 4  # what a chat template adds around each message, roughly
+
+
+def new_call_id() -> str:
+    return f"req_{secrets.token_hex(12)}"
+
+
+class Canonicaliser:
+    """`secret` keys the tenants' salts, so that nobody can compute another tenant's."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._salts: dict[str, str] = {}  # by tenant name: bounded by the policy's tenants
+
+    def canonicalise(
+        self,
+        door: Door,
+        body: bytes,
+        headers: Headers,
+        *,
+        call_id: str,
+        principal: Principal,
+        policy: Policy,
+        now: float,
+        trace: Trace,
+    ) -> Call:
+        """Raises `BadRequest`, `ModelNotFound` or `Forbidden`. `now` is the event loop's time."""
+        fields = read_fields(body)
+        asked = door.read(fields, body)
+        model = _model(policy, principal, asked.common.model)
+        canonical, steps = canonical_form(fields, policy.canonicalise.level)
+        if steps:
+            asked = door.read(canonical, join(canonical))
+        tokens = _prompt_tokens(asked)
+        rule, class_name = choose_class(policy, principal, asked, tokens, headers)
+        latency_class = policy.classes[class_name]
+        salt = self._salt(principal.tenant.name)
+        common = asked.common
+        return Call(
+            id=call_id,
+            operation=door.operation,
+            principal=principal,
+            policy=policy,
+            asked_model=common.model,
+            model=model,
+            class_name=class_name,
+            latency_class=latency_class,
+            stream=bool(common.stream) and door.operation is not Operation.EMBEDDING,
+            include_usage=bool(common.stream_options and common.stream_options.include_usage),
+            max_output_tokens=None if asked.max_output_tokens is None else asked.max_output_tokens * asked.choices,
+            deterministic=asked.deterministic,
+            fields=asked.fields,
+            fingerprint=() if door.operation is Operation.EMBEDDING else fingerprint(asked.pieces, seed_of(salt)),
+            prompt_tokens_estimate=tokens,
+            cache_salt=salt,
+            service_tier=common.service_tier,
+            end_user=common.safety_identifier or common.user,
+            canonical_steps=steps,
+            class_rule=rule,
+            deadline=now + latency_class.total,
+            trace=trace,
+        )
+
+    def _salt(self, tenant: str) -> str:
+        if tenant not in self._salts:
+            digest = hmac.new(self._secret, b"cache-salt:" + tenant.encode(), hashlib.sha256).digest()
+            self._salts[tenant] = digest[:SALT_BYTES].hex()
+        return self._salts[tenant]
+
+
+def join(fields: Fields) -> bytes:
+    """One JSON object of the fields, each value byte for byte."""
+    return b"{" + b",".join(msgspec.json.encode(name) + b":" + bytes(value) for name, value in fields.items()) + b"}"
+
+
+def choose_class(
+    policy: Policy, principal: Principal, asked: Asked, prompt_tokens: int, headers: Headers
+) -> tuple[int | None, str]:
+    """The first rule that matches and the class that it gives; (None, the default class) where none does."""
+    for index, rule in enumerate(policy.rules):
+        if matches(rule.match, principal, asked, prompt_tokens, headers):
+            return index, rule.latency_class
+    return None, policy.default_class
+
+
+def matches(match: Match, principal: Principal, asked: Asked, prompt_tokens: int, headers: Headers) -> bool:
+    """Whether all conditions of a rule hold."""
+    common = asked.common
+    metadata = common.metadata or {}
+    return (
+        (match.model is None or common.model in match.model)
+        and (match.tenant is None or principal.tenant.name in match.tenant)
+        and (match.key is None or principal.key_id in match.key)
+        and (match.service_tier is None or common.service_tier in match.service_tier)
+        and (match.min_prompt_tokens is None or prompt_tokens >= match.min_prompt_tokens)
+        and all(headers.get(name.lower().encode()) == value.encode() for name, value in (match.header or {}).items())
+        and all(str(metadata.get(name)) == value for name, value in (match.metadata or {}).items())
+    )
+
+
+def _model(policy: Policy, principal: Principal, asked: str) -> Model:
+    """The model that a name or alias stands for, if the caller may use it.
+
+    What a caller may not use does not exist for it, but a key that is narrower than its tenant is told so.
+    """
+    model = policy.models_by_name.get(asked)
+    allowed = principal.tenant.models
+    if model is None or (allowed is not None and model.name not in allowed):
+        raise ModelNotFound(f"the model {asked!r} does not exist or is not yours to use", param="model")
+    if principal.models is not None and model.name not in principal.models:
+        raise Forbidden(f"the key {principal.key_id!r} may not use the model {asked!r}", param="model")
+    return model
+
+
+def _prompt_tokens(asked: Asked) -> int:
+    """How many tokens the prompt has, about: known for token ids, else a quarter of its bytes."""
+    if asked.prompt_tokens is not None:
+        return asked.prompt_tokens
+    return sum(len(piece) for piece in asked.pieces) // BYTES_PER_TOKEN + MESSAGE_TOKENS

@@ -1,0 +1,91 @@
+"""The port of the doors: one wire in, each. A door reads its body into what the phases act on, and nothing more.
+
+What a door does not name is passed on untouched: unknown parameters are the server's to judge. What it names is
+checked here, and a wrong type is refused with the name of the field.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+
+import msgspec
+
+from gateway.errors import BadRequest
+from gateway.types import Operation
+
+Fields = dict[str, msgspec.Raw]
+Body = TypeVar("Body")
+AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
+Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class Common(msgspec.Struct):
+    """What every door's body has and the phases act on."""
+
+    model: str
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    metadata: dict[str, Any] | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A body, read. `pieces` is the prompt's text in the order in which the server will lay it out."""
+
+    common: Common
+    fields: Fields
+    pieces: tuple[bytes, ...]
+    max_output_tokens: int | None
+    choices: int = 1
+    deterministic: bool = False
+    prompt_tokens: int | None = None  # known only where the prompt came as token ids
+
+
+class Door(Protocol):
+    operation: ClassVar[Operation]
+
+    def read(self, fields: Fields, body: bytes) -> Asked:
+        """Check and read a body whose top-level `fields` are given. Raises `BadRequest`."""
+
+
+_fields = msgspec.json.Decoder(Fields)
+
+
+def read_fields(body: bytes) -> Fields:
+    """The top-level values of a JSON object, as the bytes that the client sent."""
+    try:
+        return _fields.decode(body)
+    except msgspec.ValidationError:
+        raise BadRequest("the body must be a JSON object") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise _not_json(problem) from None
+
+
+def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+    """Read a body by its type; what does not fit is refused by name, as in `messages[0].role`."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as problem:
+        message, _, path = str(problem).partition(" - at `$")
+        param = path.rstrip("`").lstrip(".") or _missing_field(message)
+        raise BadRequest(message if not param else f"{param}: {message}", param=param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+        raise _not_json(problem) from None
+
+
+def _not_json(problem: Exception) -> BadRequest:
+    return BadRequest(f"the body is not valid JSON: {problem}")
+
+
+def _missing_field(message: str) -> str | None:
+    """`Object missing required field `model` -> model."""
+    start = message.find("required field `")
+    return message[start + len("required field `") :].rstrip("`") if start >= 0 else None

@@ -1,0 +1,34 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from gateway.doors.base import Asked, Common, Fields, decode
+from gateway.doors.completions import Prompt, prompt_pieces
+from gateway.types import Operation
+
+
+class EmbeddingBody(Common, kw_only=True):
+    input: Prompt
+
+
+_decoder = msgspec.json.Decoder(EmbeddingBody)
+
+
+class EmbeddingDoor:
+    operation: ClassVar[Operation] = Operation.EMBEDDING
+
+    def read(self, fields: Fields, body: bytes) -> Asked:
+        embedding = decode(_decoder, body)
+        pieces, tokens = prompt_pieces(embedding.input)
+        return Asked(
+            common=embedding,
+            fields=fields,
+            pieces=pieces,
+            max_output_tokens=0,
+            deterministic=True,
+            prompt_tokens=tokens,
+        )

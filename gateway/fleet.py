@@ -1,0 +1,135 @@
+"""The deployments as they are now: places taken, work under way, what their caches hold, whether they answer.
+
+The queue takes places here and the router chooses by what it sees here; the policy says what exists. State outlives
+a policy reload for every deployment whose address and model stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from gateway.policy import Deployment, Model, Policy
+from gateway.prefix.cache_model import CacheModel
+from gateway.providers.base import Provider
+
+COOLDOWN_FIRST_SECONDS = 0.5
+COOLDOWN_MAX_SECONDS = 30.0
+RATE_WEIGHT = 0.2  # of the newest observation in the learned prefill speed
+RATE_MIN_TOKENS = 64  # shorter prefills tell more about the network than about the server
+
+
+class Server:
+    """One deployment: its provider, and what is known about it. Owned by the event loop, changed without locks."""
+
+    def __init__(self, deployment: Deployment, provider: Provider) -> None:
+        self.deployment = deployment
+        self.provider = provider
+        self.cache = CacheModel(deployment.cache_tokens)
+        self.in_flight = 0
+        self.prefill_tokens_queued = 0  # uncached prompt tokens sent and not yet answered by a first chunk
+        self.prefill_tokens_per_second = float(deployment.prefill_tokens_per_second)
+        self.failures_in_a_row = 0
+        self.cool_until = 0.0  # event-loop seconds
+
+    @property
+    def name(self) -> str:
+        return self.deployment.name
+
+    @property
+    def has_place(self) -> bool:
+        return self.in_flight < self.deployment.max_concurrency
+
+    def cooling(self, now: float) -> bool:
+        return now < self.cool_until
+
+    def succeeded(self) -> None:
+        self.failures_in_a_row = 0
+        self.cool_until = 0.0
+
+    def failed(self, now: float) -> None:
+        """It did not answer as a server should: others go first for a while, twice as long each time."""
+        self.failures_in_a_row += 1
+        doublings = min(self.failures_in_a_row - 1, 10)
+        self.cool_until = now + min(COOLDOWN_FIRST_SECONDS * 2**doublings, COOLDOWN_MAX_SECONDS)
+
+    def learn_cached(self, fingerprint: Sequence[int], usage: Usage) -> None:
+        """A reply said how much of its prompt was cached. Zero is believed of servers that have ever said more."""
+        self.reports_cached = self.reports_cached or usage.cache_read > 0
+        if usage.exact and self.reports_cached:
+            self.cache.forget_beyond(fingerprint, usage.input)
+            self.last_reported = usage.cache_read
+
+    def learn_prefill(self, computed_tokens: int, seconds: float) -> None:
+        """A first chunk came `seconds` after `computed_tokens` were sent."""
+        if computed_tokens >= RATE_MIN_TOKENS and seconds > 0:
+            observed = computed_tokens / seconds
+            self.prefill_tokens_per_second += RATE_WEIGHT * (observed - self.prefill_tokens_per_second)
+
+
+class Place:
+    """One unit of a server's concurrency, held by one call from its turn to its end. Released once; twice is safe."""
+
+    def __init__(self, fleet: Fleet, server: Server) -> None:
+        self._fleet = fleet
+        self._server: Server | None = server
+        server.in_flight += 1
+
+    def move_to(self, server: Server) -> bool:
+        """Hold a place at `server` instead. False, and nothing changes, when it has none."""
+        if server is self._server:
+            return True
+        if self._server is None or not server.has_place:
+            return False
+        left, self._server = self._server, server
+        server.in_flight += 1
+        self._fleet.give_back(left)
+        return True
+
+    def release(self) -> None:
+        if self._server is not None:
+            left, self._server = self._server, None
+            self._fleet.give_back(left)
+
+
+class Fleet:
+    """All servers of the current policy. `on_free` is told whenever a server has a place again."""
+
+    def __init__(self, make_provider: Callable[[Deployment], Provider]) -> None:
+        self._make_provider = make_provider
+        self._servers: dict[str, Server] = {}
+        self.on_free: Callable[[], None] = lambda: None
+
+    def apply(self, policy: Policy) -> None:
+        """Take over a new policy; a call in flight keeps the servers that it began with."""
+        self._servers = {d.name: self._server_for(d) for d in policy.deployments}
+        self.on_free()
+
+    def _server_for(self, deployment: Deployment) -> Server:
+        known = self._servers.get(deployment.name)
+        if known is None or (known.deployment.base_url, known.deployment.model) != (
+            deployment.base_url,
+            deployment.model,
+        ):
+            return Server(deployment, self._make_provider(deployment))
+        if known.deployment != deployment:
+            known.deployment, known.provider = deployment, self._make_provider(deployment)
+        return known
+
+    def __iter__(self) -> Iterator[Server]:
+        return iter(self._servers.values())
+
+    def servers_of(self, model: Model) -> list[Server]:
+        """Where a model is served. Empty only while a reload has taken away what an older call still names."""
+        return [self._servers[name] for name in model.deployments if name in self._servers]
+
+    def take(self, servers: Sequence[Server]) -> Place | None:
+        """A place at the least busy of these, or None where all are full."""
+        free = [server for server in servers if server.has_place]
+        if not free:
+            return None
+        return Place(self, min(free, key=lambda s: s.in_flight / s.deployment.max_concurrency))
+
+    def give_back(self, server: Server) -> None:
+        server.in_flight -= 1
+        assert server.in_flight >= 0
+        self.on_free()

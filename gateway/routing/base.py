@@ -1,0 +1,25 @@
+"""The port of the strategies: in which order the servers of a model are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from gateway.fleet import Server
+from gateway.types import Call
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A server as a strategy sees it for one call. `cost_seconds` orders; the rest explains."""
+
+    server: Server
+    cost_seconds: float
+    matched_tokens: int
+    reason: str
+
+
+class Strategy(Protocol):
+    def order(self, call: Call, servers: Sequence[Server], now: float) -> list[Candidate]:
+        """All servers, the best first. Changes nothing, so that it can be asked without a call being sent."""

@@ -1,0 +1,154 @@
+"""The story of a request, from its first byte to its receipt. READ THIS FIRST.
+
+Each line of `serve` is one phase: one span, one file. A phase hands its result to the next by value; what must be
+given back on every way out (a reservation, a place, a connection) is held by the `async with` that took it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from starlette.types import Receive, Scope, Send
+
+from gateway.auth import Authenticator
+from gateway.cache import UNRECORDED, Answer, LeaderFailed, ResponseCache
+from gateway.canonicaliser import Canonicaliser, new_call_id
+from gateway.doors.base import Door
+from gateway.errors import GatewayError, InternalError, UpstreamCut
+from gateway.ledger import Ledger
+from gateway.limits.base import UNLIMITED, Limiter
+from gateway.policy_file import PolicyHolder
+from gateway.queueing import Queue
+from gateway.replies import JSON_TYPE, STREAM_TYPE, ClientGone, Exchange
+from gateway.routing.router import Attempts, Router, Upstream
+from gateway.settlement import Settlement
+from gateway.telemetry import CallRecord, Telemetry
+from gateway.types import Call, Marks, Outcome
+
+log = logging.getLogger("warmpath")
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """The long-lived parts, one per phase. Built once, by `app`."""
+
+    policies: PolicyHolder
+    authenticator: Authenticator
+    canonicaliser: Canonicaliser
+    cache: ResponseCache
+    limiter: Limiter
+    queue: Queue
+    router: Router
+    ledger: Ledger
+    telemetry: Telemetry
+    max_body_bytes: int
+
+
+async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord, call_id: str) -> None:
+    """Answer one request. Raises what could not be answered; everything taken on the way has then been given back."""
+    marks, policy = record.marks, house.policies.current
+
+    marks.enter("authenticate")
+    principal = record.principal = await house.authenticator.authenticate(exchange.headers, policy)
+
+    marks.enter("canonicalise")
+    now = asyncio.get_running_loop().time()
+    body = await exchange.body()
+    call = record.call = house.canonicaliser.canonicalise(
+        door, body, exchange.headers,
+        call_id=call_id, principal=principal, policy=policy, now=now, trace=record.trace,
+    )  # fmt: skip
+
+    marks.enter("cache.lookup")
+    exchange.watch()
+    found = await house.cache.lookup(call)
+    attempts = Attempts(house.telemetry.new_span_id, lambda span: house.telemetry.outgoing(record.trace, span))
+    if isinstance(found, Answer):
+        record.cache = found.kind
+        marks.enter("chat")
+        try:
+            async with Settlement(
+                call, UNLIMITED, UNRECORDED, attempts, exchange, record, house.ledger, from_cache=True
+            ) as account:
+                return await relay(call, found, account, exchange)
+        except LeaderFailed:
+            found = UNRECORDED  # it asks for itself
+    exchange.stay_while(lambda: found.followed)
+    found.on_abandoned = exchange.leave_if_gone
+
+    async with AsyncExitStack() as lifetime:
+        marks.enter("admit")
+        house.ledger.check()
+        reservation = await house.limiter.admit(call)
+        account = await lifetime.enter_async_context(
+            Settlement(call, reservation, found, attempts, exchange, record, house.ledger)
+        )
+        exchange.reply_headers.update(reservation.headers)
+
+        marks.enter("queue")
+        place = await lifetime.enter_async_context(house.queue.turn(call))
+
+        marks.enter("route")
+        upstream = await lifetime.enter_async_context(house.router.open(call, place, attempts))
+        account.answered_by(upstream)
+
+        marks.enter("chat")
+        await relay(call, upstream, account, exchange)
+
+
+async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exchange: Exchange) -> None:
+    """Phase 7: pass the answer on as it comes. Its last bytes go out after its receipt is written."""
+    meter = account.meter
+    async for chunk in chunks:
+        account.arrived()
+        account.recording.write(chunk)
+        passed_on = meter.watch(chunk)
+        if meter.error:
+            raise UpstreamCut("the server reported an error in its answer")
+        if meter.complete:
+            account.write(Outcome.COMPLETE)
+        if call.stream:
+            if exchange.status is None:
+                await exchange.start(200, STREAM_TYPE, account.reply_headers())
+            if passed_on or meter.complete:
+                await exchange.send(passed_on, last=meter.complete)
+        elif meter.complete:
+            await exchange.reply(200, passed_on, JSON_TYPE, account.reply_headers())
+        if meter.complete:
+            return
+    raise UpstreamCut("the answer ended before its end")
+
+
+async def handle(house: House, door: Door, scope: Scope, receive: Receive, send: Send) -> None:
+    """The border of the story: whatever `serve` raises becomes a truthful reply, a line in the log, and telemetry."""
+    exchange = Exchange(scope, receive, send, max_body_bytes=house.max_body_bytes)
+    trace = house.telemetry.begin(scope["headers"], house.policies.current.tracing.sample)
+    call_id = new_call_id()
+    record = CallRecord(
+        trace=trace, server_span_id=house.telemetry.new_span_id(), marks=Marks(),
+        method=exchange.method, path=exchange.path, operation=door.operation,
+    )  # fmt: skip
+    exchange.reply_headers = {"x-request-id": call_id, "x-trace-id": f"{trace.trace_id:032x}"}
+    try:
+        await serve(house, door, exchange, record, call_id)
+    except GatewayError as error:
+        record.error_code = error.code
+        await exchange.refuse(error)
+    except ClientGone:
+        record.outcome = Outcome.CLIENT_GONE
+    except asyncio.CancelledError:
+        if not exchange.left():
+            await exchange.refuse(UpstreamCut("the gateway is shutting down"))
+            raise
+    except Exception as bug:  # noqa: BLE001 - the last line of defence: no stack trace leaves, and none is lost
+        log.exception("a request failed in the gateway itself", extra={"call_id": call_id})
+        record.error_code = InternalError.code
+        await exchange.refuse(InternalError(f"an error in the gateway ({type(bug).__name__}); see its log"))
+    finally:
+        exchange.close()
+        record.marks.end()
+        record.status = exchange.status or 499
+        house.telemetry.record(record)

@@ -1,0 +1,151 @@
+"""Phase 8: what happens on every way out of an admitted call, once.
+
+The receipt is in the ledger before the last bytes of the answer are sent, so that whoever got a whole answer has
+been billed for it, whatever happens next. Then, behind the client's back: the receipt is made durable, the
+reservation is settled to the truth, the answer goes into the cache, and the router learns what was really cached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import TracebackType
+
+from gateway.cache import Recording, Unrecorded
+from gateway.errors import GatewayError, UpstreamCut, UpstreamTimeout
+from gateway.ledger import Ledger
+from gateway.limits.base import Reservation
+from gateway.metering import Meter, cost_of, make_receipt, nanos
+from gateway.providers.base import Fault
+from gateway.replies import Exchange
+from gateway.routing.router import Attempts, Upstream
+from gateway.telemetry import CallRecord
+from gateway.types import Call, Outcome
+
+
+class Settlement:
+    """One call's account, open from its admission to its end. Use as `async with`."""
+
+    def __init__(
+        self,
+        call: Call,
+        reservation: Reservation,
+        recording: Recording | Unrecorded,
+        attempts: Attempts,
+        exchange: Exchange,
+        record: CallRecord,
+        ledger: Ledger,
+        *,
+        from_cache: bool = False,
+    ) -> None:
+        self.meter = Meter(call)
+        self.recording = recording
+        self._call = call
+        self._reservation = reservation
+        self._attempts = attempts
+        self._exchange = exchange
+        self._record = record
+        self._ledger = ledger
+        self._from_cache = from_cache
+        self._upstream: Upstream | None = None
+        self._written = False
+
+    async def __aenter__(self) -> Settlement:
+        return self
+
+    def answered_by(self, upstream: Upstream) -> None:
+        """A server has given its first chunk: from here on its price holds."""
+        self._upstream = upstream
+        self._record.deployment = upstream.server.name
+        self._record.route_reason = upstream.reason
+
+    def arrived(self) -> None:
+        """A chunk is here."""
+        marks = self._record.marks
+        if not marks.first_chunk_ns:
+            marks.first_chunk_ns = time.time_ns()
+
+    def reply_headers(self) -> dict[str, str]:
+        """What the reply says about its own making. What has been cached is known once the engine has counted."""
+        headers = {"x-warmpath-class": self._call.class_name, "x-warmpath-overhead-ms": self._overhead_ms()}
+        if self._upstream is not None:
+            headers["x-warmpath-deployment"] = self._upstream.server.name
+        if self._from_cache:
+            headers["x-warmpath-cache"] = self._record.cache
+        if self.meter.usage.exact:
+            headers["x-warmpath-cached-tokens"] = str(self.meter.usage.cache_read)
+        if self._call.canonical_steps:
+            headers["x-warmpath-canonical"] = ",".join(self._call.canonical_steps)
+        return headers
+
+    def _overhead_ms(self) -> str:
+        """Milliseconds from the request's arrival to the first attempt, less the time in the queue."""
+        marks = self._record.marks
+        asked_ns = self._attempts.done[0].started_ns if self._attempts.done else time.time_ns()
+        entered = dict(marks.phases)
+        queued_ns = entered["route"] - entered["queue"] if "route" in entered else 0
+        return f"{(asked_ns - marks.started_ns - queued_ns) / 1e6:.2f}"
+
+    def write(self, outcome: Outcome) -> None:
+        """Put the receipt into the ledger. The first outcome stands. Raises `LedgerUnavailable`."""
+        if self._written:
+            return
+        self._written = True
+        record, upstream = self._record, self._upstream
+        if self._attempts.done and upstream is not None:
+            self._attempts.conclude(_attempt_outcome(outcome, upstream.fault))
+        record.outcome = outcome
+        record.attempts = self._attempts.done
+        record.usage = self.meter.usage
+        receipt = make_receipt(
+            self._call,
+            record.usage,
+            outcome=outcome,
+            marks=record.marks,
+            attempts=self._attempts.done,
+            deployment=upstream.server.deployment if upstream else None,
+            from_cache=self._from_cache,
+        )
+        self._ledger.append(receipt)
+        record.event_id = receipt.event_id
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._record.marks.enter("settle")
+        try:
+            if self._attempts.done or self._exchange.status is not None:
+                self.write(self._outcome(error))
+        finally:
+            await asyncio.shield(self._settle(error))
+
+    async def _settle(self, error: BaseException | None) -> None:
+        call, upstream, usage = self._call, self._upstream, self.meter.usage
+        if error is None:
+            await self.recording.finish()
+        else:
+            self.recording.fail(error if isinstance(error, GatewayError) else None)
+        if upstream is not None:
+            upstream.server.learn_cached(call.fingerprint, usage)
+        if not self._written:
+            await self._reservation.release()
+            return
+        await self._ledger.durable()
+        cost = cost_of(usage, upstream.server.deployment.price) if upstream is not None else None
+        await self._reservation.settle(usage, nanos(cost) if cost is not None else 0)
+
+    def _outcome(self, error: BaseException | None) -> Outcome:
+        if error is None:
+            return Outcome.COMPLETE
+        if isinstance(error, asyncio.CancelledError):
+            return Outcome.CLIENT_GONE if self._exchange.left() else Outcome.UPSTREAM_CUT
+        timed_out = self._upstream is not None and self._upstream.fault is Fault.TIMEOUT
+        if isinstance(error, UpstreamTimeout) or (isinstance(error, UpstreamCut) and timed_out):
+            return Outcome.TIMEOUT
+        return Outcome.UPSTREAM_CUT if self._upstream is not None else Outcome.REFUSED
+
+
+def _attempt_outcome(outcome: Outcome, fault: Fault | None) -> str:
+    if outcome is Outcome.COMPLETE:
+        return "ok"
+    return fault.value if fault is not None else outcome.value

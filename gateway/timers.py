@@ -1,0 +1,55 @@
+"""One timer for many waits: bounds each wait of a task without a timer per wait.
+
+`asyncio.timeout` costs two timer handles per use; a stream waits hundreds of times and hardly ever too long. Here the
+task notes when a wait begins and ends, and one handle looks now and then whether the present wait is too old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class WaitBound:
+    """Cancels its task when one wait lasts longer than `seconds`, or beyond `deadline` (event-loop seconds).
+
+    The task calls `begin` and `end` around each wait. After a cancellation, `expired` tells that it came from here;
+    whoever turns it into an error calls `uncancel`. `close` ends the watching.
+    """
+
+    __slots__ = ("_deadline", "_handle", "_loop", "_seconds", "_since", "_task", "expired")
+
+    def __init__(self, seconds: float, deadline: float = float("inf")) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._seconds = seconds
+        self._deadline = deadline
+        self._since: float | None = None
+        self.expired = False
+        now = self._loop.time()
+        self._handle = self._loop.call_at(max(now, min(now + seconds, deadline)), self._look)
+
+    def begin(self) -> None:
+        self._since = self._loop.time()
+
+    def end(self) -> None:
+        self._since = None
+
+    def uncancel(self) -> None:
+        """The cancellation from here has been dealt with; the task goes on."""
+        self._task.uncancel()
+
+    def close(self) -> None:
+        self._since = None
+        self._handle.cancel()
+
+    def _look(self) -> None:
+        now, since = self._loop.time(), self._since
+        if since is not None and now >= min(since + self._seconds, self._deadline):
+            self.expired = True
+            self._task.cancel()
+            return
+        begun = now if since is None else since
+        soonest = min(begun + self._seconds, self._deadline if self._deadline > now else begun + self._seconds)
+        self._handle = self._loop.call_at(soonest, self._look)
