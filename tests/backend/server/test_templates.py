@@ -45,7 +45,7 @@ DIALECT = """{%- set ns = namespace(last='') %}
 
 def as_transformers_wants(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """transformers takes tool arguments as objects; OpenAI's wire has them as a string."""
-    plain = json.loads(json.dumps(messages))
+    plain: list[dict[str, Any]] = json.loads(json.dumps(messages))
     for message in plain:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
@@ -88,7 +88,8 @@ def test_the_dialect_of_published_templates(checkpoint: Path, tmp_path: Path) ->
     oracle = AutoTokenizer.from_pretrained(checkpoint)
     template = ChatTemplate({"default": DIALECT}, {"bos_token": "<s>"})
     messages = [{"role": "user", "content": " a "}, {"role": "assistant", "content": "b"}]
-    for variables in ({}, {"mood": "glad"}):
+    cases: list[dict[str, Any]] = [{}, {"mood": "glad"}]
+    for variables in cases:
         assert template.render(messages, None, variables) == oracle.apply_chat_template(
             messages, chat_template=DIALECT, tokenize=False, add_generation_prompt=True, **variables
         )

@@ -1,0 +1,182 @@
+"""An exchange on bare ASGI: every way in which a request can end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+from starlette.types import Message
+
+from backend.server.asgi import MAX_BODY_BYTES, Door, Exchange, RequestIds
+from backend.server.errors import InvalidRequest, Overloaded
+
+Answer = Callable[[Exchange, bytes], Awaitable[None]]
+
+
+class Handler(Door):
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.closing = asyncio.get_running_loop().create_future()
+
+    async def answer(self, exchange: Exchange, body: bytes) -> None:
+        await self._answer(exchange, body)
+
+
+class Client:
+    """The server's side of ASGI: says what the client sends, keeps what it is sent."""
+
+    def __init__(self, *messages: Message, headers: dict[str, str] | None = None) -> None:
+        self.left = asyncio.Event()
+        self.sent: list[Message] = []
+        self._messages = list(messages) or [{"type": "http.request", "body": b"{}"}]
+        self._headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+
+    async def call(self, handler: Door) -> None:
+        scope = {"type": "http", "headers": self._headers}
+        await RequestIds(handler)(scope, self._receive, self._send)
+
+    @property
+    def start(self) -> Message:
+        return self.sent[0]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {name.decode(): value.decode() for name, value in self.start["headers"]}
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+    @property
+    def ended(self) -> bool:
+        return not self.sent[-1].get("more_body", False)
+
+    async def _receive(self) -> Message:
+        if self._messages:
+            return self._messages.pop(0)
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+async def echo(exchange: Exchange, body: bytes) -> None:
+    await exchange.reply(body)
+
+
+async def test_a_body_in_pieces_is_read_whole() -> None:
+    client = Client({"type": "http.request", "body": b"ab", "more_body": True}, {"type": "http.request", "body": b"cd"})
+    await client.call(Handler(echo))
+    assert client.start["status"] == 200
+    assert client.body == b"abcd"
+    assert client.headers["content-length"] == "4"
+
+
+async def test_the_clients_request_id_comes_back_and_a_bad_one_is_replaced() -> None:
+    client = Client(headers={"x-request-id": "req-1"})
+    await client.call(Handler(echo))
+    assert client.headers["x-request-id"] == "req-1"
+    for bad in ("", "a b", "x" * 129):
+        client = Client(headers={"x-request-id": bad})
+        await client.call(Handler(echo))
+        assert client.headers["x-request-id"] != bad
+        assert client.headers["x-request-id"].isalnum()
+
+
+async def test_a_declared_or_real_size_over_the_cap_is_413() -> None:
+    declared = Client(headers={"content-length": str(MAX_BODY_BYTES + 1)})
+    piece = {"type": "http.request", "body": bytes(MAX_BODY_BYTES), "more_body": True}
+    for client in (declared, Client(piece, {"type": "http.request", "body": b"x", "more_body": True})):
+        await client.call(Handler(echo))
+        assert client.start["status"] == 413
+        assert json.loads(client.body)["error"]["code"] == "body_too_large"
+
+
+async def test_a_refusal_before_the_first_byte_is_a_status() -> None:
+    async def refuse(exchange: Exchange, body: bytes) -> None:
+        raise InvalidRequest("no", param="model")
+
+    client = Client()
+    await client.call(Handler(refuse))
+    assert client.start["status"] == 400
+    error = {"message": "no", "type": "invalid_request_error", "param": "model", "code": None}
+    assert json.loads(client.body) == {"error": error}
+
+
+async def test_a_failure_after_the_first_byte_is_an_event_and_the_stream_ends_without_done() -> None:
+    async def fail(exchange: Exchange, body: bytes) -> None:
+        await exchange.stream(b"data: 1\n\n")
+        raise Overloaded("full", retry_after_seconds=3)
+
+    client = Client()
+    await client.call(Handler(fail))
+    first, second, rest = client.body.split(b"\n\n")
+    assert (first, rest) == (b"data: 1", b"")
+    assert json.loads(second.removeprefix(b"data: "))["error"]["code"] == "overloaded"
+    assert client.ended
+
+
+async def test_an_overload_says_when_to_come_back() -> None:
+    async def fail(exchange: Exchange, body: bytes) -> None:
+        raise Overloaded("full", retry_after_seconds=3)
+
+    client = Client()
+    await client.call(Handler(fail))
+    assert client.start["status"] == 503
+    assert client.headers["retry-after"] == "3"
+
+
+async def test_a_client_that_leaves_cancels_the_work_before_and_after_the_first_byte() -> None:
+    for streams in (False, True):
+        cancelled = asyncio.Event()
+        running = asyncio.Event()
+
+        async def work(
+            exchange: Exchange,
+            body: bytes,
+            streams: bool = streams,
+            running: asyncio.Event = running,
+            cancelled: asyncio.Event = cancelled,
+        ) -> None:
+            if streams:
+                await exchange.stream(b"data: 1\n\n")
+            running.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        client = Client()
+        call = asyncio.create_task(client.call(Handler(work)))
+        await running.wait()
+        client.left.set()
+        await call
+        assert cancelled.is_set()
+        assert len(client.sent) == (2 if streams else 0)
+
+
+async def test_a_client_that_leaves_within_its_body_is_not_answered() -> None:
+    client = Client({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"})
+    await client.call(Handler(echo))
+    assert client.sent == []
+
+
+async def test_closing_ends_a_running_reply_with_an_error() -> None:
+    running = asyncio.Event()
+
+    async def work(exchange: Exchange, body: bytes) -> None:
+        await exchange.stream(b"data: 1\n\n")
+        running.set()
+        await asyncio.Event().wait()
+
+    client = Client()
+    handler = Handler(work)
+    call = asyncio.create_task(client.call(handler))
+    await running.wait()
+    handler.closing.set_result(None)
+    await call
+    assert b'"code":"shutting_down"' in client.body
+    assert b"[DONE]" not in client.body
+    assert client.ended
