@@ -1,0 +1,54 @@
+"""The `warmpath` command: a table of verbs, each one a file beside this that is imported when it is asked for.
+
+A verb's module has `app`, made by `common.verb_app()`, with one command, or several where the verb has its own verbs.
+Exit codes are the same for all: 0 done, 1 a problem was found, 2 asked for the wrong way. Answers go to stdout,
+and everything else to stderr; `--json` where a script would read the answer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from gateway import __version__
+from gateway.cli.common import verb_app
+
+VERBS = ("check", "keys", "engine")  # in the order of the help
+
+
+class _Verbs(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in VERBS:
+            return None
+        return get_command(importlib.import_module(f"gateway.cli.{cmd_name}").app)
+
+
+app = verb_app(cls=_Verbs)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"warmpath {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def warmpath(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """An OpenAI-compatible gateway and caching proxy in front of inference servers, with its own engine.
+
+    Settings are environment variables WARMPATH_*; options win over them.
+    """
+
+
+__all__ = ["VERBS", "app"]

@@ -1,0 +1,134 @@
+"""`warmpath check`: is this file a policy, and what does it say?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gateway.cli.common import PROBLEM, AsJson, complain, say, say_json, say_table, settings_or_exit, verb_app, warn
+from gateway.policy import Deployment, Limits, Policy
+from gateway.policy_checks import ANYWHERE
+from gateway.policy_file import PolicyError, Problem, load_policy, policy_schema
+from gateway.settings import missing_secrets
+
+app = verb_app()
+
+
+@app.command(no_args_is_help=False)
+def check(
+    file: Annotated[
+        Path | None,
+        typer.Argument(exists=True, dir_okay=False, help="The policy file; left out: the one of WARMPATH_POLICY."),
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of policy files instead, for editors.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check a policy file and sum it up.
+
+    Every problem is told as FILE:LINE:COLUMN: FIELD: MESSAGE, and the exit code is 1 if there is any.
+    """
+    if schema:
+        typer.echo(policy_schema(), nl=False)
+        return
+    path = file or settings_or_exit().policy
+    try:
+        policy = load_policy(path, checks=ANYWHERE)
+    except PolicyError as error:
+        if as_json:
+            say_json({"ok": False, "problems": [problem._asdict() for problem in error.problems]})
+        else:
+            count = len(error.problems)
+            complain(f"{error}\n{path}: {count} {'problem' if count == 1 else 'problems'}")
+        raise typer.Exit(PROBLEM) from None
+    warnings = _warnings(path)
+    if as_json:
+        say_json({"ok": True, "file": str(path), **_outline(policy), "warnings": [w._asdict() for w in warnings]})
+        return
+    for problem in warnings:
+        warn(f"{problem} here")
+    _sum_up(path, policy)
+
+
+def _warnings(path: Path) -> tuple[Problem, ...]:
+    """A secret may be missing here and be there where the gateway runs."""
+    try:
+        load_policy(path, checks=(missing_secrets,))
+    except PolicyError as error:
+        return error.problems
+    return ()
+
+
+def _outline(policy: Policy) -> dict[str, object]:
+    return {
+        "hash": policy.hash,
+        "deployments": [d.name for d in policy.deployments],
+        "models": [{"name": m.name, "aliases": m.aliases} for m in policy.models],
+        "classes": list(policy.classes),
+        "rules": len(policy.rules),
+        "tenants": [t.name for t in policy.tenants],
+    }
+
+
+def _sum_up(path: Path, policy: Policy) -> None:
+    say(f"{path} is a policy. Its hash is {policy.hash}.", style="green")
+    say()
+    say_table(
+        ("DEPLOYMENT", "PROVIDER", "URL", "MODEL", "CALLS", "PRICE PER MILLION"),
+        [(d.name, d.provider, d.base_url, d.model, str(d.max_concurrency), _price(d)) for d in policy.deployments],
+    )
+    say()
+    say_table(
+        ("MODEL", "ALIASES", "DEPLOYMENTS", "FALLBACKS"),
+        [(m.name, _names(m.aliases), _names(m.deployments), _names(m.fallbacks)) for m in policy.models],
+    )
+    say()
+    say_table(
+        ("CLASS", "FIRST CHUNK", "TOTAL", "WAIT", "QUEUE", "RULES"),
+        [
+            (
+                name + (" (default)" if name == policy.default_class else ""),
+                f"{c.ttft:g} s",
+                f"{c.total:g} s",
+                f"{c.max_wait:g} s",
+                str(c.max_queue),
+                str(sum(rule.latency_class == name for rule in policy.rules)),
+            )
+            for name, c in policy.classes.items()
+        ],
+    )
+    say()
+    say_table(
+        ("TENANT", "KEYS IN FILE", "MODELS", "LIMITS"),
+        [
+            (t.name, _names([k.id for k in t.keys]), "all" if t.models is None else _names(t.models), _limits(t.limits))
+            for t in policy.tenants
+        ],
+    )
+
+
+def _price(deployment: Deployment) -> str:
+    price = deployment.price
+    if price is None:
+        return "unpriced"
+    cached = "" if price.cached_input is None else f", {price.cached_input} cached"
+    return f"{price.input} in{cached}, {price.output} out {price.currency}"
+
+
+def _limits(limits: Limits) -> str:
+    said = []
+    for name, rate in (("requests", limits.requests), ("tokens", limits.tokens)):
+        if rate:
+            said.append(f"{rate.amount} {name} per {rate.period:g} s")
+    if limits.concurrency:
+        said.append(f"{limits.concurrency} at once")
+    if limits.budget:
+        said.append(f"{limits.budget.amount} per {limits.budget.per}".replace("per total", "in total"))
+    return ", ".join(said) or "none"
+
+
+def _names(names: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(names) or "-"

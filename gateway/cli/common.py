@@ -1,0 +1,97 @@
+"""What the verbs share: how they are made, how they speak, and how they give up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gateway.policy import Check, Policy
+from gateway.policy_file import PolicyError, load_policy
+from gateway.settings import Settings, SettingsError, likely_typos, load_settings
+
+PROBLEM = 1
+MISUSE = 2
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+def verb_app(**options: Any) -> typer.Typer:
+    """Help is plain text, and a crash is Python's traceback: Typer's own would show local variables, and so secrets."""
+    return typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        **options,
+    )
+
+
+def fail(message: str, *, code: int = PROBLEM) -> NoReturn:
+    complain(message)
+    raise typer.Exit(code)
+
+
+def complain(message: str, *, style: str = "red") -> None:
+    """To stderr, one line per line of the message, never wrapped: scripts and editors read them."""
+    console = Console(stderr=True)
+    for line in message.splitlines():
+        console.print(Text(line, style=style), soft_wrap=True)
+
+
+def warn(message: str) -> None:
+    complain(f"warning: {message}", style="yellow")
+
+
+def say(line: str = "", *, style: str = "") -> None:
+    Console().print(Text(line, style=style), soft_wrap=True)
+
+
+def say_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def say_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table for people; where nobody watches, the same columns without decoration and never cut."""
+    console = Console()
+    if console.is_terminal:
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        console.print(table)
+        return
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def settings_or_exit(**options: Any) -> Settings:
+    """The settings; an option that is not None wins over its variable."""
+    for typo in likely_typos():
+        warn(typo)
+    try:
+        return load_settings(**options)
+    except SettingsError as error:
+        fail(str(error), code=MISUSE)
+
+
+def policy_or_exit(path: Path, *, checks: Sequence[Check] = ()) -> Policy:
+    try:
+        return load_policy(path, checks=checks)
+    except PolicyError as error:
+        fail(str(error))
+
+
+__all__ = [
+    "MISUSE", "PROBLEM", "AsJson", "complain", "fail", "policy_or_exit", "say", "say_json", "say_table",
+    "settings_or_exit", "verb_app", "warn",
+]  # fmt: skip
