@@ -1,0 +1,162 @@
+import logging
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.policy import Policy
+from gateway.telemetry import LEDGER_ROWS, QUEUE_DEPTH, CallRecord, Telemetry, Watched, metrics
+from gateway.types import Attempt, Outcome
+from tests.gateway.telemetry.conftest import CANARY, TRACE, at, marks
+
+
+def samples(telemetry: Telemetry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    content, content_type = telemetry.render_metrics()
+    assert content_type == "text/plain; version=0.0.4; charset=utf-8"
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(content.decode())
+        for sample in family.samples
+    }
+
+
+def value(telemetry: Telemetry, name: str, **labels: str) -> float | None:
+    renamed = {"class" if key == "class_" else key: text for key, text in labels.items()}
+    return samples(telemetry).get((name, frozenset(renamed.items())))
+
+
+def test_a_request_is_counted_once_with_its_tokens_and_times(record: CallRecord) -> None:
+    telemetry = Telemetry()
+    telemetry.record(record)
+
+    def read(name: str, **labels: str) -> float | None:
+        return value(telemetry, name, **labels)
+
+    call = {"operation": "chat/completions", "model": "qwen3", "class_": "realtime"}
+    assert read("warmpath_requests_total", **call, status="200", outcome="complete") == 1
+    assert read("warmpath_request_duration_seconds_sum", **call) == pytest.approx(0.0504)
+    assert read("warmpath_time_to_first_token_seconds_sum", **call) == pytest.approx(0.00901)
+    assert read("warmpath_time_to_first_token_seconds_bucket", **call, le="0.01") == 1
+    assert read("warmpath_queue_wait_seconds_sum", class_="realtime") == pytest.approx(0.001)
+    # All but the queue (1000 us) and the chat (48 800 us).
+    assert read("warmpath_overhead_seconds_sum", operation="chat/completions") == pytest.approx(0.0006)
+    tokens = {"input_uncached": 40, "cache_read": 80, "cache_write": None, "output": 30, "reasoning": 10}
+    assert {kind: read("warmpath_tokens_total", model="qwen3", kind=kind) for kind in tokens} == tokens
+    assert read("warmpath_upstream_attempts_total", deployment="a", outcome="connect_error") == 1
+    assert read("warmpath_upstream_attempts_total", deployment="b", outcome="ok") == 1
+    assert read("warmpath_cache_total", result="miss") == 1
+    assert read("warmpath_prefix_predicted_tokens_total", deployment="b") == 64
+    assert read("warmpath_prefix_reported_tokens_total", deployment="b") == 80
+    gen_ai = {
+        "gen_ai_operation_name": "chat",
+        "gen_ai_provider_name": "vllm",
+        "gen_ai_request_model": "qwen3",
+    }
+    assert read("gen_ai_client_operation_duration_seconds_sum", **gen_ai, error_type="") == pytest.approx(0.0488)
+    assert read("gen_ai_client_token_usage_sum", **gen_ai, gen_ai_token_type="input") == 120
+
+
+def test_a_request_refused_at_the_door_has_no_model() -> None:
+    telemetry = Telemetry()
+    telemetry.record(
+        CallRecord(
+            trace=TRACE, server_span_id=1, marks=marks(("authenticate", 1), ended=3), method="POST",
+            path="/v1/chat/completions", status=401, error_code="invalid_api_key",
+        )
+    )  # fmt: skip
+    labels = {"operation": "other", "model": "other", "class_": "other", "status": "401", "outcome": "rejected"}
+    assert value(telemetry, "warmpath_requests_total", **labels) == 1
+    assert not [name for name, _ in samples(telemetry) if name.startswith(("warmpath_cache", "gen_ai"))]
+
+
+def test_an_answer_from_the_cache_costs_no_upstream_tokens(record: CallRecord) -> None:
+    telemetry = Telemetry()
+    record.cache, record.attempts, record.deployment = "hit", (), None
+    telemetry.record(record)
+    assert value(telemetry, "warmpath_cache_total", result="hit") == 1
+    assert not [name for name, _ in samples(telemetry) if name.startswith(("warmpath_tokens_total", "gen_ai"))]
+
+
+def test_an_estimate_is_not_compared_with_the_prediction(record: CallRecord) -> None:
+    telemetry = Telemetry()
+    assert record.usage is not None
+    record.usage = type(record.usage)(input_uncached=120, output=3, exact=False)
+    record.outcome = Outcome.CLIENT_GONE
+    telemetry.record(record)
+    assert value(telemetry, "warmpath_tokens_total", model="qwen3", kind="input_uncached") == 120
+    assert value(telemetry, "warmpath_prefix_predicted_tokens_total", deployment="b") is None
+
+
+def test_upstream_statuses_are_bounded(record: CallRecord) -> None:
+    telemetry = Telemetry()
+    record.attempts = [Attempt("a", f"status_{s}", at(1), at(2), 1, status=s) for s in (429, 503, 507, 599, 418)]
+    telemetry.record(record)
+    for outcome, count in {"status_429": 1, "status_503": 1, "status_5xx": 2, "status_4xx": 1}.items():
+        assert value(telemetry, "warmpath_upstream_attempts_total", deployment="a", outcome=outcome) == count
+
+
+def test_label_values_have_a_bound(record: CallRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "CHILDREN_MAX", 10)
+    telemetry = Telemetry()
+    record.attempts = [Attempt(f"d{i}", "ok", at(1), at(2), 1) for i in range(30)]
+    telemetry.record(record)
+    telemetry.record(record)
+    counted = {
+        dict(labels)["deployment"]: n
+        for (name, labels), n in samples(telemetry).items()
+        if name == "warmpath_upstream_attempts_total"
+    }
+    assert counted == {**{f"d{i}": 2.0 for i in range(10)}, "other": 40.0}
+
+
+def test_other_parts_are_read_when_asked() -> None:
+    telemetry = Telemetry()
+    depth: dict[tuple[str, ...], float] = {("realtime",): 2, ("batch",): 7}
+    rows = 0
+    telemetry.watch(QUEUE_DEPTH, lambda: depth)
+    telemetry.watch(LEDGER_ROWS, lambda: rows)
+    rows, depth["batch",] = 5, 8
+    assert value(telemetry, "warmpath_queue_depth", class_="batch") == 8
+    assert value(telemetry, "warmpath_ledger_rows_total") == 5
+    with pytest.raises(ValueError, match="warmpath_queue_depth"):
+        telemetry.watch(QUEUE_DEPTH, lambda: depth)
+
+
+def test_the_policy_in_force_is_shown_by_its_hash(policy: Policy) -> None:
+    telemetry = Telemetry()
+    telemetry.policy_loaded(policy)
+    changed = policy.model_copy(update={"default_class": "batch"})
+    telemetry.policy_loaded(Policy.model_validate(changed.model_dump(by_alias=True)))
+    telemetry.policy_rejected()
+    hashes = [dict(labels)["hash"] for name, labels in samples(telemetry) if name == "warmpath_policy_info"]
+    assert len(hashes) == 1
+    assert hashes != [policy.hash]
+    assert value(telemetry, "warmpath_policy_reloads_total", result="ok") == 2
+    assert value(telemetry, "warmpath_policy_reloads_total", result="rejected") == 1
+
+
+def test_nothing_private_is_a_label(record: CallRecord) -> None:
+    telemetry = Telemetry()
+    telemetry.record(record)
+    assert CANARY.encode() not in telemetry.render_metrics()[0]
+
+
+def test_a_fault_in_telemetry_is_counted_and_logged_and_hurts_nobody(
+    record: CallRecord, caplog: pytest.LogCaptureFixture
+) -> None:
+    telemetry = Telemetry()
+    broken: Any = None
+    record.marks = broken
+    with caplog.at_level(logging.ERROR, "gateway.telemetry"):
+        telemetry.record(record)
+    assert value(telemetry, "warmpath_telemetry_failures_total") == 1
+    assert caplog.records[0].__dict__["call_id"] == "call-1"
+
+
+def test_each_gateway_has_metrics_of_its_own(record: CallRecord) -> None:
+    one, other = Telemetry(), Telemetry()
+    one.record(record)
+    one.watch(Watched("extra", "A part's own."), lambda: 1.0)
+    assert value(one, "extra") == 1
+    assert value(other, "extra") is None
+    assert value(other, "warmpath_cache_total", result="miss") is None

@@ -1,0 +1,86 @@
+import itertools
+
+import pytest
+
+from gateway.telemetry.record import CallRecord, Phase, phases
+from gateway.types import Attempt
+from tests.gateway.telemetry.conftest import at, marks
+
+
+def attempt(started: int, ended: int) -> Attempt:
+    return Attempt("a", "ok", at(started), at(ended), span_id=1)
+
+
+def outline(found: list[Phase]) -> list[tuple[str, int, int, bool]]:
+    return [(p.name, (p.start_ns - at(0)) // 1000, (p.end_ns - at(0)) // 1000, p.within_chat) for p in found]
+
+
+def assert_covers(found: list[Phase], started: int, ended: int) -> None:
+    own = [phase for phase in found if not phase.within_chat]
+    assert own[0].start_ns == at(started)
+    assert own[-1].end_ns == at(ended)
+    assert all(left.end_ns == right.start_ns for left, right in itertools.pairwise(own))
+
+
+def test_chat_begins_with_the_first_attempt_and_ends_with_settle(record: CallRecord) -> None:
+    found = phases(record.marks, record.attempts)
+    assert outline(found) == [
+        ("authenticate", 0, 20, False),
+        ("canonicalise", 20, 60, False),
+        ("cache.lookup", 60, 80, False),
+        ("admit", 80, 100, False),
+        ("queue", 100, 1100, False),
+        ("route", 1100, 1200, False),
+        ("chat", 1200, 50_000, False),
+        ("settle", 50_000, 50_400, False),
+    ]
+    assert_covers(found, 0, 50_400)
+
+
+def test_without_attempts_the_answer_is_a_replay() -> None:
+    noted = marks(("authenticate", 1), ("cache.lookup", 10), ("chat", 20), ("settle", 30), ended=40)
+    found = phases(noted, ())
+    assert [phase.name for phase in found] == ["authenticate", "cache.lookup", "replay", "settle"]
+    assert_covers(found, 0, 40)
+
+
+def test_a_fallback_models_queue_lies_within_the_chat() -> None:
+    noted = marks(("queue", 1), ("route", 10), ("queue", 30), ("route", 40), ("chat", 60), ("settle", 80), ended=90)
+    found = phases(noted, (attempt(12, 28), attempt(45, 80)))
+    assert outline(found) == [
+        ("queue", 0, 10, False),
+        ("route", 10, 12, False),
+        ("chat", 12, 80, False),
+        ("queue", 30, 40, True),
+        ("route", 40, 60, True),
+        ("settle", 80, 90, False),
+    ]
+    assert_covers(found, 0, 90)
+
+
+@pytest.mark.parametrize(
+    ("names", "ended"),
+    [
+        ([("authenticate", 3)], 9),
+        ([("authenticate", 3), ("settle", 9)], 9),
+        ([("route", 3), ("settle", 20)], 30),  # every attempt failed: the relay never began
+        ([("route", 3), ("chat", 20)], 30),  # settle never began
+        ([("route", 25), ("chat", 15), ("settle", 40)], 30),  # the clock was set back
+        ([("route", 50), ("settle", 60)], 70),  # attempts before the route, by the clock
+    ],
+)
+@pytest.mark.parametrize("tries", [(), (attempt(8, 25),), (attempt(8, 12), attempt(10, 200))])
+def test_phases_always_add_up(names: list[tuple[str, int]], ended: int, tries: tuple[Attempt, ...]) -> None:
+    found = phases(marks(*names, ended=ended), tries)
+    assert_covers(found, 0, max(ended, *(us for _, us in names)))
+    assert all(phase.end_ns >= phase.start_ns for phase in found)
+
+
+def test_a_request_without_phases_has_none() -> None:
+    assert phases(marks(ended=5), ()) == []
+
+
+def test_predicted_tokens_are_those_of_the_deployment_that_answered(record: CallRecord) -> None:
+    assert record.predicted_cached_tokens == 64
+    record.deployment = None
+    assert record.predicted_cached_tokens == 0
