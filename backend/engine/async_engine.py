@@ -1,0 +1,215 @@
+"""The engine for asyncio: it runs on a thread of its own, and every request has a stream of its outputs.
+
+    event loop                              engine's thread
+    submit, abort --> commands -----------> between two steps
+    OutputStream  <-- call_soon_threadsafe  once per step, with all of its outputs
+
+The thread sleeps on a condition while there is nothing to do. Whatever ends it, it answers every stream on its way
+out; a stream that was opened has a last output, and a `submit` after that raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Self
+
+from backend.engine.engine import Engine, EngineStats
+from backend.engine.errors import ContextTooLong, EngineDead, EngineError, QueueFull, RequestRefused
+from backend.engine.request import FinishReason, Request, StepOutput
+
+__all__ = ["AsyncEngine", "ContextTooLong", "EngineDead", "EngineError", "OutputStream", "QueueFull", "RequestRefused"]
+
+logger = logging.getLogger(__name__)
+
+Command = Callable[[], StepOutput | None]
+
+
+class OutputStream(AsyncIterator[StepOutput]):
+    """One request's outputs; it ends after the one with `finish_reason`.
+
+    Closing it early, or cancelling whoever waits in it, aborts the request. Who stops reading otherwise must close
+    it, as `contextlib.aclosing` does. It holds at most `max_tokens` outputs, however slow the reader.
+    """
+
+    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self._abort = abort
+        self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
+        self._ended = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StepOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            output = await self._outputs.get()
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        self._ended = output.finish_reason is not None
+        return output
+
+    async def aclose(self) -> None:
+        """Closing a stream that has ended is safe and does nothing."""
+        if not self._ended:
+            self._ended = True
+            self._abort(self.request_id)
+
+    def deliver(self, output: StepOutput) -> None:
+        if not self._ended:
+            self._outputs.put_nowait(output)
+
+
+class AsyncEngine:
+    """Owned by one event loop, from `start` to `stop`. `submit`, `abort` and the streams are that loop's alone."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.error: str | None = None  # what ended the engine, if anything but `stop` did
+        self._engine = engine
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._streams: dict[str, OutputStream] = {}  # until the engine's last word on each; the loop's alone
+        self._max_unfinished = engine.config.max_num_seqs + engine.config.max_waiting
+        # Shared with the thread, under the condition's lock.
+        self._changed = threading.Condition()
+        self._commands: list[Command] = []
+        self._idle_waiters: list[asyncio.Future[None]] = []
+        self._stopping = False
+        self._open = False
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken: started, not stopped, and not ended by an error."""
+        return self._open
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._open = True
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Aborts what is unfinished and joins the thread. Stopping twice, or what has not begun, is safe."""
+        with self._changed:
+            self._stopping = True
+            self._open = False
+            self._changed.notify()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def submit(self, request: Request) -> OutputStream:
+        """Raises `RequestRefused` (or `ContextTooLong`), `QueueFull` or `EngineDead` at once, and then nothing is left
+        behind. Otherwise the stream answers, and must be read to its end or closed."""
+        self._engine.check(request)
+        if request.request_id in self._streams:
+            raise RequestRefused(f"request {request.request_id!r} is already here", param="request_id")
+        if len(self._streams) >= self._max_unfinished:
+            raise QueueFull(f"{len(self._streams)} requests are unfinished, and no more are taken")
+        with self._changed:
+            if not self._open:
+                raise EngineDead(self.error or "the engine is not running")
+            self._commands.append(partial(self._add, request))
+            self._changed.notify()
+        stream = self._streams[request.request_id] = OutputStream(request.request_id, self.abort)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request before the next step. Its stream, if still open, ends with `FinishReason.ABORT`.
+
+        Aborting what is unknown or has ended is safe and does nothing.
+        """
+        with self._changed:
+            self._commands.append(partial(self._engine.abort, request_id))
+            self._changed.notify()
+
+    async def wait_idle(self) -> None:
+        """Returns once nothing runs or waits, and at once if the engine has ended."""
+        waiter = asyncio.get_running_loop().create_future()
+        with self._changed:
+            if not self._open:
+                return
+            self._idle_waiters.append(waiter)
+            self._changed.notify()
+        await waiter
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    # -- the event loop's side, called from the thread -----------------------------------------------------------
+
+    def _deliver(self, outputs: Sequence[StepOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            if output.finish_reason is not None:
+                del self._streams[output.request_id]
+            stream.deliver(output)
+
+    def _end(self, reason: FinishReason, idle_waiters: Sequence[asyncio.Future[None]]) -> None:
+        """The thread's last word: whoever still waits gets an answer."""
+        self._deliver([StepOutput(id, (), reason, error=self.error) for id in list(self._streams)])
+        self._release(idle_waiters)
+
+    @staticmethod
+    def _release(idle_waiters: Sequence[asyncio.Future[None]]) -> None:
+        for waiter in idle_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # -- the engine's thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._prepare():
+                self._send(self._engine.step())
+        except Exception as error:
+            logger.exception("the engine ends: a step failed")
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            with self._changed:
+                self._open = False
+                waiters = self._take_idle_waiters()
+            reason = FinishReason.ABORT if self.error is None else FinishReason.ERROR
+            self._loop.call_soon_threadsafe(self._end, reason, waiters)
+
+    def _prepare(self) -> bool:
+        """Carries out what the event loop asked for, and sleeps until there is something to do. False: stop."""
+        while True:
+            if not self._engine.has_unfinished:
+                self._engine.check_integrity()  # every block must be free or cached: proven before going to sleep
+            with self._changed:
+                while not (self._stopping or self._commands or self._engine.has_unfinished):
+                    self._loop.call_soon_threadsafe(self._release, self._take_idle_waiters())
+                    self._changed.wait()
+                commands, self._commands = self._commands, []
+            if self._stopping:
+                commands = [partial(self._engine.abort, id) for id in self._engine.scheduler.request_ids]
+            self._send([output for command in commands if (output := command()) is not None])
+            if self._stopping:
+                return False
+            if self._engine.has_unfinished:
+                return True
+
+    def _take_idle_waiters(self) -> list[asyncio.Future[None]]:
+        waiters, self._idle_waiters = self._idle_waiters, []
+        return waiters
+
+    def _add(self, request: Request) -> StepOutput | None:
+        try:
+            self._engine.add(request)
+        except EngineError as error:
+            return StepOutput(request.request_id, (), FinishReason.ERROR, error=error.message)
+        return None
+
+    def _send(self, outputs: Sequence[StepOutput]) -> None:
+        if outputs:
+            self._loop.call_soon_threadsafe(self._deliver, outputs)

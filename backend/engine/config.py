@@ -1,0 +1,173 @@
+"""How an engine is set up: `EngineConfig` is what was asked for, `ResolvedConfig` what was decided."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from backend.attention import ATTENTIONS
+from backend.engine.errors import ConfigError
+from backend.models.config import ModelConfig
+from backend.ops import OPS
+from backend.quantization import QUANTIZATIONS
+
+AUTO = "auto"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# float16 has no fast path on a CPU, and bfloat16 its range.
+AUTO_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
+
+CPU_KV_CACHE_BYTES = 1 << 30
+GPU_KV_CACHE_FRACTION = 0.8  # of what is free once the weights are loaded; the rest is for activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """Every choice made. `dtype` and `device` are torch's own objects here."""
+
+    model_dir: Path
+    model: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    num_threads: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting: int
+    enable_prefix_caching: bool
+    attention: str
+    ops: str
+    quantization: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """None and "auto" leave the choice to `resolve`. Raises `ConfigError`, naming the field, for what cannot work."""
+
+    model_dir: Path
+    dtype: str = AUTO  # "float32" or "bfloat16"; auto: the checkpoint's
+    device: str = AUTO  # "cpu", "cuda", "cuda:1"; auto: a GPU if there is one
+    num_threads: int | None = None  # None: the machine's cores, less one for the server if there are only two
+    block_size: int = 16
+    num_blocks: int | None = None  # None: as many as kv_cache_memory_bytes holds
+    kv_cache_memory_bytes: int | None = None  # None: 1 GiB on a CPU, most of the free memory of a GPU
+    max_model_len: int | None = None  # None: the model's own, as far as the KV cache holds it
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_waiting: int = 512  # beyond the max_num_seqs that can run
+    enable_prefix_caching: bool = True
+    attention: str = AUTO
+    ops: str = AUTO
+    quantization: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_threads",
+            "block_size",
+            "num_blocks",
+            "kv_cache_memory_bytes",
+            "max_model_len",
+            "max_num_seqs",
+        ):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
+        if self.max_waiting < 0:
+            raise ConfigError(f"max_waiting must be at least 0, not {self.max_waiting}", param="max_waiting")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), or the last in line would stand still",
+                param="max_num_batched_tokens",
+            )
+        if self.num_blocks and self.kv_cache_memory_bytes:
+            raise ConfigError("num_blocks and kv_cache_memory_bytes are two ways to say one thing", param="num_blocks")
+        for name, known in (
+            ("dtype", {AUTO, *DTYPES}),
+            ("attention", {AUTO, *ATTENTIONS}),
+            ("ops", {AUTO, *OPS}),
+            ("quantization", QUANTIZATIONS.keys()),
+        ):
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"{name} {value!r} is not one of {', '.join(sorted(known))}", param=name)
+
+    def resolve(self) -> ResolvedConfig:
+        """Decides what was left open, from the checkpoint and the machine. Changes nothing on either."""
+        model = ModelConfig.load(self.model_dir)
+        dtype = DTYPES[AUTO_DTYPES[model.dtype] if self.dtype == AUTO else self.dtype]
+        device = _device(self.device)
+        num_blocks = self.num_blocks or self._num_blocks(model, dtype, device)
+        max_model_len = self.max_model_len or min(model.max_position_embeddings, num_blocks * self.block_size)
+        _check_context(model, max_model_len)
+        return ResolvedConfig(
+            model_dir=self.model_dir,
+            model=model,
+            dtype=dtype,
+            device=device,
+            num_threads=self.num_threads or _num_threads(),
+            block_size=self.block_size,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_waiting=self.max_waiting,
+            enable_prefix_caching=self.enable_prefix_caching,
+            attention="sdpa" if self.attention == AUTO else self.attention,
+            ops="reference" if self.ops == AUTO else self.ops,
+            quantization=self.quantization,
+        )
+
+    def _num_blocks(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+        memory = self.kv_cache_memory_bytes or self._free_memory_bytes(device)
+        row_bytes = model.num_kv_heads * model.head_dim * dtype.itemsize
+        block_bytes = 2 * model.num_layers * self.block_size * row_bytes
+        if memory < block_bytes:
+            raise ConfigError(
+                f"{memory} bytes of KV cache do not hold one block of {block_bytes} bytes",
+                param="kv_cache_memory_bytes",
+            )
+        return memory // block_bytes
+
+    def _free_memory_bytes(self, device: torch.device) -> int:
+        if device.type == "cpu":
+            return CPU_KV_CACHE_BYTES
+        free, _ = torch.cuda.mem_get_info(device)
+        weights = sum(path.stat().st_size for path in self.model_dir.glob("*.safetensors"))
+        return max(0, int((free - weights) * GPU_KV_CACHE_FRACTION))
+
+
+def _device(name: str) -> torch.device:
+    if name == AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is not known", param="device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported, only cpu and cuda", param="device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} is not on this machine", param="device")
+    return device
+
+
+def _num_threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # With two cores, a kernel that waits for both is slowed by everything that the server does on one of them.
+    return 1 if cores <= 2 else cores
+
+
+def _check_context(model: ModelConfig, max_model_len: int) -> None:
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len {max_model_len} exceeds the model's own {model.max_position_embeddings}",
+            param="max_model_len",
+        )
+    if model.sliding_window is not None and max_model_len > model.sliding_window:
+        raise ConfigError(
+            f"the model attends in a sliding_window of {model.sliding_window} tokens, which is not supported: "
+            f"set max_model_len to at most that",
+            param="max_model_len",
+        )

@@ -1,0 +1,119 @@
+"""The engine. Read this first: `step` is all of it, and each of its three calls is one file.
+
+`schedule` (scheduler.py) decides on ints who advances by how many tokens, in blocks that block_pool.py hands out;
+`run` (runner.py) makes tensors of that (batch.py), puts them through the model (models/, attention/, ops/) and
+samples (sampler.py); `advance` takes the new tokens in and says what they mean for each request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from backend.engine.block_pool import BlockListener, BlockPool
+from backend.engine.config import EngineConfig, ResolvedConfig
+from backend.engine.errors import RequestRefused
+from backend.engine.request import FinishReason, Request, StepOutput
+from backend.engine.runner import Runner
+from backend.engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Where the engine stands now, and what it has done since it was started."""
+
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    kv_usage: float  # the share of blocks in use, 0 to 1
+    prompt_tokens_total: int
+    generation_tokens_total: int
+    prefix_cache_queries_total: int  # in tokens
+    prefix_cache_hits_total: int  # in tokens
+    preemptions_total: int
+    requests_finished: Mapping[FinishReason, int]
+    aborted_total: int
+    integrity_ok: bool
+
+
+class Engine:
+    """Not for more than one thread, but for `check` and `stats`."""
+
+    def __init__(self, config: ResolvedConfig, scheduler: Scheduler, runner: Runner) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.runner = runner
+        self._integrity_ok = True
+
+    @classmethod
+    def load(cls, config: EngineConfig, listener: BlockListener | None = None) -> Engine:
+        """Reads the weights and reserves the cache. Raises `ConfigError`, `UnsupportedModel` or `WeightsError`."""
+        resolved = config.resolve()
+        scheduler = Scheduler(
+            BlockPool(resolved.num_blocks, resolved.block_size, listener),
+            max_num_seqs=resolved.max_num_seqs,
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+            max_model_len=resolved.max_model_len,
+            max_waiting=resolved.max_waiting,
+            enable_prefix_caching=resolved.enable_prefix_caching,
+        )
+        return cls(resolved, scheduler, Runner(resolved))
+
+    def step(self) -> list[StepOutput]:
+        plan = self.scheduler.schedule()
+        assert plan, "a step with nothing to do: ask has_unfinished first"
+        computed = self.runner.run(plan)
+        return self.scheduler.advance(plan, computed)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def check(self, request: Request) -> None:
+        """Raises `RequestRefused` for what this model can never serve. Safe to call from any thread."""
+        vocab_size = self.config.model.vocab_size
+        sampling = request.sampling
+        for param, token_ids in (
+            ("prompt", request.prompt_token_ids),
+            ("logit_bias", sampling.logit_bias),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+                raise RequestRefused(f"{param} holds a token outside the vocabulary of {vocab_size}", param=param)
+        self.scheduler.check(request)
+
+    def add(self, request: Request) -> None:
+        """Raises `RequestRefused` or `QueueFull`."""
+        self.check(request)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> StepOutput | None:
+        """Ends a request between two steps. None if it is unknown or has ended already."""
+        return self.scheduler.abort(request_id)
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError`, and `stats` remembers it. For when the engine goes idle."""
+        self._integrity_ok = False
+        self.scheduler.pool.check_integrity()
+        self._integrity_ok = True
+
+    def stats(self) -> EngineStats:
+        """Safe to call from any thread; taken while a step is under way, it may be of two minds about one request."""
+        scheduler, pool, counters = self.scheduler, self.scheduler.pool, self.scheduler.counters
+        num_free = pool.num_free
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_free_blocks=num_free,
+            num_blocks=pool.num_blocks,
+            kv_usage=1.0 - num_free / pool.num_blocks,
+            prompt_tokens_total=counters.prompt_tokens,
+            generation_tokens_total=counters.generation_tokens,
+            prefix_cache_queries_total=counters.prefix_cache_queries,
+            prefix_cache_hits_total=counters.prefix_cache_hits,
+            preemptions_total=counters.preemptions,
+            requests_finished=dict(counters.finished),
+            aborted_total=counters.finished[FinishReason.ABORT],
+            integrity_ok=self._integrity_ok,
+        )

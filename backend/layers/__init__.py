@@ -1,0 +1,1 @@
+"""Parts that the models arrange. Each is loaded whole from a checkpoint: there is no layer without its weights."""

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backend.layers.norm import RmsNorm
+from backend.models.weights import Checkpoint
+from backend.ops.base import Ops
+from backend.quantization.base import Linear, Quantization
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLoader:
+    """Makes layers from the tensors below `prefix`."""
+
+    checkpoint: Checkpoint
+    ops: Ops
+    quantization: Quantization
+    prefix: str = ""
+
+    def below(self, name: str) -> LayerLoader:
+        return LayerLoader(self.checkpoint, self.ops, self.quantization, f"{self.prefix}{name}.")
+
+    def linear(self, outs: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False) -> Linear:
+        """One product for all the named (name, out_features) that share an input: one read of it, one launch."""
+        weights = [self.tensor(f"{name}.weight", out, in_features) for name, out in outs]
+        biases = [self.tensor(f"{name}.bias", out) for name, out in outs] if bias else []
+        return self.quantization.linear(torch.cat(weights), torch.cat(biases) if bias else None)
+
+    def rms_norm(self, name: str, size: int, eps: float) -> RmsNorm:
+        return RmsNorm(self.ops, self.tensor(f"{name}.weight", size), eps)
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self.checkpoint.take(self.prefix + name, *shape)

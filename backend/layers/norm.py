@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from torch import Tensor
+
+from backend.ops.base import Ops
+
+
+class RmsNorm:
+    def __init__(self, ops: Ops, weight: Tensor, eps: float) -> None:
+        self._ops = ops
+        self._weight = weight
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.rms_norm(x, self._weight, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and the new residual."""
+        return self._ops.add_rms_norm(x, residual, self._weight, self._eps)

@@ -1,0 +1,18 @@
+"""The arithmetic between the matrix products, by name. Every member computes the same functions; some faster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from backend.families import load_member
+
+if TYPE_CHECKING:
+    from backend.ops.base import Ops
+
+OPS = {
+    "reference": "backend.ops.reference:ReferenceOps",
+}
+
+
+def create_ops(name: str) -> Ops:
+    return cast("Ops", load_member(OPS, name)())

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+
+class Ops(ABC):
+    """What a layer does besides attention. T is the number of tokens in the step, over all requests.
+
+    Inputs are not changed, but for the caches in `store_kv`. Results have the dtype of the first argument; sums over
+    a row are taken in float32. A row's result depends on that row alone, whatever stands beside it.
+    """
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [T, in], weight: [out, in], bias: [out] -> [T, out]."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x: [..., D], weight: [D]: x / sqrt(mean(x²) + eps) * weight."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and x + residual itself."""
+
+    @abstractmethod
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [T, H, D]; cos, sin: [T, D/2], float32. Rotates pairs (i, i + D/2), as Llama checkpoints expect."""
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [T, 2I] -> silu(gate) * up: [T, I]."""
+
+    @abstractmethod
+    def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        """key, value: [T, Hkv, D]; caches: [num_blocks, block_size, Hkv, D]; slots: [T], over all blocks."""

@@ -1,0 +1,19 @@
+"""How the weight of a linear layer is held and applied, by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from backend.families import load_member
+
+if TYPE_CHECKING:
+    from backend.ops.base import Ops
+    from backend.quantization.base import Quantization
+
+QUANTIZATIONS = {
+    "none": "backend.quantization.none:Unquantized",
+}
+
+
+def create_quantization(name: str, ops: Ops) -> Quantization:
+    return cast("Quantization", load_member(QUANTIZATIONS, name)(ops))

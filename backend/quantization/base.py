@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from backend.ops.base import Ops
+
+
+class Linear(ABC):
+    """A weight in whatever form it is held."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, in] -> [T, out], in x's dtype."""
+
+
+class Quantization(ABC):
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+
+    @abstractmethod
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """weight: [out, in] in the model's dtype, as it stands in the checkpoint. The result does not keep it unless
+        it computes with it, so that the memory of what was replaced is free again."""
