@@ -3,6 +3,10 @@
 A storage engine is one file with one class that offers all three ports; the contract suite runs over every engine.
 Amounts are integers (requests, tokens, or billionths of a currency unit), times are seconds since the epoch.
 An engine that can not be reached raises `StorageUnavailable` within `OPERATION_TIMEOUT_SECONDS`; nothing waits longer.
+Whether the operation took place is then unknown.
+
+The keys of a reservation's charges and its id have the same first part, `tenant/...`: a clustered store keeps what
+begins alike on one node.
 """
 
 from __future__ import annotations
@@ -13,13 +17,16 @@ from typing import Protocol
 import msgspec
 
 OPERATION_TIMEOUT_SECONDS = 0.25
+HELD_RETRY_SECONDS = 1.0  # nobody knows when a call ends: what is held by others is worth asking for again so soon
+MAX_AMOUNT = 2**63 - 1
+DEFAULT_BLOB_BYTES = 128 * 2**20
 
 
 class RateCharge(msgspec.Struct, frozen=True, tag=True):
     """`amount` of a limit that refills steadily: at most `limit` at once, `limit` per `period_seconds` in the long run.
 
-    A generic cell rate algorithm: the state is one time per key. Settling returns (or takes) the difference to
-    what was really used, and may drive the state into debt: later calls then wait for it.
+    A generic cell rate algorithm (see `bucket`). Settling returns what was not used, as far as it has not refilled
+    meanwhile; or takes what was used beyond it, and may so drive the state into debt: later calls then wait for it.
     An amount above `limit` can never be granted.
     """
 
@@ -40,7 +47,7 @@ class SpendCharge(msgspec.Struct, frozen=True, tag=True):
     """`amount` of an account that only fills up: spent + held may not pass `limit`.
 
     The key names its calendar period, so that a new period is a new account; it is forgotten `keep_seconds` after
-    its last change.
+    its last change (`math.inf`: never). Exact to the last unit below 2**63.
     """
 
     key: str
@@ -61,7 +68,8 @@ class Granted(msgspec.Struct, frozen=True):
 class Refused(msgspec.Struct, frozen=True):
     """Nothing was reserved and nothing was written: `index` is the first charge that did not fit.
 
-    `retry_after_seconds` is None where waiting does not help (a spent account, an amount above the limit).
+    `retry_after_seconds` is None where waiting does not help (a spent account, an amount above the limit). Where
+    others hold what is missing, it is `HELD_RETRY_SECONDS`.
     """
 
     index: int
@@ -77,6 +85,7 @@ class Counters(Protocol):
 
         The reservation is a lease: when it is neither settled nor extended for `lease_seconds`, its places and its
         held money return by themselves (a rate has no such part: it refills anyway).
+        ValueError where the id is open already, or a key stands twice in the charges.
         """
 
     async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
@@ -87,6 +96,13 @@ class Counters(Protocol):
 
         True for the one call that ended it; False for every later call, which changes nothing. A reservation that
         ran out is settled like any other as long as the store remembers it, at least for another lease time.
+        """
+
+    async def release_owner(self, owner: str, *, now: float) -> int:
+        """Let every lease of this owner run out at once, and say how many did.
+
+        For a process that starts under the name of one that was killed; `open` does it for the engine's own owner.
+        A reservation that the other one settles after all, still counts: it merely ran out.
         """
 
 
@@ -121,8 +137,36 @@ class Keys(Protocol):
 
 
 class Storage(Counters, Blobs, Keys, Protocol):
-    """One engine. `open` before use, `close` after; both are safe to call twice."""
+    """One engine, made by `engine(url, owner=...)`. `open` before use, `close` after; both are safe to call twice.
+
+    `owner` names the process to `release_owner`, and is the same after a restart; no two live processes share one.
+    """
 
     async def open(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+def check_charges(reservation_id: str, charges: Sequence[Charge]) -> None:
+    """What every engine relies on; ValueError where a caller broke it."""
+    keys = [charge.key for charge in charges]
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"a key stands twice in the charges of {reservation_id}: {', '.join(keys)}")
+    tenant = first_part(reservation_id)
+    for key in keys:
+        if first_part(key) != tenant:
+            raise ValueError(f"the charge {key!r} and the reservation {reservation_id!r} begin with different tenants")
+    for charge in charges:
+        if not isinstance(charge, LeaseCharge) and not 0 <= charge.amount <= MAX_AMOUNT:
+            raise ValueError(f"the amount of {charge.key!r} is outside 0..2**63-1: {charge.amount}")
+
+
+def check_actual(reservation_id: str, actual: Sequence[int], *, charges: int | None = None) -> None:
+    if charges is not None and len(actual) != charges:
+        raise ValueError(f"{reservation_id} has {charges} charges, and is settled with {len(actual)} amounts")
+    if any(not 0 <= amount <= MAX_AMOUNT for amount in actual):
+        raise ValueError(f"{reservation_id} is settled with an amount outside 0..2**63-1: {actual}")
+
+
+def first_part(key: str) -> str:
+    return key.partition("/")[0]

@@ -1,0 +1,76 @@
+"""The generic cell rate algorithm as a leaky bucket, with refunds that are exact.
+
+A bucket leaks `limit / period_seconds` per second and never holds more than `limit` when something is poured in. That
+is the continuous-state form of the GCRA (ITU-T I.371, annex A); keeping the level in the limit's own unit, instead of
+a theoretical arrival time, keeps it meaningful when a new policy changes the limit.
+
+A call pours in its worst case and gets back later what it did not use. Subtracting the difference would be wrong: what
+was poured in long ago has leaked out since, and a full refund would empty the bucket for what others poured in
+meanwhile. (Limit 100 a minute: A takes 100; 59 seconds later B takes 98 and A returns its 100; then C takes 100. 198
+in one instant.) Had A taken less, the level would have been lower all the time since, but never below zero. So a refund
+is bounded by the lowest level since that pouring, and the bucket is then exactly as if A had asked for the truth.
+
+To know that, a bucket remembers its *troughs*: the levels just before each pouring that no later one has undercut, in
+rising order. At saturation there are a few, in an idle bucket one; never more than `MAX_TROUGHS`, since the two oldest
+are merged into the lower one, which can only make a refund smaller.
+
+`redis.lua` holds the same arithmetic; the contract suite compares them all with the ten-line definition.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from gateway.storage.base import RateCharge
+
+MAX_TROUGHS = 32
+TOLERANCE_SECONDS = 1e-6  # a time of today has a resolution of 0.24 microseconds as a float
+
+
+class Bucket(msgspec.Struct, array_like=True):
+    level: float = 0.0
+    time: float = 0.0  # of the last change; for a clock that steps back, time stands still
+    empty_at: float = 0.0  # from then on a bucket is like a new one, and may be forgotten
+    troughs: list[tuple[float, float]] = []  # (time, level), both rising; msgspec copies an empty default
+
+    def room(self, charge: RateCharge, now: float) -> float:
+        """How much may be poured in now; below zero in debt. Includes what leaks in `TOLERANCE_SECONDS`."""
+        leak = charge.limit / charge.period_seconds
+        return charge.limit - self._level_at(now, leak) + TOLERANCE_SECONDS * (1 + leak)
+
+    def pour(self, amount: int, charge: RateCharge, now: float) -> float:
+        """Whether or not there is room. Returns the time of it, to be named in `settle`."""
+        leak = charge.limit / charge.period_seconds
+        self._leak(now, leak)
+        while self.troughs and self.troughs[-1][1] >= self.level:
+            self.troughs.pop()
+        self.troughs.append((self.time, self.level))
+        if len(self.troughs) > MAX_TROUGHS:
+            (_, lower), (later, _) = self.troughs[:2]
+            self.troughs[:2] = [(later, lower)]
+        self.level += amount
+        self.empty_at = self.time + self.level / leak
+        return self.time
+
+    def settle(self, used: int, charge: RateCharge, poured_at: float, now: float) -> None:
+        """Replace what was poured for the charge by what was used."""
+        if used > charge.amount:
+            self.pour(used - charge.amount, charge, now)
+            return
+        leak = charge.limit / charge.period_seconds
+        self._leak(now, leak)
+        earlier = [trough for trough in self.troughs if trough[0] <= poured_at]
+        later = self.troughs[len(earlier) :]
+        refund = min(charge.amount - used, later[0][1] if later else self.level, self.level)
+        self.level -= refund
+        self.empty_at = self.time + self.level / leak
+        if later:
+            lowered = [(time, level - refund) for time, level in later]
+            self.troughs = [trough for trough in earlier if trough[1] < lowered[0][1]] + lowered
+
+    def _leak(self, now: float, leak: float) -> None:
+        self.level = self._level_at(now, leak)
+        self.time = max(self.time, now)
+
+    def _level_at(self, now: float, leak: float) -> float:
+        return max(0.0, self.level - max(0.0, now - self.time) * leak)

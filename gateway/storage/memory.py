@@ -1,0 +1,226 @@
+"""The state of a single process: dictionaries, swept as time passes. Also the double that tests use."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from gateway.storage.base import (
+    DEFAULT_BLOB_BYTES,
+    HELD_RETRY_SECONDS,
+    Charge,
+    Granted,
+    KeyRecord,
+    RateCharge,
+    Refused,
+    SpendCharge,
+    check_actual,
+    check_charges,
+)
+from gateway.storage.bucket import Bucket
+from gateway.storage.verdict import account_verdict, held_amount, rate_verdict
+
+
+class _Account(msgspec.Struct):
+    spent: int = 0
+    held: int = 0
+    forget_at: float = 0.0
+
+
+class _Reservation(msgspec.Struct):
+    owner: str
+    charges: tuple[Charge, ...]
+    poured_at: tuple[float, ...]  # of each rate; 0 for the others
+    expires_at: float
+    forget_at: float
+    holding: bool = True
+
+
+class MemoryStorage:
+    """`clock` only ages blobs; all else is told the time by its caller."""
+
+    def __init__(
+        self,
+        url: str = "memory://",
+        *,
+        owner: str = "",
+        blob_bytes: int = DEFAULT_BLOB_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._owner = owner
+        self._buckets: dict[str, Bucket] = {}
+        self._accounts: dict[str, _Account] = {}
+        self._reservations: dict[str, _Reservation] = {}
+        self._keys: dict[str, KeyRecord] = {}
+        # When to look again at what, soonest first: exactly one entry for each member of the three maps above, or a
+        # stale one of a reservation that was settled before its lease was over.
+        self._sweeps: list[tuple[float, str, str]] = []
+        self._sweepers = {"reservation": self._age, "bucket": self._drain, "account": self._forget}
+        self._blobs: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # least recently used first
+        self._blob_bytes_free = self._blob_bytes = blob_bytes
+        self._clock = clock
+
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def reserve(
+        self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
+    ) -> Granted | Refused:
+        check_charges(reservation_id, charges)
+        self._sweep(now)
+        if reservation_id in self._reservations:
+            raise ValueError(f"the reservation {reservation_id} is open already")
+        remaining: list[int] = []
+        for index, charge in enumerate(charges):
+            left = self._verdict(index, charge, now)
+            if isinstance(left, Refused):
+                return left
+            remaining.append(left)
+        poured_at = tuple(self._take(charge, lease_seconds, now) for charge in charges)
+        expires_at = now + lease_seconds
+        self._reservations[reservation_id] = _Reservation(
+            self._owner, tuple(charges), poured_at, expires_at, expires_at + lease_seconds
+        )
+        heapq.heappush(self._sweeps, (expires_at, "reservation", reservation_id))
+        return Granted(tuple(remaining))
+
+    async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
+        self._sweep(now)
+        reservation = self._reservations.get(reservation_id)
+        if reservation is None or not reservation.holding:
+            return False
+        reservation.expires_at = now + lease_seconds
+        reservation.forget_at = now + 2 * lease_seconds
+        return True
+
+    async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
+        self._sweep(now)
+        reservation = self._reservations.get(reservation_id)
+        if reservation is None:
+            return False
+        check_actual(reservation_id, actual, charges=len(reservation.charges))
+        self._return_holds(reservation)
+        del self._reservations[reservation_id]
+        for charge, poured_at, used in zip(reservation.charges, reservation.poured_at, actual, strict=True):
+            if isinstance(charge, RateCharge):
+                self._bucket(charge.key, now).settle(used, charge, poured_at, now)
+            elif isinstance(charge, SpendCharge):
+                self._account(charge.key, now + charge.keep_seconds).spent += used
+        return True
+
+    async def release_owner(self, owner: str, *, now: float) -> int:
+        self._sweep(now)
+        held = [r for r in self._reservations.values() if r.owner == owner and r.holding]
+        for reservation in held:
+            self._return_holds(reservation)
+        return len(held)
+
+    def _verdict(self, index: int, charge: Charge, now: float) -> int | Refused:
+        if isinstance(charge, RateCharge):
+            return rate_verdict(index, charge, self._buckets.get(charge.key) or Bucket(), now)
+        account = self._accounts.get(charge.key) or _Account()
+        return account_verdict(index, charge, account.spent, account.held)
+
+    def _take(self, charge: Charge, lease_seconds: float, now: float) -> float:
+        if isinstance(charge, RateCharge):
+            return self._bucket(charge.key, now).pour(charge.amount, charge, now)
+        keep_seconds = charge.keep_seconds if isinstance(charge, SpendCharge) else lease_seconds
+        self._account(charge.key, now + keep_seconds).held += held_amount(charge)
+        return 0.0
+
+    def _return_holds(self, reservation: _Reservation) -> None:
+        if reservation.holding:
+            reservation.holding = False
+            for charge in reservation.charges:
+                if not isinstance(charge, RateCharge):
+                    self._accounts[charge.key].held -= held_amount(charge)
+
+    def _bucket(self, key: str, now: float) -> Bucket:
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = Bucket()
+            heapq.heappush(self._sweeps, (now, "bucket", key))
+        return bucket
+
+    def _account(self, key: str, forget_at: float) -> _Account:
+        account = self._accounts.get(key)
+        if account is None:
+            account = self._accounts[key] = _Account()
+            heapq.heappush(self._sweeps, (forget_at, "account", key))
+        account.forget_at = max(account.forget_at, forget_at)
+        return account
+
+    def _sweep(self, now: float) -> None:
+        while self._sweeps and self._sweeps[0][0] <= now:
+            _, kind, key = heapq.heappop(self._sweeps)
+            look_again_at = self._sweepers[kind](key, now)
+            if look_again_at is not None:
+                heapq.heappush(self._sweeps, (look_again_at, kind, key))
+
+    def _age(self, reservation_id: str, now: float) -> float | None:
+        reservation = self._reservations.get(reservation_id)
+        if reservation is None:
+            return None
+        if reservation.holding and reservation.expires_at > now:
+            return reservation.expires_at
+        self._return_holds(reservation)
+        if reservation.forget_at > now:
+            return reservation.forget_at
+        del self._reservations[reservation_id]
+        return None
+
+    def _drain(self, key: str, now: float) -> float | None:
+        empty_at = self._buckets[key].empty_at
+        if empty_at > now:
+            return empty_at
+        del self._buckets[key]
+        return None
+
+    def _forget(self, key: str, now: float) -> float | None:
+        account = self._accounts[key]
+        if account.forget_at > now:
+            return account.forget_at
+        if account.held:  # by leases that were extended
+            return now + HELD_RETRY_SECONDS
+        del self._accounts[key]
+        return None
+
+    async def get(self, key: str) -> bytes | None:
+        value, expires_at = self._blobs.get(key, (None, 0.0))
+        if value is None:
+            return None
+        if expires_at <= self._clock():
+            self._drop_blob(key)
+            return None
+        self._blobs.move_to_end(key)
+        return value
+
+    async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None:
+        if key in self._blobs:
+            self._drop_blob(key)
+        if len(key) + len(value) > self._blob_bytes:
+            return
+        self._blobs[key] = (value, self._clock() + ttl_seconds)
+        self._blob_bytes_free -= len(key) + len(value)
+        while self._blob_bytes_free < 0:
+            self._drop_blob(next(iter(self._blobs)))
+
+    def _drop_blob(self, key: str) -> None:
+        value, _ = self._blobs.pop(key)
+        self._blob_bytes_free += len(key) + len(value)
+
+    async def put_key(self, record: KeyRecord) -> None:
+        self._keys[record.id] = record
+
+    async def get_key(self, key_id: str) -> KeyRecord | None:
+        return self._keys.get(key_id)
+
+    async def list_keys(self) -> list[KeyRecord]:
+        return [self._keys[key_id] for key_id in sorted(self._keys)]

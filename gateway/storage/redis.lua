@@ -1,0 +1,290 @@
+-- The counters in Redis: one call of this script is one atomic step. `storage/base.py` says what is promised,
+-- `storage/bucket.py` teaches the buckets, `storage/verdict.py` says the same as `verdict` here.
+--
+-- KEYS[1] is a tenant's prefix, wp:{tenant}. Everything below begins with it, so one hash slot holds it all:
+--   :bucket:<key>       string  msgpack {level, time, troughs = {time, level, time, level...}}
+--   :account:<key>      hash    spent, held, and for each reservation that holds some: hold:<id> = amount
+--   :leases:<key>       zset    the reservations in that account, by the end of their lease
+--   :reservation:<id>   string  msgpack {owner, expires_at, forget_at, lease_seconds, taken = {charge...}}
+--   :owner:<owner>      zset    its reservations, by the time at which they may be forgotten
+--
+-- ARGV: operation, reservation id or owner, the caller's time or "" for the server's, then the operation's own.
+-- Money stays text and is added by HINCRBY, exactly; comparing it as a double is exact below 2**53.
+
+local TOLERANCE_SECONDS = 1e-6
+local MAX_TROUGHS = 32
+local TEST_CLOCK_GRACE_SECONDS = 3600 -- where a caller's clock is slower than the one by which Redis expires keys
+
+local prefix, operation, id = KEYS[1], ARGV[1], ARGV[2]
+local now = tonumber(ARGV[3])
+local grace = TEST_CLOCK_GRACE_SECONDS
+if not now then
+  local time = redis.call('TIME')
+  now, grace = time[1] + time[2] / 1e6, 0
+end
+
+local function name(kind, key)
+  return prefix .. ':' .. kind .. ':' .. key
+end
+
+-- At least so long, never shorter than somebody else wanted it; below zero: for ever.
+local function keep(key, seconds)
+  if seconds < 0 then
+    redis.call('PERSIST', key)
+    return
+  end
+  local milliseconds = math.ceil((seconds + grace) * 1000) + 1
+  if redis.call('PTTL', key) < milliseconds then
+    redis.call('PEXPIRE', key, string.format('%.0f', milliseconds))
+  end
+end
+
+local function load(key)
+  local packed = redis.call('GET', key)
+  return packed and cmsgpack.unpack(packed)
+end
+
+local function save(key, value, seconds)
+  redis.call('SET', key, cmsgpack.pack(value))
+  keep(key, seconds)
+end
+
+-- Buckets -----------------------------------------------------------------------------------------------------------
+
+local function bucket_of(charge)
+  local bucket = load(name('bucket', charge.key)) or {level = 0, time = 0, troughs = {}}
+  local leaked = math.max(0, now - bucket.time) * charge.limit / charge.period_seconds
+  bucket.level = math.max(0, bucket.level - leaked)
+  bucket.time = math.max(bucket.time, now)
+  return bucket
+end
+
+local function save_bucket(charge, bucket)
+  save(name('bucket', charge.key), bucket, bucket.level * charge.period_seconds / charge.limit)
+end
+
+local function pour(charge, amount)
+  local bucket = bucket_of(charge)
+  local troughs = bucket.troughs
+  while #troughs > 0 and troughs[#troughs] >= bucket.level do
+    troughs[#troughs] = nil
+    troughs[#troughs] = nil
+  end
+  troughs[#troughs + 1] = bucket.time
+  troughs[#troughs + 1] = bucket.level
+  if #troughs > 2 * MAX_TROUGHS then -- the two oldest become one: the later time, the lower level
+    table.remove(troughs, 4)
+    table.remove(troughs, 1)
+    troughs[1], troughs[2] = troughs[2], troughs[1]
+  end
+  bucket.level = bucket.level + amount
+  save_bucket(charge, bucket)
+  return bucket.time
+end
+
+local function settle_bucket(charge, used)
+  if used > charge.amount then
+    pour(charge, used - charge.amount)
+    return
+  end
+  local bucket = bucket_of(charge)
+  local troughs = bucket.troughs
+  local later = 1
+  while later < #troughs and troughs[later] <= charge.poured_at do
+    later = later + 2
+  end
+  local refund = math.min(charge.amount - used, troughs[later + 1] or bucket.level, bucket.level)
+  bucket.level = bucket.level - refund
+  for i = later + 1, #troughs, 2 do
+    troughs[i] = troughs[i] - refund
+  end
+  while later > 1 and later < #troughs and troughs[later - 1] >= troughs[later + 1] do
+    later = later - 2
+    table.remove(troughs, later)
+    table.remove(troughs, later)
+  end
+  save_bucket(charge, bucket)
+end
+
+-- Accounts ----------------------------------------------------------------------------------------------------------
+
+local function return_hold(key, reservation)
+  local account, field = name('account', key), 'hold:' .. reservation
+  local amount = redis.call('HGET', account, field)
+  if amount then
+    redis.call('HINCRBY', account, 'held', amount == '0' and '0' or '-' .. amount)
+    redis.call('HDEL', account, field)
+  end
+  redis.call('ZREM', name('leases', key), reservation)
+end
+
+local function return_expired(key)
+  local expired = redis.call('ZRANGEBYSCORE', name('leases', key), '-inf', string.format('%.17g', now))
+  for _, reservation in ipairs(expired) do
+    return_hold(key, reservation)
+  end
+end
+
+local function keep_account(charge, lease_seconds)
+  keep(name('account', charge.key), charge.keep_seconds)
+  keep(name('leases', charge.key), 2 * lease_seconds)
+end
+
+-- Charges -----------------------------------------------------------------------------------------------------------
+
+-- What would be left of the charge; or nil, what is left, and when to ask again ("" for never).
+local function verdict(charge)
+  if charge.kind == 'rate' then
+    local leak = charge.limit / charge.period_seconds
+    local room = charge.limit - bucket_of(charge).level + TOLERANCE_SECONDS * (1 + leak)
+    if charge.amount <= room then
+      return math.floor(room - charge.amount)
+    end
+    local seconds = string.format('%.17g', (charge.amount - room) / leak)
+    return nil, math.max(0, math.floor(room)), charge.amount <= charge.limit and seconds or ''
+  end
+  return_expired(charge.key)
+  local account = redis.call('HMGET', name('account', charge.key), 'spent', 'held')
+  local amount, limit = tonumber(charge.amount), tonumber(charge.limit)
+  local spent, held = tonumber(account[1] or 0), tonumber(account[2] or 0)
+  local room = limit - spent - held
+  if amount <= room then
+    return room - amount
+  end
+  return nil, math.max(0, room), spent + amount <= limit and 'held' or ''
+end
+
+local function take(charge, expires_at, lease_seconds)
+  if charge.kind == 'rate' then
+    charge.poured_at = pour(charge, charge.amount)
+    return
+  end
+  local account = name('account', charge.key)
+  redis.call('HINCRBY', account, 'held', charge.amount)
+  redis.call('HSET', account, 'hold:' .. id, charge.amount)
+  redis.call('ZADD', name('leases', charge.key), string.format('%.17g', expires_at), id)
+  keep_account(charge, lease_seconds)
+end
+
+-- From 6 on, five for each charge: kind, key, amount, limit, and the period (rates) or how long to keep the account.
+local function charges_of_argv()
+  local charges = {}
+  for i = 6, #ARGV, 5 do
+    local charge = {kind = ARGV[i], key = ARGV[i + 1], amount = ARGV[i + 2], limit = ARGV[i + 3]}
+    if charge.kind == 'rate' then
+      charge.amount, charge.limit = tonumber(charge.amount), tonumber(charge.limit)
+      charge.period_seconds = tonumber(ARGV[i + 4])
+    else
+      charge.keep_seconds = tonumber(ARGV[i + 4])
+    end
+    charges[#charges + 1] = charge
+  end
+  return charges
+end
+
+-- Operations --------------------------------------------------------------------------------------------------------
+
+local function remember(reservation, lease_seconds)
+  reservation.lease_seconds = lease_seconds
+  reservation.expires_at = now + lease_seconds
+  reservation.forget_at = now + 2 * lease_seconds
+  save(name('reservation', id), reservation, 2 * lease_seconds)
+  if reservation.owner == '' then
+    return
+  end
+  local owned = name('owner', reservation.owner)
+  redis.call('ZREMRANGEBYSCORE', owned, '-inf', string.format('%.17g', now))
+  redis.call('ZADD', owned, string.format('%.17g', reservation.forget_at), id)
+  keep(owned, 2 * lease_seconds)
+end
+
+local function recall(reservation_id)
+  local reservation = load(name('reservation', reservation_id))
+  return reservation and reservation.forget_at > now and reservation
+end
+
+local operations = {}
+
+-- lease seconds, owner, charges -> {"granted", left...} | {"refused", index, left, seconds or "held" or ""} | {"open"}
+function operations.reserve()
+  local lease_seconds, owner, charges = tonumber(ARGV[4]), ARGV[5], charges_of_argv()
+  if recall(id) then
+    return {'open'}
+  end
+  local granted = {'granted'}
+  for i, charge in ipairs(charges) do
+    local left, remaining, retry = verdict(charge)
+    if not left then
+      return {'refused', i - 1, remaining, retry}
+    end
+    granted[i + 1] = left
+  end
+  for _, charge in ipairs(charges) do
+    take(charge, now + lease_seconds, lease_seconds)
+  end
+  remember({owner = owner, taken = charges}, lease_seconds)
+  return granted
+end
+
+-- lease seconds -> 1 | 0
+function operations.extend()
+  local lease_seconds, reservation = tonumber(ARGV[4]), recall(id)
+  if not reservation or reservation.expires_at <= now then
+    return 0
+  end
+  remember(reservation, lease_seconds)
+  for _, charge in ipairs(reservation.taken) do
+    if charge.kind ~= 'rate' then
+      redis.call('ZADD', name('leases', charge.key), 'XX', string.format('%.17g', reservation.expires_at), id)
+      keep_account(charge, lease_seconds)
+    end
+  end
+  return 1
+end
+
+-- actual amounts -> 1 | 0 | {"charges", how many there are}
+function operations.settle()
+  local reservation = recall(id)
+  if not reservation then
+    return 0
+  end
+  if #reservation.taken ~= #ARGV - 3 then
+    return {'charges', #reservation.taken}
+  end
+  redis.call('DEL', name('reservation', id))
+  redis.call('ZREM', name('owner', reservation.owner), id)
+  for i, charge in ipairs(reservation.taken) do
+    local used = ARGV[3 + i]
+    if charge.kind == 'rate' then
+      settle_bucket(charge, tonumber(used))
+    else
+      return_hold(charge.key, id)
+      if charge.kind == 'spend' then
+        redis.call('HINCRBY', name('account', charge.key), 'spent', used)
+        keep_account(charge, reservation.lease_seconds)
+      end
+    end
+  end
+  return 1
+end
+
+-- the id is an owner -> how many leases ended
+function operations.release_owner()
+  local released = 0
+  for _, reservation_id in ipairs(redis.call('ZRANGE', name('owner', id), 0, -1)) do
+    local reservation = recall(reservation_id)
+    if reservation and reservation.expires_at > now then
+      for _, charge in ipairs(reservation.taken) do
+        if charge.kind ~= 'rate' then
+          return_hold(charge.key, reservation_id)
+        end
+      end
+      reservation.expires_at = now
+      save(name('reservation', reservation_id), reservation, reservation.forget_at - now)
+      released = released + 1
+    end
+  end
+  return released
+end
+
+return operations[operation]()

@@ -1,0 +1,364 @@
+"""The state of one machine in one file: budgets and keys survive a restart, and several processes may share it.
+
+One thread owns the connection. What is asked meanwhile is gathered and becomes one transaction (group commit), so the
+price of a commit is shared; `BEGIN IMMEDIATE` makes a transaction the only writer of all processes. A killed process
+loses nothing that was answered. WAL with `synchronous=NORMAL` may lose the last moments when the power fails: counters
+may, as the ledger has what was billed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gateway.errors import StorageUnavailable
+from gateway.storage.base import (
+    DEFAULT_BLOB_BYTES,
+    OPERATION_TIMEOUT_SECONDS,
+    Charge,
+    Granted,
+    KeyRecord,
+    RateCharge,
+    Refused,
+    SpendCharge,
+    check_actual,
+    check_charges,
+)
+from gateway.storage.bucket import Bucket
+from gateway.storage.coalesce import Coalescer
+from gateway.storage.verdict import account_verdict, held_amount, rate_verdict
+
+SCHEMA_VERSION = 1
+OPEN_TIMEOUT_SECONDS = 5.0  # another process may be making the schema
+BUSY_TIMEOUT_SECONDS = 0.8 * OPERATION_TIMEOUT_SECONDS  # less, so that the reason is told
+SWEEP_SECONDS = 10.0
+
+SCHEMA = f"""
+CREATE TABLE buckets (key TEXT PRIMARY KEY, state BLOB NOT NULL, empty_at REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE accounts (key TEXT PRIMARY KEY, spent INTEGER NOT NULL, forget_at REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE holds (
+    key TEXT NOT NULL, reservation TEXT NOT NULL, amount INTEGER NOT NULL, expires_at REAL NOT NULL,
+    PRIMARY KEY (key, reservation)
+) WITHOUT ROWID;
+CREATE TABLE reservations (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, charges BLOB NOT NULL, expires_at REAL NOT NULL, forget_at REAL NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX reservations_by_owner ON reservations (owner);
+CREATE TABLE blobs (key TEXT PRIMARY KEY, value BLOB NOT NULL, expires_at REAL NOT NULL);
+CREATE TABLE blob_bytes (total INTEGER NOT NULL);
+INSERT INTO blob_bytes VALUES (0);
+CREATE TRIGGER blob_put AFTER INSERT ON blobs BEGIN
+    UPDATE blob_bytes SET total = total + length(CAST(new.key AS BLOB)) + length(new.value);
+END;
+CREATE TRIGGER blob_gone AFTER DELETE ON blobs BEGIN
+    UPDATE blob_bytes SET total = total - length(CAST(old.key AS BLOB)) - length(old.value);
+END;
+CREATE TABLE keys (id TEXT PRIMARY KEY, record BLOB NOT NULL) WITHOUT ROWID;
+PRAGMA user_version = {SCHEMA_VERSION};
+"""
+
+_Work = Callable[[sqlite3.Connection], Any]
+
+
+class _Taken(msgspec.Struct, array_like=True):
+    """A charge as a reservation keeps it."""
+
+    charge: Charge
+    poured_at: float  # of a rate; 0 for the others
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_bucket = msgspec.msgpack.Decoder(Bucket).decode
+_decode_taken = msgspec.msgpack.Decoder(list[_Taken]).decode
+_decode_key = msgspec.msgpack.Decoder(KeyRecord).decode
+
+
+class SqliteStorage:
+    """`sqlite:///relative.db` or `sqlite:////absolute.db`. `clock` only ages blobs and dates the opening."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        owner: str = "",
+        blob_bytes: int = DEFAULT_BLOB_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        path = url.removeprefix("sqlite:///")
+        if path == url or not path:
+            raise ValueError("storage URL: SQLite needs a path, as in sqlite:///warmpath.db or sqlite:////var/lib/w.db")
+        self._path = Path(path)
+        self._owner = owner
+        self._blob_bytes = blob_bytes
+        self._clock = clock
+        self._thread: ThreadPoolExecutor | None = None
+        self._connection: sqlite3.Connection | None = None  # the thread's alone
+        self._next_sweep = 0.0
+        self._transactions: Coalescer[_Work] = Coalescer(
+            self._run, max_in_flight=1, store=f"the SQLite file {self._path}"
+        )
+
+    async def open(self) -> None:
+        if self._thread is not None:
+            return
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sqlite")
+        try:
+            await asyncio.get_running_loop().run_in_executor(thread, self._connect)
+        except (OSError, sqlite3.Error) as error:
+            thread.shutdown(wait=False)
+            raise StorageUnavailable(f"the SQLite file {self._path} can not be opened: {error}") from error
+        self._thread = thread
+        if self._owner:
+            await self.release_owner(self._owner, now=self._clock())
+
+    async def close(self) -> None:
+        if self._thread is None:
+            return
+        thread, self._thread = self._thread, None
+        await self._transactions.drain()
+        await asyncio.get_running_loop().run_in_executor(thread, self._disconnect)
+        thread.shutdown(wait=False)
+
+    def _connect(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        connection = sqlite3.connect(self._path, timeout=OPEN_TIMEOUT_SECONDS, isolation_level=None)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("BEGIN IMMEDIATE")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            for statement in _statements(SCHEMA):
+                connection.execute(statement)
+        connection.execute("COMMIT")
+        if version not in (0, SCHEMA_VERSION):
+            connection.close()
+            raise sqlite3.DatabaseError(f"its schema has version {version}, this program knows {SCHEMA_VERSION}")
+        connection.execute(f"PRAGMA busy_timeout = {round(BUSY_TIMEOUT_SECONDS * 1000)}")
+        self._connection = connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    async def _run(self, batch: Sequence[_Work]) -> Sequence[Any]:
+        if self._thread is None:
+            raise StorageUnavailable(f"the SQLite file {self._path} is not open")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, batch)
+
+    def _transact(self, batch: Sequence[_Work]) -> list[Any]:
+        """All of the batch in one transaction. A ValueError is one caller's own, and is raised before it writes."""
+        db = self._connection
+        if db is None:
+            raise StorageUnavailable(f"the SQLite file {self._path} is not open")
+        answers: list[Any] = []
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            for work in batch:
+                try:
+                    answers.append(work(db))
+                except ValueError as error:
+                    answers.append(error)
+            db.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise StorageUnavailable(f"the SQLite file {self._path}: {error}") from error
+        finally:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+        return answers
+
+    async def reserve(
+        self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
+    ) -> Granted | Refused:
+        check_charges(reservation_id, charges)
+        verdict: Granted | Refused = await self._transactions.submit(
+            partial(self._reserve, reservation_id, charges, lease_seconds, now)
+        )
+        return verdict
+
+    def _reserve(
+        self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, db: sqlite3.Connection
+    ) -> Granted | Refused:
+        self._sweep(now, db)
+        if db.execute("SELECT 1 FROM reservations WHERE id = ?", (reservation_id,)).fetchone():
+            raise ValueError(f"the reservation {reservation_id} is open already")
+        remaining: list[int] = []
+        for index, charge in enumerate(charges):
+            left = _verdict(index, charge, now, db)
+            if isinstance(left, Refused):
+                return left
+            remaining.append(left)
+        expires_at = now + lease_seconds
+        taken = [_Taken(charge, _take(reservation_id, charge, expires_at, now, db)) for charge in charges]
+        db.execute(
+            "INSERT INTO reservations VALUES (?, ?, ?, ?, ?)",
+            (reservation_id, self._owner, _encode(taken), expires_at, expires_at + lease_seconds),
+        )
+        return Granted(tuple(remaining))
+
+    async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
+        held: bool = await self._transactions.submit(partial(_extend, reservation_id, lease_seconds, now))
+        return held
+
+    async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
+        ended: bool = await self._transactions.submit(partial(_settle, reservation_id, actual, now))
+        return ended
+
+    async def release_owner(self, owner: str, *, now: float) -> int:
+        released: int = await self._transactions.submit(partial(_release_owner, owner, now))
+        return released
+
+    def _sweep(self, now: float, db: sqlite3.Connection) -> None:
+        """What is over is ignored wherever it is read; this only keeps the file small."""
+        if now < self._next_sweep:
+            return
+        self._next_sweep = now + SWEEP_SECONDS
+        db.execute("DELETE FROM holds WHERE expires_at <= ?", (now,))
+        db.execute("DELETE FROM reservations WHERE forget_at <= ?", (now,))
+        db.execute("DELETE FROM buckets WHERE empty_at <= ?", (now,))
+        db.execute("DELETE FROM accounts WHERE forget_at <= ?", (now,))
+        db.execute("DELETE FROM blobs WHERE expires_at <= ?", (self._clock(),))
+
+    async def get(self, key: str) -> bytes | None:
+        value: bytes | None = await self._transactions.submit(partial(_get_blob, key, self._clock()))
+        return value
+
+    async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None:
+        expires_at = self._clock() + ttl_seconds
+        await self._transactions.submit(partial(_put_blob, key, value, expires_at, self._blob_bytes))
+
+    async def put_key(self, record: KeyRecord) -> None:
+        row = (record.id, _encode(record))
+        await self._transactions.submit(lambda db: db.execute("REPLACE INTO keys VALUES (?, ?)", row).rowcount)
+
+    async def get_key(self, key_id: str) -> KeyRecord | None:
+        query = "SELECT record FROM keys WHERE id = ?"
+        row = await self._transactions.submit(lambda db: db.execute(query, (key_id,)).fetchone())
+        return None if row is None else _decode_key(row[0])
+
+    async def list_keys(self) -> list[KeyRecord]:
+        query = "SELECT record FROM keys ORDER BY id"
+        rows = await self._transactions.submit(lambda db: db.execute(query).fetchall())
+        return [_decode_key(record) for (record,) in rows]
+
+
+def _verdict(index: int, charge: Charge, now: float, db: sqlite3.Connection) -> int | Refused:
+    if isinstance(charge, RateCharge):
+        return rate_verdict(index, charge, _bucket(charge.key, db), now)
+    account = db.execute("SELECT spent FROM accounts WHERE key = ? AND forget_at > ?", (charge.key, now)).fetchone()
+    query = "SELECT coalesce(sum(amount), 0) FROM holds WHERE key = ? AND expires_at > ?"
+    (held,) = db.execute(query, (charge.key, now)).fetchone()
+    return account_verdict(index, charge, 0 if account is None else account[0], held)
+
+
+def _take(reservation_id: str, charge: Charge, expires_at: float, now: float, db: sqlite3.Connection) -> float:
+    if isinstance(charge, RateCharge):
+        bucket = _bucket(charge.key, db)
+        poured_at = bucket.pour(charge.amount, charge, now)
+        _save_bucket(charge.key, bucket, db)
+        return poured_at
+    db.execute("INSERT INTO holds VALUES (?, ?, ?, ?)", (charge.key, reservation_id, held_amount(charge), expires_at))
+    return 0.0
+
+
+def _extend(reservation_id: str, lease_seconds: float, now: float, db: sqlite3.Connection) -> bool:
+    query = "SELECT charges FROM reservations WHERE id = ? AND expires_at > ?"
+    row = db.execute(query, (reservation_id, now)).fetchone()
+    if row is None:
+        return False
+    expires_at = now + lease_seconds
+    db.execute(
+        "UPDATE reservations SET expires_at = ?, forget_at = ? WHERE id = ?",
+        (expires_at, expires_at + lease_seconds, reservation_id),
+    )
+    for key in _held_keys(row[0]):
+        query = "UPDATE holds SET expires_at = ? WHERE key = ? AND reservation = ?"
+        db.execute(query, (expires_at, key, reservation_id))
+    return True
+
+
+def _settle(reservation_id: str, actual: Sequence[int], now: float, db: sqlite3.Connection) -> bool:
+    query = "SELECT charges FROM reservations WHERE id = ? AND forget_at > ?"
+    row = db.execute(query, (reservation_id, now)).fetchone()
+    if row is None:
+        return False
+    taken = _decode_taken(row[0])
+    check_actual(reservation_id, actual, charges=len(taken))
+    db.execute("DELETE FROM reservations WHERE id = ?", (reservation_id,))
+    for each, used in zip(taken, actual, strict=True):
+        charge = each.charge
+        if isinstance(charge, RateCharge):
+            bucket = _bucket(charge.key, db)
+            bucket.settle(used, charge, each.poured_at, now)
+            _save_bucket(charge.key, bucket, db)
+            continue
+        db.execute("DELETE FROM holds WHERE key = ? AND reservation = ?", (charge.key, reservation_id))
+        if isinstance(charge, SpendCharge):
+            _spend(charge, used, now, db)
+    return True
+
+
+def _spend(charge: SpendCharge, used: int, now: float, db: sqlite3.Connection) -> None:
+    db.execute("DELETE FROM accounts WHERE key = ? AND forget_at <= ?", (charge.key, now))
+    db.execute(
+        "INSERT INTO accounts VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE"
+        " SET spent = spent + excluded.spent, forget_at = max(forget_at, excluded.forget_at)",
+        (charge.key, used, now + charge.keep_seconds),
+    )
+
+
+def _release_owner(owner: str, now: float, db: sqlite3.Connection) -> int:
+    query = "SELECT id, charges FROM reservations WHERE owner = ? AND expires_at > ?"
+    rows = db.execute(query, (owner, now)).fetchall()
+    for reservation_id, charges in rows:
+        db.execute("UPDATE reservations SET expires_at = ? WHERE id = ?", (now, reservation_id))
+        for key in _held_keys(charges):
+            db.execute("DELETE FROM holds WHERE key = ? AND reservation = ?", (key, reservation_id))
+    return len(rows)
+
+
+def _held_keys(charges: bytes) -> list[str]:
+    return [taken.charge.key for taken in _decode_taken(charges) if not isinstance(taken.charge, RateCharge)]
+
+
+def _bucket(key: str, db: sqlite3.Connection) -> Bucket:
+    row = db.execute("SELECT state FROM buckets WHERE key = ?", (key,)).fetchone()
+    return Bucket() if row is None else _decode_bucket(row[0])
+
+
+def _save_bucket(key: str, bucket: Bucket, db: sqlite3.Connection) -> None:
+    db.execute("REPLACE INTO buckets VALUES (?, ?, ?)", (key, _encode(bucket), bucket.empty_at))
+
+
+def _get_blob(key: str, now: float, db: sqlite3.Connection) -> bytes | None:
+    row = db.execute("SELECT value FROM blobs WHERE key = ? AND expires_at > ?", (key, now)).fetchone()
+    return None if row is None else row[0]
+
+
+def _put_blob(key: str, value: bytes, expires_at: float, blob_bytes: int, db: sqlite3.Connection) -> None:
+    """The oldest make room. A new row's id is one more than the highest, so they are those with the lowest."""
+    db.execute("DELETE FROM blobs WHERE key = ?", (key,))  # a REPLACE would not fire the trigger
+    if len(key.encode()) + len(value) > blob_bytes:
+        return
+    db.execute("INSERT INTO blobs VALUES (?, ?, ?)", (key, value, expires_at))
+    while db.execute("SELECT total FROM blob_bytes").fetchone()[0] > blob_bytes:
+        db.execute("DELETE FROM blobs WHERE rowid = (SELECT min(rowid) FROM blobs)")
+
+
+def _statements(script: str) -> list[str]:
+    """`executescript` commits first, and so can not be part of a transaction."""
+    statements, begun = [], ""
+    for line in script.splitlines(keepends=True):
+        begun += line
+        if sqlite3.complete_statement(begun):
+            statements.append(begun)
+            begun = ""
+    return statements

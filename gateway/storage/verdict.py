@@ -1,0 +1,30 @@
+"""Does a charge fit? The arithmetic that the engines written in Python share; `redis.lua` says the same."""
+
+from __future__ import annotations
+
+import math
+
+from gateway.storage.base import HELD_RETRY_SECONDS, LeaseCharge, RateCharge, Refused, SpendCharge
+from gateway.storage.bucket import Bucket
+
+
+def rate_verdict(index: int, charge: RateCharge, bucket: Bucket, now: float) -> int | Refused:
+    """What would be left after the charge, or why it can not be."""
+    room = bucket.room(charge, now)
+    if charge.amount <= room:
+        return math.floor(room - charge.amount)
+    seconds = (charge.amount - room) * charge.period_seconds / charge.limit
+    return Refused(index, max(0, math.floor(room)), seconds if charge.amount <= charge.limit else None)
+
+
+def account_verdict(index: int, charge: LeaseCharge | SpendCharge, spent: int, held: int) -> int | Refused:
+    """As above. A place is an account too, of which each reservation holds one and nothing is ever spent."""
+    room = charge.limit - spent - held
+    amount = held_amount(charge)
+    if amount <= room:
+        return room - amount
+    return Refused(index, max(0, room), HELD_RETRY_SECONDS if spent + amount <= charge.limit else None)
+
+
+def held_amount(charge: LeaseCharge | SpendCharge) -> int:
+    return charge.amount if isinstance(charge, SpendCharge) else 1

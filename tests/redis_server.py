@@ -1,0 +1,86 @@
+"""A real redis-server of the test's own: on a Unix socket in a temporary folder, so that no port can be taken."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+START_SECONDS = 20.0
+
+
+class RedisServer:
+    """`stop`, `start` again, `freeze` and `thaw` at will; what is stored is kept over a restart only with `durable`."""
+
+    def __init__(self, folder: Path, *, durable: bool = False, cluster: bool = False) -> None:
+        self.socket = folder / "redis.sock"
+        self.url = f"unix://{self.socket}"
+        self._command = [
+            "redis-server", "--port", "0", "--unixsocket", str(self.socket), "--dir", str(folder), "--save", "",
+            "--appendonly", "yes" if durable else "no", "--loglevel", "warning", "--logfile", str(folder / "redis.log"),
+            *(["--cluster-enabled", "yes", "--port", "1", "--bind", "127.0.0.1"] if cluster else []),
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                with self.client() as client:
+                    client.ping()
+                return
+            except redis.RedisError:  # not yet listening, or still loading
+                time.sleep(0.01)
+        raise RuntimeError("redis-server did not start: see its log beside the socket")
+
+    def stop(self) -> None:
+        """As a crash would: SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            self.socket.unlink(missing_ok=True)
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def client(self) -> redis.Redis:
+        """A plain client, to look at what is stored."""
+        return redis.Redis(unix_socket_path=str(self.socket))
+
+
+def start_redis(*, durable: bool = False, cluster: bool = False) -> Iterator[RedisServer]:
+    if shutil.which("redis-server") is None:
+        pytest.fail("redis-server is missing: run scripts/ensure-redis.sh")
+    with tempfile.TemporaryDirectory(prefix="wp") as folder:  # the path of a socket has at most 107 bytes
+        server = RedisServer(Path(folder), durable=durable, cluster=cluster)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """Shared by all tests that do it no harm; each takes tenants of its own."""
+    yield from start_redis()
+
+
+@pytest.fixture
+def own_redis_server() -> Iterator[RedisServer]:
+    """For a test that stops or freezes it."""
+    yield from start_redis(durable=True)
