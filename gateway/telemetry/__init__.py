@@ -25,7 +25,7 @@ from gateway.telemetry.metrics import (
     Reading,
     Watched,
 )
-from gateway.telemetry.record import CacheResult, CallRecord, Phase, phases
+from gateway.telemetry.record import CallRecord, Phase, phases
 from gateway.telemetry.spans import EXPORT_INTERVAL_SECONDS, SpanBuilder, SpanQueue
 from gateway.types import Trace
 
@@ -33,20 +33,21 @@ logger = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """One per gateway. `otlp_endpoint` is a collector's base URL, as in http://localhost:4318; None: no spans.
+    """One per gateway; `replica` tells several apart.
 
-    Beyond that URL, the SDK reads its own OTEL_EXPORTER_OTLP_* (headers, certificates) and OTEL_RESOURCE_ATTRIBUTES.
+    `otlp_endpoint` is a collector's base URL, as in http://localhost:4318; None: no spans. Beyond that URL, the SDK
+    reads its own OTEL_EXPORTER_OTLP_* (headers, certificates) and OTEL_RESOURCE_ATTRIBUTES.
     """
 
     def __init__(
         self,
         otlp_endpoint: str | None = None,
         *,
-        service_name: str = "warmpath-gateway",
+        replica: str = "",
         export_interval_seconds: float = EXPORT_INTERVAL_SECONDS,
     ) -> None:
         self._metrics = Metrics()
-        self._builder = SpanBuilder(service_name, __version__)
+        self._builder = SpanBuilder(__version__, replica)
         self._spans = SpanQueue(otlp_endpoint, export_interval_seconds) if otlp_endpoint else None
         self._metrics.watch(SPANS_DROPPED, lambda: self._spans.dropped if self._spans else 0)
 
@@ -132,6 +133,6 @@ def _access_fields(record: CallRecord, timeline: list[Phase]) -> dict[str, objec
 
 
 __all__ = [
-    "DEPLOYMENT_AVAILABLE", "DEPLOYMENT_INFLIGHT", "INFLIGHT", "LEDGER_OK", "LEDGER_ROWS", "QUEUE_DEPTH", "CacheResult",
-    "CallRecord", "Telemetry", "Watched", "configure_logging",
+    "DEPLOYMENT_AVAILABLE", "DEPLOYMENT_INFLIGHT", "INFLIGHT", "LEDGER_OK", "LEDGER_ROWS", "QUEUE_DEPTH", "CallRecord",
+    "Telemetry", "Watched", "configure_logging",
 ]  # fmt: skip

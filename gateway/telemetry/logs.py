@@ -21,6 +21,8 @@ FIELDS = (
 FIELD_MAX_CHARS = 300
 MESSAGE_MAX_CHARS = 4000
 
+OURS = ("gateway", "warmpath")
+
 access = logging.getLogger("gateway.access")
 
 
@@ -61,7 +63,8 @@ def configure_logging(level: str, *, json: bool, access_log: bool = False, strea
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if json else TextFormatter())
-    logging.getLogger("gateway").setLevel(level.upper())
+    for ours in OURS:
+        logging.getLogger(ours).setLevel(level.upper())
     access.setLevel(logging.INFO if access_log else logging.WARNING)
     root = logging.getLogger()
     root.setLevel(logging.WARNING)

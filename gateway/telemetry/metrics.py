@@ -254,6 +254,6 @@ _NOT_OUR_TIME = frozenset({names.QUEUE_PHASE, names.CHAT_PHASE, names.REPLAY_SPA
 def _attempt_outcome(attempt: Attempt) -> str:
     """As the receipt says it, but other statuses than these by their class: an upstream may send any number."""
     kind, _, status = attempt.outcome.partition("_")
-    if kind != "status" or status in ("429", "500", "502", "503", "504"):
+    if kind != "status" or status in ("", "429", "500", "502", "503", "504"):
         return attempt.outcome
     return f"status_{status[:1]}xx"

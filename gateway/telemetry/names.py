@@ -1,8 +1,8 @@
 """Every span, attribute and label name that leaves the gateway, in one place.
 
 `GEN_AI_*` follow the GenAI semantic conventions (github.com/open-telemetry/semantic-conventions-genai, status
-Development, read 2026-11); where a name is moving, both spellings are sent. `HTTP_*`, `SERVER_*`, `URL_*` and
-`ERROR_TYPE` are stable conventions; `WARMPATH_*` are ours.
+Development, read 2026-11); where a name is moving, both spellings are sent. `HTTP_*`, `SERVER_*`, `SERVICE_*`,
+`URL_*` and `ERROR_TYPE` are stable conventions; `WARMPATH_*` are ours.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ HTTP_RESPONSE_STATUS_CODE: Final = "http.response.status_code"
 HTTP_ROUTE: Final = "http.route"
 SERVER_ADDRESS: Final = "server.address"
 SERVER_PORT: Final = "server.port"
+SERVICE_INSTANCE_ID: Final = "service.instance.id"
+SERVICE_NAME: Final = "service.name"
+SERVICE_VERSION: Final = "service.version"
 URL_FULL: Final = "url.full"
 URL_PATH: Final = "url.path"
 

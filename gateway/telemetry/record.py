@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from gateway.telemetry import names
 from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Trace, Usage
-
-CacheResult = Literal["hit", "miss", "shared", "off"]
 
 
 class CallRecord(msgspec.Struct, kw_only=True):
@@ -31,7 +29,7 @@ class CallRecord(msgspec.Struct, kw_only=True):
     call: Call | None = None
     outcome: Outcome | None = None  # None: refused here, before any upstream was asked
     error_code: str | None = None
-    cache: CacheResult = "off"
+    cache: str = "off"  # hit, shared, miss, off
     route_reason: str | None = None  # a few fixed words, as "prefix" or "least_busy"
     attempts: Sequence[Attempt] = ()
     deployment: str | None = None  # the one that answered
@@ -65,7 +63,7 @@ def phases(marks: Marks, attempts: Sequence[Attempt]) -> list[Phase]:
 
     The first phase begins with the request and each lasts until the next. `chat` is the whole dialogue with the
     upstreams: from the first attempt, which `route` starts, up to `settle`; whatever is entered meanwhile (the
-    queue of a fallback model, say) lies within it. Without attempts, the `chat` mark is the replay of an answer.
+    queue of a fallback model, say) lies within it. A `chat` mark before any attempt is the replay of an answer.
     """
     starts: list[int] = []
     latest = marks.started_ns
@@ -77,19 +75,20 @@ def phases(marks: Marks, attempts: Sequence[Attempt]) -> list[Phase]:
     ends = [*starts[1:], max(marks.ended_ns, latest)]
     entered = [(name, start, end) for (name, _), start, end in zip(marks.phases, starts, ends, strict=True)]
     if not attempts:
-        return [
-            Phase(names.REPLAY_SPAN if name == names.CHAT_PHASE else name, start, end) for name, start, end in entered
-        ]
+        return [_replay(*phase) for phase in entered]
 
-    settled = next((start for name, start, _ in entered if name == names.SETTLE_PHASE), ends[-1])
-    relayed = next((start for name, start, _ in entered if name == names.CHAT_PHASE), settled)
+    settled = next((start for name, start, _ in reversed(entered) if name == names.SETTLE_PHASE), ends[-1])
+    relayed = next((start for name, start, _ in reversed(entered) if name == names.CHAT_PHASE), settled)
     opened = max(marks.started_ns, min(relayed, *(attempt.started_ns for attempt in attempts)))
     result = [Phase(names.CHAT_PHASE, opened, settled)]
     for name, start, end in entered:
-        if name == names.CHAT_PHASE:
-            continue
-        if start <= opened:
-            result.append(Phase(name, start, min(end, opened)))
-        else:
+        if start < opened or (start == opened and name != names.CHAT_PHASE):
+            result.append(_replay(name, start, min(end, opened)))
+        elif name != names.CHAT_PHASE:
             result.append(Phase(name, start, end, within_chat=start < settled))
     return sorted(result, key=lambda phase: phase.start_ns)
+
+
+def _replay(name: str, start_ns: int, end_ns: int) -> Phase:
+    """The `chat` mark before any attempt: an answer from the cache, or from another call's upstream."""
+    return Phase(names.REPLAY_SPAN if name == names.CHAT_PHASE else name, start_ns, end_ns)

@@ -123,9 +123,10 @@ class _Counting(SpanExporter):
 class SpanBuilder:
     """Turns a record into its tree: the request, its phases, the chat, and the attempts within it."""
 
-    def __init__(self, service_name: str, service_version: str) -> None:
-        self._resource = Resource.create({"service.name": service_name, "service.version": service_version})
-        self._scope = InstrumentationScope("warmpath.gateway", service_version)
+    def __init__(self, version: str, replica: str) -> None:
+        service = {names.SERVICE_NAME: "warmpath-gateway", names.SERVICE_VERSION: version}
+        self._resource = Resource.create(service | ({names.SERVICE_INSTANCE_ID: replica} if replica else {}))
+        self._scope = InstrumentationScope("warmpath.gateway", version)
 
     def build(self, record: CallRecord, phases: Sequence[Phase]) -> list[ReadableSpan]:
         trace, marks = record.trace, record.marks
@@ -222,7 +223,7 @@ class SpanBuilder:
 
 def _refusing_phase(record: CallRecord, phases: Sequence[Phase]) -> Phase | None:
     """Where a request that no upstream was asked for came to its end: the last phase before it was settled."""
-    if record.error_code is None or record.attempts:
+    if record.status < 400 or record.attempts:
         return None
     return next((phase for phase in reversed(phases) if phase.name != names.SETTLE_PHASE), None)
 
@@ -230,7 +231,9 @@ def _refusing_phase(record: CallRecord, phases: Sequence[Phase]) -> Phase | None
 def _error_type(record: CallRecord) -> str:
     if record.error_code is not None:
         return record.error_code
-    return record.outcome.value if record.outcome in _BROKEN else str(record.status)
+    if record.outcome is not None and record.outcome is not Outcome.COMPLETE:
+        return str(record.outcome.value)
+    return str(record.status)
 
 
 def _server_attributes(record: CallRecord) -> Attributes:

@@ -58,6 +58,23 @@ def test_a_fallback_models_queue_lies_within_the_chat() -> None:
     assert_covers(found, 0, 90)
 
 
+def test_a_call_whose_leader_failed_asks_for_itself() -> None:
+    noted = marks(
+        ("cache.lookup", 1), ("chat", 5), ("settle", 20), ("admit", 25), ("route", 30), ("chat", 60), ("settle", 80),
+        ended=90,
+    )  # fmt: skip
+    found = phases(noted, (attempt(33, 80),))
+    assert outline(found) == [
+        ("cache.lookup", 0, 5, False),
+        ("replay", 5, 20, False),
+        ("settle", 20, 25, False),
+        ("admit", 25, 30, False),
+        ("route", 30, 33, False),
+        ("chat", 33, 80, False),
+        ("settle", 80, 90, False),
+    ]
+
+
 @pytest.mark.parametrize(
     ("names", "ended"),
     [
@@ -66,6 +83,7 @@ def test_a_fallback_models_queue_lies_within_the_chat() -> None:
         ([("route", 3), ("settle", 20)], 30),  # every attempt failed: the relay never began
         ([("route", 3), ("chat", 20)], 30),  # settle never began
         ([("route", 25), ("chat", 15), ("settle", 40)], 30),  # the clock was set back
+        ([("chat", 3), ("settle", 8), ("route", 8), ("chat", 8), ("settle", 8)], 8),
         ([("route", 50), ("settle", 60)], 70),  # attempts before the route, by the clock
     ],
 )

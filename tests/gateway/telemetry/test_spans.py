@@ -12,7 +12,7 @@ from tests.gateway.telemetry.conftest import CANARY, TRACE, Collector, at, marks
 
 
 async def export(collector: Collector, *records: CallRecord) -> None:
-    telemetry = Telemetry(collector.url)
+    telemetry = Telemetry(collector.url, replica="gw-1")
     await telemetry.start()
     for record in records:
         telemetry.record(record)
@@ -128,7 +128,7 @@ async def test_the_service_and_the_callers_tracestate_are_told(collector: Collec
     await export(collector, record)
     (resource,) = collector.requests[0].resource_spans
     names = {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
-    assert names["service.name"] == "warmpath-gateway"
+    assert (names["service.name"], names["service.instance.id"]) == ("warmpath-gateway", "gw-1")
     assert {span.trace_state for span in collector.spans} == {"a=1,b=2"}
 
 
@@ -155,6 +155,13 @@ async def test_a_refused_request_shows_the_phase_that_refused_it(collector: Coll
     server = collector.named("POST /v1/chat/completions")
     assert attributes(server)["error.type"] == "rate_limit_exceeded"
     assert server.status.code == Status.STATUS_CODE_UNSET  # 4xx is the caller's doing
+
+
+async def test_an_error_without_a_code_is_named_by_its_status(collector: Collector, record: CallRecord) -> None:
+    record.marks = marks(("authenticate", 1), ("canonicalise", 10), ended=40)
+    record.status, record.outcome, record.attempts, record.call = 400, None, (), None
+    await export(collector, record)
+    assert attributes(collector.named("canonicalise")) == {"error.type": "400"}
 
 
 async def test_a_request_without_a_valid_key_has_a_span_of_its_own(collector: Collector) -> None:
