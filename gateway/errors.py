@@ -5,6 +5,7 @@
   x BadRequest                 400 invalid_request_error: JSON, types, parameters
     + ModelNotFound            404 model_not_found
     + UnknownUrl               404 unknown_url
+    + MethodNotAllowed         405 method_not_allowed
     + BodyTooLarge             413 request_too_large
   x Unauthenticated            401 invalid_api_key
   x Forbidden                  403 permission_denied
@@ -69,6 +70,11 @@ class ModelNotFound(BadRequest):
 class UnknownUrl(BadRequest):
     status = 404
     code = "unknown_url"
+
+
+class MethodNotAllowed(BadRequest):
+    status = 405
+    code = "method_not_allowed"
 
 
 class BodyTooLarge(BadRequest):

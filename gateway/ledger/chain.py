@@ -1,0 +1,139 @@
+"""The form of a row and of a ledger's folder, and the proof that neither was changed.
+
+    <ledger>/<replica>/0000000001.jsonl    the replica's chain, in segments, one JSON object a line:
+
+    {"v":1,"prev":"<hash of the row before>", ...the receipt..., "hash":"<sha256 of this row up to here>"}
+
+The hash covers every byte before it, `prev` included; so a changed row contradicts itself, and a row removed, added
+or moved contradicts its neighbour, across segments too. The very first row's `prev` is all zeros. What a chain alone
+can not show is that its end was cut off, or that all of it was rewritten: for that, compare the `heads` that
+`verify` returns with ones noted elsewhere.
+
+Each replica has a chain of its own, as it has a writer of its own. Money is decimal text without exponents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import orjson
+
+from gateway.types import Receipt
+
+SCHEMA_VERSION = 1
+GENESIS = "0" * 64  # `prev` of the first row of all
+_OPENING = f'{{"v":{SCHEMA_VERSION},"prev":"%s",'.encode()
+_CLOSING = b',"hash":"%s"}\n'
+_CLOSING_BYTES = len(_CLOSING) - len(b"%s") + 64
+_ROW = re.compile(rb'\{"v":(\d+),"prev":"([0-9a-f]{64})",.*,"hash":"([0-9a-f]{64})"\}\n', re.DOTALL)
+_SEGMENT = re.compile(r"\d{10}\.jsonl")
+
+
+class RowError(Exception):
+    """A line is not a row as it was written. The message says why."""
+
+
+class UnknownVersion(RowError):
+    """A row that a newer program wrote."""
+
+
+class BrokenRow(Exception):
+    def __init__(self, file: Path, line: int, why: str) -> None:
+        super().__init__(f"{file}:{line}: {why}")
+        self.file = file
+        self.line = line
+        self.why = why
+
+
+class Verification(NamedTuple):
+    """`heads` has the hash of the last good row of every replica; `broken` is the first row that is not."""
+
+    rows: int
+    heads: dict[str, str]
+    broken: BrokenRow | None
+
+
+def encode_row(receipt: Receipt, prev: str) -> tuple[bytes, str]:
+    """The row's line, newline included, and its hash."""
+    fields = orjson.dumps(msgspec.structs.asdict(receipt), default=_plain)
+    body = _OPENING % prev.encode() + fields[1:-1]
+    digest = hashlib.sha256(body).hexdigest()
+    return body + _CLOSING % digest.encode(), digest
+
+
+def check_row(line: bytes) -> tuple[str, str]:
+    """(prev, hash) of a line that was written by `encode_row` and not changed since. Raises `RowError`."""
+    if not line.endswith(b"\n"):
+        raise RowError("the row has no end: it was cut off while it was written")
+    match = _ROW.fullmatch(line)
+    if match is None:
+        raise RowError("this is not a row of the ledger")
+    if int(match[1]) != SCHEMA_VERSION:
+        raise UnknownVersion(f"the row has schema version {int(match[1])}; this program knows {SCHEMA_VERSION}")
+    prev, digest = match[2].decode(), match[3].decode()
+    if hashlib.sha256(line[:-_CLOSING_BYTES]).hexdigest() != digest:
+        raise RowError("the row was changed: its content does not have its hash")
+    return prev, digest
+
+
+def segments(chain: Path) -> list[Path]:
+    """A replica's segments, in order."""
+    return sorted(file for file in chain.iterdir() if _SEGMENT.fullmatch(file.name))
+
+
+def chains(ledger: Path) -> list[Path]:
+    """The folders of all replicas, by name."""
+    return sorted(folder for folder in ledger.iterdir() if folder.is_dir()) if ledger.is_dir() else []
+
+
+def segment_name(number: int) -> str:
+    return f"{number:010d}.jsonl"
+
+
+def verify(ledger: Path) -> Verification:
+    """Check every row of every replica, up to the first that is broken."""
+    rows, heads = 0, dict[str, str]()
+    try:
+        for chain in chains(ledger):
+            for digest in _walk(chain):
+                heads[chain.name] = digest
+                rows += 1
+    except BrokenRow as broken:
+        return Verification(rows, heads, broken)
+    return Verification(rows, heads, None)
+
+
+def _walk(chain: Path) -> Iterator[str]:
+    """The hash of each row that is as it was written and follows the one before it. Raises `BrokenRow` at the first
+    that is not.
+
+    Old segments may have been removed, from the oldest on: the first row that is left is taken at its word.
+    """
+    files = segments(chain)
+    first = int(files[0].stem) if files else 1
+    head = GENESIS if first == 1 else None
+    for number, file in enumerate(files, start=first):
+        if file.name != segment_name(number):
+            raise BrokenRow(chain / segment_name(number), 1, "the segment is missing")
+        with file.open("rb") as lines:
+            for line_number, line in enumerate(lines, start=1):
+                try:
+                    prev, digest = check_row(line)
+                except RowError as error:
+                    raise BrokenRow(file, line_number, str(error)) from error
+                if head not in (prev, None):
+                    raise BrokenRow(file, line_number, "rows before this one were removed, added or moved")
+                head = digest
+                yield digest
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Decimal):
+        return f"{value:f}"
+    raise TypeError(f"a receipt holds a {type(value).__name__}, which has no place in the ledger")

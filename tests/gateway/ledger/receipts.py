@@ -1,0 +1,49 @@
+"""Receipts to write into ledgers."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+from gateway.metering import new_event_id
+from gateway.types import Receipt
+
+_TYPICAL = Receipt(
+    event_id="",
+    call_id="req_1",
+    tenant="acme",
+    key_id="key_1",
+    end_user=None,
+    operation="chat/completions",
+    model_asked="gpt-4o",
+    model_served="qwen3-32b",
+    deployment="h200-a",
+    latency_class="realtime",
+    service_tier=None,
+    started="2026-11-20T10:00:00.000001Z",
+    finished="2026-11-20T10:00:01.000001Z",
+    ttft_seconds=0.25,
+    outcome="complete",
+    source="engine",
+    exact=True,
+    input_uncached=36,
+    cache_read=64,
+    cache_write=0,
+    output=3,
+    reasoning=2,
+    price_version="1",
+    price_input=Decimal("0.10"),
+    price_cached_input=Decimal("0.01"),
+    price_output=Decimal("0.40"),
+    cost=Decimal("0.00000544"),
+    currency="USD",
+    attempts=({"deployment": "h200-a", "outcome": "ok", "status": 200},),
+    policy_hash="0123456789abcdef",
+    trace_id="0" * 32,
+)
+
+
+def a_receipt(**changes: Any) -> Receipt:
+    return msgspec.structs.replace(_TYPICAL, **{"event_id": new_event_id(), **changes})
