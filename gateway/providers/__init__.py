@@ -1,0 +1,39 @@
+"""The family of dialects that are spoken to the servers behind the gateway."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import httpx2
+
+from gateway.policy import Deployment, EnvSecret
+from gateway.providers.base import Fault, Provider, ProviderFailure, Reply
+
+# name in a policy -> module:class, imported when a policy first names it
+PROVIDERS = {
+    "openai": "gateway.providers.openai:OpenAI",
+    "vllm": "gateway.providers.vllm:VLLM",
+    "warmpath": "gateway.providers.vllm:Warmpath",
+}
+
+
+class UnknownProvider(ValueError):
+    """A policy names a provider that does not exist."""
+
+
+def make_provider(
+    deployment: Deployment, transport: httpx2.AsyncBaseTransport, resolve_secret: Callable[[EnvSecret], str]
+) -> Provider:
+    """The provider of a deployment. Its secret is resolved here, once; what that raises is passed on."""
+    if (path := PROVIDERS.get(deployment.provider)) is None:
+        known = ", ".join(sorted(PROVIDERS))
+        raise UnknownProvider(
+            f"deployment {deployment.name!r}: there is no provider {deployment.provider!r}; there is: {known}"
+        )
+    module, _, name = path.partition(":")
+    provider: Provider = getattr(importlib.import_module(module), name)(deployment, transport, resolve_secret)
+    return provider
+
+
+__all__ = ["PROVIDERS", "Fault", "Provider", "ProviderFailure", "Reply", "UnknownProvider", "make_provider"]

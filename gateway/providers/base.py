@@ -73,3 +73,16 @@ class Provider(Protocol):
 
     async def healthy(self) -> bool:
         """Whether the server answers its health or model endpoint with a good status, within a named bound."""
+
+
+class Unasked:
+    """A provider for what only reasons about servers and sends nothing: asking it is a mistake of the program."""
+
+    def render(self, call: Call) -> bytes:
+        raise AssertionError("nothing is sent here")
+
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+        raise AssertionError("nothing is sent here")
+
+    async def healthy(self) -> bool:
+        return False

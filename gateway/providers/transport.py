@@ -102,6 +102,7 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         """Closes the idle connections; those in use are closed by whoever opened them."""
         for origin in self._origins.values():
             origin.close_idle()
+        await asyncio.sleep(0)  # in which the event loop closes their sockets
 
 
 def _payload(request: httpx2.Request, body: bytes) -> list[bytes]:

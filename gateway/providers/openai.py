@@ -1,0 +1,270 @@
+"""Servers that speak OpenAI's dialect, which is the doors' own: bytes pass untouched in both directions."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import httpx2
+import msgspec
+
+from gateway.policy import Deployment, EnvSecret
+from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.providers.sse import FrameSplitter, FrameTooLong, ends_stream, error_in
+from gateway.types import Call, Operation
+
+MAX_JSON_BYTES = 64 * 1024 * 1024  # of an answer that does not stream: embeddings are the long ones
+MAX_ERROR_BYTES = 64 * 1024  # of the body of a refusal; the rest is left out
+MAX_MESSAGE_CHARACTERS = 300  # of a server's own words inside a failure's message
+HEALTH_TIMEOUT_SECONDS = 2.0
+DRAIN_TIMEOUT_SECONDS = 1.0  # from [DONE] to the end of the HTTP message
+
+_OUR_FAULT_STATUSES = frozenset({401, 402, 403, 407})  # our key at that server, which is none of the client's business
+_MAY_PASS_STATUSES = frozenset({408, 409, 429})
+_FAULTS: tuple[tuple[type[httpx2.TransportError], Fault], ...] = (  # the first that fits
+    (httpx2.ConnectError, Fault.CONNECT),
+    (httpx2.ConnectTimeout, Fault.CONNECT),
+    (httpx2.PoolTimeout, Fault.POOL),
+    (httpx2.TimeoutException, Fault.TIMEOUT),
+    (httpx2.RemoteProtocolError, Fault.MALFORMED),
+)
+
+_NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
+
+_raw = msgspec.json.Encoder()
+_stream_options = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
+_TRUE = msgspec.Raw(b"true")
+
+
+class OpenAI:
+    """One deployment of any server that answers as OpenAI does."""
+
+    def __init__(
+        self, deployment: Deployment, transport: httpx2.AsyncBaseTransport, resolve_secret: Callable[[EnvSecret], str]
+    ) -> None:
+        base_url = deployment.base_url.rstrip("/")
+        self._transport = transport
+        self._model = msgspec.Raw(_raw.encode(deployment.model))
+        self._urls = {operation: httpx2.URL(f"{base_url}/{operation.value}") for operation in Operation}
+        self._health_url = self.health_url(base_url)
+        self._headers = [
+            (b"host", self._health_url.netloc),
+            (b"user-agent", b"warmpath"),
+            (b"accept-encoding", b"identity"),
+            (b"content-type", b"application/json"),
+        ]
+        if deployment.api_key is not None:
+            self._headers.append((b"authorization", b"Bearer " + resolve_secret(deployment.api_key).encode()))
+
+    def health_url(self, base_url: str) -> httpx2.URL:
+        return httpx2.URL(f"{base_url}/models")
+
+    def render(self, call: Call) -> bytes:
+        return _raw.encode(self.fields(call))
+
+    def fields(self, call: Call) -> dict[str, msgspec.Raw]:
+        """The body's top-level fields: the client's, but for the model, and for the usage that we always meter by."""
+        fields = {**call.fields, "model": self._model}
+        if call.stream:
+            fields["stream_options"] = with_options(fields.get("stream_options"), include_usage=_TRUE)
+        return fields
+
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+        body = self.render(call)
+        request_headers = [
+            *self._headers,
+            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()),
+            (b"content-length", b"%d" % len(body)),
+        ]
+        url = self._urls[call.operation]
+        request = httpx2.Request("POST", url, headers=request_headers, stream=httpx2.ByteStream(body))
+        try:
+            response = await self._transport.handle_async_request(request)
+        except httpx2.TransportError as error:
+            raise _failure(error) from error
+        try:
+            await _check(response, "text/event-stream" if call.stream else "application/json")
+        except BaseException:
+            await _stream(response).aclose()
+            raise
+        return EventStreamReply(_stream(response)) if call.stream else JSONReply(_stream(response))
+
+    async def healthy(self) -> bool:
+        request = httpx2.Request("GET", self._health_url, headers=self._headers)
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_SECONDS):
+                response = await self._transport.handle_async_request(request)
+                try:
+                    await _read(response, MAX_ERROR_BYTES)  # to its end where it is short, to keep the connection
+                finally:
+                    await _stream(response).aclose()
+        except (httpx2.TransportError, TimeoutError):
+            return False
+        return response.is_success
+
+
+class JSONReply:
+    """An answer that does not stream: its whole body as the one chunk."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream, max_bytes: int = MAX_JSON_BYTES) -> None:
+        self._stream = stream
+        self._max_bytes = max_bytes
+        self._given = False
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._given:
+            raise StopAsyncIteration
+        self._given = True
+        parts: list[bytes] = []
+        size_bytes = 0
+        try:
+            async for part in self._stream:
+                parts.append(part)
+                size_bytes += len(part)
+                if size_bytes > self._max_bytes:
+                    raise ProviderFailure(Fault.MALFORMED, f"the answer is longer than {self._max_bytes} bytes")
+        except httpx2.TransportError as error:
+            raise _failure(error) from error
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        # A body whose only end is that of its connection can be cut without HTTP noticing.
+        if not (body[:64].lstrip().startswith(b"{") and body[-64:].rstrip().endswith(b"}")):
+            raise ProviderFailure(Fault.MALFORMED, "the answer is not a whole JSON object")
+        return body
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+class EventStreamReply:
+    """A streamed answer: whole event frames, byte for byte, up to and including `[DONE]`."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
+        self._stream = stream
+        self._parts = aiter(stream)
+        self._splitter = FrameSplitter()
+        self._ended = False
+        self._failure: ProviderFailure | None = None  # behind the frames that came with it
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._failure is not None:
+            raise self._failure
+        if self._ended:
+            await self._drain()
+            raise StopAsyncIteration
+        frames = b""
+        while not frames:
+            try:
+                frames = self._splitter.feed(await anext(self._parts))
+            except StopAsyncIteration:
+                frames = self._splitter.rest
+                if not ends_stream(frames):
+                    raise ProviderFailure(Fault.CUT, "the stream ended without [DONE]") from None
+            except httpx2.TransportError as error:
+                raise _failure(error) from error
+            except FrameTooLong as error:
+                raise ProviderFailure(Fault.MALFORMED, str(error)) from error
+        if (error_at := error_in(frames)) is not None:
+            offset, message = error_at
+            self._failure = ProviderFailure(Fault.CUT, f"the server says: {message[:MAX_MESSAGE_CHARACTERS]}")
+            if offset == 0:
+                raise self._failure
+            return frames[:offset]
+        self._ended = ends_stream(frames)
+        return frames
+
+    async def _drain(self) -> None:
+        """The end of the HTTP message follows `[DONE]`; only behind it is the connection good for another call."""
+        try:
+            async with asyncio.timeout(DRAIN_TIMEOUT_SECONDS):
+                async for _ in self._parts:
+                    pass
+        except (httpx2.TransportError, TimeoutError):
+            pass  # the answer was whole before; only its connection is lost
+        finally:
+            await self._stream.aclose()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+def with_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msgspec.Raw:
+    """The client's `stream_options` with ours added; left as it is where it is no object, for the server to refuse."""
+    try:
+        given = _stream_options.decode(options) if options is not None else None
+    except msgspec.DecodeError:
+        assert options is not None
+        return options
+    return msgspec.Raw(_raw.encode({**(given or {}), **ours}))
+
+
+async def _check(response: httpx2.Response, media_type: str) -> None:
+    """Raises unless the answer is what was asked for."""
+    status = response.status_code
+    content_type = response.headers.get("content-type", "")
+    if status >= 300:
+        raise await _status_failure(response, content_type)
+    if content_type.partition(";")[0].strip().lower() != media_type:
+        raise ProviderFailure(Fault.MALFORMED, f"content-type {content_type!r} instead of {media_type}", status=status)
+    if response.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ProviderFailure(Fault.MALFORMED, "the answer is compressed, although identity was asked for")
+
+
+async def _status_failure(response: httpx2.Response, content_type: str) -> ProviderFailure:
+    status = response.status_code
+    if status < 400:
+        return ProviderFailure(Fault.MALFORMED, f"status {status}: redirects are not followed", status=status)
+    if status in _OUR_FAULT_STATUSES:  # without the body: servers quote parts of the key in it
+        return ProviderFailure(Fault.STATUS, f"status {status}: the server does not accept our key", status=status)
+    try:
+        body = await _read(response, MAX_ERROR_BYTES)
+    except httpx2.TransportError:
+        body = b""  # the status says enough
+    return ProviderFailure(
+        Fault.STATUS if status >= 500 or status in _MAY_PASS_STATUSES else Fault.REFUSED,
+        f"status {status}",
+        status=status,
+        body=body,
+        content_type=content_type or "text/plain",
+        retry_after_seconds=_retry_after_seconds(response.headers),
+    )
+
+
+async def _read(response: httpx2.Response, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for part in _stream(response):
+        body += part
+        if len(body) > max_bytes:
+            break
+    return bytes(body[:max_bytes])
+
+
+def _retry_after_seconds(headers: httpx2.Headers) -> float | None:
+    """`retry-after-ms`, else `retry-after` in seconds or as an HTTP date; None where neither can be read."""
+    if _NUMBER.fullmatch(milliseconds := headers.get("retry-after-ms", "")):
+        return float(milliseconds) / 1000
+    value = headers.get("retry-after", "")
+    if _NUMBER.fullmatch(value):
+        return float(value)
+    try:
+        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return None
+
+
+def _failure(error: httpx2.TransportError) -> ProviderFailure:
+    fault = next((fault for kind, fault in _FAULTS if isinstance(error, kind)), Fault.CUT)
+    return ProviderFailure(fault, str(error))
+
+
+def _stream(response: httpx2.Response) -> httpx2.AsyncByteStream:
+    assert isinstance(response.stream, httpx2.AsyncByteStream)
+    return response.stream

@@ -1,0 +1,82 @@
+"""Server-sent events, as far as a relay needs them: where one ends, and whether it ends the stream.
+
+A frame is the bytes of one event with the blank line that ends it; lines end with LF, CRLF or CR (HTML standard,
+"server-sent events"). Everything here runs once per chunk of every stream, and so looks at bytes, not at events.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+MAX_FRAME_BYTES = 8 * 1024 * 1024  # far above any text; room for an event with audio or an image in base64
+
+_DONE = re.compile(rb"(?:\A|[\r\n])data: ?\[DONE\][ \t]*[\r\n]*\Z")
+_LONGEST_DONE_BYTES = 24  # how far before the end the search for it begins
+_ERROR = b'data: {"error"'
+_ERROR_LINE = re.compile(rb'(?:\A|[\r\n])(?P<line>data: (?P<json>\{"error"[^\r\n]*))')
+
+
+class FrameTooLong(ValueError):
+    """An event went past the bound without coming to its end."""
+
+
+class FrameSplitter:
+    """Bytes in as they come, whole frames out. What is held back is the beginning of a frame without its end."""
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._max_frame_bytes = max_frame_bytes
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> bytes:
+        """Every frame that is whole by now, one or several, or b"".
+
+        Servers write an event at a time, so nearly every read ends with one: it is passed on without a copy.
+        """
+        if not self._held and data.endswith(b"\n\n"):
+            return data
+        searched = max(len(self._held) - 3, 0)  # a blank line may have begun in the last bytes held
+        self._held += data
+        end = _last_end(self._held, searched)
+        if len(self._held) - end > self._max_frame_bytes:
+            raise FrameTooLong(f"an event is longer than {self._max_frame_bytes} bytes")
+        frames = bytes(self._held[:end])
+        del self._held[:end]
+        return frames
+
+    @property
+    def rest(self) -> bytes:
+        """What is held; at the end of the stream, a frame that was cut or lacks its blank line."""
+        return bytes(self._held)
+
+
+def _last_end(data: bytearray, start: int) -> int:
+    """The offset behind the last blank line at or after `start`; 0 without one."""
+    lf = data.rfind(b"\n\n", start)
+    crlf = data.rfind(b"\n\r\n", start)  # the last three bytes of CRLF CRLF
+    cr = data.rfind(b"\r\r", start)
+    return max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0, cr + 2 if cr >= 0 else 0)
+
+
+def ends_stream(frames: bytes) -> bool:
+    """Whether the last frame is `data: [DONE]`, with or without its blank line.
+
+    Text that mentions it does not count: that is inside a JSON string, where no line begins.
+    """
+    return frames.find(b"[DONE]", -_LONGEST_DONE_BYTES) >= 0 and _DONE.search(frames) is not None
+
+
+def error_in(frames: bytes) -> tuple[int, str] | None:
+    """Where the server says that it failed, as an offset, and its message. Engines send such an event after a 200."""
+    if not frames.startswith(_ERROR) and frames.find(b"\n" + _ERROR) < 0:
+        return None
+    for line in _ERROR_LINE.finditer(frames):
+        try:
+            error = msgspec.json.decode(line["json"]).get("error")
+        except msgspec.DecodeError:
+            error = "unreadable"
+        if error:
+            message = error.get("message") if isinstance(error, dict) else error
+            return line.start("line"), str(message)
+    return None

@@ -1,0 +1,92 @@
+"""A raw HTTP server on a free port that answers as a test says, byte for byte, and notes what it saw."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Received:
+    """One request as it came in, and the number of the connection it came in on (from 0)."""
+
+    head: str
+    body: bytes
+    connection: int
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+# Answers one request by writing; a script that returns without an answer leaves the client waiting.
+Script = Callable[[Received, asyncio.StreamWriter], Awaitable[None]]
+
+
+class ScriptedServer:
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._tasks: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+        self.requests: list[Received] = []
+        self.arrived = asyncio.Event()  # a request was read
+        self.client_closed = asyncio.Event()  # a connection came to its end
+        self.connections = 0
+        self.port = 0
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        for writer in self._writers:
+            writer.transport.abort()
+        await asyncio.gather(*self._tasks, *(w.wait_closed() for w in self._writers), return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        self._tasks.append(asyncio.ensure_future(self._connection(reader, writer, self.connections)))
+        self.connections += 1
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        try:
+            while not writer.is_closing():
+                head, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").strip().split("\r\n")
+                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                self.requests.append(Received(head, body, number, headers))
+                self.arrived.set()
+                await self._script(self.requests[-1], writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.client_closed.set()
+        finally:
+            writer.close()
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """The connection ends now, without what is still to be written."""
+    writer.transport.abort()
+
+
+def json_answer(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", "content-type: application/json", f"content-length: {len(body)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+STREAM_END = b"0\r\n\r\n"
+
+
+def coded(data: bytes) -> bytes:
+    """One chunk of the chunked transfer coding."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
