@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from backend.engine.detokenizer import Detokenizer
+
+SPECIAL = 0
+
+
+def byte_level() -> Tokenizer:
+    """A few merges over all bytes, as in GPT-2: a character may take several tokens, and a token several characters."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<eos>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the end. the END ###stop stopper"] * 3, trainer)
+    return tokenizer
+
+
+TOKENIZER = byte_level()
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text).ids
+
+
+def stream(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
+    return [*(detokenizer.push([token_id]) for token_id in token_ids), detokenizer.flush()]
+
+
+@given(st.text(max_size=30))
+@example("naïve 🎉 日本語 \N{ZERO WIDTH JOINER}")
+def test_streamed_text_is_the_text(text: str) -> None:
+    pieces = stream(Detokenizer(TOKENIZER), encode(text))
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+
+
+def test_an_incomplete_character_waits_for_its_last_byte() -> None:
+    first, second, third, last = encode("🎉")
+    assert stream(Detokenizer(TOKENIZER), [first, second, third, last]) == ["", "", "", "🎉", ""]
+    assert stream(Detokenizer(TOKENIZER), [*encode("a"), first, second]) == ["a", "", "", "\ufffd"]
+
+
+def test_special_tokens_are_left_out_unless_asked_for() -> None:
+    token_ids = [*encode("a"), SPECIAL, *encode("b")]
+    assert "".join(stream(Detokenizer(TOKENIZER), token_ids)) == "ab"
+    assert "".join(stream(Detokenizer(TOKENIZER, skip_special_tokens=False), token_ids)) == "a<eos>b"
+
+
+@given(st.text("ab#é🎉", max_size=24), st.lists(st.text("ab#é", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_text_ends_where_the_first_complete_stop_string_begins(text: str, stop: list[str]) -> None:
+    ends = sorted((text.find(s) + len(s), text.find(s)) for s in stop if s in text)
+    detokenizer = Detokenizer(TOKENIZER, stop)
+    pieces = stream(detokenizer, encode(text))
+    assert "".join(pieces) == (text[: ends[0][1]] if ends else text)
+    assert detokenizer.stopped == bool(ends)
+    # What has been released may never be taken back, so at no time may it hold more than the final text.
+    assert all("".join(pieces).startswith("".join(pieces[:i])) for i in range(len(pieces)))
+
+
+def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
+    detokenizer = Detokenizer(TOKENIZER, ["###"])
+    assert [detokenizer.push(encode(c)) for c in "a#b##"] == ["a", "", "#b", "", ""]
+    assert detokenizer.flush() == "##"
+    assert not detokenizer.stopped
+
+
+def test_which_stop_string_came_is_known_and_nothing_follows_it() -> None:
+    detokenizer = Detokenizer(TOKENIZER, ["END", "stop"])
+    assert detokenizer.push(encode("the END and stop")) == "the "
+    assert detokenizer.stop_string == "END"
+    assert detokenizer.push(encode("more")) == ""
+    assert detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("token_ids", [[], [SPECIAL]])
+def test_no_text_is_empty_text(token_ids: list[int]) -> None:
+    assert stream(Detokenizer(TOKENIZER), token_ids)[-1] == ""
