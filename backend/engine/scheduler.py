@@ -206,7 +206,7 @@ class Scheduler:
         if not request.timing.scheduled:
             request.timing.scheduled = time.time()
             request.num_cached_tokens = request.num_computed_tokens
-            self.counters.prefix_cache_queries += request.num_prompt_tokens
+            self.counters.prefix_cache_queries += request.num_prompt_tokens if self._reads_cache(request) else 0
             self.counters.prefix_cache_hits += request.num_cached_tokens
         return True
 
@@ -222,8 +222,11 @@ class Scheduler:
         request.num_preemptions += 1
         self.counters.preemptions += 1
 
+    def _reads_cache(self, request: Request) -> bool:
+        return self._enable_prefix_caching and not request.pooling
+
     def _match(self, request: Request) -> list[int]:
-        if request.pooling or not self._enable_prefix_caching:
+        if not self._reads_cache(request):
             return []
         num_full = (len(request.token_ids) - 1) // self.pool.block_size
         self._hash_blocks(request, num_full)

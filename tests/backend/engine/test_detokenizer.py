@@ -85,3 +85,13 @@ def test_which_stop_string_came_is_known_and_nothing_follows_it() -> None:
 @pytest.mark.parametrize("token_ids", [[], [SPECIAL]])
 def test_no_text_is_empty_text(token_ids: list[int]) -> None:
     assert stream(Detokenizer(TOKENIZER), token_ids)[-1] == ""
+
+
+def test_bytes_that_are_no_text_do_not_end_the_stream() -> None:
+    """A model may sample any bytes. With byte fallback, some make the library's stream give up; ours goes on."""
+    byte_tokens = {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    vocabulary = {"<unk>": 0, **byte_tokens, "▁hi": 257, "a": 258, "▁": 259}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    malformed = [47, 166, 91, 210, 259, 255, 84, 129]
+    assert "".join(stream(Detokenizer(tokenizer), [*malformed, 257, 258])).endswith(" hia")

@@ -176,6 +176,7 @@ class Histories(RuleBasedStateMachine):
         held = Counter(block for request in self.live.values() for block in request.block_table)
         assert {block: n for block, n in enumerate(self.pool._ref_counts) if n} == held
         assert all(not request.block_table for request in self.scheduler.waiting)
+        assert all(request.num_computed_tokens == 0 for request in self.scheduler.waiting)
         assert {*self.scheduler.running, *self.scheduler.waiting} == set(self.live.values())
         assert all(max(Counter(request.block_table).values(), default=1) == 1 for request in self.live.values())
         if not self.live:
