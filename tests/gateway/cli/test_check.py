@@ -1,0 +1,80 @@
+import json
+from pathlib import Path
+
+from gateway.policy_file import load_policy, policy_schema
+from tests.gateway.cli.conftest import Warmpath
+
+POLICIES = Path(__file__).parents[3] / "policies"
+
+
+def test_a_policy_is_summed_up(warmpath: Warmpath) -> None:
+    result = warmpath("check", str(POLICIES / "examples" / "vllm.yaml"))
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    policy = load_policy(POLICIES / "examples" / "vllm.yaml")
+    for word in (policy.hash, "gpu-a", "http://10.0.0.6:8000/v1", "gpt-4o, gpt-4o-mini", "realtime (default)", "chat"):
+        assert word in result.stdout
+    assert "0.10 in, 0.01 cached" in result.stdout.replace("0.1 in", "0.10 in")
+    assert "6000 requests per 60 s, 20000000 tokens per 60 s, 400 at once" in result.stdout
+
+
+def test_without_a_file_it_is_the_policy_of_the_settings(warmpath: Warmpath) -> None:
+    assert "default.yaml is a policy" in warmpath("check").stdout
+    example = str(POLICIES / "examples" / "vllm.yaml")
+    assert "vllm.yaml is a policy" in warmpath("check", WARMPATH_POLICY=example).stdout
+
+
+def test_problems_go_to_stderr_with_their_lines(warmpath: Warmpath, tmp_path: Path) -> None:
+    text = (POLICIES / "default.yaml").read_text()
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(text.replace("provider: warmpath", "provider: vlm     ").replace("\ncache:", "\ncahce:"))
+    result = warmpath("check", str(bad))
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    line = text.splitlines().index("cache:") + 1
+    assert f"{bad}:{line}:1: cahce: unknown key 'cahce'; known: " in result.stderr
+    assert result.stderr.endswith(f"{bad}: 1 problem\n")
+
+    bad.write_text(text.replace("provider: warmpath", "provider: vlm     "))
+    result = warmpath("check", str(bad))
+    assert result.exit_code == 1
+    assert "deployments.0.provider: there is no provider 'vlm'; known: openai, vllm, warmpath" in result.stderr
+
+
+def test_json_for_scripts(warmpath: Warmpath, tmp_path: Path) -> None:
+    good = json.loads(warmpath("check", "--json").stdout)
+    assert good["ok"] is True
+    assert good["hash"] == load_policy(POLICIES / "default.yaml").hash
+    assert good["models"] == [{"name": "warmpath-demo", "aliases": ["demo"]}]
+
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("models: 1\n")
+    result = warmpath("check", str(bad), "--json")
+    assert result.exit_code == 1
+    answer = json.loads(result.stdout)
+    assert answer["ok"] is False
+    assert {
+        "file": str(bad),
+        "line": 1,
+        "column": 1,
+        "field": "models",
+        "message": "must be a list, as in `[a, b]`",
+    } in (answer["problems"])
+
+
+def test_a_secret_that_is_missing_here_is_only_a_warning(warmpath: Warmpath) -> None:
+    path = POLICIES / "examples" / "mixed.yaml"
+    result = warmpath("check", str(path), OPENAI_API_KEY="")
+    assert result.exit_code == 0
+    assert "deployments.1.api_key.env: the environment variable OPENAI_API_KEY is not set here" in result.stderr
+    assert warmpath("check", str(path), OPENAI_API_KEY="sk-x").stderr == ""
+
+
+def test_the_schema_is_printed_byte_for_byte(warmpath: Warmpath) -> None:
+    assert warmpath("check", "--schema").stdout == policy_schema()
+
+
+def test_a_file_that_is_not_there_is_misuse(warmpath: Warmpath) -> None:
+    result = warmpath("check", "nope.yaml")
+    assert result.exit_code == 2
+    assert "'nope.yaml' does not exist" in result.stderr

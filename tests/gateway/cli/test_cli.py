@@ -1,0 +1,77 @@
+import os
+import pty
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+
+from gateway.cli import VERBS
+from tests.gateway.cli.conftest import Warmpath
+
+ROOT = Path(__file__).parents[3]
+ESCAPE = "\x1b["
+
+
+def on_a_terminal(*arguments: str, **env: str) -> str:
+    """What `python -m gateway` writes when its stdout is a terminal."""
+    ours, theirs = pty.openpty()
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WARMPATH_") and k not in ("NO_COLOR", "CI")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "gateway", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=ROOT,
+        env={**clean, "TERM": "xterm-256color", **env},
+    ) as process:
+        os.close(theirs)
+        written = b""
+        try:
+            while chunk := os.read(ours, 65536):
+                written += chunk
+        except OSError:  # EIO: how Linux says that the other end of a terminal is closed
+            pass
+        finally:
+            os.close(ours)
+    assert process.returncode == 0, written
+    return written.decode()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_and_is_a_typer_app(warmpath: Warmpath, verb: str) -> None:
+    assert isinstance(import_module(f"gateway.cli.{verb}").app, typer.Typer)
+    result = warmpath(verb, "--help")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"Usage: warmpath {verb}")
+
+
+def test_the_help_lists_every_verb(warmpath: Warmpath) -> None:
+    help_text = warmpath("--help").stdout
+    assert all(f"  {verb} " in help_text for verb in VERBS)
+
+
+def test_version(warmpath: Warmpath) -> None:
+    assert warmpath("--version").stdout.startswith("warmpath ")
+
+
+def test_an_unknown_verb_is_misuse(warmpath: Warmpath) -> None:
+    result = warmpath("chekc")
+    assert result.exit_code == 2
+    assert "No such command 'chekc'" in result.stderr
+
+
+def test_a_bad_setting_is_misuse_and_names_its_variable(warmpath: Warmpath) -> None:
+    result = warmpath("check", WARMPATH_PORT="http", WARMPATH_POLICI="x")
+    assert result.exit_code == 2
+    assert "WARMPATH_PORT: should be a valid integer" in result.stderr
+    assert "warning: WARMPATH_POLICI is not a setting; did you mean WARMPATH_POLICY?" in result.stderr
+    assert result.stdout == ""
+
+
+def test_colour_is_for_terminals_that_want_it(warmpath: Warmpath) -> None:
+    assert ESCAPE in on_a_terminal("check")
+    assert ESCAPE not in on_a_terminal("check", NO_COLOR="1").replace(f"{ESCAPE}1m", "").replace(f"{ESCAPE}0m", "")
+    assert ESCAPE not in warmpath("check").stdout

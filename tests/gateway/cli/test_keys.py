@@ -1,0 +1,154 @@
+import asyncio
+import json
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gateway import keys
+from gateway.policy import Key
+from gateway.storage import open_storage
+from gateway.storage.base import KeyRecord
+from tests.gateway.cli.conftest import Warmpath
+
+POLICIES = Path(__file__).parents[3] / "policies"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/keys.db"
+
+
+def stored(url: str, key_id: str) -> KeyRecord | None:
+    async def get() -> KeyRecord | None:
+        storage = open_storage(url)
+        await storage.open()
+        try:
+            return await storage.get_key(key_id)
+        finally:
+            await storage.close()
+
+    return asyncio.run(get())
+
+
+def test_a_key_is_printed_once_and_only_its_hash_is_kept(warmpath: Warmpath, url: str, tmp_path: Path) -> None:
+    result = warmpath("keys", "create", "--tenant", "dev", "--id", "ci", "--storage", url, WARMPATH_KEY_PEPPER="p")
+    assert result.exit_code == 0, result.output
+    key = result.stdout.strip()
+    record = stored(url, "ci")
+    assert record is not None
+    assert keys.verify(key, record.hash, "p")
+    assert (record.tenant, record.expires, record.models, record.revoked) == ("dev", None, None, False)
+    parsed = keys.parse_key(key)
+    assert parsed is not None
+    assert all(parsed[1].encode() not in file.read_bytes() for file in tmp_path.iterdir())
+
+
+def test_a_key_may_expire_and_be_for_some_models(warmpath: Warmpath, url: str) -> None:
+    options = ("--expires", "30d", "--model", "a", "--model", "b", "--json")
+    result = warmpath("keys", "create", "--tenant", "dev", *options, WARMPATH_STORAGE=url)
+    answer = json.loads(result.stdout)
+    record = stored(url, answer["id"])
+    assert record is not None
+    assert record.models == ("a", "b")
+    assert record.expires is not None
+    life = datetime.fromisoformat(record.expires) - datetime.fromisoformat(record.created)
+    assert life == timedelta(days=30)
+    assert keys.verify(answer["key"], record.hash, "")
+
+
+def test_list_and_revoke(warmpath: Warmpath, url: str) -> None:
+    for key_id, life in (("a", "1ms"), ("b", "1h"), ("c", "1h")):
+        warmpath("keys", "create", "--tenant", "dev", "--id", key_id, "--expires", life, "--storage", url)
+    result = warmpath("keys", "revoke", "b", "--storage", url)
+    assert result.stdout == "The key b of dev is revoked.\n"
+    answer = json.loads(warmpath("keys", "list", "--json", "--storage", url).stdout)
+    assert [(key["id"], key["state"]) for key in answer] == [("a", "expired"), ("b", "revoked"), ("c", "active")]
+    assert "hash" not in answer[0]
+    table = warmpath("keys", "list", "--storage", url).stdout.splitlines()
+    assert table[0].split() == ["ID", "TENANT", "STATE", "CREATED", "EXPIRES", "MODELS"]
+    assert table[2].split()[:3] == ["b", "dev", "revoked"]
+
+
+def test_an_id_is_never_given_twice(warmpath: Warmpath, url: str) -> None:
+    create = ("keys", "create", "--tenant", "dev", "--id", "a", "--storage", url)
+    warmpath(*create)
+    warmpath("keys", "revoke", "a", "--storage", url)
+    result = warmpath(*create)
+    assert result.exit_code == 1
+    assert "there is a key 'a' already" in result.stderr
+    record = stored(url, "a")
+    assert record is not None
+    assert record.revoked
+
+
+def test_revoking_what_is_not_there_is_a_problem(warmpath: Warmpath, url: str) -> None:
+    warmpath("keys", "create", "--tenant", "dev", "--id", "nightly", "--storage", url)
+    result = warmpath("keys", "revoke", "nigthly", "--storage", url)
+    assert result.exit_code == 1
+    assert "there is no key 'nigthly' in the storage; known: nightly; did you mean 'nightly'?" in result.stderr
+
+
+@pytest.mark.parametrize("verb", [("create", "--tenant", "dev"), ("list",), ("revoke", "x")])
+def test_memory_keeps_no_keys(warmpath: Warmpath, verb: tuple[str, ...]) -> None:
+    result = warmpath("keys", *verb)
+    assert result.exit_code == 2
+    assert "memory:// keeps no keys" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--id", "A-b"), "a key id is 1 to 63 of a-z"),
+        (("--expires", "soon"), "a duration is a number and a unit"),
+        (("--expires", "99999999999d"), "too large"),
+        (("--storage", "dbase://x"), "the scheme of 'dbase://...' is not known"),
+    ],
+)
+def test_misuse_of_create(warmpath: Warmpath, url: str, options: tuple[str, ...], complaint: str) -> None:
+    result = warmpath("keys", "create", "--tenant", "dev", *options, WARMPATH_STORAGE=url)
+    assert result.exit_code == 2, result.output
+    assert complaint in " ".join(result.stderr.split())
+
+
+def test_a_named_policy_must_know_the_tenant_and_the_models(warmpath: Warmpath, url: str) -> None:
+    def create(*options: str) -> str:
+        result = warmpath("keys", "create", *options, "--storage", url, WARMPATH_POLICY=str(POLICIES / "default.yaml"))
+        return "" if result.exit_code == 0 else result.stderr
+
+    assert "there is no tenant 'dve'" in create("--tenant", "dve")
+    assert "there is no model 'gpt'" in create("--tenant", "dev", "--model", "gpt")
+    assert create("--tenant", "dev", "--model", "demo") == ""
+
+
+def test_a_store_that_can_not_be_reached_is_told(warmpath: Warmpath) -> None:
+    result = warmpath("keys", "list", "--storage", "redis://127.0.0.1:1/0")
+    assert result.exit_code == 1
+    assert result.stderr != ""
+    assert "Traceback" not in result.output
+
+
+def test_hash_prints_the_line_for_a_policy_file(warmpath: Warmpath) -> None:
+    key = keys.new_key("ci")
+    result = warmpath("keys", "hash", stdin=f"{key}\n", WARMPATH_KEY_PEPPER="p")
+    (line,) = yaml.safe_load(result.stdout)
+    in_file = Key.model_validate(line)
+    assert in_file.id == "ci"
+    assert keys.verify(key, in_file.hash, "p")
+    assert json.loads(warmpath("keys", "hash", "--json", stdin=key, WARMPATH_KEY_PEPPER="p").stdout) == line
+
+
+def test_hash_can_make_the_key_as_well(warmpath: Warmpath) -> None:
+    key, line = warmpath("keys", "hash", "--new", "ci").stdout.splitlines()
+    assert keys.verify(key, yaml.safe_load(line)[0]["hash"], "")
+    answer = json.loads(warmpath("keys", "hash", "--new", "ci", "--json").stdout)
+    assert keys.verify(answer["key"], answer["hash"], "")
+
+
+def test_hash_refuses_what_is_no_key_and_warns_of_weak_ones(warmpath: Warmpath) -> None:
+    result = warmpath("keys", "hash", stdin="sk-topsecret\n")
+    assert result.exit_code == 2
+    assert "topsecret" not in result.output
+    assert "short enough to be guessed" in warmpath("keys", "hash", stdin="wp-dev-x\n").stderr

@@ -1,0 +1,151 @@
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from gateway.policy import BUILT_IN_CLASSES, Policy, choices, parse_count, parse_duration, parse_rate, parse_share
+
+
+def least(**more: Any) -> dict[str, Any]:
+    return {
+        "deployments": [{"name": "a", "base_url": "http://a/v1", "model": "m"}],
+        "models": [{"name": "m", "aliases": ["n"], "deployments": ["a"]}],
+        "tenants": [{"name": "t"}],
+        **more,
+    }
+
+
+def complaints(document: dict[str, Any]) -> str:
+    with pytest.raises(ValidationError) as caught:
+        Policy.model_validate(document)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("250ms", 0.25), ("10s", 10), ("1.5m", 90), ("24h", 86400), ("7d", 604800), (" 3 s ", 3), (5, 5)],
+)
+def test_durations(text: Any, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("600", 600), ("64k", 64_000), ("1.5M", 1_500_000), ("2G", 2_000_000_000), (7, 7)]
+)
+def test_counts(text: Any, count: int) -> None:
+    assert parse_count(text) == count
+
+
+def test_rates_and_shares() -> None:
+    assert parse_rate("1M/30s") == {"amount": 1_000_000, "period": 30.0}
+    assert parse_share("10%") == pytest.approx(0.1)
+    assert parse_share(0.25) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("parse", "value"),
+    [
+        (parse_duration, "10"),
+        (parse_duration, "soon"),
+        (parse_duration, True),
+        (parse_count, "1.5"),  # half a request
+        (parse_count, "-3"),
+        (parse_count, False),
+        (parse_rate, "600"),
+        (parse_rate, 600),
+        (parse_rate, "600/"),
+        (parse_share, "x%"),
+        (parse_share, "10"),
+    ],
+)
+def test_what_is_no_quantity_is_refused(parse: Any, value: Any) -> None:
+    with pytest.raises(ValueError, match="as in"):
+        parse(value)
+
+
+@pytest.mark.parametrize(
+    "classes", [{"realtime": {"total": 0}}, {"realtime": {"total": float("inf")}}, {"realtime": {"max_queue": -1}}]
+)
+def test_quantities_have_bounds(classes: dict[str, Any]) -> None:
+    assert "classes.realtime" in complaints(least(classes=classes))
+
+
+def test_both_built_in_classes_exist_and_a_policy_changes_only_what_it_says() -> None:
+    policy = Policy.model_validate(least(classes={"realtime": {"ttft": "5s"}, "slow": {}}))
+    assert set(policy.classes) == {"realtime", "batch", "slow"}
+    assert policy.classes["realtime"].ttft == 5
+    assert policy.classes["realtime"].max_wait == BUILT_IN_CLASSES["realtime"]["max_wait"]
+    assert policy.classes["batch"].total == BUILT_IN_CLASSES["batch"]["total"]
+
+
+def test_one_name_stands_for_a_list_and_header_names_have_no_case() -> None:
+    rule = {"match": {"tenant": "t", "model": ["m", "n"], "header": {"X-Class": "Batch"}}, "class": "batch"}
+    match = Policy.model_validate(least(rules=[rule])).rules[0].match
+    assert match.tenant == ("t",)
+    assert match.model == ("m", "n")
+    assert match.header == {"x-class": "Batch"}
+
+
+def test_money_is_decimal_from_the_digits_that_were_written() -> None:
+    document = least()
+    document["deployments"][0]["price"] = {"input": 0.1, "output": "0.30"}
+    price = Policy.model_validate(document).deployments[0].price
+    assert price is not None
+    assert price.input == Decimal("0.1")
+    assert price.output == Decimal("0.30")
+
+
+def test_nothing_is_named_twice_across_names_and_aliases() -> None:
+    document = least(tenants=[{"name": "t"}, {"name": "t"}])
+    document["models"].append({"name": "n", "deployments": ["a"]})
+    text = complaints(document)
+    assert "models.1.name: the model name 'n' is used twice" in text
+    assert "tenants.1.name: the tenant name 't' is used twice" in text
+
+
+@pytest.mark.parametrize(
+    ("section", "complaint"),
+    [
+        ({"models": [{"name": "m", "deployments": ["b"]}]}, "models.0.deployments: there is no deployment 'b'"),
+        (
+            {"models": [{"name": "m", "deployments": ["a"], "fallbacks": ["m"]}]},
+            "models.0.fallbacks: there is no other model 'm'",
+        ),
+        ({"default_class": "fast"}, "default_class: there is no class 'fast'"),
+        ({"rules": [{"match": {}, "class": "fast"}]}, "rules.0.class: there is no class 'fast'"),
+        ({"rules": [{"match": {"tenant": "u"}, "class": "batch"}]}, "rules.0.match.tenant: there is no tenant 'u'"),
+        ({"rules": [{"match": {"model": "x"}, "class": "batch"}]}, "rules.0.match.model: there is no model 'x'"),
+        ({"tenants": [{"name": "t", "models": ["x"]}]}, "tenants.0.models: there is no model 'x'"),
+    ],
+)
+def test_every_name_that_is_used_exists(section: dict[str, Any], complaint: str) -> None:
+    assert complaint in complaints(least(**section))
+
+
+def test_a_budget_needs_prices_in_one_currency() -> None:
+    document = least(tenants=[{"name": "t", "limits": {"budget": {"amount": 5}}}])
+    for name, currency in (("usd", "USD"), ("eur", "EUR")):
+        price = {"input": 1, "currency": currency}
+        document["deployments"].append({"name": name, "base_url": "http://a", "model": "m", "price": price})
+    assert "tenants.0.limits.budget: a budget needs all prices in one currency; there are EUR and USD" in complaints(
+        document
+    )
+
+
+def test_the_hash_names_the_content() -> None:
+    policy = Policy.model_validate(least())
+    assert policy.hash == Policy.model_validate(least()).hash
+    assert policy.hash != Policy.model_validate(least(cache={"ttl": "1s"})).hash
+    assert len(policy.hash) == 16
+
+
+def test_what_calls_ask_is_found_by_every_name() -> None:
+    policy = Policy.model_validate(least())
+    assert policy.models_by_name["m"] is policy.models_by_name["n"] is policy.models[0]
+
+
+def test_choices_guess_only_what_is_near() -> None:
+    assert choices("locla", ["remote", "local"]) == "known: local, remote; did you mean 'local'?"
+    assert choices("x", ["local"]) == "known: local"
+    assert choices("x", []) == "known: none"
