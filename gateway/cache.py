@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
+from typing import Literal
 
 import msgspec
 
@@ -122,7 +123,7 @@ class Unrecorded:
 class Answer:
     """An answer that needs no upstream: kept from earlier ("hit"), or being given to an equal call ("shared")."""
 
-    def __init__(self, kind: str, chunks: AsyncIterator[bytes]) -> None:
+    def __init__(self, kind: Literal["hit", "shared"], chunks: AsyncIterator[bytes]) -> None:
         self.kind = kind
         self._chunks = chunks
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -21,6 +22,7 @@ JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream; charset=utf-8"
 DISCARD_MAX_BYTES = 64 * 2**20  # of a body over the cap, read and dropped so that the client can read its refusal
 BODY_MAX_SECONDS = 60.0  # for the whole request body to arrive
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 WRITE_STALL_SECONDS = 60.0  # a client that takes nothing for so long is taken for gone
 
 
@@ -110,7 +112,7 @@ class Exchange:
         self.client_gone = True
         self.leave_if_gone()
 
-    async def start(self, status: int, content_type: str, headers: Mapping[str, str] = {}) -> None:  # noqa: B006
+    async def start(self, status: int, content_type: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
         self.status = status
         lines = {"content-type": content_type, **self.reply_headers, **headers}
         await self._send({
@@ -129,9 +131,11 @@ class Exchange:
         if self._write is not None:
             self._write.end()
 
-    async def reply(self, status: int, content: bytes, content_type: str = JSON_TYPE) -> None:
+    async def reply(
+        self, status: int, content: bytes, content_type: str = JSON_TYPE, headers: Mapping[str, str] = NO_HEADERS
+    ) -> None:
         """A whole reply at once."""
-        await self.start(status, content_type, {"content-length": str(len(content))})
+        await self.start(status, content_type, {**headers, "content-length": str(len(content))})
         await self.send(content, last=True)
 
     async def refuse(self, error: GatewayError) -> None:

@@ -125,8 +125,8 @@ class Settlement:
             await self.recording.finish()
         else:
             self.recording.fail(error if isinstance(error, GatewayError) else None)
-        if upstream is not None:
-            upstream.server.learn_cached(call.fingerprint, usage)
+        if upstream is not None and usage.exact:
+            upstream.server.learn_cached(call.fingerprint, upstream.matched_tokens, usage.cache_read)
         if not self._written:
             await self._reservation.release()
             return

@@ -14,7 +14,7 @@ import msgspec
 from gateway.canonical.base import Fields, Safety
 
 _messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
-_any = msgspec.json.Decoder(Any)
+_parts = msgspec.json.Decoder(list[dict[str, Any]])
 _encode = msgspec.json.encode
 _FORBIDDEN_ROLES = {b'"assistant"', b'"tool"', b'"function"'}  # history and tool results stay as they came
 
@@ -40,8 +40,8 @@ class TextParts:
 def _single_text(content: msgspec.Raw | None) -> str | None:
     if content is None or not bytes(content).lstrip().startswith(b"["):
         return None
-    parts = _any.decode(content)
-    if len(parts) == 1 and isinstance(parts[0], dict) and parts[0].keys() == {"type", "text"}:
-        part = parts[0]
-        return part["text"] if part["type"] == "text" and isinstance(part["text"], str) else None
-    return None
+    parts = _parts.decode(content)
+    if len(parts) != 1 or parts[0].keys() != {"type", "text"} or parts[0]["type"] != "text":
+        return None
+    text = parts[0]["text"]
+    return text if isinstance(text, str) else None

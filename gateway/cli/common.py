@@ -24,14 +24,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")
 
 def verb_app(**options: Any) -> typer.Typer:
     """Help is plain text, and a crash is Python's traceback: Typer's own would show local variables, and so secrets."""
-    return typer.Typer(
-        add_completion=False,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        no_args_is_help=True,
-        context_settings={"help_option_names": ["-h", "--help"]},
-        **options,
-    )
+    common: dict[str, Any] = {
+        "add_completion": False,
+        "rich_markup_mode": None,
+        "pretty_exceptions_enable": False,
+        "no_args_is_help": True,
+        "context_settings": {"help_option_names": ["-h", "--help"]},
+    }
+    return typer.Typer(**(common | options))
 
 
 def fail(message: str, *, code: int = PROBLEM) -> NoReturn:

@@ -1,0 +1,46 @@
+# The verbs of this repository. CI runs the same ones and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+
+.PHONY: up install test check bench docs demo-model clean
+
+up: install ## start engine and gateway, print how to call them
+	@$(BIN)/warmpath up
+
+install: $(VENV)/.installed ## the virtual environment with gateway and engine
+
+test: $(VENV)/.installed-dev ## everything a change must pass, real redis-server included
+	@scripts/ensure-redis.sh
+	@$(MAKE) --no-print-directory check
+	@$(BIN)/pytest
+
+check: $(VENV)/.installed-dev ## ruff, mypy strict, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed-dev ## the gateway's cost per request, beside its limit
+	$(BIN)/python -m benchmarks.gateway.run
+
+docs: $(VENV)/.installed-dev ## the generated pages: the policy's schema and its reference
+	$(BIN)/warmpath check --schema > policies/policy.schema.json
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)
+	@echo "installing Warmpath into $(VENV) (a few minutes the first time)"
+	$(PIP) install --quiet --progress-bar on -c constraints.txt -e '.[engine]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)
+	@echo "installing Warmpath and its development tools into $(VENV) (a few minutes the first time)"
+	$(PIP) install --quiet --progress-bar on -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Warmpath needs Python 3.11 or later; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+clean: ## remove the environment and the data of `make up`
+	rm -rf $(VENV) .warmpath

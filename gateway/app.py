@@ -1,0 +1,197 @@
+"""The composition root: builds the long-lived parts once and gives each the others that it needs.
+
+It alone knows every concrete class. The doors are bare ASGI callables; Starlette is the shell around them, for what
+is asked for seldom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.auth import Authenticator
+from gateway.cache import ResponseCache
+from gateway.canonicaliser import Canonicaliser
+from gateway.doors import DOORS, catalogue
+from gateway.errors import GatewayError, MethodNotAllowed, StorageUnavailable, UnknownUrl
+from gateway.fleet import Fleet
+from gateway.ledger import Ledger
+from gateway.limits.base import Limiter
+from gateway.policy import Policy
+from gateway.policy_file import PolicyHolder
+from gateway.providers import make_provider
+from gateway.providers.transport import HTTPTransport
+from gateway.queueing import Queue
+from gateway.replies import render_error
+from gateway.routing import STRATEGIES
+from gateway.routing.router import Router
+from gateway.serve import House, handle
+from gateway.settings import Settings, resolve_secret
+from gateway.storage import open_storage
+from gateway.telemetry import (
+    DEPLOYMENT_AVAILABLE,
+    DEPLOYMENT_INFLIGHT,
+    INFLIGHT,
+    LEDGER_OK,
+    LEDGER_ROWS,
+    QUEUE_DEPTH,
+    Telemetry,
+)
+
+
+class Gateway:
+    """The ASGI application. `policies` holds a valid policy already; everything else is opened in its lifespan."""
+
+    def __init__(self, settings: Settings, policies: PolicyHolder) -> None:
+        self._settings = settings
+        self._policies = policies
+        self._storage = open_storage(settings.storage, owner=settings.replica)
+        self._transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
+        self._fleet = Fleet(lambda deployment: make_provider(deployment, self._transport, resolve_secret))
+        self._telemetry = Telemetry(settings.otlp_endpoint)
+        self._created = int(time.time())
+        self._in_flight = 0
+        self._draining = False
+        pepper = settings.key_pepper.get_secret_value()
+        self.house = House(
+            policies=policies,
+            authenticator=Authenticator(self._storage, pepper),
+            canonicaliser=Canonicaliser(pepper.encode()),
+            cache=ResponseCache(self._storage),
+            limiter=Limiter(self._storage),
+            queue=Queue(self._fleet),
+            router=Router(self._fleet, STRATEGIES),
+            ledger=Ledger(settings.ledger_dir, settings.replica),
+            telemetry=self._telemetry,
+            max_body_bytes=settings.max_body_bytes,
+        )
+        self._doors = {f"/v1/{door.operation.value}": door for door in DOORS}
+        self._shell = Starlette(
+            routes=[
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/health", self._health),
+                Route("/ready", self._ready),
+                Route("/metrics", self._metrics),
+            ],
+            exception_handlers={GatewayError: _refuse, 404: _unknown_url, 405: _wrong_method},
+            lifespan=self._lifespan,
+        )
+        self._take_over(policies.current)
+        policies.subscribe(self._take_over)
+        self._show_numbers()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        door = self._doors.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if door is None:
+            await self._shell(scope, receive, send)
+            return
+        self._in_flight += 1
+        try:
+            await handle(self.house, door, scope, receive, send)
+        finally:
+            self._in_flight -= 1
+
+    def drain(self) -> None:
+        """No new calls: readiness goes off and whoever waits is refused; what is under way goes on."""
+        self._draining = True
+        self.house.queue.close()
+
+    def _take_over(self, policy: Policy) -> None:
+        self._fleet.apply(policy)
+        self._telemetry.policy_loaded(policy)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as opened:
+            await self._storage.open()
+            opened.push_async_callback(self._storage.close)
+            self.house.ledger.open()
+            opened.push_async_callback(self.house.ledger.close)
+            await self._telemetry.start()
+            opened.push_async_callback(self._telemetry.shutdown)
+            await self.house.limiter.start()
+            opened.push_async_callback(self.house.limiter.stop)
+            opened.push_async_callback(self._transport.aclose)
+            watching = asyncio.create_task(self._policies.watch())
+            opened.callback(watching.cancel)
+            yield
+
+    def _show_numbers(self) -> None:
+        house, watch = self.house, self._telemetry.watch
+        watch(INFLIGHT, lambda: self._in_flight)
+        watch(QUEUE_DEPTH, lambda: {(name,): house.queue.depth(name) for name in self._policies.current.classes})
+        watch(DEPLOYMENT_INFLIGHT, lambda: {(server.name,): server.in_flight for server in self._fleet})
+        watch(
+            DEPLOYMENT_AVAILABLE,
+            lambda: {(server.name,): float(not server.cooling(_loop_time())) for server in self._fleet},
+        )
+        watch(LEDGER_ROWS, lambda: house.ledger.rows_written)
+        watch(LEDGER_OK, lambda: float(house.ledger.ok))
+
+    # The shell: what is asked for seldom.
+
+    async def _models(self, request: Request) -> Response:
+        policy = self._policies.current
+        principal = await self.house.authenticator.authenticate(dict(request.scope["headers"]), policy)
+        return _json(200, catalogue.listing(policy, principal, self._created))
+
+    async def _model(self, request: Request) -> Response:
+        policy = self._policies.current
+        principal = await self.house.authenticator.authenticate(dict(request.scope["headers"]), policy)
+        return _json(200, catalogue.entry(policy, principal, self._created, request.path_params["name"]))
+
+    async def _health(self, _: Request) -> Response:
+        """Alive: the event loop answers."""
+        return _json(200, {"status": "ok"})
+
+    async def _ready(self, _: Request) -> Response:
+        """Whether calls should be sent here, and what stands against it. Says nothing about other machines' health:
+        a gateway whose servers are down must go on to answer, with the truth."""
+        faults = []
+        if self._draining:
+            faults.append("the gateway is shutting down")
+        if not self.house.ledger.ok:
+            faults.append("the ledger can not be written")
+        try:
+            await self._storage.get("ready")
+        except StorageUnavailable as error:
+            faults.append(error.message)
+        servers = {server.name: not server.cooling(_loop_time()) for server in self._fleet}
+        state = {"status": "ready" if not faults else "not ready", "faults": faults, "deployments": servers}
+        return _json(503 if faults else 200, {**state, "policy": self._policies.current.hash})
+
+    async def _metrics(self, _: Request) -> Response:
+        content, content_type = self._telemetry.render_metrics()
+        return Response(content, headers={"content-type": content_type})
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _json(status: int, value: Any) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, GatewayError)
+    return Response(render_error(error), error.status, headers=error.headers, media_type="application/json")
+
+
+async def _unknown_url(request: Request, _: Exception) -> Response:
+    return await _refuse(request, UnknownUrl(f"there is no {request.method} {request.url.path} here"))
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    return await _refuse(request, MethodNotAllowed(f"{request.url.path} does not take {request.method}"))

@@ -1,0 +1,159 @@
+"""`warmpath explain`: what would happen to this request, and why?"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gateway.canonicaliser import Canonicaliser, new_call_id
+from gateway.cli.common import AsJson, fail, policy_or_exit, say, say_json, say_table, settings_or_exit, verb_app
+from gateway.doors import DOORS
+from gateway.errors import GatewayError
+from gateway.fleet import Fleet
+from gateway.policy import Policy, Tenant
+from gateway.policy_checks import ANYWHERE
+from gateway.prefix.fingerprint import BLOCK_BYTES
+from gateway.providers.base import Unasked
+from gateway.routing import STRATEGIES
+from gateway.routing.base import Candidate
+from gateway.routing.router import Router
+from gateway.types import Call, Operation, Principal, Trace
+
+app = verb_app()
+
+
+@app.command()
+def explain(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The policy file.")],
+    request: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="The request's JSON body.")],
+    tenant: Annotated[str | None, typer.Option(help="Who asks; left out: the policy's first tenant.")] = None,
+    key: Annotated[str, typer.Option(help="The id of the key that is used.")] = "explain",
+    header: Annotated[list[str] | None, typer.Option(help="A request header, as in 'x-team: search'.")] = None,
+    operation: Annotated[Operation, typer.Option(help="The endpoint.")] = Operation.CHAT,
+    after: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="Requests sent before it, in order, whose prompts are warm."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the rule that matches a request, its class, the candidates with their predicted cost, and who wins.
+
+    Nothing is sent. Caches are taken to be cold and servers idle, but for what --after sends before.
+    """
+    policy = policy_or_exit(file, checks=ANYWHERE)
+    asked = Principal(_tenant(policy, tenant), key)
+    headers = dict(_header(line) for line in header or [])
+    story = asyncio.run(_story(policy, asked, headers, operation, [path.read_bytes() for path in (*(after or []), request)]))
+    if as_json:
+        say_json(story)
+    else:
+        _tell(story)
+
+
+async def _story(
+    policy: Policy, principal: Principal, headers: dict[bytes, bytes], operation: Operation, bodies: list[bytes]
+) -> dict[str, Any]:
+    """Every body goes through the gateway's own canonicaliser and router; the last one is told about."""
+    canonicaliser = Canonicaliser(settings_or_exit().key_pepper.get_secret_value().encode())
+    fleet = Fleet(lambda deployment: Unasked())
+    fleet.apply(policy)
+    router = Router(fleet, STRATEGIES)
+    door = next(door for door in DOORS if door.operation is operation)
+    for body in bodies:
+        started = time.perf_counter()
+        try:
+            call = canonicaliser.canonicalise(
+                door, body, headers,
+                call_id=new_call_id(), principal=principal, policy=policy,
+                now=asyncio.get_running_loop().time(), trace=Trace(trace_id=1, parent_span_id=0, sampled=False),
+            )  # fmt: skip
+        except GatewayError as error:
+            fail(f"it is refused with {error.status} {error.code or error.type}: {error.message}")
+        seconds = time.perf_counter() - started
+        candidates = router.order(call)
+        candidates[0].server.cache.add(call.fingerprint)
+    return _outline(policy, call, candidates, seconds)
+
+
+def _outline(policy: Policy, call: Call, candidates: list[Candidate], seconds: float) -> dict[str, Any]:
+    rule = None if call.class_rule is None else policy.rules[call.class_rule]
+    return {
+        "model": {"asked": call.asked_model, "served": call.model.name},
+        "rule": None if rule is None else {
+            "index": call.class_rule, "match": rule.match.model_dump(exclude_none=True), "class": rule.latency_class,
+        },
+        "class": call.class_name,
+        "prompt": {
+            "tokens_estimate": call.prompt_tokens_estimate,
+            "blocks": len(call.fingerprint),
+            "block_bytes": BLOCK_BYTES,
+            "canonical_steps": call.canonical_steps,
+            "seconds": round(seconds, 6),
+        },
+        "candidates": [
+            {
+                "deployment": candidate.server.name,
+                "cost_seconds": round(candidate.cost_seconds, 4),
+                "matched_tokens": candidate.matched_tokens,
+                "reason": candidate.reason,
+            }
+            for candidate in candidates
+        ],
+        "why": _why(candidates),
+    }  # fmt: skip
+
+
+def _why(candidates: list[Candidate]) -> str:
+    winner, *others = candidates
+    if not others:
+        return f"{winner.server.name} is the only candidate"
+    nearest = others[0]
+    if nearest.cost_seconds == winner.cost_seconds:
+        return f"{winner.server.name} and {nearest.server.name} cost the same; the one named first in the policy wins"
+    if nearest.cost_seconds < winner.cost_seconds:
+        return f"{winner.server.name} serves the model asked for; {nearest.server.name} is a fallback"
+    return f"{winner.server.name} is predicted to cost {nearest.cost_seconds - winner.cost_seconds:.3f} s less than {nearest.server.name}"
+
+
+def _tell(story: dict[str, Any]) -> None:
+    model, rule, prompt = story["model"], story["rule"], story["prompt"]
+    say(f"model   {model['asked']}" + (f", which is {model['served']}" if model["asked"] != model["served"] else ""))
+    if rule is None:
+        say("rule    none matches")
+    else:
+        say(f"rule    number {rule['index'] + 1}: {rule['match']} gives {rule['class']}")
+    say(f"class   {story['class']}")
+    steps = ", ".join(prompt["canonical_steps"]) or "it is canonical already"
+    say(f"prompt  about {prompt['tokens_estimate']} tokens, {prompt['blocks']} blocks of {prompt['block_bytes']} bytes; {steps}")
+    say()
+    say_table(
+        ("", "DEPLOYMENT", "PREDICTED COST", "WHY"),
+        [
+            ("wins" if not i else "", c["deployment"], f"{c['cost_seconds']:.3f} s", c["reason"])
+            for i, c in enumerate(story["candidates"])
+        ],
+    )
+    say()
+    say(story["why"])
+
+
+def _tenant(policy: Policy, name: str | None) -> Tenant:
+    if name is None:
+        return policy.tenants[0]
+    if name not in policy.tenants_by_name:
+        fail(f"there is no tenant {name!r}; there is: {', '.join(policy.tenants_by_name)}")
+    return policy.tenants_by_name[name]
+
+
+def _header(line: str) -> tuple[bytes, bytes]:
+    name, colon, value = line.partition(":")
+    if not colon:
+        fail(f"a header is 'name: value', not {line!r}")
+    return name.strip().lower().encode(), value.strip().encode()
+
+
+__all__ = ["app"]

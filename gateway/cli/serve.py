@@ -1,0 +1,45 @@
+"""`warmpath serve`: the gateway, by a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gateway.cli.common import MISUSE, fail, say, settings_or_exit, verb_app
+from gateway.policy_file import PolicyError
+from gateway.server import run
+
+app = verb_app()
+
+
+@app.command(no_args_is_help=False)
+def serve(
+    policy: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="The policy file; else WARMPATH_POLICY.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port; 0 takes any free one. Else WARMPATH_PORT, 8080.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; else WARMPATH_HOST, 127.0.0.1.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="memory://, sqlite:///FILE or redis://HOST; else WARMPATH_STORAGE.")
+    ] = None,
+) -> None:
+    """Serve the gateway until it is stopped (Ctrl-C, SIGTERM). SIGHUP, or a change of the file, reloads the policy.
+
+    On shutdown no new calls are taken, and those under way have WARMPATH_DRAIN_SECONDS to end.
+    """
+    settings = settings_or_exit(policy=policy, port=port, host=host, storage=storage)
+    try:
+        started = run(settings, on_ready=lambda url: say(f"warmpath ready on {url} policy {settings.policy}"))
+    except PolicyError as error:
+        fail(str(error))
+    except (OSError, ValueError) as error:
+        fail(str(error), code=MISUSE)
+    if not started:
+        fail("the gateway did not start; its log says why")
+
+
+__all__ = ["app"]

@@ -1,0 +1,204 @@
+"""`warmpath up`: everything on one machine with one command, for a first look and for development."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+
+from gateway.cli.common import MISUSE, fail, policy_or_exit, say, settings_or_exit, verb_app, warn
+from gateway.keys import hash_key, new_key, parse_key
+from gateway.policy import Deployment, Policy
+from gateway.policy_checks import IN_SERVICE
+from gateway.policy_file import PolicyError
+from gateway.server import listen, run
+from gateway.settings import Settings
+from gateway.storage import open_storage
+from gateway.storage.base import KeyRecord
+
+START_SECONDS_MAX = 300.0  # for a large model to load
+STOP_SECONDS_MAX = 15.0  # for the engine to end by itself
+LOG_LINES_SHOWN = 15
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+app = verb_app()
+
+
+@app.command(no_args_is_help=False)
+def up(
+    model: Annotated[
+        str, typer.Option(help="What the engine serves: demo, a model directory, or an id on the Hub.")
+    ] = "demo",
+    policy: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="The policy file; else WARMPATH_POLICY.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="The gateway's port; else 8080.")] = None,
+) -> None:
+    """Start the bundled engine and the gateway, print how to call them, and stop both on Ctrl-C.
+
+    The engine gets the port of the policy's first `warmpath` deployment on this machine. Keys, limits and the ledger
+    are kept in WARMPATH_DATA_DIR (.warmpath); WARMPATH_DEV_KEY fixes the key.
+    """
+    settings = settings_or_exit(policy=policy, port=port)
+    rules = policy_or_exit(settings.policy, checks=IN_SERVICE)
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    if "storage" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"storage": f"sqlite:///{(settings.data_dir / 'warmpath.db').absolute()}"})
+    with contextlib.suppress(OSError), listen(settings.host, settings.port):
+        pass  # the port is free; if it is not, `run` says so, but only after the engine has been started
+    local = _local_engine(rules)
+    key = _dev_key(settings)
+    asyncio.run(_keep(key, settings, rules))
+    try:
+        with _engine(model, local, settings):
+            started = run(settings, on_ready=lambda url: _greet(url, key, rules), json_logs=False)
+    except PolicyError as error:
+        fail(str(error))
+    except (OSError, ValueError) as error:
+        fail(str(error), code=MISUSE)
+    if not started:
+        fail("the gateway did not start; its log says why")
+    say("stopped")
+
+
+def _local_engine(policy: Policy) -> Deployment:
+    for deployment in policy.deployments:
+        if deployment.provider == "warmpath" and urlsplit(deployment.base_url).hostname in LOOPBACK:
+            return deployment
+    fail("the policy has no deployment of provider `warmpath` on this machine; `warmpath serve` needs none", code=MISUSE)
+
+
+def _dev_key(settings: Settings) -> str:
+    """The key of WARMPATH_DEV_KEY, or the one made at the first start and kept beside the data."""
+    if settings.dev_key is not None:
+        return settings.dev_key.get_secret_value()
+    kept = settings.data_dir / "dev-key"
+    if not kept.exists():
+        with os.fdopen(os.open(kept, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(new_key("dev") + "\n")
+    return kept.read_text().strip()
+
+
+async def _keep(key: str, settings: Settings, policy: Policy) -> None:
+    """Put the key's hash into the storage, for the policy's first tenant."""
+    parsed = parse_key(key)
+    if parsed is None:
+        fail(f"{settings.data_dir / 'dev-key'} holds no key; delete it, and a new one is made", code=MISUSE)
+    storage = open_storage(settings.storage, owner="warmpath-up")
+    await storage.open()
+    try:
+        digest = hash_key(key, settings.key_pepper.get_secret_value())
+        await storage.put_key(
+            KeyRecord(parsed[0], policy.tenants[0].name, digest, datetime.now(UTC).isoformat(timespec="seconds"))
+        )
+    finally:
+        await storage.close()
+
+
+@contextlib.contextmanager
+def _engine(model: str, deployment: Deployment, settings: Settings) -> Iterator[None]:
+    """The engine as a process of its own, ready to answer; stopped on the way out."""
+    address = urlsplit(deployment.base_url)
+    root = f"{address.scheme}://{address.netloc}"
+    if _answers(f"{root}/health"):
+        warn(f"an engine runs on {root} already, and is used")
+        yield
+        return
+    if importlib.util.find_spec("torch") is None:
+        fail("the engine is not installed: pip install 'warmpath[engine]'", code=MISUSE)
+    command = [sys.executable, "-m", "backend", "--model", model, "--port", str(address.port or 80)]
+    command += ["--served-model-name", deployment.model]
+    if settings.otlp_endpoint is not None:
+        command += ["--otlp-endpoint", settings.otlp_endpoint]
+    log = settings.data_dir / "engine.log"
+    with log.open("wb") as output:
+        # A session of its own: Ctrl-C reaches us alone, and we end the engine when the last answer is out.
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        _wait_until_ready(process, root, model, log)
+        threading.Thread(target=_report_death, args=(process, log), daemon=True).start()
+        yield
+    finally:
+        _stop(process)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], root: str, model: str, log: Path) -> None:
+    started = time.monotonic()
+    with Console(stderr=True).status(f"starting the engine with the model {model} ...") as status:
+        while not _answers(f"{root}/health"):
+            seconds = time.monotonic() - started
+            if process.poll() is not None or seconds > START_SECONDS_MAX:
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
+                fail(f"the engine did not start. The end of {log}:\n{tail}")
+            status.update(f"starting the engine with the model {model} ... {seconds:.0f} s")
+            time.sleep(0.1)
+    say(f"engine ready on {root} after {time.monotonic() - started:.1f} s")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1.0) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _report_death(process: subprocess.Popen[bytes], log: Path) -> None:
+    code = process.wait()
+    if code not in (0, -signal.SIGTERM):
+        warn(f"the engine has ended with exit code {code}; {log} says why. Start again with `warmpath up`")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _greet(url: str, key: str, policy: Policy) -> None:
+    model = policy.models[0].name
+    say()
+    say("Warmpath is up. Ctrl-C stops it.", style="bold green")
+    say(f"""
+  base URL  {url}/v1
+  key       {key}
+  model     {model}
+
+  curl {url}/v1/chat/completions \\
+    -H 'authorization: Bearer {key}' \\
+    -H 'content-type: application/json' \\
+    -d '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "What is prefix caching?"}}]}}'
+
+  from openai import OpenAI
+
+  client = OpenAI(base_url="{url}/v1", api_key="{key}")
+  for chunk in client.chat.completions.create(
+      model="{model}",
+      messages=[{{"role": "user", "content": "What is prefix caching?"}}],
+      stream=True,
+  ):
+      print(chunk.choices[0].delta.content or "", end="", flush=True)
+""")
+
+
+__all__ = ["app"]

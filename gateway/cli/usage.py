@@ -1,0 +1,202 @@
+"""`warmpath usage`: what was used and what it costs, read from the ledger."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gateway.cli.common import AsJson, fail, say, say_json, say_table, settings_or_exit, verb_app
+from gateway.ledger import verify as verify_ledger
+from gateway.ledger.reader import DIMENSIONS, UnreadableLedger, UsageLine, latest, summarise
+from gateway.metering import rfc3339
+
+app = verb_app(help="Add up the ledger.", invoke_without_command=True, no_args_is_help=False)
+
+LedgerOption = Annotated[
+    Path | None, typer.Option("--ledger", metavar="DIR", help="The ledger's folder; left out: WARMPATH_LEDGER_DIR.")
+]
+
+
+def _dimensions(names: list[str]) -> list[str]:
+    for name in names:
+        if name not in DIMENSIONS:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(DIMENSIONS)}")
+    return list(dict.fromkeys(names))
+
+
+def _moment(text: str | None) -> str | None:
+    """A day, or a time with or without its offset, in the form of the ledger; without one, UTC."""
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter("a day or a time, as in 2026-11-20 or 2026-11-20T12:00:00Z") from None
+    moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    return rfc3339(int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000)
+
+
+@app.callback()
+def usage(
+    context: typer.Context,
+    by: Annotated[
+        list[str],
+        typer.Option(callback=_dimensions, metavar="WHAT", help=f"Group by {', '.join(DIMENSIONS)}; may be repeated."),
+    ] = [],  # noqa: B006  # Typer reads the default; nobody changes it
+    since: Annotated[
+        str | None, typer.Option(callback=_moment, metavar="TIME", help="Calls that ended at this time or later.")
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(callback=_moment, metavar="TIME", help="Calls that ended before this time.")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Calls of this tenant alone.")] = None,
+    ledger: LedgerOption = None,
+    as_json: AsJson = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+) -> None:
+    """Add up requests, tokens and money. A call counts for the day (UTC) on which it ended.
+
+    INPUT is what was computed and CACHED what was read from prefix caches, with its share of all input and what it
+    SAVED. REASONING is a part of OUTPUT. Answers from the response cache are counted as HITS, and their tokens not at
+    all. INEXACT calls are billed by an estimate; UNPRICED ones are not in COST.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if as_json and as_csv:
+        raise typer.BadParameter("--json or --csv, not both")
+    try:
+        lines = summarise(_folder(ledger), by=by, since=since, until=until, tenant=tenant)
+    except UnreadableLedger as error:
+        _fail_unreadable(error)
+    if as_json:
+        say_json([_as_json(line) for line in lines])
+    elif as_csv:
+        _print_csv(by, lines)
+    else:
+        _print_table(by, lines)
+
+
+@app.command()
+def verify(ledger: LedgerOption = None, as_json: AsJson = False) -> None:
+    """Check that no row was changed, removed, added or moved; name the first that was.
+
+    The heads that are printed stand for all rows before them: noted elsewhere, they show later whether the end was
+    cut off.
+    """
+    rows, heads, broken = verify_ledger(_folder(ledger))
+    if as_json:
+        found = {"file": str(broken.file), "line": broken.line, "why": broken.why} if broken else None
+        say_json({"rows": rows, "heads": heads, "broken": found})
+        raise typer.Exit(1 if broken else 0)
+    if broken:
+        fail(str(broken))
+    say(f"{rows} rows, none of them changed")
+    for replica, head in heads.items():
+        say(f"{replica}  {head}")
+
+
+@app.command()
+def receipts(
+    last: Annotated[int, typer.Option(min=1, metavar="N", help="How many.")] = 10,
+    ledger: LedgerOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the last receipts, the latest first."""
+    try:
+        rows = latest(_folder(ledger), last)
+    except UnreadableLedger as error:
+        _fail_unreadable(error)
+    if as_json:
+        say_json(rows)
+        return
+    columns = ("finished", "tenant", "key_id", "model_asked", "deployment", "outcome", "source")
+    counts = ("input_uncached", "cache_read", "output")
+    say_table(
+        [name.upper() for name in (*columns, *counts)] + ["COST"],
+        [[*(_cell(row[name]) for name in (*columns, *counts)), _price_cell(row)] for row in rows],
+    )
+
+
+def _folder(ledger: Path | None) -> Path:
+    folder = settings_or_exit(ledger_dir=ledger).ledger_dir
+    if not folder.is_dir():
+        fail(f"there is no ledger at {folder}: the gateway makes it; --ledger or WARMPATH_LEDGER_DIR say where it is")
+    return folder
+
+
+def _fail_unreadable(error: UnreadableLedger) -> None:
+    fail(f"the ledger can not be read (`warmpath usage verify` names the row): {error}")
+
+
+def _as_json(line: UsageLine) -> dict[str, Any]:
+    values = line._asdict()
+    group, cost, saved = values.pop("group"), values.pop("cost"), values.pop("saved")
+    return {
+        **group,
+        **values,
+        "cached_share": round(line.cached_share, 4),
+        "cost": {currency: _plain(amount) for currency, amount in cost.items()},
+        "saved": {currency: _plain(amount) for currency, amount in saved.items()},
+    }
+
+
+def _print_csv(by: Sequence[str], lines: list[UsageLine]) -> None:
+    currencies = sorted({currency for line in lines for currency in line.cost})
+    counts = ("requests", "cache_hits", "input_uncached", "cache_read", "cache_write", "output", "reasoning")
+    checks = ("inexact", "unpriced")
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    money = [f"{what}_{currency}" for currency in currencies for what in ("cost", "saved")]
+    writer.writerow([*by, *counts, *checks, *money])
+    for line in lines:
+        values = line._asdict()
+        amounts = [_plain(of.get(currency)) for currency in currencies for of in (line.cost, line.saved)]
+        writer.writerow([*line.group.values(), *(values[name] for name in (*counts, *checks)), *amounts])
+
+
+def _print_table(by: Sequence[str], lines: list[UsageLine]) -> None:
+    columns = ("REQUESTS", "HITS", "INPUT", "CACHED", "SHARE", "OUTPUT", "REASONING", "COST", "SAVED")
+    rows = [
+        [
+            *(_cell(value) for value in line.group.values()),
+            str(line.requests),
+            str(line.cache_hits),
+            str(line.input_uncached + line.cache_write),
+            str(line.cache_read),
+            f"{line.cached_share:.0%}",
+            str(line.output),
+            str(line.reasoning),
+            _money(line.cost),
+            _money(line.saved),
+            str(line.inexact),
+            str(line.unpriced),
+        ]
+        for line in lines
+    ]
+    say_table([*map(str.upper, by), *columns, "INEXACT", "UNPRICED"], rows)
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _price_cell(row: dict[str, Any]) -> str:
+    return "unpriced" if row["cost"] is None else f"{row['cost']} {row['currency'] or ''}".rstrip()
+
+
+def _money(amounts: dict[str, Decimal]) -> str:
+    return ", ".join(f"{_plain(amount)} {currency}" for currency, amount in amounts.items()) or "-"
+
+
+def _plain(amount: Decimal | None) -> str:
+    """All of its decimals, no exponent, no empty zeros."""
+    if amount is None:
+        return ""
+    text = f"{amount:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

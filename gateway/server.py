@@ -1,0 +1,79 @@
+"""Running the gateway: uvicorn around the application, told of a shutdown before uvicorn waits for open replies."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from gateway.app import Gateway
+from gateway.policy_checks import IN_SERVICE
+from gateway.policy_file import PolicyHolder
+from gateway.settings import Settings
+from gateway.telemetry import configure_logging
+
+KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which load balancers and clients give idle connections up
+BACKLOG = 2048
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server; `on_ready` gets the address once connections are taken."""
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway, on_ready: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._gateway = gateway
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            host, port = sockets[0].getsockname()[:2]
+            self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._gateway.drain()
+        super().handle_exit(sig, frame)
+
+
+def run(settings: Settings, *, on_ready: Callable[[str], None], json_logs: bool = True) -> bool:
+    """Serve until a signal says stop. False when the start failed. Raises `PolicyError`, `OSError`, `ValueError`."""
+    configure_logging(settings.log_level, json=json_logs)
+    gateway = Gateway(settings, PolicyHolder(settings.policy, checks=IN_SERVICE))
+    config = uvicorn.Config(
+        gateway,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(settings.drain_seconds),
+        backlog=BACKLOG,
+    )
+    server = Server(config, gateway, on_ready)
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        # uvicorn handles both, and raises them once more when it is done: that must not end us as a crash.
+        signal.signal(sig, lambda *_: None)
+    with listen(settings.host, settings.port) as listener:
+        server.run(sockets=[listener])
+    return server.started
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to the address; port 0 takes any free one. Raises OSError with the address in its words."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"can not listen on {host}:{port}: {error.strerror}") from None
+    return listener
