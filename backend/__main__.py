@@ -76,15 +76,17 @@ async def serve(args: argparse.Namespace) -> None:
 def load(args: argparse.Namespace) -> Serving:
     """Everything that takes time, with progress on stderr."""
     model_dir, name = resolve_model(args.model)
-    with _progress("checking the configuration"):
-        config = _engine_config(args, model_dir).resolve()
-    with _progress("loading the tokenizer and chat template"):
+    with _progress(f"loading the weights of {name}"):
+        loaded = Engine.load(_engine_config(args, model_dir))
+    config = loaded.config
+    # Where the cache is smaller than the context, the cache is the context.
+    max_model_len = min(config.max_model_len, config.num_blocks * config.block_size)
+    with _progress("loading its tokenizer and chat template"):
         try:
-            model = load_model(model_dir, args.served_model_name or name, args.model, config.max_model_len)
+            model = load_model(model_dir, args.served_model_name or name, args.model, max_model_len)
         except (OSError, ValueError, KeyError) as error:
             raise StartError(f"cannot load {model_dir}: {error}") from error
-    with _progress(f"loading the weights of {model.name}"):
-        engine = AsyncEngine(Engine(config))
+    engine = AsyncEngine(loaded)
     endpoint = args.otlp_endpoint or os.environ.get(OTLP_VARIABLE)
     return Serving(
         model=model,
@@ -128,7 +130,9 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
         "num_threads": args.num_threads,
     }
     chosen = {name: value for name, value in given.items() if value is not None}
-    return EngineConfig(model_dir, dtype=args.dtype, enable_prefix_caching=args.prefix_caching, **chosen)
+    return EngineConfig(
+        model_dir=model_dir, dtype=args.dtype, device=args.device, enable_prefix_caching=args.prefix_caching, **chosen
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -143,6 +147,7 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
     add("--port", type=_port, default=8000, help="0 takes a free one; the ready line names it (default: %(default)s)")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto, the default: as saved")
+    add("--device", default="auto", help="cpu, cuda or cuda:N; auto, the default: a GPU if there is one")
     add("--max-model-len", type=_positive, metavar="TOKENS", help="longest prompt and answer (default: the model's)")
     memory = made.add_mutually_exclusive_group()
     memory.add_argument("--num-blocks", type=_positive, metavar="N", help="size of the KV cache, in blocks")

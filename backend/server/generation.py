@@ -133,7 +133,8 @@ class Generation:
             received_ns=self._exchange.received_ns,
             submitted_ns=self._submitted_ns,
             scheduled_ns=_earliest_ns([timing.scheduled for timing in timings]),
-            first_token_ns=_earliest_ns([timing.first_token for timing in timings]),
+            # An embedding is ready when its prompt is: it has neither tokens nor a decode.
+            first_token_ns=0 if self._task.pooling else _earliest_ns([timing.first_token for timing in timings]),
             last_token_ns=max(sequence.last_token_ns for sequence in self.sequences),
             ended_ns=time.time_ns(),
         )
@@ -236,17 +237,16 @@ class _Sequence:
         reason = output.finish_reason
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise EngineFailure(output.error or "The engine gave this request up.")
-        token_ids = output.new_token_ids
-        if reason is FinishReason.STOP and not self.request.pooling:
-            token_ids = token_ids[:-1]  # the token that ended the answer is no part of its text
-        text = self._detokenizer.push(token_ids)
+        # The token that made the engine stop is counted, and is no part of the text.
+        shown = -1 if reason is FinishReason.STOP else None
+        text = self._detokenizer.push(output.new_token_ids[:shown])
         if reason is not None:
             text += self._detokenizer.flush()
             self.finish_reason = reason.value
         if self._detokenizer.stopped:
             self._serving.engine.abort(self.request.request_id)
             self.finish_reason = FinishReason.STOP.value
-        return Delta(self._index, text, output.logprobs, self.finish_reason or None, output.embedding)
+        return Delta(self._index, text, output.logprobs[:shown], self.finish_reason or None, output.embedding)
 
 
 async def _merged(sources: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from backend.engine.errors import RequestRefused
 from backend.engine.request import SamplingParams
 from backend.server.errors import ContextLengthError, InvalidRequest
 from backend.server.requests import GenerationRequest
@@ -63,28 +64,29 @@ class ServedModel:
         stop_token_ids = request.stop_token_ids or []
         self.check_token_ids(list(logit_bias), "logit_bias")
         self.check_token_ids(stop_token_ids, "stop_token_ids")
-        if request.min_tokens is not None and request.min_tokens > max_tokens:
-            raise InvalidRequest("`min_tokens` is larger than the tokens that may be generated.", param="min_tokens")
 
         def choose(name: str, neutral: float) -> float:
             asked = getattr(request, name)
             return float(self.sampling_defaults.get(name, neutral) if asked is None else asked)
 
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=choose("temperature", 1.0),
-            top_p=choose("top_p", 1.0),
-            top_k=max(0, int(choose("top_k", 0))),
-            min_p=choose("min_p", 0.0),
-            presence_penalty=request.presence_penalty or 0.0,
-            frequency_penalty=request.frequency_penalty or 0.0,
-            repetition_penalty=choose("repetition_penalty", 1.0),
-            logit_bias=logit_bias,
-            seed=None if request.seed is None else request.seed + choice,
-            min_tokens=request.min_tokens or 0,
-            stop_token_ids=frozenset(stop_token_ids) | (frozenset() if request.ignore_eos else self.eos_token_ids),
-            logprobs=logprobs,
-        )
+        try:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                temperature=choose("temperature", 1.0),
+                top_p=choose("top_p", 1.0),
+                top_k=max(0, int(choose("top_k", 0))),
+                min_p=choose("min_p", 0.0),
+                presence_penalty=request.presence_penalty or 0.0,
+                frequency_penalty=request.frequency_penalty or 0.0,
+                repetition_penalty=choose("repetition_penalty", 1.0),
+                logit_bias=logit_bias,
+                seed=None if request.seed is None else request.seed + choice,
+                min_tokens=request.min_tokens or 0,
+                stop_token_ids=frozenset(stop_token_ids) | (frozenset() if request.ignore_eos else self.eos_token_ids),
+                logprobs=logprobs,
+            )
+        except RequestRefused as error:
+            raise InvalidRequest(f"{error.message}.", param=error.param) from error
 
 
 def load_model(model_dir: Path, name: str, root: str, max_model_len: int) -> ServedModel:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import subprocess
+import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import httpx2
+import openai
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+NUM_BLOCKS = 1024
+STOP_SECONDS = 30
 VOCAB_SIZE = 512
-MAX_MODEL_LEN = 256
+MAX_MODEL_LEN = 8192
 SPECIAL_TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = """{{ bos_token }}
 {%- if tools %}<|im_start|>system
@@ -87,3 +98,76 @@ def save_tokenizer(directory: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    process: subprocess.Popen[str]
+    url: str
+    model: str
+    clients: ExitStack
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+    def client(self, *, strict: bool = True) -> openai.OpenAI:
+        """Closed together with the server."""
+        client = openai.OpenAI(
+            base_url=self.base_url, api_key="none", max_retries=0, _strict_response_validation=strict
+        )
+        return self.clients.enter_context(client)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=self.base_url, api_key="none", max_retries=0, _strict_response_validation=True
+        )
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of the one series of this name that has these labels."""
+        text = httpx2.get(f"{self.url}/metrics").text
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        found = [
+            line for line in text.splitlines() if line.startswith(f"{name}{{") and all(item in line for item in wanted)
+        ]
+        assert len(found) == 1, (name, found)
+        return float(found[0].rsplit(" ", 1)[1])
+
+
+StartServer = Callable[..., AbstractContextManager[RunningServer]]
+
+
+@pytest.fixture(scope="session")
+def start_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> StartServer:
+    """`python -m backend` on the tiny checkpoint, stopped by SIGTERM at the end; it must then leave with 0."""
+
+    @contextmanager
+    def start(*options: str, model: str | None = None) -> Iterator[RunningServer]:
+        log = tmp_path_factory.mktemp("server") / "stderr"
+        command = [sys.executable, "-m", "backend", "--model", model or str(checkpoint), "--port", "0"]
+        command += ["--dtype", "float32", "--num-threads", "1", "--num-blocks", str(NUM_BLOCKS), *options]
+        with (
+            log.open("w") as stderr,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+        ):
+            try:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                ready = re.fullmatch(r"engine ready on (http://127\.0\.0\.1:\d+) model (\S+)\n", line)
+                assert ready, f"{line!r}; stderr: {log.read_text()}"
+                with ExitStack() as clients:
+                    yield RunningServer(process, ready[1], ready[2], clients)
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+                assert process.wait(STOP_SECONDS) == 0, log.read_text()
+                assert "Traceback" not in log.read_text(), log.read_text()
+            finally:
+                process.kill()
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def server(start_server: StartServer) -> Iterator[RunningServer]:
+    with start_server() as running:
+        yield running
