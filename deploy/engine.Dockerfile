@@ -1,0 +1,24 @@
+# The engine alone, on CPUs, with the demo model in it.
+#   docker build -f deploy/engine.Dockerfile -t warmpath-engine .
+FROM python:3.11.14-slim-bookworm AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+RUN python -m venv /opt/warmpath
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY policies policies
+COPY backend backend
+RUN /opt/warmpath/bin/pip install --constraint constraints.txt ".[engine]"
+
+FROM python:3.11.14-slim-bookworm
+RUN useradd --system --uid 10001 --create-home warmpath \
+ && install -d -o warmpath -g warmpath /var/lib/warmpath
+COPY --from=build /opt/warmpath /opt/warmpath
+# Models that come from the hub are kept in the volume.
+ENV PATH=/opt/warmpath/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/var/lib/warmpath/huggingface
+USER warmpath
+WORKDIR /var/lib/warmpath
+EXPOSE 8000
+ENTRYPOINT ["python", "-m", "backend", "--host", "0.0.0.0", "--port", "8000"]
+CMD ["--model", "demo"]

@@ -1,0 +1,25 @@
+# The gateway alone: no torch, no engine, no compiler.
+#   docker build -f deploy/gateway.Dockerfile -t warmpath-gateway .
+FROM python:3.11.14-slim-bookworm AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+RUN python -m venv /opt/warmpath
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY policies policies
+COPY gateway gateway
+RUN /opt/warmpath/bin/pip install --constraint constraints.txt .
+
+FROM python:3.11.14-slim-bookworm
+RUN useradd --system --uid 10001 --create-home warmpath \
+ && install -d -o warmpath -g warmpath /var/lib/warmpath
+COPY --from=build /opt/warmpath /opt/warmpath
+# A container that listens on its own loopback alone can not be reached.
+ENV PATH=/opt/warmpath/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    WARMPATH_HOST=0.0.0.0 \
+    WARMPATH_DATA_DIR=/var/lib/warmpath
+USER warmpath
+WORKDIR /var/lib/warmpath
+EXPOSE 8080
+ENTRYPOINT ["warmpath"]
+CMD ["serve"]

@@ -1,0 +1,189 @@
+"""docker-compose.yml and all that it mounts, as far as they can be judged without a docker daemon."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.policy_file import load_policy
+from gateway.settings import Settings
+from gateway.telemetry import (
+    DEPLOYMENT_AVAILABLE,
+    DEPLOYMENT_INFLIGHT,
+    INFLIGHT,
+    LEDGER_OK,
+    LEDGER_ROWS,
+    QUEUE_DEPTH,
+    Telemetry,
+)
+
+ROOT = Path(__file__).parents[1]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+DOCKERFILES = sorted((ROOT / "deploy").glob("*.Dockerfile"))
+PINNED = re.compile(r"[\w./-]+:v?\d+\.\d+\.\d+[\w.-]*")
+NO_SHELL = {"otel-collector"}  # nothing in its image could run a health check
+
+
+def bind_mounts() -> list[tuple[str, str, str]]:
+    """(service, path on this machine, path in the container)."""
+    return [
+        (name, *volume.split(":")[:2])
+        for name, service in SERVICES.items()
+        for volume in service.get("volumes", [])
+        if volume.startswith(".")
+    ]
+
+
+def test_docker_takes_it() -> None:
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
+        pytest.skip("there is no docker client with the compose plugin here")
+    found = subprocess.run([docker, "compose", "config", "-q"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+def test_the_whole_house_is_there() -> None:
+    assert set(SERVICES) == {"gateway", "engine", "redis", "otel-collector", "jaeger", "prometheus", "grafana"}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_image_is_pinned(name: str) -> None:
+    assert PINNED.fullmatch(SERVICES[name]["image"])
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_dockerfiles_are_pinned_and_run_as_nobody_in_particular(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    bases = [line.split()[1] for line in lines if line.startswith("FROM")]
+    assert bases
+    assert all(PINNED.fullmatch(base) for base in bases)
+    assert "USER warmpath" in lines
+    assert lines.index("USER warmpath") > lines.index("COPY --from=build /opt/warmpath /opt/warmpath")
+    for line in lines:
+        if line.startswith("COPY ") and "--from" not in line:
+            assert all((ROOT / source).exists() for source in line.split()[1:-1]), line
+
+
+def test_the_gateways_image_has_no_engine() -> None:
+    dockerfile = (ROOT / "deploy" / "gateway.Dockerfile").read_text()
+    assert "COPY backend" not in dockerfile
+    assert "[engine]" not in dockerfile
+
+
+def test_only_three_ports_are_published_and_only_here() -> None:
+    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+    assert set(published) == {"gateway", "grafana", "jaeger"}
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+
+
+@pytest.mark.parametrize("name", sorted(set(SERVICES) - NO_SHELL))
+def test_every_service_tells_whether_it_is_well(name: str) -> None:
+    assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
+
+
+def test_what_is_waited_for_can_become_healthy() -> None:
+    for service in SERVICES.values():
+        for name, wait in service.get("depends_on", {}).items():
+            assert wait["condition"] == ("service_started" if name in NO_SHELL else "service_healthy")
+
+
+def test_every_mounted_file_exists_and_every_volume_is_declared() -> None:
+    assert bind_mounts()
+    for _, source, _ in bind_mounts():
+        assert (ROOT / source).exists(), source
+    named = [
+        volume.split(":")[0]
+        for service in SERVICES.values()
+        for volume in service.get("volumes", [])
+        if not volume.startswith(".")
+    ]
+    assert sorted(named) == sorted(COMPOSE["volumes"])
+
+
+def test_the_gateways_settings_are_settings() -> None:
+    known = {f"WARMPATH_{name.upper()}" for name in Settings.model_fields}
+    given = SERVICES["gateway"]["environment"]
+    assert set(given) <= known
+    Settings.model_validate({name.removeprefix("WARMPATH_").lower(): value for name, value in given.items()})
+
+
+def test_the_policy_is_valid_and_names_the_engine_as_the_network_does() -> None:
+    inside = SERVICES["gateway"]["environment"]["WARMPATH_POLICY"]
+    ((_, source, target),) = [mount for mount in bind_mounts() if mount[0] == "gateway"]
+    policy = load_policy(ROOT / source / Path(inside).relative_to(target))
+    assert [deployment.base_url for deployment in policy.deployments] == ["http://engine:8000/v1"]
+    assert '"--port", "8000"' in (ROOT / "deploy" / "engine.Dockerfile").read_text()
+
+
+def test_prometheus_reads_services_that_exist() -> None:
+    config = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())
+    targets = [
+        target for job in config["scrape_configs"] for group in job["static_configs"] for target in group["targets"]
+    ]
+    assert sorted(targets) == ["engine:8000", "gateway:8080", "otel-collector:8888"]
+
+
+def test_the_collectors_pipelines_name_parts_that_exist() -> None:
+    config = yaml.safe_load((ROOT / "deploy" / "otel-collector.yaml").read_text())
+    for pipeline in config["service"]["pipelines"].values():
+        for kind, parts in pipeline.items():
+            assert set(parts) <= set(config[kind])
+    assert set(config["service"]["extensions"]) <= set(config["extensions"])
+    host, _, port = config["exporters"]["otlp/jaeger"]["endpoint"].partition(":")
+    assert (host in SERVICES, port) == (True, "4317")
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    dashboard = json.loads((ROOT / "deploy" / "grafana" / "dashboards" / "warmpath.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", [])
+        for name in re.findall(r"\b((?:warmpath_|gen_ai_client_|vllm:)\w+)", target["expr"])
+    } - {"gen_ai_request_model"}
+    assert len(asked) > 20
+    assert asked <= gateway_metrics() | engine_metrics()
+
+
+def test_the_dashboards_panels_have_a_source_and_do_not_overlap() -> None:
+    folder = ROOT / "deploy" / "grafana"
+    sources = yaml.safe_load((folder / "provisioning" / "datasources" / "warmpath.yaml").read_text())["datasources"]
+    dashboard = json.loads((folder / "dashboards" / "warmpath.json").read_text())
+    uids = {source["uid"] for source in sources}
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        assert all(target["datasource"]["uid"] in uids for target in panel.get("targets", []))
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken
+        taken |= cells
+
+
+def gateway_metrics() -> set[str]:
+    telemetry = Telemetry()
+    for metric in (INFLIGHT, QUEUE_DEPTH, DEPLOYMENT_INFLIGHT, DEPLOYMENT_AVAILABLE, LEDGER_OK, LEDGER_ROWS):
+        telemetry.watch(metric, dict)
+    return exposed(re.findall(r"^# TYPE (\S+) (\w+)", telemetry.render_metrics()[0].decode(), re.MULTILINE))
+
+
+def engine_metrics() -> set[str]:
+    """By its source: the engine is not imported by what tests the gateway."""
+    source = (ROOT / "backend" / "server" / "metrics.py").read_text()
+    names = re.findall(r'"(vllm:\w+)"', source)
+    return {name + suffix for name in names for suffix in ("", "_total", "_bucket")}
+
+
+def exposed(families: list[tuple[str, str]]) -> set[str]:
+    return {
+        name + suffix
+        for name, kind in families
+        for suffix in (("_bucket", "_sum", "_count") if kind == "histogram" else ("",))
+    }
