@@ -1,0 +1,97 @@
+"""Every architecture against transformers, the oracle: equal tokens in fp32, nearly the same distribution in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from backend.engine.config import EngineConfig
+from backend.engine.engine import Engine
+from backend.engine.request import Request, SamplingParams, TokenLogprob
+from tests.backend.checkpoints import CHECKPOINTS, VOCAB_SIZE
+
+PROMPTS = {
+    "short": [5, 6, 7],
+    "repeating": [11, 12, 13, 14, 15] * 8,
+    "long": [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(150)],
+}
+NUM_TOKENS = 64
+
+
+def greedy(engine: Engine, prompts: dict[str, list[int]], logprobs: int | None = None) -> dict[str, list[TokenLogprob]]:
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, logprobs=logprobs or 0)
+    for name, prompt in prompts.items():
+        engine.add(Request(name, prompt, sampling))
+    outputs: dict[str, list[TokenLogprob]] = {name: [] for name in prompts}
+    while engine.has_unfinished:
+        for output in engine.step():
+            outputs[output.request_id] += output.logprobs
+    return outputs
+
+
+@pytest.fixture(params=CHECKPOINTS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
+    directory = checkpoint_dir(name)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    # A budget of 64 makes chunks of the longest prompt, beside decodes of the others.
+    config = EngineConfig(model_dir=directory, num_blocks=64, num_threads=1, max_num_batched_tokens=64)
+    outputs = greedy(Engine.load(config), PROMPTS)
+    for prompt_name, prompt in PROMPTS.items():
+        ours = outputs[prompt_name]
+        input_ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            (theirs,) = model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),  # or it takes the prompt's zeros for padding
+                max_new_tokens=NUM_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            logprobs = model(theirs[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        tokens = theirs[len(prompt) :].tolist()
+        assert [token.token_id for token in ours] == tokens
+        assert len(set(tokens)) > NUM_TOKENS // 8, "a model that repeats itself proves little"
+        expected = logprobs[range(NUM_TOKENS), tokens].tolist()
+        assert [token.logprob for token in ours] == pytest.approx(expected, abs=1e-4)
+
+
+def test_logits_are_those_of_transformers(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
+    """Over the whole vocabulary, where the test above sees the chosen tokens."""
+    directory = checkpoint_dir(name)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    engine = Engine.load(EngineConfig(model_dir=directory, num_blocks=16, num_threads=1))
+    seen: list[torch.Tensor] = []
+    original = engine.runner._model.logits
+    engine.runner._model.logits = lambda hidden: seen.append(original(hidden)) or seen[-1]  # type: ignore[method-assign]
+    engine.add(Request("r", PROMPTS["long"], SamplingParams(max_tokens=1, temperature=0.0)))
+    engine.step()
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPTS["long"]])).logits[0, -1]
+    assert (seen[0][0] - expected).abs().max().item() < 1e-4
+
+
+def test_bfloat16_is_close(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
+    """Until the first token where rounding decides, the distributions agree; there, each one's choice is among the
+    other's first five."""
+    directory = checkpoint_dir(name)
+    exact = greedy(Engine.load(EngineConfig(model_dir=directory, num_blocks=64, num_threads=1)), PROMPTS, logprobs=5)
+    config = EngineConfig(model_dir=directory, num_blocks=64, num_threads=1, dtype="bfloat16")
+    rounded = greedy(Engine.load(config), PROMPTS, logprobs=5)
+    num_compared = 0
+    for prompt_name in PROMPTS:
+        for ours, theirs in zip(rounded[prompt_name], exact[prompt_name], strict=True):
+            if ours.token_id != theirs.token_id:
+                assert ours.token_id in dict(theirs.top)
+                assert theirs.token_id in dict(ours.top)
+                break
+            num_compared += 1
+    assert num_compared >= 12
