@@ -10,12 +10,13 @@ What is billed, by the way a call ended:
   text after the engine's last word  its numbers, and one token per further frame; an estimate
   the engine said nothing            the prompt's estimate, and one token per frame of text; an estimate
   no output at all                   nothing, as an estimate: whether the prompt was computed is not known
-  refused by every upstream          nothing, at a cost of zero
+  no deployment answered             nothing, at a cost of zero
   answered from the response cache   the tokens of the stored answer, at a cost of zero
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 import time
@@ -247,7 +248,7 @@ def make_receipt(
 ) -> Receipt:
     """The record of a call that has ended. `deployment` is the one whose answer the client got, if any did."""
     price = deployment.price if deployment else None
-    free = from_cache or outcome is Outcome.REFUSED
+    free = from_cache or (deployment is None and not usage.total)
     return Receipt(
         event_id=new_event_id(),
         call_id=call.id,
@@ -286,7 +287,16 @@ def make_receipt(
 def rfc3339(time_ns: int) -> str:
     """UTC with microseconds, always of the same length: the order of the texts is the order of the times."""
     seconds, rest_ns = divmod(time_ns, 1_000_000_000)
-    return f"{datetime.fromtimestamp(seconds, UTC).isoformat()[:19]}.{rest_ns // 1000:06d}Z"
+    return f"{_whole_seconds(seconds)}.{rest_ns // 1000:06d}Z"
+
+
+@functools.lru_cache(maxsize=64)  # a receipt has half a dozen times, mostly of the same few seconds
+def _whole_seconds(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()[:19]
+
+
+_BASE32 = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_PAIRS = [high + low for high in _BASE32 for low in _BASE32]
 
 
 class _Ulids:
@@ -300,7 +310,7 @@ class _Ulids:
 
     def next(self) -> str:
         self._last = max(self._last + 1, time.time_ns() // 1_000_000 << 80 | secrets.randbits(80))
-        return "".join("0123456789ABCDEFGHJKMNPQRSTVWXYZ"[self._last >> shift & 31] for shift in range(125, -1, -5))
+        return "".join([_PAIRS[self._last >> shift & 1023] for shift in range(120, -1, -10)])
 
 
 new_event_id = _Ulids().next

@@ -24,11 +24,11 @@ LedgerOption = Annotated[
 ]
 
 
-def _dimensions(names: list[str]) -> list[str]:
-    for name in names:
+def _dimensions(names: list[str] | None) -> list[str]:
+    for name in names or []:
         if name not in DIMENSIONS:
             raise typer.BadParameter(f"{name!r} is none of {', '.join(DIMENSIONS)}")
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(names or []))
 
 
 def _moment(text: str | None) -> str | None:
@@ -47,9 +47,9 @@ def _moment(text: str | None) -> str | None:
 def usage(
     context: typer.Context,
     by: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(callback=_dimensions, metavar="WHAT", help=f"Group by {', '.join(DIMENSIONS)}; may be repeated."),
-    ] = [],  # noqa: B006  # Typer reads the default; nobody changes it
+    ] = None,
     since: Annotated[
         str | None, typer.Option(callback=_moment, metavar="TIME", help="Calls that ended at this time or later.")
     ] = None,
@@ -68,9 +68,12 @@ def usage(
     all. INEXACT calls are billed by an estimate; UNPRICED ones are not in COST.
     """
     if context.invoked_subcommand is not None:
+        if any((by, since, until, tenant, ledger, as_json, as_csv)):
+            raise typer.BadParameter(f"options go after {context.invoked_subcommand}")
         return
     if as_json and as_csv:
         raise typer.BadParameter("--json or --csv, not both")
+    by = by or []
     try:
         lines = summarise(_folder(ledger), by=by, since=since, until=until, tenant=tenant)
     except UnreadableLedger as error:

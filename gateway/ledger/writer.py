@@ -54,10 +54,12 @@ class Ledger:
         self._full_segments: list[int] = []  # still to be fsynced and closed, by the next commit
         self._head = GENESIS
         self._written = 0  # rows since opening
+        self._syncing = 0  # of these, in an fsync that has begun
         self._durable = 0  # of these, on disk
         self._fault: str | None = None
         self._beyond_repair = False
-        self._committed = asyncio.Condition()
+        self._committing = asyncio.Event()  # set when the fsync that has begun is over
+        self._gathering = asyncio.Event()  # set when the one after it is
         self._committer: asyncio.Task[None] | None = None
         self._prober: asyncio.Task[None] | None = None
         # One thread: an fsync may take long, and must neither wait for other work nor run beside another fsync.
@@ -96,14 +98,19 @@ class Ledger:
     def append(self, receipt: Receipt) -> None:
         """Write the receipt's row. It outlives this process from here on, and a power cut once it is `durable`.
 
-        Raises `LedgerUnavailable` where it could not be written: then there is no trace of it in the ledger.
+        Raises `LedgerUnavailable` where it could not be written: then there is no trace of it in the ledger, and all
+        of it in the log.
         """
-        if self._beyond_repair:
-            self.check()
         row, digest = encode_row(receipt, self._head)
-        if self._segment_size and self._segment_size + len(row) > self._segment_bytes:
-            self._start_segment()
-        self._write(row)
+        try:
+            if self._beyond_repair:
+                self.check()
+            if self._segment_size and self._segment_size + len(row) > self._segment_bytes:
+                self._start_segment()
+            self._write(row)
+        except LedgerUnavailable:
+            log.error("a receipt is not in the ledger: %s", row.decode().rstrip())
+            raise
         self._head = digest
         self._segment_size += len(row)
         self._written += 1
@@ -113,8 +120,8 @@ class Ledger:
     async def durable(self) -> None:
         """Return when every row appended until now is on disk. Raises `LedgerUnavailable` if that can not be said."""
         rows = self._written
-        async with self._committed:
-            await self._committed.wait_for(lambda: self._durable >= rows or self._beyond_repair)
+        if self._durable < rows and not self._beyond_repair:
+            await (self._gathering if rows > self._syncing else self._committing).wait()
         if self._durable < rows:
             self.check()
 
@@ -189,7 +196,8 @@ class Ledger:
         loop = asyncio.get_running_loop()
         while self._durable < self._written and not self._beyond_repair:
             await asyncio.sleep(GROUP_COMMIT_SECONDS)
-            rows = self._written
+            self._syncing = rows = self._written
+            self._committing, self._gathering = self._gathering, asyncio.Event()
             full, self._full_segments = self._full_segments, []
             try:
                 await loop.run_in_executor(self._disk, _sync, full, self._segment, self._chain)
@@ -198,9 +206,9 @@ class Ledger:
                 # The kernel may have dropped the pages and will call the next fsync a success: no second try.
                 self._fault = f"the ledger's rows can not be made durable: {error.strerror}; restart the gateway"
                 self._beyond_repair = True
+                self._gathering.set()
                 log.critical("%s", self._fault)
-            async with self._committed:
-                self._committed.notify_all()
+            self._committing.set()
         self._committer = None
 
     # Opening

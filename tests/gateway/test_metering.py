@@ -359,6 +359,8 @@ def test_who_pays_what() -> None:
     assert costs(COUNTED, Outcome.COMPLETE, UNPRICED, False) == ("engine", None)
     assert costs(COUNTED, Outcome.COMPLETE, None, True) == ("cache", Decimal(0))
     assert costs(Usage(), Outcome.REFUSED, None, False) == ("estimate", Decimal(0))
+    assert costs(Usage(), Outcome.CLIENT_GONE, None, False) == ("estimate", Decimal(0))
+    assert costs(Usage(), Outcome.CLIENT_GONE, UNPRICED, False) == ("estimate", None)
 
 
 def test_event_ids_are_ulids_in_order() -> None:

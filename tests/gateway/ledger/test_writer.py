@@ -169,7 +169,7 @@ def file_size_limit(limit_bytes: int) -> Iterator[None]:
 
 
 async def test_a_full_disk_leaves_no_half_row_and_is_over_when_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(writer, "PROBE_SECONDS", 0)
     async with Ledger(tmp_path, "replica") as ledger:
@@ -177,8 +177,10 @@ async def test_a_full_disk_leaves_no_half_row_and_is_over_when_there_is_room(
         size = (tmp_path / "replica" / "0000000001.jsonl").stat().st_size
         with file_size_limit(size + 100):
             for _ in range(2):
+                lost = a_receipt()
                 with pytest.raises(LedgerUnavailable, match="no room"):
-                    ledger.append(a_receipt())
+                    ledger.append(lost)
+                assert lost.event_id in caplog.text
             assert not ledger.ok
             with pytest.raises(LedgerUnavailable):
                 ledger.check()
