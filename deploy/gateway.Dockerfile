@@ -1,6 +1,8 @@
 # The gateway alone: no torch, no engine, no compiler.
 #   docker build -f deploy/gateway.Dockerfile -t warmpath-gateway .
 FROM python:3.11.14-slim-bookworm AS build
+# A mirror, where you have one.
+ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/warmpath
 WORKDIR /src
