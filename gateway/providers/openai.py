@@ -13,7 +13,7 @@ import msgspec
 
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, ProviderFailure, Reply
-from gateway.providers.sse import FrameSplitter, FrameTooLong, ends_stream, error_in
+from gateway.providers.sse import MAX_FRAME_BYTES, FrameSplitter, FrameTooLong, ends_stream, error_in
 from gateway.types import Call, Operation
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # of an answer that does not stream: embeddings are the long ones
@@ -109,9 +109,8 @@ class OpenAI:
 class JSONReply:
     """An answer that does not stream: its whole body as the one chunk."""
 
-    def __init__(self, stream: httpx2.AsyncByteStream, max_bytes: int = MAX_JSON_BYTES) -> None:
+    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
         self._stream = stream
-        self._max_bytes = max_bytes
         self._given = False
 
     def __aiter__(self) -> AsyncIterator[bytes]:
@@ -127,8 +126,8 @@ class JSONReply:
             async for part in self._stream:
                 parts.append(part)
                 size_bytes += len(part)
-                if size_bytes > self._max_bytes:
-                    raise ProviderFailure(Fault.MALFORMED, f"the answer is longer than {self._max_bytes} bytes")
+                if size_bytes > MAX_JSON_BYTES:
+                    raise ProviderFailure(Fault.MALFORMED, f"the answer is longer than {MAX_JSON_BYTES} bytes")
         except httpx2.TransportError as error:
             raise _failure(error) from error
         body = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -147,7 +146,7 @@ class EventStreamReply:
     def __init__(self, stream: httpx2.AsyncByteStream) -> None:
         self._stream = stream
         self._parts = aiter(stream)
-        self._splitter = FrameSplitter()
+        self._splitter = FrameSplitter(MAX_FRAME_BYTES)
         self._ended = False
         self._failure: ProviderFailure | None = None  # behind the frames that came with it
 

@@ -25,7 +25,7 @@ class FrameTooLong(ValueError):
 class FrameSplitter:
     """Bytes in as they come, whole frames out. What is held back is the beginning of a frame without its end."""
 
-    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(self, max_frame_bytes: int) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._held = bytearray()
 

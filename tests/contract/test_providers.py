@@ -1,0 +1,457 @@
+"""What every provider must do, against real sockets, whatever the server does."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.policy import Deployment, EnvSecret, Policy
+from gateway.providers import PROVIDERS, Fault, Provider, ProviderFailure, Reply, UnknownProvider, make_provider
+from gateway.providers.transport import HTTPTransport
+from gateway.types import Call, Operation, Principal, Trace
+from tests.gateway.providers.scripted import (
+    STREAM_END,
+    STREAM_HEAD,
+    Received,
+    Script,
+    ScriptedServer,
+    coded,
+    json_answer,
+    reset,
+)
+
+TIMEOUT_SECONDS = 10.0  # what hangs fails
+
+TOKEN = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"a [DONE] \xc3\xa9"}}]}\n\n'
+USAGE = b'data: {"id":"c","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5}}\n\n'
+DONE = b"data: [DONE]\n\n"
+ANSWER = b'{"id": "c",  "choices": [], "unknown": 1e400}'
+
+Open = Callable[..., "asyncio.Future[Reply]"]
+
+
+def call(fields: bytes = b"{}", *, operation: Operation = Operation.CHAT, stream: bool = False) -> Call:
+    policy = Policy.model_validate(
+        {
+            "deployments": [{"name": "d", "base_url": "http://unused", "model": "theirs"}],
+            "models": [{"name": "ours", "deployments": ["d"]}],
+            "tenants": [{"name": "t"}],
+        }
+    )
+    return Call(
+        id="call-1",
+        operation=operation,
+        principal=Principal(policy.tenants[0], "k"),
+        policy=policy,
+        asked_model="ours",
+        model=policy.models[0],
+        class_name="batch",
+        latency_class=policy.classes["batch"],
+        stream=stream,
+        include_usage=False,
+        max_output_tokens=None,
+        deterministic=False,
+        fields=msgspec.json.decode(fields, type=dict[str, msgspec.Raw]),
+        fingerprint=(),
+        prompt_tokens_estimate=0,
+        cache_salt="salt-of-the-tenant",
+        service_tier=None,
+        end_user=None,
+        canonical_steps=(),
+        class_rule=None,
+        deadline=0.0,
+        trace=Trace(trace_id=1, parent_span_id=0, sampled=False),
+    )
+
+
+@pytest.fixture(params=sorted(PROVIDERS))
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+async def transport() -> AsyncIterator[HTTPTransport]:
+    async with HTTPTransport() as transport:
+        yield transport
+
+
+@pytest.fixture
+def provider_for(kind: str, transport: HTTPTransport) -> Callable[[str], Provider]:
+    def make(base_url: str) -> Provider:
+        key = {"env": "KEY_OF_D"}
+        deployment = Deployment.model_validate(
+            {"name": "d", "provider": kind, "base_url": base_url, "model": "theirs/model", "api_key": key}
+        )
+        return make_provider(deployment, transport, lambda secret: f"secret-in-{secret.env}")
+
+    return make
+
+
+def answering(*pieces: bytes, end: Callable[[asyncio.StreamWriter], Any] | None = None) -> Script:
+    async def script(_: Received, writer: asyncio.StreamWriter) -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)  # the pieces leave, as a rule, in packets of their own
+        if end is not None:
+            end(writer)
+
+    return script
+
+
+async def answer(provider: Provider, asked: Call) -> list[bytes]:
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        reply = await provider.open(asked, headers={"x-request-id": asked.id})
+        try:
+            return [chunk async for chunk in reply]
+        finally:
+            await reply.aclose()
+            await reply.aclose()  # twice is safe
+
+
+async def failure(provider: Provider, asked: Call) -> ProviderFailure:
+    with pytest.raises(ProviderFailure) as raised:
+        await answer(provider, asked)
+    return raised.value
+
+
+ProviderFor = Callable[[str], Provider]
+
+
+async def test_json_comes_as_one_chunk_byte_for_byte(provider_for: ProviderFor) -> None:
+    async with ScriptedServer(answering(json_answer(ANSWER))) as server:
+        asked = call(b'{"model": "ours", "messages": [], "x":  1e400}')
+        assert await answer(provider_for(server.base_url), asked) == [ANSWER]
+    received = server.requests[0]
+    assert received.head == "POST /v1/chat/completions HTTP/1.1"
+    assert received.headers["authorization"] == "Bearer secret-in-KEY_OF_D"
+    assert received.headers["host"] == f"127.0.0.1:{server.port}"
+    assert received.headers["accept-encoding"] == "identity"
+    assert received.headers["content-type"] == "application/json"
+    assert received.headers["x-request-id"] == "call-1"
+
+
+@pytest.mark.parametrize("operation", Operation)
+async def test_each_operation_has_its_path(provider_for: ProviderFor, operation: Operation) -> None:
+    async with ScriptedServer(answering(json_answer(ANSWER))) as server:
+        await answer(provider_for(server.base_url), call(operation=operation))
+    assert server.requests[0].head == f"POST /v1/{operation.value} HTTP/1.1"
+
+
+def test_the_body_is_the_clients_but_for_the_model(provider_for: ProviderFor) -> None:
+    body = b'{"messages": [ {"a":1.00} ], "model":"ours", "unknown\\u00e9": 1e400, "stream_options": null}'
+    sent = msgspec.json.decode(provider_for("http://x/v1").render(call(body)), type=dict[str, msgspec.Raw])
+    assert bytes(sent["messages"]) == b'[ {"a":1.00} ]'
+    assert bytes(sent["model"]) == b'"theirs/model"'
+    assert bytes(sent["unknowné"]) == b"1e400"
+    assert bytes(sent["stream_options"]) == b"null"
+
+
+def test_a_stream_is_always_asked_for_its_usage(provider_for: ProviderFor) -> None:
+    provider = provider_for("http://x/v1")
+    for given in (b"{}", b'{"stream_options": null}', b'{"stream_options": {"include_usage": false, "more": 1.0}}'):
+        options = msgspec.json.decode(provider.render(call(given, stream=True)))["stream_options"]
+        assert options["include_usage"] is True
+        assert options.get("more", 1.0) == 1.0
+
+
+def test_stream_options_of_a_wrong_type_are_left_for_the_server_to_refuse(provider_for: ProviderFor) -> None:
+    sent = msgspec.json.decode(provider_for("http://x/v1").render(call(b'{"stream_options": [1]}', stream=True)))
+    assert sent["stream_options"] == [1]
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 10_000])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"], ids=["LF", "CRLF", "CR"])
+async def test_a_stream_comes_in_whole_frames_byte_for_byte(
+    provider_for: ProviderFor, size: int, line_end: bytes
+) -> None:
+    stream = b"".join([b": hello\n\n", TOKEN, TOKEN, b"event: x\n" + TOKEN, USAGE, DONE]).replace(b"\n", line_end)
+    pieces = [coded(stream[i : i + size]) for i in range(0, len(stream), size)]
+    async with ScriptedServer(answering(STREAM_HEAD, *pieces, STREAM_END)) as server:
+        provider = provider_for(server.base_url)
+        chunks = await answer(provider, call(stream=True))
+        assert b"".join(chunks) == stream
+        assert all(chunk.endswith(line_end * 2) for chunk in chunks)
+        await answer(provider, call(stream=True))
+        assert server.connections == 1  # the end of the HTTP message was waited for
+
+
+async def test_a_chunk_is_given_as_soon_as_it_is_whole(provider_for: ProviderFor) -> None:
+    more = asyncio.Event()
+
+    async def script(_: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + coded(TOKEN + USAGE[:10]))
+        await more.wait()
+        writer.write(coded(USAGE[10:]) + coded(DONE) + STREAM_END)
+
+    async with ScriptedServer(script) as server, asyncio.timeout(TIMEOUT_SECONDS):
+        reply = await provider_for(server.base_url).open(call(stream=True), headers={})
+        assert await anext(aiter(reply)) == TOKEN
+        more.set()
+        assert b"".join([chunk async for chunk in reply]) == USAGE + DONE
+
+
+async def test_the_last_blank_line_may_be_missing(provider_for: ProviderFor) -> None:
+    async with ScriptedServer(answering(STREAM_HEAD, coded(TOKEN + DONE[:-2]), STREAM_END)) as server:
+        assert await answer(provider_for(server.base_url), call(stream=True)) == [TOKEN, DONE[:-2]]
+
+
+async def test_a_server_that_says_no_more_after_done_holds_nobody_up(
+    provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.providers.openai.DRAIN_TIMEOUT_SECONDS", 0.01)
+    async with ScriptedServer(answering(STREAM_HEAD, coded(TOKEN), coded(DONE))) as server:
+        assert b"".join(await answer(provider_for(server.base_url), call(stream=True))) == TOKEN + DONE
+        await server.client_closed.wait()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refused(provider_for: ProviderFor, stream: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    provider = provider_for(f"http://127.0.0.1:{port}/v1")
+    assert (await failure(provider, call(stream=stream))).fault is Fault.CONNECT
+    assert await provider.healthy() is False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [408, 409, 429, 500, 503])
+async def test_a_status_that_another_deployment_may_not_have(
+    provider_for: ProviderFor, status: int, stream: bool
+) -> None:
+    script = answering(json_answer(b'{"error": {}}', f"{status} No", "retry-after: 7"))
+    async with ScriptedServer(script) as server:
+        failed = await failure(provider_for(server.base_url), call(stream=stream))
+    assert (failed.fault, failed.status, failed.retry_after_seconds) == (Fault.STATUS, status, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        (["retry-after: 1.5"], 1.5),
+        (["retry-after-ms: 250", "retry-after: 9"], 0.25),
+        (["retry-after: Wed, 21 Oct 2015 07:28:00 GMT"], 0.0),
+        (["retry-after: soon"], None),
+        (["retry-after: nan"], None),
+        ([], None),
+    ],
+)
+async def test_when_to_come_back(provider_for: ProviderFor, headers: list[str], seconds: float | None) -> None:
+    async with ScriptedServer(answering(json_answer(b"{}", "429 Too Many Requests", *headers))) as server:
+        assert (await failure(provider_for(server.base_url), call())).retry_after_seconds == seconds
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [400, 404, 413, 422])
+async def test_a_refusal_of_the_request_itself_is_kept_for_the_client(
+    provider_for: ProviderFor, status: int, stream: bool
+) -> None:
+    body = b'{"error": {"message": "too long", "code": "context_length_exceeded"}}'
+    async with ScriptedServer(answering(json_answer(body, f"{status} No"))) as server:
+        failed = await failure(provider_for(server.base_url), call(stream=stream))
+    assert (failed.fault, failed.status, failed.body) == (Fault.REFUSED, status, body)
+    assert failed.content_type == "application/json"
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_refusal_of_our_key_is_not_the_clients(provider_for: ProviderFor, status: int) -> None:
+    async with ScriptedServer(answering(json_answer(b"Incorrect key: secret-in", f"{status} No"))) as server:
+        failed = await failure(provider_for(server.base_url), call())
+    assert (failed.fault, failed.body) == (Fault.STATUS, b"")
+
+
+async def test_the_body_of_a_refusal_is_bounded(provider_for: ProviderFor) -> None:
+    async with ScriptedServer(answering(json_answer(b"x" * 1_000_000, "400 No"))) as server:
+        assert len((await failure(provider_for(server.base_url), call())).body) == 64 * 1024
+
+
+@pytest.mark.parametrize("end", [asyncio.StreamWriter.close, reset], ids=["closed", "reset"])
+@pytest.mark.parametrize(
+    ("stream", "pieces"),
+    [
+        (False, [b""]),
+        (True, [b""]),
+        (False, [json_answer(ANSWER)[:-5]]),
+        (True, [STREAM_HEAD]),
+        (True, [STREAM_HEAD, coded(TOKEN)]),
+        (True, [STREAM_HEAD, coded(TOKEN), coded(TOKEN[:20])]),
+    ],
+)
+async def test_cut(
+    provider_for: ProviderFor, stream: bool, pieces: list[bytes], end: Callable[[asyncio.StreamWriter], None]
+) -> None:
+    async with ScriptedServer(answering(*pieces, end=end)) as server:
+        assert (await failure(provider_for(server.base_url), call(stream=stream))).fault is Fault.CUT
+
+
+@pytest.mark.parametrize("rest", [b"", TOKEN[:20], USAGE])
+async def test_a_clean_end_without_done_is_a_cut(provider_for: ProviderFor, rest: bytes) -> None:
+    pieces = [coded(piece) for piece in (TOKEN, rest) if piece]
+    async with ScriptedServer(answering(STREAM_HEAD, *pieces, STREAM_END)) as server:
+        assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.CUT
+
+
+@pytest.mark.parametrize("before", [b"", TOKEN])
+async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, before: bytes) -> None:
+    error = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
+    async with ScriptedServer(answering(STREAM_HEAD + coded(before + error + DONE) + STREAM_END)) as server:
+        reply = await provider_for(server.base_url).open(call(stream=True), headers={})
+        chunks = []
+        with pytest.raises(ProviderFailure, match="out of memory") as raised:
+            async for chunk in reply:
+                chunks.append(chunk)
+        await reply.aclose()
+    assert raised.value.fault is Fault.CUT
+    assert b"".join(chunks) == before
+
+
+async def test_text_about_errors_is_none(provider_for: ProviderFor) -> None:
+    text = b'data: {"error": null, "choices": [{"delta": {"content": "data: {\\"error\\": 1}\\n\\ndata: [DONE]"}}]}\n\n'
+    async with ScriptedServer(answering(STREAM_HEAD + coded(text + DONE) + STREAM_END)) as server:
+        assert b"".join(await answer(provider_for(server.base_url), call(stream=True))) == text + DONE
+
+
+@pytest.mark.parametrize(
+    ("stream", "sent"),
+    [
+        (False, STREAM_HEAD + STREAM_END),
+        (False, json_answer(ANSWER).replace(b"application/json", b"text/html")),
+        (False, json_answer(ANSWER).replace(b"content-type", b"x")),
+        (False, json_answer(ANSWER, "200 OK", "content-encoding: gzip")),
+        (False, json_answer(b"[]")),
+        (False, json_answer(b"")),
+        (False, json_answer(ANSWER[:-1])),
+        (False, json_answer(b"", "302 Found", "location: http://elsewhere/")),
+        (False, b"220 smtp.example.com ESMTP\r\n"),
+        (True, json_answer(ANSWER)),
+        (True, STREAM_HEAD + b"no chunk size\r\n"),
+    ],
+)
+async def test_malformed(provider_for: ProviderFor, stream: bool, sent: bytes) -> None:
+    async with ScriptedServer(answering(sent)) as server:
+        assert (await failure(provider_for(server.base_url), call(stream=stream))).fault is Fault.MALFORMED
+
+
+async def test_an_event_without_an_end_is_bounded(provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.providers.openai.MAX_FRAME_BYTES", 1000)
+    async with ScriptedServer(answering(STREAM_HEAD, *[coded(b"x" * 600)] * 2)) as server:
+        assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.MALFORMED
+        await server.client_closed.wait()
+
+
+async def test_a_json_answer_is_bounded(provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.providers.openai.MAX_JSON_BYTES", 1000)
+    async with ScriptedServer(answering(json_answer(b"{" + b" " * 1000 + b"}"))) as server:
+        assert (await failure(provider_for(server.base_url), call())).fault is Fault.MALFORMED
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cancelled_while_it_waits_for_the_head(provider_for: ProviderFor, stream: bool) -> None:
+    async with ScriptedServer(answering()) as server, asyncio.timeout(TIMEOUT_SECONDS):
+        task = asyncio.ensure_future(provider_for(server.base_url).open(call(stream=stream), headers={}))
+        await server.arrived.wait()
+        task.cancel()
+        await server.client_closed.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+@pytest.mark.parametrize(("stream", "sent"), [(False, json_answer(ANSWER)[:-5]), (True, STREAM_HEAD)])
+async def test_cancelled_while_it_waits_for_a_chunk(provider_for: ProviderFor, stream: bool, sent: bytes) -> None:
+    async with ScriptedServer(answering(sent)) as server, asyncio.timeout(TIMEOUT_SECONDS):
+        reply = await provider_for(server.base_url).open(call(stream=stream), headers={})
+        task = asyncio.ensure_future(anext(aiter(reply)))
+        await asyncio.sleep(0)
+        task.cancel()
+        await server.client_closed.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await reply.aclose()
+
+
+async def test_closed_in_the_middle(provider_for: ProviderFor) -> None:
+    async with ScriptedServer(answering(STREAM_HEAD + coded(TOKEN))) as server, asyncio.timeout(TIMEOUT_SECONDS):
+        reply = await provider_for(server.base_url).open(call(stream=True), headers={})
+        assert await anext(aiter(reply)) == TOKEN
+        assert not server.client_closed.is_set()
+        await reply.aclose()
+        await server.client_closed.wait()
+
+
+@pytest.mark.parametrize("status", ["400 No", "503 No", "401 No"])
+async def test_a_failure_keeps_no_place(kind: str, provider_for: ProviderFor, status: str) -> None:
+    del provider_for
+    async with (
+        ScriptedServer(answering(json_answer(b"{}", status))) as server,
+        HTTPTransport(max_connections_per_origin=1, pool_timeout_seconds=0.0) as transport,
+    ):
+        deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
+        provider = make_provider(deployment, transport, resolve_nothing)
+        for _ in range(3):
+            assert (await failure(provider, call())).fault is not Fault.POOL
+
+
+async def test_every_connection_in_use(kind: str) -> None:
+    async with (
+        ScriptedServer(answering(STREAM_HEAD)) as server,
+        HTTPTransport(max_connections_per_origin=1, pool_timeout_seconds=0.01) as transport,
+    ):
+        deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
+        provider = make_provider(deployment, transport, resolve_nothing)
+        held = await provider.open(call(stream=True), headers={})
+        assert (await failure(provider, call(stream=True))).fault is Fault.POOL
+        await held.aclose()
+
+
+async def test_a_connection_that_went_stale_is_no_failure(provider_for: ProviderFor) -> None:
+    async with ScriptedServer(answering(json_answer(ANSWER), end=asyncio.StreamWriter.close)) as server:
+        provider = provider_for(server.base_url)
+        for _ in range(3):
+            assert await answer(provider, call()) == [ANSWER]
+
+
+async def test_large_bodies_both_ways(provider_for: ProviderFor) -> None:
+    text = "é" * 1_000_000
+
+    async def echo(received: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer(received.body))
+
+    async with ScriptedServer(echo) as server:
+        provider = provider_for(server.base_url)
+        asked = call(msgspec.json.encode({"text": text}))
+        (body,) = await answer(provider, asked)
+        assert body == provider.render(asked)
+        assert msgspec.json.decode(body)["text"] == text
+
+
+@pytest.mark.parametrize(("status", "healthy"), [("200 OK", True), ("503 No", False), ("401 No", False)])
+async def test_health(kind: str, provider_for: ProviderFor, status: str, healthy: bool) -> None:
+    async with ScriptedServer(answering(json_answer(b"{}", status))) as server:
+        provider = provider_for(server.base_url)
+        assert await provider.healthy() is healthy
+        assert await provider.healthy() is healthy
+        path = "/v1/models" if kind == "openai" else "/health"
+        assert server.requests[0].head == f"GET {path} HTTP/1.1"
+        assert server.connections == 1
+
+
+async def test_health_does_not_wait_for_ever(provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.providers.openai.HEALTH_TIMEOUT_SECONDS", 0.01)
+    async with ScriptedServer(answering()) as server:
+        assert await provider_for(server.base_url).healthy() is False
+
+
+def test_an_unknown_provider_is_told_the_known_ones(transport: HTTPTransport) -> None:
+    deployment = Deployment(name="d", provider="olama", base_url="http://x/v1", model="m")
+    with pytest.raises(UnknownProvider, match=r"'d'.*'olama'.*openai, vllm, warmpath"):
+        make_provider(deployment, transport, resolve_nothing)
+
+
+def resolve_nothing(secret: EnvSecret) -> str:
+    raise AssertionError(f"nobody asked for {secret.env}")

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.providers.sse import MAX_FRAME_BYTES, FrameSplitter, FrameTooLong, ends_stream, error_in
+
+_pieces = st.lists(st.sampled_from([b"\n", b"\r", b"\r\n", b"a", b"data: x", b"\n\n", b"\r\n\r\n", b""]))
+
+
+def test_a_read_that_ends_with_a_frame_is_passed_on_without_a_copy() -> None:
+    data = b"data: 1\n\ndata: 2\n\n"
+    assert FrameSplitter(MAX_FRAME_BYTES).feed(data) is data
+
+
+@given(_pieces)
+def test_nothing_is_lost_added_or_moved(pieces: list[bytes]) -> None:
+    splitter = FrameSplitter(MAX_FRAME_BYTES)
+    frames = [splitter.feed(piece) for piece in pieces]
+    assert b"".join(frames) + splitter.rest == b"".join(pieces)
+    assert all(frame.endswith((b"\n\n", b"\n\r\n", b"\r\r")) for frame in frames if frame)
+
+
+@given(st.lists(st.binary(min_size=1).filter(lambda b: not set(b) & set(b"\r\n")), min_size=1), st.integers(1, 9))
+def test_every_frame_comes_with_the_read_that_ends_it(lines: list[bytes], size: int) -> None:
+    stream = b"".join(b"data: " + line + b"\n\n" for line in lines)
+    splitter = FrameSplitter(MAX_FRAME_BYTES)
+    given_bytes = 0
+    for i in range(0, len(stream), size):
+        given_bytes += len(splitter.feed(stream[i : i + size]))
+        assert given_bytes == stream.rfind(b"\n\n", 0, i + size) + 2 or b"\n\n" not in stream[: i + size]
+
+
+def test_a_frame_is_bounded() -> None:
+    splitter = FrameSplitter(max_frame_bytes=10)
+    assert splitter.feed(b"data: 1\n\n" * 9) == b"data: 1\n\n" * 9
+    assert splitter.feed(b"x" * 10) == b""
+    with pytest.raises(FrameTooLong, match="10 bytes"):
+        splitter.feed(b"x")
+
+
+@pytest.mark.parametrize(
+    ("frames", "ends"),
+    [
+        (b"data: [DONE]\n\n", True),
+        (b"data:[DONE]\r\n\r\n", True),
+        (b"data: 1\n\ndata: [DONE]\n\n", True),
+        (b"data: [DONE]", True),
+        (b'data: {"content": "data: [DONE]"}\n\n', False),
+        (b"data: {}\n\n", False),
+        (b": data: [DONE]\n\n", False),
+        (b"", False),
+    ],
+)
+def test_ends_stream(frames: bytes, ends: bool) -> None:
+    assert ends_stream(frames) is ends
+
+
+@pytest.mark.parametrize(
+    ("frames", "error"),
+    [
+        (b'data: {"error": {"message": "no memory"}}\n\n', (0, "no memory")),
+        (b'data: {}\r\n\r\ndata: {"error": "no"}\r\n\r\n', (12, "no")),
+        (b'data: {"error": {"code": 7}}\n\n', (0, "None")),
+        (b'data: {"error"\n\n', (0, "unreadable")),
+        (b'data: {"error": null}\n\n', None),
+        (b'data: {"content": "data: {\\"error\\": 1}"}\n\n', None),
+        (b"data: 1\n\n", None),
+    ],
+)
+def test_error_in(frames: bytes, error: tuple[int, str] | None) -> None:
+    assert error_in(frames) == error
