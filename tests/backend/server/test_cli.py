@@ -1,0 +1,71 @@
+"""`python -m backend`: what can go wrong before it serves, told in one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backend.__main__ import StartError, parser, resolve_model
+
+
+def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "backend", "--port", "0", *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | environment, timeout=120, check=False
+    )
+
+
+def test_a_directory_is_served_under_its_name(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == (tmp_path, tmp_path.name)
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~/nowhere", "nowhere", "a/b/c"])
+def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(model: str) -> None:
+    with pytest.raises(StartError, match="neither a directory, nor a hub id"):
+        resolve_model(model)
+
+
+@pytest.mark.e2e
+def test_a_hub_id_without_a_network_is_a_clear_error(tmp_path: Path) -> None:
+    result = run("--model", "Qwen/Qwen3-0.6B", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert result.returncode == 1
+    assert "cannot fetch Qwen/Qwen3-0.6B from the hub" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.e2e
+def test_a_directory_without_a_model_and_a_taken_port_are_clear_errors(tmp_path: Path) -> None:
+    result = run("--model", str(tmp_path))
+    assert result.returncode == 1
+    assert "config.json" in result.stderr
+    assert "Traceback" not in result.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = run("--model", str(tmp_path), "--port", str(taken.getsockname()[1]))
+    assert result.returncode == 1
+    assert "cannot listen on" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--model", "m", "--port", "70000"],
+        ["--model", "m", "--dtype", "int3"],
+        ["--model", "m", "--num-blocks", "0"],
+        ["--model", "m", "--num-blocks", "4", "--kv-cache-memory-mib", "4"],
+        ["--model", "m", "--drain-seconds", "-1"],
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parser().parse_args(options)
+    assert "error:" in capsys.readouterr().err
+
+
+def test_every_option_is_explained() -> None:
+    assert all(action.help for action in parser()._actions)

@@ -1,0 +1,96 @@
+"""When the engine dies: those it was working for are told, and so is everyone who comes after."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from backend.engine.async_engine import AsyncEngine
+from backend.engine.config import EngineConfig
+from backend.engine.engine import Engine
+from backend.server.app import create_app
+from backend.server.metrics import Metrics
+from backend.server.model import load_model
+from backend.server.serving import Serving
+from backend.server.tracing import Tracer
+
+STEPS_BEFORE_DEATH = 4
+
+
+@dataclass
+class Doomed:
+    client: httpx2.AsyncClient
+
+    async def post(self, **body: Any) -> httpx2.Response:
+        return await self.client.post(
+            "/v1/completions", json={"model": "m", "prompt": "Hello", "max_tokens": 50} | body
+        )
+
+
+@pytest.fixture
+async def doomed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Doomed]:
+    engine = Engine.load(EngineConfig(model_dir=checkpoint, dtype="float32", num_threads=1, num_blocks=32))
+    steps = iter(range(STEPS_BEFORE_DEATH))
+    step = engine.step
+
+    def dying_step() -> Any:
+        if next(steps, None) is None:
+            raise MemoryError("no more memory")
+        return step()
+
+    monkeypatch.setattr(engine, "step", dying_step)
+    async_engine = AsyncEngine(engine)
+    with ThreadPoolExecutor(1) as executor:
+        serving = Serving(
+            model=load_model(checkpoint, "m", "m", 512),
+            engine=async_engine,
+            max_num_seqs=64,
+            metrics=Metrics(async_engine, "m", 16),
+            tracer=Tracer(None),
+            executor=executor,
+        )
+        app = create_app(serving, asyncio.get_running_loop().create_future())
+        await async_engine.start()
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://engine") as client:
+            yield Doomed(client)
+        await async_engine.stop()
+
+
+async def test_a_stream_ends_with_an_error_and_without_done(doomed: Doomed) -> None:
+    reply = await doomed.post(stream=True, ignore_eos=True)
+    assert reply.status_code == 200
+    *chunks, last, rest = reply.text.split("\n\n")
+    assert chunks
+    assert rest == ""
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert error["code"] == "engine_error"
+    assert error["type"] == "server_error"
+    assert "no more memory" in error["message"]
+
+
+async def test_a_whole_reply_is_500_and_what_comes_after_503(doomed: Doomed) -> None:
+    assert (await doomed.client.get("/health")).status_code == 200
+    reply = await doomed.post(ignore_eos=True, n=2)
+    assert reply.status_code == 500
+    assert reply.json()["error"]["code"] == "engine_error"
+    for body in ({}, {"stream": True}):
+        later = await doomed.post(**body)
+        assert later.status_code == 503
+        assert later.json()["error"]["code"] == "engine_dead"
+        assert "no more memory" in later.json()["error"]["message"]
+    health = await doomed.client.get("/health")
+    assert health.status_code == 503
+    assert "no more memory" in health.json()["reason"]
+    metrics = (await doomed.client.get("/metrics")).text
+    assert 'warmpath:engine_up{model_name="m"} 0.0' in metrics
+    assert 'vllm:request_success_total{finished_reason="error",model_name="m"} 4.0' in metrics
+    assert 'vllm:num_requests_running{model_name="m"} 0.0' in metrics
