@@ -42,7 +42,7 @@ _ERROR = Status(StatusCode.ERROR)
 _UNSET = Status(StatusCode.UNSET)
 _BROKEN = frozenset({Outcome.UPSTREAM_CUT, Outcome.TIMEOUT})
 _NOT_FAILED = frozenset({ATTEMPT_OK, Outcome.CLIENT_GONE.value})
-_INT64_MAX = (1 << 63) - 1  # one larger number, and the whole batch could not be encoded
+_INT64_MAX = (1 << 63) - 1  # a larger number has no encoding, and the exporter would log a stack trace
 
 
 class SpanQueue:

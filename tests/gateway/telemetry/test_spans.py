@@ -66,8 +66,11 @@ async def test_phases_add_up_to_the_request_exactly(collector: Collector, record
     assert sum(span.end_time_unix_nano - span.start_time_unix_nano for span in own) == 50_400_000
 
 
-async def test_attributes_follow_the_conventions(collector: Collector, record: CallRecord) -> None:
+async def test_attributes_follow_the_conventions(
+    collector: Collector, record: CallRecord, caplog: pytest.LogCaptureFixture
+) -> None:
     await export(collector, record)
+    assert not caplog.records  # every value could be encoded
     assert attributes(collector.named("chat gpt-4o")) == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "vllm",
