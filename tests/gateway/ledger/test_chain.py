@@ -57,14 +57,18 @@ def test_a_ledger_without_rows(tmp_path: Path) -> None:
 
 
 def test_every_flipped_byte_is_found(chain: Path) -> None:
-    first, second, third = sorted(chain.iterdir())
-    second.unlink()
-    third.unlink()
-    good = first.read_bytes()
-    for at in range(len(good)):
-        first.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-        line = good.count(b"\n", 0, at) + 1
-        assert broken(chain) == f"{first.name}:{line}", at
+    file = chain / "0000000003.jsonl"
+    line = file.read_bytes().splitlines(keepends=True)[-1]  # nothing follows it: it must contradict itself
+    for at in range(len(line)):
+        with pytest.raises(RowError):
+            check_row(line[:at] + bytes([line[at] ^ 1]) + line[at + 1 :])
+    for number in (1, 2, 3):
+        file = chain / f"{number:010d}.jsonl"
+        good = file.read_bytes()
+        for at in range(0, len(good), 97):
+            file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+            assert broken(chain) == f"{file.name}:{good.count(10, 0, at) + 1}", at
+        file.write_bytes(good)
 
 
 @pytest.mark.parametrize("file_number", [1, 2, 3])
