@@ -2,8 +2,8 @@
 
 It is what a gateway needs of HTTP and no more: kept-alive connections with a bound per origin, bodies passed on as the
 pieces in which they came, never decompressed, and a connection that is closed in the moment in which nobody listens
-to it any more. Its own, because a request through httpx2's default transport costs some 400 us of CPU and one through
-aiohttp 90 us where this one costs 40 (benchmarks/gateway).
+to it any more. Measured in one process on a small JSON request, a request costs 36 us of CPU here, 87 us by aiohttp
+and 485 us by httpx2's default transport.
 
 What may be relied on:
 

@@ -17,6 +17,7 @@ from gateway.types import Call, Operation, Principal, Trace
 from tests.gateway.providers.scripted import (
     STREAM_END,
     STREAM_HEAD,
+    TIMEOUT_SECONDS,
     Received,
     Script,
     ScriptedServer,
@@ -24,8 +25,6 @@ from tests.gateway.providers.scripted import (
     json_answer,
     reset,
 )
-
-TIMEOUT_SECONDS = 10.0  # what hangs fails
 
 TOKEN = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"a [DONE] \xc3\xa9"}}]}\n\n'
 USAGE = b'data: {"id":"c","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5}}\n\n'
@@ -208,7 +207,7 @@ async def test_a_server_that_says_no_more_after_done_holds_nobody_up(
     monkeypatch.setattr("gateway.providers.openai.DRAIN_TIMEOUT_SECONDS", 0.01)
     async with ScriptedServer(answering(STREAM_HEAD, coded(TOKEN), coded(DONE))) as server:
         assert b"".join(await answer(provider_for(server.base_url), call(stream=True))) == TOKEN + DONE
-        await server.client_closed.wait()
+        await server.until_the_client_closed()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -342,7 +341,7 @@ async def test_an_event_without_an_end_is_bounded(provider_for: ProviderFor, mon
     monkeypatch.setattr("gateway.providers.openai.MAX_FRAME_BYTES", 1000)
     async with ScriptedServer(answering(STREAM_HEAD, *[coded(b"x" * 600)] * 2)) as server:
         assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.MALFORMED
-        await server.client_closed.wait()
+        await server.until_the_client_closed()
 
 
 async def test_a_json_answer_is_bounded(provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,9 +354,9 @@ async def test_a_json_answer_is_bounded(provider_for: ProviderFor, monkeypatch: 
 async def test_cancelled_while_it_waits_for_the_head(provider_for: ProviderFor, stream: bool) -> None:
     async with ScriptedServer(answering()) as server, asyncio.timeout(TIMEOUT_SECONDS):
         task = asyncio.ensure_future(provider_for(server.base_url).open(call(stream=stream), headers={}))
-        await server.arrived.wait()
+        await server.until_a_request_arrived()
         task.cancel()
-        await server.client_closed.wait()
+        await server.until_the_client_closed()
         with pytest.raises(asyncio.CancelledError):
             await task
 
@@ -369,7 +368,7 @@ async def test_cancelled_while_it_waits_for_a_chunk(provider_for: ProviderFor, s
         task = asyncio.ensure_future(anext(aiter(reply)))
         await asyncio.sleep(0)
         task.cancel()
-        await server.client_closed.wait()
+        await server.until_the_client_closed()
         with pytest.raises(asyncio.CancelledError):
             await task
         await reply.aclose()
@@ -379,9 +378,9 @@ async def test_closed_in_the_middle(provider_for: ProviderFor) -> None:
     async with ScriptedServer(answering(STREAM_HEAD + coded(TOKEN))) as server, asyncio.timeout(TIMEOUT_SECONDS):
         reply = await provider_for(server.base_url).open(call(stream=True), headers={})
         assert await anext(aiter(reply)) == TOKEN
-        assert not server.client_closed.is_set()
+        assert not server.client_closed
         await reply.aclose()
-        await server.client_closed.wait()
+        await server.until_the_client_closed()
 
 
 @pytest.mark.parametrize("status", ["400 No", "503 No", "401 No"])

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+TIMEOUT_SECONDS = 10.0  # what hangs fails
+
 
 @dataclass(frozen=True)
 class Received:
@@ -29,8 +31,8 @@ class ScriptedServer:
         self._tasks: list[asyncio.Task[None]] = []
         self._writers: list[asyncio.StreamWriter] = []
         self.requests: list[Received] = []
-        self.arrived = asyncio.Event()  # a request was read
-        self.client_closed = asyncio.Event()  # a connection came to its end
+        self._arrived = asyncio.Event()
+        self._client_closed = asyncio.Event()
         self.connections = 0
         self.port = 0
 
@@ -53,6 +55,17 @@ class ScriptedServer:
             writer.transport.abort()
         await asyncio.gather(*self._tasks, *(w.wait_closed() for w in self._writers), return_exceptions=True)
 
+    async def until_a_request_arrived(self) -> None:
+        await asyncio.wait_for(self._arrived.wait(), TIMEOUT_SECONDS)
+
+    async def until_the_client_closed(self) -> None:
+        await asyncio.wait_for(self._client_closed.wait(), TIMEOUT_SECONDS)
+
+    @property
+    def client_closed(self) -> bool:
+        """Whether some connection came to its end, by the client's doing."""
+        return self._client_closed.is_set()
+
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
         self._tasks.append(asyncio.ensure_future(self._connection(reader, writer, self.connections)))
@@ -65,10 +78,10 @@ class ScriptedServer:
                 headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 self.requests.append(Received(head, body, number, headers))
-                self.arrived.set()
+                self._arrived.set()
                 await self._script(self.requests[-1], writer)
         except (asyncio.IncompleteReadError, ConnectionError):
-            self.client_closed.set()
+            self._client_closed.set()
         finally:
             writer.close()
 

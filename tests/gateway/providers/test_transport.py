@@ -11,14 +11,13 @@ from gateway.providers import transport as module
 from gateway.providers.transport import HTTPTransport
 from tests.gateway.providers.scripted import (
     STREAM_HEAD,
+    TIMEOUT_SECONDS,
     Received,
     ScriptedServer,
     coded,
     json_answer,
     reset,
 )
-
-TIMEOUT_SECONDS = 10.0  # what hangs fails
 
 
 @pytest.fixture
@@ -176,6 +175,21 @@ async def test_the_bound_on_connections_is_per_origin() -> None:
         await (await transport.handle_async_request(post(full))).aclose()
 
 
+async def test_a_request_that_fails_or_is_cancelled_keeps_no_place() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = httpx2.Request("GET", f"http://127.0.0.1:{taken.getsockname()[1]}/")
+    script = answering()
+    async with (
+        ScriptedServer(script) as silent,
+        HTTPTransport(max_connections_per_origin=1, pool_timeout_seconds=0.0) as transport,
+    ):
+        for _ in range(2):
+            with pytest.raises(httpx2.ConnectError):
+                await fetch(transport, nobody)
+            with pytest.raises(httpx2.ReadTimeout):
+                await fetch(transport, post(silent, read=0.01))
+
+
 async def test_whoever_waits_for_a_connection_gets_the_next_free_one() -> None:
     transport = HTTPTransport(max_connections_per_origin=1, pool_timeout_seconds=TIMEOUT_SECONDS)
     async with ScriptedServer(answering(json_answer(b"{}"))) as server:
@@ -188,14 +202,14 @@ async def test_read_timeout_before_the_head_and_in_the_body(transport: HTTPTrans
     async with ScriptedServer(answering()) as server:
         with pytest.raises(httpx2.ReadTimeout):
             await fetch(transport, post(server, read=0.05))
-        await server.client_closed.wait()
+        await server.until_the_client_closed()
     async with ScriptedServer(answering(STREAM_HEAD + coded(b"part"))) as server:
         response = await transport.handle_async_request(post(server, read=0.05))
         parts = aiter(pieces(response))
         assert await anext(parts) == b"part"
         with pytest.raises(httpx2.ReadTimeout):
             await anext(parts)
-        await server.client_closed.wait()
+        await server.until_the_client_closed()
 
 
 @pytest.mark.parametrize(
@@ -248,7 +262,7 @@ async def test_an_answer_that_is_not_http(transport: HTTPTransport, answer: byte
     async with ScriptedServer(answering(answer)) as server:
         with pytest.raises(httpx2.RemoteProtocolError):
             await fetch(transport, post(server))
-        await server.client_closed.wait()
+        await server.until_the_client_closed()
 
 
 async def test_an_answer_that_nobody_asked_for_is_given_to_nobody(transport: HTTPTransport) -> None:
@@ -271,10 +285,10 @@ async def test_informational_answers_are_passed_over(transport: HTTPTransport) -
 async def test_cancelling_whoever_waits_for_the_head_closes_the_connection(transport: HTTPTransport) -> None:
     async with ScriptedServer(answering()) as server:
         task = asyncio.create_task(transport.handle_async_request(post(server)))
-        await server.arrived.wait()
-        assert not server.client_closed.is_set()
+        await server.until_a_request_arrived()
+        assert not server.client_closed
         task.cancel()
-        await server.client_closed.wait()
+        await server.until_the_client_closed()
         with pytest.raises(asyncio.CancelledError):
             await task
 
@@ -287,7 +301,7 @@ async def test_cancelling_whoever_reads_closes_the_connection_even_if_nobody_els
         task = asyncio.ensure_future(anext(aiter(pieces(response))))
         await asyncio.sleep(0)
         task.cancel()
-        await server.client_closed.wait()
+        await server.until_the_client_closed()
         with pytest.raises(asyncio.CancelledError):
             await task
         await response.aclose()  # safe, and gives the place back once only
@@ -297,7 +311,7 @@ async def test_closing_a_response_before_its_end_closes_the_connection(transport
     async with ScriptedServer(answering(STREAM_HEAD)) as server:
         response = await transport.handle_async_request(post(server))
         await response.aclose()
-        await server.client_closed.wait()
+        await server.until_the_client_closed()
 
 
 async def test_closing_a_response_that_is_whole_keeps_the_connection(transport: HTTPTransport) -> None:
@@ -366,4 +380,4 @@ async def test_closing_it_closes_the_idle_connections(transport: HTTPTransport) 
     async with ScriptedServer(answering(json_answer(b"{}"))) as server:
         await fetch(transport, post(server))
         await transport.aclose()
-        await server.client_closed.wait()
+        await server.until_the_client_closed()
