@@ -31,7 +31,7 @@ from gateway.policy import Deployment, Price
 from gateway.types import Attempt, Call, Marks, Outcome, Receipt, Usage
 
 BYTES_PER_TOKEN = 4  # of English text, for answers whose engine did not count
-PRICE_EXPONENT = 6  # prices are per million tokens
+_PRICE_EXPONENT = 6  # prices are per million tokens
 _EXACT = Context(prec=100, traps=[Inexact])  # sums of money are never rounded unnoticed
 _BLANK_LINE = re.compile(rb"\n\r?\n")  # ends a frame; JSON has no raw newline, so text can not imitate it
 _USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # and not null, which some servers put on every chunk
@@ -228,7 +228,7 @@ def cost_of(usage: Usage, price: Price | None) -> Decimal | None:
     computed = usage.input_uncached + usage.cache_write
     with localcontext(_EXACT):
         money = computed * price.input + usage.cache_read * cached_input + usage.output * price.output
-        return money.scaleb(-PRICE_EXPONENT)
+        return money.scaleb(-_PRICE_EXPONENT)
 
 
 def nanos(cost: Decimal) -> int:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import duckdb
 
 from gateway.ledger.chain import chains, segments
-from gateway.metering import PRICE_EXPONENT
 
 DIMENSIONS = {
     "tenant": "tenant",
@@ -62,6 +61,7 @@ COLUMNS = {
     "trace_id": "VARCHAR",
 }
 
+_PRICE_EXPONENT = 6  # prices are per million tokens
 _COST = "DECIMAL(38, 18)"
 _PRICE = "DECIMAL(18, 9)"  # times a count of tokens it still fits in 38 digits
 _SUMS = f"""
@@ -118,7 +118,7 @@ def summarise(
     until: str | None = None,
     tenant: str | None = None,
 ) -> list[UsageLine]:
-    """One line per group, in order; `by` names `DIMENSIONS`. Times are `metering.rfc3339` texts, `until` excluded.
+    """One line per group, in order; `by` names `DIMENSIONS`. Times are texts as receipts have them, `until` excluded.
 
     Raises `UnreadableLedger`.
     """
@@ -166,6 +166,6 @@ def _line(group: dict[str, str | None], rows: list[tuple[Any, ...]]) -> UsageLin
     for currency, *_, spent, saved_per_million in rows:
         if currency is not None:
             cost[currency] = spent or Decimal(0)
-            saved[currency] = (saved_per_million or Decimal(0)).scaleb(-PRICE_EXPONENT)
+            saved[currency] = (saved_per_million or Decimal(0)).scaleb(-_PRICE_EXPONENT)
     counts = [sum(int(count or 0) for count in column) for column in zip(*(row[1:-2] for row in rows), strict=True)]
     return UsageLine._make([group, *counts, dict(sorted(cost.items())), dict(sorted(saved.items()))])
