@@ -151,7 +151,7 @@ local function verdict(charge)
   if amount <= room then
     return room - amount
   end
-  return nil, math.max(0, room), spent + amount <= limit and 'held' or ''
+  return nil, math.max(0, room), amount <= limit - spent and 'held' or ''
 end
 
 local function take(charge, expires_at, lease_seconds)

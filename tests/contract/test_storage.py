@@ -1,0 +1,362 @@
+"""What every storage engine promises: the real ones, on a real file and a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.storage import open_storage
+from gateway.storage.base import (
+    HELD_RETRY_SECONDS,
+    Charge,
+    Granted,
+    KeyRecord,
+    LeaseCharge,
+    RateCharge,
+    Refused,
+    SpendCharge,
+    Storage,
+)
+from gateway.storage.memory import MemoryStorage
+from gateway.storage.redis import RedisStorage
+from gateway.storage.sqlite import SqliteStorage
+from tests.redis_server import RedisServer, redis_server
+
+__all__ = ["redis_server"]
+
+NOW = 1_800_000_000.0
+LEASE_SECONDS = 30.0
+_tenants = (f"t{number}" for number in itertools.count())  # the Redis is shared by all tests
+
+
+@pytest.fixture(params=["memory", "sqlite", "redis"])
+async def storage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Storage]:
+    engine: Storage
+    if request.param == "memory":
+        engine = MemoryStorage(owner="me", blob_bytes=1000)
+    elif request.param == "sqlite":
+        engine = SqliteStorage(f"sqlite:///{tmp_path / 'state.db'}", owner="me", blob_bytes=1000)
+    else:
+        server: RedisServer = request.getfixturevalue("redis_server")
+        with server.client() as client:
+            client.flushall()
+        engine = RedisStorage(server.url, owner="me", blob_bytes=1000, clock="caller")
+    await engine.open()
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture
+def tenant() -> str:
+    return next(_tenants)
+
+
+async def reserve(
+    storage: Storage, name: str, *charges: Charge, now: float = NOW, lease_seconds: float = LEASE_SECONDS
+) -> Granted | Refused:
+    return await storage.reserve(name, charges, lease_seconds=lease_seconds, now=now)
+
+
+def about(seconds: float) -> Any:
+    return pytest.approx(seconds, abs=0.01)
+
+
+def rate(tenant: str, amount: int, *, limit: int = 100, period_seconds: float = 100.0) -> RateCharge:
+    return RateCharge(f"{tenant}/tokens", amount, limit, period_seconds)
+
+
+def spend(tenant: str, amount: int, *, limit: int = 100) -> SpendCharge:
+    return SpendCharge(f"{tenant}/budget/2026-11", amount, limit, 86_400.0)
+
+
+def place(tenant: str, *, limit: int = 2) -> LeaseCharge:
+    return LeaseCharge(f"{tenant}/concurrency", limit)
+
+
+class TestRate:
+    async def test_at_most_the_limit_at_once(self, storage: Storage, tenant: str) -> None:
+        assert await reserve(storage, f"{tenant}/a", rate(tenant, 60)) == Granted((40,))
+        refused = await reserve(storage, f"{tenant}/b", rate(tenant, 50))
+        assert refused == Refused(0, 40, about(10.0))
+        assert await reserve(storage, f"{tenant}/c", rate(tenant, 40)) == Granted((0,))
+
+    async def test_refills_steadily(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", rate(tenant, 100))
+        assert isinstance(await reserve(storage, f"{tenant}/b", rate(tenant, 26), now=NOW + 25), Refused)
+        assert await reserve(storage, f"{tenant}/c", rate(tenant, 25), now=NOW + 25) == Granted((0,))
+        assert await reserve(storage, f"{tenant}/d", rate(tenant, 1), now=NOW + 1000) == Granted((99,))
+
+    async def test_waiting_as_told_is_enough(self, storage: Storage, tenant: str) -> None:
+        charge = rate(tenant, 1, limit=7, period_seconds=60.0)
+        for number in range(7):
+            await reserve(storage, f"{tenant}/{number}", charge)
+        refused = await reserve(storage, f"{tenant}/x", charge)
+        assert isinstance(refused, Refused) and refused.retry_after_seconds is not None
+        assert isinstance(
+            await reserve(storage, f"{tenant}/y", charge, now=NOW + refused.retry_after_seconds - 0.001), Refused
+        )
+        assert isinstance(await reserve(storage, f"{tenant}/z", charge, now=NOW + refused.retry_after_seconds), Granted)
+
+    async def test_more_than_the_limit_is_never_granted(self, storage: Storage, tenant: str) -> None:
+        assert await reserve(storage, f"{tenant}/a", rate(tenant, 101)) == Refused(0, 100, None)
+
+    async def test_what_was_not_used_comes_back(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", rate(tenant, 100))
+        assert await storage.settle(f"{tenant}/a", [30], now=NOW)
+        assert await reserve(storage, f"{tenant}/b", rate(tenant, 70)) == Granted((0,))
+
+    async def test_what_was_used_beyond_is_owed(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", rate(tenant, 50))
+        assert await storage.settle(f"{tenant}/a", [170], now=NOW)
+        refused = await reserve(storage, f"{tenant}/b", rate(tenant, 1))
+        assert refused == Refused(0, 0, about(71.0))
+
+    async def test_what_has_refilled_does_not_come_back_again(self, storage: Storage, tenant: str) -> None:
+        """A naive refund would let 198 through in one instant: see `bucket`."""
+        await reserve(storage, f"{tenant}/a", rate(tenant, 100), lease_seconds=200.0)
+        later = NOW + 99
+        assert await reserve(storage, f"{tenant}/b", rate(tenant, 98), now=later) == Granted((1,))
+        assert await storage.settle(f"{tenant}/a", [0], now=later)
+        assert await reserve(storage, f"{tenant}/c", rate(tenant, 3), now=later) == Refused(0, 2, about(1.0))
+        assert isinstance(await reserve(storage, f"{tenant}/d", rate(tenant, 2), now=later), Granted)
+
+    async def test_a_bucket_that_was_never_empty_gives_everything_back(self, storage: Storage, tenant: str) -> None:
+        """A call longer than the period, at saturation: nothing of its unused share is lost."""
+        await reserve(storage, f"{tenant}/long", rate(tenant, 50))
+        await reserve(storage, f"{tenant}/0", rate(tenant, 50))
+        for step in range(1, 21):
+            now = NOW + 10 * step
+            assert await reserve(storage, f"{tenant}/{step}", rate(tenant, 10), now=now) == Granted((0,))
+            assert await storage.extend(f"{tenant}/long", lease_seconds=LEASE_SECONDS, now=now)
+        assert await storage.settle(f"{tenant}/long", [0], now=NOW + 200)
+        assert await reserve(storage, f"{tenant}/next", rate(tenant, 50), now=NOW + 200) == Granted((0,))
+
+    async def test_refunds_out_of_order(self, storage: Storage, tenant: str) -> None:
+        """Had neither a nor x used anything, the bucket would have been empty before b: only b's 10 are in it."""
+        steps = [("z", 60, 0), ("x", 40, 50), ("a", 50, 51), ("b", 10, 80)]
+        for name, amount, after in steps:
+            granted = await reserve(
+                storage, f"{tenant}/{name}", rate(tenant, amount), now=NOW + after, lease_seconds=200.0
+            )
+            assert isinstance(granted, Granted)
+        assert await storage.settle(f"{tenant}/a", [0], now=NOW + 80)
+        assert await storage.settle(f"{tenant}/x", [0], now=NOW + 80)
+        assert await reserve(storage, f"{tenant}/c", rate(tenant, 1), now=NOW + 80) == Granted((89,))
+
+
+class TestLease:
+    async def test_at_most_so_many_places(self, storage: Storage, tenant: str) -> None:
+        assert await reserve(storage, f"{tenant}/a", place(tenant)) == Granted((1,))
+        assert await reserve(storage, f"{tenant}/b", place(tenant)) == Granted((0,))
+        assert await reserve(storage, f"{tenant}/c", place(tenant)) == Refused(0, 0, HELD_RETRY_SECONDS)
+        assert await storage.settle(f"{tenant}/a", [0], now=NOW)
+        assert await reserve(storage, f"{tenant}/d", place(tenant)) == Granted((0,))
+
+    async def test_a_place_returns_when_its_lease_is_over(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", place(tenant, limit=1))
+        before, after = NOW + LEASE_SECONDS - 0.001, NOW + LEASE_SECONDS
+        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1), now=before), Refused)
+        assert isinstance(await reserve(storage, f"{tenant}/c", place(tenant, limit=1), now=after), Granted)
+
+    async def test_extending_keeps_it(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", place(tenant, limit=1), spend(tenant, 60))
+        assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + 20)
+        assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + 40)
+        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1), now=NOW + 69), Refused)
+        assert isinstance(await reserve(storage, f"{tenant}/c", spend(tenant, 41), now=NOW + 69), Refused)
+        assert isinstance(await reserve(storage, f"{tenant}/d", place(tenant, limit=1), now=NOW + 70), Granted)
+
+    async def test_what_is_gone_can_not_be_extended(self, storage: Storage, tenant: str) -> None:
+        assert not await storage.extend(f"{tenant}/never", lease_seconds=LEASE_SECONDS, now=NOW)
+        await reserve(storage, f"{tenant}/a", place(tenant))
+        assert not await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + LEASE_SECONDS)
+        await reserve(storage, f"{tenant}/b", place(tenant))
+        await storage.settle(f"{tenant}/b", [0], now=NOW)
+        assert not await storage.extend(f"{tenant}/b", lease_seconds=LEASE_SECONDS, now=NOW)
+
+
+class TestSpend:
+    async def test_spent_and_held_stay_within_the_limit(self, storage: Storage, tenant: str) -> None:
+        assert await reserve(storage, f"{tenant}/a", spend(tenant, 60)) == Granted((40,))
+        assert await reserve(storage, f"{tenant}/b", spend(tenant, 50)) == Refused(0, 40, HELD_RETRY_SECONDS)
+        assert await storage.settle(f"{tenant}/a", [55], now=NOW)
+        assert await reserve(storage, f"{tenant}/c", spend(tenant, 46)) == Refused(0, 45, None)
+        assert await reserve(storage, f"{tenant}/d", spend(tenant, 45)) == Granted((0,))
+
+    async def test_what_is_held_returns_when_its_lease_is_over(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", spend(tenant, 60))
+        assert await reserve(storage, f"{tenant}/b", spend(tenant, 100), now=NOW + LEASE_SECONDS) == Granted((0,))
+
+    async def test_what_ran_out_is_still_paid(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", spend(tenant, 60))
+        assert await storage.settle(f"{tenant}/a", [60], now=NOW + 2 * LEASE_SECONDS - 1)
+        assert await reserve(storage, f"{tenant}/b", spend(tenant, 41), now=NOW + 60) == Refused(0, 40, None)
+
+    async def test_forgotten_by_the_store_after_two_leases(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", spend(tenant, 60))
+        assert not await storage.settle(f"{tenant}/a", [60], now=NOW + 2 * LEASE_SECONDS)
+        assert await reserve(storage, f"{tenant}/b", spend(tenant, 100), now=NOW + 60) == Granted((0,))
+
+    async def test_nothing_reserved_can_still_be_spent(self, storage: Storage, tenant: str) -> None:
+        """A call without a price reserves nothing; a zero is a text of its own in Redis."""
+        assert await reserve(storage, f"{tenant}/a", spend(tenant, 0)) == Granted((100,))
+        assert await storage.settle(f"{tenant}/a", [120], now=NOW)
+        assert await reserve(storage, f"{tenant}/b", spend(tenant, 0)) == Refused(0, 0, None)
+
+    async def test_exact_where_a_double_is_not(self, storage: Storage, tenant: str) -> None:
+        limit = 2**54 + 4
+        for number, amount in enumerate([2**53 + 1, 2**53 + 1, 2]):
+            charge = SpendCharge(f"{tenant}/budget/total", amount, limit, math.inf)
+            await reserve(storage, f"{tenant}/{number}", charge)
+            await storage.settle(f"{tenant}/{number}", [amount], now=NOW)
+        charge = SpendCharge(f"{tenant}/budget/total", 1, limit, math.inf)
+        assert await reserve(storage, f"{tenant}/x", charge) == Refused(0, 0, None)
+
+
+class TestReservation:
+    async def test_all_or_none(self, storage: Storage, tenant: str) -> None:
+        charges = rate(tenant, 10), place(tenant), spend(tenant, 60)
+        assert await reserve(storage, f"{tenant}/a", *charges) == Granted((90, 1, 40))
+        for number in range(5):
+            assert await reserve(storage, f"{tenant}/no{number}", *charges) == Refused(2, 40, HELD_RETRY_SECONDS)
+        assert await reserve(storage, f"{tenant}/b", rate(tenant, 1), place(tenant)) == Granted((89, 0))
+
+    async def test_the_first_that_does_not_fit_is_named(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", place(tenant, limit=1), spend(tenant, 100))
+        refused = await reserve(storage, f"{tenant}/b", rate(tenant, 1), spend(tenant, 1), place(tenant, limit=1))
+        assert refused == Refused(1, 0, HELD_RETRY_SECONDS)
+
+    async def test_settled_by_exactly_one_of_many(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", rate(tenant, 60), place(tenant, limit=1), spend(tenant, 60))
+        ended = await asyncio.gather(*(storage.settle(f"{tenant}/a", [50, 0, 40], now=NOW) for _ in range(20)))
+        assert sorted(ended) == [False] * 19 + [True]
+        left = await reserve(storage, f"{tenant}/b", rate(tenant, 1), place(tenant, limit=1), spend(tenant, 1))
+        assert left == Granted((49, 0, 59))
+
+    async def test_concurrent_calls_share_one_limit(self, storage: Storage, tenant: str) -> None:
+        """A known gateway once granted 663 tokens on a limit of 100, to calls that came all at once."""
+        amounts = [7 + number % 4 for number in range(80)]
+        verdicts = await asyncio.gather(
+            *(reserve(storage, f"{tenant}/{number}", rate(tenant, amount)) for number, amount in enumerate(amounts))
+        )
+        granted = sum(amount for amount, verdict in zip(amounts, verdicts, strict=True) if isinstance(verdict, Granted))
+        assert 93 < granted <= 100
+
+    async def test_tenants_do_not_share(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", rate(tenant, 100), place(tenant, limit=1), spend(tenant, 100))
+        other = f"{tenant}%7D%7B"
+        mine = rate(other, 100), place(other, limit=1), spend(other, 100)
+        assert await reserve(storage, f"{other}/a", *mine) == Granted((0, 0, 0))
+
+    async def test_no_charges(self, storage: Storage, tenant: str) -> None:
+        assert await reserve(storage, f"{tenant}/a") == Granted(())
+        assert await storage.settle(f"{tenant}/a", [], now=NOW)
+
+    async def test_callers_mistakes(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", place(tenant))
+        with pytest.raises(ValueError, match="open already"):
+            await reserve(storage, f"{tenant}/a", place(tenant))
+        with pytest.raises(ValueError, match="stands twice"):
+            await reserve(storage, f"{tenant}/b", place(tenant), place(tenant))
+        with pytest.raises(ValueError, match="different tenants"):
+            await reserve(storage, f"{tenant}/b", place("another"))
+        with pytest.raises(ValueError, match="1 charges, and is settled with 2"):
+            await storage.settle(f"{tenant}/a", [0, 0], now=NOW)
+        with pytest.raises(ValueError, match="outside"):
+            await storage.settle(f"{tenant}/a", [-1], now=NOW)
+        with pytest.raises(ValueError, match="outside"):
+            await reserve(storage, f"{tenant}/b", spend(tenant, -1))
+        assert await storage.settle(f"{tenant}/a", [0], now=NOW)
+
+    async def test_an_owner_s_leases_run_out_at_once(self, storage: Storage, tenant: str) -> None:
+        charges = rate(tenant, 60), place(tenant, limit=1), spend(tenant, 60)
+        await reserve(storage, f"{tenant}/a", *charges)
+        assert await storage.release_owner("somebody else", now=NOW) == 0
+        assert await storage.release_owner("me", now=NOW) == 1
+        assert await storage.release_owner("me", now=NOW) == 0
+        assert not await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW)
+        left = await reserve(storage, f"{tenant}/b", rate(tenant, 1), place(tenant, limit=1), spend(tenant, 1))
+        assert left == Granted((39, 0, 99))
+        assert await storage.settle(f"{tenant}/a", [10, 0, 10], now=NOW)  # the other one was only draining
+        assert await reserve(storage, f"{tenant}/c", rate(tenant, 1), spend(tenant, 1)) == Granted((88, 88))
+
+
+class TestBlobs:
+    async def test_what_was_put(self, storage: Storage) -> None:
+        assert await storage.get("nothing") is None
+        await storage.put("a", b"\x00\xff", ttl_seconds=60.0)
+        assert await storage.get("a") == b"\x00\xff"
+        await storage.put("a", b"other", ttl_seconds=60.0)
+        assert await storage.get("a") == b"other"
+
+    async def test_gone_after_its_time(self, storage: Storage) -> None:
+        await storage.put("short", b"value", ttl_seconds=0.001)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and await storage.get("short") is not None:
+            pass
+        assert await storage.get("short") is None
+
+    async def test_one_that_is_too_large_is_not_kept(self, storage: Storage) -> None:
+        await storage.put("large", b"x" * 1001, ttl_seconds=60.0)
+        assert await storage.get("large") is None
+
+    async def test_the_oldest_make_room(self, storage: Storage) -> None:
+        if isinstance(storage, RedisStorage):
+            pytest.skip("all blobs in Redis together are bounded by its maxmemory")
+        for number in range(20):
+            await storage.put(f"b{number:02}", b"x" * 97, ttl_seconds=60.0)
+        kept = [number for number in range(20) if await storage.get(f"b{number:02}") is not None]
+        assert kept == list(range(10, 20))
+
+
+class TestKeys:
+    async def test_put_get_list(self, storage: Storage) -> None:
+        assert await storage.list_keys() == []
+        second = KeyRecord("b", "dev", "hmac-sha256:00", "2026-11-20T00:00:00Z")
+        first = KeyRecord("a", "dev", "hmac-sha256:01", "2026-11-20T00:00:00Z", models=("m",))
+        await storage.put_key(second)
+        await storage.put_key(first)
+        assert await storage.list_keys() == [first, second]
+        assert await storage.get_key("a") == first
+        assert await storage.get_key("c") is None
+
+    async def test_the_same_id_is_replaced(self, storage: Storage) -> None:
+        record = KeyRecord("a", "dev", "hmac-sha256:01", "2026-11-20T00:00:00Z")
+        await storage.put_key(record)
+        revoked = msgspec.structs.replace(record, revoked=True)
+        await storage.put_key(revoked)
+        assert await storage.list_keys() == [revoked]
+
+
+async def test_open_and_close_twice(storage: Storage, tenant: str) -> None:
+    await storage.open()
+    assert isinstance(await reserve(storage, f"{tenant}/a", place(tenant)), Granted)
+    await storage.close()
+    await storage.close()
+
+
+def test_every_scheme_is_of_the_family(tmp_path: Path) -> None:
+    assert isinstance(open_storage("memory://"), MemoryStorage)
+    assert isinstance(open_storage(f"sqlite:///{tmp_path / 'x.db'}"), SqliteStorage)
+    for url in "redis://127.0.0.1:1/0", "rediss://127.0.0.1:1", "unix:///run/redis.sock":
+        assert isinstance(open_storage(url), RedisStorage)
+
+
+@pytest.mark.parametrize("url", ["postgres://user:secret@host/db", "memory", "sqlite:state.db", ""])
+def test_an_unknown_scheme_is_told_the_known_ones(url: str) -> None:
+    with pytest.raises(ValueError, match="memory://, sqlite://, redis://, rediss://, unix://") as raised:
+        open_storage(url)
+    assert "secret" not in str(raised.value)
+
+
+def test_sqlite_needs_a_path() -> None:
+    with pytest.raises(ValueError, match="needs a path"):
+        open_storage("sqlite://state.db")

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from fractions import Fraction
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.storage.base import RateCharge
+from gateway.storage.bucket import MAX_TROUGHS, Bucket
+
+LIMIT, PERIOD_SECONDS = 16, 4.0
+pours = st.tuples(st.just("pour"), st.integers(1, LIMIT), st.integers(0, 8))
+settles = st.tuples(st.just("settle"), st.integers(0, LIMIT), st.integers(0, 6))
+
+
+def charge(amount: int) -> RateCharge:
+    return RateCharge("tenant/tokens", amount, LIMIT, PERIOD_SECONDS)
+
+
+def level_of(history: list[tuple[float, int]], now: float) -> Fraction:
+    """The definition: leak, then pour, over all of history."""
+    level, time = Fraction(0), Fraction(0)
+    for poured_at, amount in [*history, (now, 0)]:
+        leaked = (Fraction(poured_at) - time) * LIMIT / int(PERIOD_SECONDS)
+        level, time = max(Fraction(0), level - leaked) + amount, Fraction(poured_at)
+    return level
+
+
+@settings(max_examples=500, derandomize=True, database=None, deadline=None)
+@given(st.lists(pours | settles, min_size=5, max_size=MAX_TROUGHS))
+def test_a_refund_is_as_if_only_the_truth_had_been_asked_for(steps: list[tuple[str, int, int]]) -> None:
+    bucket, now = Bucket(), 1000.0
+    history: list[tuple[float, int]] = []
+    open_pours: list[tuple[int, float]] = []  # index in the history, and what the bucket called its time
+    for what, amount, number in steps:
+        if what == "pour":
+            now += number / 8
+            if amount <= bucket.room(charge(amount), now):
+                open_pours.append((len(history), bucket.pour(amount, charge(amount), now)))
+                history.append((now, amount))
+        elif number < len(open_pours):
+            index, poured_at = open_pours.pop(-1 - number)
+            reserved = history[index][1]
+            used = min(amount, reserved)
+            bucket.settle(used, charge(reserved), poured_at, now)
+            history[index] = (history[index][0], used)
+        assert int(bucket.room(charge(0), now)) == int(LIMIT - level_of(history, now))
+
+
+def test_troughs_are_bounded_and_merging_them_only_makes_refunds_smaller() -> None:
+    """Levels that rise at every pouring, so that none is undercut."""
+    bucket, big = Bucket(), 10_000
+    first = bucket.pour(100, RateCharge("t/x", 100, big, 1000.0), 0.0)
+    for second in range(1, 100):
+        bucket.pour(20, RateCharge("t/x", 20, big, 1000.0), float(second))
+        assert len(bucket.troughs) <= MAX_TROUGHS
+    assert bucket.troughs == sorted(bucket.troughs)
+    before = bucket.level
+    bucket.settle(0, RateCharge("t/x", 100, big, 1000.0), first, 99.0)
+    # The lowest level since was 90, just before the second pouring: that much comes back.
+    assert before - bucket.level <= 90
+
+
+def test_a_clock_that_steps_back_refills_nothing() -> None:
+    bucket = Bucket()
+    bucket.pour(LIMIT, charge(LIMIT), 1000.0)
+    assert int(bucket.room(charge(1), 900.0)) == 0
+    bucket.pour(1, charge(1), 900.0)
+    assert int(bucket.room(charge(1), 1001.0)) == LIMIT // 4 - 1
+
+
+def test_a_changed_limit_keeps_what_was_used() -> None:
+    bucket = Bucket()
+    bucket.pour(10, charge(10), 1000.0)
+    assert int(bucket.room(RateCharge("tenant/tokens", 1, 100, 100.0), 1000.0)) == 90
+
+
+def test_survives_being_stored() -> None:
+    bucket = Bucket()
+    bucket.pour(3, charge(3), 1000.5)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(bucket), type=Bucket) == bucket
