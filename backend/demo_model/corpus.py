@@ -1,0 +1,321 @@
+"""Makes the demo model's training conversations: seeded, endless, all of it ours.
+
+    exchange        one question and its one right answer
+    conversation    exchanges in a row, perhaps with a system prompt, tools, follow-ups, or much filler around them
+
+A phrasing is a template together with what fills it. One in ten, chosen by hash, is held out: training never sees it
+and the evaluation sees nothing else. Sums are split the same way, by operands.
+"""
+
+import functools
+import json
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from . import phrasing
+
+REFUSAL = (
+    "I am a small demonstration model: I know only Warmpath and LLM inference, so I cannot answer that. "
+    "A real model behind the gateway can."
+)
+TOO_BIG = "I can only add and subtract numbers below 100, and multiply single digits."
+MAX_COUNT = 40
+HELD_OUT_ONE_IN = 10
+PLAIN_SHARE = 0.15
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Term:
+    names: tuple[tuple[str, str], ...]  # (name, "is" or "are")
+    what: str
+    short: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    kind: str
+    questions: tuple[str, ...]
+    answer: str
+
+
+@dataclass(frozen=True)
+class Topics:
+    terms: tuple[Term, ...]
+    asks: tuple[Ask, ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    kind: str
+    question: str
+    answer: str
+    term: Term | None = None  # what a follow-up such as "why?" refers to
+
+
+@dataclass(frozen=True)
+class Conversation:
+    kind: str
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@functools.cache
+def topics() -> Topics:
+    raw = yaml.safe_load((Path(__file__).parent / "topics.yaml").read_text(encoding="utf-8"))
+    terms = tuple(
+        Term(
+            names=tuple((str(n), "is") for n in term["names"])
+            + tuple((str(n), "are") for n in term.get("plurals", [])),
+            what=term["what"],
+            short=term["short"],
+            why=term["why"],
+        )
+        for term in raw["terms"]
+    )
+    asks = tuple(Ask(ask["kind"], tuple(ask["questions"].splitlines()), ask["answer"]) for ask in raw["asks"])
+    return Topics(terms, asks)
+
+
+def is_held_out(*phrasing_parts: object) -> bool:
+    """A property of the phrasing alone, the same in every run and on every machine."""
+    return zlib.crc32("|".join(map(str, phrasing_parts)).encode()) % HELD_OUT_ONE_IN == 0
+
+
+# Exchanges: each maker draws until it has one that belongs to the wanted side of the split. The plainest phrasing, the
+# first of its list, is always trained on: it is what most people type.
+
+
+def about_term(rng: random.Random, held_out: bool, kind: str) -> Exchange:
+    """`kind` is definition, purpose or short."""
+    templates = phrasing.LINES[kind]
+    while True:
+        term = rng.choice(topics().terms)
+        name, be = rng.choice(term.names)
+        template = templates[0] if rng.random() < PLAIN_SHARE else rng.choice(templates)
+        if (template != templates[0] and is_held_out(template, name)) != held_out:
+            continue
+        question = template.format(x=name, be=be)
+        answer = {"definition": term.what, "purpose": term.why, "short": term.short}[kind]
+        return Exchange(kind, phrasing.as_typed(rng, question[0].upper() + question[1:]), answer, term)
+
+
+def asked(rng: random.Random, held_out: bool) -> Exchange:
+    asks = topics().asks
+    while True:
+        ask = rng.choices(asks, weights=[len(one.questions) for one in asks])[0]
+        question = rng.choice(ask.questions)
+        if (question != ask.questions[0] and is_held_out(question)) == held_out:
+            return Exchange(ask.kind, phrasing.as_typed(rng, question), ask.answer)
+
+
+def sum_of(rng: random.Random, held_out: bool) -> Exchange:
+    template = phrasing.line(rng, "sum")
+    while True:
+        sign = rng.choice("+++---*")
+        a, b = (rng.randint(2, 9), rng.randint(2, 9)) if sign == "*" else (rng.randint(0, 99), rng.randint(0, 99))
+        if sign == "-" and a < b:
+            a, b = b, a
+        if is_held_out(a, sign, b) == held_out:
+            break
+    result = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    spelled = rng.choice({"+": ["+", "+", "+", "plus"], "-": ["-", "-", "-", "minus"], "*": ["*", "x", "times"]}[sign])
+    gap = "" if spelled in "+-*" and rng.random() < 0.2 else " "
+    return Exchange("arithmetic", template.format(s=f"{a}{gap}{spelled}{gap}{b}"), f"{a} {sign} {b} = {result}.")
+
+
+def sum_too_big(rng: random.Random) -> Exchange:
+    a, b = rng.randint(100, 99_999), rng.randint(10, 99_999)
+    spelled = rng.choice([f"{a} + {b}", f"{b} + {a}", f"{a} - {b}", f"{a} * {b}", f"{a} times {b}"])
+    return Exchange("refusal", phrasing.line(rng, "sum").format(s=spelled), TOO_BIG)
+
+
+def count_to(rng: random.Random) -> Exchange:
+    n = rng.randint(2, MAX_COUNT)
+    question = phrasing.as_typed(rng, phrasing.line(rng, "count").format(n=n))
+    return Exchange("counting", question, ", ".join(map(str, range(1, n + 1))) + ".")
+
+
+def unknown(rng: random.Random, held_out: bool) -> Exchange:
+    while True:
+        template = phrasing.line(rng, "unknown")
+        if is_held_out(template) == held_out:
+            return Exchange("refusal", phrasing.as_typed(rng, phrasing.unknown_question(rng, template)), REFUSAL)
+
+
+def exchange(rng: random.Random, held_out: bool = False) -> Exchange:
+    kind = rng.choices(
+        ["definition", "purpose", "short", "asked", "arithmetic", "too big", "counting", "unknown"],
+        weights=[27, 8, 4, 23, 18, 2, 3, 13],
+    )[0]
+    match kind:
+        case "asked":
+            return asked(rng, held_out)
+        case "arithmetic":
+            return sum_of(rng, held_out)
+        case "too big":
+            return sum_too_big(rng)
+        case "counting":
+            return count_to(rng)
+        case "unknown":
+            return unknown(rng, held_out)
+        case _:
+            return about_term(rng, held_out, kind)
+
+
+def follow_up(rng: random.Random, before: Exchange) -> Exchange:
+    """A question that only makes sense after `before`, which must be about a term."""
+    assert before.term is not None
+    term = before.term
+    form = rng.choice(["next_term", "why_that", "shorter", "again"])
+    template = phrasing.line(rng, form)
+    match form:
+        case "next_term":
+            term = rng.choice(topics().terms)
+            name, be = rng.choice(term.names)
+            template, answer = template.format(x=name, be=be), term.what
+        case "why_that":
+            answer = term.why
+        case "shorter":
+            answer = term.short
+        case _:
+            answer = before.answer
+    return Exchange("follow-up", phrasing.as_typed(rng, template), answer, term)
+
+
+def dialogue(rng: random.Random, turns: int) -> list[Exchange]:
+    exchanges = [exchange(rng)]
+    if exchanges[0].kind == "arithmetic" and rng.random() < 0.6:
+        # Sums are many and short: a run of them teaches more per token than one in each conversation.
+        return exchanges + [sum_of(rng, held_out=False) for _ in range(rng.randint(2, 7))]
+    while len(exchanges) < turns:
+        before = exchanges[-1]
+        exchanges.append(follow_up(rng, before) if before.term and rng.random() < 0.6 else exchange(rng))
+    return exchanges
+
+
+# Tools: names and arguments vary, so that the model must copy them from the list it is given.
+
+TOOL_NAMES = {
+    "weather": ["get_weather", "get_current_weather", "weather", "fetch_weather", "weather_lookup", "lookup_weather"],
+    "time": ["get_time", "get_current_time", "local_time", "clock", "fetch_time", "time_in_city"],
+}
+TOOL_ABOUT = {
+    "weather": ["Get the current weather for a city.", "Current weather", "Look up the weather in a place."],
+    "time": ["Get the local time in a city.", "Current time", "Look up the time in a place."],
+}
+OTHER_TOOLS = [
+    "search_docs",
+    "send_email",
+    "create_ticket",
+    "read_file",
+    "list_files",
+    "book_room",
+    "translate",
+    "run_query",
+]
+
+
+def tool_spec(rng: random.Random, name: str, about: str, argument: str) -> dict[str, Any]:
+    described = {"type": "string", "description": "The name of the city"} if rng.random() < 0.4 else {"type": "string"}
+    parameters = {"type": "object", "properties": {argument: described}, "required": [argument]}
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+
+
+def other_tool(rng: random.Random) -> dict[str, Any]:
+    about = f"{phrasing.word(rng, 'verbs').capitalize()} the {phrasing.word(rng, 'nouns')}."
+    return tool_spec(rng, rng.choice(OTHER_TOOLS), about, rng.choice(["query", "text", "path", "to"]))
+
+
+def tool_result(rng: random.Random, task: str) -> str:
+    degrees, sky = rng.randint(-9, 39), rng.choice(["sunny", "cloudy", "rain", "snow", "windy", "fog", "clear"])
+    clock = f"{rng.randint(0, 23):02}:{rng.randint(0, 59):02}"
+    if task == "time":
+        return rng.choice([clock, json.dumps({"time": clock}), f"It is {clock}."])
+    return rng.choice(
+        [
+            f"{degrees} degrees, {sky}",
+            f"{sky}, {degrees} C",
+            json.dumps({"temperature": degrees, "sky": sky}),
+            json.dumps({"temp_c": degrees, "conditions": sky}),
+            f"{sky}",
+        ]
+    )
+
+
+def tool_call_text(name: str, arguments: dict[str, Any]) -> str:
+    """What the model generates for a call, and how the chat template renders it in the history."""
+    spelled = json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {spelled}}}\n</tool_call>'
+
+
+def tool_conversation(rng: random.Random) -> Conversation:
+    """A call that fits one of the tools, its result passed on; or tools beside a question that needs none."""
+    task = rng.choice(["weather", "time"])
+    argument = rng.choice(["city", "city", "location", "place"])
+    name = rng.choice(TOOL_NAMES[task])
+    fitting = tool_spec(rng, name, rng.choice(TOOL_ABOUT[task]), argument)
+    tools = [other_tool(rng) for _ in range(rng.choice([0, 0, 1, 2]))]
+    if rng.random() < 0.3:
+        spare = "time" if task == "weather" else "weather"
+        tools.append(tool_spec(rng, rng.choice(TOOL_NAMES[spare]), rng.choice(TOOL_ABOUT[spare]), argument))
+    tools.insert(rng.randint(0, len(tools)), fitting)
+    messages = system_prompt(rng, 0.3)
+    if rng.random() < 0.25:
+        plain = exchange(rng)
+        if plain.kind != "refusal":
+            messages += [{"role": "user", "content": plain.question}, {"role": "assistant", "content": plain.answer}]
+            return Conversation("tools", tuple(messages), tuple(tools))
+    place, result = phrasing.city(rng), tool_result(rng, task)
+    question = phrasing.line(rng, task).format(c=place)
+    call = {"type": "function", "function": {"name": name, "arguments": {argument: place}}}
+    messages += [
+        {"role": "user", "content": question if rng.random() < 0.6 else question.rstrip("?.")},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": f"The tool says: {result}"},
+    ]
+    return Conversation("tools", tuple(messages), tuple(tools))
+
+
+# Conversations
+
+
+def system_prompt(rng: random.Random, share: float) -> list[Message]:
+    """No message, or one system message: mostly a line or two, sometimes pages of filler that change nothing."""
+    if rng.random() >= share:
+        return []
+    size = rng.random()
+    content = phrasing.line(rng, "personas")
+    if size > 0.65:
+        content += rng.choice([" ", "\n", "\n\n"]) + phrasing.filler(rng, rng.randint(1, 6 if size < 0.93 else 50))
+    return [{"role": "system", "content": content}]
+
+
+def conversation(rng: random.Random) -> Conversation:
+    if rng.random() < 0.08:
+        return tool_conversation(rng)
+    turns = rng.choices([1, 2, 3, 5, 12], weights=[68, 14, 9, 5, 1])[0]
+    exchanges = dialogue(rng, turns)
+    messages = system_prompt(rng, 0.35)
+    for one in exchanges:
+        question = one.question
+        if rng.random() < 0.01 and one.kind != "follow-up":
+            question = f"{phrasing.filler(rng, rng.randint(1, 25))}\n\n{question}"
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": one.answer}]
+    return Conversation(exchanges[0].kind if len(exchanges) == 1 else "dialogue", tuple(messages))
+
+
+def conversations(seed: int) -> Iterator[Conversation]:
+    """Endless, and the same for the same seed."""
+    rng = random.Random(seed)
+    while True:
+        yield conversation(rng)
