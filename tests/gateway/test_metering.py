@@ -7,6 +7,7 @@ import time
 from decimal import Decimal
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from hypothesis import given
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from gateway import metering
 from gateway.metering import Meter, cost_of, make_receipt, nanos, new_event_id, rfc3339
 from gateway.policy import Deployment, Policy, Price
-from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Trace, Usage
+from gateway.types import Attempt, Call, Marks, Operation, Outcome, Trace, Usage
+from tests.gateway.calls import a_call
 
 POLICY = Policy.model_validate(
     {
@@ -37,28 +39,12 @@ PROMPT_ESTIMATE = 40
 
 
 def make_call(*, stream: bool = True, include_usage: bool = False, operation: Operation = Operation.CHAT) -> Call:
-    return Call(
-        id="req_1",
-        operation=operation,
-        principal=Principal(POLICY.tenants_by_name["acme"], "key_1"),
-        policy=POLICY,
-        asked_model="m",
-        model=POLICY.models[0],
-        class_name="realtime",
-        latency_class=POLICY.classes["realtime"],
+    return msgspec.structs.replace(
+        a_call(policy=POLICY, tenant="acme", key="key_1"),
         stream=stream,
         include_usage=include_usage,
-        max_output_tokens=None,
-        deterministic=False,
-        fields={},
-        fingerprint=(),
+        operation=operation,
         prompt_tokens_estimate=PROMPT_ESTIMATE,
-        cache_salt="",
-        service_tier=None,
-        end_user=None,
-        canonical_steps=(),
-        class_rule=None,
-        deadline=0.0,
         trace=Trace(trace_id=0xABC, parent_span_id=0, sampled=True),
     )
 
