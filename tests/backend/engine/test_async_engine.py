@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.engine.async_engine import AsyncEngine, OutputStream
+from backend.engine.block_pool import BlockPool
+from backend.engine.config import EngineConfig
+from backend.engine.engine import Engine
+from backend.engine.errors import ContextTooLong, EngineDead, QueueFull, RequestRefused
+from backend.engine.request import FinishReason, Request, SamplingParams, StepOutput
+from backend.engine.scheduler import Computed, Scheduled, Scheduler
+
+WAIT_SECONDS = 30  # only ever reached by a test that fails
+
+
+class ScriptedRunner:
+    """Counts up from each prompt's last token. A test may hold it before a step, or let it fail."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self.num_steps = 0
+        self._gate = threading.Event()
+        self._hold_after = math.inf
+
+    def hold(self, *, after: int = 0) -> None:
+        self._hold_after = self.num_steps + after
+
+    def release(self) -> None:
+        self._gate.set()
+
+    def run(self, plan: Sequence[Scheduled]) -> list[Computed]:
+        assert self.num_steps < self._hold_after or self._gate.wait(WAIT_SECONDS)
+        if self.failure:
+            raise self.failure
+        self.num_steps += 1
+        return [Computed((scheduled.request.token_ids[-1] + 1,)) for scheduled in plan]
+
+
+@pytest.fixture
+def runner() -> ScriptedRunner:
+    return ScriptedRunner()
+
+
+@pytest.fixture
+async def engine(runner: ScriptedRunner, checkpoint_dir: Callable[[str], Path]) -> AsyncIterator[AsyncEngine]:
+    options: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_num_seqs": 2, "max_waiting": 2}
+    config = EngineConfig(model_dir=checkpoint_dir("llama"), max_model_len=128, **options).resolve()
+    scheduler = Scheduler(
+        BlockPool(config.num_blocks, config.block_size),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        max_waiting=config.max_waiting,
+    )
+    engine = AsyncEngine(Engine(config, scheduler, runner))  # type: ignore[arg-type]
+    await engine.start()
+    yield engine
+    runner.release()
+    await engine.stop()
+
+
+def make_request(name: str = "r", first: int = 0, max_tokens: int = 5, **sampling: Any) -> Request:
+    return Request(name, [first], SamplingParams(max_tokens=max_tokens, **sampling))
+
+
+async def read(stream: OutputStream) -> list[StepOutput]:
+    async with asyncio.timeout(WAIT_SECONDS):
+        return [output async for output in stream]
+
+
+def tokens(outputs: list[StepOutput]) -> list[int]:
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+async def test_streams_are_each_requests_own_and_end_with_a_reason(engine: AsyncEngine) -> None:
+    streams = [engine.submit(make_request(f"r{i}", first=10 * i)) for i in range(4)]
+    for i, outputs in enumerate(await asyncio.gather(*map(read, streams))):
+        assert tokens(outputs) == [10 * i + n for n in range(1, 6)]
+        assert [output.finish_reason for output in outputs] == [None] * 4 + [FinishReason.LENGTH]
+    assert await read(streams[0]) == []  # ended stays ended
+    await engine.wait_idle()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage, stats.integrity_ok) == (0, 0, 0.0, True)
+    assert (stats.prompt_tokens_total, stats.generation_tokens_total) == (4, 20)
+    assert stats.requests_finished[FinishReason.LENGTH] == 4
+
+
+async def test_outputs_come_while_the_request_runs(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+    runner.hold()
+    stream = engine.submit(make_request())
+    first = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    assert not first.done()
+    runner.release()
+    assert (await asyncio.wait_for(first, WAIT_SECONDS)).new_token_ids == (1,)
+    assert tokens(await read(stream)) == [2, 3, 4, 5]
+
+
+async def test_closing_a_stream_aborts_before_the_next_step_and_returns_every_block(
+    engine: AsyncEngine, runner: ScriptedRunner
+) -> None:
+    runner.hold(after=3)
+    stream = engine.submit(make_request(max_tokens=100))
+    await anext(stream)
+    await stream.aclose()
+    runner.release()
+    await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
+    assert runner.num_steps <= 4  # no more than the one that was under way
+    stats = engine.stats()
+    assert (stats.num_free_blocks, stats.aborted_total) == (32, 1)
+    await stream.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_leaving_the_loop_within_aclosing_aborts(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+    runner.hold(after=3)
+    async with aclosing(engine.submit(make_request(max_tokens=100))) as stream:
+        async for _ in stream:
+            break
+    runner.release()
+    await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
+    assert engine.stats().aborted_total == 1
+    assert engine.stats().num_free_blocks == 32
+
+
+async def test_cancelling_the_reader_aborts(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+    runner.hold()
+    reader = asyncio.create_task(read(engine.submit(make_request(max_tokens=100))))
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    runner.release()
+    await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
+    assert engine.stats().aborted_total == 1
+
+
+async def test_abort_by_id_ends_the_stream_with_that_reason(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+    runner.hold(after=2)
+    stream = engine.submit(make_request(max_tokens=100))
+    other = engine.submit(make_request("other"))
+    await anext(stream)
+    engine.abort("r")
+    engine.abort("nobody")
+    runner.release()
+    assert (await read(stream))[-1].finish_reason is FinishReason.ABORT
+    assert tokens(await read(other)) == [1, 2, 3, 4, 5]
+
+
+async def test_a_request_that_still_waits_can_be_closed(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+    runner.hold()
+    streams = [engine.submit(make_request(f"r{i}", max_tokens=3)) for i in range(4)]
+    await streams[3].aclose()
+    runner.release()
+    for stream in streams[:3]:
+        assert tokens(await read(stream)) == [1, 2, 3]
+    await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
+    assert engine.stats().aborted_total == 1
+
+
+async def test_refusals_come_at_once_and_leave_nothing_behind(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+    runner.hold()
+    with pytest.raises(ContextTooLong) as too_long:
+        engine.submit(make_request(max_tokens=200))
+    assert too_long.value.param == "max_tokens"
+    with pytest.raises(RequestRefused) as unknown_token:
+        engine.submit(make_request(first=100_000))
+    assert unknown_token.value.param == "prompt"
+    with pytest.raises(RequestRefused) as unknown_bias:
+        engine.submit(make_request(logit_bias={-1: 1.0}))
+    assert unknown_bias.value.param == "logit_bias"
+    streams = [engine.submit(make_request(f"r{i}")) for i in range(4)]
+    with pytest.raises(RequestRefused, match="already here"):
+        engine.submit(make_request("r0"))
+    with pytest.raises(QueueFull):
+        engine.submit(make_request("one too many"))
+    runner.release()
+    for stream in streams:
+        assert len(await read(stream)) == 5
+    assert len(await read(engine.submit(make_request("one too many")))) == 5
+
+
+async def test_an_error_in_a_step_answers_everyone_and_ends_the_engine(
+    engine: AsyncEngine, runner: ScriptedRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner.hold()
+    streams = [engine.submit(make_request(f"r{i}")) for i in range(4)]
+    idle = asyncio.create_task(engine.wait_idle())
+    await asyncio.sleep(0)
+    assert engine.healthy
+    runner.failure = RuntimeError("out of memory")
+    with caplog.at_level(logging.CRITICAL):
+        runner.release()
+        for stream in streams:
+            (last,) = await read(stream)
+            assert last.finish_reason is FinishReason.ERROR
+            assert last.error == "RuntimeError: out of memory"
+        await asyncio.wait_for(idle, WAIT_SECONDS)
+    assert not engine.healthy
+    assert engine.error == "RuntimeError: out of memory"
+    with pytest.raises(EngineDead, match="out of memory"):
+        engine.submit(make_request())
+    await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
+
+
+async def test_a_pool_that_contradicts_itself_ends_the_engine(engine: AsyncEngine) -> None:
+    await read(engine.submit(make_request()))
+    await engine.wait_idle()
+    engine.engine.scheduler.pool._ref_counts[0] = 1
+    stream = engine.submit(make_request("again", max_tokens=1))
+    await read(stream)
+    await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
+    assert not engine.healthy
+    assert not engine.stats().integrity_ok
+    assert engine.error is not None
+    assert "IntegrityError" in engine.error
+
+
+async def test_stopping_aborts_what_runs_and_what_waits(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+    runner.hold(after=2)
+    streams = [engine.submit(make_request(f"r{i}", max_tokens=100)) for i in range(4)]
+    await anext(streams[0])
+    stopping = asyncio.create_task(engine.stop())
+    await asyncio.sleep(0)  # it has asked the engine to stop, and waits for the step under way
+    runner.release()
+    await stopping
+    for stream in streams:
+        assert (await read(stream))[-1].finish_reason is FinishReason.ABORT
+    assert engine.stats().num_free_blocks == 32
+    assert not engine.healthy
+    assert engine.error is None
+    with pytest.raises(EngineDead, match="not running"):
+        engine.submit(make_request())
+    await engine.stop()
+
+
+async def test_before_its_start_it_refuses(engine: AsyncEngine) -> None:
+    unborn = AsyncEngine(engine.engine)
+    assert not unborn.healthy
+    with pytest.raises(EngineDead):
+        unborn.submit(make_request())
+    await unborn.stop()
+
+
+async def test_it_sleeps_when_idle_and_wakes_for_each_request(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+    for i in range(3):
+        await read(engine.submit(make_request(f"r{i}", max_tokens=2)))
+        await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
+    assert runner.num_steps == 6
+
+
+async def test_with_a_real_model(checkpoint_dir: Callable[[str], Path]) -> None:
+    config = EngineConfig(model_dir=checkpoint_dir("qwen3"), num_blocks=32, num_threads=1)
+    engine = AsyncEngine(Engine.load(config))
+    await engine.start()
+    try:
+        streams = [engine.submit(make_request(f"r{i}", first=i + 3, max_tokens=8, temperature=0.0)) for i in range(4)]
+        left = engine.submit(make_request("left", max_tokens=100))
+        await anext(left)
+        await left.aclose()
+        assert [len(tokens(outputs)) for outputs in await asyncio.gather(*map(read, streams))] == [8] * 4
+        await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
+        assert engine.stats().num_free_blocks == 32
+    finally:
+        await engine.stop()

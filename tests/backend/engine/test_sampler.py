@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from backend.engine.batch import make_sampling_batch, uniform
+from backend.engine.request import Request, SamplingParams
+from backend.engine.sampler import sample
+
+VOCAB_SIZE = 8
+CPU = torch.device("cpu")
+LOGITS = [2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -4.0]
+
+
+def make_request(prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), **sampling: Any) -> Request:
+    request = Request("r", list(prompt), SamplingParams(max_tokens=64, **sampling))
+    request.token_ids += output
+    return request
+
+
+def draw(requests: list[Request], logits: list[list[float]] | None = None) -> list[int]:
+    rows = torch.tensor(logits or [LOGITS] * len(requests))
+    return [s.token_id for s in sample(rows, make_sampling_batch(requests, VOCAB_SIZE, CPU))]
+
+
+def frequencies(num_draws: int = 8000, **sampling: Any) -> dict[int, float]:
+    """How often each token comes, over as many seeds."""
+    counts = Counter(draw([make_request(seed=seed, **sampling) for seed in range(num_draws)]))
+    return {token: count / num_draws for token, count in counts.items()}
+
+
+def softmax(logits: list[float], temperature: float = 1.0) -> list[float]:
+    weights = [math.exp(value / temperature) for value in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
+def renormalised(tokens: range) -> dict[int, float]:
+    kept = softmax(LOGITS)[tokens.start : tokens.stop]
+    return {token: probability / sum(kept) for token, probability in zip(tokens, kept, strict=True)}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_distribution(temperature: float) -> None:
+    seen = frequencies(temperature=temperature)
+    for token, probability in enumerate(softmax(LOGITS, temperature)):
+        # Four standard deviations of a frequency over 8000 draws.
+        assert seen.get(token, 0.0) == pytest.approx(probability, abs=4 * math.sqrt(probability / 8000))
+
+
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [
+        ({"top_k": 1}, range(1)),
+        ({"top_k": 3}, range(3)),
+        ({"top_k": 100}, range(8)),
+        ({"top_p": 0.5}, range(1)),  # the first token alone has 0.55
+        ({"top_p": 0.6}, range(2)),  # and with the second it is 0.76
+        ({"top_p": 0.8}, range(3)),
+        ({"min_p": 0.3}, range(2)),  # exp(1.0 - 2.0) = 0.37, exp(0.5 - 2.0) = 0.22
+        ({"min_p": 0.2, "top_k": 7, "top_p": 0.99}, range(3)),
+        ({"top_k": 2, "top_p": 0.74}, range(2)),  # of the two that top-k leaves, the first has 0.73
+        ({"top_k": 2, "top_p": 0.72}, range(1)),
+    ],
+)
+def test_filters_keep_the_most_likely_and_their_proportions(filters: dict[str, Any], kept: range) -> None:
+    expected = renormalised(kept)
+    seen = frequencies(**filters)
+    assert set(seen) <= set(expected)
+    for token, probability in expected.items():
+        assert seen.get(token, 0.0) == pytest.approx(probability, abs=4 * math.sqrt(probability / 8000))
+
+
+def test_greedy_takes_the_most_likely_whatever_the_filters_and_the_seed() -> None:
+    greedy = [make_request(temperature=0.0, seed=seed, top_k=5, top_p=0.9) for seed in range(20)]
+    assert draw(greedy) == [0] * 20
+    assert draw([make_request(temperature=1e-9)]) == [0]  # dividing by this would overflow
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    kinds: list[dict[str, Any]] = [
+        {"seed": 1},
+        {"temperature": 0.0},
+        {"seed": 2, "top_k": 3},
+        {"seed": 3, "top_p": 0.7, "min_p": 0.01},
+        {"seed": 4, "frequency_penalty": 1.5, "output": (0, 0, 1)},
+        {"seed": 5, "logit_bias": {7: 5.0}},
+        {"seed": 6, "temperature": 0.3, "logprobs": 2},
+    ]
+    for shift in range(30):
+        requests = [make_request(prompt=(0,) * (1 + shift), **kind) for kind in kinds]
+        alone = [draw([request])[0] for request in requests]
+        assert draw(requests) == alone
+        assert draw(requests[::-1]) == alone[::-1]
+
+
+def test_noise_is_a_function_of_seed_and_position() -> None:
+    assert uniform(7, 11) == uniform(7, 11)
+    values = [uniform(seed, position) for seed in (0, 1, 2, 2**63, -1) for position in range(200)]
+    assert len(set(values)) == len(values)
+    assert all(0.0 <= value < 1.0 for value in values)
+    assert sum(values) / len(values) == pytest.approx(0.5, abs=0.03)
+    # Neighbouring positions are not alike: the correlation of a thousand pairs is near nothing.
+    shifted = sum((a - 0.5) * (b - 0.5) for a, b in pairwise(values)) / len(values) * 12
+    assert abs(shifted) < 0.1
+
+
+def test_requests_without_a_seed_differ() -> None:
+    assert len({make_request().seed for _ in range(10)}) == 10
+
+
+def test_presence_and_frequency_penalties_count_the_output_alone() -> None:
+    flat = [[0.0] * VOCAB_SIZE]
+    # Token 0 is in the prompt, 1 came once, 2 came three times.
+    for penalty, expected in (("presence_penalty", [0, -2, -2]), ("frequency_penalty", [0, -2, -6])):
+        request = make_request((0, 0), (1, 2, 2, 2), temperature=0.0, logprobs=0, **{penalty: 2.0})
+        for token, value in enumerate(expected):
+            # A bias of just under, then just over the penalty decides whether the token wins.
+            for delta, wins in ((-0.1, False), (0.1, True)):
+                biased = make_request(
+                    (0, 0), (1, 2, 2, 2), temperature=0.0, logit_bias={token: -value + delta}, **{penalty: 2.0}
+                )
+                assert (draw([biased], flat) == [token]) is wins
+        assert draw([request], flat) == [0]
+
+
+def test_repetition_penalty_counts_the_prompt_too_and_pushes_down_on_either_side_of_zero() -> None:
+    request = make_request((0,), (7,), temperature=0.0, repetition_penalty=2.0)
+    assert draw([request], [[1.9, 1.0, 0.9, 0, 0, 0, 0, 0]]) == [1]
+    assert draw([request], [[-1.0, -1.9, -2.0, -3, -3, -3, -3, -1.0]]) == [1]
+
+
+def test_logit_bias_forbids_and_enforces() -> None:
+    assert draw([make_request(temperature=0.0, logit_bias={0: -100.0})]) == [1]
+    assert set(frequencies(200, logit_bias={6: 100.0})) == {6}
+
+
+def test_min_tokens_forbids_stop_tokens_until_then() -> None:
+    stop = frozenset({0})
+    for num_output, expected in ((0, 1), (1, 1), (2, 0)):
+        request = make_request((5,), (3,) * num_output, temperature=0.0, min_tokens=2, stop_token_ids=stop)
+        assert draw([request]) == [expected]
+
+
+def test_logprobs_are_the_models_own() -> None:
+    request = make_request(temperature=0.0, logprobs=3, logit_bias={4: 100.0})
+    plain = make_request(temperature=0.0)
+    none = make_request(temperature=0.0, logprobs=0)
+    rows = torch.tensor([LOGITS] * 3)
+    wanted, unwanted, only_own = sample(rows, make_sampling_batch([request, plain, none], VOCAB_SIZE, CPU))
+    expected = [math.log(probability) for probability in softmax(LOGITS)]
+    (logprob,) = wanted.logprobs
+    assert (logprob.token_id, logprob.logprob) == (4, pytest.approx(expected[4], abs=1e-5))
+    assert [token for token, _ in logprob.top] == [0, 1, 2]
+    assert [value for _, value in logprob.top] == pytest.approx(expected[:3], abs=1e-5)
+    assert unwanted.logprobs == ()
+    assert only_own.logprobs[0].top == ()
+    assert torch.equal(rows, torch.tensor([LOGITS] * 3)), "the model's logits are not ours to change"
+
+
+@pytest.mark.parametrize("kind", [{}, {"top_p": 0.999}, {"top_k": 29_000}, {"min_p": 1e-9}])
+def test_every_token_of_a_large_vocabulary_can_come_and_a_forbidden_one_never_does(kind: dict[str, Any]) -> None:
+    size = 30_000
+    logits = torch.zeros(1, size).expand(64, -1)
+    forbidden = {0: float("-1e9"), size - 1: float("-1e9")}
+    requests = [make_request(seed=seed, logit_bias=forbidden, **kind) for seed in range(64)]
+    tokens = [sampled.token_id for sampled in sample(logits, make_sampling_batch(requests, size, CPU))]
+    assert len(set(tokens)) > 60
+    assert not set(tokens) & set(forbidden)
+    assert max(tokens) > size * 0.9
+    assert min(tokens) < size * 0.1
