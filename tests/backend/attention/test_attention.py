@@ -1,0 +1,78 @@
+"""Every member of the family against attention written out in full, one head and one position at a time."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from backend.attention import ATTENTIONS, create_attention
+from backend.attention.base import AttentionMetadata
+
+NUM_BLOCKS = 48
+HEAD_DIM = 16
+SCALE = 0.3
+
+STEPS = {
+    "one decode": [(1, 7)],
+    "decodes of unlike length": [(1, 1), (1, 30), (1, 8), (1, 9)],
+    "more decodes than one group": [(1, n) for n in range(1, 21)],
+    "whole prompts": [(5, 5), (9, 9), (2, 2)],
+    "chunks": [(5, 12), (9, 10), (2, 30)],
+    "all at once": [(1, 17), (6, 6), (1, 3), (4, 21), (1, 1)],
+}
+
+
+def exact(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """query: [Lq, Hq, D], keys, values: [L, Hkv, D]."""
+    output = torch.empty_like(query, dtype=torch.float64)
+    group = query.shape[1] // keys.shape[1]
+    for i in range(len(query)):
+        end = len(keys) - len(query) + i + 1
+        for head in range(query.shape[1]):
+            scores = keys[:end, head // group].double() @ query[i, head].double() * SCALE
+            output[i, head] = scores.softmax(0) @ values[:end, head // group].double()
+    return output
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize(("block_size", "dtype", "tolerance"), [(8, torch.float32, 1e-5), (4, torch.bfloat16, 2e-2)])
+def test_attention_is_exact(
+    name: str, step: str, num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shuffled = random.Random(2)
+    lens = STEPS[step]
+    # What is not some sequence's own is huge: a single wrong position would drown everything else.
+    caches = [torch.full((NUM_BLOCKS * 4, block_size, num_kv_heads, HEAD_DIM), 1e4, dtype=dtype) for _ in range(2)]
+    free = list(range(NUM_BLOCKS * 4))
+    shuffled.shuffle(free)
+    queries, expected, tables = [], [], []
+    for query_len, seq_len in lens:
+        query, keys, values = (
+            torch.randn(length, heads, HEAD_DIM, generator=generator).to(dtype)
+            for length, heads in ((query_len, num_heads), (seq_len, num_kv_heads), (seq_len, num_kv_heads))
+        )
+        tables.append([free.pop() for _ in range(-(-seq_len // block_size))])
+        for position in range(seq_len):
+            block, offset = tables[-1][position // block_size], position % block_size
+            caches[0][block, offset], caches[1][block, offset] = keys[position], values[position]
+        queries.append(query)
+        expected.append(exact(query, keys, values))
+    width = max(map(len, tables))
+    metadata = AttentionMetadata(
+        query_lens=tuple(query_len for query_len, _ in lens),
+        seq_lens=tuple(seq_len for _, seq_len in lens),
+        cu_seqlens_q=torch.tensor([*accumulate((n for n, _ in lens), initial=0)], dtype=torch.int32),
+        block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
+        block_size=block_size,
+    )
+    attend = create_attention(name, SCALE).prepare(metadata, like=caches[0])
+    output = attend(torch.cat(queries), *caches)
+    assert output.dtype == dtype
+    assert (output.double() - torch.cat(expected)).abs().max().item() < tolerance

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backend.engine.config import EngineConfig
+from backend.engine.errors import ConfigError, RequestRefused
+from backend.engine.request import SamplingParams
+
+
+@pytest.fixture
+def directory(checkpoint_dir: Callable[[str], Path]) -> Path:
+    return checkpoint_dir("llama")
+
+
+def test_everything_left_open_is_decided(directory: Path) -> None:
+    resolved = EngineConfig(model_dir=directory, device="cpu").resolve()
+    assert (resolved.dtype, resolved.device) == (torch.float32, torch.device("cpu"))
+    assert (resolved.attention, resolved.ops) == ("sdpa", "reference")
+    assert resolved.num_threads >= 1
+    assert resolved.max_model_len == 512
+
+
+def test_the_number_of_blocks_follows_from_the_memory(directory: Path) -> None:
+    # 2 layers of keys and values, 16 tokens, 2 heads of 16 values.
+    block_bytes = 2 * 2 * 16 * 2 * 16
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
+        memory = 10 * block_bytes * itemsize + 1
+        resolved = EngineConfig(model_dir=directory, dtype=dtype, kv_cache_memory_bytes=memory).resolve()
+        assert resolved.num_blocks == 10
+        assert resolved.max_model_len == 160  # all that fits
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"dtype": "float16"}, "dtype"),
+        ({"attention": "flash"}, "attention"),
+        ({"ops": "cuda"}, "ops"),
+        ({"quantization": "awq"}, "quantization"),
+        ({"block_size": 0}, "block_size"),
+        ({"num_blocks": -1}, "num_blocks"),
+        ({"max_waiting": -1}, "max_waiting"),
+        ({"max_num_seqs": 65, "max_num_batched_tokens": 64}, "max_num_batched_tokens"),
+        ({"num_blocks": 8, "kv_cache_memory_bytes": 1 << 20}, "num_blocks"),
+        ({"kv_cache_memory_bytes": 100}, "kv_cache_memory_bytes"),
+        ({"max_model_len": 513}, "max_model_len"),
+        ({"device": "tpu"}, "device"),
+        ({"device": "meta"}, "device"),
+        ({"device": "cuda:99"}, "device"),
+        ({"model_dir": Path("/nowhere")}, "model_dir"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(directory: Path, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**{"model_dir": directory, **options}).resolve()
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("min_p", 1.5),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", float("inf")),
+        ("repetition_penalty", 0.0),
+        ("logit_bias", {3: float("nan")}),
+        ("min_tokens", 17),
+        ("logprobs", 21),
+    ],
+)
+def test_sampling_out_of_range_is_refused_by_name(param: str, value: Any) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        SamplingParams(**{"max_tokens": 16, param: value})
+    assert caught.value.param == param
