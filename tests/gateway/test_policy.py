@@ -72,11 +72,11 @@ def test_quantities_have_bounds(classes: dict[str, Any]) -> None:
 
 
 def test_both_built_in_classes_exist_and_a_policy_changes_only_what_it_says() -> None:
-    policy = Policy.model_validate(least(classes={"realtime": {"ttft": "5s"}, "slow": {}}))
+    policy = Policy.model_validate(least(classes={"batch": {"ttft": "5s"}, "slow": {}}))
     assert set(policy.classes) == {"realtime", "batch", "slow"}
-    assert policy.classes["realtime"].ttft == 5
-    assert policy.classes["realtime"].max_wait == BUILT_IN_CLASSES["realtime"]["max_wait"]
+    assert policy.classes["batch"].ttft == 5
     assert policy.classes["batch"].total == BUILT_IN_CLASSES["batch"]["total"]
+    assert policy.classes["realtime"].max_wait == BUILT_IN_CLASSES["realtime"]["max_wait"]
 
 
 def test_one_name_stands_for_a_list_and_header_names_have_no_case() -> None:
