@@ -26,6 +26,7 @@ from gateway.doors import DOORS, catalogue
 from gateway.errors import GatewayError, MethodNotAllowed, StorageUnavailable, UnknownUrl
 from gateway.fleet import Fleet
 from gateway.ledger import Ledger
+from gateway.limits import LIMITS
 from gateway.limits.base import Limiter
 from gateway.policy import Policy
 from gateway.policy_file import PolicyHolder
@@ -68,7 +69,7 @@ class Gateway:
             authenticator=Authenticator(self._storage, pepper),
             canonicaliser=Canonicaliser(pepper.encode()),
             cache=ResponseCache(self._storage),
-            limiter=Limiter(self._storage),
+            limiter=Limiter(self._storage, LIMITS),
             queue=Queue(self._fleet),
             router=Router(self._fleet, STRATEGIES),
             ledger=Ledger(settings.ledger_dir, settings.replica),

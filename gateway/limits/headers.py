@@ -1,0 +1,29 @@
+"""The `x-ratelimit-*` headers as OpenAI sends them, durations as Go prints them."""
+
+from __future__ import annotations
+
+from gateway.storage.base import RateCharge
+
+
+def ratelimit_headers(what: str, charge: RateCharge, remaining: int) -> dict[str, str]:
+    """`reset` is when the limit is whole again if nobody asks meanwhile."""
+    reset_seconds = (charge.limit - remaining) * charge.period_seconds / charge.limit
+    return {
+        f"x-ratelimit-limit-{what}": str(charge.limit),
+        f"x-ratelimit-remaining-{what}": str(remaining),
+        f"x-ratelimit-reset-{what}": go_duration(reset_seconds),
+    }
+
+
+def go_duration(seconds: float) -> str:
+    """`12ms`, `1s`, `1.5s`, `6m0s`, `1h0m0s`: to the millisecond."""
+    milliseconds = round(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms" if milliseconds else "0s"
+    whole, milliseconds = divmod(milliseconds, 1000)
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    text = f"{second}.{milliseconds:03}".rstrip("0").rstrip(".") + "s" if milliseconds else f"{second}s"
+    if hours:
+        return f"{hours}h{minute}m{text}"
+    return f"{minute}m{text}" if minute else text
