@@ -19,9 +19,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from backend.server.errors import ApiError, BodyTooLarge, ShuttingDown
+from backend.server.errors import ApiError, BodyTooLarge, BodyTooSlow, ShuttingDown
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_BODY_SECONDS = 60.0
 
 logger = logging.getLogger("backend.server")
 
@@ -43,8 +44,15 @@ class Exchange:
         self._receive = receive
         self._send = send
 
-    async def read_body(self, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-        """Raises BodyTooLarge, and ClientGone if the body never ends."""
+    async def read_body(self, max_bytes: int = MAX_BODY_BYTES, max_seconds: float = MAX_BODY_SECONDS) -> bytes:
+        """Raises BodyTooLarge, BodyTooSlow, and ClientGone if the client leaves before the end."""
+        try:
+            async with asyncio.timeout(max_seconds):
+                return await self._read_body(max_bytes)
+        except TimeoutError as error:
+            raise BodyTooSlow(f"The body did not come within {max_seconds:g} seconds.") from error
+
+    async def _read_body(self, max_bytes: int) -> bytes:
         too_large = BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
         declared = self.headers.get("content-length", "0")
         if declared.isdecimal() and int(declared) > max_bytes:

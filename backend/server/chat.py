@@ -32,8 +32,9 @@ class ChatCompletions(Door):
 
     def _task(self, request: ChatRequest, prompt: list[int]) -> Task:
         model = self._serving.model
-        asked = request.max_tokens if request.max_tokens is not None else request.max_completion_tokens
-        max_tokens = model.check_context(len(prompt), asked, "messages")
+        limits = {"max_tokens": request.max_tokens, "max_completion_tokens": request.max_completion_tokens}
+        limit_field = next((name for name, limit in limits.items() if limit is not None), "max_tokens")
+        max_tokens = model.check_context(len(prompt), limits[limit_field], "messages", limit_field)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         return Task(
             operation="chat",

@@ -6,6 +6,7 @@ ApiError
 ├── ModelNotFound           404
 ├── UnknownUrl              404
 ├── MethodNotAllowed        405
+├── BodyTooSlow             408
 ├── BodyTooLarge            413
 ├── EngineFailure           500  the engine failed this request, or died under it
 └── Unavailable             503  nothing was done, and another try may succeed
@@ -68,6 +69,11 @@ class UnknownUrl(InvalidRequest):
 class MethodNotAllowed(InvalidRequest):
     status = 405
     code = "method_not_allowed"
+
+
+class BodyTooSlow(InvalidRequest):
+    status = 408
+    code = "body_timeout"
 
 
 class BodyTooLarge(InvalidRequest):

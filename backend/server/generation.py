@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -66,6 +67,7 @@ class Generation:
         self._exchange = exchange
         self._task = task
         self._submitted_ns = 0
+        self._deltas: AsyncGenerator[Delta] | None = None
         # A client may send the same x-request-id again, with a retry or a second attempt; the engine's ids are unique.
         self.id = f"{exchange.request_id}-{secrets.token_hex(4)}"
         choices = [(prompt, sampling) for prompt in task.prompts for sampling in task.samplings]
@@ -88,12 +90,14 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._close(error)
+        if self._deltas is not None:
+            await self._deltas.aclose()
 
     def deltas(self) -> AsyncIterator[Delta]:
-        """Raises EngineFailure if the engine fails a sequence."""
-        if len(self.sequences) == 1:
-            return self.sequences[0].deltas()
-        return _merged([sequence.deltas() for sequence in self.sequences])
+        """All that the sequences say, once. Raises EngineFailure if the engine fails one."""
+        first, *others = (sequence.deltas() for sequence in self.sequences)
+        self._deltas = _merged([first, *others]) if others else first
+        return self._deltas
 
     @property
     def usage(self) -> Usage:
@@ -200,7 +204,7 @@ class _Sequence:
     def submit(self) -> None:
         self._outputs = self._serving.submit(self.request)
 
-    async def deltas(self) -> AsyncIterator[Delta]:
+    async def deltas(self) -> AsyncGenerator[Delta]:
         assert self._outputs is not None, "not submitted"
         try:
             async for output in self._outputs:
@@ -249,13 +253,14 @@ class _Sequence:
         return Delta(self._index, text, output.logprobs[:shown], self.finish_reason or None, output.embedding)
 
 
-async def _merged(sources: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[Delta]:
+async def _merged(sources: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[Delta]:
     """Items of all sources as they come; the first failure ends it. No more can wait than max_tokens of each."""
     arrived: asyncio.Queue[Delta | asyncio.Task[None]] = asyncio.Queue()
 
-    async def pump(source: AsyncIterator[Delta]) -> None:
-        async for delta in source:
-            arrived.put_nowait(delta)
+    async def pump(source: AsyncGenerator[Delta]) -> None:
+        async with aclosing(source):
+            async for delta in source:
+                arrived.put_nowait(delta)
 
     pumps = [asyncio.create_task(pump(source)) for source in sources]
     for task in pumps:

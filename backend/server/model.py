@@ -31,10 +31,13 @@ class ServedModel:
     hidden_size: int
     eos_token_ids: frozenset[int]
     sampling_defaults: Mapping[str, float]
+    default_max_tokens: int | None = None  # of a chat that asks for none; None: all the room there is
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def check_context(self, num_prompt_tokens: int, max_tokens: int | None, prompt_field: str) -> int:
-        """The most tokens that may be generated. Raises ContextLengthError if prompt and `max_tokens` do not fit."""
+    def check_context(
+        self, num_prompt_tokens: int, max_tokens: int | None, prompt_field: str, limit_field: str = "max_tokens"
+    ) -> int:
+        """How many tokens to generate at most. Raises ContextLengthError if prompt and `max_tokens` do not fit."""
         room = self.max_model_len - num_prompt_tokens
         if room < 1:
             raise ContextLengthError(
@@ -46,9 +49,11 @@ class ServedModel:
             raise ContextLengthError(
                 f"This model's maximum context length is {self.max_model_len} tokens, but {num_prompt_tokens} in the "
                 f"prompt and {max_tokens} to generate were asked for.",
-                param="max_tokens",
+                param=limit_field,
             )
-        return room if max_tokens is None else max_tokens
+        if max_tokens is not None:
+            return max_tokens
+        return room if self.default_max_tokens is None else min(room, self.default_max_tokens)
 
     def check_token_ids(self, token_ids: list[int], param: str) -> None:
         if token_ids and max(token_ids) >= self.vocab_size:
@@ -105,8 +110,15 @@ def load_model(model_dir: Path, name: str, root: str, max_model_len: int) -> Ser
         vocab_size=int(text_config["vocab_size"]),
         hidden_size=int(text_config["hidden_size"]),
         eos_token_ids=_eos_token_ids(text_config, generation, codec),
-        sampling_defaults={key: generation[key] for key in SAMPLING_DEFAULTS if generation.get(key) is not None},
+        sampling_defaults=_sampling_defaults(generation),
+        default_max_tokens=generation.get("max_new_tokens"),
     )
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+    """A checkpoint that says `do_sample: false` asks to be read greedily, unless a request says otherwise."""
+    defaults = {key: float(generation[key]) for key in SAMPLING_DEFAULTS if generation.get(key) is not None}
+    return defaults | {"temperature": 0.0} if generation.get("do_sample") is False else defaults
 
 
 def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any], codec: TextCodec) -> frozenset[int]:

@@ -106,8 +106,10 @@ def text_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob], offset: in
     return {
         "tokens": tokens,
         "token_logprobs": [_finite(token.logprob) for token in logprobs],
+        # The token that was chosen is always among them, so there may be one more than was asked for.
         "top_logprobs": [
-            {codec.token_text(token_id): _finite(logprob) for token_id, logprob in token.top} for token in logprobs
+            {codec.token_text(i): _finite(lp) for i, lp in (*token.top, (token.token_id, token.logprob))}
+            for token in logprobs
         ],
         "text_offset": offsets,
     }

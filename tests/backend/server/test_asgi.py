@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
-from starlette.types import Message
+import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from backend.server.asgi import MAX_BODY_BYTES, Door, Exchange, RequestIds
-from backend.server.errors import InvalidRequest, Overloaded
+from backend.server.errors import BodyTooSlow, InvalidRequest, Overloaded
 
 Answer = Callable[[Exchange, bytes], Awaitable[None]]
 
@@ -161,6 +162,19 @@ async def test_a_client_that_leaves_within_its_body_is_not_answered() -> None:
     client = Client({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"})
     await client.call(Handler(echo))
     assert client.sent == []
+
+
+async def test_a_body_that_does_not_come_is_408() -> None:
+    class Hasty(Handler):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            exchange = Exchange(scope, receive, send)
+            with pytest.raises(BodyTooSlow) as caught:
+                await exchange.read_body(max_seconds=0)
+            await exchange.fail(caught.value)
+
+    client = Client({"type": "http.request", "body": b"{", "more_body": True})
+    await client.call(Hasty(echo))
+    assert client.start["status"] == 408
 
 
 async def test_closing_ends_a_running_reply_with_an_error() -> None:

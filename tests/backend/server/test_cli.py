@@ -7,10 +7,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from backend.__main__ import StartError, parser, resolve_model
+
+if TYPE_CHECKING:
+    from tests.backend.server.conftest import StartServer
 
 
 def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +52,16 @@ def test_a_directory_without_a_model_and_a_taken_port_are_clear_errors(tmp_path:
         result = run("--model", str(tmp_path), "--port", str(taken.getsockname()[1]))
     assert result.returncode == 1
     assert "cannot listen on" in result.stderr
+
+
+@pytest.mark.e2e
+def test_the_demo_model_answers_as_its_checkpoint_recommends(start_server: StartServer) -> None:
+    with start_server(model="demo") as server:
+        assert server.model == "warmpath-demo"
+        messages: Any = [{"role": "user", "content": "What is Warmpath?"}]
+        replies = [server.client().chat.completions.create(model=server.model, messages=messages) for _ in range(2)]
+    assert replies[0].choices[0].message.content
+    assert replies[0].choices == replies[1].choices  # greedy by generation_config.json
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,7 @@ CHAT = "/v1/chat/completions"
 REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     (CHAT, {"model": "other"}, 404, "model", "model_not_found"),
     (CHAT, {"max_tokens": 8192}, 400, "max_tokens", "context_length_exceeded"),
+    (CHAT, {"max_completion_tokens": 8192}, 400, "max_completion_tokens", "context_length_exceeded"),
     (CHAT, {"messages": [{"role": "user", "content": "x " * 9000}]}, 400, "messages", "context_length_exceeded"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content", None),
     (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format", None),

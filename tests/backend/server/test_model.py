@@ -1,0 +1,78 @@
+"""What a request leaves open is as the checkpoint's files recommend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.server.errors import ContextLengthError, InvalidRequest
+from backend.server.model import ServedModel, load_model
+from backend.server.requests import ChatRequest, decode
+
+
+@pytest.fixture
+def directory(checkpoint: Path, tmp_path: Path) -> Path:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    return tmp_path
+
+
+def load(directory: Path, **generation: Any) -> ServedModel:
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+    return load_model(directory, "m", "m", 100)
+
+
+def request(**fields: Any) -> ChatRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
+    return decode(json.dumps(body).encode(), ChatRequest)
+
+
+def test_the_checkpoints_sampling_stands_where_the_request_says_nothing(directory: Path) -> None:
+    model = load(directory, temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05)
+    sampling = model.sampling(request(top_p=0.5, top_k=0), 10, None, 0)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.5, 0)
+    assert sampling.repetition_penalty == 1.05
+
+
+def test_without_recommendations_sampling_is_openais(directory: Path) -> None:
+    sampling = load(directory).sampling(request(), 10, None, 0)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1, 0, 0)
+
+
+def test_a_checkpoint_that_does_not_sample_is_greedy(directory: Path) -> None:
+    model = load(directory, do_sample=False)
+    assert model.sampling(request(), 10, None, 0).temperature == 0
+    assert model.sampling(request(temperature=0.7), 10, None, 0).temperature == 0.7
+
+
+def test_every_end_of_text_token_stops_unless_told_to_go_on(directory: Path) -> None:
+    model = load(directory, eos_token_id=[7, 8])
+    ends = {1, 7, 8, 3}  # config.json, generation_config.json, and the tokenizer's <|im_end|>
+    assert model.sampling(request(stop_token_ids=[9]), 10, None, 0).stop_token_ids == ends | {9}
+    assert model.sampling(request(stop_token_ids=[9], ignore_eos=True), 10, None, 0).stop_token_ids == {9}
+
+
+def test_each_choice_has_a_seed_of_its_own(directory: Path) -> None:
+    model = load(directory)
+    assert [model.sampling(request(seed=5), 10, None, i).seed for i in range(3)] == [5, 6, 7]
+
+
+def test_the_room_for_an_answer(directory: Path) -> None:
+    model = load(directory)
+    assert model.check_context(40, None, "messages") == 60
+    assert model.check_context(40, 60, "messages") == 60
+    with pytest.raises(ContextLengthError, match="100 tokens"):
+        model.check_context(40, 61, "messages")
+    with pytest.raises(ContextLengthError, match="100 tokens"):
+        model.check_context(100, None, "messages")
+    assert load(directory, max_new_tokens=32).check_context(40, None, "messages") == 32
+    assert load(directory, max_new_tokens=32).check_context(90, None, "messages") == 10
+
+
+def test_what_the_engine_refuses_names_the_field(directory: Path) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        load(directory).sampling(request(min_tokens=11), 10, None, 0)
+    assert caught.value.param == "min_tokens"
