@@ -9,6 +9,7 @@ is what a paged kernel saves.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +79,7 @@ class _Step(StepAttention):
 
 class SdpaAttention(Attention):
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
-        starts = metadata.cu_seqlens_q.tolist()
+        starts = [*accumulate(metadata.query_lens, initial=0)]
         decodes = sorted(
             (i for i, length in enumerate(metadata.query_lens) if length == 1), key=metadata.seq_lens.__getitem__
         )

@@ -1,4 +1,4 @@
-"""From a plan to tensors: the only border between lists and tensors. Everything past it knows rows, not requests."""
+"""From a plan to tensors: the only place where requests become tensors. Everything past it knows rows."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class Batch:
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     slot_mapping: Tensor  # [T] int64: block * block_size + offset
+    sampled: tuple[int, ...]  # the N sequences whose next token is to be sampled, by their place in the plan
+    sampled_rows: Tensor  # [N] int64: where their last tokens stand among the T
     attention: AttentionMetadata
 
 
@@ -68,13 +70,21 @@ class RandomRows:
 
 
 @dataclass(frozen=True, slots=True)
+class WantedLogprobs:
+    """The L rows whose log-probabilities are to be reported."""
+
+    rows: Tensor  # [L] int64
+    counts: dict[int, int]  # by row, how many alternatives
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """What is wanted of N rows of logits. A part that no row asks for is None."""
 
     random: RandomRows | None
     penalties: Penalties | None
     bias: Bias | None
-    num_logprobs: tuple[int | None, ...]  # [N]
+    logprobs: WantedLogprobs | None
 
 
 def make_batch(plan: Sequence[Scheduled], block_size: int, device: torch.device) -> Batch:
@@ -89,16 +99,20 @@ def make_batch(plan: Sequence[Scheduled], block_size: int, device: torch.device)
             for position in range(scheduled.start, scheduled.end)
         ]
     query_lens = tuple(scheduled.num_tokens for scheduled in plan)
+    starts = [*accumulate(query_lens, initial=0)]
+    sampled = tuple(i for i, s in enumerate(plan) if s.catches_up and not s.request.pooling)
     max_blocks = max(len(scheduled.request.block_table) for scheduled in plan)
     tables = [s.request.block_table + [0] * (max_blocks - len(s.request.block_table)) for s in plan]
     return Batch(
         input_ids=tensor([token for s in plan for token in s.request.token_ids[s.start : s.end]]),
         positions=tensor([*chain.from_iterable(range(s.start, s.end) for s in plan)]),
         slot_mapping=tensor(slots),
+        sampled=sampled,
+        sampled_rows=tensor([starts[i + 1] - 1 for i in sampled]),
         attention=AttentionMetadata(
             query_lens=query_lens,
             seq_lens=tuple(scheduled.end for scheduled in plan),
-            cu_seqlens_q=tensor([*accumulate(query_lens, initial=0)], torch.int32),
+            cu_seqlens_q=tensor(starts, torch.int32),
             block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
             block_size=block_size,
         ),
@@ -111,7 +125,7 @@ def make_sampling_batch(requests: Sequence[Request], vocab_size: int, device: to
         random=_random_rows(requests, vocab_size, device),
         penalties=_penalties(requests, device),
         bias=_bias(requests, device),
-        num_logprobs=tuple(request.sampling.logprobs for request in requests),
+        logprobs=_wanted_logprobs(requests, device),
     )
 
 
@@ -191,3 +205,8 @@ def _bias(requests: Sequence[Request], device: torch.device) -> Bias | None:
     if not pairs:
         return None
     return Bias(_entries(pairs, device), torch.tensor(values, dtype=torch.float32, device=device))
+
+
+def _wanted_logprobs(requests: Sequence[Request], device: torch.device) -> WantedLogprobs | None:
+    counts = {row: r.sampling.logprobs for row, r in enumerate(requests) if r.sampling.logprobs is not None}
+    return WantedLogprobs(torch.tensor([*counts], device=device), counts) if counts else None

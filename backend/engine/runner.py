@@ -46,17 +46,16 @@ class Runner:
         attend = self._attention.prepare(batch.attention, like=self._cache[0].key)
         hidden = self._model.forward(batch.input_ids, batch.positions, batch.slot_mapping, self._cache, attend)
 
-        ends = batch.attention.cu_seqlens_q[1:].tolist()
         computed = [Computed() for _ in plan]
-        for i, scheduled in enumerate(plan):
+        for i, (scheduled, rows) in enumerate(
+            zip(plan, torch.split(hidden, list(batch.attention.query_lens)), strict=True)
+        ):
             if scheduled.request.pooling:
-                rows = hidden[ends[i] - scheduled.num_tokens : ends[i]]
                 computed[i] = Computed(hidden_sum=tuple(rows.float().sum(0).tolist()))
-
-        ready = [i for i, s in enumerate(plan) if s.catches_up and not s.request.pooling]
-        if ready:
-            logits = self._model.logits(hidden[[ends[i] - 1 for i in ready]])
-            sampling = make_sampling_batch([plan[i].request for i in ready], logits.shape[-1], device)
-            for i, sampled in zip(ready, sample(logits, sampling), strict=True):
+        if batch.sampled:
+            logits = self._model.logits(hidden[batch.sampled_rows])
+            requests = [plan[i].request for i in batch.sampled]
+            sampling = make_sampling_batch(requests, self._config.model.vocab_size, device)
+            for i, sampled in zip(batch.sampled, sample(logits, sampling), strict=True):
                 computed[i] = Computed((sampled.token_id,), sampled.logprobs)
         return computed

@@ -9,13 +9,12 @@ the filters only ever set probabilities to zero, a row's token does not depend o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from backend.engine.batch import Bias, Penalties, RandomRows, SamplingBatch
+from backend.engine.batch import Bias, Penalties, RandomRows, SamplingBatch, WantedLogprobs
 from backend.engine.request import TokenLogprob
 
 
@@ -35,9 +34,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
     chosen = adjusted.argmax(dim=-1)
     if batch.random:
         chosen[batch.random.rows] = _draw(adjusted[batch.random.rows], batch.random)
-    token_ids: list[int] = chosen.tolist()
-    logprobs = _logprobs(logits, token_ids, batch.num_logprobs)
-    return [Sampled(token_id, logprobs.get(row, ())) for row, token_id in enumerate(token_ids)]
+    logprobs = _logprobs(logits, chosen, batch.logprobs) if batch.logprobs else {}
+    return [Sampled(token_id, logprobs.get(row, ())) for row, token_id in enumerate(chosen.tolist())]
 
 
 def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:
@@ -80,19 +78,14 @@ def _threshold(probabilities: Tensor, random: RandomRows) -> Tensor:
     return falling.gather(-1, num_kept - 1)
 
 
-def _logprobs(
-    logits: Tensor, token_ids: Sequence[int], wanted: Sequence[int | None]
-) -> dict[int, tuple[TokenLogprob, ...]]:
-    """By row, for the rows that want them: the model's own, before anything was done to its logits."""
-    rows = [row for row, count in enumerate(wanted) if count is not None]
-    if not rows:
-        return {}
-    logprobs = torch.log_softmax(logits[rows], dim=-1)
-    chosen = logprobs.gather(-1, torch.tensor([[token_ids[row]] for row in rows], device=logits.device))
-    most = max(count for count in wanted if count is not None)
-    top = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
-    result: dict[int, tuple[TokenLogprob, ...]] = {}
-    for row, own, ids, values in zip(rows, chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True):
-        alternatives = tuple(zip(ids, values, strict=True))[: wanted[row]]
-        result[row] = (TokenLogprob(token_ids[row], own[0], alternatives),)
-    return result
+def _logprobs(logits: Tensor, chosen: Tensor, wanted: WantedLogprobs) -> dict[int, tuple[TokenLogprob, ...]]:
+    """By row: the model's own, before anything was done to its logits."""
+    logprobs = torch.log_softmax(logits[wanted.rows], dim=-1)
+    token_ids = chosen[wanted.rows]
+    own = logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
+    top = logprobs.topk(min(max(wanted.counts.values()), logits.shape[-1]), dim=-1)
+    columns = (token_ids.tolist(), own.tolist(), top.indices.tolist(), top.values.tolist())
+    return {
+        row: (TokenLogprob(token_id, value, tuple(zip(top_ids, top_values, strict=True))[:count]),)
+        for (row, count), token_id, value, top_ids, top_values in zip(wanted.counts.items(), *columns, strict=True)
+    }

@@ -40,6 +40,7 @@ def make_request(
 def step(scheduler: Scheduler, token: int = 99) -> tuple[dict[str, int], list[StepOutput]]:
     """Each request's number of tokens in this step, and what came out."""
     plan = scheduler.schedule()
+    assert plan, "unfinished requests, and nobody advances"
     computed = [Computed((token,)) if scheduled.catches_up else Computed() for scheduled in plan]
     outputs = scheduler.advance(plan, computed)
     return {scheduled.request.request_id: scheduled.num_tokens for scheduled in plan}, outputs

@@ -1,0 +1,55 @@
+"""The bundled model: trained, so its choices are clear ones, and large enough for a real tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from backend.engine.config import EngineConfig
+from backend.engine.detokenizer import Detokenizer
+from backend.engine.engine import Engine
+from backend.engine.request import FinishReason, Request, SamplingParams
+
+WEIGHTS = Path(__file__).parents[3] / "backend" / "demo_model" / "weights"
+QUESTIONS = ["What is Warmpath?", "Hello!", "What is 17 + 25?"]
+
+pytestmark = pytest.mark.skipif(not (WEIGHTS / "model.safetensors").exists(), reason="the demo model is not built")
+
+
+def test_it_answers_as_it_does_in_transformers() -> None:
+    tokenizer = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
+    engine = Engine.load(EngineConfig(model_dir=WEIGHTS, dtype="float32", num_blocks=64, num_threads=1))
+    stop_token_ids = engine.config.model.eos_token_ids
+    sampling = SamplingParams(max_tokens=64, temperature=0.0, stop_token_ids=stop_token_ids)
+    prompts = [
+        tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids
+        for question in QUESTIONS
+    ]
+    requests = [Request(question, prompt, sampling) for question, prompt in zip(QUESTIONS, prompts, strict=True)]
+    texts = {question: Detokenizer(tokenizer) for question in QUESTIONS}
+    answers = dict.fromkeys(QUESTIONS, "")
+    for request in requests:
+        engine.add(request)
+    while engine.has_unfinished:
+        for output in engine.step():
+            answers[output.request_id] += texts[output.request_id].push(output.new_token_ids)
+
+    model = AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
+    for request in requests:
+        input_ids = torch.tensor([request.prompt_token_ids])
+        with torch.inference_mode():
+            (expected,) = model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                max_new_tokens=64,
+                do_sample=False,
+                eos_token_id=sorted(stop_token_ids),
+            )
+        assert request.token_ids == expected.tolist()
+        assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        output = expected[input_ids.shape[1] :].tolist()
+        assert answers[request.request_id] == tokenizer.decode(output)
