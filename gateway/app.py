@@ -27,6 +27,7 @@ from gateway.errors import GatewayError, MethodNotAllowed, StorageUnavailable, U
 from gateway.fleet import Fleet
 from gateway.ledger import Ledger
 from gateway.limits import LIMITS
+from gateway.limits import LIMITS
 from gateway.limits.base import Limiter
 from gateway.policy import Policy
 from gateway.policy_file import PolicyHolder
@@ -59,7 +60,7 @@ class Gateway:
         self._storage = open_storage(settings.storage, owner=settings.replica)
         self._transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
         self._fleet = Fleet(lambda deployment: make_provider(deployment, self._transport, resolve_secret))
-        self._telemetry = Telemetry(settings.otlp_endpoint)
+        self._telemetry = Telemetry(settings.otlp_endpoint, replica=settings.replica)
         self._created = int(time.time())
         self._in_flight = 0
         self._draining = False

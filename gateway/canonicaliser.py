@@ -128,10 +128,9 @@ def _model(policy: Policy, principal: Principal, asked: str) -> Model:
     What a caller may not use does not exist for it, but a key that is narrower than its tenant is told so.
     """
     model = policy.models_by_name.get(asked)
-    allowed = principal.tenant.models
-    if model is None or (allowed is not None and model.name not in allowed):
+    if model is None or not principal.tenant_may_use(model):
         raise ModelNotFound(f"the model {asked!r} does not exist or is not yours to use", param="model")
-    if principal.models is not None and model.name not in principal.models:
+    if not principal.may_use(model):
         raise Forbidden(f"the key {principal.key_id!r} may not use the model {asked!r}", param="model")
     return model
 

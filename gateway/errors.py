@@ -162,6 +162,9 @@ class UpstreamTimeout(UpstreamError):
 class UpstreamRefused(GatewayError):
     """The upstream judged the request itself (400, 404, 413, 422): its answer is the client's answer, unchanged."""
 
+    type = "invalid_request_error"
+    code = "refused_by_upstream"
+
     def __init__(self, status: int, content: bytes, content_type: str) -> None:
         super().__init__(f"the upstream answered {status}")
         self.upstream_status = status

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gateway.policy import Deployment, Model, Policy
 from gateway.prefix.cache_model import CacheModel
+from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import Provider
 
 COOLDOWN_FIRST_SECONDS = 0.5
@@ -25,9 +26,11 @@ class Server:
         self.deployment = deployment
         self.provider = provider
         self.cache = CacheModel(deployment.cache_tokens)
-        self.in_flight = 0
+        self.places_taken = 0  # by calls whose turn it is; of these are in flight:
+        self.in_flight = 0  # calls that were sent and are not answered to the end
         self.prefill_tokens_queued = 0  # uncached prompt tokens sent and not yet answered by a first chunk
         self.prefill_tokens_per_second = float(deployment.prefill_tokens_per_second)
+        self.reports_cached = False  # whether it has ever said that tokens came from its cache
         self.failures_in_a_row = 0
         self.cool_until = 0.0  # event-loop seconds
 
@@ -37,7 +40,7 @@ class Server:
 
     @property
     def has_place(self) -> bool:
-        return self.in_flight < self.deployment.max_concurrency
+        return self.places_taken < self.deployment.max_concurrency
 
     def cooling(self, now: float) -> bool:
         return now < self.cool_until
@@ -52,12 +55,15 @@ class Server:
         doublings = min(self.failures_in_a_row - 1, 10)
         self.cool_until = now + min(COOLDOWN_FIRST_SECONDS * 2**doublings, COOLDOWN_MAX_SECONDS)
 
-    def learn_cached(self, fingerprint: Sequence[int], usage: Usage) -> None:
-        """A reply said how much of its prompt was cached. Zero is believed of servers that have ever said more."""
-        self.reports_cached = self.reports_cached or usage.cache_read > 0
-        if usage.exact and self.reports_cached:
-            self.cache.forget_beyond(fingerprint, usage.input)
-            self.last_reported = usage.cache_read
+    def learn_cached(self, fingerprint: Sequence[int], predicted_tokens: int, reported_tokens: int) -> None:
+        """A reply said how much of its prompt was cached. Zero is believed of servers that have ever said more.
+
+        A belief that was more wrong than right is dropped whole: the server has restarted, or serves others too.
+        """
+        self.reports_cached = self.reports_cached or reported_tokens > 0
+        if self.reports_cached and predicted_tokens >= 2 * max(reported_tokens, BLOCK_TOKENS):
+            self.cache.clear()
+            self.cache.add(fingerprint)
 
     def learn_prefill(self, computed_tokens: int, seconds: float) -> None:
         """A first chunk came `seconds` after `computed_tokens` were sent."""
@@ -72,7 +78,7 @@ class Place:
     def __init__(self, fleet: Fleet, server: Server) -> None:
         self._fleet = fleet
         self._server: Server | None = server
-        server.in_flight += 1
+        server.places_taken += 1
 
     def move_to(self, server: Server) -> bool:
         """Hold a place at `server` instead. False, and nothing changes, when it has none."""
@@ -81,7 +87,7 @@ class Place:
         if self._server is None or not server.has_place:
             return False
         left, self._server = self._server, server
-        server.in_flight += 1
+        server.places_taken += 1
         self._fleet.give_back(left)
         return True
 
@@ -127,9 +133,9 @@ class Fleet:
         free = [server for server in servers if server.has_place]
         if not free:
             return None
-        return Place(self, min(free, key=lambda s: s.in_flight / s.deployment.max_concurrency))
+        return Place(self, min(free, key=lambda s: s.places_taken / s.deployment.max_concurrency))
 
     def give_back(self, server: Server) -> None:
-        server.in_flight -= 1
-        assert server.in_flight >= 0
+        server.places_taken -= 1
+        assert server.places_taken >= 0
         self.on_free()

@@ -76,6 +76,7 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
                 return await relay(call, found, account, exchange)
         except LeaderFailed:
             found = UNRECORDED  # it asks for itself
+    record.cache = "off" if found is UNRECORDED else "miss"
     exchange.stay_while(lambda: found.followed)
     found.on_abandoned = exchange.leave_if_gone
 
@@ -135,7 +136,7 @@ async def handle(house: House, door: Door, scope: Scope, receive: Receive, send:
     try:
         await serve(house, door, exchange, record, call_id)
     except GatewayError as error:
-        record.error_code = error.code
+        record.error_code = error.code or error.type
         await exchange.refuse(error)
     except ClientGone:
         record.outcome = Outcome.CLIENT_GONE

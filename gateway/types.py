@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Collection
 from decimal import Decimal
 from typing import Any
 
@@ -21,6 +22,16 @@ class Principal(msgspec.Struct, frozen=True):
     tenant: Tenant
     key_id: str
     models: frozenset[str] | None = None
+
+    def tenant_may_use(self, model: Model) -> bool:
+        return _names_one_of(self.tenant.models, model)
+
+    def may_use(self, model: Model) -> bool:
+        return self.tenant_may_use(model) and _names_one_of(self.models, model)
+
+
+def _names_one_of(allowed: Collection[str] | None, model: Model) -> bool:
+    return allowed is None or any(name in allowed for name in (model.name, *model.aliases))
 
 
 class Operation(enum.Enum):
@@ -174,4 +185,3 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     attempts: tuple[dict[str, Any], ...]
     policy_hash: str
     trace_id: str
-

@@ -47,7 +47,9 @@ def explain(
     policy = policy_or_exit(file, checks=ANYWHERE)
     asked = Principal(_tenant(policy, tenant), key)
     headers = dict(_header(line) for line in header or [])
-    story = asyncio.run(_story(policy, asked, headers, operation, [path.read_bytes() for path in (*(after or []), request)]))
+    story = asyncio.run(
+        _story(policy, asked, headers, operation, [path.read_bytes() for path in (*(after or []), request)])
+    )
     if as_json:
         say_json(story)
     else:
@@ -128,7 +130,9 @@ def _tell(story: dict[str, Any]) -> None:
         say(f"rule    number {rule['index'] + 1}: {rule['match']} gives {rule['class']}")
     say(f"class   {story['class']}")
     steps = ", ".join(prompt["canonical_steps"]) or "it is canonical already"
-    say(f"prompt  about {prompt['tokens_estimate']} tokens, {prompt['blocks']} blocks of {prompt['block_bytes']} bytes; {steps}")
+    say(
+        f"prompt  about {prompt['tokens_estimate']} tokens, {prompt['blocks']} blocks of {prompt['block_bytes']} bytes; {steps}"
+    )
     say()
     say_table(
         ("", "DEPLOYMENT", "PREDICTED COST", "WHY"),

@@ -59,7 +59,9 @@ def up(
     rules = policy_or_exit(settings.policy, checks=IN_SERVICE)
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     if "storage" not in settings.model_fields_set:
-        settings = settings.model_copy(update={"storage": f"sqlite:///{(settings.data_dir / 'warmpath.db').absolute()}"})
+        settings = settings.model_copy(
+            update={"storage": f"sqlite:///{(settings.data_dir / 'warmpath.db').absolute()}"}
+        )
     with contextlib.suppress(OSError), listen(settings.host, settings.port):
         pass  # the port is free; if it is not, `run` says so, but only after the engine has been started
     local = _local_engine(rules)
@@ -81,7 +83,9 @@ def _local_engine(policy: Policy) -> Deployment:
     for deployment in policy.deployments:
         if deployment.provider == "warmpath" and urlsplit(deployment.base_url).hostname in LOOPBACK:
             return deployment
-    fail("the policy has no deployment of provider `warmpath` on this machine; `warmpath serve` needs none", code=MISUSE)
+    fail(
+        "the policy has no deployment of provider `warmpath` on this machine; `warmpath serve` needs none", code=MISUSE
+    )
 
 
 def _dev_key(settings: Settings) -> str:

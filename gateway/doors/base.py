@@ -75,7 +75,7 @@ def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
         return decoder.decode(body)
     except msgspec.ValidationError as problem:
         message, _, path = str(problem).partition(" - at `$")
-        param = path.rstrip("`").lstrip(".") or _missing_field(message)
+        param = ".".join(filter(None, (path.rstrip("`").lstrip("."), _missing_field(message)))) or None
         raise BadRequest(message if not param else f"{param}: {message}", param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise _not_json(problem) from None

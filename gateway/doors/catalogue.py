@@ -5,30 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.errors import ModelNotFound
-from gateway.policy import Model, Policy
+from gateway.policy import Policy
 from gateway.types import Principal
 
 
 def listing(policy: Policy, principal: Principal, created: int) -> dict[str, Any]:
     """OpenAI's list of models, aliases included: they are names that clients may send."""
-    models = [_entry(name, created) for name, model in policy.models_by_name.items() if _may_use(principal, model)]
+    models = [_entry(name, created) for name, model in policy.models_by_name.items() if principal.may_use(model)]
     return {"object": "list", "data": models}
 
 
 def entry(policy: Policy, principal: Principal, created: int, name: str) -> dict[str, Any]:
     """Raises `ModelNotFound`."""
     model = policy.models_by_name.get(name)
-    if model is None or not _may_use(principal, model):
+    if model is None or not principal.may_use(model):
         raise ModelNotFound(f"the model {name!r} does not exist or is not yours to use", param="model")
     return _entry(name, created)
 
 
 def _entry(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "warmpath"}
-
-
-def _may_use(principal: Principal, model: Model) -> bool:
-    tenant_models = principal.tenant.models
-    return (tenant_models is None or model.name in tenant_models) and (
-        principal.models is None or model.name in principal.models
-    )

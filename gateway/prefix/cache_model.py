@@ -1,7 +1,4 @@
-"""What we believe one server's prefix cache holds: the blocks we sent it, least recently used ones dropped first.
-
-Replies correct the belief: an engine that reports fewer cached tokens than predicted has evicted the rest.
-"""
+"""What we believe one server's prefix cache holds: the blocks we sent it, least recently used ones dropped first."""
 
 from __future__ import annotations
 
@@ -29,21 +26,12 @@ class CacheModel:
         return len(fingerprint)
 
     def add(self, fingerprint: Sequence[int]) -> None:
-        """The server has computed this prompt. A chain's tail is older than its head, as in the engines."""
+        """The server computes this prompt, or has. A chain's tail is older than its head, as in the engines."""
         for block in reversed(fingerprint[: self.capacity_blocks]):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
         while len(self._blocks) > self.capacity_blocks:
             self._blocks.popitem(last=False)
-
-    def forget_beyond(self, fingerprint: Sequence[int], reported_tokens: int) -> None:
-        """The server reported how much of this prompt it really held, so the rest was not there.
-
-        Called before `add`. Reports are in tokens and blocks are of text, so one block's doubt is left in place.
-        """
-        held = reported_tokens // BLOCK_TOKENS + 1
-        for block in fingerprint[held:]:
-            self._blocks.pop(block, None)
 
     def clear(self) -> None:
         """The server has restarted or dropped its cache."""

@@ -63,6 +63,8 @@ class Upstream:
             self._wait.end()
 
     async def aclose(self) -> None:
+        """The call is over at this server. Once."""
+        self.server.in_flight -= 1
         self._wait.close()
         await self.reply.aclose()
 
@@ -141,7 +143,9 @@ class Router:
         missing = max(0, call.prompt_tokens_estimate - candidate.matched_tokens)
         span_id, started_ns, started = attempts.new_span_id(), time.time_ns(), loop.time()
         reply: Reply | None = None
+        server.in_flight += 1
         server.prefill_tokens_queued += missing
+        server.cache.add(call.fingerprint)  # at once, so that what comes meanwhile with the same prefix follows
         outcome, status = "client_gone", None  # what it is called if a cancellation ends it
         try:
             async with asyncio.timeout_at(deadline):
@@ -163,6 +167,7 @@ class Router:
         finally:
             server.prefill_tokens_queued -= missing
             if outcome != "ok":
+                server.in_flight -= 1
                 attempts.add(candidate, outcome, started_ns, span_id, status)
                 if reply is not None:
                     await reply.aclose()

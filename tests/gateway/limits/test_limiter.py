@@ -1,0 +1,256 @@
+"""What becomes of reservations when clients leave, calls are long, and the store is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gateway.errors import LimitReached, StorageUnavailable
+from gateway.limits import LIMITS, base
+from gateway.limits.base import EXTEND_SECONDS, LEASE_SECONDS, UNLIMITED, Limiter
+from gateway.storage.base import Charge, Granted, Refused
+from gateway.storage.memory import MemoryStorage
+from gateway.types import Call, Usage
+from tests.gateway.calls import a_call, a_policy
+
+NOW = 1_795_132_800.0
+
+
+class Store(MemoryStorage):
+    """Counts what is asked of it. While `away`, nothing is done; a `slow` one does it, and answers when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.away = False
+        self.slow = False
+        self.reached = asyncio.Event()
+        self.let_go = asyncio.Event()
+
+    async def _meet(self, what: str) -> None:
+        self.asked.append(what)
+        if self.away:
+            raise StorageUnavailable("away")
+
+    async def _answer(self) -> None:
+        self.reached.set()
+        if self.slow:
+            await self.let_go.wait()
+
+    async def reserve(
+        self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
+    ) -> Granted | Refused:
+        await self._meet("reserve")
+        verdict = await super().reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
+        await self._answer()
+        return verdict
+
+    async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
+        await self._meet("settle")
+        ended = await super().settle(reservation_id, actual, now=now)
+        await self._answer()
+        return ended
+
+    async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
+        await self._meet("extend")
+        return await super().extend(reservation_id, lease_seconds=lease_seconds, now=now)
+
+
+class House:
+    """A limiter, its store, and a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = NOW
+        self.store = Store()
+        self.limiter = Limiter(self.store, LIMITS, clock=lambda: self.now)
+
+    def call(self, **limits: Any) -> Call:
+        return a_call(policy=a_policy(tenants=[{"name": "t", "limits": limits or {"concurrency": 1}}]))
+
+    async def is_free(self) -> bool:
+        """Whether the one place can be had; gives it back."""
+        try:
+            reservation = await self.limiter.admit(self.call())
+        except LimitReached:
+            return False
+        await reservation.release()
+        return True
+
+
+@pytest.fixture
+def house() -> House:
+    return House()
+
+
+async def test_a_tenant_without_limits_costs_no_storage_call(house: House) -> None:
+    reservation = await house.limiter.admit(a_call())
+    assert reservation is UNLIMITED
+    assert reservation.headers == {}
+    await reservation.settle(Usage(output=5), 5)
+    await reservation.release()
+    assert house.store.asked == []
+
+
+async def test_one_storage_call_to_begin_and_one_to_end(house: House) -> None:
+    limits = {"requests": "9/1m", "tokens": "9M/1m", "concurrency": 9, "budget": {"amount": 9}}
+    reservation = await house.limiter.admit(house.call(**limits))
+    assert house.limiter.open_reservations == 1
+    await reservation.settle(Usage(output=5), 5)
+    assert house.store.asked == ["reserve", "settle"]
+    assert house.limiter.open_reservations == 0
+
+
+async def test_ended_once(house: House) -> None:
+    reservation = await house.limiter.admit(house.call(budget={"amount": "0.000000010"}))
+    await asyncio.gather(*(reservation.settle(Usage(), 4) for _ in range(5)), reservation.release())
+    assert house.store.asked == ["reserve", "settle"]
+    await (await house.limiter.admit(house.call(budget={"amount": "0.000000010"}))).settle(Usage(), 5)
+    await house.limiter.admit(house.call(budget={"amount": "0.000000010"}))  # nine of ten are spent
+
+
+async def test_a_store_that_is_away_refuses_and_is_counted(house: House) -> None:
+    house.store.away = True
+    with pytest.raises(StorageUnavailable):
+        await house.limiter.admit(house.call())
+    assert house.limiter.store_failures == 1
+    house.store.away = False
+    await house.limiter.retry_unsettled()
+    assert house.limiter.unsettled == 0
+    assert await house.is_free()
+
+
+async def test_settling_waits_for_a_store_that_is_away(house: House) -> None:
+    reservation = await house.limiter.admit(house.call())
+    house.store.away = True
+    await reservation.settle(Usage(), 0)  # does not raise
+    await house.limiter.retry_unsettled()
+    assert (house.limiter.unsettled, house.limiter.store_failures) == (1, 2)
+    house.store.away = False
+    assert not await house.is_free()
+    await house.limiter.retry_unsettled()
+    assert house.limiter.unsettled == 0
+    assert await house.is_free()
+
+
+async def test_what_waits_to_be_settled_is_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "MAX_UNSETTLED", 3)
+    reservations = [await house.limiter.admit(house.call(concurrency=9)) for _ in range(5)]
+    house.store.away = True
+    for reservation in reservations:
+        await reservation.release()
+    assert (house.limiter.unsettled, house.limiter.settlements_dropped) == (3, 2)
+    house.store.away = False
+    await house.limiter.retry_unsettled()
+    house.now += LEASE_SECONDS  # the two that were dropped run out
+    for _ in range(9):
+        await house.limiter.admit(house.call(concurrency=9))
+
+
+async def test_a_client_that_leaves_during_admission_holds_nothing(house: House) -> None:
+    house.store.slow = True
+    admission = asyncio.create_task(house.limiter.admit(house.call()))
+    await house.store.reached.wait()
+    admission.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await admission
+    house.store.slow = False
+    assert not await house.is_free()
+    await house.limiter.retry_unsettled()
+    assert await house.is_free()
+
+
+async def test_settling_survives_cancellation(house: House) -> None:
+    """The store has not answered: whether it was settled is unknown, so it is asked again, and settles once."""
+    limits = {"budget": {"amount": "0.000000010"}}
+    reservation = await house.limiter.admit(house.call(**limits))
+    house.store.slow = True
+    house.store.reached.clear()
+    settling = asyncio.create_task(reservation.settle(Usage(), 4))
+    await house.store.reached.wait()
+    settling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await settling
+    house.store.slow = False
+    await house.limiter.retry_unsettled()
+    assert house.store.asked == ["reserve", "settle", "settle"]
+    again = await house.limiter.admit(house.call(**limits))
+    await again.settle(Usage(), 6)
+    assert house.limiter.unsettled == 0
+
+
+async def test_long_calls_keep_their_leases(house: House) -> None:
+    reservation = await house.limiter.admit(house.call())
+    for _ in range(10):
+        house.now += EXTEND_SECONDS
+        await house.limiter.extend_due()
+        assert not await house.is_free()
+    assert house.store.asked.count("extend") == 10
+    await reservation.release()
+    house.now += EXTEND_SECONDS
+    await house.limiter.extend_due()
+    assert house.store.asked.count("extend") == 10
+
+
+async def test_short_calls_are_not_extended(house: House) -> None:
+    await house.limiter.admit(house.call())
+    house.now += EXTEND_SECONDS - 0.1
+    await house.limiter.extend_due()
+    assert "extend" not in house.store.asked
+
+
+async def test_extending_is_tried_again_until_the_lease_is_over(house: House) -> None:
+    await house.limiter.admit(house.call())
+    house.store.away = True
+    house.now += EXTEND_SECONDS
+    await house.limiter.extend_due()
+    house.now += EXTEND_SECONDS
+    house.store.away = False
+    await house.limiter.extend_due()
+    assert house.limiter.leases_lost == 0
+    house.now += LEASE_SECONDS
+    await house.limiter.extend_due()
+    assert house.limiter.leases_lost == 1
+    assert house.limiter.open_reservations == 0
+
+
+async def test_the_keeper_does_both_by_itself(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "RETRY_SECONDS", 0.001)
+    long = await house.limiter.admit(house.call(concurrency=2))
+    short = await house.limiter.admit(house.call(concurrency=2))
+    house.store.away = True
+    await short.release()
+    house.store.away = False
+    house.now += EXTEND_SECONDS
+    await house.limiter.start()
+    await house.limiter.start()
+    async with asyncio.timeout(10):
+        while house.limiter.unsettled or "extend" not in house.store.asked:  # noqa: ASYNC110 - the loop is what is tested
+            await asyncio.sleep(0)
+    house.store.away = True
+    await long.release()
+    house.store.away = False
+    await house.limiter.stop()  # settles what is left
+    await house.limiter.stop()
+    assert house.limiter.unsettled == 0
+
+
+async def test_many_at_once_are_settled_in_bounded_portions(house: House) -> None:
+    reservations = [await house.limiter.admit(house.call(concurrency=1000)) for _ in range(300)]
+    house.store.away = True
+    for reservation in reservations:
+        await reservation.release()
+    before = len(house.store.asked)
+    await house.limiter.retry_unsettled()
+    assert len(house.store.asked) - before == base.MAX_AT_ONCE  # away: no more is tried
+    house.store.away = False
+    await house.limiter.retry_unsettled()
+    assert house.limiter.unsettled == 0
+
+
+async def test_odd_tenant_names_stay_apart(house: House) -> None:
+    for name in ("a", "a/b", "a}", "{", "ä ö"):
+        policy = a_policy(tenants=[{"name": name, "limits": {"concurrency": 1}}])
+        await house.limiter.admit(a_call(policy=policy, tenant=name))

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.errors import BadRequest, BudgetSpent, GatewayError, LimitReached
+from gateway.limits import LIMITS
+from gateway.limits.base import Limiter, estimate_of
+from gateway.limits.headers import go_duration
+from gateway.storage.memory import MemoryStorage
+from gateway.types import Call, Operation, Usage
+from tests.gateway.calls import a_call, a_policy, chat
+
+NOW = 1_795_132_800.0  # 2026-11-20T00:00:00Z
+PRICE = {"input": "0.50", "cached_input": "0.05", "output": "2.00"}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def limiter(clock: Clock) -> Limiter:
+    return Limiter(MemoryStorage(clock=clock), LIMITS, clock=clock)
+
+
+def limited(limits: dict[str, Any], *, price: dict[str, str] | None = None, **body: Any) -> Call:
+    deployments = [
+        {"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "price": price},
+        {"name": "b", "base_url": "http://b.invalid/v1", "model": "served"},
+    ]
+    policy = a_policy(deployments=deployments, tenants=[{"name": "t", "limits": limits}])
+    return a_call(chat(**body), policy)
+
+
+async def refusal(limiter: Limiter, call: Call) -> GatewayError:
+    with pytest.raises(GatewayError) as raised:
+        await limiter.admit(call)
+    return raised.value
+
+
+class TestRequests:
+    async def test_headers_and_refusal(self, limiter: Limiter, clock: Clock) -> None:
+        call = limited({"requests": "2/1m"})
+        first, second = await limiter.admit(call), await limiter.admit(limited({"requests": "2/1m"}))
+        assert first.headers == {
+            "x-ratelimit-limit-requests": "2",
+            "x-ratelimit-remaining-requests": "1",
+            "x-ratelimit-reset-requests": "30s",
+        }
+        assert second.headers["x-ratelimit-reset-requests"] == "1m0s"
+        clock.now += 10
+        error = await refusal(limiter, limited({"requests": "2/1m"}))
+        assert isinstance(error, LimitReached)
+        assert error.message == "rate limit reached: tenant t may make 2 requests per 1m0s; try again in 20s"
+        assert error.headers == {
+            "x-ratelimit-limit-requests": "2",
+            "x-ratelimit-remaining-requests": "0",
+            "x-ratelimit-reset-requests": "1m0s",
+            "retry-after-ms": "20000",
+            "retry-after": "20",
+        }
+        clock.now += 20
+        await limiter.admit(limited({"requests": "2/1m"}))
+
+    async def test_a_call_that_failed_upstream_still_counts(self, limiter: Limiter) -> None:
+        reservation = await limiter.admit(limited({"requests": "1/1m"}))
+        await reservation.release()
+        assert isinstance(await refusal(limiter, limited({"requests": "1/1m"})), LimitReached)
+
+
+class TestTokens:
+    async def test_the_worst_case_is_reserved_and_the_truth_is_kept(self, limiter: Limiter) -> None:
+        call = limited({"tokens": "1000/1m"}, max_tokens=500)
+        prompt = call.prompt_tokens_estimate
+        reservation = await limiter.admit(call)
+        assert reservation.headers["x-ratelimit-remaining-tokens"] == str(500 - prompt)
+        error = await refusal(limiter, limited({"tokens": "1000/1m"}, max_tokens=500))
+        assert isinstance(error, LimitReached)
+        assert error.headers["x-ratelimit-limit-tokens"] == "1000"
+        await reservation.settle(Usage(input_uncached=10, cache_read=20, output=70, reasoning=30, exact=True), 0)
+        after = await limiter.admit(limited({"tokens": "1000/1m"}, max_tokens=500))
+        assert after.headers["x-ratelimit-remaining-tokens"] == str(900 - 500 - prompt)
+
+    async def test_more_than_ever_allowed_is_not_worth_trying_again(self, limiter: Limiter) -> None:
+        error = await refusal(limiter, limited({"tokens": "100/1m"}, max_tokens=100))
+        assert isinstance(error, BadRequest)
+        assert error.param == "max_tokens"
+        assert not error.retryable
+
+    async def test_a_guess_does_not_make_a_call_impossible(self, limiter: Limiter) -> None:
+        """No max_tokens: 1,024 are guessed, and 100 allowed."""
+        reservation = await limiter.admit(limited({"tokens": "100/1m"}))
+        assert reservation.headers["x-ratelimit-remaining-tokens"] == "0"
+        await reservation.settle(Usage(input_uncached=8, output=300, exact=True), 0)
+        error = await refusal(limiter, limited({"tokens": "100/1m"}))
+        assert isinstance(error, LimitReached)
+        assert error.retry_after_seconds == pytest.approx(308 * 0.6, abs=0.1)  # owed, and the whole limit wanted
+
+    async def test_a_prompt_beyond_the_limit_is_impossible(self, limiter: Limiter) -> None:
+        error = await refusal(limiter, limited({"tokens": "100/1m"}, content="word " * 1000))
+        assert isinstance(error, BadRequest)
+
+    def test_the_policy_says_what_to_guess(self) -> None:
+        call = limited({"tokens": "1M/1m", "default_output_tokens": 77})
+        assert estimate_of(call, NOW).output_tokens == 77
+
+    def test_embeddings_have_no_output(self) -> None:
+        body = json.dumps({"model": "m", "input": "some text"}).encode()
+        estimate = estimate_of(a_call(body, operation=Operation.EMBEDDING), NOW)
+        assert (estimate.output_tokens, estimate.output_is_guessed) == (0, False)
+
+
+class TestConcurrency:
+    async def test_places_return(self, limiter: Limiter) -> None:
+        first = await limiter.admit(limited({"concurrency": 1}))
+        error = await refusal(limiter, limited({"concurrency": 1}))
+        assert isinstance(error, LimitReached)
+        assert error.message == "tenant t may have 1 calls in flight at once, and has"
+        assert error.headers["retry-after-ms"] == "1000"
+        await first.release()
+        await limiter.admit(limited({"concurrency": 1}))
+
+
+class TestBudget:
+    async def test_the_dearest_is_reserved_and_the_truth_is_spent(self, limiter: Limiter) -> None:
+        limits = {"budget": {"amount": "0.003"}}
+        call = limited(limits, price=PRICE, max_tokens=1000)
+        reservation = await limiter.admit(call)  # 0.002 and a little for the prompt
+        held = await refusal(limiter, limited(limits, price=PRICE, max_tokens=1000))
+        assert isinstance(held, LimitReached)  # others hold it, and may not spend it
+        await reservation.settle(Usage(), 2_000_000)
+        spent = await refusal(limiter, limited(limits, price=PRICE, max_tokens=1000))
+        assert isinstance(spent, BudgetSpent)
+        assert not spent.retryable
+        assert spent.message.startswith("tenant t may spend 0.003 per month; 0.001 is left, and this request may cost")
+        await limiter.admit(limited(limits, price=PRICE, max_tokens=100))
+
+    def test_the_estimate_is_exact_and_rounded_up(self) -> None:
+        call = limited({}, price={"input": "0.0000001", "output": "1.25"}, max_tokens=3)
+        assert estimate_of(call, NOW).cost_nanos == 3 * 1250 + 1
+
+    def test_a_fallback_s_price_counts_too(self) -> None:
+        deployments = [
+            {"name": "a", "base_url": "http://a.invalid/v1", "model": "x", "price": {"input": "0", "output": "1"}},
+            {"name": "b", "base_url": "http://b.invalid/v1", "model": "y", "price": {"input": "0", "output": "9"}},
+        ]
+        models = [{"name": "m", "deployments": ["a"], "fallbacks": ["n"]}, {"name": "n", "deployments": ["b"]}]
+        call = a_call(chat(max_tokens=10), a_policy(deployments=deployments, models=models))
+        assert estimate_of(call, NOW).cost_nanos == 10 * 9000
+
+    async def test_without_a_price_nothing_is_reserved(self, limiter: Limiter) -> None:
+        limits = {"budget": {"amount": "0.000000001"}}
+        reservation = await limiter.admit(limited(limits))
+        await reservation.settle(Usage(output=5), 1)
+        assert isinstance(await refusal(limiter, limited(limits, price=PRICE)), BudgetSpent)
+
+    @pytest.mark.parametrize(("per", "seconds"), [("day", 86_400), ("month", 11 * 86_400)])
+    async def test_a_new_period_is_a_new_account(
+        self, limiter: Limiter, clock: Clock, per: str, seconds: float
+    ) -> None:
+        limits = {"budget": {"amount": "1", "per": per}}
+        reservation = await limiter.admit(limited(limits, price=PRICE))
+        await reservation.settle(Usage(), 10**9)
+        clock.now = NOW + seconds - 1
+        assert isinstance(await refusal(limiter, limited(limits, price=PRICE)), BudgetSpent)
+        clock.now = NOW + seconds
+        await limiter.admit(limited(limits, price=PRICE))
+
+    async def test_in_total_there_is_none(self, limiter: Limiter, clock: Clock) -> None:
+        limits = {"budget": {"amount": "1", "per": "total"}}
+        await (await limiter.admit(limited(limits, price=PRICE))).settle(Usage(), 10**9)
+        clock.now += 10 * 365 * 86_400
+        error = await refusal(limiter, limited(limits, price=PRICE))
+        assert isinstance(error, BudgetSpent)
+        assert error.message.startswith("tenant t may spend 1 in total; 0 is left")
+
+
+async def test_all_limits_or_none(limiter: Limiter) -> None:
+    limits = {"requests": "3/1m", "tokens": "10k/1m", "concurrency": 1, "budget": {"amount": "50"}}
+    first = await limiter.admit(limited(limits, price=PRICE, max_tokens=100))
+    assert {name.removeprefix("x-ratelimit-") for name in first.headers} == {
+        f"{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")
+    }
+    for _ in range(5):
+        assert isinstance(await refusal(limiter, limited(limits, max_tokens=100)), LimitReached)
+    await first.release()
+    second = await limiter.admit(limited(limits, price=PRICE, max_tokens=100))
+    assert second.headers["x-ratelimit-remaining-requests"] == "1"  # what was refused did not count
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"), (0.0001, "0s"), (0.012, "12ms"), (0.9996, "1s"), (1, "1s"), (1.5, "1.5s"), (59.9999, "1m0s"),
+        (83.25, "1m23.25s"), (360, "6m0s"), (3600, "1h0m0s"), (86_400, "24h0m0s"),
+    ],
+)  # fmt: skip
+def test_durations_are_printed_as_go_does(seconds: float, text: str) -> None:
+    assert go_duration(seconds) == text

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.prefix.cache_model import CacheModel
+from gateway.prefix.fingerprint import BLOCK_BYTES, BLOCK_TOKENS, fingerprint, seed_of
+
+texts = st.binary(max_size=5 * BLOCK_BYTES)
+
+
+@given(texts, texts)
+def test_equal_hashes_mean_equal_text_up_to_there(one: bytes, other: bytes) -> None:
+    for position, (a, b) in enumerate(zip(fingerprint([one], 1), fingerprint([other], 1), strict=False), start=1):
+        end = position * BLOCK_BYTES
+        assert (a == b) == (one[:end] == other[:end])
+
+
+@given(st.lists(texts, max_size=6))
+def test_how_the_text_is_cut_into_pieces_does_not_matter(pieces: list[bytes]) -> None:
+    whole = b"".join(pieces)
+    assert fingerprint(pieces, 7) == fingerprint([whole], 7)
+    assert len(fingerprint(pieces, 7)) == len(whole) // BLOCK_BYTES
+
+
+def test_salts_give_chains_that_have_nothing_in_common() -> None:
+    text = [b"x" * 10 * BLOCK_BYTES]
+    assert not set(fingerprint(text, seed_of("one"))) & set(fingerprint(text, seed_of("other")))
+
+
+def test_a_model_matches_leading_blocks_only() -> None:
+    cache = CacheModel(10 * BLOCK_TOKENS)
+    cache.add([1, 2, 3])
+    assert cache.match([1, 2, 9]) == 2
+    assert cache.match([9, 2, 3]) == 0
+    assert cache.match([]) == 0
+
+
+def test_the_oldest_goes_first_and_a_tail_before_its_head() -> None:
+    cache = CacheModel(4 * BLOCK_TOKENS)
+    cache.add([1, 2, 3])
+    cache.add([10, 11])
+    assert cache.match([10, 11]) == 2
+    assert cache.match([1, 2, 3]) == 2
+
+
+@given(st.lists(st.lists(st.integers(0, 50), max_size=12, unique=True), max_size=30), st.integers(1, 20))
+def test_a_model_is_bounded_and_holds_what_was_added_last(chains: list[list[int]], capacity: int) -> None:
+    cache = CacheModel(capacity * BLOCK_TOKENS)
+    for chain in chains:
+        cache.add(chain)
+        assert len(cache) <= capacity
+        assert cache.match(chain) == min(len(chain), capacity)

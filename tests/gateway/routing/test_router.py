@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import pytest
+
+from gateway.errors import UpstreamCut, UpstreamError, UpstreamRefused, UpstreamTimeout
+from gateway.fleet import Fleet
+from gateway.policy import Deployment, Policy
+from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.queueing import Queue
+from gateway.routing import STRATEGIES
+from gateway.routing.router import Attempts, Router
+from gateway.types import Call
+from tests.gateway.calls import a_call, a_policy, chat
+
+Step = bytes | ProviderFailure | asyncio.Event
+
+
+class Script:
+    """A provider that answers by a script: bytes are chunks, failures are raised, an event is waited for."""
+
+    def __init__(self, *steps: Step, opening: ProviderFailure | asyncio.Event | None = None) -> None:
+        self.steps = steps
+        self.opening = opening
+        self.closed = 0
+        self.opened = 0
+        self.headers: Mapping[str, str] = {}
+
+    def render(self, call: Call) -> bytes:
+        return b""
+
+    async def healthy(self) -> bool:
+        return True
+
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+        self.opened += 1
+        self.headers = headers
+        if isinstance(self.opening, ProviderFailure):
+            raise self.opening
+        if self.opening is not None:
+            await self.opening.wait()
+        return ScriptedReply(self)
+
+
+class ScriptedReply:
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for step in self._script.steps:
+            if isinstance(step, ProviderFailure):
+                raise step
+            if isinstance(step, asyncio.Event):
+                await step.wait()
+            else:
+                yield step
+
+    async def aclose(self) -> None:
+        self._script.closed += 1
+
+
+def status(code: int, fault: Fault = Fault.STATUS) -> ProviderFailure:
+    return ProviderFailure(fault, f"status {code}", status=code, body=b'{"error": {}}')
+
+
+class Rig:
+    """A router over scripted servers; `chunks` opens a call and reads it."""
+
+    def __init__(self, policy: Policy | None = None, **scripts: Script) -> None:
+        self.policy = policy or a_policy()
+        provider: Callable[[Deployment], Script] = lambda deployment: scripts[deployment.name]  # noqa: E731
+        self.fleet = Fleet(provider)
+        self.queue = Queue(self.fleet)
+        self.fleet.apply(self.policy)
+        self.router = Router(self.fleet, STRATEGIES)
+        spans = iter(range(1, 100))
+        self.attempts = Attempts(lambda: next(spans), lambda span: {"traceparent": f"span-{span}"})
+
+    async def chunks(self, **fields: object) -> list[bytes]:
+        call = a_call(chat(stream=True, **fields), self.policy, now=asyncio.get_running_loop().time())
+        async with self.queue.turn(call) as place, self.router.open(call, place, self.attempts) as upstream:
+            return [chunk async for chunk in upstream]
+
+    @property
+    def outcomes(self) -> list[tuple[str, str]]:
+        return [(attempt.deployment, attempt.outcome) for attempt in self.attempts.done]
+
+    def idle(self) -> bool:
+        return not any(s.places_taken or s.in_flight or s.prefill_tokens_queued for s in self.fleet)
+
+
+async def test_the_first_server_that_gives_a_chunk_answers() -> None:
+    a, b = Script(b"1", b"2"), Script(b"x")
+    rig = Rig(a=a, b=b)
+    assert await rig.chunks() == [b"1", b"2"]
+    assert (b.opened, a.closed) == (0, 1)
+    assert rig.outcomes == [("a", "ok")]
+    assert a.headers == {"traceparent": "span-1"}
+    assert rig.idle()
+
+
+@pytest.mark.parametrize(
+    ("failure", "outcome"),
+    [
+        (ProviderFailure(Fault.CONNECT, "refused"), "connect_error"),
+        (status(503), "status_503"),
+        (status(429), "status_429"),
+        (ProviderFailure(Fault.MALFORMED, "html"), "malformed"),
+    ],
+)
+async def test_failing_before_the_first_chunk_asks_the_next(failure: ProviderFailure, outcome: str) -> None:
+    a, b = Script(opening=failure), Script(b"x")
+    rig = Rig(a=a, b=b)
+    assert await rig.chunks() == [b"x"]
+    assert rig.outcomes == [("a", outcome), ("b", "ok")]
+    assert rig.idle()
+
+
+@pytest.mark.parametrize("steps", [(), (ProviderFailure(Fault.CUT, "reset"),)])
+async def test_an_answer_that_ends_before_its_first_chunk_is_no_answer(steps: tuple[Step, ...]) -> None:
+    a, b = Script(*steps), Script(b"x")
+    rig = Rig(a=a, b=b)
+    assert await rig.chunks() == [b"x"]
+    assert rig.outcomes == [("a", "cut"), ("b", "ok")]
+    assert a.closed == 1
+
+
+async def test_a_refused_request_is_not_tried_elsewhere() -> None:
+    a, b = Script(opening=status(400, Fault.REFUSED)), Script(b"x")
+    rig = Rig(a=a, b=b)
+    with pytest.raises(UpstreamRefused) as refusal:
+        await rig.chunks()
+    assert (refusal.value.upstream_status, refusal.value.content) == (400, b'{"error": {}}')
+    assert b.opened == 0
+    assert rig.idle()
+    assert not next(iter(rig.fleet)).cooling(asyncio.get_running_loop().time())  # it was not the server's fault
+
+
+async def test_nobody_answers() -> None:
+    rig = Rig(a=Script(opening=status(500)), b=Script(opening=ProviderFailure(Fault.CONNECT, "refused")))
+    with pytest.raises(UpstreamError, match=r"a \(status_500\), b \(connect_error\)") as failure:
+        await rig.chunks()
+    assert failure.value.status == 502
+    assert failure.value.body()["attempts"] == [
+        {"deployment": "a", "outcome": "status_500", "status": 500},
+        {"deployment": "b", "outcome": "connect_error", "status": None},
+    ]
+    assert rig.idle()
+
+
+async def test_no_first_chunk_in_time() -> None:
+    policy = a_policy(classes={"realtime": {"ttft": "20ms"}})
+    rig = Rig(policy, a=Script(asyncio.Event()), b=Script(b"x"))
+    with pytest.raises(UpstreamTimeout) as failure:
+        await rig.chunks()
+    assert failure.value.status == 504
+    assert rig.outcomes == [("a", "timeout")]
+    assert rig.idle()
+
+
+async def test_a_stream_that_stalls_is_cut() -> None:
+    policy = a_policy(classes={"realtime": {"inter_token": "20ms"}})
+    a = Script(b"1", asyncio.Event())
+    rig = Rig(policy, a=a, b=Script())
+    with pytest.raises(UpstreamCut, match=r"a sent nothing for 0\.02 s"):
+        await rig.chunks()
+    assert a.closed == 1
+    assert rig.idle()
+    task = asyncio.current_task()
+    assert task is not None and task.cancelling() == 0
+
+
+async def test_a_slow_reader_is_not_a_stalled_stream() -> None:
+    """The bound is on waiting for the server; what the client takes its time for does not count."""
+    policy = a_policy(classes={"realtime": {"inter_token": "20ms"}})
+    rig = Rig(policy, a=Script(b"1", b"2", b"3"), b=Script())
+    call = a_call(chat(stream=True), policy, now=asyncio.get_running_loop().time())
+    read = []
+    async with rig.queue.turn(call) as place, rig.router.open(call, place, rig.attempts) as upstream:
+        async for chunk in upstream:
+            read.append(chunk)
+            await asyncio.sleep(0.05)
+    assert read == [b"1", b"2", b"3"]
+
+
+async def test_failing_after_the_first_chunk_is_told_and_not_retried() -> None:
+    b = Script(b"x")
+    rig = Rig(a=Script(b"1", ProviderFailure(Fault.CUT, "reset")), b=b)
+    with pytest.raises(UpstreamCut, match="a: reset"):
+        await rig.chunks()
+    assert b.opened == 0
+
+
+async def test_a_caller_that_leaves_while_waiting_closes_the_connection_and_is_on_record() -> None:
+    a = Script(asyncio.Event())
+    rig = Rig(a=a, b=Script(b"x"))
+    waiting = asyncio.create_task(rig.chunks())
+    while not a.opened:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert a.closed == 1
+    assert rig.outcomes == [("a", "client_gone")]
+    assert rig.idle()
+
+
+async def test_fallback_models_are_asked_last() -> None:
+    policy = a_policy(
+        models=[{"name": "m", "deployments": ["a"], "fallbacks": ["n"]}, {"name": "n", "deployments": ["b", "a"]}]
+    )
+    a, b = Script(opening=status(500)), Script(b"x")
+    rig = Rig(policy, a=a, b=b)
+    assert await rig.chunks() == [b"x"]
+    assert rig.outcomes == [("a", "status_500"), ("b", "ok")]
+    assert a.opened == 1
+    assert rig.idle()

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gateway.errors import Overloaded
+from gateway.fleet import Fleet, Place
+from gateway.policy import Policy
+from gateway.providers.base import Unasked
+from gateway.queueing import Queue
+from gateway.types import Call
+from tests.gateway.calls import a_call, a_policy, chat
+
+
+def a_queue(policy: Policy) -> tuple[Queue, Fleet]:
+    fleet = Fleet(lambda deployment: Unasked())
+    queue = Queue(fleet)
+    fleet.apply(policy)
+    return queue, fleet
+
+
+def one_place(**realtime: object) -> Policy:
+    return a_policy(
+        deployments=[{"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "max_concurrency": 1}],
+        models=[{"name": "m", "deployments": ["a"]}],
+        classes={"realtime": realtime},
+        rules=[{"match": {"service_tier": "flex"}, "class": "batch"}],
+    )
+
+
+def call_now(policy: Policy, **fields: object) -> Call:
+    return a_call(chat(**fields), policy, now=asyncio.get_running_loop().time())
+
+
+async def settle() -> None:
+    """Let every task that can run do so."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def hold(queue: Queue, call: Call, order: list[str], name: str, leave: asyncio.Event) -> None:
+    async with queue.turn(call):
+        order.append(name)
+        await leave.wait()
+
+
+async def test_a_free_place_is_taken_at_once_and_given_back() -> None:
+    policy = a_policy()
+    queue, fleet = a_queue(policy)
+    async with queue.turn(call_now(policy)):
+        assert sum(server.places_taken for server in fleet) == 1
+    assert sum(server.places_taken for server in fleet) == 0
+
+
+async def test_places_are_spread_over_the_least_busy_servers() -> None:
+    policy = a_policy()
+    queue, fleet = a_queue(policy)
+    async with queue.turn(call_now(policy)), queue.turn(call_now(policy)):
+        assert [server.places_taken for server in fleet] == [1, 1]
+
+
+async def test_realtime_goes_before_batch_that_came_earlier() -> None:
+    policy = one_place()
+    queue, fleet = a_queue(policy)
+    order: list[str] = []
+    leave = asyncio.Event()
+    first = asyncio.create_task(hold(queue, call_now(policy), order, "first", leave))
+    await settle()
+    batch = asyncio.create_task(hold(queue, call_now(policy, service_tier="flex"), order, "batch", leave))
+    await settle()
+    realtime = asyncio.create_task(hold(queue, call_now(policy), order, "realtime", leave))
+    await settle()
+    assert (queue.depth("batch"), queue.depth("realtime")) == (1, 1)
+    leave.set()
+    await asyncio.gather(first, batch, realtime)
+    assert order == ["first", "realtime", "batch"]
+    assert [server.places_taken for server in fleet] == [0]
+    assert queue.depth("batch") == queue.depth("realtime") == 0
+
+
+async def test_nobody_jumps_the_line() -> None:
+    """A place that comes free goes to who waits, not to who comes in that moment."""
+    policy = one_place()
+    queue, _ = a_queue(policy)
+    order: list[str] = []
+    leave_first, leave = asyncio.Event(), asyncio.Event()
+    leave.set()
+    first = asyncio.create_task(hold(queue, call_now(policy), order, "first", leave_first))
+    await settle()
+    waiting = asyncio.create_task(hold(queue, call_now(policy), order, "waiting", leave))
+    await settle()
+    leave_first.set()
+    late = asyncio.create_task(hold(queue, call_now(policy), order, "late", leave))
+    await asyncio.gather(first, waiting, late)
+    assert order == ["first", "waiting", "late"]
+
+
+async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
+    policy = one_place(max_queue=0)
+    queue, fleet = a_queue(policy)
+    async with queue.turn(call_now(policy)):
+        with pytest.raises(Overloaded, match="0 realtime calls already wait") as refusal:
+            async with queue.turn(call_now(policy)):
+                pass
+    assert refusal.value.status == 503
+    assert int(refusal.value.headers["retry-after"]) >= 1
+    assert [server.places_taken for server in fleet] == [0]
+
+
+async def test_a_wait_ends_when_it_has_lasted_too_long() -> None:
+    policy = one_place(max_wait="20ms")
+    queue, fleet = a_queue(policy)
+    async with queue.turn(call_now(policy)):
+        with pytest.raises(Overloaded, match="within 0.02 s"):
+            async with queue.turn(call_now(policy)):
+                pass
+        assert queue.depth("realtime") == 0
+    assert [server.places_taken for server in fleet] == [0]
+
+
+async def test_a_caller_that_leaves_while_waiting_leaves_the_line() -> None:
+    policy = one_place()
+    queue, fleet = a_queue(policy)
+    async with queue.turn(call_now(policy)):
+        waiting = asyncio.create_task(hold(queue, call_now(policy), [], "", asyncio.Event()))
+        await settle()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert queue.depth("realtime") == 0
+    assert [server.places_taken for server in fleet] == [0]
+
+
+async def test_a_place_granted_in_the_moment_of_leaving_is_not_lost() -> None:
+    policy = one_place()
+    queue, fleet = a_queue(policy)
+    leave = asyncio.Event()
+    first = asyncio.create_task(hold(queue, call_now(policy), [], "", leave))
+    await settle()
+    waiting = asyncio.create_task(hold(queue, call_now(policy), [], "", asyncio.Event()))
+    await settle()
+    leave.set()
+    await first  # grants the place to `waiting`, which has not run since
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert [server.places_taken for server in fleet] == [0]
+
+
+async def test_closing_refuses_who_waits_and_who_comes() -> None:
+    policy = one_place()
+    queue, _ = a_queue(policy)
+    leave = asyncio.Event()
+    first = asyncio.create_task(hold(queue, call_now(policy), [], "", leave))
+    await settle()
+    waiting = asyncio.create_task(hold(queue, call_now(policy), [], "", leave))
+    await settle()
+    queue.close()
+    with pytest.raises(Overloaded, match="shutting down"):
+        await waiting
+    with pytest.raises(Overloaded, match="shutting down"):
+        async with queue.turn(call_now(policy)):
+            pass
+    leave.set()
+    await first
+
+
+async def test_a_place_moves_only_where_there_is_room() -> None:
+    policy = a_policy()
+    _, fleet = a_queue(policy)
+    a, b = fleet
+    full = [Place(fleet, b), Place(fleet, b)]
+    place = Place(fleet, a)
+    assert not place.move_to(b)
+    assert (a.places_taken, b.places_taken) == (1, 2)
+    full[0].release()
+    assert place.move_to(b)
+    assert (a.places_taken, b.places_taken) == (0, 2)
+    place.release()
+    place.release()
+    assert (a.places_taken, b.places_taken) == (0, 1)
+
+
+async def test_a_reload_keeps_what_is_known_of_servers_that_stay() -> None:
+    policy = a_policy()
+    queue, fleet = a_queue(policy)
+    a, b = fleet
+    a.cache.add([1, 2, 3])
+    async with queue.turn(call_now(policy)):
+        moved = policy.model_dump(by_alias=True)
+        moved["deployments"][1]["base_url"] = "http://elsewhere.invalid/v1"
+        moved["deployments"][0]["max_concurrency"] = 9
+        fleet.apply(Policy.model_validate(moved))
+        after = {server.name: server for server in fleet}
+        assert after["a"] is a
+        assert after["a"].cache.match([1, 2, 3]) == 3
+        assert after["a"].deployment.max_concurrency == 9
+        assert after["b"] is not b
