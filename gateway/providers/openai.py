@@ -157,7 +157,6 @@ class EventStreamReply:
         if self._failure is not None:
             raise self._failure
         if self._ended:
-            await self._drain()
             raise StopAsyncIteration
         frames = b""
         while not frames:
@@ -180,19 +179,17 @@ class EventStreamReply:
         self._ended = ends_stream(frames)
         return frames
 
-    async def _drain(self) -> None:
-        """The end of the HTTP message follows `[DONE]`; only behind it is the connection good for another call."""
+    async def aclose(self) -> None:
+        """Behind `[DONE]` this waits for the end of the HTTP message: without it the connection can not be kept."""
         try:
-            async with asyncio.timeout(DRAIN_TIMEOUT_SECONDS):
-                async for _ in self._parts:
-                    pass
+            if self._ended:
+                async with asyncio.timeout(DRAIN_TIMEOUT_SECONDS):
+                    async for _ in self._parts:
+                        pass
         except (httpx2.TransportError, TimeoutError):
             pass  # the answer was whole before; only its connection is lost
         finally:
             await self._stream.aclose()
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
 
 
 def with_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msgspec.Raw:

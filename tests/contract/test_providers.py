@@ -201,6 +201,26 @@ async def test_the_last_blank_line_may_be_missing(provider_for: ProviderFor) -> 
         assert await answer(provider_for(server.base_url), call(stream=True)) == [TOKEN, DONE[:-2]]
 
 
+async def test_whoever_stops_at_done_keeps_the_connection_all_the_same(provider_for: ProviderFor) -> None:
+    closed = asyncio.Event()
+
+    async def script(_: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + coded(TOKEN + DONE))
+        await closed.wait()
+        writer.write(STREAM_END)
+
+    async with ScriptedServer(script) as server, asyncio.timeout(TIMEOUT_SECONDS):
+        provider = provider_for(server.base_url)
+        for _ in range(2):
+            reply = await provider.open(call(stream=True), headers={})
+            assert await anext(aiter(reply)) == TOKEN + DONE
+            closing = asyncio.ensure_future(reply.aclose())
+            await asyncio.sleep(0)
+            closed.set()
+            await closing
+        assert server.connections == 1
+
+
 async def test_a_server_that_says_no_more_after_done_holds_nobody_up(
     provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
