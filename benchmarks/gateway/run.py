@@ -109,7 +109,7 @@ def main() -> None:
     summary = {name: {load: median(results) for load, results in loads.items()} for name, loads in measured.items()}
     print(table(summary, memory))
     path = save(options, summary, memory, measured)
-    print(f"\nwritten to {path.relative_to(ROOT)}")
+    print(f"\nwritten to {path}")
 
 
 def parse_options() -> argparse.Namespace:
