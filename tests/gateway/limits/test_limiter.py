@@ -20,7 +20,7 @@ NOW = 1_795_132_800.0
 
 
 class Store(MemoryStorage):
-    """Counts what is asked of it. While `away`, nothing is done; a `slow` one does it, and answers when it is let go."""
+    """Counts what is asked of it. While `away`, it does nothing; while `slow`, it acts, and answers when let go."""
 
     def __init__(self) -> None:
         super().__init__()
