@@ -6,7 +6,8 @@ usage is taken out again for a client that did not ask.
 
 What is billed, by the way a call ended:
 
-  the engine counted                 its numbers, exact; the last ones win where every chunk has them
+  the engine counted                 its numbers, exact; the last ones win where every chunk has them; also of an
+                                     answer that ended early, where the engine keeps a record of it
   text after the engine's last word  its numbers, and one token per further frame; an estimate
   the engine said nothing            the prompt's estimate, and one token per frame of text; an estimate
   no output at all                   nothing, as an estimate: whether the prompt was computed is not known
@@ -133,6 +134,15 @@ class Meter:
         if self._uncounted:
             return msgspec.structs.replace(usage, output=usage.output + self._uncounted, exact=False)
         return usage
+
+    def watch_record(self, record: bytes) -> None:
+        """What the engine has on record of an answer that ended early: its numbers count, nothing else does."""
+        try:
+            counts = _decode(record).usage
+        except msgspec.MsgspecError:
+            return
+        if counts is not None:
+            self._counts, self._uncounted = counts, 0
 
     def _read_frame(self, frame: bytes) -> bool:
         """Learn from one frame; False where the client must not get it."""

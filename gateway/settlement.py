@@ -13,6 +13,7 @@ from types import TracebackType
 
 from gateway.cache import Recording, Unrecorded
 from gateway.errors import GatewayError, UpstreamCut, UpstreamTimeout
+from gateway.fleet import Server
 from gateway.ledger import Ledger
 from gateway.limits.base import Reservation
 from gateway.metering import Meter, cost_of, make_receipt, nanos
@@ -48,6 +49,7 @@ class Settlement:
         self._ledger = ledger
         self._from_cache = from_cache
         self._upstream: Upstream | None = None
+        self._worker: Server | None = None  # whose work is billed
         self._written = False
 
     async def __aenter__(self) -> Settlement:
@@ -55,7 +57,7 @@ class Settlement:
 
     def answered_by(self, upstream: Upstream) -> None:
         """A server has given its first chunk: from here on its price holds."""
-        self._upstream = upstream
+        self._upstream, self._worker = upstream, upstream.server
         self._record.deployment = upstream.server.name
         self._record.route_reason = upstream.reason
 
@@ -103,7 +105,7 @@ class Settlement:
             outcome=outcome,
             marks=record.marks,
             attempts=self._attempts.done,
-            deployment=upstream.server.deployment if upstream else None,
+            deployment=self._worker.deployment if self._worker else None,
             from_cache=self._from_cache,
         )
         self._ledger.append(receipt)
@@ -114,10 +116,19 @@ class Settlement:
     ) -> None:
         self._record.marks.enter("settle")
         try:
+            if error is not None and not self._written:
+                await asyncio.shield(self._ask_who_worked())
             if self._attempts.done or self._exchange.status is not None:
                 self.write(self._outcome(error))
         finally:
             await asyncio.shield(self._settle(error))
+
+    async def _ask_who_worked(self) -> None:
+        """The answer ended early; the server that worked on it may know how far it came."""
+        server = self._attempts.asked
+        if server is not None and (told := await server.provider.usage_of(self._call.id)) is not None:
+            self.meter.watch_record(told)
+            self._worker = server
 
     async def _settle(self, error: BaseException | None) -> None:
         call, upstream, usage = self._call, self._upstream, self.meter.usage
@@ -131,7 +142,7 @@ class Settlement:
             await self._reservation.release()
             return
         await self._ledger.durable()
-        cost = cost_of(usage, upstream.server.deployment.price) if upstream is not None else None
+        cost = cost_of(usage, self._worker.deployment.price) if self._worker is not None else None
         await self._reservation.settle(usage, nanos(cost) if cost is not None else 0)
 
     def _outcome(self, error: BaseException | None) -> Outcome:

@@ -74,6 +74,12 @@ class Provider(Protocol):
     async def healthy(self) -> bool:
         """Whether the server answers its health or model endpoint with a good status, within a named bound."""
 
+    async def usage_of(self, call_id: str) -> bytes | None:
+        """What the server itself counted for a call whose answer ended early: an answer's JSON with its `usage`.
+
+        None where it keeps no record, or does not tell within a named bound. Never raises.
+        """
+
 
 class Unasked:
     """A provider for what only reasons about servers and sends nothing: asking it is a mistake of the program."""
@@ -86,3 +92,6 @@ class Unasked:
 
     async def healthy(self) -> bool:
         return False
+
+    async def usage_of(self, call_id: str) -> bytes | None:
+        return None

@@ -93,17 +93,24 @@ class OpenAI:
         return EventStreamReply(_stream(response)) if call.stream else JSONReply(_stream(response))
 
     async def healthy(self) -> bool:
-        request = httpx2.Request("GET", self._health_url, headers=self._headers)
+        return await self._get(self._health_url) is not None
+
+    async def usage_of(self, call_id: str) -> bytes | None:
+        return None  # this dialect has no such question
+
+    async def _get(self, url: httpx2.URL) -> bytes | None:
+        """A short body, within HEALTH_TIMEOUT_SECONDS; None unless the status is good."""
+        request = httpx2.Request("GET", url, headers=self._headers)
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_SECONDS):
                 response = await self._transport.handle_async_request(request)
                 try:
-                    await _read(response, MAX_ERROR_BYTES)  # to its end where it is short, to keep the connection
+                    body = await _read(response, MAX_ERROR_BYTES)  # to its end where it is short, to keep the connection
                 finally:
                     await _stream(response).aclose()
         except (httpx2.TransportError, TimeoutError):
-            return False
-        return response.is_success
+            return None
+        return body if response.is_success else None
 
 
 class JSONReply:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx2
 import msgspec
 
-from gateway.providers.openai import OpenAI, with_options
+from gateway.providers.openai import OpenAI
 from gateway.types import Call, Operation
-
-_TRUE = msgspec.Raw(b"true")
 
 # Fields by which a client would reach past the gateway: into other tenants' caches, ahead of their requests, and, as
 # `kv_transfer_params` names hosts to fetch KV blocks from, into the network.
@@ -16,8 +16,9 @@ _RESERVED = ("cache_salt", "priority", "kv_transfer_params")
 
 
 class VLLM(OpenAI):
-    """OpenAI's dialect plus `cache_salt`, and usage in every chunk, so that a stream that is left early is metered too.
+    """OpenAI's dialect plus `cache_salt`.
 
+    Usage is asked for at the end only (no `continuous_usage_stats`): clients that add up every chunk's usage exist.
     `priority` is not sent: vLLM refuses it unless its scheduler was started with `--scheduling-policy priority`.
     """
 
@@ -30,14 +31,24 @@ class VLLM(OpenAI):
             fields.pop(name, None)
         if call.operation is not Operation.EMBEDDING and call.cache_salt:
             fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(call.cache_salt))
-        if call.stream:
-            options = fields["stream_options"]
-            fields["stream_options"] = with_options(options, continuous_usage_stats=_TRUE)
         return fields
 
 
+RECORD_WAITS_SECONDS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # until an engine has noticed that nobody listens any more
+
+
 class Warmpath(VLLM):
-    """The bundled engine, whose scheduler always knows priorities: lower goes first."""
+    """The bundled engine. Its scheduler always knows priorities (lower goes first), and it keeps a record of each call
+    for a while, so that one that ended early is billed by the engine's own count.
+    """
+
+    async def usage_of(self, call_id: str) -> bytes | None:
+        url = self._health_url.copy_with(path=f"/requests/{call_id}")
+        for seconds in RECORD_WAITS_SECONDS:
+            await asyncio.sleep(seconds)
+            if (record := await self._get(url)) is not None:
+                return record
+        return None
 
     def fields(self, call: Call) -> dict[str, msgspec.Raw]:
         fields = super().fields(call)

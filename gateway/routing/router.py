@@ -74,6 +74,7 @@ class Attempts:
 
     def __init__(self, new_span_id: Callable[[], int], headers: Callable[[int], Mapping[str, str]]) -> None:
         self.done: list[Attempt] = []
+        self.asked: Server | None = None  # the last one that took the call and may have worked on it
         self.new_span_id = new_span_id
         self.headers = headers  # of an attempt, by its span id
 
@@ -143,6 +144,7 @@ class Router:
         missing = max(0, call.prompt_tokens_estimate - candidate.matched_tokens)
         span_id, started_ns, started = attempts.new_span_id(), time.time_ns(), loop.time()
         reply: Reply | None = None
+        attempts.asked = server
         server.in_flight += 1
         server.prefill_tokens_queued += missing
         server.cache.add(call.fingerprint)  # at once, so that what comes meanwhile with the same prefix follows
@@ -162,6 +164,8 @@ class Router:
         except ProviderFailure as failure:
             outcome, status = _outcome(failure), failure.status
             _blame(server, failure, loop.time())
+            if failure.fault is not Fault.CUT:
+                attempts.asked = None
             if failure.fault is Fault.REFUSED:
                 raise UpstreamRefused(failure.status or 400, failure.body, failure.content_type) from None
         finally:

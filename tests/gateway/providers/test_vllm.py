@@ -33,10 +33,10 @@ def test_embeddings_have_neither() -> None:
         assert rendered(provider, operation=Operation.EMBEDDING) == {"model": "m"}
 
 
-def test_a_stream_is_asked_for_usage_in_every_chunk() -> None:
+def test_a_stream_is_asked_for_usage_at_its_end() -> None:
     for provider in ("vllm", "warmpath"):
         options = rendered(provider, stream=True)["stream_options"]
-        assert options == {"include_usage": True, "continuous_usage_stats": True}
+        assert options == {"include_usage": True}
 
 
 def test_plain_openai_passes_on_what_it_does_not_know() -> None:
