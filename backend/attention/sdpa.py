@@ -22,17 +22,23 @@ MAX_DECODE_GROUP = 16  # sequences per batched decode: beyond it, padding costs 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """B sequences with one new token each."""
+    """B sequences with one new token each, padded to the blocks of the longest."""
 
     rows: Tensor  # [B]: where their tokens stand in the step
     blocks: Tensor  # [B * blocks_per_sequence]
+    padding: Tensor  # [P]: which of the gathered B * L positions lie beyond their sequence's end
     mask: Tensor  # [B, 1, 1, L], 0 or -inf
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        size, kv_heads = len(self.rows), key_cache.shape[2]
-        folded = query[self.rows].view(size, kv_heads, -1, query.shape[-1])  # [B, Hkv, G, D]
+        size, (kv_heads, head_dim) = len(self.rows), key_cache.shape[2:]
+        folded = query[self.rows].view(size, kv_heads, -1, head_dim)  # [B, Hkv, G, D]
         keys, values = (
-            cache.index_select(0, self.blocks).view(size, -1, *cache.shape[2:]).transpose(1, 2)  # [B, Hkv, L, D]
+            # Zeroed beside the mask, since a NaN that a reused block still holds would survive the mask alone.
+            cache.index_select(0, self.blocks)
+            .flatten(0, 1)
+            .index_fill_(0, self.padding, 0)
+            .view(size, -1, kv_heads, head_dim)
+            .transpose(1, 2)  # [B, Hkv, L, D]
             for cache in (key_cache, value_cache)
         )
         return F.scaled_dot_product_attention(folded, keys, values, self.mask, scale=scale).flatten(1, 2)
@@ -48,10 +54,9 @@ class _Prefill:
     mask: Tensor | None  # [Lq, L], 0 or -inf; None: plainly causal, nothing was cached before
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        kv_heads = key_cache.shape[2]
-        grouped = (
-            query[self.rows].view(len(self.rows), kv_heads, -1, query.shape[-1]).permute(1, 2, 0, 3)
-        )  # [Hkv, G, Lq, D]
+        kv_heads, head_dim = key_cache.shape[2:]
+        grouped = query[self.rows].view(len(self.rows), kv_heads, -1, head_dim)
+        grouped = grouped.permute(1, 2, 0, 3)  # [Hkv, G, Lq, D]
         keys, values = (
             cache.index_select(0, self.blocks)
             .flatten(0, 1)[: self.seq_len]
@@ -94,11 +99,12 @@ class SdpaAttention(Attention):
 def _decodes(metadata: AttentionMetadata, starts: list[int], members: list[int], like: Tensor) -> _Decodes:
     seq_lens = torch.tensor([metadata.seq_lens[i] for i in members], device=like.device)
     num_blocks = -(-metadata.seq_lens[members[-1]] // metadata.block_size)
-    positions = torch.arange(num_blocks * metadata.block_size, device=like.device)
+    visible = torch.arange(num_blocks * metadata.block_size, device=like.device) < seq_lens[:, None]  # [B, L]
     return _Decodes(
         rows=torch.tensor([starts[i] for i in members], device=like.device),
         blocks=metadata.block_tables[members, :num_blocks].flatten(),
-        mask=_additive(positions < seq_lens[:, None], like)[:, None, None],
+        padding=(~visible).flatten().nonzero().squeeze(-1),
+        mask=_additive(visible, like)[:, None, None],
     )
 
 

@@ -59,7 +59,8 @@ def _draw(logits: Tensor, random: RandomRows) -> Tensor:
     # In double precision the sum is exact enough for every token to have its share, in a vocabulary of any size.
     cumulative = probabilities.double().cumsum(dim=-1)
     points = random.uniform[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, points, right=True).squeeze(-1)
+    drawn = torch.searchsorted(cumulative, points, right=True).squeeze(-1)
+    return drawn.clamp(max=logits.shape[-1] - 1)  # logits that are no numbers must not lead beyond the vocabulary
 
 
 def _threshold(probabilities: Tensor, random: RandomRows) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from backend.attention import ATTENTIONS, create_attention
 from backend.attention.base import AttentionMetadata
 
-NUM_BLOCKS = 48
+NUM_BLOCKS = 192
 HEAD_DIM = 16
 SCALE = 0.3
 
@@ -48,9 +48,9 @@ def test_attention_is_exact(
     generator = torch.Generator().manual_seed(1)
     shuffled = random.Random(2)
     lens = STEPS[step]
-    # What is not some sequence's own is huge: a single wrong position would drown everything else.
-    caches = [torch.full((NUM_BLOCKS * 4, block_size, num_kv_heads, HEAD_DIM), 1e4, dtype=dtype) for _ in range(2)]
-    free = list(range(NUM_BLOCKS * 4))
+    # What is not some sequence's own is no number: a single wrong position would spoil everything.
+    caches = [torch.full((NUM_BLOCKS, block_size, num_kv_heads, HEAD_DIM), torch.nan, dtype=dtype) for _ in range(2)]
+    free = list(range(NUM_BLOCKS))
     shuffled.shuffle(free)
     queries, expected, tables = [], [], []
     for query_len, seq_len in lens:

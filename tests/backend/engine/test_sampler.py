@@ -173,3 +173,9 @@ def test_every_token_of_a_large_vocabulary_can_come_and_a_forbidden_one_never_do
     assert not set(tokens) & set(forbidden)
     assert max(tokens) > size * 0.9
     assert min(tokens) < size * 0.1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary(value: float) -> None:
+    requests = [make_request(seed=seed, top_p=top_p) for seed in range(20) for top_p in (1.0, 0.9)]
+    assert all(0 <= token < VOCAB_SIZE for token in draw(requests, [[value] * VOCAB_SIZE] * len(requests)))

@@ -9,6 +9,7 @@ exactly the tokens it gets alone.
 from __future__ import annotations
 
 from collections import Counter
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,7 +28,8 @@ Content = tuple[str, tuple[int, ...]]  # the salt, and every token up to and inc
 
 
 def next_token(token_ids: list[int]) -> int:
-    return (sum(token_ids) * 7 + len(token_ids)) % 11 % (STOP_TOKEN + 1)
+    value = (sum(token_ids) * 7 + len(token_ids)) % 23
+    return STOP_TOKEN if value == 22 else value % 2
 
 
 def generate_alone(request: Request) -> tuple[list[int], FinishReason]:
@@ -43,16 +45,17 @@ def generate_alone(request: Request) -> tuple[list[int], FinishReason]:
 
 class Histories(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(1, 12),
+        pool_tokens=st.integers(4, 12) | st.integers(24, 40),
         block_size=st.sampled_from([1, 2, 4]),
-        budget=st.integers(1, 20),
-        max_num_seqs=st.integers(1, 5),
+        budget=st.integers(1, 30),
+        max_num_seqs=st.integers(1, 6),
         max_waiting=st.integers(0, 6),
         caching=st.sampled_from([True, True, True, False]),
     )
     def start(
-        self, num_blocks: int, block_size: int, budget: int, max_num_seqs: int, max_waiting: int, caching: bool
+        self, pool_tokens: int, block_size: int, budget: int, max_num_seqs: int, max_waiting: int, caching: bool
     ) -> None:
+        num_blocks = pool_tokens // block_size
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
             self.pool,
@@ -70,8 +73,8 @@ class Histories(RuleBasedStateMachine):
         self.clock = 0
 
     @rule(
-        prompt=st.lists(st.integers(0, 1), max_size=14) | st.integers(1, 30).map(lambda n: [0] * n),
-        max_tokens=st.integers(1, 12),
+        prompt=st.lists(st.integers(0, 1), max_size=16) | st.integers(1, 30).map(lambda n: [0] * n),
+        max_tokens=st.integers(1, 4) | st.integers(8, 20),
         min_tokens=st.integers(0, 3),
         salt=st.sampled_from(["", "", "", "a"]),
         priority=st.sampled_from([0, 0, 1]),
@@ -112,16 +115,23 @@ class Histories(RuleBasedStateMachine):
         assert self.scheduler.abort(request_id) is None
 
     @precondition(lambda self: self.live)
-    @rule()
-    def step(self) -> None:
+    @rule(count=st.integers(1, 3))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            if self.live:
+                self.step()
+                self.pool_is_whole()
+
+    def step(self) -> int:
+        """How many requests have advanced without catching up."""
         plan = self.scheduler.schedule()
         self.check_plan(plan)
         computed = [self.compute(scheduled) for scheduled in plan]
+        num_chunks = sum(not scheduled.catches_up for scheduled in plan)
         for output in self.scheduler.advance(plan, computed):
             self.take(output)
+        return num_chunks
 
-    @precondition(lambda self: self.live)
-    @rule()
     def run_until_idle(self) -> None:
         for _ in range(len(self.live) * MAX_MODEL_LEN * 2 + 1):
             if not self.live:
@@ -196,3 +206,32 @@ TestHistories.settings = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+def test_histories_under_pressure() -> None:
+    """Hypothesis prefers what is small; these are crowded: a few long requests always compete for the pool."""
+    counters: Counter[str] = Counter()
+    for seed in range(100):
+        random = Random(seed)
+        machine = Histories()
+        block_size = random.choice([1, 2, 4])
+        machine.start(random.randint(24, 40), block_size, random.choice([6, 16, 60]), 6, 6, caching=seed % 4 > 0)
+        for _ in range(60):
+            action = random.random()
+            if action < 0.4:
+                prompt = [random.randint(0, 1) for _ in range(random.randint(1, 12))]
+                salt, priority = random.choice(["", "", "a"]), random.choice([0, 0, 1])
+                machine.add(prompt, random.randint(4, 16), random.randint(0, 4), salt, priority, random.random() < 0.2)
+            elif action < 0.45 and machine.live:
+                request_id = random.choice(sorted(machine.live))
+                assert machine.scheduler.abort(request_id) is not None
+                del machine.live[request_id]
+            elif machine.live:
+                counters["chunks"] += machine.step()
+            machine.pool_is_whole()
+        machine.teardown()
+        counters["preemptions"] += machine.scheduler.counters.preemptions
+        counters["hits"] += machine.scheduler.counters.prefix_cache_hits
+    assert counters["preemptions"] > 300, counters
+    assert counters["hits"] > 500, counters
+    assert counters["chunks"] > 200, counters
