@@ -81,17 +81,23 @@ class Generation:
         try:
             for sequence in self.sequences:
                 sequence.submit()
-        except ApiError as error:
-            self._close(error)
+        except ApiError:
+            for sequence in self.sequences:
+                sequence.abort()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close(error)
         if self._deltas is not None:
             await self._deltas.aclose()
+        for sequence in self.sequences:
+            sequence.close(failed=isinstance(error, ApiError))
+        marks = self._marks()
+        if error is None:
+            self._measure(marks)
+        self._serving.tracer.record(self._record(marks, error))
 
     def deltas(self) -> AsyncIterator[Delta]:
         """All that the sequences say, once. Raises EngineFailure if the engine fails one."""
@@ -109,25 +115,22 @@ class Generation:
             cached_tokens=sum(sequence.num_cached_tokens for sequence in firsts),
         )
 
-    def _close(self, error: BaseException | None) -> None:
-        for sequence in self.sequences:
-            sequence.close(failed=isinstance(error, ApiError))
-        marks = self._marks()
+    def _measure(self, marks: Marks) -> None:
         stage_seconds = {name: (end - start) / NANOSECONDS for name, start, end in stages(marks)}
         later_tokens = sum(max(0, sequence.num_tokens - 1) for sequence in self.sequences)
-        self._serving.metrics.ended((marks.ended_ns - marks.received_ns) / NANOSECONDS, stage_seconds, later_tokens)
-        self._serving.tracer.record(
-            RequestRecord(
-                marks=marks,
-                headers=self._exchange.headers,
-                attributes=self._attributes(error),
-                prefill=self._prefill_attributes(),
-                decode={
-                    semconv.OUTPUT_TOKENS: self.usage.completion_tokens,
-                    semconv.PREEMPTIONS: sum(sequence.num_preemptions for sequence in self.sequences),
-                },
-                error=None if error is None else str(error) or type(error).__name__,
-            )
+        self._serving.metrics.completed((marks.ended_ns - marks.received_ns) / NANOSECONDS, stage_seconds, later_tokens)
+
+    def _record(self, marks: Marks, error: BaseException | None) -> RequestRecord:
+        return RequestRecord(
+            marks=marks,
+            headers=self._exchange.headers,
+            attributes=self._attributes(error),
+            prefill=self._prefill_attributes(),
+            decode={
+                semconv.OUTPUT_TOKENS: self.usage.completion_tokens,
+                semconv.PREEMPTIONS: sum(sequence.num_preemptions for sequence in self.sequences),
+            },
+            error=None if error is None else str(error) or type(error).__name__,
         )
 
     def _marks(self) -> Marks:
@@ -219,9 +222,12 @@ class _Sequence:
     def close(self, *, failed: bool) -> None:
         if not self.finish_reason:
             self.finish_reason = FinishReason.ERROR.value if failed else FinishReason.ABORT.value
-            if self._outputs is not None:
-                self._serving.engine.abort(self.request.request_id)
+            self.abort()
         self._serving.metrics.finished(self.finish_reason)
+
+    def abort(self) -> None:
+        """Safe at any time: the engine shrugs at what has ended, and at what it never had."""
+        self._serving.engine.abort(self.request.request_id)
 
     def _note(self, output: StepOutput) -> None:
         self.num_cached_tokens = output.num_cached_tokens
@@ -248,7 +254,7 @@ class _Sequence:
             text += self._detokenizer.flush()
             self.finish_reason = reason.value
         if self._detokenizer.stopped:
-            self._serving.engine.abort(self.request.request_id)
+            self.abort()
             self.finish_reason = FinishReason.STOP.value
         return Delta(self._index, text, output.logprobs[:shown], self.finish_reason or None, output.embedding)
 

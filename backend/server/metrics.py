@@ -63,8 +63,8 @@ class Metrics:
     def finished(self, reason: str) -> None:
         self._success.labels(self._model, reason).inc()
 
-    def ended(self, e2e_seconds: float, stage_seconds: dict[str, float], later_tokens: int) -> None:
-        """A request is over. `stage_seconds` has the stages that it reached, by span name."""
+    def completed(self, e2e_seconds: float, stage_seconds: dict[str, float], later_tokens: int) -> None:
+        """A request was answered in full. `stage_seconds` has the stages that it reached, by span name."""
         self._e2e.observe(e2e_seconds)
         self.mean_request_seconds += _NEWEST_WEIGHT * (e2e_seconds - self.mean_request_seconds)
         for stage, histogram in (

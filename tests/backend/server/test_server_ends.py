@@ -110,6 +110,22 @@ async def test_a_client_that_leaves_while_it_waits_and_a_queue_that_is_full(star
         await running.leave()
         await until(lambda: nothing_left(server))
 
+        # Choices are taken all or none.
+        generated = server.metric("vllm:generation_tokens_total")
+        refused = httpx2.post(f"{server.base_url}/completions", json={"model": server.model, "n": 3} | ENDLESS)
+        assert refused.status_code == 503
+        await until(lambda: nothing_left(server))
+        assert server.metric("vllm:generation_tokens_total") < generated + ENDLESS["max_tokens"]
+
+
+async def test_a_stop_sequence_ends_the_request_in_the_engine(server: RunningServer) -> None:
+    generated = server.metric("vllm:generation_tokens_total")
+    body = {"model": server.model, "stop": ["e", "o", "a"]} | ENDLESS
+    reply = await asyncio.to_thread(lambda: httpx2.post(f"{server.base_url}/completions", json=body, timeout=60))
+    assert reply.json()["choices"][0]["finish_reason"] == "stop"
+    await until(lambda: nothing_left(server))
+    assert server.metric("vllm:generation_tokens_total") < generated + ENDLESS["max_tokens"]
+
 
 async def test_sigterm_cuts_what_is_left_after_the_drain_with_an_error_in_the_stream(start_server: StartServer) -> None:
     with start_server("--drain-seconds", "0.2") as server:
