@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -25,7 +26,7 @@ class RedisServer:
         self._command = [
             "redis-server", "--port", "0", "--unixsocket", str(self.socket), "--dir", str(folder), "--save", "",
             "--appendonly", "yes" if durable else "no", "--loglevel", "warning", "--logfile", str(folder / "redis.log"),
-            *(["--cluster-enabled", "yes", "--port", "1", "--bind", "127.0.0.1"] if cluster else []),
+            *(["--cluster-enabled", "yes", "--bind", "127.0.0.1", *_ports_of_a_cluster()] if cluster else []),
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -60,6 +61,14 @@ class RedisServer:
     def client(self) -> redis.Redis:
         """A plain client, to look at what is stored."""
         return redis.Redis(unix_socket_path=str(self.socket))
+
+
+def _ports_of_a_cluster() -> list[str]:
+    """A cluster's node can not do without; nobody connects to them."""
+    with socket.socket() as one, socket.socket() as other:
+        for free in (one, other):
+            free.bind(("127.0.0.1", 0))
+        return ["--port", str(one.getsockname()[1]), "--cluster-port", str(other.getsockname()[1])]
 
 
 def start_redis(*, durable: bool = False, cluster: bool = False) -> Iterator[RedisServer]:

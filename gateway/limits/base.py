@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from decimal import ROUND_CEILING, Decimal
+from functools import partial
 from typing import Protocol
 from urllib.parse import quote
 
@@ -59,8 +60,10 @@ class Reservation:
     Neither raises, and neither waits longer than a storage operation may take. A cancelled one is made up for.
     """
 
-    def __init__(self, end: Callable[[Sequence[int]], Awaitable[None]], limits: Sequence[Limit]) -> None:
-        self.headers: dict[str, str] = {}
+    def __init__(
+        self, end: Callable[[Sequence[int]], Awaitable[None]], limits: Sequence[Limit], headers: Mapping[str, str]
+    ) -> None:
+        self.headers = headers  # for the reply
         self._end = end
         self._limits = limits
         self._ended = False
@@ -79,7 +82,7 @@ async def _nothing(actual: Sequence[int]) -> None:
     pass
 
 
-UNLIMITED = Reservation(_nothing, ())
+UNLIMITED = Reservation(_nothing, (), {})
 """Of a call that no limit applies to; shared by all of them."""
 
 
@@ -138,10 +141,10 @@ class Limiter:
             limit, charge = charged[verdict.index]
             raise limit.refuse(call, charge, verdict)
         self._open[name] = now
-        reservation = Reservation(lambda actual: self._end(name, actual), [limit for limit, _ in charged])
+        headers: dict[str, str] = {}
         for (limit, charge), remaining in zip(charged, verdict.remaining, strict=True):
-            reservation.headers.update(limit.headers(charge, remaining))
-        return reservation
+            headers.update(limit.headers(charge, remaining))
+        return Reservation(partial(self._end, name), [limit for limit, _ in charged], headers)
 
     async def _end(self, name: str, actual: Sequence[int]) -> None:
         self._open.pop(name, None)

@@ -85,7 +85,10 @@ class RedisStorage:
         self._pipelines: Coalescer[_Command] = Coalescer(self._run, max_in_flight=MAX_PIPELINES, store="Redis")
 
     async def open(self) -> None:
-        await self._pipelines.submit(("SCRIPT LOAD", SCRIPT))
+        try:
+            await self._pipelines.submit(("SCRIPT LOAD", SCRIPT))
+        except StorageUnavailable as error:  # the address and the reason are for the operator, not for clients
+            raise StorageUnavailable(f"{error.message}: {error.__cause__}") from error
         if self._owner:
             await self.release_owner(self._owner, now=0.0)
 
@@ -107,9 +110,9 @@ class RedisStorage:
         except TimeoutError as error:
             raise StorageUnavailable(f"Redis did not answer in {OPERATION_TIMEOUT_SECONDS} s") from error
         except (RedisError, OSError) as error:
-            raise StorageUnavailable(f"Redis: {error}") from error
+            raise StorageUnavailable("Redis can not be reached") from error
         return [
-            StorageUnavailable(f"Redis: {answer}") if isinstance(answer, RedisError) else answer for answer in answers
+            StorageUnavailable(f"Redis refused: {each}") if isinstance(each, RedisError) else each for each in answers
         ]
 
     async def _pipeline(self, commands: Sequence[_Command]) -> list[Any]:

@@ -102,9 +102,7 @@ class SqliteStorage:
         self._thread: ThreadPoolExecutor | None = None
         self._connection: sqlite3.Connection | None = None  # the thread's alone
         self._next_sweep = 0.0
-        self._transactions: Coalescer[_Work] = Coalescer(
-            self._run, max_in_flight=1, store=f"the SQLite file {self._path}"
-        )
+        self._transactions: Coalescer[_Work] = Coalescer(self._run, max_in_flight=1, store="the SQLite file")
 
     async def open(self) -> None:
         if self._thread is not None:
@@ -151,14 +149,14 @@ class SqliteStorage:
 
     async def _run(self, batch: Sequence[_Work]) -> Sequence[Any]:
         if self._thread is None:
-            raise StorageUnavailable(f"the SQLite file {self._path} is not open")
+            raise StorageUnavailable("the SQLite file is not open")
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, batch)
 
     def _transact(self, batch: Sequence[_Work]) -> list[Any]:
         """All of the batch in one transaction. A ValueError is one caller's own, and is raised before it writes."""
         db = self._connection
         if db is None:
-            raise StorageUnavailable(f"the SQLite file {self._path} is not open")
+            raise StorageUnavailable("the SQLite file is not open")
         answers: list[Any] = []
         try:
             db.execute("BEGIN IMMEDIATE")
@@ -169,7 +167,7 @@ class SqliteStorage:
                     answers.append(error)
             db.execute("COMMIT")
         except sqlite3.Error as error:
-            raise StorageUnavailable(f"the SQLite file {self._path}: {error}") from error
+            raise StorageUnavailable(f"the SQLite file can not be used: {error}") from error
         finally:
             if db.in_transaction:
                 db.execute("ROLLBACK")

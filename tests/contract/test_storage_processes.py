@@ -1,0 +1,96 @@
+"""Several processes on one store, and one that is killed: real processes, a real file, a real Redis."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gateway.storage import open_storage
+from gateway.storage.base import Charge, Granted, LeaseCharge, Refused, SpendCharge
+from tests.contract.storage_worker import FOREVER_SECONDS, LIMIT, TOKENS, tokens
+from tests.redis_server import RedisServer, redis_server
+
+__all__ = ["redis_server"]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'state.db'}"
+    server: RedisServer = request.getfixturevalue("redis_server")
+    with server.client() as client:
+        client.flushall()
+    return server.url
+
+
+class Worker:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def go(self) -> None:
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+
+    def says(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def worker(url: str, owner: str, mode: str) -> Iterator[Worker]:
+    command = [sys.executable, "-m", "tests.contract.storage_worker", url, owner, mode]
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            one = Worker(process)
+            assert one.says() == "ready"
+            yield one
+        finally:
+            process.kill()
+
+
+async def test_two_replicas_never_grant_more_than_the_limit(url: str) -> None:
+    """200 calls each, all at once. A known gateway granted 663 tokens on a limit of 100."""
+    with worker(url, "one", "contend") as one, worker(url, "two", "contend") as two:
+        one.go()
+        two.go()
+        granted = int(one.says()) + int(two.says())
+        assert 0 < granted <= LIMIT // TOKENS
+    storage = open_storage(url)
+    await storage.open()
+    more = 0
+    while isinstance(await storage.reserve(f"t/more{more}", [tokens()], lease_seconds=9.0, now=time.time()), Granted):
+        more += 1
+    await storage.close()
+    # Nothing was lost either: whatever was not granted then, is now. A call may have been granted unheard.
+    assert granted + more <= LIMIT // TOKENS
+
+
+async def test_what_a_killed_replica_held_is_free_once_it_is_back(url: str) -> None:
+    charges: list[Charge] = [
+        LeaseCharge("t/concurrency", 1),
+        SpendCharge("t/budget/total", 50, 50, FOREVER_SECONDS),
+    ]
+    with worker(url, "replica/1", "hold") as one:
+        one.go()
+        assert one.says() == "Granted"
+        one.kill()
+    other = open_storage(url, owner="replica/2")
+    await other.open()
+    assert isinstance(await other.reserve("t/a", charges, lease_seconds=9.0, now=time.time()), Refused)
+    returned = open_storage(url, owner="replica/1")
+    await returned.open()
+    assert isinstance(await other.reserve("t/b", charges, lease_seconds=9.0, now=time.time()), Granted)
+    await returned.close()
+    await other.close()

@@ -1,0 +1,213 @@
+"""What only the Redis engine can do or suffer: against a real redis-server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from gateway.errors import StorageUnavailable
+from gateway.storage import redis as redis_engine
+from gateway.storage.base import (
+    OPERATION_TIMEOUT_SECONDS,
+    Charge,
+    Granted,
+    KeyRecord,
+    LeaseCharge,
+    RateCharge,
+    Refused,
+    SpendCharge,
+)
+from gateway.storage.redis import RedisStorage
+from tests.redis_server import RedisServer, own_redis_server, redis_server, start_redis
+
+__all__ = ["own_redis_server", "redis_server"]
+
+LEASE_SECONDS = 30.0
+
+
+@asynccontextmanager
+async def opened(server: RedisServer, **options: Any) -> AsyncIterator[RedisStorage]:
+    storage = RedisStorage(server.url, **options)
+    await storage.open()
+    try:
+        yield storage
+    finally:
+        await storage.close()
+
+
+def all_kinds(tenant: str) -> list[Charge]:
+    return [
+        RateCharge(f"{tenant}/requests", 1, 1000, 60.0),
+        RateCharge(f"{tenant}/tokens", 100, 1_000_000, 60.0),
+        LeaseCharge(f"{tenant}/concurrency", 1000),
+        SpendCharge(f"{tenant}/budget/2026-11", 100, 10**9, 5_000_000.0),
+    ]
+
+
+async def reserve(storage: RedisStorage, name: str, *charges: Charge, now: float = 0.0) -> Granted | Refused:
+    return await storage.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
+
+
+async def test_one_script_call_to_reserve_and_one_to_settle(redis_server: RedisServer) -> None:
+    async with opened(redis_server, owner="me") as storage:
+        await reserve(storage, "counted/first", *all_kinds("counted"))  # also tells Redis that we know the tenant
+        with redis_server.client() as client:
+            client.config_resetstat()
+            await asyncio.gather(*(reserve(storage, f"counted/{n}", *all_kinds("counted")) for n in range(100)))
+            await asyncio.gather(*(storage.settle(f"counted/{n}", [1, 50, 0, 7], now=0.0) for n in range(100)))
+            stats: dict[str, Any] = client.info("commandstats")
+            clients: dict[str, Any] = client.info("clients")
+    inside_scripts = {"GET", "SET", "TIME", "PTTL", "PEXPIRE", "DEL", "PERSIST"}
+    sent = {name.removeprefix("cmdstat_").partition("|")[0].upper(): row["calls"] for name, row in stats.items()}
+    assert sent.pop("EVALSHA") == 200
+    assert not [name for name in sent if name not in inside_scripts and name[0] not in "HZ" and name != "CONFIG"]
+    assert clients["connected_clients"] <= redis_engine.MAX_PIPELINES + 1
+
+
+async def test_the_server_s_clock_decides(redis_server: RedisServer) -> None:
+    """A replica whose clock is an hour ahead gets nothing more than others."""
+    charge = RateCharge("skewed/tokens", 100, 100, 3600.0)
+    async with opened(redis_server) as storage:
+        now = time.time()
+        assert isinstance(await reserve(storage, "skewed/a", charge, now=now), Granted)
+        assert isinstance(await reserve(storage, "skewed/b", charge, now=now + 3600), Refused)
+
+
+async def test_nothing_is_kept_for_ever(redis_server: RedisServer) -> None:
+    with redis_server.client() as client:
+        client.flushall()
+        async with opened(redis_server, owner="me") as storage:
+            for number in range(3):
+                await reserve(storage, f"tidy/{number}", *all_kinds("tidy"))
+            await storage.settle("tidy/0", [1, 2, 0, 4], now=0.0)
+            await storage.extend("tidy/1", lease_seconds=LEASE_SECONDS, now=0.0)
+            await storage.put("blob", b"x", ttl_seconds=60.0)
+        keys: list[bytes] = client.keys("*")
+        assert len(keys) > 8
+        assert [key for key in keys if client.pttl(key) == -1] == []
+        assert all(b"{" in key for key in keys if b":blob:" not in key)
+
+
+async def test_a_shorter_lease_does_not_forget_a_longer_one(redis_server: RedisServer) -> None:
+    place = LeaseCharge("mixed/concurrency", 2)
+    async with opened(redis_server) as storage:
+        await storage.reserve("mixed/long", [place], lease_seconds=600.0, now=0.0)
+        await storage.reserve("mixed/short", [place], lease_seconds=1.0, now=0.0)
+        with redis_server.client() as client:
+            for kind in ("account", "leases"):
+                assert client.pttl(f"wp:{{mixed}}:{kind}:mixed/concurrency") > 1_000_000
+
+
+async def test_frozen_it_is_unavailable_within_the_bound_and_thawed_it_is_back(own_redis_server: RedisServer) -> None:
+    async with opened(own_redis_server) as storage:
+        place = LeaseCharge("t/concurrency", 1)
+        own_redis_server.freeze()
+        outcomes = await asyncio.wait_for(
+            asyncio.gather(*(reserve(storage, f"t/{n}", place) for n in range(20)), return_exceptions=True),
+            timeout=20 * OPERATION_TIMEOUT_SECONDS,  # together, not one after the other
+        )
+        assert all(isinstance(outcome, StorageUnavailable) for outcome in outcomes)
+        with pytest.raises(StorageUnavailable):
+            await storage.get("anything")
+        own_redis_server.thaw()
+        assert await eventually(storage, "t/after", RateCharge("t/requests", 1, 10, 60.0)) == Granted((9,))
+
+
+async def test_what_a_frozen_one_did_unheard_can_be_settled(own_redis_server: RedisServer) -> None:
+    """The limiter settles with zero whatever it could not hear of: then nothing is held by it."""
+    async with opened(own_redis_server) as storage:
+        place = LeaseCharge("t/concurrency", 1)
+        own_redis_server.freeze()
+        with pytest.raises(StorageUnavailable):
+            await reserve(storage, "t/unheard", place)
+        own_redis_server.thaw()
+        await eventually(storage, "t/other", RateCharge("t/requests", 1, 10, 60.0))
+        await storage.settle("t/unheard", [0], now=0.0)
+        assert isinstance(await reserve(storage, "t/after", place), Granted)
+
+
+async def test_killed_and_started_again_it_goes_on_where_it_was(own_redis_server: RedisServer) -> None:
+    """With its append-only file: budgets and keys are what they were. The script is taught anew."""
+    charge = SpendCharge("t/budget/2026-11", 60, 100, 86_400.0)
+    record = KeyRecord("id", "t", "hmac-sha256:00", "2026-11-20T00:00:00Z")
+    async with opened(own_redis_server) as storage:
+        await reserve(storage, "t/a", charge)
+        await storage.settle("t/a", [60], now=0.0)
+        await storage.put_key(record)
+        with own_redis_server.client() as client:
+            client.config_set("appendfsync", "always")
+            client.set("flush", "1")
+        own_redis_server.stop()
+        with pytest.raises(StorageUnavailable):
+            await reserve(storage, "t/b", charge)
+        own_redis_server.start()
+        assert await storage.get_key("id") == record
+        assert await reserve(storage, "t/c", charge) == Refused(0, 40, None)
+
+
+async def test_a_script_that_was_forgotten_is_taught_again(own_redis_server: RedisServer) -> None:
+    async with opened(own_redis_server) as storage:
+        with own_redis_server.client() as client:
+            client.script_flush()
+        charge = RateCharge("t/requests", 1, 10, 60.0)
+        verdicts = await asyncio.gather(*(reserve(storage, f"t/{n}", charge) for n in range(3)))
+        assert verdicts == [Granted((9,)), Granted((8,)), Granted((7,))]
+
+
+async def test_a_full_one_is_unavailable(own_redis_server: RedisServer) -> None:
+    async with opened(own_redis_server) as storage:
+        with own_redis_server.client() as client:
+            client.config_set("maxmemory", "1")
+        with pytest.raises(StorageUnavailable, match="maxmemory"):
+            await reserve(storage, "t/a", RateCharge("t/requests", 1, 10, 60.0))
+
+
+async def test_not_there_at_all() -> None:
+    storage = RedisStorage("unix:///nonexistent/redis.sock")
+    with pytest.raises(StorageUnavailable, match=r"can not be reached: .*nonexistent"):
+        await storage.open()
+    with pytest.raises(StorageUnavailable) as raised:
+        await storage.get("key")
+    assert "nonexistent" not in raised.value.message  # clients are not told where it stands
+    await storage.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[RedisServer]:
+    """One node that owns all slots: it refuses a script whose keys lie in several."""
+    for server in start_redis(cluster=True):
+        with server.client() as client:
+            client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+            deadline = time.monotonic() + 20
+            while client.execute_command("CLUSTER INFO")["cluster_state"] != "ok":
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        yield server
+
+
+async def test_a_tenant_s_keys_lie_in_one_slot(cluster: RedisServer) -> None:
+    async with opened(cluster, owner="me") as storage:
+        for tenant in ("t", "u%7D", "%7B"):
+            assert isinstance(await reserve(storage, f"{tenant}/a", *all_kinds(tenant)), Granted)
+            assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=0.0)
+            assert await storage.settle(f"{tenant}/a", [1, 2, 0, 4], now=0.0)
+            await reserve(storage, f"{tenant}/b", *all_kinds(tenant))
+        assert await storage.release_owner("me", now=0.0) == 3
+        with cluster.client() as client:
+            keys: list[bytes] = client.keys("wp:{t}*")
+            assert len({client.execute_command("CLUSTER KEYSLOT", key) for key in keys}) == 1
+
+
+async def eventually(storage: RedisStorage, name: str, charge: Charge) -> Granted | Refused:
+    """As soon as the server answers again."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return await reserve(storage, name, charge)
+        except StorageUnavailable:
+            assert time.monotonic() < deadline

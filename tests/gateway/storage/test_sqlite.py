@@ -1,0 +1,123 @@
+"""What only the SQLite engine can do or suffer."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from gateway.errors import StorageUnavailable
+from gateway.storage.base import Charge, Granted, KeyRecord, LeaseCharge, RateCharge, Refused, SpendCharge
+from gateway.storage.sqlite import SCHEMA_VERSION, SWEEP_SECONDS, SqliteStorage
+
+NOW = 1_800_000_000.0
+
+
+def url(folder: Path) -> str:
+    return f"sqlite:///{folder / 'deep' / 'state.db'}"
+
+
+async def test_budgets_keys_and_answers_survive_a_restart(tmp_path: Path) -> None:
+    charge = SpendCharge("t/budget/2026-11", 60, 100, 86_400.0)
+    record = KeyRecord("id", "t", "hmac-sha256:00", "2026-11-20T00:00:00Z")
+    first = SqliteStorage(url(tmp_path))
+    await first.open()
+    await first.reserve("t/a", [charge], lease_seconds=30.0, now=NOW)
+    await first.settle("t/a", [60], now=NOW)
+    await first.put_key(record)
+    await first.put("blob", b"value", ttl_seconds=60.0)
+    await first.close()
+    second = SqliteStorage(url(tmp_path))
+    await second.open()
+    assert await second.reserve("t/b", [charge], lease_seconds=30.0, now=NOW) == Refused(0, 40, None)
+    assert await second.list_keys() == [record]
+    assert await second.get("blob") == b"value"
+    await second.close()
+
+
+async def test_a_group_of_calls_is_one_transaction(tmp_path: Path) -> None:
+    storage = SqliteStorage(url(tmp_path))
+    await storage.open()
+    statements: list[str] = []
+    await storage._transactions.submit(lambda db: db.set_trace_callback(statements.append))
+    charge = RateCharge("t/requests", 1, 1000, 60.0)
+    await asyncio.gather(*(storage.reserve(f"t/{n}", [charge], lease_seconds=30.0, now=NOW) for n in range(100)))
+    statements.remove("COMMIT")  # of the transaction in which tracing began
+    assert [each for each in statements if each in ("BEGIN IMMEDIATE", "COMMIT")] == ["BEGIN IMMEDIATE", "COMMIT"]
+    await storage.close()
+
+
+async def test_a_file_that_another_one_writes_to_for_long_is_unavailable(tmp_path: Path) -> None:
+    storage = SqliteStorage(url(tmp_path))
+    await storage.open()
+    place = LeaseCharge("t/concurrency", 1)
+    other = sqlite3.connect(tmp_path / "deep" / "state.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StorageUnavailable, match=r"locked|did not answer"):
+        await storage.reserve("t/a", [place], lease_seconds=30.0, now=NOW)
+    other.execute("ROLLBACK")
+    other.close()
+    assert isinstance(await storage.reserve("t/b", [place], lease_seconds=30.0, now=NOW), Granted)
+    await storage.close()
+
+
+async def test_a_mistake_does_not_spoil_the_transaction_it_is_in(tmp_path: Path) -> None:
+    storage = SqliteStorage(url(tmp_path))
+    await storage.open()
+    charge = RateCharge("t/requests", 1, 10, 60.0)
+    outcomes = await asyncio.gather(
+        *(storage.reserve(name, [charge], lease_seconds=30.0, now=NOW) for name in ("t/a", "t/a", "t/b")),
+        return_exceptions=True,
+    )
+    assert outcomes[0] == Granted((9,))
+    assert isinstance(outcomes[1], ValueError)
+    assert outcomes[2] == Granted((8,))
+    await storage.close()
+
+
+async def test_what_is_over_leaves_the_file(tmp_path: Path) -> None:
+    now = NOW
+    storage = SqliteStorage(url(tmp_path), owner="me", clock=lambda: now)
+    await storage.open()
+    charges: list[Charge] = [
+        RateCharge("t/requests", 1, 10, 60.0),
+        LeaseCharge("t/concurrency", 9),
+        SpendCharge("t/budget/2026-11-20", 5, 100, 86_400.0),
+    ]
+    await storage.reserve("t/a", charges, lease_seconds=30.0, now=now)
+    await storage.reserve("t/b", charges, lease_seconds=30.0, now=now)
+    await storage.settle("t/b", [1, 0, 5], now=now)
+    await storage.put("blob", b"value", ttl_seconds=60.0)
+    now += 2 * 86_400.0
+    assert now > NOW + SWEEP_SECONDS
+    await storage.reserve("t/c", [], lease_seconds=30.0, now=now)
+    await storage.close()
+    with sqlite3.connect(tmp_path / "deep" / "state.db") as file:
+        tables = ("buckets", "accounts", "holds", "blobs", "reservations")
+        rows = {table: file.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables}
+        assert rows == {"buckets": 0, "accounts": 0, "holds": 0, "blobs": 0, "reservations": 1}
+        assert file.execute("SELECT total FROM blob_bytes").fetchone() == (0,)
+    file.close()
+
+
+async def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    path.write_text("This is not a database, but it is long enough to be taken for one." * 100)
+    with pytest.raises(StorageUnavailable, match="not a database"):
+        await SqliteStorage(f"sqlite:///{path}").open()
+
+
+async def test_a_file_of_another_version(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    with sqlite3.connect(path) as file:
+        file.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    file.close()
+    with pytest.raises(StorageUnavailable, match=f"version {SCHEMA_VERSION + 1}, this program knows"):
+        await SqliteStorage(f"sqlite:///{path}").open()
+
+
+async def test_not_open(tmp_path: Path) -> None:
+    with pytest.raises(StorageUnavailable, match="not open"):
+        await SqliteStorage(url(tmp_path)).get("anything")
