@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.otlp_collector import Collector, attributes, collecting
 
 if TYPE_CHECKING:
     from tests.backend.server.conftest import StartServer
@@ -19,38 +18,10 @@ PARENT = "b7ad6b7169203331"
 STAGES = ["engine.tokenize", "engine.queue", "engine.prefill", "engine.decode", "engine.detokenize"]
 
 
-class Collector(ThreadingHTTPServer):
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Receiver)
-        self.spans: list[Any] = []
-
-
-class _Receiver(BaseHTTPRequestHandler):
-    server: Collector
-
-    def do_POST(self) -> None:
-        batch = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["content-length"])))
-        self.server.spans += [s for r in batch.resource_spans for scope in r.scope_spans for s in scope.spans]
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with Collector() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-def attributes(span: Any) -> dict[str, Any]:
-    return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}
+    with collecting() as collector:
+        yield collector
 
 
 def test_the_stages_of_a_request_add_up_under_the_callers_span(start_server: StartServer, collector: Collector) -> None:
@@ -59,7 +30,7 @@ def test_the_stages_of_a_request_add_up_under_the_callers_span(start_server: Sta
     def under(name: str) -> dict[str, str]:
         return {"traceparent": f"00-{traces[name]}-{PARENT}-{'00' if name == 'off' else '01'}"}
 
-    with start_server("--otlp-endpoint", f"http://127.0.0.1:{collector.server_port}") as server:
+    with start_server("--otlp-endpoint", collector.url) as server:
         client = server.client(strict=False)
         options: Any = {"model": server.model, "prompt": "The quick " * 30, "max_tokens": 20, "temperature": 0}
         reply = client.completions.create(**options, extra_headers=under("plain"))

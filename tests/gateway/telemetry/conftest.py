@@ -1,75 +1,26 @@
-"""A collector that speaks OTLP over HTTP, and a call that went through every phase."""
+"""A collector of spans, and a call that went through every phase."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from gateway.policy import Policy
 from gateway.telemetry import CallRecord
 from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Trace, Usage
+from tests.otlp_collector import Collector, collecting
 
 CANARY = "wp-dev-c4n4ry-secret"
 START_NS = 1_795_000_000_000_000_000
 TRACE = Trace(trace_id=0x0AF7651916CD43DD8448EB211C80319C, parent_span_id=0xB7AD6B7169203331, sampled=True)
 
 
-class Collector:
-    """What arrived: the requests, their spans by name, and how the next exports are answered."""
-
-    def __init__(self) -> None:
-        self.requests: list[ExportTraceServiceRequest] = []
-        self.bodies: list[bytes] = []
-        self.status = 200
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                assert self.path == "/v1/traces"
-                assert self.headers["content-type"] == "application/x-protobuf"
-                collector.bodies.append(body)
-                collector.requests.append(ExportTraceServiceRequest.FromString(body))
-                self.send_response(collector.status)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-    @property
-    def spans(self) -> list[Span]:
-        return [
-            span
-            for request in self.requests
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        ]
-
-    def named(self, name: str) -> Span:
-        (span,) = [span for span in self.spans if span.name == name]
-        return span
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    collector = Collector()
-    thread = threading.Thread(target=collector.server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield collector
-    collector.server.shutdown()
-    collector.server.server_close()
-    thread.join()
+    with collecting() as collector:
+        yield collector
 
 
 @pytest.fixture

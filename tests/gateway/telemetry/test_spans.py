@@ -3,12 +3,12 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from gateway.telemetry import CallRecord, Telemetry, spans
 from gateway.types import Attempt, Outcome, Trace
-from tests.gateway.telemetry.conftest import CANARY, TRACE, Collector, at, marks
+from tests.gateway.telemetry.conftest import CANARY, TRACE, at, marks
+from tests.otlp_collector import Collector, attributes
 
 
 async def export(collector: Collector, *records: CallRecord) -> None:
@@ -17,15 +17,6 @@ async def export(collector: Collector, *records: CallRecord) -> None:
     for record in records:
         telemetry.record(record)
     await telemetry.shutdown()
-
-
-def attributes(span: Span) -> dict[str, object]:
-    def plain(value: AnyValue) -> object:
-        if value.WhichOneof("value") == "array_value":
-            return [plain(item) for item in value.array_value.values]
-        return getattr(value, value.WhichOneof("value") or "string_value")
-
-    return {attribute.key: plain(attribute.value) for attribute in span.attributes}
 
 
 def children(spans: Sequence[Span], parent: Span) -> list[str]:
