@@ -32,7 +32,7 @@ from backend.server.tracing import Tracer, otlp_tracer
 DEMO = "demo"
 DEMO_NAME = "warmpath-demo"
 DEMO_DIR = Path(__file__).parent / "demo_model" / "weights"
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 TOKENIZER_THREADS = 2
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -102,8 +102,8 @@ def _check_names(fields: dict[str, msgspec.Raw], kind: type[Struct]) -> None:
         if value is None or value in ONLY[name]:
             continue
         allowed = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in ONLY[name])
-        only = f"; only {allowed} is" if allowed else ""
-        raise InvalidRequest(f"This value of `{name}` is not supported by this engine{only}.", param=name)
+        supported = f"; supported: {allowed}" if allowed else ""
+        raise InvalidRequest(f"This value of `{name}` is not supported by this engine{supported}.", param=name)
 
 
 def _refusal(error: msgspec.ValidationError, prefix: str = "") -> InvalidRequest:

@@ -32,6 +32,7 @@ from backend.server import semconv
 
 Attributes = Mapping[str, AttributeValue]
 NANOSECONDS = 1_000_000_000
+UNSET = Status(StatusCode.UNSET)
 DEFAULT_SERVICE_NAME = "warmpath-engine"
 
 
@@ -81,7 +82,7 @@ class Tracer:
             return
         marks = record.marks
         latencies = _latencies(marks)
-        status = Status(StatusCode.ERROR, record.error) if record.error else Status(StatusCode.UNSET)
+        status = Status(StatusCode.ERROR, record.error) if record.error else UNSET
         own = {**record.attributes, **latencies}
         for name, start_ns, end_ns in stages(marks):
             attributes = {"engine.prefill": record.prefill, "engine.decode": record.decode}.get(name, {})
@@ -116,7 +117,7 @@ class Tracer:
         attributes: Attributes,
         start_ns: int,
         end_ns: int,
-        status: Status = Status(StatusCode.UNSET),  # noqa: B008  immutable
+        status: Status = UNSET,
     ) -> None:
         assert self._processor is not None
         self._processor.on_end(

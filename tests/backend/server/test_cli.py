@@ -56,8 +56,9 @@ def test_a_directory_without_a_model_and_a_taken_port_are_clear_errors(tmp_path:
 
 @pytest.mark.e2e
 def test_the_demo_model_answers_as_its_checkpoint_recommends(start_server: StartServer) -> None:
-    with start_server(model="demo") as server:
-        assert server.model == "warmpath-demo"
+    assert resolve_model("demo")[1] == "warmpath-demo"
+    with start_server("--served-model-name", "org/demo", model="demo") as server:
+        assert server.model == server.client().models.retrieve("org/demo").id == "org/demo"
         messages: Any = [{"role": "user", "content": "What is Warmpath?"}]
         replies = [server.client().chat.completions.create(model=server.model, messages=messages) for _ in range(2)]
     assert replies[0].choices[0].message.content

@@ -12,11 +12,14 @@ from typing import Any
 
 import httpx2
 import pytest
+from starlette.types import ASGIApp
 
 from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.server.app import create_app
+from backend.server.asgi import Exchange
+from backend.server.completions import Completions
 from backend.server.metrics import Metrics
 from backend.server.model import load_model
 from backend.server.serving import Serving
@@ -27,6 +30,7 @@ STEPS_BEFORE_DEATH = 4
 
 @dataclass
 class Doomed:
+    app: ASGIApp
     client: httpx2.AsyncClient
 
     async def post(self, **body: Any) -> httpx2.Response:
@@ -61,7 +65,7 @@ async def doomed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         await async_engine.start()
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://engine") as client:
-            yield Doomed(client)
+            yield Doomed(app, client)
         await async_engine.stop()
 
 
@@ -94,3 +98,18 @@ async def test_a_whole_reply_is_500_and_what_comes_after_503(doomed: Doomed) -> 
     assert 'warmpath:engine_up{model_name="m"} 0.0' in metrics
     assert 'vllm:request_success_total{finished_reason="error",model_name="m"} 2.0' in metrics
     assert 'vllm:num_requests_running{model_name="m"} 0.0' in metrics
+
+
+async def test_a_bug_is_a_500_that_names_the_request_and_tells_nothing_else(
+    doomed: Doomed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def crash(self: Completions, exchange: Exchange, body: bytes) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(Completions, "answer", crash)
+    transport = httpx2.ASGITransport(doomed.app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://engine") as client:
+        reply = await client.post("/v1/completions", json={}, headers={"x-request-id": "r1"})
+    assert reply.status_code == 500
+    assert reply.json()["error"]["message"] == "Internal error."
+    assert reply.headers["x-request-id"] == "r1"
