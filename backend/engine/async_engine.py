@@ -174,6 +174,7 @@ class AsyncEngine:
         except Exception as error:
             logger.exception("the engine ends: a step failed")
             self.error = f"{type(error).__name__}: {error}"
+            self._engine.scheduler.abandon()
         finally:
             with self._changed:
                 self._open = False

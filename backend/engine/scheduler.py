@@ -167,10 +167,18 @@ class Scheduler:
                 outputs.append(self._accept(request, result))
         return outputs
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> StepOutput | None:
+    def abort(self, request_id: str) -> StepOutput | None:
         """Ends a request between two steps and takes its blocks back. None if it is unknown or has ended already."""
         request = self._requests.get(request_id)
-        return None if request is None else self._finish(request, reason)
+        return None if request is None else self._finish(request, FinishReason.ABORT)
+
+    def abandon(self) -> None:
+        """After an error: every request has failed. Blocks stay as they are, since nothing here is to be trusted."""
+        for request in self._requests.values():
+            request.status = Status.FINISHED
+            request.finish_reason = FinishReason.ERROR
+            self.counters.finished[FinishReason.ERROR] += 1
+        self.running, self.waiting, self._requests = [], [], {}
 
     # -- blocks ------------------------------------------------------------------------------------------------
 

@@ -208,6 +208,9 @@ async def test_an_error_in_a_step_answers_everyone_and_ends_the_engine(
         await asyncio.wait_for(idle, WAIT_SECONDS)
     assert not engine.healthy
     assert engine.error == "RuntimeError: out of memory"
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert stats.requests_finished[FinishReason.ERROR] >= 1  # those that had come as far as the scheduler
     with pytest.raises(EngineDead, match="out of memory"):
         engine.submit(make_request())
     await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
