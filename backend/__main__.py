@@ -27,7 +27,7 @@ from backend.server.listener import Listener, bind, url_of
 from backend.server.metrics import Metrics
 from backend.server.model import load_model
 from backend.server.serving import Serving
-from backend.server.tracing import Tracer, otlp_tracer
+from backend.server.tracing import DEFAULT_SERVICE_NAME, Tracer, otlp_tracer
 
 DEMO = "demo"
 DEMO_NAME = "warmpath-demo"
@@ -35,6 +35,7 @@ DEMO_DIR = Path(__file__).parent / "demo_model" / "weights"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 TOKENIZER_THREADS = 2
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+SERVICE_NAME_VARIABLE = "OTEL_SERVICE_NAME"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 USAGE_ERROR = 2
@@ -88,12 +89,13 @@ def load(args: argparse.Namespace) -> Serving:
             raise StartError(f"cannot load {model_dir}: {error}") from error
     engine = AsyncEngine(loaded)
     endpoint = args.otlp_endpoint or os.environ.get(OTLP_VARIABLE)
+    service_name = os.environ.get(SERVICE_NAME_VARIABLE, DEFAULT_SERVICE_NAME)
     return Serving(
         model=model,
         engine=engine,
         max_num_seqs=config.max_num_seqs,
         metrics=Metrics(engine, model.name, config.block_size),
-        tracer=otlp_tracer(endpoint) if endpoint else Tracer(None),
+        tracer=otlp_tracer(endpoint, service_name) if endpoint else Tracer(None),
         executor=ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize"),
     )
 

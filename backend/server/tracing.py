@@ -32,6 +32,7 @@ from backend.server import semconv
 
 Attributes = Mapping[str, AttributeValue]
 NANOSECONDS = 1_000_000_000
+MAX_EXPORT_SECONDS = 3.0  # of one batch, retries included; also what an unreachable collector adds to a shutdown
 UNSET = Status(StatusCode.UNSET)
 DEFAULT_SERVICE_NAME = "warmpath-engine"
 
@@ -136,17 +137,17 @@ class Tracer:
         )
 
 
-def otlp_tracer(endpoint: str) -> Tracer:
+def otlp_tracer(endpoint: str, service_name: str = DEFAULT_SERVICE_NAME) -> Tracer:
     """Exports over OTLP/HTTP to a collector's base address, such as http://localhost:4318, in batches and a thread."""
     path = "/v1/traces"
     base = endpoint.rstrip("/").removesuffix(path)
-    return Tracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=base + path)))
+    return Tracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=base + path, timeout=MAX_EXPORT_SECONDS)), service_name)
 
 
 def stages(marks: Marks) -> list[tuple[str, int, int]]:
     """(name, start, end) of every stage that was reached, end to end from `received_ns` to `ended_ns`.
 
-    The marks come from two threads' clocks readings, so each is held between its neighbours.
+    Two threads read the clock for the marks, so each mark is held between its neighbours.
     """
     starts = [("engine.tokenize", marks.received_ns)]
     for name, mark in (
