@@ -1,35 +1,32 @@
 """Prometheus metrics: what every request adds up to, and what other parts let us look at.
 
-Labels come from the policy, the doors and fixed lists, never from a client. Should a list be longer than thought,
-CHILDREN_MAX holds: what comes later is counted under "other".
+Labels come from the policy, the doors and fixed lists, never from a client. Should a list be longer than thought, what
+comes later is counted under "other" (`aggregates.CHILDREN_MAX`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
 from gateway.policy import Policy
 from gateway.telemetry import names
+from gateway.telemetry.aggregates import Histogram, Tally
 from gateway.telemetry.record import CallRecord, Phase
 from gateway.types import Attempt, Call, Usage
-
-CHILDREN_MAX = 2000  # label combinations of one metric
 
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600)
 WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 600, 3600)
@@ -39,7 +36,6 @@ GEN_AI_TOKEN_BUCKETS = tuple(4**i for i in range(14))  # likewise: 1 ... 6710886
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per child, which Prometheus does not read in this format
 
-M = TypeVar("M", bound=MetricWrapperBase)
 Reading = float | Mapping[tuple[str, ...], float]
 
 
@@ -63,20 +59,6 @@ DEPLOYMENT_AVAILABLE = Watched("warmpath_deployment_available", "1 where calls a
 LEDGER_ROWS = Watched("warmpath_ledger_rows", "Receipts written since the start.", kind="counter")
 LEDGER_OK = Watched("warmpath_ledger_ok", "1 while receipts can be written.")
 SPANS_DROPPED = Watched("warmpath_spans_dropped", "Spans that never reached the collector.", kind="counter")
-
-
-class _Children(dict[tuple[str, ...], M]):
-    """A metric's children by their label values: `labels()` takes a lock and costs three updates."""
-
-    def __init__(self, metric: M, labels: int) -> None:
-        self._metric = metric
-        self._overflow = (names.OTHER,) * labels
-
-    def __missing__(self, values: tuple[str, ...]) -> M:
-        if len(self) >= CHILDREN_MAX:
-            values = self._overflow
-        child = self[values] = self._metric.labels(*values)
-        return child
 
 
 class _Watcher(Collector):
@@ -178,10 +160,10 @@ class Metrics:
     def policy_loaded(self, policy: Policy) -> None:
         self._policy.clear()
         self._policy.labels(policy.hash).set(1)
-        self._reloads["ok",].inc()
+        self._reloads.add("ok")
 
     def policy_rejected(self) -> None:
-        self._reloads["rejected",].inc()
+        self._reloads.add("rejected")
 
     def update(self, record: CallRecord, phases: Sequence[Phase]) -> None:
         call, marks = record.call, record.marks
@@ -189,15 +171,15 @@ class Metrics:
         model, class_name = (call.model.name, call.class_name) if call else (names.OTHER, names.OTHER)
         outcome = record.outcome.value if record.outcome else "rejected"
         ended_ns = phases[-1].end_ns if phases else max(marks.started_ns, marks.ended_ns)
-        self._requests[operation, model, class_name, str(record.status), outcome].inc()
-        self._duration[operation, model, class_name].observe((ended_ns - marks.started_ns) / 1e9)
+        self._requests.add(operation, model, class_name, str(record.status), outcome)
+        self._duration.observe(operation, model, class_name, value=(ended_ns - marks.started_ns) / 1e9)
         if marks.first_chunk_ns:
-            self._ttft[operation, model, class_name].observe((marks.first_chunk_ns - marks.started_ns) / 1e9)
+            self._ttft.observe(operation, model, class_name, value=(marks.first_chunk_ns - marks.started_ns) / 1e9)
         self._update_phases(operation, class_name, phases)
         for attempt in record.attempts:
-            self._attempts[attempt.deployment, _attempt_outcome(attempt)].inc()
+            self._attempts.add(attempt.deployment, _attempt_outcome(attempt))
         if call is not None:
-            self._cache[record.cache,].inc()
+            self._cache.add(record.cache)
             if record.attempts:
                 self._update_upstream(record, call, phases)
 
@@ -210,9 +192,9 @@ class Metrics:
                 waited += phase.end_ns - phase.start_ns
             elif phase.name not in _NOT_OUR_TIME and not phase.within_chat:
                 own += phase.end_ns - phase.start_ns
-        self._overhead[operation,].observe(own / 1e9)
+        self._overhead.observe(operation, value=own / 1e9)
         if queued:
-            self._queue_wait[class_name,].observe(waited / 1e9)
+            self._queue_wait.observe(class_name, value=waited / 1e9)
 
     def _update_upstream(self, record: CallRecord, call: Call, phases: Sequence[Phase]) -> None:
         """What only a call has that an upstream was asked for."""
@@ -225,27 +207,30 @@ class Metrics:
         )
         chat = next((phase for phase in phases if phase.name == names.CHAT_PHASE), None)
         if chat is not None:
-            self._gen_ai_duration[*gen_ai, record.error_code or ""].observe(chat.seconds)
+            self._gen_ai_duration.observe(*gen_ai, record.error_code or "", value=chat.seconds)
         if record.usage is None:
             return
         self._update_tokens(call.model.name, record.usage)
-        self._gen_ai_tokens[*gen_ai, "input"].observe(record.usage.input)
-        self._gen_ai_tokens[*gen_ai, "output"].observe(record.usage.output)
+        self._gen_ai_tokens.observe(*gen_ai, "input", value=record.usage.input)
+        self._gen_ai_tokens.observe(*gen_ai, "output", value=record.usage.output)
         if record.usage.exact:
-            self._prefix_predicted[deployment,].inc(record.predicted_cached_tokens)
-            self._prefix_reported[deployment,].inc(record.usage.cache_read)
+            self._prefix_predicted.add(deployment, amount=record.predicted_cached_tokens)
+            self._prefix_reported.add(deployment, amount=record.usage.cache_read)
 
     def _update_tokens(self, model: str, usage: Usage) -> None:
         for kind in ("input_uncached", "cache_read", "cache_write", "output", "reasoning"):
             if tokens := getattr(usage, kind):
-                self._tokens[model, kind].inc(tokens)
+                self._tokens.add(model, kind, amount=tokens)
 
-    def _counter(self, name: str, text: str, labels: str) -> _Children[Counter]:
-        return _Children(Counter(name, text, labels.split(), registry=self._registry), len(labels.split()))
+    def _counter(self, name: str, text: str, labels: str) -> Tally:
+        tally = Tally(name, text, labels)
+        self._registry.register(tally)
+        return tally
 
-    def _histogram(self, name: str, text: str, labels: str, buckets: Sequence[float]) -> _Children[Histogram]:
-        histogram = Histogram(name, text, labels.split(), buckets=buckets, registry=self._registry)
-        return _Children(histogram, len(labels.split()))
+    def _histogram(self, name: str, text: str, labels: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(name, text, labels, buckets)
+        self._registry.register(histogram)
+        return histogram
 
 
 _NOT_OUR_TIME = frozenset({names.QUEUE_PHASE, names.CHAT_PHASE, names.REPLAY_SPAN})

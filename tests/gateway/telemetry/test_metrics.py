@@ -5,7 +5,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.policy import Policy
-from gateway.telemetry import LEDGER_ROWS, QUEUE_DEPTH, CallRecord, Telemetry, Watched, metrics
+from gateway.telemetry import LEDGER_ROWS, QUEUE_DEPTH, CallRecord, Telemetry, Watched, aggregates
 from gateway.types import Attempt, Outcome
 from tests.gateway.telemetry.conftest import CANARY, TRACE, at, marks
 
@@ -96,7 +96,7 @@ def test_upstream_statuses_are_bounded(record: CallRecord) -> None:
 
 
 def test_label_values_have_a_bound(record: CallRecord, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "CHILDREN_MAX", 10)
+    monkeypatch.setattr(aggregates, "CHILDREN_MAX", 10)
     telemetry = Telemetry()
     record.attempts = [Attempt(f"d{i}", "ok", at(1), at(2), 1) for i in range(30)]
     telemetry.record(record)
