@@ -7,11 +7,12 @@ not be settled at once; whatever it can not do, the end of the lease does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from decimal import ROUND_CEILING, Decimal
 from functools import partial
+from itertools import islice
 from typing import Protocol
 from urllib.parse import quote
 
@@ -94,8 +95,9 @@ class Limiter:
         self._limits = limits
         self._clock = clock
         self._open: dict[str, float] = {}  # when each open reservation was made or last extended
-        self._unsettled: deque[tuple[str, Sequence[int]]] = deque()
+        self._unsettled: dict[str, Sequence[int]] = {}  # oldest first
         self._keeper: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
         self.leases_lost = 0  # ran out while their calls went on: the store was away too long
         self.settlements_dropped = 0  # left to the end of their leases: the store was away far too long
         self.store_failures = 0
@@ -111,14 +113,15 @@ class Limiter:
 
     async def start(self) -> None:
         if self._keeper is None:
+            self._stopping.clear()
             self._keeper = asyncio.create_task(self._keep())
 
     async def stop(self) -> None:
         """Tries once more to settle what is left."""
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
-            keeper.cancel()
-            await asyncio.wait([keeper])
+            self._stopping.set()
+            await keeper
             await self.retry_unsettled()
 
     async def admit(self, call: Call) -> Reservation:
@@ -159,26 +162,28 @@ class Limiter:
 
     def _put_off(self, name: str, actual: Sequence[int]) -> None:
         if len(self._unsettled) == MAX_UNSETTLED:
-            self._unsettled.popleft()
+            self._unsettled.pop(next(iter(self._unsettled)))
             self.settlements_dropped += 1
-        self._unsettled.append((name, actual))
+        self._unsettled[name] = actual
 
     async def _keep(self) -> None:
-        while True:
-            await asyncio.sleep(RETRY_SECONDS)
+        while not self._stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_SECONDS):
+                    await self._stopping.wait()
             await self.retry_unsettled()
             await self.extend_due()
 
     async def retry_unsettled(self) -> None:
         """Until all are settled, or the store is away."""
         while self._unsettled:
-            some = [self._unsettled.popleft() for _ in range(min(MAX_AT_ONCE, len(self._unsettled)))]
+            some = list(islice(self._unsettled.items(), MAX_AT_ONCE))
             now = self._clock()
-            ended = await self._all(self._counters.settle(name, actual, now=now) for name, actual in some)
-            failed = [each for each, answer in zip(some, ended, strict=True) if answer is None]
-            for name, actual in failed:
-                self._put_off(name, actual)
-            if failed:
+            ended = await self._all([partial(self._counters.settle, name, actual, now=now) for name, actual in some])
+            for (name, _), answer in zip(some, ended, strict=True):
+                if answer is not None:
+                    self._unsettled.pop(name, None)
+            if None in ended:
                 return
 
     async def extend_due(self) -> None:
@@ -187,7 +192,8 @@ class Limiter:
         due = [name for name, since in self._open.items() if now >= since + EXTEND_SECONDS]
         for start in range(0, len(due), MAX_AT_ONCE):
             some = due[start : start + MAX_AT_ONCE]
-            held = await self._all(self._counters.extend(name, lease_seconds=LEASE_SECONDS, now=now) for name in some)
+            extend = partial(self._counters.extend, lease_seconds=LEASE_SECONDS, now=now)
+            held = await self._all([partial(extend, name) for name in some])
             for name, answer in zip(some, held, strict=True):
                 if answer and name in self._open:
                     self._open[name] = now
@@ -196,16 +202,16 @@ class Limiter:
             if None in held:
                 return
 
-    async def _all(self, operations: Iterable[Awaitable[bool]]) -> list[bool | None]:
+    async def _all(self, operations: Sequence[Callable[[], Awaitable[bool]]]) -> list[bool | None]:
         """The answers of the store, None where it was away."""
         answers = await asyncio.gather(*(_unless_away(operation) for operation in operations))
         self.store_failures += answers.count(None)
         return answers
 
 
-async def _unless_away(operation: Awaitable[bool]) -> bool | None:
+async def _unless_away(operation: Callable[[], Awaitable[bool]]) -> bool | None:
     try:
-        return await operation
+        return await operation()
     except StorageUnavailable:
         return None
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from gateway.errors import StorageUnavailable
-from gateway.storage.base import OPERATION_TIMEOUT_SECONDS
 
 MAX_BATCH = 256
 MAX_WAITING = 10_000
@@ -33,11 +32,13 @@ class Coalescer(Generic[Operation]):
         run: Callable[[Sequence[Operation]], Coroutine[Any, Any, Sequence[Any]]],
         *,
         max_in_flight: int,
+        timeout_seconds: float,
         store: str,
     ) -> None:
         self._run = run
         self._store = store
         self._max_in_flight = max_in_flight
+        self._timeout_seconds = timeout_seconds
         self._in_flight: set[asyncio.Task[Sequence[Any]]] = set()
         self._waiting: deque[tuple[Operation, asyncio.Future[Any]]] = deque()
         self._scheduled = False
@@ -52,10 +53,10 @@ class Coalescer(Generic[Operation]):
             self._scheduled = True
             loop.call_soon(self._launch)
         try:
-            async with asyncio.timeout(OPERATION_TIMEOUT_SECONDS):
+            async with asyncio.timeout(self._timeout_seconds):
                 return await future
         except TimeoutError:
-            raise StorageUnavailable(f"{self._store} did not answer in {OPERATION_TIMEOUT_SECONDS} s") from None
+            raise StorageUnavailable(f"{self._store} did not answer in {self._timeout_seconds} s") from None
 
     async def drain(self) -> None:
         """Wait for the batches that are under way."""

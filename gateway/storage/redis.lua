@@ -27,15 +27,17 @@ local function name(kind, key)
   return prefix .. ':' .. kind .. ':' .. key
 end
 
--- At least so long, never shorter than somebody else wanted it; below zero: for ever.
+local function milliseconds(seconds)
+  return string.format('%.0f', math.ceil((seconds + grace) * 1000) + 1)
+end
+
+-- At least so long, never shorter than somebody else wanted it; below zero: for ever. Twice as long as asked for, so
+-- that it is not to be said again each time.
 local function keep(key, seconds)
   if seconds < 0 then
     redis.call('PERSIST', key)
-    return
-  end
-  local milliseconds = math.ceil((seconds + grace) * 1000) + 1
-  if redis.call('PTTL', key) < milliseconds then
-    redis.call('PEXPIRE', key, string.format('%.0f', milliseconds))
+  elseif redis.call('PTTL', key) < seconds * 1000 then
+    redis.call('PEXPIRE', key, milliseconds(2 * seconds))
   end
 end
 
@@ -45,14 +47,20 @@ local function load(key)
 end
 
 local function save(key, value, seconds)
-  redis.call('SET', key, cmsgpack.pack(value))
-  keep(key, seconds)
+  redis.call('SET', key, cmsgpack.pack(value), 'PX', milliseconds(seconds))
 end
 
 -- Buckets -----------------------------------------------------------------------------------------------------------
 
+local buckets = {} -- those read so far
+
 local function bucket_of(charge)
-  local bucket = load(name('bucket', charge.key)) or {level = 0, time = 0, troughs = {}}
+  local bucket = buckets[charge.key]
+  if bucket then
+    return bucket
+  end
+  bucket = load(name('bucket', charge.key)) or {level = 0, time = 0, troughs = {}}
+  buckets[charge.key] = bucket
   local leaked = math.max(0, now - bucket.time) * charge.limit / charge.period_seconds
   bucket.level = math.max(0, bucket.level - leaked)
   bucket.time = math.max(bucket.time, now)

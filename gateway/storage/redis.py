@@ -67,6 +67,7 @@ class RedisStorage:
         *,
         owner: str = "",
         blob_bytes: int = DEFAULT_BLOB_BYTES,
+        timeout_seconds: float = OPERATION_TIMEOUT_SECONDS,
         clock: Literal["server", "caller"] = "server",
     ) -> None:
         self._client: Redis = Redis.from_url(
@@ -79,10 +80,13 @@ class RedisStorage:
             retry=Retry(NoBackoff(), 0),
         )
         self._owner = owner
+        self._timeout_seconds = timeout_seconds
         self._blob_bytes = blob_bytes
         self._callers_clock = clock == "caller"
         self._told_tenants: OrderedDict[str, float] = OrderedDict()  # when they were last told, oldest first
-        self._pipelines: Coalescer[_Command] = Coalescer(self._run, max_in_flight=MAX_PIPELINES, store="Redis")
+        self._pipelines: Coalescer[_Command] = Coalescer(
+            self._run, max_in_flight=MAX_PIPELINES, timeout_seconds=timeout_seconds, store="Redis"
+        )
 
     async def open(self) -> None:
         try:
@@ -99,7 +103,7 @@ class RedisStorage:
     async def _run(self, batch: Sequence[_Command]) -> Sequence[Any]:
         """Within the bound, whatever happens: a pipeline that is given up takes its connection with it."""
         try:
-            async with asyncio.timeout(OPERATION_TIMEOUT_SECONDS):
+            async with asyncio.timeout(self._timeout_seconds):
                 answers = await self._pipeline(batch)
                 unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
                 if unknown:  # the server restarted, or another one took its place: EVAL teaches the script again
@@ -108,7 +112,7 @@ class RedisStorage:
                     for i, answer in zip(unknown, again, strict=True):
                         answers[i] = answer
         except TimeoutError as error:
-            raise StorageUnavailable(f"Redis did not answer in {OPERATION_TIMEOUT_SECONDS} s") from error
+            raise StorageUnavailable(f"Redis did not answer in {self._timeout_seconds} s") from error
         except (RedisError, OSError) as error:
             raise StorageUnavailable("Redis can not be reached") from error
         return [

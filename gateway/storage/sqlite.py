@@ -38,7 +38,7 @@ from gateway.storage.verdict import account_verdict, held_amount, rate_verdict
 
 SCHEMA_VERSION = 1
 OPEN_TIMEOUT_SECONDS = 5.0  # another process may be making the schema
-BUSY_TIMEOUT_SECONDS = 0.8 * OPERATION_TIMEOUT_SECONDS  # less, so that the reason is told
+BUSY_SHARE = 0.8  # of an operation's time is spent on waiting for other writers: less than all, to tell the reason
 SWEEP_SECONDS = 10.0
 
 SCHEMA = f"""
@@ -90,6 +90,7 @@ class SqliteStorage:
         *,
         owner: str = "",
         blob_bytes: int = DEFAULT_BLOB_BYTES,
+        timeout_seconds: float = OPERATION_TIMEOUT_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         path = url.removeprefix("sqlite:///")
@@ -98,11 +99,14 @@ class SqliteStorage:
         self._path = Path(path)
         self._owner = owner
         self._blob_bytes = blob_bytes
+        self._busy_timeout_seconds = BUSY_SHARE * timeout_seconds
         self._clock = clock
         self._thread: ThreadPoolExecutor | None = None
         self._connection: sqlite3.Connection | None = None  # the thread's alone
         self._next_sweep = 0.0
-        self._transactions: Coalescer[_Work] = Coalescer(self._run, max_in_flight=1, store="the SQLite file")
+        self._transactions: Coalescer[_Work] = Coalescer(
+            self._run, max_in_flight=1, timeout_seconds=timeout_seconds, store="the SQLite file"
+        )
 
     async def open(self) -> None:
         if self._thread is not None:
@@ -139,7 +143,7 @@ class SqliteStorage:
         if version not in (0, SCHEMA_VERSION):
             connection.close()
             raise sqlite3.DatabaseError(f"its schema has version {version}, this program knows {SCHEMA_VERSION}")
-        connection.execute(f"PRAGMA busy_timeout = {round(BUSY_TIMEOUT_SECONDS * 1000)}")
+        connection.execute(f"PRAGMA busy_timeout = {round(self._busy_timeout_seconds * 1000)}")
         self._connection = connection
 
     def _disconnect(self) -> None:

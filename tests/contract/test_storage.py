@@ -34,6 +34,7 @@ __all__ = ["redis_server"]
 
 NOW = 1_800_000_000.0
 LEASE_SECONDS = 30.0
+PATIENT_SECONDS = 60.0  # a busy machine is not what is tested
 _tenants = (f"t{number}" for number in itertools.count())  # the Redis is shared by all tests
 
 
@@ -43,12 +44,14 @@ async def storage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
     if request.param == "memory":
         engine = MemoryStorage(owner="me", blob_bytes=1000)
     elif request.param == "sqlite":
-        engine = SqliteStorage(f"sqlite:///{tmp_path / 'state.db'}", owner="me", blob_bytes=1000)
+        engine = SqliteStorage(
+            f"sqlite:///{tmp_path / 'state.db'}", owner="me", blob_bytes=1000, timeout_seconds=PATIENT_SECONDS
+        )
     else:
         server: RedisServer = request.getfixturevalue("redis_server")
         with server.client() as client:
             client.flushall()
-        engine = RedisStorage(server.url, owner="me", blob_bytes=1000, clock="caller")
+        engine = RedisStorage(server.url, owner="me", blob_bytes=1000, timeout_seconds=PATIENT_SECONDS, clock="caller")
     await engine.open()
     yield engine
     await engine.close()

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.storage import open_storage
 from gateway.storage.base import Charge, Granted, LeaseCharge, Refused, SpendCharge
-from tests.contract.storage_worker import FOREVER_SECONDS, LIMIT, TOKENS, tokens
+from tests.contract.storage_worker import FOREVER_SECONDS, LIMIT, TOKENS, patient, tokens
 from tests.redis_server import RedisServer, redis_server
 
 __all__ = ["redis_server"]
@@ -67,7 +66,7 @@ async def test_two_replicas_never_grant_more_than_the_limit(url: str) -> None:
         two.go()
         granted = int(one.says()) + int(two.says())
         assert 0 < granted <= LIMIT // TOKENS
-    storage = open_storage(url)
+    storage = patient(url, "")
     await storage.open()
     more = 0
     while isinstance(await storage.reserve(f"t/more{more}", [tokens()], lease_seconds=9.0, now=time.time()), Granted):
@@ -86,10 +85,10 @@ async def test_what_a_killed_replica_held_is_free_once_it_is_back(url: str) -> N
         one.go()
         assert one.says() == "Granted"
         one.kill()
-    other = open_storage(url, owner="replica/2")
+    other = patient(url, "replica/2")
     await other.open()
     assert isinstance(await other.reserve("t/a", charges, lease_seconds=9.0, now=time.time()), Refused)
-    returned = open_storage(url, owner="replica/1")
+    returned = patient(url, "replica/1")
     await returned.open()
     assert isinstance(await other.reserve("t/b", charges, lease_seconds=9.0, now=time.time()), Granted)
     await returned.close()

@@ -28,11 +28,14 @@ from tests.redis_server import RedisServer, own_redis_server, redis_server, star
 __all__ = ["own_redis_server", "redis_server"]
 
 LEASE_SECONDS = 30.0
+PATIENT_SECONDS = 60.0  # a busy machine is not what is tested
 
 
 @asynccontextmanager
-async def opened(server: RedisServer, **options: Any) -> AsyncIterator[RedisStorage]:
-    storage = RedisStorage(server.url, **options)
+async def opened(
+    server: RedisServer, *, owner: str = "", timeout_seconds: float = PATIENT_SECONDS
+) -> AsyncIterator[RedisStorage]:
+    storage = RedisStorage(server.url, owner=owner, timeout_seconds=timeout_seconds)
     await storage.open()
     try:
         yield storage
@@ -104,7 +107,7 @@ async def test_a_shorter_lease_does_not_forget_a_longer_one(redis_server: RedisS
 
 
 async def test_frozen_it_is_unavailable_within_the_bound_and_thawed_it_is_back(own_redis_server: RedisServer) -> None:
-    async with opened(own_redis_server) as storage:
+    async with opened(own_redis_server, timeout_seconds=OPERATION_TIMEOUT_SECONDS) as storage:
         place = LeaseCharge("t/concurrency", 1)
         own_redis_server.freeze()
         outcomes = await asyncio.wait_for(
@@ -120,7 +123,7 @@ async def test_frozen_it_is_unavailable_within_the_bound_and_thawed_it_is_back(o
 
 async def test_what_a_frozen_one_did_unheard_can_be_settled(own_redis_server: RedisServer) -> None:
     """The limiter settles with zero whatever it could not hear of: then nothing is held by it."""
-    async with opened(own_redis_server) as storage:
+    async with opened(own_redis_server, timeout_seconds=OPERATION_TIMEOUT_SECONDS) as storage:
         place = LeaseCharge("t/concurrency", 1)
         own_redis_server.freeze()
         with pytest.raises(StorageUnavailable):

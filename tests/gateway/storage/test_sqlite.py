@@ -9,27 +9,37 @@ from pathlib import Path
 import pytest
 
 from gateway.errors import StorageUnavailable
-from gateway.storage.base import Charge, Granted, KeyRecord, LeaseCharge, RateCharge, Refused, SpendCharge
+from gateway.storage.base import (
+    OPERATION_TIMEOUT_SECONDS,
+    Charge,
+    Granted,
+    KeyRecord,
+    LeaseCharge,
+    RateCharge,
+    Refused,
+    SpendCharge,
+)
 from gateway.storage.sqlite import SCHEMA_VERSION, SWEEP_SECONDS, SqliteStorage
 
 NOW = 1_800_000_000.0
 
 
-def url(folder: Path) -> str:
-    return f"sqlite:///{folder / 'deep' / 'state.db'}"
+def storage_in(folder: Path, *, timeout_seconds: float = 60.0) -> SqliteStorage:
+    """Patient by default: a busy machine is not what is tested."""
+    return SqliteStorage(f"sqlite:///{folder / 'deep' / 'state.db'}", timeout_seconds=timeout_seconds)
 
 
 async def test_budgets_keys_and_answers_survive_a_restart(tmp_path: Path) -> None:
     charge = SpendCharge("t/budget/2026-11", 60, 100, 86_400.0)
     record = KeyRecord("id", "t", "hmac-sha256:00", "2026-11-20T00:00:00Z")
-    first = SqliteStorage(url(tmp_path))
+    first = storage_in(tmp_path)
     await first.open()
     await first.reserve("t/a", [charge], lease_seconds=30.0, now=NOW)
     await first.settle("t/a", [60], now=NOW)
     await first.put_key(record)
     await first.put("blob", b"value", ttl_seconds=60.0)
     await first.close()
-    second = SqliteStorage(url(tmp_path))
+    second = storage_in(tmp_path)
     await second.open()
     assert await second.reserve("t/b", [charge], lease_seconds=30.0, now=NOW) == Refused(0, 40, None)
     assert await second.list_keys() == [record]
@@ -38,7 +48,7 @@ async def test_budgets_keys_and_answers_survive_a_restart(tmp_path: Path) -> Non
 
 
 async def test_a_group_of_calls_is_one_transaction(tmp_path: Path) -> None:
-    storage = SqliteStorage(url(tmp_path))
+    storage = storage_in(tmp_path)
     await storage.open()
     statements: list[str] = []
     await storage._transactions.submit(lambda db: db.set_trace_callback(statements.append))
@@ -50,7 +60,7 @@ async def test_a_group_of_calls_is_one_transaction(tmp_path: Path) -> None:
 
 
 async def test_a_file_that_another_one_writes_to_for_long_is_unavailable(tmp_path: Path) -> None:
-    storage = SqliteStorage(url(tmp_path))
+    storage = storage_in(tmp_path, timeout_seconds=OPERATION_TIMEOUT_SECONDS)
     await storage.open()
     place = LeaseCharge("t/concurrency", 1)
     other = sqlite3.connect(tmp_path / "deep" / "state.db", isolation_level=None)
@@ -64,7 +74,7 @@ async def test_a_file_that_another_one_writes_to_for_long_is_unavailable(tmp_pat
 
 
 async def test_a_mistake_does_not_spoil_the_transaction_it_is_in(tmp_path: Path) -> None:
-    storage = SqliteStorage(url(tmp_path))
+    storage = storage_in(tmp_path)
     await storage.open()
     charge = RateCharge("t/requests", 1, 10, 60.0)
     outcomes = await asyncio.gather(
@@ -79,7 +89,7 @@ async def test_a_mistake_does_not_spoil_the_transaction_it_is_in(tmp_path: Path)
 
 async def test_what_is_over_leaves_the_file(tmp_path: Path) -> None:
     now = NOW
-    storage = SqliteStorage(url(tmp_path), owner="me", clock=lambda: now)
+    storage = SqliteStorage(f"sqlite:///{tmp_path / 'deep' / 'state.db'}", owner="me", clock=lambda: now)
     await storage.open()
     charges: list[Charge] = [
         RateCharge("t/requests", 1, 10, 60.0),
@@ -120,4 +130,4 @@ async def test_a_file_of_another_version(tmp_path: Path) -> None:
 
 async def test_not_open(tmp_path: Path) -> None:
     with pytest.raises(StorageUnavailable, match="not open"):
-        await SqliteStorage(url(tmp_path)).get("anything")
+        await storage_in(tmp_path).get("anything")
