@@ -25,8 +25,9 @@ check: $(VENV)/.installed-dev ## ruff, mypy strict, import directions
 bench: $(VENV)/.installed-dev ## the gateway's cost per request, beside its limit
 	$(BIN)/python -m benchmarks.gateway.run
 
-docs: $(VENV)/.installed-dev ## the generated pages: the policy's schema and its reference
+docs: $(VENV)/.installed-dev ## the generated pages: the policy's schema, and the references in docs/
 	$(BIN)/warmpath check --schema > policies/policy.schema.json
+	$(BIN)/python -m docs.generate
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)
 	@echo "installing Warmpath into $(VENV) (a few minutes the first time)"
