@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-import httpx2
-
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, Provider, ProviderFailure, Reply
+from gateway.providers.transport import HTTPTransport
 
 # name in a policy -> module:class, imported when a policy first names it
 PROVIDERS = {
@@ -23,7 +22,7 @@ class UnknownProvider(ValueError):
 
 
 def make_provider(
-    deployment: Deployment, transport: httpx2.AsyncBaseTransport, resolve_secret: Callable[[EnvSecret], str]
+    deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
 ) -> Provider:
     """The provider of a deployment. Its secret is resolved here, once; what that raises is passed on."""
     if (path := PROVIDERS.get(deployment.provider)) is None:

@@ -14,6 +14,7 @@ import msgspec
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.providers.sse import MAX_FRAME_BYTES, FrameSplitter, FrameTooLong, ends_stream, error_in
+from gateway.providers.transport import Answer, HTTPTransport, header_lines
 from gateway.types import Call, Operation
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # of an answer that does not stream: embeddings are the long ones
@@ -43,24 +44,30 @@ class OpenAI:
     """One deployment of any server that answers as OpenAI does."""
 
     def __init__(
-        self, deployment: Deployment, transport: httpx2.AsyncBaseTransport, resolve_secret: Callable[[EnvSecret], str]
+        self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
     ) -> None:
-        base_url = deployment.base_url.rstrip("/")
-        self._transport = transport
-        self._model = msgspec.Raw(_raw.encode(deployment.model))
-        self._urls = {operation: httpx2.URL(f"{base_url}/{operation.value}") for operation in Operation}
-        self._health_url = self.health_url(base_url)
-        self._headers = [
-            (b"host", self._health_url.netloc),
+        base_url = httpx2.URL(deployment.base_url.rstrip("/"))
+        headers = [
+            (b"host", base_url.netloc),
             (b"user-agent", b"warmpath"),
             (b"accept-encoding", b"identity"),
             (b"content-type", b"application/json"),
         ]
         if deployment.api_key is not None:
-            self._headers.append((b"authorization", b"Bearer " + resolve_secret(deployment.api_key).encode()))
+            headers.append((b"authorization", b"Bearer " + resolve_secret(deployment.api_key).encode()))
+        self._transport = transport
+        self._origin = transport.origin(base_url)
+        self._base_path = base_url.raw_path.rstrip(b"/")
+        self._header_lines = header_lines(headers)
+        self._heads = {
+            operation: b"POST %b/%b HTTP/1.1\r\n%b" % (self._base_path, operation.value.encode(), self._header_lines)
+            for operation in Operation
+        }
+        self._model = msgspec.Raw(_raw.encode(deployment.model))
 
-    def health_url(self, base_url: str) -> httpx2.URL:
-        return httpx2.URL(f"{base_url}/models")
+    @property
+    def health_path(self) -> bytes:
+        return self._base_path + b"/models"
 
     def render(self, call: Call) -> bytes:
         return _raw.encode(self.fields(call))
@@ -74,50 +81,45 @@ class OpenAI:
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
         body = self.render(call)
-        request_headers = [
-            *self._headers,
-            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()),
-            (b"content-length", b"%d" % len(body)),
-        ]
-        url = self._urls[call.operation]
-        request = httpx2.Request("POST", url, headers=request_headers, stream=httpx2.ByteStream(body))
+        own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        own.append((b"content-length", b"%d" % len(body)))
         try:
-            response = await self._transport.handle_async_request(request)
+            answer = await self._transport.send(self._origin, self._heads[call.operation] + header_lines(own), body)
         except httpx2.TransportError as error:
             raise _failure(error) from error
         try:
-            await _check(response, "text/event-stream" if call.stream else "application/json")
+            await _check(answer, b"text/event-stream" if call.stream else b"application/json")
         except BaseException:
-            await _stream(response).aclose()
+            await answer.aclose()
             raise
-        return EventStreamReply(_stream(response)) if call.stream else JSONReply(_stream(response))
+        return EventStreamReply(answer) if call.stream else JSONReply(answer)
 
     async def healthy(self) -> bool:
-        return await self._get(self._health_url) is not None
+        return await self._get(self.health_path) is not None
 
     async def usage_of(self, call_id: str) -> bytes | None:
         return None  # this dialect has no such question
 
-    async def _get(self, url: httpx2.URL) -> bytes | None:
+    async def _get(self, path: bytes) -> bytes | None:
         """A short body, within HEALTH_TIMEOUT_SECONDS; None unless the status is good."""
-        request = httpx2.Request("GET", url, headers=self._headers)
+        head = b"GET %b HTTP/1.1\r\n%b" % (path, self._header_lines)
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_SECONDS):
-                response = await self._transport.handle_async_request(request)
+                answer = await self._transport.send(self._origin, head, b"")
                 try:
-                    body = await _read(response, MAX_ERROR_BYTES)  # to its end where it is short, to keep the connection
+                    body = await _read(answer, MAX_ERROR_BYTES)  # to its end where it is short, to keep the connection
                 finally:
-                    await _stream(response).aclose()
+                    await answer.aclose()
         except (httpx2.TransportError, TimeoutError):
             return None
-        return body if response.is_success else None
+        return body if 200 <= answer.status < 300 else None
 
 
 class JSONReply:
     """An answer that does not stream: its whole body as the one chunk."""
 
-    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
-        self._stream = stream
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
         self._given = False
 
     def __aiter__(self) -> AsyncIterator[bytes]:
@@ -130,7 +132,7 @@ class JSONReply:
         parts: list[bytes] = []
         size_bytes = 0
         try:
-            async for part in self._stream:
+            async for part in self._answer:
                 parts.append(part)
                 size_bytes += len(part)
                 if size_bytes > MAX_JSON_BYTES:
@@ -144,15 +146,14 @@ class JSONReply:
         return body
 
     async def aclose(self) -> None:
-        await self._stream.aclose()
+        await self._answer.aclose()
 
 
 class EventStreamReply:
     """A streamed answer: whole event frames, byte for byte, up to and including `[DONE]`."""
 
-    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
-        self._stream = stream
-        self._parts = aiter(stream)
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
         self._splitter = FrameSplitter(MAX_FRAME_BYTES)
         self._ended = False
         self._failure: ProviderFailure | None = None  # behind the frames that came with it
@@ -168,7 +169,7 @@ class EventStreamReply:
         frames = b""
         while not frames:
             try:
-                frames = self._splitter.feed(await anext(self._parts))
+                frames = self._splitter.feed(await anext(self._answer))
             except StopAsyncIteration:
                 frames = self._splitter.rest
                 if not ends_stream(frames):
@@ -191,12 +192,12 @@ class EventStreamReply:
         try:
             if self._ended:
                 async with asyncio.timeout(DRAIN_TIMEOUT_SECONDS):
-                    async for _ in self._parts:
+                    async for _ in self._answer:
                         pass
         except (httpx2.TransportError, TimeoutError):
             pass  # the answer was whole before; only its connection is lost
         finally:
-            await self._stream.aclose()
+            await self._answer.aclose()
 
 
 def with_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msgspec.Raw:
@@ -209,26 +210,27 @@ def with_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msgspec.Ra
     return msgspec.Raw(_raw.encode({**(given or {}), **ours}))
 
 
-async def _check(response: httpx2.Response, media_type: str) -> None:
+async def _check(answer: Answer, media_type: bytes) -> None:
     """Raises unless the answer is what was asked for."""
-    status = response.status_code
-    content_type = response.headers.get("content-type", "")
-    if status >= 300:
-        raise await _status_failure(response, content_type)
-    if content_type.partition(";")[0].strip().lower() != media_type:
-        raise ProviderFailure(Fault.MALFORMED, f"content-type {content_type!r} instead of {media_type}", status=status)
-    if response.headers.get("content-encoding", "identity").lower() != "identity":
-        raise ProviderFailure(Fault.MALFORMED, "the answer is compressed, although identity was asked for")
+    content_type = answer.header(b"content-type")
+    if answer.status >= 300:
+        raise await _status_failure(answer, content_type.decode("latin-1"))
+    if content_type != media_type and content_type.partition(b";")[0].strip().lower() != media_type:
+        message = f"content-type {content_type.decode('latin-1')!r} instead of {media_type.decode()}"
+        raise ProviderFailure(Fault.MALFORMED, message, status=answer.status)
+    if answer.header(b"content-encoding").lower() not in (b"", b"identity"):
+        message = "the answer is compressed, although identity was asked for"
+        raise ProviderFailure(Fault.MALFORMED, message, status=answer.status)
 
 
-async def _status_failure(response: httpx2.Response, content_type: str) -> ProviderFailure:
-    status = response.status_code
+async def _status_failure(answer: Answer, content_type: str) -> ProviderFailure:
+    status = answer.status
     if status < 400:
         return ProviderFailure(Fault.MALFORMED, f"status {status}: redirects are not followed", status=status)
     if status in _OUR_FAULT_STATUSES:  # without the body: servers quote parts of the key in it
         return ProviderFailure(Fault.STATUS, f"status {status}: the server does not accept our key", status=status)
     try:
-        body = await _read(response, MAX_ERROR_BYTES)
+        body = await _read(answer, MAX_ERROR_BYTES)
     except httpx2.TransportError:
         body = b""  # the status says enough
     return ProviderFailure(
@@ -237,25 +239,24 @@ async def _status_failure(response: httpx2.Response, content_type: str) -> Provi
         status=status,
         body=body,
         content_type=content_type or "text/plain",
-        retry_after_seconds=_retry_after_seconds(response.headers),
+        retry_after_seconds=_retry_after_seconds(answer),
     )
 
 
-async def _read(response: httpx2.Response, max_bytes: int) -> bytes:
+async def _read(answer: Answer, max_bytes: int) -> bytes:
     body = bytearray()
-    async for part in _stream(response):
+    async for part in answer:
         body += part
         if len(body) > max_bytes:
             break
     return bytes(body[:max_bytes])
 
 
-def _retry_after_seconds(headers: httpx2.Headers) -> float | None:
+def _retry_after_seconds(answer: Answer) -> float | None:
     """`retry-after-ms`, else `retry-after` in seconds or as an HTTP date; None where neither can be read."""
-    if _NUMBER.fullmatch(milliseconds := headers.get("retry-after-ms", "")):
+    if _NUMBER.fullmatch(milliseconds := answer.header(b"retry-after-ms").decode("latin-1")):
         return float(milliseconds) / 1000
-    value = headers.get("retry-after", "")
-    if _NUMBER.fullmatch(value):
+    if _NUMBER.fullmatch(value := answer.header(b"retry-after").decode("latin-1")):
         return float(value)
     try:
         return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
@@ -266,8 +267,3 @@ def _retry_after_seconds(headers: httpx2.Headers) -> float | None:
 def _failure(error: httpx2.TransportError) -> ProviderFailure:
     fault = next((fault for kind, fault in _FAULTS if isinstance(error, kind)), Fault.CUT)
     return ProviderFailure(fault, str(error))
-
-
-def _stream(response: httpx2.Response) -> httpx2.AsyncByteStream:
-    assert isinstance(response.stream, httpx2.AsyncByteStream)
-    return response.stream

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx2
 import msgspec
 
 from gateway.providers.openai import OpenAI
@@ -22,8 +21,14 @@ class VLLM(OpenAI):
     `priority` is not sent: vLLM refuses it unless its scheduler was started with `--scheduling-policy priority`.
     """
 
-    def health_url(self, base_url: str) -> httpx2.URL:
-        return httpx2.URL(f"{base_url.removesuffix('/v1')}/health")
+    @property
+    def health_path(self) -> bytes:
+        return self.root_path + b"/health"
+
+    @property
+    def root_path(self) -> bytes:
+        """Where the server has what is not OpenAI's: beside /v1."""
+        return self._base_path.removesuffix(b"/v1")
 
     def fields(self, call: Call) -> dict[str, msgspec.Raw]:
         fields = super().fields(call)
@@ -43,10 +48,10 @@ class Warmpath(VLLM):
     """
 
     async def usage_of(self, call_id: str) -> bytes | None:
-        url = self._health_url.copy_with(path=f"/requests/{call_id}")
+        path = b"%b/requests/%b" % (self.root_path, call_id.encode())
         for seconds in RECORD_WAITS_SECONDS:
             await asyncio.sleep(seconds)
-            if (record := await self._get(url)) is not None:
+            if (record := await self._get(path)) is not None:
                 return record
         return None
 
