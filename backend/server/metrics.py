@@ -89,15 +89,13 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
-        # An engine that died still has on its books what it was doing then.
-        alive = int(self._engine.healthy)
         gauges = {
-            "vllm:num_requests_running": ("Requests in the batch.", alive * stats.num_running),
-            "vllm:num_requests_waiting": ("Requests that wait for a place in the batch.", alive * stats.num_waiting),
+            "vllm:num_requests_running": ("Requests in the batch.", stats.num_running),
+            "vllm:num_requests_waiting": ("Requests that wait for a place in the batch.", stats.num_waiting),
             "vllm:kv_cache_usage_perc": ("Used share of the KV cache, 0 to 1.", stats.kv_usage),
             "warmpath:num_free_blocks": ("KV blocks that no request holds.", stats.num_free_blocks),
             "warmpath:integrity": ("1 while the block pool's books balance.", int(stats.integrity_ok)),
-            "warmpath:engine_up": ("1 while the engine runs.", alive),
+            "warmpath:engine_up": ("1 while the engine runs.", int(self._engine.healthy)),
         }
         counters = {
             "vllm:prompt_tokens": ("Prompt tokens taken in.", stats.prompt_tokens_total),
