@@ -14,9 +14,7 @@ class ReferenceOps(Ops):
         return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x_float = x.float()
-        scale = torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
-        return (x_float * scale * weight).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         residual = x + residual
