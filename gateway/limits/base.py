@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from decimal import ROUND_CEILING, Decimal
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Protocol
 from urllib.parse import quote
@@ -239,4 +239,9 @@ def _dearest_cost(call: Call, input_tokens: int, output_tokens: int) -> int:
 
 def charge_key(call: Call, rest: str) -> str:
     """Keys and reservations of one tenant begin with its name, as storage wants it."""
-    return f"{quote(call.principal.tenant.name, safe='')}/{rest}"
+    return f"{_tenant_part(call.principal.tenant.name)}/{rest}"
+
+
+@lru_cache(maxsize=10_000)
+def _tenant_part(name: str) -> str:
+    return quote(name, safe="")
