@@ -18,6 +18,7 @@ import msgspec
 
 OPERATION_TIMEOUT_SECONDS = 0.25
 HELD_RETRY_SECONDS = 1.0  # nobody knows when a call ends: what is held by others is worth asking for again so soon
+REMEMBER_SECONDS = 3600.0
 MAX_AMOUNT = 2**63 - 1
 DEFAULT_BLOB_BYTES = 128 * 2**20
 
@@ -95,7 +96,7 @@ class Counters(Protocol):
         """Replace each reserved amount by the actual one (ignored for leases) and end the reservation.
 
         True for the one call that ended it; False for every later call, which changes nothing. A reservation that
-        ran out is settled like any other as long as the store remembers it, at least for another lease time.
+        ran out is settled like any other for another `REMEMBER_SECONDS`: what was used in the meantime is not lost.
         """
 
     async def release_owner(self, owner: str, *, now: float) -> int:

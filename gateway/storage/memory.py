@@ -12,6 +12,7 @@ import msgspec
 from gateway.storage.base import (
     DEFAULT_BLOB_BYTES,
     HELD_RETRY_SECONDS,
+    REMEMBER_SECONDS,
     Charge,
     Granted,
     KeyRecord,
@@ -86,7 +87,7 @@ class MemoryStorage:
         poured_at = tuple(self._take(charge, lease_seconds, now) for charge in charges)
         expires_at = now + lease_seconds
         self._reservations[reservation_id] = _Reservation(
-            self._owner, tuple(charges), poured_at, expires_at, expires_at + lease_seconds
+            self._owner, tuple(charges), poured_at, expires_at, expires_at + REMEMBER_SECONDS
         )
         heapq.heappush(self._sweeps, (expires_at, "reservation", reservation_id))
         return Granted(tuple(remaining))
@@ -97,7 +98,7 @@ class MemoryStorage:
         if reservation is None or not reservation.holding:
             return False
         reservation.expires_at = now + lease_seconds
-        reservation.forget_at = now + 2 * lease_seconds
+        reservation.forget_at = reservation.expires_at + REMEMBER_SECONDS
         return True
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:

@@ -5,7 +5,7 @@
 --   :bucket:<key>       string  msgpack {level, time, troughs = {time, level, time, level...}}
 --   :account:<key>      hash    spent, held, and for each reservation that holds some: hold:<id> = amount
 --   :leases:<key>       zset    the reservations in that account, by the end of their lease
---   :reservation:<id>   string  msgpack {owner, expires_at, forget_at, lease_seconds, taken = {charge...}}
+--   :reservation:<id>   string  msgpack {owner, expires_at, forget_at, taken = {charge...}}
 --   :owner:<owner>      zset    its reservations, by the time at which they may be forgotten
 --
 -- ARGV: operation, reservation id or owner, the caller's time or "" for the server's, then the operation's own.
@@ -13,6 +13,7 @@
 
 local TOLERANCE_SECONDS = 1e-6
 local MAX_TROUGHS = 32
+local REMEMBER_SECONDS = 3600
 local TEST_CLOCK_GRACE_SECONDS = 3600 -- where a caller's clock is slower than the one by which Redis expires keys
 
 local prefix, operation, id = KEYS[1], ARGV[1], ARGV[2]
@@ -31,13 +32,18 @@ local function milliseconds(seconds)
   return string.format('%.0f', math.ceil((seconds + grace) * 1000) + 1)
 end
 
--- At least so long, never shorter than somebody else wanted it; below zero: for ever. Twice as long as asked for, so
--- that it is not to be said again each time.
-local function keep(key, seconds)
-  if seconds < 0 then
-    redis.call('PERSIST', key)
-  elseif redis.call('PTTL', key) < seconds * 1000 then
-    redis.call('PEXPIRE', key, milliseconds(2 * seconds))
+-- All of the keys for at least so long, never shorter than somebody else wanted it; below zero: for ever. Twice as long
+-- as asked for, so that it is not to be said again each time.
+local function keep(seconds, ...)
+  for _, key in ipairs({...}) do
+    if seconds < 0 then
+      redis.call('PERSIST', key)
+    elseif redis.call('PTTL', key) < seconds * 1000 then
+      for _, each in ipairs({...}) do
+        redis.call('PEXPIRE', each, milliseconds(2 * seconds))
+      end
+      return
+    end
   end
 end
 
@@ -133,9 +139,9 @@ local function return_expired(key)
   end
 end
 
-local function keep_account(charge, lease_seconds)
-  keep(name('account', charge.key), charge.keep_seconds)
-  keep(name('leases', charge.key), 2 * lease_seconds)
+-- Both expire in the same instant: without its leases, what an account holds would never return.
+local function keep_account(charge)
+  keep(charge.keep_seconds, name('account', charge.key), name('leases', charge.key))
 end
 
 -- Charges -----------------------------------------------------------------------------------------------------------
@@ -162,7 +168,7 @@ local function verdict(charge)
   return nil, math.max(0, room), amount <= limit - spent and 'held' or ''
 end
 
-local function take(charge, expires_at, lease_seconds)
+local function take(charge, expires_at)
   if charge.kind == 'rate' then
     charge.poured_at = pour(charge, charge.amount)
     return
@@ -171,7 +177,7 @@ local function take(charge, expires_at, lease_seconds)
   redis.call('HINCRBY', account, 'held', charge.amount)
   redis.call('HSET', account, 'hold:' .. id, charge.amount)
   redis.call('ZADD', name('leases', charge.key), string.format('%.17g', expires_at), id)
-  keep_account(charge, lease_seconds)
+  keep_account(charge)
 end
 
 -- From 6 on, five for each charge: kind, key, amount, limit, and the period (rates) or how long to keep the account.
@@ -193,17 +199,16 @@ end
 -- Operations --------------------------------------------------------------------------------------------------------
 
 local function remember(reservation, lease_seconds)
-  reservation.lease_seconds = lease_seconds
   reservation.expires_at = now + lease_seconds
-  reservation.forget_at = now + 2 * lease_seconds
-  save(name('reservation', id), reservation, 2 * lease_seconds)
+  reservation.forget_at = reservation.expires_at + REMEMBER_SECONDS
+  save(name('reservation', id), reservation, reservation.forget_at - now)
   if reservation.owner == '' then
     return
   end
   local owned = name('owner', reservation.owner)
   redis.call('ZREMRANGEBYSCORE', owned, '-inf', string.format('%.17g', now))
   redis.call('ZADD', owned, string.format('%.17g', reservation.forget_at), id)
-  keep(owned, 2 * lease_seconds)
+  keep(reservation.forget_at - now, owned)
 end
 
 local function recall(reservation_id)
@@ -228,7 +233,7 @@ function operations.reserve()
     granted[i + 1] = left
   end
   for _, charge in ipairs(charges) do
-    take(charge, now + lease_seconds, lease_seconds)
+    take(charge, now + lease_seconds)
   end
   remember({owner = owner, taken = charges}, lease_seconds)
   return granted
@@ -244,7 +249,7 @@ function operations.extend()
   for _, charge in ipairs(reservation.taken) do
     if charge.kind ~= 'rate' then
       redis.call('ZADD', name('leases', charge.key), 'XX', string.format('%.17g', reservation.expires_at), id)
-      keep_account(charge, lease_seconds)
+      keep_account(charge)
     end
   end
   return 1
@@ -269,7 +274,7 @@ function operations.settle()
       return_hold(charge.key, id)
       if charge.kind == 'spend' then
         redis.call('HINCRBY', name('account', charge.key), 'spent', used)
-        keep_account(charge, reservation.lease_seconds)
+        keep_account(charge)
       end
     end
   end

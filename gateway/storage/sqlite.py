@@ -23,6 +23,7 @@ from gateway.errors import StorageUnavailable
 from gateway.storage.base import (
     DEFAULT_BLOB_BYTES,
     OPERATION_TIMEOUT_SECONDS,
+    REMEMBER_SECONDS,
     Charge,
     Granted,
     KeyRecord,
@@ -202,7 +203,7 @@ class SqliteStorage:
         taken = [_Taken(charge, _take(reservation_id, charge, expires_at, now, db)) for charge in charges]
         db.execute(
             "INSERT INTO reservations VALUES (?, ?, ?, ?, ?)",
-            (reservation_id, self._owner, _encode(taken), expires_at, expires_at + lease_seconds),
+            (reservation_id, self._owner, _encode(taken), expires_at, expires_at + REMEMBER_SECONDS),
         )
         return Granted(tuple(remaining))
 
@@ -279,7 +280,7 @@ def _extend(reservation_id: str, lease_seconds: float, now: float, db: sqlite3.C
     expires_at = now + lease_seconds
     db.execute(
         "UPDATE reservations SET expires_at = ?, forget_at = ? WHERE id = ?",
-        (expires_at, expires_at + lease_seconds, reservation_id),
+        (expires_at, expires_at + REMEMBER_SECONDS, reservation_id),
     )
     for key in _held_keys(row[0]):
         query = "UPDATE holds SET expires_at = ? WHERE key = ? AND reservation = ?"

@@ -16,6 +16,7 @@ import pytest
 from gateway.storage import open_storage
 from gateway.storage.base import (
     HELD_RETRY_SECONDS,
+    REMEMBER_SECONDS,
     Charge,
     Granted,
     KeyRecord,
@@ -200,12 +201,12 @@ class TestSpend:
 
     async def test_what_ran_out_is_still_paid(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", spend(tenant, 60))
-        assert await storage.settle(f"{tenant}/a", [60], now=NOW + 2 * LEASE_SECONDS - 1)
+        assert await storage.settle(f"{tenant}/a", [60], now=NOW + LEASE_SECONDS + REMEMBER_SECONDS - 1)
         assert await reserve(storage, f"{tenant}/b", spend(tenant, 41), now=NOW + 60) == Refused(0, 40, None)
 
-    async def test_forgotten_by_the_store_after_two_leases(self, storage: Storage, tenant: str) -> None:
+    async def test_forgotten_in_the_end(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", spend(tenant, 60))
-        assert not await storage.settle(f"{tenant}/a", [60], now=NOW + 2 * LEASE_SECONDS)
+        assert not await storage.settle(f"{tenant}/a", [60], now=NOW + LEASE_SECONDS + REMEMBER_SECONDS)
         assert await reserve(storage, f"{tenant}/b", spend(tenant, 100), now=NOW + 60) == Granted((0,))
 
     async def test_nothing_reserved_can_still_be_spent(self, storage: Storage, tenant: str) -> None:

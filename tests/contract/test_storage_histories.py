@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.storage.base import Charge, Granted, LeaseCharge, RateCharge, SpendCharge, Storage
+from gateway.storage.base import REMEMBER_SECONDS, Charge, Granted, LeaseCharge, RateCharge, SpendCharge, Storage
 from gateway.storage.memory import MemoryStorage
 from gateway.storage.redis import RedisStorage
 from gateway.storage.sqlite import SqliteStorage
@@ -75,7 +75,7 @@ class BookKeeper:
         index = None if tokens is None else len(self.poured) - 1
         expires = now + LEASE_SECONDS
         self.held[name] = Held(
-            index, int(place), money or 0, expires, expires + LEASE_SECONDS, settles_money=money is not None
+            index, int(place), money or 0, expires, expires + REMEMBER_SECONDS, settles_money=money is not None
         )
         return [int(room) for room in left]
 
@@ -95,7 +95,7 @@ class BookKeeper:
         held = self.held.get(name)
         if held is None or held.expires <= now:
             return False
-        held.expires, held.forgotten = now + LEASE_SECONDS, now + 2 * LEASE_SECONDS
+        held.expires, held.forgotten = now + LEASE_SECONDS, now + LEASE_SECONDS + REMEMBER_SECONDS
         return True
 
     def crash(self, now: float) -> int:
@@ -140,7 +140,7 @@ busy = st.builds(Reserve, st.integers(1, TOKENS), st.just(False), st.none())
 mixed = st.builds(Reserve, st.none() | amounts, st.booleans(), st.none() | amounts)
 settles = st.builds(Settle, st.integers(0, 5), amounts, amounts)
 extends = st.builds(Extend, st.integers(0, 5))
-waits = st.builds(Wait, st.integers(1, 24))
+waits = st.builds(Wait, st.integers(1, 24) | st.just(4 * (int(REMEMBER_SECONDS) - 4)))
 short_waits = st.builds(Wait, st.integers(1, 4))
 histories = st.one_of(
     st.lists(st.one_of(mixed, settles, extends, waits, st.builds(Crash)), min_size=10, max_size=40),

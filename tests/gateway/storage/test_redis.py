@@ -96,6 +96,24 @@ async def test_nothing_is_kept_for_ever(redis_server: RedisServer) -> None:
         assert all(b"{" in key for key in keys if b":blob:" not in key)
 
 
+async def test_an_account_and_its_leases_expire_together(redis_server: RedisServer) -> None:
+    """Else what a crashed call held would stay held for as long as the account lives."""
+    money = SpendCharge("pair/budget/2026-11", 10, 100, 1000.0)
+    async with opened(redis_server) as storage:
+        with redis_server.client() as client:
+
+            def expiries() -> set[int]:
+                kinds = "account", "leases"
+                return {client.pexpiretime(f"wp:{{pair}}:{kind}:pair/budget/2026-11") for kind in kinds}
+
+            await reserve(storage, "pair/a", money)
+            assert len(expiries()) == 1
+            await storage.settle("pair/a", [10], now=0.0)  # no lease is left: its key is gone
+            client.pexpire("wp:{pair}:account:pair/budget/2026-11", 1_500_000)  # some time later
+            await reserve(storage, "pair/b", money)
+            assert len(expiries()) == 1
+
+
 async def test_a_shorter_lease_does_not_forget_a_longer_one(redis_server: RedisServer) -> None:
     place = LeaseCharge("mixed/concurrency", 2)
     async with opened(redis_server) as storage:
