@@ -31,6 +31,7 @@ def create_app(serving: Serving, closing: asyncio.Future[None]) -> ASGIApp:
         Route("/v1/embeddings", Embeddings(serving, closing), methods=["POST"]),
         Route("/v1/models", catalogue.models),
         Route("/v1/models/{id:path}", catalogue.model),
+        Route("/requests/{id}", catalogue.request),
         Route("/health", catalogue.health),
         Route("/metrics", catalogue.metrics),
         Route("/tokenize", Tokenize(serving, closing), methods=["POST"]),

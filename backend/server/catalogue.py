@@ -9,9 +9,9 @@ from starlette.responses import Response
 
 from backend.server import metrics, replies
 from backend.server.asgi import Door, Exchange
-from backend.server.errors import InvalidRequest, ModelNotFound
+from backend.server.errors import InvalidRequest, ModelNotFound, RequestNotFound
 from backend.server.prompts import render_chat
-from backend.server.replies import Json
+from backend.server.replies import Json, usage_object
 from backend.server.requests import DetokenizeRequest, TokenizeRequest, check_tools, decode
 from backend.server.serving import Serving
 
@@ -32,6 +32,14 @@ class Catalogue:
         if name != self._serving.model.name:
             raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
         return _json(self._model())
+
+    async def request(self, request: Request) -> Response:
+        """What a request that has ended consumed."""
+        request_id = request.path_params["id"]
+        usage = self._serving.records.get(request_id)
+        if usage is None:
+            raise RequestNotFound(f"There is no record of `{request_id}`: it runs still, is long gone, or never was.")
+        return _json({"id": request_id, "object": "request", "usage": usage_object(usage)})
 
     async def health(self, request: Request) -> Response:
         engine = self._serving.engine

@@ -61,6 +61,11 @@ class ModelNotFound(InvalidRequest):
     code = "model_not_found"
 
 
+class RequestNotFound(InvalidRequest):
+    status = 404
+    code = "request_not_found"
+
+
 class UnknownUrl(InvalidRequest):
     status = 404
     code = "unknown_url"

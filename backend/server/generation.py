@@ -26,6 +26,7 @@ from backend.engine.request import FinishReason, Request, SamplingParams, StepOu
 from backend.server import semconv
 from backend.server.asgi import Exchange
 from backend.server.errors import ApiError, EngineFailure
+from backend.server.records import Usage
 from backend.server.serving import Serving
 from backend.server.tracing import NANOSECONDS, Attributes, Marks, RequestRecord, stages
 
@@ -52,13 +53,6 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: str | None
     embedding: tuple[float, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
 
 
 class Generation:
@@ -95,6 +89,8 @@ class Generation:
         for sequence in self.sequences:
             sequence.close(failed=isinstance(error, ApiError))
         marks = self._marks()
+        # A request that never left the queue has consumed nothing, whatever its prompt.
+        self._serving.records.add(self._exchange.request_id, self.usage if marks.scheduled_ns else Usage(0, 0, 0))
         if error is None:
             self._measure(marks)
         self._serving.tracer.record(self._record(marks, error))

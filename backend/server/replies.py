@@ -12,7 +12,8 @@ from typing import Any
 import orjson
 
 from backend.engine.request import TokenLogprob
-from backend.server.generation import Delta, Usage
+from backend.server.generation import Delta
+from backend.server.records import Usage
 from backend.server.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"

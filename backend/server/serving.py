@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from backend.engine.async_engine import AsyncEngine
@@ -15,6 +15,7 @@ from backend.engine.request import Request, StepOutput
 from backend.server.errors import ApiError, ContextLengthError, EngineDead, InvalidRequest, ModelNotFound, Overloaded
 from backend.server.metrics import Metrics
 from backend.server.model import ServedModel
+from backend.server.records import Records
 from backend.server.tracing import Tracer
 
 # Up to this size a body is rendered and tokenised on the event loop: about half a millisecond at most. Above it, in a
@@ -33,6 +34,7 @@ class Serving:
     metrics: Metrics
     tracer: Tracer
     executor: ThreadPoolExecutor
+    records: Records = field(default_factory=Records)
 
     def check_model(self, name: str) -> None:
         if name != self.model.name:
