@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -179,3 +180,11 @@ def test_every_token_of_a_large_vocabulary_can_come_and_a_forbidden_one_never_do
 def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary(value: float) -> None:
     requests = [make_request(seed=seed, top_p=top_p) for seed in range(20) for top_p in (1.0, 0.9)]
     assert all(0 <= token < VOCAB_SIZE for token in draw(requests, [[value] * VOCAB_SIZE] * len(requests)))
+
+
+def test_the_least_noise_does_not_draw_a_forbidden_token() -> None:
+    request = make_request(logit_bias={0: -1e9, 1: -1e9})
+    batch = make_sampling_batch([request], VOCAB_SIZE, CPU)
+    assert batch.random is not None
+    silent = replace(batch, random=replace(batch.random, uniform=torch.zeros(1, dtype=torch.float64)))
+    assert sample(torch.tensor([LOGITS]), silent)[0].token_id == 2
