@@ -127,8 +127,9 @@ class AsyncEngine:
         Aborting what is unknown or has ended is safe and does nothing.
         """
         with self._changed:
-            self._commands.append(partial(self._engine.abort, request_id))
-            self._changed.notify()
+            if self._open:
+                self._commands.append(partial(self._engine.abort, request_id))
+                self._changed.notify()
 
     async def wait_idle(self) -> None:
         """Returns once nothing runs or waits, and at once if the engine has ended."""
@@ -189,7 +190,8 @@ class AsyncEngine:
                 self._engine.check_integrity()  # every block must be free or cached: proven before going to sleep
             with self._changed:
                 while not (self._stopping or self._commands or self._engine.has_unfinished):
-                    self._loop.call_soon_threadsafe(self._release, self._take_idle_waiters())
+                    if waiters := self._take_idle_waiters():
+                        self._loop.call_soon_threadsafe(self._release, waiters)
                     self._changed.wait()
                 commands, self._commands = self._commands, []
             if self._stopping:
