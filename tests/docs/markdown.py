@@ -1,0 +1,56 @@
+"""Markdown as the tests of the documents read it: fenced blocks with what is said before them, links, code spans."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(path for pattern in ("*.md", "docs/*.md", "benchmarks/*.md") for path in ROOT.glob(pattern))
+
+_FENCED = re.compile(r"(?:^<!-- test: (?P<mark>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)")
+_CODE = re.compile(r"`([^`\n]+)`")
+
+
+@dataclass(frozen=True)
+class Block:
+    """`mark` is what `<!-- test: MARK -->` says on the line before; empty where nothing is said."""
+
+    language: str
+    text: str
+    mark: str
+    line: int
+
+
+def blocks(path: Path) -> list[Block]:
+    content = path.read_text(encoding="utf-8")
+    return [
+        Block(found["language"], found["text"], found["mark"] or "", content.count("\n", 0, found.start("text")))
+        for found in _FENCED.finditer(content)
+    ]
+
+
+def links(path: Path) -> list[str]:
+    """Targets of links, without those into the same page."""
+    return _LINK.findall(path.read_text(encoding="utf-8"))
+
+
+def code_spans(text: str) -> list[str]:
+    return _CODE.findall(text)
+
+
+def section(path: Path, title: str) -> str:
+    """The text under a second-level heading, up to the next."""
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", path.read_text(encoding="utf-8"), re.M | re.S)
+    assert found, f"{path} has no section {title!r}"
+    return found[1]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of every table's rows, without heads and rules."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rules = {i for i, row in enumerate(rows) if all(re.fullmatch(":?-+:?", cell) for cell in row)}
+    return [row for i, row in enumerate(rows) if i not in rules and i + 1 not in rules]

@@ -1,0 +1,48 @@
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from gateway import errors
+from gateway.errors import GatewayError
+from gateway.limits.headers import ratelimit_headers
+from gateway.storage.base import RateCharge
+from tests.docs.markdown import ROOT, code_spans, section, table_rows
+
+PAGE = ROOT / "docs" / "errors.md"
+
+
+def tree(root: type[GatewayError]) -> Iterator[type[GatewayError]]:
+    yield root
+    for child in root.__subclasses__():
+        yield from tree(child)
+
+
+def documented() -> dict[str, list[str]]:
+    text = PAGE.read_text(encoding="utf-8").split("\n## ")[0]
+    return {row[0].strip("`"): row[1:5] for row in table_rows(text)}
+
+
+def test_every_error_is_documented_in_the_order_of_the_tree() -> None:
+    assert list(documented()) == [error.__name__ for error in tree(GatewayError)]
+
+
+@pytest.mark.parametrize("error", list(tree(GatewayError)), ids=lambda error: error.__name__)
+def test_an_error_is_as_documented(error: type[GatewayError]) -> None:
+    status, kind, code, retry = documented()[error.__name__]
+    assert status == ("the server's" if error is errors.UpstreamRefused else str(error.status))
+    assert kind == f"`{error.type}`"
+    assert code == (f"`{error.code}`" if error.code else "none")
+    assert retry == ("yes" if error.retryable else "no")
+
+
+def test_every_header_that_is_sent_is_documented() -> None:
+    sent = set(ratelimit_headers("requests", A_CHARGE, 1)) | set(ratelimit_headers("tokens", A_CHARGE, 1))
+    sent |= errors.retry_after(1.0).keys()
+    for file in ("serve.py", "settlement.py", "replies.py"):
+        sent |= set(re.findall(r'"(x-[a-z-]+)"', (ROOT / "gateway" / file).read_text()))
+    rows = table_rows(section(PAGE, "Headers of a reply"))
+    assert {name for row in rows for name in code_spans(row[0])} == sent
+
+
+A_CHARGE = RateCharge("dev/requests", amount=1, limit=1, period_seconds=1.0)
