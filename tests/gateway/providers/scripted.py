@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -26,8 +27,9 @@ Script = Callable[[Received, asyncio.StreamWriter], Awaitable[None]]
 
 
 class ScriptedServer:
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, tls: ssl.SSLContext | None = None) -> None:
         self._script = script
+        self._tls = tls
         self._tasks: list[asyncio.Task[None]] = []
         self._writers: list[asyncio.StreamWriter] = []
         self.requests: list[Received] = []
@@ -38,10 +40,10 @@ class ScriptedServer:
 
     @property
     def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}/v1"
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 

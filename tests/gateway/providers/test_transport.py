@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -159,6 +163,43 @@ async def test_no_tls_on_the_other_side(transport: HTTPTransport) -> None:
         url = f"https://127.0.0.1:{plain.sockets[0].getsockname()[1]}/"
         with pytest.raises(httpx2.ConnectError):
             await fetch(transport, httpx2.Request("GET", url))
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for 127.0.0.1 that nobody has signed, in one file with its key."""
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("there is no openssl command to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    subject = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "1"]
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")]
+    kind = ["-x509", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    subprocess.run([openssl, "req", *kind, *subject, *files], check=True, capture_output=True)
+    both = folder / "both.pem"
+    both.write_text((folder / "key.pem").read_text() + (folder / "certificate.pem").read_text())
+    return both
+
+
+async def test_tls(certificate: Path) -> None:
+    ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    ours.load_cert_chain(certificate)
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    large = b"x" * 1_000_000
+    script = answering(json_answer(large))
+    async with ScriptedServer(script, tls=ours) as server, HTTPTransport(ssl_context=trusting) as transport:
+        for _ in range(2):
+            _, body = await fetch(transport, post(server, large))
+            assert body == large
+        assert server.connections == 1
+
+
+async def test_a_certificate_that_is_not_to_be_trusted(certificate: Path, transport: HTTPTransport) -> None:
+    ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    ours.load_cert_chain(certificate)
+    async with ScriptedServer(answering(json_answer(b"{}")), tls=ours) as server:
+        with pytest.raises(httpx2.ConnectError, match="certificate"):
+            await fetch(transport, post(server))
+        assert not server.requests
 
 
 async def test_the_bound_on_connections_is_per_origin() -> None:
