@@ -27,7 +27,6 @@ from gateway.errors import GatewayError, MethodNotAllowed, StorageUnavailable, U
 from gateway.fleet import Fleet
 from gateway.ledger import Ledger
 from gateway.limits import LIMITS
-from gateway.limits import LIMITS
 from gateway.limits.base import Limiter
 from gateway.policy import Policy
 from gateway.policy_file import PolicyHolder

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
-from typing import Literal
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -25,8 +25,10 @@ IRRELEVANT_FIELDS = frozenset(
     {"metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "stream", "stream_options",
      "user"}
 )  # fmt: skip
+ALWAYS_ASKED = "include_usage"  # of the upstream, whatever the client asked for
 
 _encode = msgspec.msgpack.encode
+_options = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _chunks = msgspec.msgpack.Decoder(list[bytes])
 
 
@@ -35,11 +37,14 @@ class LeaderFailed(Exception):
 
 
 class Recording:
-    """An answer as its leader receives it. One writer, any number of followers; ends by `finish` or `fail`."""
+    """An answer as its leader receives it. One writer, any number of followers; ends by `finish` or `fail`.
 
-    def __init__(self, cache: ResponseCache, key: str, ttl_seconds: float, max_bytes: int) -> None:
+    Whoever got it from `lookup` must end it on every way out: its followers wait for nothing else.
+    """
+
+    def __init__(self, cache: ResponseCache, flight: Flight, ttl_seconds: float, max_bytes: int) -> None:
         self._cache = cache
-        self._key = key
+        self._flight = flight
         self._ttl_seconds = ttl_seconds
         self._max_bytes = max_bytes
         self._bytes = 0
@@ -48,7 +53,11 @@ class Recording:
         self.followers = 0
         self.ended = False
         self.error: GatewayError | None = None
-        self.on_abandoned: Callable[[], None] = lambda: None  # told when the last follower has left
+        self._on_abandoned: Callable[[], None] = lambda: None
+
+    def when_abandoned(self, tell: Callable[[], None]) -> None:
+        """`tell` is called when the last follower leaves before the end."""
+        self._on_abandoned = tell
 
     @property
     def followed(self) -> bool:
@@ -58,20 +67,20 @@ class Recording:
         """Keep a chunk. Beyond the size limit the answer is not kept, and finds no new followers."""
         self._bytes += len(chunk)
         if self._bytes > self._max_bytes:
-            self._cache.forget(self._key, self)
+            self._cache.forget(self._flight, self)
             if not self.followed:
                 self.chunks.clear()
                 return
         self.chunks.append(chunk)
         self._wake()
 
-    async def finish(self) -> None:
+    async def finish(self, *, keep: bool = True) -> None:
         """The answer is whole: keep it for later calls. A store that is away costs the cache entry, nothing else."""
         self.ended = True
         self._wake()
-        self._cache.forget(self._key, self)
-        if self._bytes <= self._max_bytes:
-            await self._cache.keep(self._key, self.chunks, self._ttl_seconds)
+        self._cache.forget(self._flight, self)
+        if keep and self._bytes <= self._max_bytes:
+            await self._cache.keep(self._flight.key, self.chunks, self._ttl_seconds)
 
     def fail(self, error: GatewayError | None) -> None:
         """The answer will not be whole. Does nothing after `finish`."""
@@ -79,14 +88,24 @@ class Recording:
             self.error = error
             self.ended = True
             self._wake()
-            self._cache.forget(self._key, self)
+            self._cache.forget(self._flight, self)
+
+    def replay(self, chunks: list[bytes]) -> None:
+        """The answer was there already: it is given to whoever follows."""
+        self.chunks = chunks
+        self.ended = True
+        self._wake()
+        self._cache.forget(self._flight, self)
 
     def _wake(self) -> None:
         self._grown.set()
         self._grown = asyncio.Event()
 
-    async def follow(self) -> AsyncIterator[bytes]:
-        """All chunks from the first on, as they come. Raises `LeaderFailed` before the first, else the error."""
+    async def follow(self) -> AsyncGenerator[bytes, None]:
+        """All chunks from the first on, as they come. Raises `LeaderFailed` before the first, else the error.
+
+        One without an error was cancelled: its answer then ends before its end, which its reader notices.
+        """
         self.followers += 1
         try:
             position = 0
@@ -104,31 +123,45 @@ class Recording:
         finally:
             self.followers -= 1
             if not (self.followers or self.ended):
-                self.on_abandoned()
+                self._on_abandoned()
 
 
 class Unrecorded:
     """What a call leads that is neither kept nor shared."""
 
     followed = False
-    on_abandoned: Callable[[], None]
+
+    def when_abandoned(self, tell: Callable[[], None]) -> None: ...
 
     def write(self, chunk: bytes) -> None: ...
 
-    async def finish(self) -> None: ...
+    async def finish(self, *, keep: bool = True) -> None: ...
 
     def fail(self, error: GatewayError | None) -> None: ...
 
 
 class Answer:
-    """An answer that needs no upstream: kept from earlier ("hit"), or being given to an equal call ("shared")."""
+    """An answer that needs no upstream: kept from earlier ("hit"), or being given to an equal call ("shared").
 
-    def __init__(self, kind: Literal["hit", "shared"], chunks: AsyncIterator[bytes]) -> None:
+    Closed by its reader, so that a leader knows at once when nobody follows any more.
+    """
+
+    def __init__(self, kind: Literal["hit", "shared"], chunks: AsyncGenerator[bytes, None]) -> None:
         self.kind = kind
         self._chunks = chunks
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self._chunks
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()
+
+
+class Flight(NamedTuple):
+    """Equal calls share an upstream call within their latency class only: none waits longer than its class may."""
+
+    key: str
+    class_name: str
 
 
 UNRECORDED = Unrecorded()
@@ -139,31 +172,40 @@ class ResponseCache:
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
-        self._flights: dict[str, Recording] = {}  # bounded by the calls in flight
+        self._flights: dict[Flight, Recording] = {}  # bounded by the calls in flight
+
+    @property
+    def in_flight(self) -> int:
+        """How many answers are being recorded."""
+        return len(self._flights)
 
     async def lookup(self, call: Call) -> Answer | Recording | Unrecorded:
         key = cache_key(call)
         if key is None:
             return UNRECORDED
-        if flight := self._flights.get(key):
-            return Answer("shared", flight.follow())
+        flight = Flight(key, call.class_name)
+        if leader := self._flights.get(flight):
+            return Answer("shared", leader.follow())
         # Registered before the store is asked: equal calls that come meanwhile follow this one.
         settings = call.policy.cache
-        recording = self._flights[key] = Recording(self, key, settings.ttl, settings.max_answer_bytes)
+        recording = self._flights[flight] = Recording(self, flight, settings.ttl, settings.max_answer_bytes)
         try:
-            kept = await self._blobs.get(key)
-        except StorageUnavailable:
-            return recording
+            kept = await self._kept(key)
         except BaseException:
             recording.fail(None)
             raise
         if kept is None:
             return recording
-        recording.chunks = _chunks.decode(kept)
-        recording.ended = True
-        recording._wake()
-        self.forget(key, recording)
+        recording.replay(kept)
         return Answer("hit", recording.follow())
+
+    async def _kept(self, key: str) -> list[bytes] | None:
+        """None also where the store is away, or gives back what was never put into it."""
+        try:
+            kept = await self._blobs.get(key)
+            return None if kept is None else _chunks.decode(kept)
+        except (StorageUnavailable, msgspec.MsgspecError):
+            return None
 
     async def keep(self, key: str, chunks: list[bytes], ttl_seconds: float) -> None:
         try:
@@ -171,9 +213,9 @@ class ResponseCache:
         except StorageUnavailable:
             return
 
-    def forget(self, key: str, recording: Recording) -> None:
-        if self._flights.get(key) is recording:
-            del self._flights[key]
+    def forget(self, flight: Flight, recording: Recording) -> None:
+        if self._flights.get(flight) is recording:
+            del self._flights[flight]
 
 
 def cache_key(call: Call) -> str | None:
@@ -184,7 +226,11 @@ def cache_key(call: Call) -> str | None:
     principal = call.principal
     digest = hashlib.sha256()
     owner = [principal.tenant.name, principal.key_id if settings.scope == "key" else None]
-    digest.update(_encode([owner, call.model.name, call.operation.value, call.stream]))
+    served = [call.policy.deployments_by_name[name].model for name in call.model.deployments]  # a reload may change it
+    digest.update(_encode([owner, call.model.name, served, call.operation.value, call.stream]))
     for name in sorted(call.fields.keys() - IRRELEVANT_FIELDS):
         digest.update(_encode([name, bytes(call.fields[name])]))
+    options = (_options.decode(call.fields["stream_options"]) or {}) if "stream_options" in call.fields else {}
+    for name in sorted(options.keys() - {ALWAYS_ASKED}):
+        digest.update(_encode(["stream_options", name, bytes(options[name])]))
     return f"cache:{digest.hexdigest()}"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import msgspec
 
 from gateway.canonical import canonical_form
-from gateway.doors.base import Asked, Door, Fields, read_fields
+from gateway.doors.base import MAX_TOKENS, Asked, Door, Fields, read_fields
 from gateway.errors import Forbidden, ModelNotFound
 from gateway.policy import Match, Model, Policy
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN, fingerprint, seed_of
@@ -22,6 +22,7 @@ from gateway.types import Call, Operation, Principal, Trace
 
 Headers = Mapping[bytes, bytes]
 SALT_BYTES = 16
+MAX_NAME_CHARACTERS = 200  # of a name that is told back; no policy has longer ones
 MESSAGE_TOKENS = 4  # what a chat template adds around each message, roughly
 
 
@@ -71,7 +72,7 @@ class Canonicaliser:
             latency_class=latency_class,
             stream=bool(common.stream) and door.operation is not Operation.EMBEDDING,
             include_usage=bool(common.stream_options and common.stream_options.include_usage),
-            max_output_tokens=None if asked.max_output_tokens is None else asked.max_output_tokens * asked.choices,
+            max_output_tokens=_output_bound(asked),
             deterministic=asked.deterministic,
             fields=asked.fields,
             fingerprint=() if door.operation is Operation.EMBEDDING else fingerprint(asked.pieces, seed_of(salt)),
@@ -129,10 +130,17 @@ def _model(policy: Policy, principal: Principal, asked: str) -> Model:
     """
     model = policy.models_by_name.get(asked)
     if model is None or not principal.tenant_may_use(model):
-        raise ModelNotFound(f"the model {asked!r} does not exist or is not yours to use", param="model")
+        name = asked[:MAX_NAME_CHARACTERS]
+        raise ModelNotFound(f"the model {name!r} does not exist or is not yours to use", param="model")
     if not principal.may_use(model):
         raise Forbidden(f"the key {principal.key_id!r} may not use the model {asked!r}", param="model")
     return model
+
+
+def _output_bound(asked: Asked) -> int | None:
+    if asked.max_output_tokens is None:
+        return None
+    return min(asked.max_output_tokens * asked.choices, MAX_TOKENS)
 
 
 def _prompt_tokens(asked: Asked) -> int:

@@ -7,6 +7,7 @@
     + UnknownUrl               404 unknown_url
     + MethodNotAllowed         405 method_not_allowed
     + BodyTooLarge             413 request_too_large
+    + RequestTimeout           408 request_timeout: the body did not arrive
   x Unauthenticated            401 invalid_api_key
   x Forbidden                  403 permission_denied
   x LimitReached               429 rate_limit_exceeded, with the time to wait
@@ -80,6 +81,17 @@ class MethodNotAllowed(BadRequest):
 class BodyTooLarge(BadRequest):
     status = 413
     code = "request_too_large"
+
+
+class RequestTimeout(BadRequest):
+    """Its rest may still come, so that the connection is of no more use."""
+
+    status = 408
+    code = "request_timeout"
+    retryable = True
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"connection": "close"})
 
 
 class Unauthenticated(GatewayError):
@@ -160,7 +172,8 @@ class UpstreamTimeout(UpstreamError):
 
 
 class UpstreamRefused(GatewayError):
-    """The upstream judged the request itself (400, 404, 413, 422): its answer is the client's answer, unchanged."""
+    """The upstream judged the request itself (400, 404, 413, 422): its answer is the client's answer, unchanged
+    where it is JSON."""
 
     type = "invalid_request_error"
     code = "refused_by_upstream"
@@ -178,6 +191,10 @@ class UpstreamCut(GatewayError):
     status = 502
     code = "upstream_cut"
     retryable = True
+
+
+def shutting_down() -> Overloaded:
+    return Overloaded("the gateway is shutting down", retry_after_seconds=1.0)
 
 
 def retry_after(seconds: float) -> dict[str, str]:

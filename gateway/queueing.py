@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from gateway.errors import Overloaded
-from gateway.fleet import Fleet, Place, Server
+from gateway.errors import Overloaded, shutting_down
+from gateway.fleet import Fleet, Place
+from gateway.policy import Model
 from gateway.types import Call
 
 RETRY_AFTER_MIN_SECONDS = 1.0
@@ -21,10 +22,10 @@ RETRY_AFTER_MAX_SECONDS = 30.0
 class _Waiter:
     """A call in line. The one who takes it out of its line answers `granted`, or its caller has stopped waiting."""
 
-    __slots__ = ("granted", "servers")
+    __slots__ = ("granted", "model")
 
-    def __init__(self, servers: list[Server]) -> None:
-        self.servers = servers
+    def __init__(self, model: Model) -> None:
+        self.model = model
         self.granted: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
 
     def decline(self) -> None:
@@ -57,11 +58,13 @@ class Queue:
 
     async def _place(self, call: Call) -> Place:
         if self._closed:
-            raise _shutting_down()
+            raise shutting_down()
         servers = self._fleet.servers_of(call.model)
+        if not servers:
+            raise _nowhere_to_go(call.model)
         if not self._someone_before(call) and (place := self._fleet.take(servers)):
             return place
-        return await self._wait(call, _Waiter(servers))
+        return await self._wait(call, _Waiter(call.model))
 
     def _someone_before(self, call: Call) -> bool:
         """Whether a call for the same model waits whose turn comes before this one's."""
@@ -104,10 +107,14 @@ class Queue:
         for key in sorted(self._lines):
             while waiter := next(iter(self._lines.get(key, ())), None):
                 if not waiter.granted.done():
-                    place = self._fleet.take(waiter.servers)
-                    if place is None:
+                    servers = self._fleet.servers_of(waiter.model)
+                    place = self._fleet.take(servers)
+                    if place is not None:
+                        waiter.granted.set_result(place)
+                    elif servers:
                         break
-                    waiter.granted.set_result(place)
+                    else:
+                        waiter.granted.set_exception(_nowhere_to_go(waiter.model))
                 self._leave(key, waiter)
 
     def close(self) -> None:
@@ -116,7 +123,7 @@ class Queue:
         for line in self._lines.values():
             for waiter in line:
                 if not waiter.granted.done():
-                    waiter.granted.set_exception(_shutting_down())
+                    waiter.granted.set_exception(shutting_down())
 
 
 def _honest_wait(max_wait_seconds: float) -> float:
@@ -124,5 +131,8 @@ def _honest_wait(max_wait_seconds: float) -> float:
     return min(max(max_wait_seconds, RETRY_AFTER_MIN_SECONDS), RETRY_AFTER_MAX_SECONDS)
 
 
-def _shutting_down() -> Overloaded:
-    return Overloaded("the gateway is shutting down", retry_after_seconds=RETRY_AFTER_MIN_SECONDS)
+def _nowhere_to_go(model: Model) -> Overloaded:
+    return Overloaded(
+        f"the policy has changed, and {model.name} has no deployment any more",
+        retry_after_seconds=RETRY_AFTER_MIN_SECONDS,
+    )

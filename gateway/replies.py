@@ -7,23 +7,23 @@ and listens for the client's leaving: a bare ASGI callable is not told of it in 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import orjson
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from gateway.errors import BodyTooLarge, GatewayError, UpstreamRefused
+from gateway.errors import BodyTooLarge, GatewayError, RequestTimeout, UpstreamRefused
 from gateway.timers import WaitBound
 
 JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream; charset=utf-8"
 DISCARD_MAX_BYTES = 64 * 2**20  # of a body over the cap, read and dropped so that the client can read its refusal
-BODY_MAX_SECONDS = 60.0  # for the whole request body to arrive
+STALL_SECONDS = 60.0  # for a whole body to arrive, or for a client to take anything of its reply
+CLIENT_CLOSED_STATUS = 499  # of a reply that nobody was there to get; stands in telemetry only
+MAX_WORDS_CHARACTERS = 300  # of an upstream's own words in an error of ours
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
-WRITE_STALL_SECONDS = 60.0  # a client that takes nothing for so long is taken for gone
 
 
 class ClientGone(Exception):
@@ -37,37 +37,53 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.client_gone = False
+        self.client_gone = False  # it left, or takes nothing any more
         self.status: int | None = None
         self.reply_headers: dict[str, str] = {}  # sent with whatever reply is sent
         self._receive = receive
         self._send = send
         self._max_body_bytes = max_body_bytes
-        self._write: WaitBound | None = None
+        self._ended = False
+        self._bound: WaitBound | None = None
         self._watch: asyncio.Task[None] | None = None
         self._task: asyncio.Task[Any] | None = None
         self._wanted: Callable[[], bool] = lambda: False
 
     async def body(self) -> bytes:
-        """The whole body. Raises `BodyTooLarge`, `ClientGone`, or TimeoutError where it does not arrive."""
+        """The whole body. Raises `BodyTooLarge`, `RequestTimeout` or `ClientGone`."""
+        bound = self._waits()
+        bound.begin()
+        try:
+            return await self._whole_body()
+        except asyncio.CancelledError:
+            if not bound.expired:
+                raise
+            bound.uncancel()
+            raise RequestTimeout(f"the body did not arrive within {STALL_SECONDS:g} s") from None
+        finally:
+            bound.end()
+
+    async def _whole_body(self) -> bytes:
         announced = self.headers.get(b"content-length", b"")
         if announced.isdigit() and int(announced) > self._max_body_bytes:
-            await self._discard()
+            if b"expect" not in self.headers:  # who asks first has not begun to send
+                await self._discard()
             raise self._too_large()
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body"):
             return self._checked(message.get("body", b""))
-        async with asyncio.timeout(BODY_MAX_SECONDS):
-            return await self._rest_of_body(message)
+        return await self._rest_of_body(message)
 
-    async def _rest_of_body(self, message: Any) -> bytes:
+    async def _rest_of_body(self, message: Message) -> bytes:
         body = bytearray()
         while True:
             if message["type"] == "http.disconnect":
+                self.client_gone = True
                 raise ClientGone
             body += message.get("body", b"")
             if len(body) > self._max_body_bytes:
-                await self._discard()
+                if message.get("more_body"):
+                    await self._discard()
                 raise self._too_large()
             if not message.get("more_body"):
                 return bytes(body)
@@ -80,23 +96,37 @@ class Exchange:
 
     async def _discard(self) -> None:
         """Read on without keeping, up to a bound: a client that is still writing does not read its refusal."""
-        dropped = 0
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(BODY_MAX_SECONDS):
-                while dropped < DISCARD_MAX_BYTES:
-                    message = await self._receive()
-                    dropped += len(message.get("body", b""))
-                    if message["type"] == "http.disconnect" or not message.get("more_body"):
-                        return
+        bound, dropped = self._waits(), 0
+        try:
+            while dropped < DISCARD_MAX_BYTES:
+                message = await self._receive()
+                dropped += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body"):
+                    return
+        except asyncio.CancelledError:
+            if not bound.expired:
+                raise
+            bound.uncancel()
+        self.reply_headers["connection"] = "close"
 
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(f"the body has more than {self._max_body_bytes} bytes")
 
+    def _waits(self) -> WaitBound:
+        if self._bound is None:
+            self._bound = WaitBound(STALL_SECONDS)
+        return self._bound
+
     def watch(self) -> None:
         """From now on the present task is cancelled when the client leaves; but see `stay_while`."""
         self._task = asyncio.current_task()
-        self._write = WaitBound(WRITE_STALL_SECONDS)
         self._watch = asyncio.create_task(self._listen())
+
+    def unwatch(self) -> None:
+        """What the client does now changes nothing any more. ASGI calls the end of the reply a disconnect, too."""
+        self._task = None
+        if self._watch is not None:
+            self._watch.cancel()
 
     def stay_while(self, wanted: Callable[[], bool]) -> None:
         """Work on for others when the client leaves, as long as `wanted`; `leave_if_gone` looks again."""
@@ -113,23 +143,37 @@ class Exchange:
         self.leave_if_gone()
 
     async def start(self, status: int, content_type: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
-        self.status = status
+        self.status = CLIENT_CLOSED_STATUS if self.client_gone else status
         lines = {"content-type": content_type, **self.reply_headers, **headers}
-        await self._send({
+        await self._put({
             "type": "http.response.start",
             "status": status,
             "headers": [(name.encode(), value.encode("latin-1", "replace")) for name, value in lines.items()],
         })  # fmt: skip
 
-    async def send(self, chunk: bytes, *, last: bool = False) -> None:
-        """Send bytes; waits while the client takes nothing, up to `WRITE_STALL_SECONDS`."""
+    def send(self, chunk: bytes, *, last: bool = False) -> Awaitable[None]:
+        """Send bytes of the reply; waits while the client takes nothing, up to `STALL_SECONDS`."""
+        if last:
+            self._ended = True
+            self.unwatch()
+        return self._put({"type": "http.response.body", "body": chunk, "more_body": not last})
+
+    async def _put(self, message: Message) -> None:
         if self.client_gone:
             return
-        if self._write is not None:
-            self._write.begin()
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": not last})
-        if self._write is not None:
-            self._write.end()
+        bound = self._waits()
+        bound.begin()
+        try:
+            await self._send(message)
+        except asyncio.CancelledError:
+            if not bound.expired:
+                raise
+            self.client_gone = True
+            if not self._wanted():
+                raise
+            bound.uncancel()
+        finally:
+            bound.end()
 
     async def reply(
         self, status: int, content: bytes, content_type: str = JSON_TYPE, headers: Mapping[str, str] = NO_HEADERS
@@ -140,25 +184,24 @@ class Exchange:
 
     async def refuse(self, error: GatewayError) -> None:
         """Tell the client of an error: as a status while nothing has been sent, in the stream afterwards."""
+        self.unwatch()
+        if self._ended:
+            return
         if self.status is not None:
             await self.send(error_frame(error), last=True)
-        elif isinstance(error, UpstreamRefused):
-            await self.reply(error.upstream_status, error.content, error.content_type)
+            return
+        self.reply_headers.update(error.headers)
+        if isinstance(error, UpstreamRefused):
+            await self.reply(error.upstream_status, _own_words(error))
         else:
-            self.reply_headers.update(error.headers)
             self.reply_headers["x-should-retry"] = "true" if error.retryable else "false"
             await self.reply(error.status, render_error(error))
 
-    def left(self) -> bool:
-        """Whether a cancellation means that the client left, or takes nothing any more."""
-        return self.client_gone or (self._write is not None and self._write.expired)
-
     def close(self) -> None:
         """Stop listening. Safe to call twice."""
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._write is not None:
-            self._write.close()
+        self.unwatch()
+        if self._bound is not None:
+            self._bound.close()
 
 
 def render_error(error: GatewayError) -> bytes:
@@ -168,3 +211,11 @@ def render_error(error: GatewayError) -> bytes:
 def error_frame(error: GatewayError) -> bytes:
     """An error after the first byte: one event, and no `[DONE]` behind it."""
     return b"data: " + render_error(error) + b"\n\n"
+
+
+def _own_words(error: UpstreamRefused) -> bytes:
+    """The upstream's refusal as it came, where it is JSON; anything else would be a page in the gateway's name."""
+    if error.content_type.partition(";")[0].strip().lower() == JSON_TYPE:
+        return error.content
+    words = error.content[: 4 * MAX_WORDS_CHARACTERS].decode("utf-8", "replace")[:MAX_WORDS_CHARACTERS]
+    return orjson.dumps({"error": {**error.body(), "message": f"{error.message}: {words}"}})

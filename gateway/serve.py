@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -17,12 +19,12 @@ from gateway.auth import Authenticator
 from gateway.cache import UNRECORDED, Answer, LeaderFailed, ResponseCache
 from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.doors.base import Door
-from gateway.errors import GatewayError, InternalError, UpstreamCut
+from gateway.errors import GatewayError, InternalError, Overloaded, UpstreamCut, shutting_down
 from gateway.ledger import Ledger
 from gateway.limits.base import UNLIMITED, Limiter
 from gateway.policy_file import PolicyHolder
 from gateway.queueing import Queue
-from gateway.replies import JSON_TYPE, STREAM_TYPE, ClientGone, Exchange
+from gateway.replies import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, ClientGone, Exchange
 from gateway.routing.router import Attempts, Router, Upstream
 from gateway.settlement import Settlement
 from gateway.telemetry import CallRecord, Telemetry
@@ -55,11 +57,10 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
     principal = record.principal = await house.authenticator.authenticate(exchange.headers, policy)
 
     marks.enter("canonicalise")
-    now = asyncio.get_running_loop().time()
     body = await exchange.body()
     call = record.call = house.canonicaliser.canonicalise(
-        door, body, exchange.headers,
-        call_id=call_id, principal=principal, policy=policy, now=now, trace=record.trace,
+        door, body, exchange.headers, call_id=call_id, principal=principal, policy=policy,
+        now=asyncio.get_running_loop().time(), trace=record.trace,
     )  # fmt: skip
 
     marks.enter("cache.lookup")
@@ -70,17 +71,22 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
         record.cache = found.kind
         marks.enter("chat")
         try:
-            async with Settlement(
-                call, UNLIMITED, UNRECORDED, attempts, exchange, record, house.ledger, from_cache=True
-            ) as account:
-                return await relay(call, found, account, exchange)
+            async with (
+                Settlement(
+                    call, UNLIMITED, UNRECORDED, attempts, exchange, record, house.ledger, from_cache=True
+                ) as account,
+                aclosing(found),
+            ):
+                await relay(call, found, account, exchange)
+            return
         except LeaderFailed:
             found = UNRECORDED  # it asks for itself
     record.cache = "off" if found is UNRECORDED else "miss"
     exchange.stay_while(lambda: found.followed)
-    found.on_abandoned = exchange.leave_if_gone
+    found.when_abandoned(exchange.leave_if_gone)
 
     async with AsyncExitStack() as lifetime:
+        lifetime.callback(found.fail, None)  # on every way out: whoever follows waits for nothing else
         marks.enter("admit")
         house.ledger.check()
         reservation = await house.limiter.admit(call)
@@ -101,7 +107,9 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
 
 
 async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exchange: Exchange) -> None:
-    """Phase 7: pass the answer on as it comes. Its last bytes go out after its receipt is written."""
+    """Phase 7: pass the answer on as it comes. Its last bytes go out after its receipt is written, and what was held
+    for it is given back right behind them: the client may ask again before the server's connection is free.
+    """
     meter = account.meter
     async for chunk in chunks:
         account.arrived()
@@ -119,6 +127,7 @@ async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exch
         elif meter.complete:
             await exchange.reply(200, passed_on, JSON_TYPE, account.reply_headers())
         if meter.complete:
+            await account.settle()
             return
     raise UpstreamCut("the answer ended before its end")
 
@@ -134,22 +143,35 @@ async def handle(house: House, door: Door, scope: Scope, receive: Receive, send:
     )  # fmt: skip
     exchange.reply_headers = {"x-request-id": call_id, "x-trace-id": f"{trace.trace_id:032x}"}
     try:
-        await serve(house, door, exchange, record, call_id)
-    except GatewayError as error:
-        record.error_code = error.code or error.type
-        await exchange.refuse(error)
+        error = await failure_of(serve(house, door, exchange, record, call_id), call_id)
+        if error is not None:
+            record.error_code = error.code or error.type
+            await exchange.refuse(error)
     except ClientGone:
         record.outcome = Outcome.CLIENT_GONE
     except asyncio.CancelledError:
-        if not exchange.left():
-            await exchange.refuse(UpstreamCut("the gateway is shutting down"))
+        if not exchange.client_gone:
+            record.error_code = Overloaded.code
+            await exchange.refuse(shutting_down())
             raise
-    except Exception as bug:  # noqa: BLE001 - the last line of defence: no stack trace leaves, and none is lost
-        log.exception("a request failed in the gateway itself", extra={"call_id": call_id})
-        record.error_code = InternalError.code
-        await exchange.refuse(InternalError(f"an error in the gateway ({type(bug).__name__}); see its log"))
+        record.outcome = record.outcome or Outcome.CLIENT_GONE
     finally:
         exchange.close()
         record.marks.end()
-        record.status = exchange.status or 499
+        record.status = exchange.status or CLIENT_CLOSED_STATUS
         house.telemetry.record(record)
+
+
+async def failure_of(served: Coroutine[Any, Any, None], call_id: str) -> GatewayError | None:
+    """What a client is to be told of a request that could not be served; None of one that was."""
+    try:
+        await served
+    except GatewayError as error:
+        return error
+    except ClientGone:
+        raise
+    except Exception as bug:
+        # The last line of defence: no stack trace leaves, and none is lost.
+        log.exception("a request failed in the gateway itself", extra={"call_id": call_id})
+        return InternalError(f"an error in the gateway ({type(bug).__name__}); see its log")
+    return None

@@ -1,22 +1,25 @@
 """Phase 8: what happens on every way out of an admitted call, once.
 
 The receipt is in the ledger before the last bytes of the answer are sent, so that whoever got a whole answer has
-been billed for it, whatever happens next. Then, behind the client's back: the receipt is made durable, the
-reservation is settled to the truth, the answer goes into the cache, and the router learns what was really cached.
+been billed for it, whatever happens next; the ledger makes it durable together with its neighbours. Then, behind the
+client's back: the reservation is settled to the truth, the router learns what was really cached, and the answer goes
+into the cache. None of this waits longer than a storage operation may, or is lost to a cancellation.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from decimal import Decimal
 from types import TracebackType
 
 from gateway.cache import Recording, Unrecorded
-from gateway.errors import GatewayError, UpstreamCut, UpstreamTimeout
+from gateway.errors import GatewayError, LedgerUnavailable, UpstreamCut, UpstreamTimeout
 from gateway.fleet import Server
 from gateway.ledger import Ledger
 from gateway.limits.base import Reservation
-from gateway.metering import Meter, cost_of, make_receipt, nanos
+from gateway.metering import Meter, make_receipt, nanos
 from gateway.providers.base import Fault
 from gateway.replies import Exchange
 from gateway.routing.router import Attempts, Upstream
@@ -51,6 +54,8 @@ class Settlement:
         self._upstream: Upstream | None = None
         self._worker: Server | None = None  # whose work is billed
         self._written = False
+        self._settled = False
+        self._cost = Decimal(0)  # unpriced work is charged to no budget
 
     async def __aenter__(self) -> Settlement:
         return self
@@ -92,10 +97,12 @@ class Settlement:
         """Put the receipt into the ledger. The first outcome stands. Raises `LedgerUnavailable`."""
         if self._written:
             return
+        if outcome is Outcome.COMPLETE and self._exchange.client_gone:  # completed for its followers
+            outcome = Outcome.CLIENT_GONE
         self._written = True
         record, upstream = self._record, self._upstream
         if self._attempts.done and upstream is not None:
-            self._attempts.conclude(_attempt_outcome(outcome, upstream.fault))
+            self._attempts.conclude("ok" if self.meter.complete else _fault(outcome, upstream.fault))
         record.outcome = outcome
         record.attempts = self._attempts.done
         record.usage = self.meter.usage
@@ -108,6 +115,7 @@ class Settlement:
             deployment=self._worker.deployment if self._worker else None,
             from_cache=self._from_cache,
         )
+        self._cost = receipt.cost or self._cost
         self._ledger.append(receipt)
         record.event_id = receipt.event_id
 
@@ -115,13 +123,36 @@ class Settlement:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._record.marks.enter("settle")
+        if self._to_be_billed:
+            self._exchange.unwatch()  # what the client does now changes nothing any more
+        if error is not None:
+            self.recording.fail(error if isinstance(error, GatewayError) else None)
+        try:
+            await self._conclude(error)
+        finally:  # cancelled or not
+            await self.settle()
+        upstream, usage = self._upstream, self.meter.usage
+        if upstream is not None and usage.exact:
+            upstream.server.learn_cached(self._call.fingerprint, upstream.matched_tokens, usage.cache_read)
+        if error is None:  # a fallback's answer is good for those who asked now, and not for those who ask later
+            await self.recording.finish(
+                keep=upstream is not None and upstream.server.name in self._call.model.deployments
+            )
+
+    @property
+    def _to_be_billed(self) -> bool:
+        """Whether it was sent to a server, or answered from the cache. Where neither, the call may still go on."""
+        return bool(self._attempts.done) or self._exchange.status is not None
+
+    async def _conclude(self, error: BaseException | None) -> None:
+        """Write the receipt, where there is none yet."""
         try:
             if error is not None and not self._written:
-                await asyncio.shield(self._ask_who_worked())
-            if self._attempts.done or self._exchange.status is not None:
-                self.write(self._outcome(error))
+                await self._ask_who_worked()
         finally:
-            await asyncio.shield(self._settle(error))
+            if self._to_be_billed:
+                with contextlib.suppress(LedgerUnavailable):  # the receipt is in the log then
+                    self.write(self._outcome(error))
 
     async def _ask_who_worked(self) -> None:
         """The answer ended early; the server that worked on it may know how far it came."""
@@ -130,33 +161,26 @@ class Settlement:
             self.meter.watch_record(told)
             self._worker = server
 
-    async def _settle(self, error: BaseException | None) -> None:
-        call, upstream, usage = self._call, self._upstream, self.meter.usage
-        if error is None:
-            await self.recording.finish()
-        else:
-            self.recording.fail(error if isinstance(error, GatewayError) else None)
-        if upstream is not None and usage.exact:
-            upstream.server.learn_cached(call.fingerprint, upstream.matched_tokens, usage.cache_read)
-        if not self._written:
-            await self._reservation.release()
+    async def settle(self) -> None:
+        """Pay the truth, and give back what was held. Done once, by the first who asks for it."""
+        if self._settled:
             return
-        await self._ledger.durable()
-        cost = cost_of(usage, self._worker.deployment.price) if self._worker is not None else None
-        await self._reservation.settle(usage, nanos(cost) if cost is not None else 0)
+        self._settled = True
+        if self._written:
+            await self._reservation.settle(self.meter.usage, nanos(self._cost))
+        else:
+            await self._reservation.release()
 
     def _outcome(self, error: BaseException | None) -> Outcome:
         if error is None:
             return Outcome.COMPLETE
         if isinstance(error, asyncio.CancelledError):
-            return Outcome.CLIENT_GONE if self._exchange.left() else Outcome.UPSTREAM_CUT
+            return Outcome.CLIENT_GONE if self._exchange.client_gone else Outcome.UPSTREAM_CUT
         timed_out = self._upstream is not None and self._upstream.fault is Fault.TIMEOUT
         if isinstance(error, UpstreamTimeout) or (isinstance(error, UpstreamCut) and timed_out):
             return Outcome.TIMEOUT
-        return Outcome.UPSTREAM_CUT if self._upstream is not None else Outcome.REFUSED
+        return Outcome.UPSTREAM_CUT if self._record.marks.first_chunk_ns else Outcome.REFUSED
 
 
-def _attempt_outcome(outcome: Outcome, fault: Fault | None) -> str:
-    if outcome is Outcome.COMPLETE:
-        return "ok"
+def _fault(outcome: Outcome, fault: Fault | None) -> str:
     return fault.value if fault is not None else outcome.value

@@ -31,14 +31,19 @@ class WaitBound:
         self._handle = self._loop.call_at(max(now, min(now + seconds, deadline)), self._look)
 
     def begin(self) -> None:
-        self._since = self._loop.time()
+        self._since = since = self._loop.time()
+        if since >= self._deadline:  # it passed between two waits
+            self._look_at(since)
 
     def end(self) -> None:
         self._since = None
 
     def uncancel(self) -> None:
-        """The cancellation from here has been dealt with; the task goes on."""
+        """The cancellation from here has been dealt with: the task goes on, and so does the watching."""
         self._task.uncancel()
+        self.expired = False
+        self._since = None
+        self._look_at(self._loop.time() + self._seconds)
 
     def close(self) -> None:
         self._since = None
@@ -52,4 +57,8 @@ class WaitBound:
             return
         begun = now if since is None else since
         soonest = min(begun + self._seconds, self._deadline if self._deadline > now else begun + self._seconds)
-        self._handle = self._loop.call_at(soonest, self._look)
+        self._look_at(soonest)
+
+    def _look_at(self, when: float) -> None:
+        self._handle.cancel()
+        self._handle = self._loop.call_at(when, self._look)

@@ -40,7 +40,10 @@ class TextParts:
 def _single_text(content: msgspec.Raw | None) -> str | None:
     if content is None or not bytes(content).lstrip().startswith(b"["):
         return None
-    parts = _parts.decode(content)
+    try:
+        parts = _parts.decode(content)
+    except (msgspec.MsgspecError, RecursionError):  # no such parts: the server is to judge them
+        return None
     if len(parts) != 1 or parts[0].keys() != {"type", "text"} or parts[0]["type"] != "text":
         return None
     text = parts[0]["text"]

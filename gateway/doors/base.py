@@ -13,9 +13,11 @@ import msgspec
 from gateway.errors import BadRequest
 from gateway.types import Operation
 
+MAX_TOKENS = 2**31 - 1  # of an answer: far above any model, and small enough to be counted in any store
+
 Fields = dict[str, msgspec.Raw]
 Body = TypeVar("Body")
-AtLeastZero = Annotated[int, msgspec.Meta(ge=0)]
+TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
 
 
@@ -60,8 +62,12 @@ _fields = msgspec.json.Decoder(Fields)
 
 
 def read_fields(body: bytes) -> Fields:
-    """The top-level values of a JSON object, as the bytes that the client sent."""
+    """The top-level values of a JSON object, as the bytes that the client sent.
+
+    All of them are UTF-8 then, also what nobody here reads, so that no later reader stumbles over it.
+    """
     try:
+        body.decode()
         return _fields.decode(body)
     except msgspec.ValidationError:
         raise BadRequest("the body must be a JSON object") from None

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.doors.base import Asked, AtLeastZero, Choices, Common, Fields, decode
+from gateway.doors.base import Asked, Choices, Common, Fields, TokenCount, decode
 from gateway.errors import BadRequest
 from gateway.types import Operation
 
@@ -23,8 +23,8 @@ class ChatBody(Common, kw_only=True):
     messages: list[Message]
     tools: list[msgspec.Raw] | None = None
     n: Choices | None = None
-    max_tokens: AtLeastZero | None = None
-    max_completion_tokens: AtLeastZero | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
 
 
 _decoder = msgspec.json.Decoder(ChatBody)

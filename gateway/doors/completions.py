@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.doors.base import Asked, AtLeastZero, Choices, Common, Fields, decode
+from gateway.doors.base import Asked, Choices, Common, Fields, TokenCount, decode
 from gateway.types import Operation
 
 Prompt = str | list[str | int | list[int]]
@@ -16,7 +16,7 @@ class CompletionBody(Common, kw_only=True):
     prompt: Prompt | None = None
     n: Choices | None = None
     best_of: Choices | None = None
-    max_tokens: AtLeastZero | None = None
+    max_tokens: TokenCount | None = None
 
 
 _decoder = msgspec.json.Decoder(CompletionBody)

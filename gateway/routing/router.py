@@ -148,13 +148,16 @@ class Router:
         server.in_flight += 1
         server.prefill_tokens_queued += missing
         server.cache.add(call.fingerprint)  # at once, so that what comes meanwhile with the same prefix follows
-        outcome, status = "client_gone", None  # what it is called if a cancellation ends it
+        outcome, status = "given_up", None
         try:
             async with asyncio.timeout_at(deadline):
                 reply = await server.provider.open(call, headers=attempts.headers(span_id))
                 chunks = aiter(reply)
                 first = await anext(chunks)
             outcome, status = "ok", 200
+        except asyncio.CancelledError:
+            outcome = "client_gone"
+            raise
         except TimeoutError:
             outcome = Fault.TIMEOUT.value
             server.failed(loop.time())

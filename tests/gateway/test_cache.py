@@ -91,7 +91,7 @@ async def test_a_leader_that_fails_midway_tells_its_followers(cache: ResponseCac
 async def test_the_leader_learns_when_its_last_follower_has_left(cache: ResponseCache) -> None:
     recording = await lead(cache)
     abandoned: list[bool] = []
-    recording.on_abandoned = lambda: abandoned.append(True)
+    recording.when_abandoned(lambda: abandoned.append(True))
     readers = [asyncio.create_task(read(await cache.lookup(a_call(certain())))) for _ in range(2)]
     await asyncio.sleep(0)
     readers[0].cancel()
