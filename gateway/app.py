@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway.auth import Authenticator
 from gateway.cache import ResponseCache
-from gateway.canonicaliser import Canonicaliser
+from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.doors import DOORS, catalogue
-from gateway.errors import GatewayError, MethodNotAllowed, StorageUnavailable, UnknownUrl
+from gateway.errors import GatewayError, InternalError, MethodNotAllowed, StorageUnavailable, UnknownUrl
 from gateway.fleet import Fleet
 from gateway.ledger import Ledger
 from gateway.limits import LIMITS
@@ -48,6 +49,10 @@ from gateway.telemetry import (
     QUEUE_DEPTH,
     Telemetry,
 )
+
+LAST_CALLS_SECONDS = 5.0  # for calls that were cut off by a shutdown to write their receipts
+
+log = logging.getLogger("warmpath")
 
 
 class Gateway:
@@ -79,23 +84,26 @@ class Gateway:
         self._doors = {f"/v1/{door.operation.value}": door for door in DOORS}
         self._shell = Starlette(
             routes=[
+                *(Route(path, _post_only, methods=["POST"]) for path in self._doors),  # any other method: 405
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/health", self._health),
                 Route("/ready", self._ready),
                 Route("/metrics", self._metrics),
             ],
-            exception_handlers={GatewayError: _refuse, 404: _unknown_url, 405: _wrong_method},
-            lifespan=self._lifespan,
+            exception_handlers={GatewayError: _refuse, 404: _unknown_url, 405: _wrong_method, Exception: _bug},
         )
+        self._shell.router.redirect_slashes = False  # a redirect would name whatever host the client made up
         self._take_over(policies.current)
-        policies.subscribe(self._take_over)
+        policies.subscribe(self._take_over, refused=self._telemetry.policy_rejected)
         self._show_numbers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         door = self._doors.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if door is None:
-            await self._shell(scope, receive, send)
+            await (
+                self._live(receive, send) if scope["type"] == "lifespan" else self._shell(scope, receive, _named(send))
+            )
             return
         self._in_flight += 1
         try:
@@ -112,8 +120,21 @@ class Gateway:
         self._fleet.apply(policy)
         self._telemetry.policy_loaded(policy)
 
-    @contextlib.asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """The ASGI lifespan. What stands against a start is told in one line; only a bug shows its trace."""
+        await receive()
+        try:
+            opened = await self._open()
+        except (GatewayError, OSError) as error:
+            await send({"type": "lifespan.startup.failed", "message": f"the gateway can not start: {error}"})
+            return
+        async with opened:
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _open(self) -> contextlib.AsyncExitStack:
+        """Everything that is opened at the start, to be closed in reverse."""
         async with contextlib.AsyncExitStack() as opened:
             await self._storage.open()
             opened.push_async_callback(self._storage.close)
@@ -124,9 +145,18 @@ class Gateway:
             await self.house.limiter.start()
             opened.push_async_callback(self.house.limiter.stop)
             opened.push_async_callback(self._transport.aclose)
-            watching = asyncio.create_task(self._policies.watch())
-            opened.callback(watching.cancel)
-            yield
+            watching = asyncio.create_task(self._policies.watch(), name="policy watch")
+            watching.add_done_callback(_tell_why_it_ended)
+            opened.push_async_callback(_end, watching)
+            opened.push_async_callback(self._last_calls)
+            return opened.pop_all()
+
+    async def _last_calls(self) -> None:
+        """Those that the server cut off at the end of its patience still settle, into what is closed next."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_CALLS_SECONDS):
+                while self._in_flight:
+                    await asyncio.sleep(0.01)
 
     def _show_numbers(self) -> None:
         house, watch = self.house, self._telemetry.watch
@@ -187,7 +217,8 @@ def _json(status: int, value: Any) -> Response:
 
 async def _refuse(_: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
-    return Response(render_error(error), error.status, headers=error.headers, media_type="application/json")
+    headers = {**error.headers, "x-should-retry": "true" if error.retryable else "false"}
+    return Response(render_error(error), error.status, headers=headers, media_type="application/json")
 
 
 async def _unknown_url(request: Request, _: Exception) -> Response:
@@ -195,4 +226,35 @@ async def _unknown_url(request: Request, _: Exception) -> Response:
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
-    return await _refuse(request, MethodNotAllowed(f"{request.url.path} does not take {request.method}"))
+    assert isinstance(error, HTTPException)
+    message = f"{request.url.path} does not take {request.method}"
+    return await _refuse(request, MethodNotAllowed(message, headers=error.headers))  # `allow`
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return await _refuse(request, InternalError(f"an error in the gateway ({type(error).__name__}); see its log"))
+
+
+async def _post_only(request: Request) -> Response:
+    raise AssertionError("what is posted to a door does not come here")
+
+
+def _named(send: Send) -> Send:
+    """Every reply has an id that a client can quote."""
+
+    async def send_named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"x-request-id", new_call_id().encode())]}
+        await send(message)
+
+    return send_named
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def _tell_why_it_ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("%s has ended: no change is seen until a restart", task.get_name(), exc_info=error)

@@ -195,6 +195,7 @@ class PolicyHolder:
         self.path = FilePath(path)
         self._checks = tuple(checks)
         self._listeners: list[Callable[[Policy], None]] = []
+        self._told_of_refusals: list[Callable[[], None]] = []
         self._lock = asyncio.Lock()
         self._stamp = _stamp(self.path)
         content = _read(self.path)
@@ -204,8 +205,10 @@ class PolicyHolder:
         self.reloads_accepted = 0
         self.reloads_refused = 0
 
-    def subscribe(self, listener: Callable[[Policy], None]) -> None:
+    def subscribe(self, listener: Callable[[Policy], None], *, refused: Callable[[], None] = lambda: None) -> None:
+        """`refused` is told of every reload that came to nothing; `last_error` says why."""
         self._listeners.append(listener)
+        self._told_of_refusals.append(refused)
 
     async def reload(self) -> bool:
         """Whether the file is a policy and in force now. If not, `last_error` says why and `current` stays.
@@ -220,6 +223,8 @@ class PolicyHolder:
                 self.last_error = error
                 self.reloads_refused += 1
                 log.error("policy not reloaded, %s stays in force:\n%s", self.current.hash, error)
+                for refused in self._told_of_refusals:
+                    refused()
                 return False
             self.last_error = None
             self.reloads_accepted += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import uvicorn
 from gateway.app import Gateway
 from gateway.policy_checks import IN_SERVICE
 from gateway.policy_file import PolicyHolder
+from gateway.replies import STALL_SECONDS
 from gateway.settings import Settings
 from gateway.telemetry import configure_logging
 
@@ -28,13 +30,15 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started and sockets:
             host, port = sockets[0].getsockname()[:2]
             self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._gateway.drain()
+        # A signal comes between any two steps of the program: the loop drains when it is between two of its own.
+        self._loop.call_soon_threadsafe(self._gateway.drain)
         super().handle_exit(sig, frame)
 
 
@@ -72,6 +76,9 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
+            # A client that takes nothing more is dropped by the kernel: closing would first wait to send the rest.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1000))
         listener.bind((host, port))
     except OSError as error:
         listener.close()
