@@ -154,7 +154,7 @@ def unknown(rng: random.Random, held_out: bool) -> Exchange:
 def exchange(rng: random.Random, held_out: bool = False) -> Exchange:
     kind = rng.choices(
         ["definition", "purpose", "short", "asked", "arithmetic", "too big", "counting", "unknown"],
-        weights=[27, 8, 4, 23, 18, 2, 3, 13],
+        weights=[24, 9, 6, 21, 23, 2, 2, 13],
     )[0]
     match kind:
         case "asked":
@@ -272,7 +272,7 @@ def tool_conversation(rng: random.Random) -> Conversation:
     if rng.random() < 0.25:
         plain = exchange(rng)
         if plain.kind != "refusal":
-            messages += [{"role": "user", "content": plain.question}, {"role": "assistant", "content": plain.answer}]
+            messages += turn(plain)
             return Conversation("tools", tuple(messages), tuple(tools))
     place, result = phrasing.city(rng), tool_result(rng, task)
     question = phrasing.line(rng, task).format(c=place)
@@ -287,6 +287,10 @@ def tool_conversation(rng: random.Random) -> Conversation:
 
 
 # Conversations
+
+
+def turn(one: Exchange, before: str = "") -> list[Message]:
+    return [{"role": "user", "content": before + one.question}, {"role": "assistant", "content": one.answer}]
 
 
 def system_prompt(rng: random.Random, share: float) -> list[Message]:
@@ -307,10 +311,8 @@ def conversation(rng: random.Random) -> Conversation:
     exchanges = dialogue(rng, turns)
     messages = system_prompt(rng, 0.35)
     for one in exchanges:
-        question = one.question
-        if rng.random() < 0.01 and one.kind != "follow-up":
-            question = f"{phrasing.filler(rng, rng.randint(1, 25))}\n\n{question}"
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": one.answer}]
+        buried = rng.random() < 0.01 and one.kind != "follow-up"
+        messages += turn(one, before=phrasing.filler(rng, rng.randint(1, 25)) + "\n\n" if buried else "")
     return Conversation(exchanges[0].kind if len(exchanges) == 1 else "dialogue", tuple(messages))
 
 
@@ -319,3 +321,12 @@ def conversations(seed: int) -> Iterator[Conversation]:
     rng = random.Random(seed)
     while True:
         yield conversation(rng)
+
+
+def lessons(seed: int) -> Iterator[Conversation]:
+    """Endless like `conversations`, but each is one question and its answer and nothing else; sums come in pairs."""
+    rng = random.Random(seed)
+    while True:
+        one = exchange(rng)
+        exchanges = [one, sum_of(rng, held_out=False)] if one.kind == "arithmetic" else [one]
+        yield Conversation(one.kind, tuple(message for each in exchanges for message in turn(each)))

@@ -1,11 +1,11 @@
 """Measures a trained directory: greedy answers to phrasings that training never saw, exact match, by kind.
 
-python -m backend.demo_model.evaluate DIR [--questions N] [--show N]
+python -m backend.demo_model.evaluate DIR [--questions N] [--show N] [--write-card TRAINING]
 """
 
 import argparse
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from . import corpus, phrasing, train
 
+CARD = Path(__file__).parent / "model_card.md"
 BATCH_SIZE = 64
 MAX_NEW_TOKENS = 320
 LOSS_SEED = 10_007  # no seed that training uses
@@ -58,66 +59,85 @@ def question(text: str, system: str | None = None) -> corpus.Conversation:
     return corpus.Conversation("question", (*before, {"role": "user", "content": text}))
 
 
-def cases(rng: random.Random, count: int) -> dict[str, list[tuple[corpus.Conversation, str]]]:
-    """Per kind, conversations up to the last question and the one right answer to it; all phrasings held out."""
+Case = tuple[corpus.Conversation, str]  # up to the last question, and the one right answer to it
 
-    def draw(
-        make: Callable[[], corpus.Exchange], system: Callable[[], str | None] = lambda: None
-    ) -> list[tuple[corpus.Conversation, str]]:
-        exchanges = [make() for _ in range(count)]
-        return [(question(one.question, system()), one.answer) for one in exchanges]
 
-    def follow_up() -> tuple[corpus.Conversation, str]:
-        first = corpus.about_term(rng, True, "definition")
-        second = corpus.follow_up(rng, first)
-        said = {"role": "assistant", "content": first.answer}
-        messages = (*question(first.question).messages, said, *question(second.question).messages)
-        return corpus.Conversation("follow-up", messages), second.answer
+def asked(one: corpus.Exchange, system: str | None = None) -> Case:
+    return question(one.question, system), one.answer
 
-    def tool_call() -> tuple[corpus.Conversation, str]:
-        while True:
-            whole = corpus.tool_conversation(rng)
-            at = next((i for i, message in enumerate(whole.messages) if message.get("tool_calls")), None)
-            if at is not None:
-                call = whole.messages[at]["tool_calls"][0]["function"]
-                expected = corpus.tool_call_text(call["name"], call["arguments"])
-                return corpus.Conversation("tools", whole.messages[:at], whole.tools), expected
 
-    long_system = lambda: phrasing.filler(rng, rng.randint(30, 55))  # noqa: E731
-    return {
-        "definition": draw(lambda: corpus.about_term(rng, True, "definition")),
-        "purpose": draw(lambda: corpus.about_term(rng, True, "purpose")),
-        "short definition": draw(lambda: corpus.about_term(rng, True, "short")),
-        "how-to, identity, greeting, difference": draw(lambda: corpus.asked(rng, True)),
-        "definition after a system prompt of 500 to 1500 tokens": draw(
-            lambda: corpus.about_term(rng, True, "definition"), long_system
+def followed_up(rng: random.Random) -> Case:
+    first = corpus.about_term(rng, True, "definition")
+    second = corpus.follow_up(rng, first)
+    messages = (*corpus.turn(first), *question(second.question).messages)
+    return corpus.Conversation("follow-up", messages), second.answer
+
+
+def tool_call(rng: random.Random) -> Case:
+    while True:
+        whole = corpus.tool_conversation(rng)
+        at = next((i for i, message in enumerate(whole.messages) if message.get("tool_calls")), None)
+        if at is not None:
+            call = whole.messages[at]["tool_calls"][0]["function"]
+            expected = corpus.tool_call_text(call["name"], call["arguments"])
+            return corpus.Conversation("tools", whole.messages[:at], whole.tools), expected
+
+
+def cases(rng: random.Random, count: int) -> dict[str, list[Case]]:
+    makers: dict[str, Callable[[], Case]] = {
+        "definition": lambda: asked(corpus.about_term(rng, True, "definition")),
+        "definition, behind a system prompt of 400 to 1500 tokens": lambda: asked(
+            corpus.about_term(rng, True, "definition"), phrasing.filler(rng, rng.randint(35, 85))
         ),
-        "follow-up": [follow_up() for _ in range(count)],
-        "arithmetic": draw(lambda: corpus.sum_of(rng, True)),
-        "refusal": draw(lambda: corpus.unknown(rng, True)),
-        "tool call": [tool_call() for _ in range(count)],
+        "purpose": lambda: asked(corpus.about_term(rng, True, "purpose")),
+        "short definition": lambda: asked(corpus.about_term(rng, True, "short")),
+        "greeting": lambda: asked(asked_of_kind(rng, {"greeting"})),
+        "identity": lambda: asked(asked_of_kind(rng, {"identity"})),
+        "how-to, difference, long answer": lambda: asked(asked_of_kind(rng, {"howto", "difference", "long"})),
+        "follow-up": lambda: followed_up(rng),
+        "sum": lambda: asked(corpus.sum_of(rng, True)),
+        "refusal": lambda: asked(corpus.unknown(rng, True)),
+        "tool call": lambda: tool_call(rng),
     }
+    return {kind: [make() for _ in range(count)] for kind, make in makers.items()}
 
 
-def scores(tokenizer: PreTrainedTokenizerFast, model: Qwen3ForCausalLM, count: int, show: int = 0) -> list[Score]:
-    result = []
+def asked_of_kind(rng: random.Random, kinds: set[str]) -> corpus.Exchange:
+    while True:
+        one = corpus.asked(rng, held_out=True)
+        if one.kind in kinds:
+            return one
+
+
+def scores(tokenizer: PreTrainedTokenizerFast, model: Qwen3ForCausalLM, count: int, show: int = 0) -> Iterator[Score]:
     for kind, pairs in cases(random.Random(EVALUATION_SEED), count).items():
         said = answers(tokenizer, model, [conversation for conversation, _ in pairs])
         wrong = [(c, right, got) for (c, right), got in zip(pairs, said, strict=True) if got != right]
         for conversation, right, got in wrong[:show]:
-            print(
-                f"  {kind}: {conversation.messages[-1]['content'][-120:]!r}\n    right: {right!r}\n    said:  {got!r}"
-            )
-        result.append(Score(kind, len(pairs) - len(wrong), len(pairs)))
-    return result
+            print(f"  {conversation.messages[-1]['content'][-120:]!r}\n    right: {right!r}\n    said:  {got!r}")
+        yield Score(kind, len(pairs) - len(wrong), len(pairs))
 
 
 @torch.inference_mode()
 def held_out_loss(tokenizer: PreTrainedTokenizerFast, model: Qwen3ForCausalLM, batch_count: int = 8) -> float:
     """Mean cross-entropy in nats per assistant token on freshly drawn conversations (not the held-out phrasings)."""
-    source = train.batches(tokenizer, LOSS_SEED)
+    source = train.packs(tokenizer, LOSS_SEED)
     losses = [train.loss_of(model, *next(source)) for _ in range(batch_count)]
     return float(torch.stack(losses).mean())
+
+
+def write_card(directory: Path, model: Qwen3ForCausalLM, loss: float, measured: list[Score], training: str) -> None:
+    card = CARD.read_text(encoding="utf-8").format(
+        parameters=f"{model.num_parameters():,}",
+        terms=len(corpus.topics().terms),
+        asks=len(corpus.topics().asks),
+        training=training,
+        scores="\n".join(
+            f"| {one.kind} | {one.right} of {one.asked} ({one.right / one.asked:.1%}) |" for one in measured
+        ),
+        loss=loss,
+    )
+    (directory / "README.md").write_text(card, encoding="utf-8")
 
 
 def main() -> None:
@@ -125,13 +145,19 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--questions", type=int, default=200, help="questions per kind")
     parser.add_argument("--show", type=int, default=0, help="print so many wrong answers per kind")
+    parser.add_argument("--write-card", metavar="TRAINING", help="write README.md, with this sentence on the training")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     tokenizer, model = load(arguments.directory)
-    print(f"loss on fresh conversations: {held_out_loss(tokenizer, model):.4f} nats per token")
+    loss = held_out_loss(tokenizer, model)
+    print(f"loss on fresh conversations: {loss:.4f} nats per token of an answer")
+    measured = []
     for score in scores(tokenizer, model, arguments.questions, arguments.show):
         print(f"{score.kind}: {score.right} of {score.asked} right ({score.right / score.asked:.1%})", flush=True)
+        measured.append(score)
+    if arguments.write_card:
+        write_card(arguments.directory, model, loss, measured, arguments.write_card)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,26 @@
 """Trains the demo model from nothing: tokenizer, then a small Qwen3, on conversations from `corpus`.
 
-python -m backend.demo_model.train --out DIR --minutes N
+python -m backend.demo_model.train --out EARLY --minutes 13 --lesson-share 0.95
+python -m backend.demo_model.train --out DIR --minutes 40 --resume EARLY
 
-The loss counts only what the assistant says. Conversations are packed end to end and attend across their borders, which
-is what teaches the model to answer the same at position 20 and at position 1500.
+The loss counts only what the assistant says. Training sees two kinds of batch. A lesson is one question and the start
+of its answer in a short row: cheap, and enough to learn which answer belongs to which question. A pack is whole
+conversations end to end, attending across their borders, which teaches the model to answer the same at position 1500
+as at position 20. A first run of hardly anything but lessons shows the model quickly what it is about.
 """
 
 import argparse
 import itertools
 import json
 import math
+import random
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -24,14 +29,18 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from . import corpus
 
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
+# Endless (inputs, labels), int64 [B, T] each, about TOKENS_PER_STEP of them, labels already shifted by one.
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
+
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCAB_SIZE = 2048
 CONTEXT = 2048
-SHORT_SEQUENCE = 256
-LONG_SHARE = 0.1  # of steps, on sequences as long as the context
-TOKENS_PER_STEP = 4_096
-PEAK_LEARNING_RATE = 2.5e-3
-WARMUP_STEPS = 200
+TOKENS_PER_STEP = 4096
+LESSON_LENGTH = 48
+SHORT_PACK = 256
+LONG_PACK_SHARE = 0.15  # of packs, which are then as long as the context
+ADAMW_RATE, MUON_RATE = 3e-3, 5e-3
+WARMUP_STEPS = 100
 MAX_GRADIENT_NORM = 1.0
 IGNORED = -100
 
@@ -103,26 +112,42 @@ def rendered(tokenizer: PreTrainedTokenizerFast, one: corpus.Conversation) -> st
     return text
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (inputs, labels), int64 [B, T] each, B * T = TOKENS_PER_STEP, labels already shifted by one."""
+def labelled(
+    tokenizer: PreTrainedTokenizerFast, source: Iterator[corpus.Conversation]
+) -> Iterator[tuple[list[int], list[int]]]:
+    """(ids, labels) of each conversation, labels already shifted by one."""
     opening = tokenizer.encode(f"{IM_START}assistant\n")
     [end] = tokenizer.encode(IM_END)
-    source = corpus.conversations(seed)
-    shape = torch.Generator().manual_seed(seed)
+    for one in source:
+        ids = tokenizer.encode(rendered(tokenizer, one))
+        yield ids, [*spoken_by_assistant(ids, opening, end)[1:], IGNORED]
+
+
+def lessons(tokenizer: PreTrainedTokenizerFast, seed: int) -> Batches:
+    source = labelled(tokenizer, corpus.lessons(seed))
+    [padding] = tokenizer.encode(END_OF_TEXT)
+    rows = TOKENS_PER_STEP // LESSON_LENGTH
+    while True:
+        cut = [(ids[:LESSON_LENGTH], labels[:LESSON_LENGTH]) for ids, labels in itertools.islice(source, rows)]
+        yield (
+            torch.tensor([ids + [padding] * (LESSON_LENGTH - len(ids)) for ids, _ in cut]),
+            torch.tensor([labels + [IGNORED] * (LESSON_LENGTH - len(labels)) for _, labels in cut]),
+        )
+
+
+def packs(tokenizer: PreTrainedTokenizerFast, seed: int) -> Batches:
+    source = labelled(tokenizer, corpus.conversations(seed))
+    lengths = random.Random(seed)
     ids: list[int] = []
     labels: list[int] = []
     while True:
-        length = CONTEXT if torch.rand((), generator=shape) < LONG_SHARE else SHORT_SEQUENCE
-        rows = TOKENS_PER_STEP // length
-        while len(ids) <= TOKENS_PER_STEP:
-            texts = [rendered(tokenizer, one) for one in itertools.islice(source, 64)]
-            for encoded in tokenizer(texts)["input_ids"]:
-                ids += encoded
-                labels += spoken_by_assistant(encoded, opening, end)
-        yield (
-            torch.tensor(ids[:TOKENS_PER_STEP]).view(rows, length),
-            torch.tensor(labels[1 : TOKENS_PER_STEP + 1]).view(rows, length),
-        )
+        length = CONTEXT if lengths.random() < LONG_PACK_SHARE else SHORT_PACK
+        while len(ids) < TOKENS_PER_STEP:
+            more_ids, more_labels = next(source)
+            ids += more_ids
+            labels += more_labels
+        cut = torch.tensor(ids[:TOKENS_PER_STEP]), torch.tensor(labels[:TOKENS_PER_STEP])
+        yield cut[0].view(-1, length), cut[1].view(-1, length)
         del ids[:TOKENS_PER_STEP], labels[:TOKENS_PER_STEP]
 
 
@@ -145,33 +170,39 @@ def untrained_model() -> Qwen3ForCausalLM:
 
 
 class MasterWeights:
-    """AdamW over a float32 copy of bfloat16 parameters: their own steps are too coarse to add small updates to."""
+    """Float32 copies of bfloat16 parameters, whose own steps are too coarse to add small updates to.
 
-    def __init__(self, parameters: Iterator[torch.nn.Parameter]) -> None:
-        self.parameters = list(parameters)
+    Muon moves the matrices inside the layers, AdamW the embedding and the norms.
+    """
+
+    def __init__(self, model: Qwen3ForCausalLM) -> None:
+        self.parameters = list(model.parameters())
         self.masters = [p.detach().float() for p in self.parameters]
-        matrices = [m for m in self.masters if m.ndim >= 2]
-        vectors = [m for m in self.masters if m.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=PEAK_LEARNING_RATE, betas=(0.9, 0.97), fused=True)
+        embedding = self.masters[0]
+        inner = [m for m in self.masters if m.ndim == 2 and m is not embedding]
+        outer = [embedding, *(m for m in self.masters if m.ndim == 1)]
+        muon = torch.optim.Muon(inner, lr=MUON_RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(outer, lr=ADAMW_RATE, betas=(0.9, 0.97), weight_decay=0.0, fused=True)
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [(muon, MUON_RATE), (adamw, ADAMW_RATE)]
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        """Uses up the parameters' gradients; `rate` scales the learning rates, in [0, 1]."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
             parameter.grad = None
         torch.nn.utils.clip_grad_norm_(self.masters, MAX_GRADIENT_NORM)
-        self.optimizer.step()
+        for optimizer, peak in self.optimizers:
+            optimizer.param_groups[0]["lr"] = peak * rate
+            optimizer.step()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.copy_(master)
 
 
-def learning_rate(step: int, progress: float) -> float:
+def rate_at(step: int, progress: float) -> float:
     """Linear warm-up, then a cosine to zero over `progress` in [0, 1]."""
-    return PEAK_LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -189,23 +220,34 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
 
-def train(out: Path, minutes: float, seed: int, save_every_minutes: float) -> None:
+def train(
+    out: Path,
+    minutes: float,
+    seed: int = 7,
+    lesson_share: float = 0.35,
+    resume: Path | None = None,
+    save_every_minutes: float = 5,
+) -> None:
+    """Writes `out` in the end and now and then before; `lesson_share` is a share of the steps."""
     torch.manual_seed(seed)
-    tokenizer = train_tokenizer(seed)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(resume) if resume else train_tokenizer(seed)
     model = untrained_model()
-    weights = MasterWeights(model.parameters())
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    if resume:
+        model.load_state_dict(load_file(resume / "model.safetensors"), strict=False)  # it lacks the tied lm_head
+    weights = MasterWeights(model)
+    print(f"{model.num_parameters():,} parameters", flush=True)
+    short, whole, coin = lessons(tokenizer, seed), packs(tokenizer, seed), random.Random(seed)
     started = saved = time.monotonic()
-    for step, (inputs, labels) in enumerate(batches(tokenizer, seed)):
+    for step in itertools.count():
         minutes_spent = (time.monotonic() - started) / 60
-        loss = loss_of(model, inputs, labels)
-        torch.autograd.backward(loss)
-        weights.step(learning_rate(step, minutes_spent / minutes))
-        if step % 100 == 0:
-            tokens = (step + 1) * TOKENS_PER_STEP / 1e6
-            print(f"{minutes_spent:5.1f} min  step {step}  {tokens:.2f} M tokens  loss {loss.item():.4f}", flush=True)
         if minutes_spent >= minutes:
             break
+        progress = minutes_spent / minutes
+        loss = loss_of(model, *next(short if coin.random() < lesson_share else whole))
+        torch.autograd.backward(loss)
+        weights.step(rate_at(step, progress))
+        if step % 50 == 0:
+            print(f"{minutes_spent:5.1f} min  step {step}  loss {loss.item():.4f}", flush=True)
         if time.monotonic() - saved > save_every_minutes * 60:
             save(model, tokenizer, out)
             saved = time.monotonic()
@@ -216,12 +258,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--minutes", type=float, default=40, help="how long to train")
+    parser.add_argument("--lesson-share", type=float, default=0.35, help="share of steps that are lessons")
+    parser.add_argument("--resume", type=Path, help="directory of an earlier run, to go on from its weights")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save-every-minutes", type=float, default=5)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    train(arguments.out, arguments.minutes, arguments.seed, arguments.save_every_minutes)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    train(
+        options.out,
+        options.minutes,
+        options.seed,
+        options.lesson_share,
+        options.resume,
+        options.save_every_minutes,
+    )
 
 
 if __name__ == "__main__":

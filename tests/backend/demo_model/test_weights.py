@@ -161,6 +161,6 @@ def test_it_calls_a_tool_and_passes_its_result_on(loaded: tuple[PreTrainedTokeni
 
 
 def test_training_writes_a_directory_that_loads(tmp_path: Path) -> None:
-    train.train(tmp_path, minutes=0, seed=1, save_every_minutes=1)
+    train.train(tmp_path, minutes=0)
     tokenizer, model = evaluate.load(tmp_path)
     assert evaluate.held_out_loss(tokenizer, model, batch_count=1) < 8
