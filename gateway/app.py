@@ -67,6 +67,7 @@ class Gateway:
         self._telemetry = Telemetry(settings.otlp_endpoint, replica=settings.replica)
         self._created = int(time.time())
         self._in_flight = 0
+        self._quiet = asyncio.Event()  # set when no call is in flight any more
         self._draining = False
         pepper = settings.key_pepper.get_secret_value()
         self.house = House(
@@ -101,15 +102,18 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         door = self._doors.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if door is None:
-            await (
-                self._live(receive, send) if scope["type"] == "lifespan" else self._shell(scope, receive, _named(send))
-            )
+            if scope["type"] == "lifespan":
+                await self._live(receive, send)
+            else:
+                await self._shell(scope, receive, _named(send))
             return
         self._in_flight += 1
         try:
             await handle(self.house, door, scope, receive, send)
         finally:
             self._in_flight -= 1
+            if not self._in_flight:
+                self._quiet.set()
 
     def drain(self) -> None:
         """No new calls: readiness goes off and whoever waits is refused; what is under way goes on."""
@@ -156,7 +160,8 @@ class Gateway:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_CALLS_SECONDS):
                 while self._in_flight:
-                    await asyncio.sleep(0.01)
+                    self._quiet.clear()
+                    await self._quiet.wait()
 
     def _show_numbers(self) -> None:
         house, watch = self.house, self._telemetry.watch

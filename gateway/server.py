@@ -28,6 +28,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._gateway = gateway
         self._on_ready = on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None  # until it runs
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -38,7 +39,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # A signal comes between any two steps of the program: the loop drains when it is between two of its own.
-        self._loop.call_soon_threadsafe(self._gateway.drain)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._gateway.drain)
         super().handle_exit(sig, frame)
 
 
