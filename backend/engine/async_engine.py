@@ -23,6 +23,8 @@ from backend.engine.request import FinishReason, Request, StepOutput
 
 __all__ = ["AsyncEngine", "ContextTooLong", "EngineDead", "EngineError", "OutputStream", "QueueFull", "RequestRefused"]
 
+QUIET_SECONDS = 0.2  # without work, before the blocks are checked
+
 logger = logging.getLogger(__name__)
 
 Command = Callable[[], StepOutput | None]
@@ -78,6 +80,7 @@ class AsyncEngine:
         # Shared with the thread, under the condition's lock.
         self._changed = threading.Condition()
         self._commands: list[Command] = []
+        self._check_due = False  # blocks have moved since they were last proven to be free or cached
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._stopping = False
         self._open = False
@@ -186,21 +189,33 @@ class AsyncEngine:
     def _prepare(self) -> bool:
         """Carries out what the event loop asked for, and sleeps until there is something to do. False: stop."""
         while True:
-            if not self._engine.has_unfinished:
-                self._engine.check_integrity()  # every block must be free or cached: proven before going to sleep
             with self._changed:
-                while not (self._stopping or self._commands or self._engine.has_unfinished):
-                    if waiters := self._take_idle_waiters():
-                        self._loop.call_soon_threadsafe(self._release, waiters)
-                    self._changed.wait()
+                quiet = self._sleep()
                 commands, self._commands = self._commands, []
+            if quiet:
+                self._engine.check_integrity()  # every block must be free or cached now
+                self._check_due = False
+                continue
             if self._stopping:
                 commands = [partial(self._engine.abort, id) for id in self._engine.scheduler.request_ids]
             self._send([output for command in commands if (output := command()) is not None])
             if self._stopping:
                 return False
             if self._engine.has_unfinished:
+                self._check_due = True
                 return True
+
+    def _sleep(self) -> bool:
+        """Until there is something to do; or True once it has been quiet for long enough to check the blocks.
+
+        The check takes milliseconds with a large pool, which the next request of a single caller must not wait for.
+        """
+        while not (self._stopping or self._commands or self._engine.has_unfinished):
+            if waiters := self._take_idle_waiters():
+                self._loop.call_soon_threadsafe(self._release, waiters)
+            if not self._changed.wait(QUIET_SECONDS if self._check_due else None):
+                return True
+        return False
 
     def _take_idle_waiters(self) -> list[asyncio.Future[None]]:
         waiters, self._idle_waiters = self._idle_waiters, []
