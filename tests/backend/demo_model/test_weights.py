@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,9 +157,3 @@ def test_it_calls_a_tool_and_passes_its_result_on(loaded: tuple[PreTrainedTokeni
         *loaded, [corpus.Conversation("tools", asked, (WEATHER,)), corpus.Conversation("tools", answered, (WEATHER,))]
     )
     assert said == [corpus.tool_call_text("get_weather", {"city": "Paris"}), "The tool says: sunny"]
-
-
-def test_training_writes_a_directory_that_loads(tmp_path: Path) -> None:
-    train.train(tmp_path, minutes=0)
-    tokenizer, model = evaluate.load(tmp_path)
-    assert evaluate.held_out_loss(tokenizer, model, batch_count=1) < 8
