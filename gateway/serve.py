@@ -66,7 +66,11 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
     marks.enter("cache.lookup")
     exchange.watch()
     found = await house.cache.lookup(call)
-    attempts = Attempts(house.telemetry.new_span_id, lambda span: house.telemetry.outgoing(record.trace, span))
+    attempts = Attempts(
+        house.telemetry.new_span_id,
+        # By the call's id the server can be asked afterwards what it did for it.
+        lambda span: {"x-request-id": call_id, **house.telemetry.outgoing(record.trace, span)},
+    )
     if isinstance(found, Answer):
         record.cache = found.kind
         marks.enter("chat")
