@@ -16,11 +16,12 @@ test: $(VENV)/.installed-dev ## everything a change must pass, real redis-server
 	@$(MAKE) --no-print-directory check
 	@$(BIN)/pytest
 
-check: $(VENV)/.installed-dev ## ruff, mypy strict, import directions
+check: $(VENV)/.installed-dev ## ruff, mypy strict, import directions, documents against the code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/pytest -q -m "not e2e" tests/docs
 
 bench: $(VENV)/.installed-dev ## the gateway's cost per request, beside its limit
 	$(BIN)/python -m benchmarks.gateway.run
