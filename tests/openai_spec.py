@@ -43,8 +43,9 @@ def _with_nulls(node: Any) -> Any:
 
 
 def completion_chunk(chunk: dict[str, Any]) -> dict[str, Any]:
-    """A chunk of /v1/completions as the description has it: it knows no null `finish_reason`, which OpenAI's own chunks
-    have until the last one.
+    """A chunk of /v1/completions as the description has it: it knows no null in `finish_reason` and `usage`, which
+    OpenAI's own chunks have until the last ones.
     """
     choices = [{**choice, "finish_reason": choice["finish_reason"] or "stop"} for choice in chunk["choices"]]
-    return {**chunk, "choices": choices}
+    known = {name: value for name, value in chunk.items() if name != "usage" or value is not None}
+    return {**known, "choices": choices}

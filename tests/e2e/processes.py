@@ -1,0 +1,270 @@
+"""The real processes of an end-to-end test, and what can be seen of them from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import openai
+import yaml
+
+from gateway.keys import hash_key
+from gateway.ledger.chain import chains, segments
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS_MAX = 120
+STOP_SECONDS_MAX = 60
+PATIENCE_SECONDS = 60  # far beyond what is expected: a test that waits so long has failed
+DEMO = "warmpath-demo"
+PRICE = {"input": "0.10", "cached_input": "0.01", "output": "0.40", "version": "test"}
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Ask again and again what can only be asked for, and give the first answer that is true."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not (answer := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+    return answer
+
+
+def free_port() -> int:
+    """For what must know its port before it is started; 0 is better wherever it can be had."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def clean_environment(**settings: str) -> dict[str, str]:
+    """This process's, but for what would configure ours from outside."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WARMPATH_", "OTEL_"))}
+    return kept | {"PYTHONPATH": str(ROOT), "OTEL_BSP_SCHEDULE_DELAY": "100"} | settings
+
+
+@dataclass(frozen=True)
+class Running:
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path  # its stderr
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of all series of this name that have these labels."""
+        text = httpx2.get(f"{self.url}/metrics", timeout=PATIENCE_SECONDS).text
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        lines = [line for line in text.splitlines() if re.match(rf"{re.escape(name)}[{{ ]", line)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(item in line for item in wanted))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """The exit code after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_SECONDS_MAX)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """As a machine that hangs: its connections stay, and nothing comes from it."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def running(command: list[str], folder: Path, ready: str, env: Mapping[str, str]) -> Iterator[Running]:
+    """A process from its `ready` line, whose first group is its URL, to SIGTERM; it must then leave with 0.
+
+    Its log may hold no stack trace, whatever the test did to it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    out, log = folder / "stdout", folder / "stderr"
+    with out.open("wb") as stdout, log.open("wb") as stderr:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=dict(env), cwd=folder)
+    try:
+        end = time.monotonic() + START_SECONDS_MAX
+        while not (found := re.search(ready, out.read_text())):
+            assert process.poll() is None, f"it did not start: {log.read_text()}"
+            assert time.monotonic() < end, f"it does not get ready: {log.read_text()}"
+            time.sleep(0.02)
+        started = Running(process, found[1], log)
+        yield started
+        if process.poll() is None:
+            assert started.stop() == 0, log.read_text()
+        assert "Traceback" not in log.read_text(), log.read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def engine(folder: Path, *options: str, port: int = 0) -> Iterator[Running]:
+    command = [sys.executable, "-m", "backend", "--model", "demo", "--port", str(port), "--num-threads", "1", *options]
+    with running(command, folder, r"engine ready on (\S+) model", clean_environment()) as started:
+        yield started
+
+
+@dataclass(frozen=True)
+class Gateway(Running):
+    ledger: Path
+
+    def client(self, tenant: str = "dev", **options: Any) -> openai.OpenAI:
+        given = {"max_retries": 0, "timeout": PATIENCE_SECONDS, "_strict_response_validation": True} | options
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key(tenant), **given)
+
+    def async_client(self, tenant: str = "dev", **options: Any) -> openai.AsyncOpenAI:
+        given = {"max_retries": 0, "timeout": PATIENCE_SECONDS, "_strict_response_validation": True} | options
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key(tenant), **given)
+
+    def post(self, path: str, body: Any, tenant: str = "dev", **headers: str) -> httpx2.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"authorization": f"Bearer {key(tenant)}", "content-type": "application/json"} | headers
+        return httpx2.post(f"{self.url}/v1/{path}", content=content, headers=headers, timeout=PATIENCE_SECONDS)
+
+    def receipts(self, **fields: Any) -> list[dict[str, Any]]:
+        """The ledger's rows that have these values."""
+        files = [file for chain in chains(self.ledger) for file in segments(chain)]
+        rows = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+        return [row for row in rows if fields.items() <= row.items()]
+
+    def receipt(self, call_id: str) -> dict[str, Any]:
+        """The one receipt of a call, as soon as it is there."""
+        (receipt,) = until(lambda: self.receipts(call_id=call_id))
+        return dict(receipt)
+
+
+@contextmanager
+def gateway(
+    folder: Path, policy: Mapping[str, Any] | Path, *, storage: str = "memory://", port: int = 0, **settings: str
+) -> Iterator[Gateway]:
+    """`warmpath serve` on a data folder of its own, `folder/data`; settings as in `drain_seconds="5"`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(policy, Path):
+        file = policy
+    else:
+        file = folder / "policy.yaml"
+        file.write_text(yaml.safe_dump(dict(policy)))
+    given = {"data_dir": str(folder / "data"), "replica": "gw", "storage": storage} | settings
+    env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in given.items()})
+    command = [sys.executable, "-m", "gateway", "serve", "--policy", str(file), "--port", str(port)]
+    with running(command, folder, r"warmpath ready on (\S+) policy", env) as started:
+        yield Gateway(started.process, started.url, started.log, Path(given["data_dir"]) / "ledger")
+
+
+def key(tenant: str) -> str:
+    return f"wp-{tenant}-0123456789abcdef"
+
+
+def tenant(name: str, **fields: Any) -> dict[str, Any]:
+    """A tenant with one key, whose id is the tenant's name."""
+    return {"name": name, "keys": [{"id": name, "hash": hash_key(key(name), "")}], **fields}
+
+
+def deployment(name: str, url: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "provider": "warmpath",
+        "base_url": f"{url}/v1",
+        "model": DEMO,
+        "max_concurrency": 64,
+        "price": PRICE,
+        **fields,
+    }
+
+
+def simple_policy(url: str, **fields: Any) -> dict[str, Any]:
+    """One engine, one model, the tenant `dev` without limits."""
+    return {
+        "deployments": [deployment("local", url)],
+        "models": [{"name": DEMO, "aliases": ["demo"], "deployments": ["local"]}],
+        "tenants": [tenant("dev")],
+        **fields,
+    }
+
+
+def warmpath(*arguments: str, cwd: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    """The command, run to its end in a folder of the test's own."""
+    env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in settings.items()})
+    command = [sys.executable, "-m", "gateway", *arguments]
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+
+
+class Wire:
+    """A client at the level of its socket: it sends what it is told, reads as far as it is told, and leaves."""
+
+    def __init__(
+        self, server: Running, path: str, body: Mapping[str, Any], tenant: str = "dev", **headers: str
+    ) -> None:
+        address = urlsplit(server.url)
+        content = json.dumps(body).encode()
+        lines = {"host": "x", "authorization": f"Bearer {key(tenant)}", "content-length": str(len(content)), **headers}
+        head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self._socket = socket.create_connection((address.hostname, address.port), timeout=PATIENCE_SECONDS)
+        self._socket.sendall(f"POST /v1/{path} HTTP/1.1\r\n{head}\r\n".encode() + content)
+        self.received = b""
+
+    def read_until(self, mark: bytes, *, times: int = 1) -> bytes:
+        """Everything received, once `mark` is in it so often."""
+        while self.received.count(mark) < times:
+            part = self._socket.recv(65536)
+            assert part, f"the connection was closed after {self.received!r}"
+            self.received += part
+            assert self.received.startswith(b"HTTP/1.1 200"), self.received
+        return self.received
+
+    def read_to_end(self) -> bytes:
+        """Everything, for replies that end with `connection: close` or by a chunk of length 0."""
+        while not self.received.endswith(b"\r\n0\r\n\r\n") and (part := self._socket.recv(65536)):
+            self.received += part
+        return self.received
+
+    def header(self, name: str) -> str:
+        head = self.read_until(b"\r\n\r\n").split(b"\r\n\r\n")[0].decode()
+        found = re.search(rf"^{re.escape(name)}: (.*?)\r?$", head, re.MULTILINE | re.IGNORECASE)
+        assert found, head
+        return found[1]
+
+    def leave(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+
+def chat(prompt: str = "What is prefix caching?", **fields: Any) -> dict[str, Any]:
+    return {"model": DEMO, "messages": [{"role": "user", "content": prompt}], **fields}
+
+
+def endless(prompt: str = "Count.", **fields: Any) -> dict[str, Any]:
+    """An answer that takes the engine many seconds: a test that waits for its end waits too long."""
+    return chat(prompt, stream=True, max_tokens=1800, ignore_eos=True, **fields)
+
+
+def events(text: str) -> list[Any]:
+    """The JSON of a stream that came to its own end."""
+    *frames, done, rest = text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames if not frame.startswith(":")]
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
