@@ -91,7 +91,7 @@ class Target:
 
 def main() -> None:
     options = parse_options()
-    with contextlib.ExitStack() as running, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         mock_port = running.enter_context(listening(LOAD_CPU, "benchmarks.gateway.mock_server"))[1]
         targets = [Target("direct", mock_port, None)]
         targets += start_targets(running, options, mock_port, Path(folder))
