@@ -11,6 +11,7 @@ from typing import Any
 
 import typer.main
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from pydantic import AliasChoices, ByteSize, SecretStr
 from pydantic.fields import FieldInfo
@@ -296,17 +297,17 @@ def _metrics_table(registry: CollectorRegistry) -> str:
             if family.name.startswith("process_"):
                 continue
             name = f"{family.name}_total" if family.type == "counter" else family.name
-            labels = ", ".join(f"`{label}`" for label in _labels(collector, family.samples)) or "none"
+            labels = ", ".join(f"`{label}`" for label in _labels(collector, family)) or "none"
             rows.append((f"`{name}`", family.type, labels, family.documentation))
     return _table(("Name", "Type", "Labels", "Meaning"), rows)
 
 
-def _labels(collector: Collector, samples: Sequence[Any]) -> Sequence[str]:
+def _labels(collector: Collector, family: Metric) -> Sequence[str]:
     """The client library tells of labels only once they have values, unless asked in private."""
-    watched = getattr(collector, "_metric", None)
-    if isinstance(watched, gateway_metrics.Watched):
-        return watched.labels
-    return getattr(collector, "_labelnames", None) or (list(samples[0].labels) if samples else ())
+    for source in (family, collector):
+        if names := getattr(source, "_labelnames", ()):
+            return tuple(names)
+    return tuple(family.samples[0].labels) if family.samples else ()
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,83 @@
+"""What a newcomer has after `make up`: a checkout, and an engine and a gateway that run in it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import ROOT, Block, blocks
+from tests.e2e.processes import PATIENCE_SECONDS, clean_environment, free_port, running
+from tests.otlp_collector import Collector, collecting
+
+README = ROOT / "README.md"
+BLOCKS = blocks(README)
+KEY = next(iter(re.findall(r"^export OPENAI_API_KEY=(\S+)$", README.read_text(), re.MULTILINE)))
+NOT_IN_A_CHECKOUT = {".git", ".venv", ".warmpath", "policies"}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What `make up` leaves a newcomer with."""
+
+    url: str
+    engine_url: str
+    checkout: Path
+    collector: Collector
+
+    def here(self, text: str) -> str:
+        """A block as it must read on this machine: free ports in place of the README's."""
+        text = text.replace("http://127.0.0.1:8080", self.url).replace("http://127.0.0.1:8081", self.engine_url)
+        return re.sub(r"--port \d+", "--port 0", text)
+
+    def bash(self, block: Block, command: str) -> subprocess.CompletedProcess[str]:
+        """Run it as if the blocks before had been typed into the same shell."""
+        exports = [
+            line
+            for earlier in BLOCKS[: BLOCKS.index(block)]
+            if earlier.language == "bash"
+            for line in earlier.text.splitlines()
+            if line.startswith("export ")
+        ]
+        script = self.here("\n".join([*exports, command]))
+        finished = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=self.checkout, env=clean_environment(), capture_output=True, text=True, timeout=PATIENCE_SECONDS,
+        )  # fmt: skip
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        return finished
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    checkout = tmp_path_factory.mktemp("checkout")
+    for path in ROOT.iterdir():
+        if path.name not in NOT_IN_A_CHECKOUT:
+            (checkout / path.name).symlink_to(path)
+    (checkout / ".venv").symlink_to(sys.prefix)
+    engine_url = f"http://127.0.0.1:{free_port()}"
+    shutil.copytree(ROOT / "policies", checkout / "policies")
+    policy = checkout / "policies" / "default.yaml"
+    policy.write_text(policy.read_text().replace("http://127.0.0.1:8081", engine_url))
+
+    recipe = make("--dry-run", "--assume-old=install", "up").split()
+    assert recipe == [".venv/bin/warmpath", "up"]
+    with collecting() as collector:
+        env = clean_environment(
+            WARMPATH_PORT="0", WARMPATH_POLICY=str(policy), WARMPATH_DEV_KEY=KEY, WARMPATH_OTLP_ENDPOINT=collector.url
+        )
+        with running(recipe, checkout, r"base URL  (\S+)/v1", env) as up:
+            yield Stack(up.url, engine_url, checkout, collector)
+
+
+def make(*arguments: str) -> str:
+    finished = subprocess.run(
+        ["make", "--no-print-directory", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return finished.stdout
