@@ -105,7 +105,7 @@ class Gateway:
             if scope["type"] == "lifespan":
                 await self._live(receive, send)
             else:
-                await self._shell(scope, receive, _named(send))
+                await self._shell(scope, receive, self._named(scope, send))
             return
         self._in_flight += 1
         try:
@@ -177,6 +177,18 @@ class Gateway:
 
     # The shell: what is asked for seldom.
 
+    def _named(self, scope: Scope, send: Send) -> Send:
+        """Every reply has the ids that a client can quote; what is asked for here makes no spans of its own."""
+        trace = self._telemetry.begin(scope["headers"], sample=0.0)
+        names = [(b"x-request-id", new_call_id().encode()), (b"x-trace-id", b"%032x" % trace.trace_id)]
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *names]}
+            await send(message)
+
+        return send_named
+
     async def _models(self, request: Request) -> Response:
         policy = self._policies.current
         principal = await self.house.authenticator.authenticate(dict(request.scope["headers"]), policy)
@@ -242,17 +254,6 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 async def _post_only(request: Request) -> Response:
     raise AssertionError("what is posted to a door does not come here")
-
-
-def _named(send: Send) -> Send:
-    """Every reply has an id that a client can quote."""
-
-    async def send_named(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], (b"x-request-id", new_call_id().encode())]}
-        await send(message)
-
-    return send_named
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -227,6 +228,12 @@ class Wire:
             self.received += part
             assert self.received.startswith(b"HTTP/1.1 200"), self.received
         return self.received
+
+    def read_reply(self) -> tuple[int, Any]:
+        """The status and the JSON of a reply that does not stream, of which nothing was read yet."""
+        reply = http.client.HTTPResponse(self._socket)
+        reply.begin()
+        return reply.status, json.loads(reply.read())
 
     def read_to_end(self) -> bytes:
         """Everything, for replies that end with `connection: close` or by a chunk of length 0."""
