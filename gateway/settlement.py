@@ -54,7 +54,6 @@ class Settlement:
         self._upstream: Upstream | None = None
         self._worker: Server | None = None  # whose work is billed
         self._written = False
-        self._settled = False
         self._cost = Decimal(0)  # unpriced work is charged to no budget
 
     async def __aenter__(self) -> Settlement:
@@ -162,10 +161,7 @@ class Settlement:
             self._worker = server
 
     async def settle(self) -> None:
-        """Pay the truth, and give back what was held. Done once, by the first who asks for it."""
-        if self._settled:
-            return
-        self._settled = True
+        """Pay the truth, and give back what was held. The first time counts."""
         if self._written:
             await self._reservation.settle(self.meter.usage, nanos(self._cost))
         else:

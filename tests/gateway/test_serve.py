@@ -120,6 +120,17 @@ async def test_embeddings(tmp_path: Path) -> None:
         assert rig.receipts()[0]["input_uncached"] == 3
 
 
+async def test_the_reservation_is_settled_to_the_truth(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, tenants=[tenant(tokens="1000/1d", budget={"amount": "1", "per": "month"})]) as rig:
+        rig.script(answer())  # 12 tokens
+        reserved = 1000 - int((await rig.ask(chat(max_tokens=100))).headers["x-ratelimit-remaining-tokens"])
+        assert reserved > 100
+        left = int((await rig.ask(chat(max_tokens=100))).headers["x-ratelimit-remaining-tokens"])
+        assert left == 1000 - 12 - reserved
+        (account,) = (account for key, account in rig.storage._accounts.items() if "budget" in key)
+        assert account.spent == 2 * (10 * 1000 + 2 * 2000)  # billionths: 10 tokens at 1 and 2 at 2 per million
+
+
 # Refusals, before any server is asked
 
 
@@ -362,13 +373,15 @@ async def test_a_client_that_leaves_while_its_failure_is_settled_is_billed_as_we
         reply = await rig.reply()
         server = next(server for server in rig.servers.values() if server.replies)
         server.record_may_come = asyncio.Event()
+        server.record = json.dumps({"usage": counted(10, 5)}).encode()
         reply.say(delta("one"), cut())
         await in_time(server.asked_for_records.wait())
         client.leave()
         await settle()
         server.record_may_come.set()
         await in_time(serving)
-        assert outcomes(rig) == ["upstream_cut"]
+        (receipt,) = rig.receipts()
+        assert (receipt["outcome"], receipt["output"], receipt["exact"]) == ("upstream_cut", 5, True)
 
 
 async def test_a_client_that_takes_nothing_is_taken_for_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -581,9 +594,15 @@ async def test_a_leader_that_is_cut_cuts_its_followers(tmp_path: Path) -> None:
         serving = [rig.begin(clients[0])]
         reply = await rig.reply()
         serving.append(rig.begin(clients[1]))
+        server = next(server for server in rig.servers.values() if server.replies)
+        server.record_may_come = asyncio.Event()
         reply.say(delta("one"))
         await settle()
         reply.say(cut())
+        await in_time(server.asked_for_records.wait())
+        await settle()
+        assert serving[1].done() and not serving[0].done()  # who follows does not wait for the leader's bill
+        server.record_may_come.set()
         await in_time(asyncio.gather(*serving))
         for client in clients:
             assert DONE not in client.content and last_event(client)["error"]["code"] == "upstream_cut"
