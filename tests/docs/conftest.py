@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -77,7 +78,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def make(*arguments: str) -> str:
-    finished = subprocess.run(
-        ["make", "--no-print-directory", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    """What it prints, also where it was make that started the tests."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    finished = subprocess.run(["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     return finished.stdout
