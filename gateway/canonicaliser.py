@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import secrets
 from collections.abc import Mapping
 
 import msgspec
@@ -16,6 +15,7 @@ import msgspec
 from gateway.canonical import canonical_form
 from gateway.doors.base import MAX_TOKENS, Asked, Door, Fields, read_fields
 from gateway.errors import Forbidden, ModelNotFound
+from gateway.ids import random_bytes
 from gateway.policy import Match, Model, Policy
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN, fingerprint, seed_of
 from gateway.types import Call, Operation, Principal, Trace
@@ -27,7 +27,7 @@ MESSAGE_TOKENS = 4  # what a chat template adds around each message, roughly
 
 
 def new_call_id() -> str:
-    return f"req_{secrets.token_hex(12)}"
+    return f"req_{random_bytes(12).hex()}"
 
 
 class Canonicaliser:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import re
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -28,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.ids import random_bytes
 from gateway.policy import Deployment, Price
 from gateway.types import Attempt, Call, Marks, Outcome, Receipt, Usage
 
@@ -319,7 +319,7 @@ class _Ulids:
         self._last = 0
 
     def next(self) -> str:
-        self._last = max(self._last + 1, time.time_ns() // 1_000_000 << 80 | secrets.randbits(80))
+        self._last = max(self._last + 1, time.time_ns() // 1_000_000 << 80 | int.from_bytes(random_bytes(10)))
         return "".join([_PAIRS[self._last >> shift & 1023] for shift in range(120, -1, -10)])
 
 

@@ -301,6 +301,24 @@ class Policy(_Frozen):
         return {deployment.name: deployment for deployment in self.deployments}
 
     @cached_property
+    def prices_by_model(self) -> dict[str, tuple[Price, ...]]:
+        """The different prices that a call for a model may come to cost, its fallbacks' included."""
+        reachable = {
+            model.name: [model, *(self.models_by_name[name] for name in model.fallbacks)] for model in self.models
+        }
+        return {
+            name: tuple(
+                {
+                    price: None
+                    for model in models
+                    for deployment in model.deployments
+                    if (price := self.deployments_by_name[deployment].price) is not None
+                }
+            )
+            for name, models in reachable.items()
+        }
+
+    @cached_property
     def tenants_by_name(self) -> dict[str, Tenant]:
         return {tenant.name: tenant for tenant in self.tenants}
 

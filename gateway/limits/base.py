@@ -229,10 +229,8 @@ def estimate_of(call: Call, now: float) -> Estimate:
 
 
 def _dearest_cost(call: Call, input_tokens: int, output_tokens: int) -> int:
-    policy = call.policy
-    models = [call.model, *(policy.models_by_name[name] for name in call.model.fallbacks)]
-    prices = [policy.deployments_by_name[name].price for model in models for name in model.deployments]
-    costs = [input_tokens * price.input + output_tokens * price.output for price in prices if price is not None]
+    prices = call.policy.prices_by_model[call.model.name]
+    costs = [input_tokens * price.input + output_tokens * price.output for price in prices]
     nanos = max(costs, default=Decimal(0)) * NANOS_PER_TOKEN
     return int(nanos.to_integral_value(ROUND_CEILING))
 

@@ -3,12 +3,14 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import lru_cache
 
 from gateway.errors import BudgetSpent, GatewayError, LimitReached
 from gateway.limits.base import Estimate, charge_key
 from gateway.storage.base import MAX_AMOUNT, Charge, Refused, SpendCharge
 from gateway.types import Call, Usage
 
+MINUTE_SECONDS = 60
 DAY_SECONDS = 86_400.0
 # How an account's period is named in its key, and how long the account outlives its last change: the period and more.
 PERIODS = {"day": ("%Y-%m-%d", 2 * DAY_SECONDS), "month": ("%Y-%m", 62 * DAY_SECONDS), "total": ("total", math.inf)}
@@ -21,10 +23,9 @@ class Budget:
         budget = call.principal.tenant.limits.budget
         if budget is None:
             return None
-        name, keep_seconds = PERIODS[budget.per]
-        period = datetime.fromtimestamp(estimate.now, UTC).strftime(name)
-        limit = min(int(budget.amount.scaleb(9)), MAX_AMOUNT)
-        return SpendCharge(charge_key(call, f"budget/{period}"), estimate.cost_nanos, limit, keep_seconds)
+        period = _period(budget.per, int(estimate.now // MINUTE_SECONDS))
+        keep_seconds = PERIODS[budget.per][1]
+        return SpendCharge(charge_key(call, f"budget/{period}"), estimate.cost_nanos, _nanos(budget.amount), keep_seconds)
 
     def actual(self, usage: Usage, cost_nanos: int) -> int:
         return cost_nanos
@@ -45,6 +46,17 @@ class Budget:
 
     def headers(self, charge: Charge, remaining: int) -> dict[str, str]:
         return {}
+
+
+@lru_cache(maxsize=16)
+def _period(per: str, minute: int) -> str:
+    """The period's name in the account's key; periods change on full minutes."""
+    return datetime.fromtimestamp(minute * MINUTE_SECONDS, UTC).strftime(PERIODS[per][0])
+
+
+@lru_cache(maxsize=10_000)
+def _nanos(amount: Decimal) -> int:
+    return min(int(amount.scaleb(9)), MAX_AMOUNT)
 
 
 def _money(nanos: int) -> str:

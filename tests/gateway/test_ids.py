@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import os
+
+from gateway.ids import POOL_BYTES, random_bytes
+
+
+def test_bytes_are_never_given_twice() -> None:
+    taken = [random_bytes(12) for _ in range(5 * POOL_BYTES // 12)]
+    assert all(len(each) == 12 for each in taken)
+    assert len(set(taken)) == len(taken)
+
+
+def test_a_forked_process_has_bytes_of_its_own() -> None:
+    random_bytes(8)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, random_bytes(16))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 16) != random_bytes(16)
+    os.close(reader)
+    os.close(writer)
