@@ -1,4 +1,4 @@
-"""Waiting for one's turn. Real-time goes before batch; inside a class, first come, first served.
+"""Phase 5: waiting for one's turn. Real-time goes before batch; inside a class, first come, first served.
 
 A call that finds a free place and nobody before it does not wait at all. Waiting costs one future: no thread, no
 upstream connection. Bounds: `max_queue` calls per class and model, `max_wait` seconds, and the call's own deadline.

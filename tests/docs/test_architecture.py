@@ -47,3 +47,10 @@ def test_the_phases_are_in_the_order_of_the_story() -> None:
     story = (ROOT / "gateway" / "serve.py").read_text()
     entered = [name.rpartition(".")[2] for name in re.findall(r'marks\.enter\("([\w.]+)"\)', story)]
     assert [name for name in told if name in entered] == [name for name in entered if name != "chat"]
+
+
+def test_the_phases_have_the_numbers_that_their_files_give_them() -> None:
+    told = re.findall(r"^(\d)\. \*\*\w+\*\*, `([^`]+\.py)`", section(PAGE, "A request's life"), re.MULTILINE)
+    assert len(told) > 5
+    for number, file in told:
+        assert f"Phase {number}: " in (ROOT / file).read_text(), file
