@@ -1,0 +1,103 @@
+"""kill -9 of the gateway under fifty streams: every whole answer has its one receipt, and no place stays taken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.e2e.processes import (
+    PATIENCE_SECONDS,
+    Gateway,
+    Running,
+    chat,
+    free_port,
+    gateway,
+    key,
+    simple_policy,
+    tenant,
+    until,
+    warmpath,
+)
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.e2e
+
+STREAMS = 50
+
+
+async def stream(
+    client: httpx2.AsyncClient, front: Gateway, number: int, finished: dict[str, bool], some: asyncio.Event
+) -> None:
+    """Note under the call's id whether its `[DONE]` has arrived, and tell when some have."""
+    body = chat(f"Question {number}", stream=True, max_tokens=4 + 4 * (number % 10), ignore_eos=True)
+    headers = {"authorization": f"Bearer {key('dev')}"}
+    url = f"{front.url}/v1/chat/completions"
+    try:
+        async with client.stream("POST", url, json=body, headers=headers) as reply:
+            assert reply.status_code == 200
+            call_id = reply.headers["x-request-id"]
+            finished[call_id] = False
+            async for line in reply.aiter_lines():
+                finished[call_id] |= line == "data: [DONE]"
+                if sum(finished.values()) >= STREAMS // 5:
+                    some.set()
+    except httpx2.TransportError:
+        pass  # killed
+
+
+async def fifty_streams_and_a_kill(front: Gateway) -> dict[str, bool]:
+    finished: dict[str, bool] = {}
+    some = asyncio.Event()
+    async with httpx2.AsyncClient(timeout=PATIENCE_SECONDS, limits=httpx2.Limits(max_connections=STREAMS)) as client:
+        streams = [asyncio.create_task(stream(client, front, number, finished, some)) for number in range(STREAMS)]
+        await some.wait()
+        front.process.kill()
+        await asyncio.gather(*streams)
+    front.process.wait()
+    return finished
+
+
+@pytest.mark.parametrize("storage", ["sqlite", "redis"])
+def test_a_killed_gateway_takes_up_its_books_again(
+    tmp_path: Path, local_engine: Running, redis_server: RedisServer, storage: str
+) -> None:
+    url = redis_server.url if storage == "redis" else f"sqlite:///{tmp_path / 'state.db'}"
+    policy = simple_policy(
+        local_engine.url, tenants=[tenant("dev", limits={"concurrency": STREAMS, "tokens": "1M/1m"})]
+    )
+    port = free_port()
+    with gateway(tmp_path, policy, storage=url, port=port) as front:
+        finished = asyncio.run(fifty_streams_and_a_kill(front))
+    assert STREAMS // 5 <= sum(finished.values()) < STREAMS, "some had ended and some had not"
+
+    with ExitStack() as stack:
+        front = stack.enter_context(gateway(tmp_path, policy, storage=url, port=port))
+        rows = front.receipts()
+        for call_id, done in finished.items():
+            mine = [row for row in rows if row["call_id"] == call_id]
+            assert len(mine) == 1 if done else len(mine) <= 1
+            assert not done or (mine[0]["outcome"], mine[0]["exact"]) == ("complete", True)
+        verified = warmpath("usage", "verify", "--json", cwd=tmp_path, data_dir=str(tmp_path / "data"))
+        assert verified.returncode == 0, verified.stderr
+        assert json.loads(verified.stdout)["rows"] == len(rows)
+        until(lambda: local_engine.metric("vllm:num_requests_running") == 0)
+        # As many places as there ever were: none stays with the dead, be it that a lease (30 s) has to run out.
+        until(lambda: concurrent_calls(front) == [200] * STREAMS)
+        assert front.receipts()[: len(rows)] == rows
+
+
+def concurrent_calls(front: Gateway) -> list[int]:
+    async def all_at_once() -> list[int]:
+        limits = httpx2.Limits(max_connections=STREAMS)
+        async with httpx2.AsyncClient(timeout=PATIENCE_SECONDS, limits=limits) as client:
+            call = {"json": chat(max_tokens=40, ignore_eos=True), "headers": {"authorization": f"Bearer {key('dev')}"}}
+            url = f"{front.url}/v1/chat/completions"
+            replies = await asyncio.gather(*(client.post(url, **call) for _ in range(STREAMS)))
+        return [reply.status_code for reply in replies]
+
+    return asyncio.run(all_at_once())
