@@ -171,6 +171,7 @@ class Client:
         self.chunks: list[bytes] = []
         self.whole = False  # the reply came to its own end
         self.gone = False
+        self.first_bytes = asyncio.Event()
         self.takes: asyncio.Event | None = None  # a client that takes nothing before it is set
         self.on_last: Callable[[], None] = lambda: None
         self._body: list[bytes | None] = [body] if isinstance(body, bytes) else list(body)
@@ -210,6 +211,7 @@ class Client:
             return
         assert message["type"] == "http.response.body" and not self.whole, message
         self.chunks.append(message.get("body", b""))
+        self.first_bytes.set()
         if not message.get("more_body", False):
             self.on_last()
             self.whole = True

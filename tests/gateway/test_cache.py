@@ -124,6 +124,41 @@ async def test_a_store_that_is_away_costs_the_cache_and_nothing_else() -> None:
     await recording.finish()
 
 
+async def test_a_leader_that_leaves_while_the_store_is_asked_leaves_nobody_waiting() -> None:
+    class Slow(Away):
+        async def get(self, key: str) -> bytes | None:
+            await asyncio.Event().wait()
+            return None
+
+    cache = ResponseCache(Slow())
+    leader = asyncio.create_task(cache.lookup(a_call(certain())))
+    await asyncio.sleep(0)
+    follower = asyncio.create_task(read(await cache.lookup(a_call(certain()))))
+    await asyncio.sleep(0)
+    leader.cancel()
+    with pytest.raises(LeaderFailed):
+        await follower
+    assert cache.in_flight == 0
+
+
+async def test_what_was_never_put_into_the_store_is_no_answer() -> None:
+    class Noisy(Away):
+        async def get(self, key: str) -> bytes | None:
+            return b"\xc1"
+
+    assert isinstance(await ResponseCache(Noisy()).lookup(a_call(certain())), Recording)
+
+
+async def test_nobody_follows_a_call_of_another_class(cache: ResponseCache) -> None:
+    policy = a_policy(rules=[{"match": {"service_tier": "flex"}, "class": "batch"}])
+    leader = await cache.lookup(a_call(certain(service_tier="flex"), policy))
+    assert isinstance(leader, Recording)
+    assert isinstance(await cache.lookup(a_call(certain(), policy)), Recording)
+    leader.write(b"one")
+    await leader.finish()
+    assert isinstance(await cache.lookup(a_call(certain(seed=1, service_tier="flex"), policy)), Recording)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -132,6 +167,7 @@ async def test_a_store_that_is_away_costs_the_cache_and_nothing_else() -> None:
         (certain(), chat("other", temperature=0)),
         (certain(), certain(seed=1)),
         (certain(), certain(x_unknown=1)),
+        (certain(stream=True), certain(stream=True, stream_options={"include_obfuscation": False})),
     ],
 )
 def test_whatever_can_change_the_answer_is_in_the_key(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -145,7 +181,17 @@ def test_what_can_not_change_the_answer_is_not_in_the_key() -> None:
         certain() | {"model": "alias"},
         certain(stream=False),
     ]
+    options: list[dict[str, Any] | None] = [None, {}, {"include_usage": True}]
+    same_streams = [certain(stream=True), *(certain(stream=True, stream_options=given) for given in options)]
+    assert len({cache_key(a_call(body)) for body in same_streams}) == 1
     assert len({cache_key(a_call(body)) for body in same}) == 1
+
+
+def test_a_model_that_is_served_by_another_one_now_has_other_answers() -> None:
+    changed = a_policy(
+        deployments=[{"name": name, "base_url": "http://a.invalid/v1", "model": "newer"} for name in ("a", "b")]
+    )
+    assert cache_key(a_call(certain())) != cache_key(a_call(certain(), changed))
 
 
 def test_tenants_share_nothing_and_keys_only_what_the_policy_says() -> None:

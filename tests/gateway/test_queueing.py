@@ -112,7 +112,7 @@ async def test_a_wait_ends_when_it_has_lasted_too_long() -> None:
     policy = one_place(max_wait="20ms")
     queue, fleet = a_queue(policy)
     async with queue.turn(call_now(policy)):
-        with pytest.raises(Overloaded, match="within 0.02 s"):
+        with pytest.raises(Overloaded, match=r"within 0\.02 s"):
             async with queue.turn(call_now(policy)):
                 pass
         assert queue.depth("realtime") == 0
@@ -134,16 +134,49 @@ async def test_a_caller_that_leaves_while_waiting_leaves_the_line() -> None:
 async def test_a_place_granted_in_the_moment_of_leaving_is_not_lost() -> None:
     policy = one_place()
     queue, fleet = a_queue(policy)
-    leave = asyncio.Event()
-    first = asyncio.create_task(hold(queue, call_now(policy), [], "", leave))
-    await settle()
+    place = fleet.take(list(fleet))
+    assert place is not None
     waiting = asyncio.create_task(hold(queue, call_now(policy), [], "", asyncio.Event()))
     await settle()
-    leave.set()
-    await first  # grants the place to `waiting`, which has not run since
+    place.release()  # grants it to `waiting`, which has not run since
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert [server.places_taken for server in fleet] == [0]
+
+
+async def test_a_model_that_lost_its_servers_keeps_nobody_waiting() -> None:
+    policy = one_place()
+    queue, fleet = a_queue(policy)
+    place = fleet.take(list(fleet))
+    assert place is not None
+    waiting = asyncio.create_task(hold(queue, call_now(policy), [], "", asyncio.Event()))
+    await settle()
+    fleet.apply(a_policy(deployments=[{"name": "z", "base_url": "http://z.invalid", "model": "served"}],
+                         models=[{"name": "m", "deployments": ["z"]}]))  # fmt: skip
+    with pytest.raises(Overloaded, match="no deployment any more"):
+        await waiting
+    with pytest.raises(Overloaded, match="no deployment any more"):
+        async with queue.turn(call_now(policy)):
+            pass
+    place.release()
+
+
+async def test_who_waits_takes_a_server_that_a_reload_brought() -> None:
+    policy = one_place()
+    queue, fleet = a_queue(policy)
+    place, leave = fleet.take(list(fleet)), asyncio.Event()
+    assert place is not None
+    order: list[str] = []
+    waiting = asyncio.create_task(hold(queue, call_now(policy), order, "moved", leave))
+    await settle()
+    moved = policy.model_dump(by_alias=True)
+    moved["deployments"][0]["base_url"] = "http://elsewhere.invalid/v1"
+    fleet.apply(Policy.model_validate(moved))
+    await settle()
+    assert order == ["moved"]
+    leave.set()
+    await waiting
+    place.release()
 
 
 async def test_closing_refuses_who_waits_and_who_comes() -> None:

@@ -34,6 +34,9 @@ class Script:
     async def healthy(self) -> bool:
         return True
 
+    async def usage_of(self, call_id: str) -> bytes | None:
+        return None
+
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
         self.opened += 1
         self.headers = headers
@@ -197,9 +200,9 @@ async def test_a_caller_that_leaves_while_waiting_closes_the_connection_and_is_o
     a = Script(asyncio.Event())
     rig = Rig(a=a, b=Script(b"x"))
     waiting = asyncio.create_task(rig.chunks())
-    while not a.opened:
+    for _ in range(10):
         await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    assert a.opened
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert a.closed == 1
@@ -217,3 +220,22 @@ async def test_fallback_models_are_asked_last() -> None:
     assert rig.outcomes == [("a", "status_500"), ("b", "ok")]
     assert a.opened == 1
     assert rig.idle()
+
+
+async def test_a_closed_answer_leaves_no_timer() -> None:
+    rig = Rig(a=Script(b"1"), b=Script())
+    call = a_call(chat(stream=True), rig.policy, now=asyncio.get_running_loop().time())
+    async with rig.queue.turn(call) as place, rig.router.open(call, place, rig.attempts) as upstream:
+        pass
+    assert upstream._wait._handle.cancelled()
+
+
+async def test_a_bug_in_a_provider_is_not_blamed_on_the_client() -> None:
+    class Broken(Script):
+        async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+            raise ZeroDivisionError
+
+    rig = Rig(a=Broken(), b=Script())
+    with pytest.raises(ZeroDivisionError):
+        await rig.chunks()
+    assert rig.outcomes == [("a", "given_up")] and rig.idle()

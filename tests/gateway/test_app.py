@@ -1,0 +1,266 @@
+"""The composed application on ASGI: real transport to a scripted HTTP server, real storage and ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway import app as app_module
+from gateway.app import Gateway
+from gateway.ledger.chain import segments
+from gateway.policy_checks import IN_SERVICE
+from gateway.policy_file import PolicyHolder
+from gateway.settings import Settings
+from tests.gateway.house import (
+    DONE,
+    PEPPER,
+    Client,
+    answer,
+    chat,
+    delta,
+    in_time,
+    policy_of,
+    settle,
+    tenant,
+)
+from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, Received, ScriptedServer, coded, json_answer
+
+
+def policy_for(base_url: str, **changes: Any) -> dict[str, Any]:
+    deployments = [{"name": "a", "base_url": base_url, "model": "served", "max_concurrency": 2}]
+    models = [{"name": "m", "aliases": ["Qwen/m"], "deployments": ["a"]}, {"name": "private", "deployments": ["a"]}]
+    return policy_of(deployments=deployments, models=models, tenants=[{**tenant(), "models": ["m"]}], **changes)
+
+
+class Application:
+    """A gateway by its settings, and its lifespan as a server drives it."""
+
+    def __init__(self, directory: Path, policy: dict[str, Any], **settings: Any) -> None:
+        self.policy_file = directory / "policy.yaml"
+        self.write_policy(policy)
+        known = {"policy": self.policy_file, "data_dir": directory, "replica": "r", "key_pepper": PEPPER, **settings}
+        self.policies = PolicyHolder(self.policy_file, checks=IN_SERVICE)
+        self.gateway = Gateway(Settings(**known), self.policies)
+        self.ledger = directory / "ledger" / "r"
+        self.said: asyncio.Queue[Any] = asyncio.Queue()
+        self._heard: asyncio.Queue[Any] = asyncio.Queue()
+        self._life: asyncio.Task[None]
+
+    def write_policy(self, policy: dict[str, Any]) -> None:
+        self.policy_file.write_text(yaml.safe_dump(policy))
+
+    async def start(self) -> Any:
+        self._life = asyncio.create_task(self.gateway({"type": "lifespan"}, self._heard.get, self.said.put))
+        self._heard.put_nowait({"type": "lifespan.startup"})
+        return await in_time(self.said.get())
+
+    async def stop(self) -> Any:
+        self._heard.put_nowait({"type": "lifespan.shutdown"})
+        message = await in_time(self.said.get())
+        await in_time(self._life)
+        return message
+
+    def begin(self, client: Client) -> asyncio.Task[None]:
+        return asyncio.create_task(self.gateway(client.scope, client.receive, client.send))
+
+    async def ask(self, *args: Any, **more: Any) -> Client:
+        client = Client(*args, **more)
+        await in_time(self.begin(client))
+        return client
+
+    async def get(self, path: str, **more: Any) -> Client:
+        return await self.ask(method="GET", path=path, **more)
+
+
+@asynccontextmanager
+async def running(directory: Path, policy: dict[str, Any], **settings: Any) -> AsyncIterator[Application]:
+    app = Application(directory, policy, **settings)
+    assert (await app.start())["type"] == "lifespan.startup.complete"
+    try:
+        yield app
+    finally:
+        assert (await app.stop())["type"] == "lifespan.shutdown.complete"
+        await settle()
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is left behind"
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[Application]:
+    async with running(tmp_path, policy_for("http://127.0.0.1:9/v1")) as application:
+        yield application
+
+
+async def test_a_call_goes_all_the_way(tmp_path: Path) -> None:
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        assert b'"served"' in request.body
+        writer.write(json_answer(answer()) if b'"stream"' not in request.body else STREAM_HEAD)
+        if b'"stream"' in request.body:
+            writer.write(coded(delta("one")) + coded(DONE) + STREAM_END)
+
+    async with ScriptedServer(script) as server, running(tmp_path, policy_for(server.base_url)) as app:
+        assert (await app.ask(chat())).content == answer()
+        assert (await app.ask(chat(stream=True))).content == delta("one") + DONE
+        metrics = (await app.get("/metrics")).content.decode()
+        assert "warmpath_ledger_rows" in metrics
+        await server_closed_nothing(server)
+
+
+async def server_closed_nothing(server: ScriptedServer) -> None:
+    assert server.connections == 1 and not server.client_closed
+
+
+async def test_a_client_that_leaves_closes_the_connection_to_the_server(tmp_path: Path) -> None:
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + coded(delta("one")))
+
+    async with ScriptedServer(script) as server, running(tmp_path, policy_for(server.base_url)) as app:
+        client = Client(chat(stream=True))
+        serving = app.begin(client)
+        await in_time(client.first_bytes.wait())
+        client.leave()
+        await in_time(serving)
+        await server.until_the_client_closed()
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"])
+async def test_a_door_takes_posts_only(app: Application, method: str) -> None:
+    for door in ("chat/completions", "completions", "embeddings"):
+        client = await app.ask(method=method, path=f"/v1/{door}")
+        assert (client.status, client.headers["allow"]) == (405, "POST")
+        assert client.json["error"]["code"] == "method_not_allowed"
+
+
+async def test_what_is_only_read_takes_no_posts(app: Application) -> None:
+    client = await app.ask(b"{}", path="/v1/models")
+    assert client.status == 405 and set(client.headers["allow"].split(", ")) == {"GET", "HEAD"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/v1/chat/completions/", "/health/", "/v1/chat", "//v1/models", "/v1/../v1"]
+)
+async def test_what_is_not_there_is_not_there(app: Application, path: str) -> None:
+    for method in ("GET", "POST"):
+        client = await app.ask(b"{}", method=method, path=path, headers=[(b"host", b"evil.example")])
+        assert client.status == 404 and client.json["error"]["code"] == "unknown_url"
+        assert "location" not in client.headers and client.headers["x-request-id"].startswith("req_")
+
+
+async def test_models_are_those_that_the_caller_may_use(app: Application) -> None:
+    assert [model["id"] for model in (await app.get("/v1/models")).json["data"]] == ["m", "Qwen/m"]
+    assert (await app.get("/v1/models/Qwen/m")).json["id"] == "Qwen/m"
+    for hidden in ("private", "nobody", ""):
+        assert (await app.get(f"/v1/models/{hidden}")).status == 404
+    refused = await app.get("/v1/models", key="wp-dev-wrong")
+    assert refused.status == 401 and refused.headers["x-should-retry"] == "false"
+
+
+async def test_a_bug_in_the_shell_is_told_and_not_shown(app: Application, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("inner secrets")
+
+    monkeypatch.setattr(app.gateway._telemetry, "render_metrics", broken)
+    client = Client(method="GET", path="/metrics")
+    with pytest.raises(ZeroDivisionError):  # so that the server logs it
+        await in_time(app.begin(client))
+    assert client.status == 500 and "inner secrets" not in client.content.decode()
+
+
+async def test_readiness(app: Application, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (await app.get("/health")).status == 200
+    ready = await app.get("/ready")
+    assert ready.status == 200 and ready.json["policy"] == app.policies.current.hash
+    monkeypatch.setattr(app.gateway.house.ledger, "_fault", "the disk is full")
+    assert (await app.get("/ready")).json["faults"] == ["the ledger can not be written"]
+    monkeypatch.setattr(app.gateway.house.ledger, "_fault", None)
+    app.gateway.drain()
+    draining = await app.get("/ready")
+    assert draining.status == 503 and draining.json["faults"] == ["the gateway is shutting down"]
+    refused = await app.ask(chat())
+    assert refused.status == 503 and refused.json["error"]["code"] == "overloaded"
+    assert (await app.get("/health")).status == 200
+
+
+# Starting and stopping
+
+
+async def test_a_ledger_that_is_taken_is_told_in_one_line(tmp_path: Path) -> None:
+    app = Application(tmp_path, policy_for("http://127.0.0.1:9/v1"))
+    app.ledger.mkdir(parents=True)
+    with (app.ledger / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4711")
+        lock.flush()
+        message = await app.start()
+    assert message["type"] == "lifespan.startup.failed"
+    assert "is being written by process 4711" in message["message"] and "\n" not in message["message"]
+
+
+async def test_a_storage_that_is_away_is_told_in_one_line(tmp_path: Path) -> None:
+    app = Application(tmp_path, policy_for("http://127.0.0.1:9/v1"), storage="redis://127.0.0.1:9/0")
+    message = await app.start()
+    assert message["type"] == "lifespan.startup.failed"
+    assert "Redis can not be reached" in message["message"] and "\n" not in message["message"]
+    assert not (app.ledger / "lock").exists()
+
+
+async def test_the_shutdown_waits_for_calls_that_were_cut_off_to_settle(tmp_path: Path) -> None:
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + coded(delta("one")))
+
+    async with ScriptedServer(script) as server:
+        app = Application(tmp_path, policy_for(server.base_url))
+        await app.start()
+        settling = asyncio.Event()
+
+        async def record_comes_late(call_id: str) -> bytes | None:
+            settling.set()
+            await asyncio.sleep(0.02)
+            return None
+
+        (known,) = app.gateway._fleet
+        known.provider.usage_of = record_comes_late  # type: ignore[method-assign]
+        client = Client(chat(stream=True))
+        serving = app.begin(client)
+        await in_time(client.first_bytes.wait())
+        client.leave()
+        await in_time(settling.wait())
+        assert (await app.stop())["type"] == "lifespan.shutdown.complete"  # with the ledger closed
+        assert serving.done() and b"client_gone" in segments(app.ledger)[-1].read_bytes()
+
+
+async def test_the_shutdown_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "LAST_CALLS_SECONDS", 0.02)
+    app = Application(tmp_path, policy_for("http://127.0.0.1:9/v1"))
+    await app.start()
+    serving = app.begin(Client([None]))
+    await settle()
+    assert (await app.stop())["type"] == "lifespan.shutdown.complete"
+    serving.cancel()
+    await asyncio.wait([serving])
+
+
+# A policy that changes
+
+
+async def test_a_reload_reaches_the_models_and_the_servers(app: Application) -> None:
+    changed = policy_for("http://127.0.0.1:9/v1")
+    changed["models"][0]["aliases"] = ["new-name"]
+    app.write_policy(changed)
+    assert await app.policies.reload()
+    assert [model["id"] for model in (await app.get("/v1/models")).json["data"]] == ["m", "new-name"]
+
+
+async def test_a_policy_that_is_none_is_counted_and_changes_nothing(app: Application) -> None:
+    before = (await app.get("/ready")).json["policy"]
+    app.policy_file.write_text("models: []")
+    assert not await app.policies.reload()
+    metrics = (await app.get("/metrics")).content.decode()
+    assert 'warmpath_policy_reloads_total{result="rejected"} 1.0' in metrics
+    assert (await app.get("/ready")).json["policy"] == before
