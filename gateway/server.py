@@ -84,5 +84,5 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, f"can not listen on {host}:{port}: {error.strerror}") from None
+        raise OSError(f"can not listen on {host}:{port}: {error.strerror}") from None
     return listener

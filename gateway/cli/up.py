@@ -62,8 +62,10 @@ def up(
         settings = settings.model_copy(
             update={"storage": f"sqlite:///{(settings.data_dir / 'warmpath.db').absolute()}"}
         )
-    with contextlib.suppress(OSError), listen(settings.host, settings.port):
-        pass  # the port is free; if it is not, `run` says so, but only after the engine has been started
+    try:
+        listen(settings.host, settings.port).close()  # `run` would say so too, but only after the engine's start
+    except OSError as error:
+        fail(str(error), code=MISUSE)
     local = _local_engine(rules)
     key = _dev_key(settings)
     asyncio.run(_keep(key, settings, rules))
@@ -80,12 +82,11 @@ def up(
 
 
 def _local_engine(policy: Policy) -> Deployment:
-    for deployment in policy.deployments:
-        if deployment.provider == "warmpath" and urlsplit(deployment.base_url).hostname in LOOPBACK:
-            return deployment
-    fail(
-        "the policy has no deployment of provider `warmpath` on this machine; `warmpath serve` needs none", code=MISUSE
-    )
+    ours = (d for d in policy.deployments if d.provider == "warmpath" and urlsplit(d.base_url).hostname in LOOPBACK)
+    if (deployment := next(ours, None)) is None:
+        why = "the policy has no deployment of provider `warmpath` on this machine; `warmpath serve` needs none"
+        fail(why, code=MISUSE)
+    return deployment
 
 
 def _dev_key(settings: Settings) -> str:

@@ -1,0 +1,79 @@
+"""SIGTERM: what is under way comes to its end, what is new is refused, and the process leaves with 0."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.e2e.processes import Running, Wire, chat, deployment, endless, gateway, key, simple_policy, tenant
+
+pytestmark = pytest.mark.e2e
+
+
+def test_a_stream_under_way_is_finished(tmp_path: Path, local_engine: Running) -> None:
+    policy = simple_policy(
+        local_engine.url,
+        deployments=[deployment("local", local_engine.url, max_concurrency=2)],
+        tenants=[tenant("dev", limits={"concurrency": 8})],
+    )
+    storage = f"sqlite:///{tmp_path / 'state.db'}"
+    with gateway(tmp_path, policy, storage=storage, drain_seconds="60") as front, httpx2.Client() as kept:
+        assert kept.get(f"{front.url}/ready").status_code == 200  # and its connection stays open
+        streams = [Wire(front, "chat/completions", chat(stream=True, max_tokens=150, ignore_eos=True)) for _ in "ab"]
+        for stream in streams:
+            stream.read_until(b"data: ")
+        waiting = Wire(front, "chat/completions", chat())
+        front.process.send_signal(signal.SIGTERM)
+        status, refused = waiting.read_reply()
+        assert (status, refused["error"]["code"]) == (503, "overloaded")
+        waiting.leave()
+        for stream in streams:
+            assert b"data: [DONE]" in stream.read_to_end()
+            assert front.receipt(stream.header("x-request-id"))["outcome"] == "complete"
+            stream.leave()
+        assert front.process.wait(60) == 0
+    rows = [json.loads(line) for file in front.ledger.rglob("*.jsonl") for line in file.read_text().splitlines()]
+    assert [row["output"] for row in rows] == [150, 150]
+
+
+def test_readiness_goes_off_at_once(tmp_path: Path, local_engine: Running) -> None:
+    with gateway(tmp_path, simple_policy(local_engine.url), drain_seconds="60") as front:
+        kept = httpx2.Client(base_url=front.url, timeout=60)
+        with kept, Wire(front, "chat/completions", chat(stream=True, max_tokens=300, ignore_eos=True)) as stream:
+            stream.read_until(b"data: ")
+            before = kept.get("/ready")
+            assert (before.status_code, before.json()["faults"]) == (200, [])
+            front.process.send_signal(signal.SIGTERM)
+            statuses = {}
+            try:
+                while statuses.get("/ready") != 503:
+                    statuses["/ready"] = kept.get("/ready").status_code
+                statuses["/health"] = kept.get("/health").status_code
+            except httpx2.TransportError:
+                pytest.fail("whoever asks for readiness while a stream is under way must be told")
+            assert statuses == {"/ready": 503, "/health": 200}
+            headers = {"authorization": f"Bearer {key('dev')}"}
+            late = kept.post("/v1/chat/completions", json=chat(), headers=headers)
+            assert late.status_code == 503
+            assert late.headers["x-should-retry"] == "true"
+            assert b"data: [DONE]" in stream.read_to_end()
+        assert front.process.wait(60) == 0
+
+
+def test_what_takes_too_long_is_told_so(tmp_path: Path, local_engine: Running) -> None:
+    with gateway(tmp_path, simple_policy(local_engine.url), drain_seconds="1") as front:
+        with Wire(front, "chat/completions", endless()) as stream:
+            stream.read_until(b"data: ")
+            front.process.send_signal(signal.SIGTERM)
+            received = stream.read_to_end()
+            call_id = stream.header("x-request-id")
+        assert front.process.wait(60) == 0
+        assert b"[DONE]" not in received
+        assert b'"error"' in received.split(b"data: ")[-1]
+        receipt = front.receipt(call_id)
+        assert receipt["outcome"] == "upstream_cut"
+        assert 0 < receipt["output"] < 1800

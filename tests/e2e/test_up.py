@@ -1,0 +1,167 @@
+"""`warmpath up` as a user runs it: what it prints works when it is pasted, and Ctrl-C leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.e2e.processes import (
+    PATIENCE_SECONDS,
+    ROOT,
+    STOP_SECONDS_MAX,
+    clean_environment,
+    events,
+    free_port,
+    text_of,
+    until,
+    warmpath,
+)
+
+pytestmark = pytest.mark.e2e
+
+KEY = "wp-dev-0123456789abcdef"
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    """The default one, with a free port for the engine: others on this machine may use the default's."""
+    file = tmp_path / "policy.yaml"
+    file.write_text((ROOT / "policies/default.yaml").read_text().replace("127.0.0.1:8081", f"127.0.0.1:{free_port()}"))
+    return file
+
+
+@dataclass(frozen=True)
+class Up:
+    process: subprocess.Popen[bytes]
+    out: Path
+    err: Path
+
+    @property
+    def said(self) -> str:
+        return self.out.read_text()
+
+    def children(self) -> list[int]:
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+
+    def interrupt(self) -> int:
+        """Ctrl-C: the signal goes to everything in the terminal's foreground."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self.process.wait(STOP_SECONDS_MAX)
+
+
+@contextmanager
+def warmpath_up(folder: Path, *options: str, **settings: str) -> Iterator[Up]:
+    out, err = folder / "out", folder / "err"
+    env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in settings.items()})
+    command = [sys.executable, "-m", "gateway", "up", *options]
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env, cwd=folder, start_new_session=True)
+    try:
+        yield Up(process, out, err)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(STOP_SECONDS_MAX)
+
+
+def is_up(up: Up) -> bool:
+    assert up.process.poll() is None, up.err.read_text()
+    return "flush=True)" in up.said
+
+
+def told(up: Up, name: str) -> str:
+    found = re.search(rf"^  {name} +(\S+)$", up.said, re.MULTILINE)
+    assert found, up.said
+    return found[1]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def about_prefix_caching(answer: str) -> bool:
+    return "prefix caching reuses the kv cache" in answer.lower()
+
+
+def test_what_it_prints_works(tmp_path: Path, policy: Path) -> None:
+    with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0", dev_key=KEY) as up:
+        until(lambda: is_up(up))
+        assert (told(up, "key"), told(up, "model")) == (KEY, "warmpath-demo")
+        models = httpx2.get(f"{told(up, 'base URL')}/models", headers={"authorization": f"Bearer {KEY}"}).json()
+        assert [entry["id"] for entry in models["data"]] == ["warmpath-demo", "demo"]
+
+        curl, snippet = up.said[up.said.index("  curl ") :].split("\n\n", 1)
+        pasted = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+        assert about_prefix_caching(text_of(events(pasted.stdout))), pasted.stdout
+        command = [sys.executable, "-c", textwrap.dedent(snippet)]
+        pasted = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+        assert (pasted.returncode, pasted.stderr) == (0, "")
+        assert about_prefix_caching(pasted.stdout), pasted.stdout
+        usage = warmpath("usage", "--csv", cwd=tmp_path)
+        assert usage.stdout.splitlines()[1].startswith("2,"), "two requests, in the ledger of this folder"
+
+        (engine,) = up.children()
+        assert up.interrupt() == 0
+        assert "stopped" in up.said
+        assert not alive(engine)
+        assert "Traceback" not in up.err.read_text()
+
+
+def test_a_second_start_and_its_own_key(tmp_path: Path, policy: Path) -> None:
+    keys = []
+    for _ in range(2):
+        with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0") as up:
+            until(lambda: is_up(up))
+            keys.append(told(up, "key"))
+            headers = {"authorization": f"Bearer {keys[-1]}"}
+            assert httpx2.get(f"{told(up, 'base URL')}/models", headers=headers).status_code == 200
+            (engine,) = up.children()
+            assert up.interrupt() == 0
+            assert not alive(engine)
+    assert keys[0] == keys[1], "made at the first start, and kept"
+    assert (tmp_path / ".warmpath" / "dev-key").stat().st_mode & 0o077 == 0
+
+
+def test_an_interrupted_start_leaves_no_engine_behind(tmp_path: Path, policy: Path) -> None:
+    with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0") as up:
+        (engine,) = until(up.children)
+        up.interrupt()
+        until(lambda: not alive(engine))
+        assert "Traceback" not in up.err.read_text()
+
+
+def test_a_port_that_is_taken(tmp_path: Path, policy: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for verb in ("up", "serve"):
+            ended = warmpath(verb, "--policy", str(policy), "--port", str(port), cwd=tmp_path)
+            assert ended.returncode == 2
+            assert ended.stderr.strip() == f"can not listen on 127.0.0.1:{port}: Address already in use"
+
+
+def test_an_engines_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        file = tmp_path / "policy.yaml"
+        file.write_text((ROOT / "policies/default.yaml").read_text().replace("127.0.0.1:8081", f"127.0.0.1:{port}"))
+        ended = warmpath("up", "--policy", str(file), "--port", "0", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+    assert "Traceback" not in ended.stderr
