@@ -110,6 +110,10 @@ class Gateway:
         self._in_flight += 1
         try:
             await handle(self.house, door, scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._draining:
+                raise
+            # The server's patience is over. The client has been told, and the call is settled: no more to be said.
         finally:
             self._in_flight -= 1
             if not self._in_flight:

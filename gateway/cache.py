@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -54,6 +54,13 @@ class Recording:
         self.ended = False
         self.error: GatewayError | None = None
         self._on_abandoned: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """On every way out: whoever follows waits for nothing else."""
+        self.fail(None)
 
     def when_abandoned(self, tell: Callable[[], None]) -> None:
         """`tell` is called when the last follower leaves before the end."""
@@ -131,6 +138,11 @@ class Unrecorded:
 
     followed = False
 
+    def __enter__(self) -> Unrecorded:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
     def when_abandoned(self, tell: Callable[[], None]) -> None: ...
 
     def write(self, chunk: bytes) -> None: ...
@@ -150,10 +162,21 @@ class Answer:
         self.kind = kind
         self._chunks = chunks
 
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._chunks
+    async def first(self) -> bytes:
+        """Raises `LeaderFailed` where there is none."""
+        return await anext(self._chunks)
 
-    async def aclose(self) -> None:
+    async def pour(self, sink: Callable[[bytes], bool]) -> bool:
+        """Give `sink` the chunks behind the first. True at the end, False when it wants no more for now."""
+        async for chunk in self._chunks:
+            if not sink(chunk):
+                return False
+        return True
+
+    async def __aenter__(self) -> Answer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         await self._chunks.aclose()
 
 

@@ -7,8 +7,6 @@ upstream connection. Bounds: `max_queue` calls per class and model, `max_wait` s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from gateway.errors import Overloaded, shutting_down
 from gateway.fleet import Fleet, Place
@@ -34,6 +32,21 @@ class _Waiter:
             self.granted.result().release()
 
 
+class _Turn:
+    __slots__ = ("_call", "_place", "_queue")
+
+    def __init__(self, queue: Queue, call: Call) -> None:
+        self._queue = queue
+        self._call = call
+
+    async def __aenter__(self) -> Place:
+        self._place = await self._queue.place_for(self._call)
+        return self._place
+
+    async def __aexit__(self, *_: object) -> None:
+        self._place.release()
+
+
 class Queue:
     """The waiting calls: one line per (priority, class, model), served in that order; a line is an ordered set."""
 
@@ -47,16 +60,11 @@ class Queue:
         """How many calls of a class wait now."""
         return sum(len(line) for (_, name, _), line in self._lines.items() if name == class_name)
 
-    @asynccontextmanager
-    async def turn(self, call: Call) -> AsyncIterator[Place]:
-        """Hold a place at one of the model's servers, waiting for it if need be. Raises `Overloaded`."""
-        place = await self._place(call)
-        try:
-            yield place
-        finally:
-            place.release()
+    def turn(self, call: Call) -> _Turn:
+        """`async with` holds a place at one of the model's servers, waiting for it if need be. Raises `Overloaded`."""
+        return _Turn(self, call)
 
-    async def _place(self, call: Call) -> Place:
+    async def place_for(self, call: Call) -> Place:
         if self._closed:
             raise shutting_down()
         servers = self._fleet.servers_of(call.model)

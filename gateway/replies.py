@@ -7,7 +7,9 @@ and listens for the client's leaving: a bare ASGI callable is not told of it in 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import types
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -48,6 +50,7 @@ class Exchange:
         self._watch: asyncio.Task[None] | None = None
         self._task: asyncio.Task[Any] | None = None
         self._wanted: Callable[[], bool] = lambda: False
+        self._sending: Awaitable[None] | None = None  # a `send` that has to wait
 
     async def body(self) -> bytes:
         """The whole body. Raises `BodyTooLarge`, `RequestTimeout` or `ClientGone`."""
@@ -145,26 +148,50 @@ class Exchange:
     async def start(self, status: int, content_type: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
         self.status = CLIENT_CLOSED_STATUS if self.client_gone else status
         lines = {"content-type": content_type, **self.reply_headers, **headers}
-        await self._put({
+        begun = self._begin_to_send({
             "type": "http.response.start",
             "status": status,
             "headers": [(name.encode(), value.encode("latin-1", "replace")) for name, value in lines.items()],
         })  # fmt: skip
+        if not begun:
+            await self.drained()
 
-    def send(self, chunk: bytes, *, last: bool = False) -> Awaitable[None]:
-        """Send bytes of the reply; waits while the client takes nothing, up to `STALL_SECONDS`."""
+    def put(self, chunk: bytes, *, last: bool = False) -> bool:
+        """Send bytes of the reply, without waiting. False: the client takes no more; await `drained` before the next.
+
+        ASGI's `send` is a coroutine, but one that ends at once as long as there is room: it is begun here, and
+        finished in `drained` if it has to wait.
+        """
         if last:
             self._ended = True
             self.unwatch()
-        return self._put({"type": "http.response.body", "body": chunk, "more_body": not last})
+        return self._begin_to_send({"type": "http.response.body", "body": chunk, "more_body": not last})
 
-    async def _put(self, message: Message) -> None:
+    async def send(self, chunk: bytes, *, last: bool = False) -> None:
+        """Send bytes of the reply; waits while the client takes nothing, up to `STALL_SECONDS`."""
+        if not self.put(chunk, last=last):
+            await self.drained()
+
+    def _begin_to_send(self, message: Message) -> bool:
         if self.client_gone:
+            return True
+        sending = self._send(message).__await__()
+        try:
+            waits_for = next(sending)
+        except StopIteration:
+            return True
+        self._sending = resume(sending, waits_for)
+        return False
+
+    async def drained(self) -> None:
+        """Wait until what was put has been taken."""
+        sending, self._sending = self._sending, None
+        if sending is None:
             return
         bound = self._waits()
         bound.begin()
         try:
-            await self._send(message)
+            await sending
         except asyncio.CancelledError:
             if not bound.expired:
                 raise
@@ -202,6 +229,22 @@ class Exchange:
         self.unwatch()
         if self._bound is not None:
             self._bound.close()
+
+
+@types.coroutine
+def resume(begun: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    """Await what has been begun by hand and waits for something: `yield from`, from its second step on (PEP 380)."""
+    while True:
+        try:
+            came = yield waits_for
+        except BaseException as error:
+            step = partial(begun.throw, error)
+        else:
+            step = partial(begun.send, came)
+        try:
+            waits_for = step()
+        except StopIteration:
+            return
 
 
 def render_error(error: GatewayError) -> bytes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,13 +73,9 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
     if isinstance(found, Answer):
         record.cache = found.kind
         marks.enter("chat")
+        account = Settlement(call, UNLIMITED, UNRECORDED, attempts, exchange, record, house.ledger, from_cache=True)
         try:
-            async with (
-                Settlement(
-                    call, UNLIMITED, UNRECORDED, attempts, exchange, record, house.ledger, from_cache=True
-                ) as account,
-                aclosing(found),
-            ):
+            async with account, found:
                 await relay(call, found, account, exchange)
             return
         except LeaderFailed:
@@ -89,51 +84,49 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
     exchange.stay_while(lambda: found.followed)
     found.when_abandoned(exchange.leave_if_gone)
 
-    async with AsyncExitStack() as lifetime:
-        lifetime.callback(found.fail, None)  # on every way out: whoever follows waits for nothing else
+    with found:
         marks.enter("admit")
         house.ledger.check()
         reservation = await house.limiter.admit(call)
-        account = await lifetime.enter_async_context(
-            Settlement(call, reservation, found, attempts, exchange, record, house.ledger)
-        )
         exchange.reply_headers.update(reservation.headers)
 
-        marks.enter("queue")
-        place = await lifetime.enter_async_context(house.queue.turn(call))
-
-        marks.enter("route")
-        upstream = await lifetime.enter_async_context(house.router.open(call, place, attempts))
-        account.answered_by(upstream)
-
-        marks.enter("chat")
-        await relay(call, upstream, account, exchange)
+        async with Settlement(call, reservation, found, attempts, exchange, record, house.ledger) as account:
+            marks.enter("queue")
+            async with house.queue.turn(call) as place:
+                marks.enter("route")
+                async with house.router.open(call, place, attempts) as upstream:
+                    account.answered_by(upstream)
+                    marks.enter("chat")
+                    await relay(call, upstream, account, exchange)
 
 
 async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exchange: Exchange) -> None:
     """Phase 7: pass the answer on as it comes. Its last bytes go out after its receipt is written, and what was held
     for it is given back right behind them: the client may ask again before the server's connection is free.
+
+    Behind the first chunk of a stream this task sleeps: `take` runs where the bytes arrive. It is woken when the
+    client is slower than the server, and at the end.
     """
     meter = account.meter
-    async for chunk in chunks:
-        account.arrived()
-        account.recording.write(chunk)
-        passed_on = meter.watch(chunk)
-        if meter.error:
-            raise UpstreamCut("the server reported an error in its answer")
-        if meter.complete:
-            account.write(Outcome.COMPLETE)
-        if call.stream:
-            if exchange.status is None:
-                await exchange.start(200, STREAM_TYPE, account.reply_headers())
-            if passed_on or meter.complete:
-                await exchange.send(passed_on, last=meter.complete)
-        elif meter.complete:
-            await exchange.reply(200, passed_on, JSON_TYPE, account.reply_headers())
-        if meter.complete:
-            await account.settle()
-            return
-    raise UpstreamCut("the answer ended before its end")
+
+    def take(chunk: bytes) -> bool:
+        passed_on = account.watch(chunk)
+        there_is_room = exchange.put(passed_on, last=meter.complete) if passed_on or meter.complete else True
+        return there_is_room and not meter.complete
+
+    passed_on = account.watch(await chunks.first())
+    if call.stream:
+        await exchange.start(200, STREAM_TYPE, account.reply_headers())
+        await exchange.send(passed_on, last=meter.complete)
+        while not meter.complete:
+            if await chunks.pour(take):
+                break
+            await exchange.drained()
+    elif meter.complete:
+        await exchange.reply(200, passed_on, JSON_TYPE, account.reply_headers())
+    if not meter.complete:
+        raise UpstreamCut("the answer ended before its end")
+    await account.settle()
 
 
 async def handle(house: House, door: Door, scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 from collections.abc import Callable
@@ -67,7 +68,7 @@ def run(settings: Settings, *, on_ready: Callable[[str], None], json_logs: bool 
     for sig in (signal.SIGINT, signal.SIGTERM):
         # uvicorn handles both, and raises them once more when it is done: that must not end us as a crash.
         signal.signal(sig, lambda *_: None)
-    with listen(settings.host, settings.port) as listener:
+    with listen(settings.host, settings.port) as listener, contextlib.suppress(SystemExit):  # of a start that failed
         server.run(sockets=[listener])
     return server.started
 

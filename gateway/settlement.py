@@ -65,11 +65,20 @@ class Settlement:
         self._record.deployment = upstream.server.name
         self._record.route_reason = upstream.reason
 
-    def arrived(self) -> None:
-        """A chunk is here."""
-        marks = self._record.marks
-        if not marks.first_chunk_ns:
-            marks.first_chunk_ns = time.time_ns()
+    def watch(self, chunk: bytes) -> bytes:
+        """A chunk is here: what the client gets of it. With the last one the receipt is written.
+
+        Raises `UpstreamCut` where it says that the server failed, and `LedgerUnavailable`.
+        """
+        if not self._record.marks.first_chunk_ns:
+            self._record.marks.first_chunk_ns = time.time_ns()
+        self.recording.write(chunk)
+        passed_on = self.meter.watch(chunk)
+        if self.meter.error:
+            raise UpstreamCut("the server reported an error in its answer")
+        if self.meter.complete:
+            self.write(Outcome.COMPLETE)
+        return passed_on
 
     def reply_headers(self) -> dict[str, str]:
         """What the reply says about its own making. What has been cached is known once the engine has counted."""

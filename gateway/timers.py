@@ -27,13 +27,13 @@ class WaitBound:
         self._deadline = deadline
         self._since: float | None = None
         self.expired = False
-        now = self._loop.time()
-        self._handle = self._loop.call_at(max(now, min(now + seconds, deadline)), self._look)
+        self._handle: asyncio.TimerHandle | None = None  # from the first wait on
 
     def begin(self) -> None:
+        """A wait begins; also where one ends and the next begins at once."""
         self._since = since = self._loop.time()
-        if since >= self._deadline:  # it passed between two waits
-            self._look_at(since)
+        if self._handle is None or since >= self._deadline:  # which may have passed between two waits
+            self._look_at(max(since, min(since + self._seconds, self._deadline)))
 
     def end(self) -> None:
         self._since = None
@@ -47,7 +47,8 @@ class WaitBound:
 
     def close(self) -> None:
         self._since = None
-        self._handle.cancel()
+        if self._handle is not None:
+            self._handle.cancel()
 
     def _look(self) -> None:
         now, since = self._loop.time(), self._since
@@ -60,5 +61,6 @@ class WaitBound:
         self._look_at(soonest)
 
     def _look_at(self, when: float) -> None:
-        self._handle.cancel()
+        if self._handle is not None:
+            self._handle.cancel()
         self._handle = self._loop.call_at(when, self._look)

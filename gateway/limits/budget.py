@@ -25,7 +25,9 @@ class Budget:
             return None
         period = _period(budget.per, int(estimate.now // MINUTE_SECONDS))
         keep_seconds = PERIODS[budget.per][1]
-        return SpendCharge(charge_key(call, f"budget/{period}"), estimate.cost_nanos, _nanos(budget.amount), keep_seconds)
+        return SpendCharge(
+            charge_key(call, f"budget/{period}"), estimate.cost_nanos, _nanos(budget.amount), keep_seconds
+        )
 
     def actual(self, usage: Usage, cost_nanos: int) -> int:
         return cost_nanos

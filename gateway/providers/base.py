@@ -8,7 +8,7 @@ where the call streams, and the one JSON body where it does not.
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
 from gateway.types import Call
@@ -47,14 +47,32 @@ class ProviderFailure(Exception):
         self.retry_after_seconds = retry_after_seconds
 
 
+Sink = Callable[[bytes], bool]
+"""Takes a chunk; False: no more for now. It must not wait, and what it raises ends the pouring."""
+
+
 class Reply(Protocol):
-    """An opened answer with a good status. Iterating gives its chunks; whoever opened it closes it.
+    """An opened answer with a good status; `anext` gives its chunks. Whoever opened it closes it.
 
     `aclose` closes the connection at once when the answer is not at its end, which is how an engine learns that
     nobody listens any more; it is safe to call twice, and after a cancellation.
     """
 
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes: ...
+
+    async def pour(self, sink: Sink) -> bool:
+        """Give `sink` the chunks that are still to come. True at the end of the answer, False when it wants no more.
+
+        A provider that can do so calls `sink` in the very callback in which the bytes arrived: waking a task for
+        every chunk costs more than everything else that is done with it. This way of doing it is right for all.
+        """
+        async for chunk in self:
+            if not sink(chunk):
+                return False
+        return True
 
     async def aclose(self) -> None: ...
 

@@ -12,7 +12,7 @@ import httpx2
 import msgspec
 
 from gateway.policy import Deployment, EnvSecret
-from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
 from gateway.providers.sse import MAX_FRAME_BYTES, FrameSplitter, FrameTooLong, ends_stream, error_in
 from gateway.providers.transport import Answer, HTTPTransport, header_lines
 from gateway.types import Call, Operation
@@ -115,15 +115,12 @@ class OpenAI:
         return body if 200 <= answer.status < 300 else None
 
 
-class JSONReply:
+class JSONReply(Reply):
     """An answer that does not stream: its whole body as the one chunk."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._given = False
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
 
     async def __anext__(self) -> bytes:
         if self._given:
@@ -149,7 +146,7 @@ class JSONReply:
         await self._answer.aclose()
 
 
-class EventStreamReply:
+class EventStreamReply(Reply):
     """A streamed answer: whole event frames, byte for byte, up to and including `[DONE]`."""
 
     def __init__(self, answer: Answer) -> None:
@@ -157,9 +154,6 @@ class EventStreamReply:
         self._splitter = FrameSplitter(MAX_FRAME_BYTES)
         self._ended = False
         self._failure: ProviderFailure | None = None  # behind the frames that came with it
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
 
     async def __anext__(self) -> bytes:
         if self._failure is not None:
@@ -178,6 +172,34 @@ class EventStreamReply:
                 raise _failure(error) from error
             except FrameTooLong as error:
                 raise ProviderFailure(Fault.MALFORMED, str(error)) from error
+        return self._checked(frames)
+
+    async def pour(self, sink: Sink) -> bool:
+        if self._failure is not None:
+            raise self._failure
+        if self._ended:
+            return True
+        try:
+            body_ended = await self._answer.pour(lambda data: self._pass_on(data, sink))
+        except httpx2.TransportError as error:
+            raise _failure(error) from error
+        except FrameTooLong as error:
+            raise ProviderFailure(Fault.MALFORMED, str(error)) from error
+        if self._failure is not None:
+            raise self._failure
+        if body_ended and not self._ended:
+            sink(await anext(self))  # the last frame, which may lack its blank line; or the failure to end
+        return self._ended
+
+    def _pass_on(self, data: bytes, sink: Sink) -> bool:
+        frames = self._splitter.feed(data)
+        if not frames:
+            return True
+        wants_more = sink(self._checked(frames))
+        return wants_more and not self._ended and self._failure is None
+
+    def _checked(self, frames: bytes) -> bytes:
+        """The frames up to an error that the server tells of, which is raised when they are through."""
         if (error_at := error_in(frames)) is not None:
             offset, message = error_at
             self._failure = ProviderFailure(Fault.CUT, f"the server says: {message[:MAX_MESSAGE_CHARACTERS]}")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NoReturn, cast
 
@@ -203,6 +203,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._waiter: asyncio.Future[None] | None = None
         self._paused = False
+        self._sink: Callable[[bytes], bool] | None = None
         self._begin()
         self.complete = True  # no exchange yet
 
@@ -212,7 +213,7 @@ class _Connection(asyncio.Protocol):
         self.answered = False  # some byte of the answer came
         self.complete = False
         self._keep_alive = False
-        self._failure: httpx2.TransportError | None = None
+        self._failure: Exception | None = None
         self._head_bytes = 0
         self._parts: list[bytes] = []
         self._parts_bytes = 0
@@ -236,6 +237,24 @@ class _Connection(asyncio.Protocol):
             if self.complete:
                 return b""
             await self._wait(timeout_seconds)
+        return self._take()
+
+    async def pour(self, sink: Callable[[bytes], bool], timeout_seconds: float | None) -> bool:
+        """Give `sink` the rest of the body, each piece in the callback in which it came; no task is woken for it.
+
+        True at the end of the body, False when `sink` returned False. What `sink` raises is raised here.
+        """
+        if self._parts and not sink(self._take()):
+            return False
+        self._sink = sink
+        try:
+            while self._sink is not None and not self.complete:
+                await self._wait(timeout_seconds)
+            return self._sink is not None
+        finally:
+            self._sink = None
+
+    def _take(self) -> bytes:
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         self._parts_bytes = 0
@@ -243,6 +262,16 @@ class _Connection(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
         return data
+
+    def _hand_over(self, sink: Callable[[bytes], bool]) -> None:
+        """Pour what has come; wake the one who waits if that was enough, went wrong, or was the end."""
+        try:
+            if not sink(self._take()):
+                self._sink = None
+        except Exception as error:  # whatever it is, it is raised where it can be answered: in `pour`
+            self._fail(error)
+        if self._sink is None or self.complete:
+            self._wake()
 
     async def _wait(self, timeout_seconds: float | None) -> None:
         if self._failure is not None:
@@ -266,8 +295,8 @@ class _Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _fail(self, failure: httpx2.TransportError) -> None:
-        if not self.complete and self._failure is None:
+    def _fail(self, failure: Exception) -> None:
+        if self._failure is None and (self._sink is not None or not self.complete):
             self._failure = failure
         self.abort()
         self._wake()
@@ -303,6 +332,9 @@ class _Connection(asyncio.Protocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._fail(httpx2.RemoteProtocolError(f"the head of the answer is over {MAX_HEAD_BYTES} bytes"))
+            return
+        if self._sink is not None and self._parts:
+            self._hand_over(self._sink)
             return
         if self._parts_bytes > MAX_BUFFERED_BYTES and not self._paused and not self.complete:
             self._paused = True
@@ -384,6 +416,19 @@ class Answer(httpx2.AsyncByteStream):
                 return data
             self._close()
         raise StopAsyncIteration
+
+    async def pour(self, sink: Callable[[bytes], bool]) -> bool:
+        """See `Reply.pour`; the pieces are those in which the body came."""
+        if self._closed:
+            return True
+        try:
+            ended = await self._connection.pour(sink, self._read_timeout_seconds)
+        except BaseException:
+            self._close()
+            raise
+        if ended:
+            self._close()
+        return ended
 
     async def aclose(self) -> None:
         self._close()

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from gateway.errors import UpstreamCut, UpstreamError, UpstreamRefused, UpstreamTimeout
 from gateway.fleet import Fleet, Place, Server
-from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
 from gateway.routing.base import Candidate, Strategy
 from gateway.timers import WaitBound
 from gateway.types import Attempt, Call, Operation
@@ -25,48 +24,70 @@ SERVER_FAULTS = frozenset({Fault.CONNECT, Fault.TIMEOUT, Fault.CUT, Fault.MALFOR
 
 
 class Upstream:
-    """An opened reply with its first chunk in hand. Iterating gives all chunks; raises `UpstreamCut`."""
+    """An opened reply with its first chunk in hand. Breaks with `UpstreamCut`."""
 
-    def __init__(self, call: Call, chosen: Candidate, reply: Reply, first: bytes, chunks: AsyncIterator[bytes]) -> None:
+    def __init__(self, call: Call, chosen: Candidate, reply: Reply, first: bytes) -> None:
         self.reply = reply
         self.server = chosen.server
         self.matched_tokens = chosen.matched_tokens
         self.reason = chosen.reason
         self.fault: Fault | None = None  # why it broke, once it has
-        self._chunks = chunks
-        self._first: bytes | None = first
-        self._inter_token_seconds = call.latency_class.inter_token
-        self._wait = WaitBound(self._inter_token_seconds, call.deadline)
+        self._call = call
+        self._first = first
+        self._wait: WaitBound | None = None
 
-    def __aiter__(self) -> Upstream:
-        return self
+    async def first(self) -> bytes:
+        return self._first
 
-    async def __anext__(self) -> bytes:
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        self._wait.begin()
+    async def pour(self, sink: Sink) -> bool:
+        """Give `sink` the chunks behind the first, as `Reply.pour` does, each within the class's time of the last."""
+        if self._wait is None:
+            self._wait = WaitBound(self._call.latency_class.inter_token, self._call.deadline)
+        wait = self._wait
+
+        def taking(chunk: bytes) -> bool:
+            wait.begin()
+            return sink(chunk)
+
+        wait.begin()
         try:
-            return await anext(self._chunks)
+            return await self.reply.pour(taking)
         except ProviderFailure as failure:
             self.fault = failure.fault
             raise UpstreamCut(f"{self.server.name}: {failure}") from None
         except asyncio.CancelledError:
-            if not self._wait.expired:
+            if not wait.expired:
                 raise
-            self._wait.uncancel()
+            wait.uncancel()
             self.fault = Fault.TIMEOUT
-            raise UpstreamCut(
-                f"{self.server.name} sent nothing for {self._inter_token_seconds:g} s, or took too long in all"
-            ) from None
+            seconds = self._call.latency_class.inter_token
+            raise UpstreamCut(f"{self.server.name} sent nothing for {seconds:g} s, or took too long in all") from None
         finally:
-            self._wait.end()
+            wait.end()
 
     async def aclose(self) -> None:
         """The call is over at this server. Once."""
         self.server.in_flight -= 1
-        self._wait.close()
+        if self._wait is not None:
+            self._wait.close()
         await self.reply.aclose()
+
+
+class _Opening:
+    __slots__ = ("_attempts", "_call", "_place", "_router", "_upstream")
+
+    def __init__(self, router: Router, call: Call, place: Place, attempts: Attempts) -> None:
+        self._router = router
+        self._call = call
+        self._place = place
+        self._attempts = attempts
+
+    async def __aenter__(self) -> Upstream:
+        self._upstream = await self._router.first_to_answer(self._call, self._place, self._attempts)
+        return self._upstream
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._upstream.aclose()
 
 
 class Attempts:
@@ -115,16 +136,11 @@ class Router:
             ordered += strategy.order(call, servers, now)
         return ordered
 
-    @asynccontextmanager
-    async def open(self, call: Call, place: Place, attempts: Attempts) -> AsyncIterator[Upstream]:
-        """The first server's reply that has a first chunk. Raises `UpstreamError` and its kin."""
-        upstream = await self._first_to_answer(call, place, attempts)
-        try:
-            yield upstream
-        finally:
-            await upstream.aclose()
+    def open(self, call: Call, place: Place, attempts: Attempts) -> _Opening:
+        """`async with` gives the first server's reply that has a first chunk. Raises `UpstreamError` and its kin."""
+        return _Opening(self, call, place, attempts)
 
-    async def _first_to_answer(self, call: Call, place: Place, attempts: Attempts) -> Upstream:
+    async def first_to_answer(self, call: Call, place: Place, attempts: Attempts) -> Upstream:
         limits = call.latency_class
         # A call that does not stream has its first chunk when it is done.
         deadline = min(asyncio.get_running_loop().time() + limits.ttft, call.deadline) if call.stream else call.deadline
@@ -152,8 +168,7 @@ class Router:
         try:
             async with asyncio.timeout_at(deadline):
                 reply = await server.provider.open(call, headers=attempts.headers(span_id))
-                chunks = aiter(reply)
-                first = await anext(chunks)
+                first = await anext(reply)
             outcome, status = "ok", 200
         except asyncio.CancelledError:
             outcome = "client_gone"
@@ -184,7 +199,7 @@ class Router:
         server.succeeded()
         server.learn_prefill(missing, loop.time() - started if call.stream else 0.0)
         attempts.add(candidate, outcome, started_ns, span_id, status)
-        return Upstream(call, candidate, reply, first, chunks)
+        return Upstream(call, candidate, reply, first)
 
 
 def _outcome(failure: ProviderFailure) -> str:

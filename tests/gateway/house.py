@@ -90,7 +90,7 @@ def answer(text: str = "hi", **more: Any) -> bytes:
     return json.dumps({"choices": [{"index": 0, "message": message}], "usage": counted(), **more}).encode()
 
 
-class Told:
+class Told(Reply):
     """A reply that says what it is told, when it is told."""
 
     def __init__(self, call: Call) -> None:
@@ -103,9 +103,6 @@ class Told:
         """Chunks, what to fail with, or None for an end of the connection."""
         for word in words:
             self._words.put_nowait(word)
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
 
     async def __anext__(self) -> bytes:
         word = await self._words.get()

@@ -28,7 +28,9 @@ class Away:
 
 async def read(answer: Answer | Recording | Unrecorded) -> list[bytes]:
     assert isinstance(answer, Answer)
-    return [chunk async for chunk in answer]
+    chunks = [await answer.first()]
+    assert await answer.pour(lambda chunk: chunks.append(chunk) is None)
+    return chunks
 
 
 async def lead(cache: ResponseCache, body: dict[str, Any] | None = None) -> Recording:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -47,18 +47,19 @@ class Script:
         return ScriptedReply(self)
 
 
-class ScriptedReply:
+class ScriptedReply(Reply):
     def __init__(self, script: Script) -> None:
         self._script = script
+        self._steps = iter(script.steps)
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for step in self._script.steps:
+    async def __anext__(self) -> bytes:
+        for step in self._steps:
             if isinstance(step, ProviderFailure):
                 raise step
-            if isinstance(step, asyncio.Event):
-                await step.wait()
-            else:
-                yield step
+            if isinstance(step, bytes):
+                return step
+            await step.wait()
+        raise StopAsyncIteration
 
     async def aclose(self) -> None:
         self._script.closed += 1
@@ -84,7 +85,9 @@ class Rig:
     async def chunks(self, **fields: object) -> list[bytes]:
         call = a_call(chat(stream=True, **fields), self.policy, now=asyncio.get_running_loop().time())
         async with self.queue.turn(call) as place, self.router.open(call, place, self.attempts) as upstream:
-            return [chunk async for chunk in upstream]
+            chunks = [await upstream.first()]
+            assert await upstream.pour(lambda chunk: chunks.append(chunk) is None)
+            return chunks
 
     @property
     def outcomes(self) -> list[tuple[str, str]]:
@@ -180,10 +183,9 @@ async def test_a_slow_reader_is_not_a_stalled_stream() -> None:
     policy = a_policy(classes={"realtime": {"inter_token": "20ms"}})
     rig = Rig(policy, a=Script(b"1", b"2", b"3"), b=Script())
     call = a_call(chat(stream=True), policy, now=asyncio.get_running_loop().time())
-    read = []
     async with rig.queue.turn(call) as place, rig.router.open(call, place, rig.attempts) as upstream:
-        async for chunk in upstream:
-            read.append(chunk)
+        read = [await upstream.first()]
+        while not await upstream.pour(lambda chunk: read.append(chunk) is not None):
             await asyncio.sleep(0.05)
     assert read == [b"1", b"2", b"3"]
 
@@ -226,7 +228,8 @@ async def test_a_closed_answer_leaves_no_timer() -> None:
     rig = Rig(a=Script(b"1"), b=Script())
     call = a_call(chat(stream=True), rig.policy, now=asyncio.get_running_loop().time())
     async with rig.queue.turn(call) as place, rig.router.open(call, place, rig.attempts) as upstream:
-        pass
+        await upstream.pour(lambda chunk: True)
+    assert upstream._wait is not None and upstream._wait._handle is not None
     assert upstream._wait._handle.cancelled()
 
 
