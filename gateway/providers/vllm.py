@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import msgspec
 
@@ -39,6 +40,7 @@ class VLLM(OpenAI):
         return fields
 
 
+RECORD_MAX_SECONDS = 2.0  # in all: a caller waits for it to be told of a failure
 RECORD_WAITS_SECONDS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # until an engine has noticed that nobody listens any more
 
 
@@ -49,10 +51,12 @@ class Warmpath(VLLM):
 
     async def usage_of(self, call_id: str) -> bytes | None:
         path = b"%b/requests/%b" % (self.root_path, call_id.encode())
-        for seconds in RECORD_WAITS_SECONDS:
-            await asyncio.sleep(seconds)
-            if (record := await self._get(path)) is not None:
-                return record
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RECORD_MAX_SECONDS):
+                for seconds in RECORD_WAITS_SECONDS:
+                    await asyncio.sleep(seconds)
+                    if (record := await self._get(path)) is not None:
+                        return record
         return None
 
     def fields(self, call: Call) -> dict[str, msgspec.Raw]:
