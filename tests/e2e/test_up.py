@@ -109,11 +109,11 @@ def test_what_it_prints_works(tmp_path: Path, policy: Path) -> None:
 
         curl, snippet = up.said[up.said.index("  curl ") :].split("\n\n", 1)
         pasted = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-        assert about_prefix_caching(text_of(events(pasted.stdout))), pasted.stdout
+        assert about_prefix_caching(text_of(events(pasted.stdout)))
         command = [sys.executable, "-c", textwrap.dedent(snippet)]
         pasted = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
         assert (pasted.returncode, pasted.stderr) == (0, "")
-        assert about_prefix_caching(pasted.stdout), pasted.stdout
+        assert about_prefix_caching(pasted.stdout)
         usage = warmpath("usage", "--csv", cwd=tmp_path)
         assert usage.stdout.splitlines()[1].startswith("2,"), "two requests, in the ledger of this folder"
 
