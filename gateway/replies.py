@@ -169,6 +169,7 @@ class Exchange:
 
     async def send(self, chunk: bytes, *, last: bool = False) -> None:
         """Send bytes of the reply; waits while the client takes nothing, up to `STALL_SECONDS`."""
+        await self.drained()
         if not self.put(chunk, last=last):
             await self.drained()
 
@@ -237,7 +238,7 @@ def resume(begun: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, A
     while True:
         try:
             came = yield waits_for
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - handed on, as `yield from` does
             step = partial(begun.throw, error)
         else:
             step = partial(begun.send, came)

@@ -119,9 +119,10 @@ async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exch
         await exchange.start(200, STREAM_TYPE, account.reply_headers())
         await exchange.send(passed_on, last=meter.complete)
         while not meter.complete:
-            if await chunks.pour(take):
-                break
+            ended = await chunks.pour(take)
             await exchange.drained()
+            if ended:
+                break
     elif meter.complete:
         await exchange.reply(200, passed_on, JSON_TYPE, account.reply_headers())
     if not meter.complete:

@@ -204,6 +204,7 @@ class _Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._paused = False
         self._sink: Callable[[bytes], bool] | None = None
+        self._sink_failure: Exception | None = None
         self._begin()
         self.complete = True  # no exchange yet
 
@@ -213,7 +214,7 @@ class _Connection(asyncio.Protocol):
         self.answered = False  # some byte of the answer came
         self.complete = False
         self._keep_alive = False
-        self._failure: Exception | None = None
+        self._failure: httpx2.TransportError | None = None
         self._head_bytes = 0
         self._parts: list[bytes] = []
         self._parts_bytes = 0
@@ -248,11 +249,13 @@ class _Connection(asyncio.Protocol):
             return False
         self._sink = sink
         try:
-            while self._sink is not None and not self.complete:
+            while self._sink is not None and not self.complete and self._sink_failure is None:
                 await self._wait(timeout_seconds)
+            if self._sink_failure is not None:  # also where it took the last piece of a body that is complete
+                raise self._sink_failure
             return self._sink is not None
         finally:
-            self._sink = None
+            self._sink = self._sink_failure = None
 
     def _take(self) -> bytes:
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
@@ -268,9 +271,10 @@ class _Connection(asyncio.Protocol):
         try:
             if not sink(self._take()):
                 self._sink = None
-        except Exception as error:  # whatever it is, it is raised where it can be answered: in `pour`
-            self._fail(error)
-        if self._sink is None or self.complete:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where it can be answered: in `pour`
+            self._sink_failure = error
+            self.abort()
+        if self._sink is None or self.complete or self._sink_failure is not None:
             self._wake()
 
     async def _wait(self, timeout_seconds: float | None) -> None:
@@ -295,8 +299,8 @@ class _Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _fail(self, failure: Exception) -> None:
-        if self._failure is None and (self._sink is not None or not self.complete):
+    def _fail(self, failure: httpx2.TransportError) -> None:
+        if not self.complete and self._failure is None:
             self._failure = failure
         self.abort()
         self._wake()

@@ -14,6 +14,7 @@ import yaml
 
 from gateway import app as app_module
 from gateway.app import Gateway
+from gateway.errors import LedgerUnavailable
 from gateway.ledger.chain import segments
 from gateway.policy_checks import IN_SERVICE
 from gateway.policy_file import PolicyHolder
@@ -264,3 +265,66 @@ async def test_a_policy_that_is_none_is_counted_and_changes_nothing(app: Applica
     metrics = (await app.get("/metrics")).content.decode()
     assert 'warmpath_policy_reloads_total{result="rejected"} 1.0' in metrics
     assert (await app.get("/ready")).json["policy"] == before
+
+
+# Where chunks are passed on in the callback in which their bytes arrive
+
+
+@asynccontextmanager
+async def a_stream_at_its_end(
+    directory: Path,
+) -> AsyncIterator[tuple[Application, Client, asyncio.Task[None], asyncio.Event]]:
+    """One chunk has come; the end comes in one piece with the end of the HTTP message, when the event is set."""
+    go_on = asyncio.Event()
+
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + coded(delta("one")))
+        await go_on.wait()
+        writer.write(coded(delta("two")) + coded(DONE) + STREAM_END)
+
+    async with ScriptedServer(script) as server, running(directory, policy_for(server.base_url)) as app:
+        client = Client(chat(stream=True))
+        serving = app.begin(client)
+        await in_time(client.first_bytes.wait())
+        yield app, client, serving, go_on
+
+
+async def test_a_client_that_is_slow_at_the_end_gets_the_end(tmp_path: Path) -> None:
+    async with a_stream_at_its_end(tmp_path) as (_, client, serving, go_on):
+        client.takes = asyncio.Event()
+        go_on.set()
+        asyncio.get_running_loop().call_later(0.05, client.takes.set)
+        await in_time(serving)
+        assert client.whole and client.content == delta("one") + delta("two") + DONE
+
+
+async def test_what_fails_at_the_very_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(receipt: object) -> None:
+        raise LedgerUnavailable("the disk is full")
+
+    async with a_stream_at_its_end(tmp_path) as (app, client, serving, go_on):
+        monkeypatch.setattr(app.gateway.house.ledger, "append", full)
+        go_on.set()
+        await in_time(serving)
+        assert client.whole and DONE not in client.content and b"the disk is full" in client.content
+
+
+async def test_a_client_that_is_slow_on_the_way_loses_nothing(tmp_path: Path) -> None:
+    frames = [delta(f"{number} " + "x" * 3000) for number in range(300)]
+
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        for frame in frames:
+            writer.write(coded(frame))
+            await writer.drain()
+        writer.write(coded(DONE) + STREAM_END)
+
+    class Slow(Client):
+        async def send(self, message: Any) -> None:
+            await asyncio.sleep(0)
+            await super().send(message)
+
+    async with ScriptedServer(script) as server, running(tmp_path, policy_for(server.base_url)) as app:
+        client = Slow(chat(stream=True))
+        await in_time(app.begin(client))
+        assert client.whole and client.content == b"".join(frames) + DONE
