@@ -95,7 +95,10 @@ def concurrent_calls(front: Gateway) -> list[int]:
     async def all_at_once() -> list[int]:
         limits = httpx2.Limits(max_connections=STREAMS)
         async with httpx2.AsyncClient(timeout=PATIENCE_SECONDS, limits=limits) as client:
-            call = {"json": chat(max_tokens=40, ignore_eos=True), "headers": {"authorization": f"Bearer {key('dev')}"}}
+            call: Any = {
+                "json": chat(max_tokens=40, ignore_eos=True),
+                "headers": {"authorization": f"Bearer {key('dev')}"},
+            }
             url = f"{front.url}/v1/chat/completions"
             replies = await asyncio.gather(*(client.post(url, **call) for _ in range(STREAMS)))
         return [reply.status_code for reply in replies]

@@ -156,7 +156,7 @@ def test_a_body_of_40_megabytes(local_gateway: Gateway, announced: bool) -> None
 )
 def test_keys_that_are_none(local_gateway: Gateway, headers: dict[str, str]) -> None:
     for method, path in (("POST", "chat/completions"), ("GET", "models"), ("GET", f"models/{DEMO}")):
-        raw = {name: value.encode("latin-1") for name, value in headers.items()}
+        raw = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
         url = f"{local_gateway.url}/v1/{path}"
         error = error_of(httpx2.request(method, url, json=chat(), headers=raw, timeout=PATIENCE_SECONDS), 401)
         assert error["code"] == "invalid_api_key"

@@ -133,7 +133,7 @@ def test_errors_have_their_exception_classes(local_gateway: Gateway) -> None:
     assert refused(openai.InternalServerError, model="dead").status_code == 502
     header = {"x-class": "short-queue"}
     with local_gateway.client() as client:
-        endless = {"max_tokens": 1800, "extra_body": {"ignore_eos": True}, "stream": True}
+        endless: Any = {"max_tokens": 1800, "extra_body": {"ignore_eos": True}, "stream": True}
         with client.chat.completions.create(model="one-at-a-time", messages=MESSAGES, **endless) as stream:
             next(iter(stream))
             full = refused(openai.InternalServerError, model="one-at-a-time", extra_headers=header)
