@@ -94,13 +94,10 @@ def test_a_killed_gateway_takes_up_its_books_again(
 def concurrent_calls(front: Gateway) -> list[int]:
     async def all_at_once() -> list[int]:
         limits = httpx2.Limits(max_connections=STREAMS)
-        async with httpx2.AsyncClient(timeout=PATIENCE_SECONDS, limits=limits) as client:
-            call: Any = {
-                "json": chat(max_tokens=40, ignore_eos=True),
-                "headers": {"authorization": f"Bearer {key('dev')}"},
-            }
-            url = f"{front.url}/v1/chat/completions"
-            replies = await asyncio.gather(*(client.post(url, **call) for _ in range(STREAMS)))
+        headers = {"authorization": f"Bearer {key('dev')}"}
+        async with httpx2.AsyncClient(timeout=PATIENCE_SECONDS, limits=limits, headers=headers) as client:
+            url, body = f"{front.url}/v1/chat/completions", chat(max_tokens=40, ignore_eos=True)
+            replies = await asyncio.gather(*(client.post(url, json=body) for _ in range(STREAMS)))
         return [reply.status_code for reply in replies]
 
     return asyncio.run(all_at_once())
