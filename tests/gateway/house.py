@@ -185,6 +185,8 @@ class Client:
     def leave(self) -> None:
         self.gone = True
         self._over.set()
+        if self.takes is not None:
+            self.takes.set()  # whoever waits to send is told
 
     async def receive(self) -> dict[str, Any]:
         if self._body and not self.gone:

@@ -170,7 +170,8 @@ async def test_a_bug_in_the_shell_is_told_and_not_shown(app: Application, monkey
     client = Client(method="GET", path="/metrics")
     with pytest.raises(ZeroDivisionError):  # so that the server logs it
         await in_time(app.begin(client))
-    assert client.status == 500 and "inner secrets" not in client.content.decode()
+    assert client.status == 500 and client.json["error"]["code"] == "internal_error"
+    assert "inner secrets" not in client.content.decode()
 
 
 async def test_readiness(app: Application, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,7 @@ async def test_a_leader_that_leaves_while_the_store_is_asked_leaves_nobody_waiti
     await asyncio.sleep(0)
     leader.cancel()
     with pytest.raises(LeaderFailed):
-        await follower
+        await asyncio.wait_for(follower, 10)
     assert cache.in_flight == 0
 
 

@@ -44,6 +44,8 @@ steps = st.one_of(
     st.tuples(st.just("say"), some, st.integers(0, len(WORDS) - 1)),
     st.tuples(st.just("leave"), some),
     st.tuples(st.just("cancel"), some),
+    st.tuples(st.just("hesitate"), some),
+    st.tuples(st.just("take"), some),
     st.tuples(st.just("policy"), st.integers(1, 3)),
     st.tuples(st.just("ledger"), st.booleans()),
 )
@@ -86,6 +88,14 @@ class History:
         if self.clients:
             self.clients[number % len(self.clients)].leave()
 
+    async def hesitate(self, number: int) -> None:
+        if self.clients and (client := self.clients[number % len(self.clients)]).takes is None:
+            client.takes = asyncio.Event()
+
+    async def take(self, number: int) -> None:
+        if self.clients and (takes := self.clients[number % len(self.clients)].takes) is not None:
+            takes.set()
+
     async def cancel(self, number: int) -> None:
         if self.tasks:
             self.tasks[number % len(self.tasks)].cancel()
@@ -99,6 +109,8 @@ class History:
         self.ledger_failed |= fails
 
     async def end(self) -> None:
+        for number in range(len(self.clients)):
+            await self.take(number)
         for _ in range(20):
             for reply in self.rig.replies:
                 self.tell(reply, None)
