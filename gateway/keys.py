@@ -10,9 +10,12 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
+from functools import lru_cache
 
 SECRET_BYTES = 32
 ID_PATTERN = r"[a-z0-9][a-z0-9_]{0,62}"  # no dash: it ends the id
+
+REMEMBERED_HASHES = 10_000  # of keys that were presented, right or wrong: the same few come again and again
 
 _MAX_KEY_CHARACTERS = 256
 _KEY = re.compile(rf"wp-({ID_PATTERN})-([A-Za-z0-9_-]+)", re.ASCII)
@@ -38,6 +41,7 @@ def parse_key(text: str) -> tuple[str, str] | None:
     return (match[1], match[2]) if match else None
 
 
+@lru_cache(maxsize=REMEMBERED_HASHES)
 def hash_key(key: str, pepper: str) -> str:
     return _SCHEME + hmac.digest(pepper.encode(), key.encode(), "sha256").hex()
 

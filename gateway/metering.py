@@ -79,6 +79,7 @@ class Meter:
     """Watches one reply. `error`: the upstream reported a failure in the reply itself."""
 
     __slots__ = (
+        "_counted",
         "_counts",
         "_ended",
         "_prompt_tokens_estimate",
@@ -95,6 +96,7 @@ class Meter:
         self._strip = not call.include_usage
         self._prompt_tokens_estimate = call.prompt_tokens_estimate
         self._counts: _Counts | None = None
+        self._counted: Usage | None = None  # the same in buckets, once somebody has asked
         self._uncounted = 0  # output tokens, estimated, since the engine last said how many there were
         self._text_begun = False
         self._ended = False
@@ -130,10 +132,12 @@ class Meter:
         if self._counts is None:
             prompt_tokens = self._prompt_tokens_estimate if self._uncounted or self.complete else 0
             return Usage(input_uncached=prompt_tokens, output=self._uncounted)
-        usage = _buckets(self._counts)
+        if self._counted is None:
+            self._counted = _buckets(self._counts)
         if self._uncounted:
-            return msgspec.structs.replace(usage, output=usage.output + self._uncounted, exact=False)
-        return usage
+            output = self._counted.output + self._uncounted
+            return msgspec.structs.replace(self._counted, output=output, exact=False)
+        return self._counted
 
     def watch_record(self, record: bytes) -> None:
         """What the engine has on record of an answer that ended early: its numbers count, nothing else does."""
@@ -142,7 +146,7 @@ class Meter:
         except msgspec.MsgspecError:
             return
         if counts is not None:
-            self._counts, self._uncounted = counts, 0
+            self._counts, self._counted, self._uncounted = counts, None, 0
 
     def _read_frame(self, frame: bytes) -> bool:
         """Learn from one frame; False where the client must not get it."""
@@ -167,7 +171,7 @@ class Meter:
             self._uncounted += self._text_begun
         if event.usage is None:
             return True
-        self._counts, self._uncounted = event.usage, 0
+        self._counts, self._counted, self._uncounted = event.usage, None, 0
         return bool(event.choices) or not self._strip
 
     def _read_body(self, body: bytes) -> None:

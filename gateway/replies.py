@@ -11,7 +11,7 @@ import types
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import orjson
 from starlette.types import Message, Receive, Scope, Send
@@ -26,6 +26,9 @@ STALL_SECONDS = 60.0  # for a whole body to arrive, or for a client to take anyt
 CLIENT_CLOSED_STATUS = 499  # of a reply that nobody was there to get; stands in telemetry only
 MAX_WORDS_CHARACTERS = 300  # of an upstream's own words in an error of ours
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+Result = TypeVar("Result")
 
 
 class ClientGone(Exception):
@@ -54,10 +57,15 @@ class Exchange:
 
     async def body(self) -> bytes:
         """The whole body. Raises `BodyTooLarge`, `RequestTimeout` or `ClientGone`."""
+        receiving = self._whole_body().__await__()
+        try:
+            waits_for = next(receiving)
+        except StopIteration as here:  # as is mostly so: it came with the head
+            return cast(bytes, here.value)
         bound = self._waits()
         bound.begin()
         try:
-            return await self._whole_body()
+            return await resume(receiving, waits_for)
         except asyncio.CancelledError:
             if not bound.expired:
                 raise
@@ -233,7 +241,7 @@ class Exchange:
 
 
 @types.coroutine
-def resume(begun: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+def resume(begun: Generator[Any, Any, Result], waits_for: Any) -> Generator[Any, Any, Result]:
     """Await what has been begun by hand and waits for something: `yield from`, from its second step on (PEP 380)."""
     while True:
         try:
@@ -244,8 +252,8 @@ def resume(begun: Generator[Any, Any, None], waits_for: Any) -> Generator[Any, A
             step = partial(begun.send, came)
         try:
             waits_for = step()
-        except StopIteration:
-            return
+        except StopIteration as end:
+            return cast(Result, end.value)
 
 
 def render_error(error: GatewayError) -> bytes:
