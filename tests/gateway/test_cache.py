@@ -29,7 +29,12 @@ class Away:
 async def read(answer: Answer | Recording | Unrecorded) -> list[bytes]:
     assert isinstance(answer, Answer)
     chunks = [await answer.first()]
-    assert await answer.pour(lambda chunk: chunks.append(chunk) is None)
+
+    def keep(chunk: bytes) -> bool:
+        chunks.append(chunk)
+        return True
+
+    assert await answer.pour(keep)
     return chunks
 
 
