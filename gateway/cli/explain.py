@@ -118,7 +118,8 @@ def _why(candidates: list[Candidate]) -> str:
         return f"{winner.server.name} and {nearest.server.name} cost the same; the one named first in the policy wins"
     if nearest.cost_seconds < winner.cost_seconds:
         return f"{winner.server.name} serves the model asked for; {nearest.server.name} is a fallback"
-    return f"{winner.server.name} is predicted to cost {nearest.cost_seconds - winner.cost_seconds:.3f} s less than {nearest.server.name}"
+    less = nearest.cost_seconds - winner.cost_seconds
+    return f"{winner.server.name} is predicted to cost {less:.3f} s less than {nearest.server.name}"
 
 
 def _tell(story: dict[str, Any]) -> None:
@@ -131,7 +132,8 @@ def _tell(story: dict[str, Any]) -> None:
     say(f"class   {story['class']}")
     steps = ", ".join(prompt["canonical_steps"]) or "it is canonical already"
     say(
-        f"prompt  about {prompt['tokens_estimate']} tokens, {prompt['blocks']} blocks of {prompt['block_bytes']} bytes; {steps}"
+        f"prompt  about {prompt['tokens_estimate']} tokens, "
+        f"{prompt['blocks']} blocks of {prompt['block_bytes']} bytes; {steps}"
     )
     say()
     say_table(

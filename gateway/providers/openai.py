@@ -6,7 +6,7 @@ import asyncio
 import email.utils
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 import httpx2
 import msgspec

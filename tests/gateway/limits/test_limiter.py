@@ -227,7 +227,7 @@ async def test_the_keeper_does_both_by_itself(house: House, monkeypatch: pytest.
     await house.limiter.start()
     await house.limiter.start()
     async with asyncio.timeout(10):
-        while house.limiter.unsettled or "extend" not in house.store.asked:  # noqa: ASYNC110 - the loop is what is tested
+        while house.limiter.unsettled or "extend" not in house.store.asked:
             await asyncio.sleep(0)
     house.store.away = True
     await long.release()
