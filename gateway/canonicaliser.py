@@ -147,4 +147,4 @@ def _prompt_tokens(asked: Asked) -> int:
     """How many tokens the prompt has, about: known for token ids, else a quarter of its bytes."""
     if asked.prompt_tokens is not None:
         return asked.prompt_tokens
-    return sum(len(piece) for piece in asked.pieces) // BYTES_PER_TOKEN + MESSAGE_TOKENS
+    return sum(map(len, asked.pieces)) // BYTES_PER_TOKEN + MESSAGE_TOKENS

@@ -153,9 +153,9 @@ def check_charges(reservation_id: str, charges: Sequence[Charge]) -> None:
     keys = [charge.key for charge in charges]
     if len(set(keys)) != len(keys):
         raise ValueError(f"a key stands twice in the charges of {reservation_id}: {', '.join(keys)}")
-    tenant = first_part(reservation_id)
+    tenant = first_part(reservation_id) + "/"
     for key in keys:
-        if first_part(key) != tenant:
+        if not key.startswith(tenant):
             raise ValueError(f"the charge {key!r} and the reservation {reservation_id!r} begin with different tenants")
     for charge in charges:
         if not isinstance(charge, LeaseCharge) and not 0 <= charge.amount <= MAX_AMOUNT:

@@ -25,6 +25,8 @@ from gateway.storage.base import (
 from gateway.storage.bucket import Bucket
 from gateway.storage.verdict import account_verdict, held_amount, rate_verdict
 
+LOOK_AGAIN_SECONDS = 1.0  # after which a bucket that may be empty by now is looked at; a busy one would be all the time
+
 
 class _Account(msgspec.Struct):
     spent: int = 0
@@ -147,7 +149,7 @@ class MemoryStorage:
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = Bucket()
-            heapq.heappush(self._sweeps, (now, "bucket", key))
+            heapq.heappush(self._sweeps, (now + LOOK_AGAIN_SECONDS, "bucket", key))
         return bucket
 
     def _account(self, key: str, forget_at: float) -> _Account:
@@ -180,7 +182,7 @@ class MemoryStorage:
     def _drain(self, key: str, now: float) -> float | None:
         empty_at = self._buckets[key].empty_at
         if empty_at > now:
-            return empty_at
+            return max(empty_at, now + LOOK_AGAIN_SECONDS)
         del self._buckets[key]
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -65,20 +66,13 @@ def phases(marks: Marks, attempts: Sequence[Attempt]) -> list[Phase]:
     upstreams: from the first attempt, which `route` starts, up to `settle`; whatever is entered meanwhile (the
     queue of a fallback model, say) lies within it. A `chat` mark before any attempt is the replay of an answer.
     """
-    starts: list[int] = []
-    latest = marks.started_ns
-    for _, ns in marks.phases:
-        latest = max(latest, ns) if starts else marks.started_ns  # the clock may be set back
-        starts.append(latest)
-    if not starts:
-        return []
-    ends = [*starts[1:], max(marks.ended_ns, latest)]
-    entered = [(name, start, end) for (name, _), start, end in zip(marks.phases, starts, ends, strict=True)]
-    if not attempts:
+    entered = _intervals(marks)
+    if not attempts or not entered:
         return [_replay(*phase) for phase in entered]
 
-    settled = next((start for name, start, _ in reversed(entered) if name == names.SETTLE_PHASE), ends[-1])
-    relayed = next((start for name, start, _ in reversed(entered) if name == names.CHAT_PHASE), settled)
+    begun = {name: start for name, start, _ in entered}
+    settled = begun.get(names.SETTLE_PHASE, entered[-1][2])
+    relayed = begun.get(names.CHAT_PHASE, settled)
     opened = max(marks.started_ns, min(relayed, *(attempt.started_ns for attempt in attempts)))
     result = [Phase(names.CHAT_PHASE, opened, settled)]
     for name, start, end in entered:
@@ -86,9 +80,28 @@ def phases(marks: Marks, attempts: Sequence[Attempt]) -> list[Phase]:
             result.append(_replay(name, start, min(end, opened)))
         elif name != names.CHAT_PHASE:
             result.append(Phase(name, start, end, within_chat=start < settled))
-    return sorted(result, key=lambda phase: phase.start_ns)
+    result.sort(key=_start)
+    return result
+
+
+def _intervals(marks: Marks) -> list[tuple[str, int, int]]:
+    """(phase, start, end) as they were entered, each until the next; the clock may have been set back meanwhile."""
+    intervals: list[tuple[str, int, int]] = []
+    name, start = "", marks.started_ns
+    for entered, ns in marks.phases:
+        if name:
+            end = ns if ns > start else start
+            intervals.append((name, start, end))
+            start = end
+        name = entered
+    if name:
+        intervals.append((name, start, max(marks.ended_ns, start)))
+    return intervals
 
 
 def _replay(name: str, start_ns: int, end_ns: int) -> Phase:
     """The `chat` mark before any attempt: an answer from the cache, or from another call's upstream."""
     return Phase(names.REPLAY_SPAN if name == names.CHAT_PHASE else name, start_ns, end_ns)
+
+
+_start = operator.itemgetter(1)
