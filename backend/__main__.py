@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before and after the server's own handling, a signal ends the process as any success would.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit)
+    if args.stop_with_stdin:
+        threading.Thread(target=_stop_with_stdin, daemon=True).start()
     try:
         uvloop.run(serve(args))
     except (StartError, EngineError) as error:
@@ -166,6 +169,9 @@ def parser() -> argparse.ArgumentParser:
         help="reuse equal prefixes (default: yes)",
     )
     add("--drain-seconds", type=_seconds, default=10.0, help="after SIGTERM, time for running replies (default: 10)")
+    add(
+        "--stop-with-stdin", action="store_true", help="stop when standard input ends: with whoever holds its other end"
+    )
     add("--otlp-endpoint", metavar="URL", help=f"send traces to this OTLP/HTTP collector (default: ${OTLP_VARIABLE})")
     add("--log-level", choices=LOG_LEVELS, default="warning", help="default: %(default)s")
     return made
@@ -202,6 +208,13 @@ def _progress(what: str) -> Iterator[None]:
         print(" failed", file=sys.stderr, flush=True)
         raise
     print(f" {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def _stop_with_stdin() -> None:
+    """However the parent ends, killed or not, its end of the pipe is closed."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _exit(number: int, frame: object) -> None:

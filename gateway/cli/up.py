@@ -129,12 +129,14 @@ def _engine(model: str, deployment: Deployment, settings: Settings) -> Iterator[
         fail("the engine is not installed: pip install 'warmpath[engine]'", code=MISUSE)
     command = [sys.executable, "-m", "backend", "--model", model, "--port", str(address.port or 80)]
     command += ["--served-model-name", deployment.model]
+    command.append("--stop-with-stdin")
     if settings.otlp_endpoint is not None:
         command += ["--otlp-endpoint", settings.otlp_endpoint]
     log = settings.data_dir / "engine.log"
     with log.open("wb") as output:
-        # A session of its own: Ctrl-C reaches us alone, and we end the engine when the last answer is out.
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        # A session of its own: Ctrl-C reaches us alone, and we end the engine when the last answer is out. If we are
+        # killed, the end of the pipe ends it.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
     try:
         _wait_until_ready(process, root, model, log)
         threading.Thread(target=_report_death, args=(process, log), daemon=True).start()

@@ -90,10 +90,10 @@ def told(up: Up, name: str) -> str:
 
 def alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    return state != "Z"  # ended, and only not yet asked for by its new parent
 
 
 def about_prefix_caching(answer: str) -> bool:
@@ -145,6 +145,14 @@ def test_an_interrupted_start_leaves_no_engine_behind(tmp_path: Path, policy: Pa
         up.interrupt()
         until(lambda: not alive(engine))
         assert "Traceback" not in up.err.read_text()
+
+
+def test_killed_it_leaves_no_engine_behind(tmp_path: Path, policy: Path) -> None:
+    with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0") as up:
+        until(lambda: is_up(up))
+        (engine,) = up.children()
+        up.process.kill()
+        until(lambda: not alive(engine))
 
 
 def test_a_port_that_is_taken(tmp_path: Path, policy: Path) -> None:
