@@ -76,21 +76,26 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Meter:
-    """Watches one reply. `error`: the upstream reported a failure in the reply itself."""
+    """Watches one reply.
+
+    `complete`: it came to its own end, with `[DONE]` or a whole JSON body. `error`: instead, the upstream reported a
+    failure in the reply itself.
+    """
 
     __slots__ = (
         "_counted",
         "_counts",
-        "_ended",
         "_prompt_tokens_estimate",
         "_stream",
         "_strip",
         "_text_begun",
         "_uncounted",
+        "complete",
         "error",
     )
 
     def __init__(self, call: Call) -> None:
+        self.complete = False
         self.error = False
         self._stream = call.stream
         self._strip = not call.include_usage
@@ -99,7 +104,6 @@ class Meter:
         self._counted: Usage | None = None  # the same in buckets, once somebody has asked
         self._uncounted = 0  # output tokens, estimated, since the engine last said how many there were
         self._text_begun = False
-        self._ended = False
 
     def watch(self, chunk: bytes) -> bytes:
         """Take a chunk as `providers.base` defines it; return what the client gets: mostly the same object.
@@ -120,11 +124,6 @@ class Meter:
         frames = list(_frames(chunk))
         kept = [frame for frame in frames if self._read_frame(frame)]
         return chunk if len(kept) == len(frames) else b"".join(kept)
-
-    @property
-    def complete(self) -> bool:
-        """The reply came to its own end: `[DONE]`, or a whole JSON body; and it was no error."""
-        return self._ended and not self.error
 
     @property
     def usage(self) -> Usage:
@@ -154,7 +153,7 @@ class Meter:
         if not data:  # a comment, as servers send to keep a connection alive
             return True
         if data == b"[DONE]":
-            self._ended = True
+            self.complete = not self.error
             return True
         try:
             event = _decode(data)
@@ -162,7 +161,7 @@ class Meter:
             self._uncounted += self._text_begun
             return True
         if event.error is not None or event.object == "error":
-            self.error = True
+            self.error, self.complete = True, False
             return True
         if event.choices:
             # From the first text on every frame counts as a token: which field of which server carries text need
@@ -179,8 +178,8 @@ class Meter:
             event = _decode(body)
         except msgspec.MsgspecError:
             return
-        self._ended = True
         self.error = event.error is not None or event.object == "error"
+        self.complete = not self.error
         self._counts = event.usage
         if event.usage is None:
             self._uncounted = sum(_text_bytes(choice) for choice in event.choices or ()) // BYTES_PER_TOKEN

@@ -7,6 +7,7 @@ import email.utils
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import httpx2
 import msgspec
@@ -180,7 +181,7 @@ class EventStreamReply(Reply):
         if self._ended:
             return True
         try:
-            body_ended = await self._answer.pour(lambda data: self._pass_on(data, sink))
+            body_ended = await self._answer.pour(partial(self._pass_on, sink))
         except httpx2.TransportError as error:
             raise _failure(error) from error
         except FrameTooLong as error:
@@ -191,7 +192,7 @@ class EventStreamReply(Reply):
             sink(await anext(self))  # the last frame, which may lack its blank line; or the failure to end
         return self._ended
 
-    def _pass_on(self, data: bytes, sink: Sink) -> bool:
+    def _pass_on(self, sink: Sink, data: bytes) -> bool:
         frames = self._splitter.feed(data)
         if not frames:
             return True
@@ -200,6 +201,8 @@ class EventStreamReply(Reply):
 
     def _checked(self, frames: bytes) -> bytes:
         """The frames up to an error that the server tells of, which is raised when they are through."""
+        if b"[DONE]" not in frames and b'"error"' not in frames:
+            return frames
         if (error_at := error_in(frames)) is not None:
             offset, message = error_at
             self._failure = ProviderFailure(Fault.CUT, f"the server says: {message[:MAX_MESSAGE_CHARACTERS]}")
