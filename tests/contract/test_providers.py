@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -80,14 +80,66 @@ async def transport() -> AsyncIterator[HTTPTransport]:
         yield transport
 
 
+class PouredReply(Reply):
+    """A reply read through `pour`, one chunk at a time."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self._failure: ProviderFailure | None = None
+
+    async def __anext__(self) -> bytes:
+        if self._failure is not None:
+            raise self._failure
+        taken: list[bytes] = []
+
+        def enough(chunk: bytes) -> bool:
+            taken.append(chunk)
+            return False
+
+        try:
+            ended = await self._reply.pour(enough)
+        except ProviderFailure as failure:
+            if not taken:
+                raise
+            self._failure = failure  # behind what came before it
+        else:
+            assert ended or taken
+        if not taken:
+            raise StopAsyncIteration
+        return taken.pop()
+
+    async def aclose(self) -> None:
+        await self._reply.aclose()
+
+
+class Pouring:
+    """A provider whose replies are read through `pour`."""
+
+    def __init__(self, provider: Provider) -> None:
+        self._provider = provider
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._provider, name)
+
+    async def open(self, asked: Call, *, headers: Mapping[str, str]) -> Reply:
+        return PouredReply(await self._provider.open(asked, headers=headers))
+
+
+@pytest.fixture(params=["read", "poured"])
+def reading(request: pytest.FixtureRequest) -> str:
+    way: str = request.param
+    return way
+
+
 @pytest.fixture
-def provider_for(kind: str, transport: HTTPTransport) -> Callable[[str], Provider]:
+def provider_for(kind: str, reading: str, transport: HTTPTransport) -> Callable[[str], Provider]:
     def make(base_url: str) -> Provider:
         key = {"env": "KEY_OF_D"}
         deployment = Deployment.model_validate(
             {"name": "d", "provider": kind, "base_url": base_url, "model": "theirs/model", "api_key": key}
         )
-        return make_provider(deployment, transport, lambda secret: f"secret-in-{secret.env}")
+        provider = make_provider(deployment, transport, lambda secret: f"secret-in-{secret.env}")
+        return cast(Provider, Pouring(provider)) if reading == "poured" else provider
 
     return make
 
@@ -194,6 +246,52 @@ async def test_a_chunk_is_given_as_soon_as_it_is_whole(provider_for: ProviderFor
         assert await anext(aiter(reply)) == TOKEN
         more.set()
         assert b"".join([chunk async for chunk in reply]) == USAGE + DONE
+
+
+async def test_what_is_poured_needs_no_task_for_a_chunk(kind: str, transport: HTTPTransport) -> None:
+    """A stream goes by while the one who pours sleeps; only what had come before may be given at once."""
+    came: list[bytes] = []
+    in_callbacks: list[bytes] = []
+
+    async def script(_: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        for count in range(1, 6):
+            writer.write(coded(TOKEN))
+            while len(came) < count:
+                await asyncio.sleep(0)
+        writer.write(coded(DONE) + STREAM_END)
+
+    def take(chunk: bytes) -> bool:
+        came.append(chunk)
+        if asyncio.current_task() is None:
+            in_callbacks.append(chunk)
+        return True
+
+    async with ScriptedServer(script) as server, asyncio.timeout(TIMEOUT_SECONDS):
+        deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
+        reply = await make_provider(deployment, transport, resolve_nothing).open(call(stream=True), headers={})
+        assert await reply.pour(take)
+        assert await reply.pour(take), "the end stays the end"
+        await reply.aclose()
+    assert came == [TOKEN] * 5 + [DONE]
+    assert in_callbacks == came[1:]
+
+
+async def test_what_a_sink_raises_ends_the_pouring(kind: str, transport: HTTPTransport) -> None:
+    class Full(Exception):
+        pass
+
+    def refuse(chunk: bytes) -> bool:
+        raise Full
+
+    async with ScriptedServer(answering(STREAM_HEAD, coded(TOKEN), coded(DONE))) as server:
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
+            reply = await make_provider(deployment, transport, resolve_nothing).open(call(stream=True), headers={})
+            with pytest.raises(Full):
+                await reply.pour(refuse)
+            await reply.aclose()
+            await server.until_the_client_closed()
 
 
 async def test_the_last_blank_line_may_be_missing(provider_for: ProviderFor) -> None:
