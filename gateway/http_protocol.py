@@ -2,14 +2,20 @@
 
 The head is checked as a whole instead of header by header, and leaves together with the first bytes of the body: one
 system call for a short reply, and no packet that holds nothing but a head. Everything else is uvicorn's.
+
+Beside ASGI, whose every step is a coroutine, an application finds a `Wire` in the scope's extensions, under `WIRE`: it
+writes at once where there is room, and tells of the client's leaving without a task that listens for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from uvicorn._types import ASGI3Application, ASGISendEvent, HTTPResponseBodyEvent, HTTPResponseStartEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from gateway.replies import WIRE
 
 _BODILESS_STATUSES = frozenset({204, 304})
 
@@ -19,24 +25,42 @@ class JoinedCycle(RequestResponseCycle):
 
     _head: bytes | None = None  # until the first bytes of the body are there
     _joins = False
+    _tell: Callable[[], None] | None = None
 
     async def send(self, message: ASGISendEvent) -> None:
-        if self.response_started and not self._joins:
-            await super().send(message)
+        if self.put(message):
             return
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
+        if not self.put(message):
+            await super().send(message)  # its way; or it says what is wrong
+
+    def put(self, message: ASGISendEvent) -> bool:
+        """Send a message without waiting. False: nothing was sent; `send` it, which waits if it has to."""
         if self.disconnected:
-            return
+            return True
+        if self.flow.write_paused:
+            return False
         if not self.response_started:
-            if self._begins_usually(message):
-                self._start(cast(HTTPResponseStartEvent, message))
-            else:
-                await super().send(message)
-        elif message["type"] == "http.response.body" and not self.response_complete:
-            self._continue(message)
-        else:
-            await super().send(message)  # which says what is wrong
+            if not self._begins_usually(message):
+                return False
+            self._start(cast(HTTPResponseStartEvent, message))
+            return True
+        if not self._joins or self.response_complete or message["type"] != "http.response.body":
+            return False
+        self._continue(message)
+        return True
+
+    def when_gone(self, tell: Callable[[], None] | None) -> None:
+        """`tell` is called when the client leaves before the reply's end; None: nobody wants to know any more."""
+        self._tell = tell
+        self.flow.resume_reading()  # or its leaving would not be read
+        if tell is not None and self.disconnected:
+            tell()
+
+    def gone(self) -> None:
+        if self.disconnected and self._tell is not None:
+            self._tell()
 
     def _begins_usually(self, message: Any) -> bool:
         return (
@@ -92,4 +116,10 @@ class JoinedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         # uvicorn has no place to name the class; nothing has run in the cycle yet, and a class adds no state.
         cycle.__class__ = JoinedCycle
+        cycle.scope.setdefault("extensions", {})[WIRE] = cast(Any, cycle)
         super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if isinstance(self.cycle, JoinedCycle):
+            self.cycle.gone()

@@ -11,7 +11,7 @@ import types
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import orjson
 from starlette.types import Message, Receive, Scope, Send
@@ -23,6 +23,7 @@ JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream; charset=utf-8"
 DISCARD_MAX_BYTES = 64 * 2**20  # of a body over the cap, read and dropped so that the client can read its refusal
 STALL_SECONDS = 60.0  # for a whole body to arrive, or for a client to take anything of its reply
+WIRE = "warmpath.wire"
 CLIENT_CLOSED_STATUS = 499  # of a reply that nobody was there to get; stands in telemetry only
 MAX_WORDS_CHARACTERS = 300  # of an upstream's own words in an error of ours
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -33,6 +34,16 @@ Result = TypeVar("Result")
 
 class ClientGone(Exception):
     """The client left before its request was read."""
+
+
+class Wire(Protocol):
+    """What a server may offer beside ASGI's coroutines, in the scope's extensions under `WIRE`."""
+
+    def put(self, message: Message) -> bool:
+        """Send a message without waiting. False: nothing was sent; `send` it, which waits if it has to."""
+
+    def when_gone(self, tell: Callable[[], None] | None) -> None:
+        """`tell` is called when the client leaves before the reply's end; None: nobody wants to know any more."""
 
 
 class Exchange:
@@ -47,6 +58,7 @@ class Exchange:
         self.reply_headers: dict[str, str] = {}  # sent with whatever reply is sent
         self._receive = receive
         self._send = send
+        self._wire: Wire | None = scope.get("extensions", {}).pop(WIRE, None)  # out: the two would hold each other
         self._max_body_bytes = max_body_bytes
         self._ended = False
         self._bound: WaitBound | None = None
@@ -131,11 +143,16 @@ class Exchange:
     def watch(self) -> None:
         """From now on the present task is cancelled when the client leaves; but see `stay_while`."""
         self._task = asyncio.current_task()
-        self._watch = asyncio.create_task(self._listen())
+        if self._wire is not None:
+            self._wire.when_gone(self._gone)
+        else:
+            self._watch = asyncio.create_task(self._listen())
 
     def unwatch(self) -> None:
         """What the client does now changes nothing any more. ASGI calls the end of the reply a disconnect, too."""
         self._task = None
+        if self._wire is not None:
+            self._wire.when_gone(None)
         if self._watch is not None:
             self._watch.cancel()
 
@@ -150,6 +167,9 @@ class Exchange:
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._gone()
+
+    def _gone(self) -> None:
         self.client_gone = True
         self.leave_if_gone()
 
@@ -182,7 +202,7 @@ class Exchange:
             await self.drained()
 
     def _begin_to_send(self, message: Message) -> bool:
-        if self.client_gone:
+        if self.client_gone or (self._wire is not None and self._wire.put(message)):
             return True
         sending = self._send(message).__await__()
         try:

@@ -7,6 +7,7 @@ task notes when a wait begins and ends, and one handle looks now and then whethe
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 
 class WaitBound:
@@ -18,8 +19,11 @@ class WaitBound:
 
     __slots__ = ("_deadline", "_handle", "_loop", "_seconds", "_since", "_task", "expired")
 
-    def __init__(self, seconds: float, deadline: float = float("inf")) -> None:
-        task = asyncio.current_task()
+    def __init__(
+        self, seconds: float, deadline: float = float("inf"), *, task: asyncio.Task[Any] | None = None
+    ) -> None:
+        """`task`: the present one, for who has it at hand already."""
+        task = task or asyncio.current_task()
         assert task is not None
         self._task = task
         self._loop = asyncio.get_running_loop()
