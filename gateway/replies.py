@@ -140,13 +140,15 @@ class Exchange:
             self._bound = WaitBound(STALL_SECONDS)
         return self._bound
 
-    def watch(self) -> None:
-        """From now on the present task is cancelled when the client leaves; but see `stay_while`."""
-        self._task = asyncio.current_task()
+    def watch(self) -> asyncio.Task[Any]:
+        """From now on the present task, which is returned, is cancelled when the client leaves; see `stay_while`."""
+        task = self._task = asyncio.current_task()
+        assert task is not None
         if self._wire is not None:
             self._wire.when_gone(self._gone)
         else:
             self._watch = asyncio.create_task(self._listen())
+        return task
 
     def unwatch(self) -> None:
         """What the client does now changes nothing any more. ASGI calls the end of the reply a disconnect, too."""

@@ -63,12 +63,13 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
     )  # fmt: skip
 
     marks.enter("cache.lookup")
-    exchange.watch()
+    task = exchange.watch()
     found = await house.cache.lookup(call)
     attempts = Attempts(
         house.telemetry.new_span_id,
         # By the call's id the server can be asked afterwards what it did for it.
         lambda span: {"x-request-id": call_id, **house.telemetry.outgoing(record.trace, span)},
+        task,
     )
     if isinstance(found, Answer):
         record.cache = found.kind

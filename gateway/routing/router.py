@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -26,7 +27,9 @@ SERVER_FAULTS = frozenset({Fault.CONNECT, Fault.TIMEOUT, Fault.CUT, Fault.MALFOR
 class Upstream:
     """An opened reply with its first chunk in hand. Breaks with `UpstreamCut`."""
 
-    def __init__(self, call: Call, chosen: Candidate, reply: Reply, first: bytes) -> None:
+    def __init__(
+        self, call: Call, chosen: Candidate, reply: Reply, first: bytes, task: asyncio.Task[Any] | None
+    ) -> None:
         self.reply = reply
         self.server = chosen.server
         self.matched_tokens = chosen.matched_tokens
@@ -34,6 +37,7 @@ class Upstream:
         self.fault: Fault | None = None  # why it broke, once it has
         self._call = call
         self._first = first
+        self._task = task
         self._wait: WaitBound | None = None
 
     async def first(self) -> bytes:
@@ -42,7 +46,8 @@ class Upstream:
     async def pour(self, sink: Sink) -> bool:
         """Give `sink` the chunks behind the first, as `Reply.pour` does, each within the class's time of the last."""
         if self._wait is None:
-            self._wait = WaitBound(self._call.latency_class.inter_token, self._call.deadline)
+            limits = self._call.latency_class
+            self._wait = WaitBound(limits.inter_token, self._call.deadline, task=self._task)
         wait = self._wait
 
         def taking(chunk: bytes) -> bool:
@@ -93,7 +98,13 @@ class _Opening:
 class Attempts:
     """What was tried for one call, in order. Written by the router, read by the receipt and the spans."""
 
-    def __init__(self, new_span_id: Callable[[], int], headers: Callable[[int], Mapping[str, str]]) -> None:
+    def __init__(
+        self,
+        new_span_id: Callable[[], int],
+        headers: Callable[[int], Mapping[str, str]],
+        task: asyncio.Task[Any] | None = None,
+    ) -> None:
+        self.task = task  # whose call it is, for who has it at hand
         self.done: list[Attempt] = []
         self.asked: Server | None = None  # the last one that took the call and may have worked on it
         self.new_span_id = new_span_id
@@ -164,16 +175,18 @@ class Router:
         server.in_flight += 1
         server.prefill_tokens_queued += missing
         server.cache.add(call.fingerprint)  # at once, so that what comes meanwhile with the same prefix follows
+        wait = WaitBound(deadline - started, task=attempts.task)
+        wait.begin()
         outcome, status = "given_up", None
         try:
-            async with asyncio.timeout_at(deadline):
-                reply = await server.provider.open(call, headers=attempts.headers(span_id))
-                first = await anext(reply)
+            reply = await server.provider.open(call, headers=attempts.headers(span_id))
+            first = await anext(reply)
             outcome, status = "ok", 200
         except asyncio.CancelledError:
-            outcome = "client_gone"
-            raise
-        except TimeoutError:
+            if not wait.expired:
+                outcome = "client_gone"
+                raise
+            wait.uncancel()
             outcome = Fault.TIMEOUT.value
             server.failed(loop.time())
         except StopAsyncIteration:
@@ -187,6 +200,7 @@ class Router:
             if failure.fault is Fault.REFUSED:
                 raise UpstreamRefused(failure.status or 400, failure.body, failure.content_type) from None
         finally:
+            wait.close()
             server.prefill_tokens_queued -= missing
             if outcome != "ok":
                 server.in_flight -= 1
@@ -199,7 +213,7 @@ class Router:
         server.succeeded()
         server.learn_prefill(missing, loop.time() - started if call.stream else 0.0)
         attempts.add(candidate, outcome, started_ns, span_id, status)
-        return Upstream(call, candidate, reply, first)
+        return Upstream(call, candidate, reply, first, attempts.task)
 
 
 def _outcome(failure: ProviderFailure) -> str:
