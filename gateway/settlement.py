@@ -63,7 +63,8 @@ class Settlement:
         """A server has given its first chunk: from here on its price holds."""
         self._upstream, self._worker = upstream, upstream.server
         self._record.deployment = upstream.server.name
-        self._record.route_reason = upstream.reason
+        if self._record.trace.sampled:  # for the span; putting it into words costs
+            self._record.route_reason = upstream.chosen.reason
 
     def watch(self, chunk: bytes) -> bytes:
         """A chunk is here: what the client gets of it. With the last one the receipt is written.

@@ -12,12 +12,21 @@ from gateway.types import Call
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A server as a strategy sees it for one call. `cost_seconds` orders; the rest explains."""
+    """A server as a strategy sees it for one call, at that moment. `cost_seconds` orders; the rest explains."""
 
     server: Server
     cost_seconds: float
+    prompt_tokens: int
     matched_tokens: int
-    reason: str
+    queued_tokens: int  # uncached prompt tokens before it
+    in_flight: int
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"{self.matched_tokens} of {self.prompt_tokens} prompt tokens warm, {self.queued_tokens} queued before it, "
+            f"{self.in_flight} of {self.server.deployment.max_concurrency} calls under way"
+        )
 
 
 class Strategy(Protocol):

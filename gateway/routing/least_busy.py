@@ -15,8 +15,7 @@ class LeastBusy:
         return sorted(candidates, key=lambda c: (c.server.cooling(now), c.cost_seconds))
 
     def _candidate(self, call: Call, server: Server) -> Candidate:
-        work = (server.prefill_tokens_queued + call.prompt_tokens_estimate) / server.prefill_tokens_per_second
+        prompt, queued = call.prompt_tokens_estimate, server.prefill_tokens_queued
         taken = server.in_flight / server.deployment.max_concurrency
-        return Candidate(
-            server, work + taken, 0, f"{server.in_flight} of {server.deployment.max_concurrency} places taken"
-        )
+        cost_seconds = (queued + prompt) / server.prefill_tokens_per_second + taken
+        return Candidate(server, cost_seconds, prompt, 0, queued, server.in_flight)

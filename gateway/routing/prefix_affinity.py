@@ -30,9 +30,8 @@ class PrefixAffinity:
     def _candidate(self, call: Call, server: Server) -> Candidate:
         prompt = call.prompt_tokens_estimate
         matched = min(server.cache.match(call.fingerprint) * BLOCK_TOKENS, prompt)
-        rate = server.prefill_tokens_per_second
+        rate, in_flight = server.prefill_tokens_per_second, server.in_flight
         miss = MISS_WEIGHT * (prompt - matched) / rate
         queued = server.prefill_tokens_queued / rate
-        load = LOAD_SECONDS * server.in_flight / server.deployment.max_concurrency
-        reason = f"{matched} of {prompt} prompt tokens warm, {server.prefill_tokens_queued} queued before it"
-        return Candidate(server, miss + queued + load, matched, reason)
+        load = LOAD_SECONDS * in_flight / server.deployment.max_concurrency
+        return Candidate(server, miss + queued + load, prompt, matched, server.prefill_tokens_queued, in_flight)

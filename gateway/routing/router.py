@@ -31,9 +31,9 @@ class Upstream:
         self, call: Call, chosen: Candidate, reply: Reply, first: bytes, task: asyncio.Task[Any] | None
     ) -> None:
         self.reply = reply
+        self.chosen = chosen
         self.server = chosen.server
         self.matched_tokens = chosen.matched_tokens
-        self.reason = chosen.reason
         self.fault: Fault | None = None  # why it broke, once it has
         self._call = call
         self._first = first
