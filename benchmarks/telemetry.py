@@ -3,7 +3,7 @@
     python benchmarks/telemetry.py [--requests 20000]
 
 Each request goes through all eight phases and one attempt. `begin` and `outgoing` are paid while it runs, `record`
-after its reply; encoding is done by the exporter's thread, but under the same interpreter lock.
+after its reply, spans built and encoded included.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import platform
 import time
 
 import msgspec
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
 from gateway.policy import Policy
 from gateway.telemetry import CallRecord, Telemetry
-from gateway.telemetry.record import phases
-from gateway.telemetry.spans import SpanBuilder
 from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Trace, Usage
 
 PHASES = ("authenticate", "canonicalise", "cache.lookup", "admit", "queue", "route", "chat", "settle")
@@ -81,14 +78,6 @@ def main() -> None:
             telemetry.record(record)
         record_seconds = time.thread_time() - began
         print(f"{sample:8.0%} {micros(begin_seconds, requests):17.1f} {micros(record_seconds, requests):8.1f}")
-
-    record = records[0]
-    spans = SpanBuilder("0", "").build(record, phases(record.marks, record.attempts))
-    began = time.thread_time()
-    for _ in range(requests // 20):
-        encode_spans(spans).SerializeToString()
-    cost = micros(time.thread_time() - began, requests // 20)
-    print(f"encoding a sampled request's {len(spans)} spans, on the exporter's thread: {cost:.0f} us")
 
 
 if __name__ == "__main__":

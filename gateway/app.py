@@ -64,7 +64,9 @@ class Gateway:
         self._storage = open_storage(settings.storage, owner=settings.replica)
         self._transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
         self._fleet = Fleet(lambda deployment: make_provider(deployment, self._transport, resolve_secret))
-        self._telemetry = Telemetry(settings.otlp_endpoint, replica=settings.replica)
+        self._telemetry = Telemetry(
+            settings.otlp_endpoint, replica=settings.replica, otlp_headers=settings.otlp_headers
+        )
         self._created = int(time.time())
         self._in_flight = 0
         self._quiet = asyncio.Event()  # set when no call is in flight any more

@@ -12,9 +12,10 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import unquote
 
 from pydantic import AliasChoices, BeforeValidator, ByteSize, Field, SecretStr, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from gateway.keys import parse_key
 from gateway.policy import EnvSecret, Finding, Policy
@@ -45,6 +46,16 @@ def _not_a_service_link(value: Any) -> Any:
 
 def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
+
+
+def _headers(value: Any) -> Any:
+    """`a=1,b=2`, percent-encoded, as OpenTelemetry's environment variable has it."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+    if any(not equals or not name.strip() for name, equals, _ in pairs):
+        raise ValueError("headers are given as name=value,name=value")
+    return tuple((unquote(name.strip()), unquote(content.strip())) for name, _, content in pairs)
 
 
 class Settings(BaseSettings):
@@ -88,6 +99,12 @@ class Settings(BaseSettings):
         pattern=r"^https?://",
         validation_alias=AliasChoices(f"{PREFIX}OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
         description="Base URL of an OTLP/HTTP collector, as in http://127.0.0.1:4318; without one, nothing is sent.",
+    )
+    otlp_headers: Annotated[tuple[tuple[str, str], ...], NoDecode, BeforeValidator(_headers)] = Field(
+        (),
+        validation_alias=AliasChoices(f"{PREFIX}OTLP_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS"),
+        description="Headers for the collector, as in `api-key=secret,tenant=a` (percent-encoded).",
+        repr=False,
     )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
         "info", description="debug, info, warning or error."

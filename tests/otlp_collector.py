@@ -19,6 +19,8 @@ class Collector:
         self.requests: list[ExportTraceServiceRequest] = []
         self.bodies: list[bytes] = []
         self.status = 200
+        self.first_statuses: list[int] = []  # of the next answers, before `status`
+        self.headers: list[dict[str, str]] = []
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -28,7 +30,8 @@ class Collector:
                 assert self.headers["content-type"] == "application/x-protobuf"
                 collector.bodies.append(body)
                 collector.requests.append(ExportTraceServiceRequest.FromString(body))
-                self.send_response(collector.status)
+                collector.headers.append({name.lower(): value for name, value in self.headers.items()})
+                self.send_response(collector.first_statuses.pop(0) if collector.first_statuses else collector.status)
                 self.send_header("content-length", "0")
                 self.end_headers()
 

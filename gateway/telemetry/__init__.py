@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from gateway import __version__
 from gateway.policy import Policy
 from gateway.telemetry import propagation
+from gateway.telemetry.export import EXPORT_INTERVAL_SECONDS, SpanQueue
 from gateway.telemetry.logs import access, configure_logging
 from gateway.telemetry.metrics import (
     DEPLOYMENT_AVAILABLE,
@@ -26,7 +27,7 @@ from gateway.telemetry.metrics import (
     Watched,
 )
 from gateway.telemetry.record import CallRecord, Phase, phases
-from gateway.telemetry.spans import EXPORT_INTERVAL_SECONDS, SpanBuilder, SpanQueue
+from gateway.telemetry.spans import SpanBuilder
 from gateway.types import Trace
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 class Telemetry:
     """One per gateway; `replica` tells several apart.
 
-    `otlp_endpoint` is a collector's base URL, as in http://localhost:4318; None: no spans. Beyond that URL, the SDK
-    reads its own OTEL_EXPORTER_OTLP_* (headers, certificates) and OTEL_RESOURCE_ATTRIBUTES.
+    `otlp_endpoint` is a collector's base URL, as in http://localhost:4318; None: no spans. The SDK
+    adds what OTEL_RESOURCE_ATTRIBUTES says to what the spans say of this process.
     """
 
     def __init__(
@@ -44,11 +45,18 @@ class Telemetry:
         otlp_endpoint: str | None = None,
         *,
         replica: str = "",
+        otlp_headers: Iterable[tuple[str, str]] = (),
         export_interval_seconds: float = EXPORT_INTERVAL_SECONDS,
     ) -> None:
         self._metrics = Metrics()
         self._builder = SpanBuilder(__version__, replica)
-        self._spans = SpanQueue(otlp_endpoint, export_interval_seconds) if otlp_endpoint else None
+        self._spans = (
+            SpanQueue(
+                otlp_endpoint, self._builder.envelope, headers=otlp_headers, interval_seconds=export_interval_seconds
+            )
+            if otlp_endpoint
+            else None
+        )
         self._metrics.watch(SPANS_DROPPED, lambda: self._spans.dropped if self._spans else 0)
 
     async def start(self) -> None:

@@ -1,123 +1,40 @@
 """A finished request as OpenTelemetry spans, built after the reply from the times noted on the way.
 
-The SDK's tracer is not used: it chooses ids when a span starts, and an attempt's id has been sent upstream by then;
-and a span that is open costs ten times one that is built at once. What the SDK does is batch, encode and send.
+Spans are written as OTLP's own messages, by OpenTelemetry's protobuf classes, in the moment in which they are built.
+The SDK's tracer chooses ids when a span starts, and an attempt's id has been sent upstream by then; and its way to
+these bytes (a span object, a thread, an encoder) costs a traced request four times as much.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource as ResourceMessage
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
-from opentelemetry.util.types import AttributeValue
 
 from gateway.telemetry import names
 from gateway.telemetry.propagation import new_span_id
 from gateway.telemetry.record import CallRecord, Phase
 from gateway.types import Attempt, Call, Outcome, Usage
 
-SPANS_WAITING_MAX = 8192  # more are dropped, and counted
-SPANS_PER_EXPORT_MAX = 256  # encoding holds the interpreter lock, some 20 us a span
-EXPORT_INTERVAL_SECONDS = 2.0
-EXPORT_TIMEOUT_SECONDS = 5.0  # of one batch, its retries included
-FLUSH_TIMEOUT_SECONDS = 5.0  # at shutdown; the batch then under way may take its EXPORT_TIMEOUT_SECONDS on top
-
 ATTEMPT_OK = "ok"
 
+AttributeValue = str | bool | int | float | Sequence[str]
 Attributes = dict[str, AttributeValue]
-Draw = Callable[..., ReadableSpan]
+Draw = Callable[..., Span]
 
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-_ERROR = Status(StatusCode.ERROR)
-_UNSET = Status(StatusCode.UNSET)
+_SAMPLED = 0x01
+_HAS_IS_REMOTE, _IS_REMOTE = 0x100, 0x200  # of a span's flags: whether its parent's place is known, and is elsewhere
+_ERROR = Status(code=Status.STATUS_CODE_ERROR)
 _BROKEN = frozenset({Outcome.UPSTREAM_CUT, Outcome.TIMEOUT})
 _NOT_FAILED = frozenset({ATTEMPT_OK, Outcome.CLIENT_GONE.value})
-_INT64_MAX = (1 << 63) - 1  # a larger number has no encoding, and the exporter would log a stack trace
-
-
-class SpanQueue:
-    """Spans on their way out, at most SPANS_WAITING_MAX; exported by a thread that lives from `start` to `close`."""
-
-    def __init__(self, otlp_endpoint: str, export_interval_seconds: float = EXPORT_INTERVAL_SECONDS) -> None:
-        url = otlp_endpoint.rstrip("/")
-        self._exporter = _Counting(
-            OTLPSpanExporter(
-                endpoint=url if url.endswith("/v1/traces") else f"{url}/v1/traces", timeout=EXPORT_TIMEOUT_SECONDS
-            )
-        )
-        self._interval_seconds = export_interval_seconds
-        self._processor: BatchSpanProcessor | None = None
-        self._accepted = 0
-        self._overflowed = 0
-
-    @property
-    def dropped(self) -> int:
-        """Spans that never arrived: refused by a full queue, or lost in a failed export."""
-        return self._overflowed + self._exporter.failed
-
-    @property
-    def open(self) -> bool:
-        return self._processor is not None
-
-    def start(self) -> None:
-        self._processor = BatchSpanProcessor(
-            self._exporter,
-            max_queue_size=SPANS_WAITING_MAX,
-            schedule_delay_millis=self._interval_seconds * 1000,
-            max_export_batch_size=SPANS_PER_EXPORT_MAX,
-        )
-
-    def put(self, spans: Sequence[ReadableSpan]) -> None:
-        """All of a request's spans or none. The processor would drop its oldest silently; this bound comes first."""
-        waiting = self._accepted - self._exporter.taken
-        if self._processor is None or waiting + len(spans) > SPANS_WAITING_MAX:
-            self._overflowed += len(spans)
-            return
-        self._accepted += len(spans)
-        for span in spans:
-            self._processor.on_end(span)
-
-    async def close(self) -> None:
-        processor, self._processor = self._processor, None
-        if processor is None:
-            return
-        self._exporter.deadline = time.monotonic() + FLUSH_TIMEOUT_SECONDS
-        await asyncio.to_thread(processor.shutdown)
-
-
-class _Counting(SpanExporter):
-    """Counts what the exporter takes and loses, which the SDK does not tell; past `deadline` it loses all."""
-
-    def __init__(self, exporter: SpanExporter) -> None:
-        self._exporter = exporter
-        self.taken = 0
-        self.failed = 0
-        self.deadline = float("inf")
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.taken += len(spans)
-        result = SpanExportResult.FAILURE
-        if time.monotonic() < self.deadline:
-            result = self._exporter.export(spans)
-        if result is not SpanExportResult.SUCCESS:
-            self.failed += len(spans)
-        return result
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return self._exporter.force_flush(timeout_millis)
+_INT64_MAX = (1 << 63) - 1  # a larger number has no encoding
 
 
 class SpanBuilder:
@@ -125,22 +42,33 @@ class SpanBuilder:
 
     def __init__(self, version: str, replica: str) -> None:
         service = {names.SERVICE_NAME: "warmpath-gateway", names.SERVICE_VERSION: version}
-        self._resource = Resource.create(service | ({names.SERVICE_INSTANCE_ID: replica} if replica else {}))
-        self._scope = InstrumentationScope("warmpath.gateway", version)
+        resource = Resource.create(service | ({names.SERVICE_INSTANCE_ID: replica} if replica else {}))
+        self._resource = ResourceMessage(
+            attributes=_key_values({name: str(value) for name, value in resource.attributes.items()})
+        )
+        self._scope = InstrumentationScope(name="warmpath.gateway", version=version)
 
-    def build(self, record: CallRecord, phases: Sequence[Phase]) -> list[ReadableSpan]:
+    def envelope(self, spans: Sequence[bytes]) -> bytes:
+        """An `ExportTraceServiceRequest` of encoded spans."""
+        # A message's repeated field is the concatenation of its members, each behind its tag and length.
+        scoped = ScopeSpans(scope=self._scope).SerializeToString() + b"".join([_field(2, span) for span in spans])
+        return _field(1, ResourceSpans(resource=self._resource).SerializeToString() + _field(2, scoped))
+
+    def build(self, record: CallRecord, phases: Sequence[Phase]) -> list[bytes]:
+        """The request's spans, encoded."""
+        return [span.SerializeToString() for span in self.spans(record, phases)]
+
+    def spans(self, record: CallRecord, phases: Sequence[Phase]) -> list[Span]:
         trace, marks = record.trace, record.marks
-        state = TraceState.from_header([trace.tracestate]) if trace.tracestate else TraceState()
-        span = partial(self._span, trace.trace_id, state)
-
-        caller = SpanContext(trace.trace_id, trace.parent_span_id, is_remote=True) if trace.parent_span_id else None
+        span = partial(_span, trace.trace_id.to_bytes(16), trace.tracestate)
         server = span(
             f"{record.method} {record.path}",
-            caller,
+            trace.parent_span_id.to_bytes(8) if trace.parent_span_id else b"",
             (marks.started_ns, phases[-1].end_ns if phases else max(marks.started_ns, marks.ended_ns)),
             _server_attributes(record),
-            kind=SpanKind.SERVER,
+            kind=Span.SPAN_KIND_SERVER,
             span_id=record.server_span_id,
+            remote_parent=bool(trace.parent_span_id),
             failed=record.status >= 500 or record.outcome in _BROKEN,
         )
         spans = [server]
@@ -156,12 +84,10 @@ class SpanBuilder:
             if phase is refusing:
                 attributes[names.ERROR_TYPE] = _error_type(record)
             parent = chat if chat is not None and phase.within_chat else server
-            spans.append(span(phase.name, parent.context, (phase.start_ns, phase.end_ns), attributes))
+            spans.append(span(phase.name, parent.span_id, (phase.start_ns, phase.end_ns), attributes))
         return spans
 
-    def _chat(
-        self, span: Draw, server: ReadableSpan, record: CallRecord, call: Call, phases: Sequence[Phase]
-    ) -> ReadableSpan:
+    def _chat(self, span: Draw, server: Span, record: CallRecord, call: Call, phases: Sequence[Phase]) -> Span:
         interval = next((p.start_ns, p.end_ns) for p in phases if p.name == names.CHAT_PHASE)
         failed = record.outcome is not Outcome.COMPLETE and record.outcome is not Outcome.CLIENT_GONE
         attributes = _gen_ai_attributes(record, call, interval[0])
@@ -170,55 +96,77 @@ class SpanBuilder:
         first_chunk_ns = record.marks.first_chunk_ns
         return span(
             f"{names.GEN_AI_OPERATIONS[call.operation]} {call.asked_model}",
-            server.context,
+            server.span_id,
             interval,
             attributes,
-            kind=SpanKind.CLIENT,
+            kind=Span.SPAN_KIND_CLIENT,
             failed=failed,
-            events=(Event(names.FIRST_CHUNK_EVENT, timestamp=first_chunk_ns),) if first_chunk_ns else (),
+            events=[Span.Event(name=names.FIRST_CHUNK_EVENT, time_unix_nano=first_chunk_ns)] if first_chunk_ns else [],
         )
 
-    def _attempts(
-        self, span: Draw, chat: ReadableSpan, attempts: Sequence[Attempt], call: Call
-    ) -> Iterator[ReadableSpan]:
+    def _attempts(self, span: Draw, chat: Span, attempts: Sequence[Attempt], call: Call) -> Iterator[Span]:
         for resend_count, attempt in enumerate(attempts):
             yield span(
                 names.ATTEMPT_SPAN,
-                chat.context,
+                chat.span_id,
                 (attempt.started_ns, max(attempt.started_ns, attempt.ended_ns)),
                 _attempt_attributes(attempt, call, resend_count),
-                kind=SpanKind.CLIENT,
+                kind=Span.SPAN_KIND_CLIENT,
                 span_id=attempt.span_id,
                 failed=attempt.outcome not in _NOT_FAILED,
             )
 
-    def _span(
-        self,
-        trace_id: int,
-        state: TraceState,
-        name: str,
-        parent: SpanContext | None,
-        interval_ns: tuple[int, int],
-        attributes: Attributes,
-        *,
-        kind: SpanKind = SpanKind.INTERNAL,
-        span_id: int = 0,
-        failed: bool = False,
-        events: Sequence[Event] = (),
-    ) -> ReadableSpan:
-        return ReadableSpan(
-            name=name,
-            context=SpanContext(trace_id, span_id or new_span_id(), False, _SAMPLED, state),
-            parent=parent,
-            resource=self._resource,
-            attributes=attributes,
-            events=events,
-            kind=kind,
-            status=_ERROR if failed else _UNSET,
-            start_time=interval_ns[0],
-            end_time=interval_ns[1],
-            instrumentation_scope=self._scope,
-        )
+
+def _span(
+    trace_id: bytes,
+    tracestate: str,
+    name: str,
+    parent_span_id: bytes,
+    interval_ns: tuple[int, int],
+    attributes: Attributes,
+    *,
+    kind: Span.SpanKind.ValueType = Span.SPAN_KIND_INTERNAL,
+    span_id: int = 0,
+    remote_parent: bool = False,
+    failed: bool = False,
+    events: Sequence[Span.Event] = (),
+) -> Span:
+    return Span(
+        trace_id=trace_id,
+        span_id=(span_id or new_span_id()).to_bytes(8),
+        trace_state=tracestate,
+        parent_span_id=parent_span_id,
+        flags=_SAMPLED | _HAS_IS_REMOTE | (_IS_REMOTE if remote_parent else 0),
+        name=name,
+        kind=kind,
+        start_time_unix_nano=interval_ns[0],
+        end_time_unix_nano=interval_ns[1],
+        attributes=_key_values(attributes),
+        events=events,
+        status=_ERROR if failed else None,
+    )
+
+
+def _key_values(attributes: Mapping[str, AttributeValue]) -> list[KeyValue]:
+    return [KeyValue(key=key, value=_VALUES[type(value)](value)) for key, value in attributes.items()]
+
+
+_VALUES: dict[type, Callable[[Any], AnyValue]] = {
+    str: lambda value: AnyValue(string_value=value),
+    bool: lambda value: AnyValue(bool_value=value),
+    int: lambda value: AnyValue(int_value=value),
+    float: lambda value: AnyValue(double_value=value),
+    tuple: lambda values: AnyValue(array_value=ArrayValue(values=[AnyValue(string_value=value) for value in values])),
+}
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """A length-delimited field of a protobuf message."""
+    head, length = [number << 3 | 2], len(content)
+    while length > 0x7F:
+        head.append(length & 0x7F | 0x80)
+        length >>= 7
+    return bytes([*head, length]) + content
 
 
 def _refusing_phase(record: CallRecord, phases: Sequence[Phase]) -> Phase | None:

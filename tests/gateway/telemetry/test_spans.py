@@ -5,7 +5,8 @@ import msgspec
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from gateway.telemetry import CallRecord, Telemetry, spans
+from gateway.telemetry import CallRecord, Telemetry
+from gateway.telemetry import export as export_module
 from gateway.types import Attempt, Outcome, Trace
 from tests.gateway.telemetry.conftest import CANARY, TRACE, at, marks
 from tests.otlp_collector import Collector, attributes
@@ -214,11 +215,39 @@ async def test_spans_that_a_collector_refuses_are_counted(
     assert b"warmpath_spans_dropped_total 11.0" in telemetry.render_metrics()[0]
 
 
+async def test_a_collector_that_is_busy_is_asked_once_more(
+    collector: Collector, record: CallRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_module, "RETRY_SECONDS", 0.0)
+    collector.first_statuses = [503]
+    telemetry = Telemetry(collector.url, otlp_headers=[("api-key", "secret")])
+    await telemetry.start()
+    telemetry.record(record)
+    await telemetry.shutdown()
+    assert [len(request.resource_spans) for request in collector.requests] == [1, 1]
+    assert collector.bodies[0] == collector.bodies[1]
+    assert [headers["api-key"] for headers in collector.headers] == ["secret", "secret"]
+    assert b"warmpath_spans_dropped_total 0.0" in telemetry.render_metrics()[0]
+
+
+async def test_many_spans_go_out_in_batches(
+    collector: Collector, record: CallRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_module, "SPANS_PER_EXPORT_MAX", 20)
+    telemetry = Telemetry(collector.url, export_interval_seconds=3600)
+    await telemetry.start()
+    for _ in range(5):
+        telemetry.record(record)
+    await telemetry.shutdown()
+    assert len(collector.spans) == 55
+    assert len(collector.requests) == 3
+
+
 async def test_a_full_queue_drops_whole_requests_and_counts_them(
     collector: Collector, record: CallRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spans, "SPANS_WAITING_MAX", 25)
-    monkeypatch.setattr(spans, "SPANS_PER_EXPORT_MAX", 25)
+    monkeypatch.setattr(export_module, "SPANS_WAITING_MAX", 25)
+    monkeypatch.setattr(export_module, "SPANS_PER_EXPORT_MAX", 25)
     telemetry = Telemetry(collector.url, export_interval_seconds=3600)
     await telemetry.start()
     for _ in range(4):
@@ -231,7 +260,7 @@ async def test_a_full_queue_drops_whole_requests_and_counts_them(
 async def test_what_is_not_sent_by_the_end_of_the_flush_is_given_up(
     collector: Collector, record: CallRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spans, "FLUSH_TIMEOUT_SECONDS", 0.0)
+    monkeypatch.setattr(export_module, "FLUSH_TIMEOUT_SECONDS", 0.0)
     telemetry = Telemetry(collector.url)
     await telemetry.start()
     telemetry.record(record)
