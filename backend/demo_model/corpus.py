@@ -154,7 +154,7 @@ def unknown(rng: random.Random, held_out: bool) -> Exchange:
 def exchange(rng: random.Random, held_out: bool = False) -> Exchange:
     kind = rng.choices(
         ["definition", "purpose", "short", "asked", "arithmetic", "too big", "counting", "unknown"],
-        weights=[24, 9, 6, 21, 23, 2, 2, 13],
+        weights=[24, 9, 6, 20, 20, 2, 4, 15],
     )[0]
     match kind:
         case "asked":
@@ -230,6 +230,11 @@ def tool_spec(rng: random.Random, name: str, about: str, argument: str) -> dict[
     return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
 
 
+def tool_name(rng: random.Random, task: str) -> str:
+    """Mostly the usual name, which is the first of its list."""
+    return TOOL_NAMES[task][0] if rng.random() < 0.6 else rng.choice(TOOL_NAMES[task])
+
+
 def other_tool(rng: random.Random) -> dict[str, Any]:
     about = f"{phrasing.word(rng, 'verbs').capitalize()} the {phrasing.word(rng, 'nouns')}."
     return tool_spec(rng, rng.choice(OTHER_TOOLS), about, rng.choice(["query", "text", "path", "to"]))
@@ -260,13 +265,13 @@ def tool_call_text(name: str, arguments: dict[str, Any]) -> str:
 def tool_conversation(rng: random.Random) -> Conversation:
     """A call that fits one of the tools, its result passed on; or tools beside a question that needs none."""
     task = rng.choice(["weather", "time"])
-    argument = rng.choice(["city", "city", "location", "place"])
-    name = rng.choice(TOOL_NAMES[task])
+    argument = rng.choice(["city"] * 6 + ["location", "place"])
+    name = tool_name(rng, task)
     fitting = tool_spec(rng, name, rng.choice(TOOL_ABOUT[task]), argument)
     tools = [other_tool(rng) for _ in range(rng.choice([0, 0, 1, 2]))]
     if rng.random() < 0.3:
         spare = "time" if task == "weather" else "weather"
-        tools.append(tool_spec(rng, rng.choice(TOOL_NAMES[spare]), rng.choice(TOOL_ABOUT[spare]), argument))
+        tools.append(tool_spec(rng, tool_name(rng, spare), rng.choice(TOOL_ABOUT[spare]), argument))
     tools.insert(rng.randint(0, len(tools)), fitting)
     messages = system_prompt(rng, 0.3)
     if rng.random() < 0.25:
@@ -305,7 +310,7 @@ def system_prompt(rng: random.Random, share: float) -> list[Message]:
 
 
 def conversation(rng: random.Random) -> Conversation:
-    if rng.random() < 0.08:
+    if rng.random() < 0.2:
         return tool_conversation(rng)
     turns = rng.choices([1, 2, 3, 5, 12], weights=[68, 14, 9, 5, 1])[0]
     exchanges = dialogue(rng, turns)

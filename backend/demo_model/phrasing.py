@@ -32,7 +32,7 @@ def made_up_word(rng: random.Random) -> str:
 
 
 def city(rng: random.Random) -> str:
-    return line(rng, "cities") if rng.random() < 0.7 else made_up_word(rng).capitalize()
+    return line(rng, "cities") if rng.random() < 0.85 else made_up_word(rng).capitalize()
 
 
 def unknown_question(rng: random.Random, template: str) -> str:

@@ -1,7 +1,8 @@
 """Trains the demo model from nothing: tokenizer, then a small Qwen3, on conversations from `corpus`.
 
-python -m backend.demo_model.train --out EARLY --minutes 13 --lesson-share 0.95
-python -m backend.demo_model.train --out DIR --minutes 40 --resume EARLY
+    python -m backend.demo_model.train --out A --minutes 13 --lesson-share 0.95
+    python -m backend.demo_model.train --out B --minutes 34 --resume A
+    python -m backend.demo_model.train --out DIR --minutes 18 --resume B --lesson-share 0.25 --peak 0.5
 
 The loss counts only what the assistant says. Training sees two kinds of batch. A lesson is one question and the start
 of its answer in a short row: cheap, and enough to learn which answer belongs to which question. A pack is whole
@@ -225,15 +226,16 @@ def train(
     minutes: float,
     seed: int = 7,
     lesson_share: float = 0.35,
+    peak: float = 1.0,
     resume: Path | None = None,
     save_every_minutes: float = 5,
 ) -> None:
-    """Writes `out` in the end and now and then before; `lesson_share` is a share of the steps."""
+    """Writes `out` in the end and now and then before. `lesson_share` is of the steps; `peak` scales the rates."""
     torch.manual_seed(seed)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(resume) if resume else train_tokenizer(seed)
     model = untrained_model()
     if resume:
-        model.load_state_dict(load_file(resume / "model.safetensors"), strict=False)  # it lacks the tied lm_head
+        model.load_state_dict(load_file(resume / "model.safetensors"), strict=False)  # the tied lm_head is not stored
     weights = MasterWeights(model)
     print(f"{model.num_parameters():,} parameters", flush=True)
     short, whole, coin = lessons(tokenizer, seed), packs(tokenizer, seed), random.Random(seed)
@@ -245,7 +247,7 @@ def train(
         progress = minutes_spent / minutes
         loss = loss_of(model, *next(short if coin.random() < lesson_share else whole))
         torch.autograd.backward(loss)
-        weights.step(rate_at(step, progress))
+        weights.step(peak * rate_at(step, progress))
         if step % 50 == 0:
             print(f"{minutes_spent:5.1f} min  step {step}  loss {loss.item():.4f}", flush=True)
         if time.monotonic() - saved > save_every_minutes * 60:
@@ -259,6 +261,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--minutes", type=float, default=40, help="how long to train")
     parser.add_argument("--lesson-share", type=float, default=0.35, help="share of steps that are lessons")
+    parser.add_argument(
+        "--peak", type=float, default=1.0, help="scales the learning rates, for a run that only refines"
+    )
     parser.add_argument("--resume", type=Path, help="directory of an earlier run, to go on from its weights")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
@@ -270,6 +275,7 @@ def main() -> None:
         options.minutes,
         options.seed,
         options.lesson_share,
+        options.peak,
         options.resume,
         options.save_every_minutes,
     )

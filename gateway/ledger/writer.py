@@ -28,7 +28,7 @@ from gateway.ledger.chain import GENESIS, RowError, UnknownVersion, check_row, e
 from gateway.types import Receipt
 
 SEGMENT_BYTES = 32 * 1024 * 1024  # about 30,000 rows; the last segment is read whole when the ledger is opened
-GROUP_COMMIT_SECONDS = 0.01  # how long rows wait for neighbours to share an fsync with
+GROUP_COMMIT_SECONDS = 0.05  # how long rows wait for neighbours to share an fsync with; a power cut reaches back so far
 PROBE_SECONDS = 1.0  # how often a ledger that could not write tries whether it can again
 PROBE_BYTES = 64 * 1024  # room that must be there then
 
