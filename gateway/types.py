@@ -122,6 +122,14 @@ class Marks:
     def enter(self, phase: str) -> None:
         self.phases.append((phase, time.time_ns()))
 
+    def lasted(self, phase: str) -> int:
+        """Nanoseconds until the next phase; 0 where it was not entered, or goes on."""
+        phases = self.phases
+        for i in range(len(phases) - 1):
+            if phases[i][0] == phase:
+                return phases[i + 1][1] - phases[i][1]
+        return 0
+
     def end(self) -> None:
         self.ended_ns = time.time_ns()
 

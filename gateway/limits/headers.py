@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from gateway.storage.base import RateCharge
 
+_NAMES = {
+    what: (f"x-ratelimit-limit-{what}", f"x-ratelimit-remaining-{what}", f"x-ratelimit-reset-{what}")
+    for what in ("requests", "tokens")
+}
 
-def ratelimit_headers(what: str, charge: RateCharge, remaining: int) -> dict[str, str]:
+
+def ratelimit_headers(what: Literal["requests", "tokens"], charge: RateCharge, remaining: int) -> dict[str, str]:
     """`reset` is when the limit is whole again if nobody asks meanwhile."""
+    limit, rest, reset = _NAMES[what]
     reset_seconds = (charge.limit - remaining) * charge.period_seconds / charge.limit
-    return {
-        f"x-ratelimit-limit-{what}": str(charge.limit),
-        f"x-ratelimit-remaining-{what}": str(remaining),
-        f"x-ratelimit-reset-{what}": go_duration(reset_seconds),
-    }
+    return {limit: str(charge.limit), rest: str(remaining), reset: go_duration(reset_seconds)}
 
 
 def go_duration(seconds: float) -> str:

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from gateway.errors import UpstreamCut, UpstreamError, UpstreamRefused, UpstreamTimeout
 from gateway.fleet import Fleet, Place, Server
 from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
@@ -125,7 +123,11 @@ class Attempts:
 
     def conclude(self, outcome: str) -> None:
         """The last attempt, which had answered, is over now, in this way."""
-        self.done[-1] = msgspec.structs.replace(self.done[-1], outcome=outcome, ended_ns=time.time_ns())
+        last = self.done[-1]
+        self.done[-1] = Attempt(
+            last.deployment, outcome, last.started_ns, time.time_ns(), last.span_id, last.status,
+            last.predicted_cached_tokens,
+        )  # fmt: skip
 
     def told(self) -> list[dict[str, object]]:
         """The attempts as a refused caller is told of them."""
