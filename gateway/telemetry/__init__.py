@@ -26,7 +26,7 @@ from gateway.telemetry.metrics import (
     Reading,
     Watched,
 )
-from gateway.telemetry.record import CallRecord, Phase, phases
+from gateway.telemetry.record import CallRecord, Times, phases, times
 from gateway.telemetry.spans import SpanBuilder
 from gateway.types import Trace
 
@@ -88,12 +88,12 @@ class Telemetry:
             logger.exception("the telemetry of a request failed", extra=_ids(record))
 
     def _record(self, record: CallRecord) -> None:
-        timeline = phases(record.marks, record.attempts)
-        self._metrics.update(record, timeline)
+        lasted = times(record.marks, record.attempts)
+        self._metrics.update(record, lasted)
         if record.trace.sampled and self._spans is not None:
-            self._spans.put(self._builder.build(record, timeline))
+            self._spans.put(self._builder.build(record, phases(record.marks, record.attempts)))
         if access.isEnabledFor(logging.INFO):
-            access.info("%s %s %d", record.method, record.path, record.status, extra=_access_fields(record, timeline))
+            access.info("%s %s %d", record.method, record.path, record.status, extra=_access_fields(record, lasted))
 
     def watch(self, metric: Watched, read: Callable[[], Reading]) -> None:
         """Show a number that another part knows; `read` runs on the event loop. ValueError when the name is taken."""
@@ -114,9 +114,8 @@ def _ids(record: CallRecord) -> dict[str, object]:
     return {"trace_id": f"{record.trace.trace_id:032x}", "call_id": record.call.id if record.call else None}
 
 
-def _access_fields(record: CallRecord, timeline: list[Phase]) -> dict[str, object]:
+def _access_fields(record: CallRecord, lasted: Times) -> dict[str, object]:
     marks, usage = record.marks, record.usage
-    ended_ns = timeline[-1].end_ns if timeline else marks.ended_ns
     fields = _ids(record) | {
         "method": record.method,
         "path": record.path,
@@ -125,7 +124,7 @@ def _access_fields(record: CallRecord, timeline: list[Phase]) -> dict[str, objec
         "cache": record.cache,
         "deployment": record.deployment,
         "event_id": record.event_id,
-        "duration_ms": round((ended_ns - marks.started_ns) / 1e6, 3),
+        "duration_ms": round(lasted.whole / 1e6, 3),
     }
     if record.principal is not None:
         fields |= {"tenant": record.principal.tenant.name, "key_id": record.principal.key_id}

@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 from gateway.policy import Policy
 from gateway.telemetry import names
 from gateway.telemetry.aggregates import Histogram, Tally
-from gateway.telemetry.record import CallRecord, Phase
+from gateway.telemetry.record import CallRecord, Times
 from gateway.types import Attempt, Call, Usage
 
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600)
@@ -165,38 +165,26 @@ class Metrics:
     def policy_rejected(self) -> None:
         self._reloads.add("rejected")
 
-    def update(self, record: CallRecord, phases: Sequence[Phase]) -> None:
+    def update(self, record: CallRecord, times: Times) -> None:
         call, marks = record.call, record.marks
         operation = record.operation.value if record.operation else names.OTHER
         model, class_name = (call.model.name, call.class_name) if call else (names.OTHER, names.OTHER)
         outcome = record.outcome.value if record.outcome else "rejected"
-        ended_ns = phases[-1].end_ns if phases else max(marks.started_ns, marks.ended_ns)
         self._requests.add(operation, model, class_name, str(record.status), outcome)
-        self._duration.observe(operation, model, class_name, value=(ended_ns - marks.started_ns) / 1e9)
+        self._duration.observe(operation, model, class_name, value=times.whole / 1e9)
         if marks.first_chunk_ns:
             self._ttft.observe(operation, model, class_name, value=(marks.first_chunk_ns - marks.started_ns) / 1e9)
-        self._update_phases(operation, class_name, phases)
+        self._overhead.observe(operation, value=times.own / 1e9)
+        if times.queued is not None:
+            self._queue_wait.observe(class_name, value=times.queued / 1e9)
         for attempt in record.attempts:
             self._attempts.add(attempt.deployment, _attempt_outcome(attempt))
         if call is not None:
             self._cache.add(record.cache)
             if record.attempts:
-                self._update_upstream(record, call, phases)
+                self._update_upstream(record, call, times)
 
-    def _update_phases(self, operation: str, class_name: str, phases: Sequence[Phase]) -> None:
-        own = waited = 0
-        queued = False
-        for phase in phases:
-            if phase.name == names.QUEUE_PHASE:
-                queued = True
-                waited += phase.end_ns - phase.start_ns
-            elif phase.name not in _NOT_OUR_TIME and not phase.within_chat:
-                own += phase.end_ns - phase.start_ns
-        self._overhead.observe(operation, value=own / 1e9)
-        if queued:
-            self._queue_wait.observe(class_name, value=waited / 1e9)
-
-    def _update_upstream(self, record: CallRecord, call: Call, phases: Sequence[Phase]) -> None:
+    def _update_upstream(self, record: CallRecord, call: Call, times: Times) -> None:
         """What only a call has that an upstream was asked for."""
         deployment = record.deployment or record.attempts[-1].deployment
         target = call.policy.deployments_by_name.get(deployment)
@@ -205,9 +193,8 @@ class Metrics:
             target.provider if target else names.OTHER,
             call.model.name,
         )
-        chat = next((phase for phase in phases if phase.name == names.CHAT_PHASE), None)
-        if chat is not None:
-            self._gen_ai_duration.observe(*gen_ai, record.error_code or "", value=chat.seconds)
+        if times.chat is not None:
+            self._gen_ai_duration.observe(*gen_ai, record.error_code or "", value=times.chat / 1e9)
         if record.usage is None:
             return
         self._update_tokens(call.model.name, record.usage)
@@ -231,9 +218,6 @@ class Metrics:
         histogram = Histogram(name, text, labels, buckets)
         self._registry.register(histogram)
         return histogram
-
-
-_NOT_OUR_TIME = frozenset({names.QUEUE_PHASE, names.CHAT_PHASE, names.REPLAY_SPAN})
 
 
 def _attempt_outcome(attempt: Attempt) -> str:

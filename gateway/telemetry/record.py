@@ -48,6 +48,15 @@ class CallRecord(msgspec.Struct, kw_only=True):
         return 0
 
 
+class Times(msgspec.Struct, frozen=True):
+    """What the metrics want to know of a request's time, in nanoseconds. None: it never came to that."""
+
+    whole: int
+    own: int  # the gateway's: neither in the queue, nor with the upstreams, nor replaying an answer
+    queued: int | None
+    chat: int | None
+
+
 class Phase(NamedTuple):
     name: str
     start_ns: int
@@ -70,10 +79,7 @@ def phases(marks: Marks, attempts: Sequence[Attempt]) -> list[Phase]:
     if not attempts or not entered:
         return [_replay(*phase) for phase in entered]
 
-    begun = {name: start for name, start, _ in entered}
-    settled = begun.get(names.SETTLE_PHASE, entered[-1][2])
-    relayed = begun.get(names.CHAT_PHASE, settled)
-    opened = max(marks.started_ns, min(relayed, *(attempt.started_ns for attempt in attempts)))
+    opened, settled = _chat(marks, entered, attempts)
     result = [Phase(names.CHAT_PHASE, opened, settled)]
     for name, start, end in entered:
         if start < opened or (start == opened and name != names.CHAT_PHASE):
@@ -82,6 +88,32 @@ def phases(marks: Marks, attempts: Sequence[Attempt]) -> list[Phase]:
             result.append(Phase(name, start, end, within_chat=start < settled))
     result.sort(key=_start)
     return result
+
+
+def times(marks: Marks, attempts: Sequence[Attempt]) -> Times:
+    """The sums over `phases`, for the many requests of which nobody draws a span."""
+    entered = _intervals(marks)
+    if not entered:
+        return Times(max(0, marks.ended_ns - marks.started_ns), 0, None, None)
+    ended = settled = opened = entered[-1][2]
+    if attempts:
+        opened, settled = _chat(marks, entered, attempts)
+    own, queued = 0, None
+    for name, start, end in entered:
+        before = start < opened or (start == opened and name != names.CHAT_PHASE)
+        if name == names.QUEUE_PHASE:
+            queued = (queued or 0) + (min(end, opened) if before else end) - start
+        elif name != names.CHAT_PHASE and (before or start >= settled):
+            own += (min(end, opened) if before else end) - start
+    return Times(ended - marks.started_ns, own, queued, settled - opened if attempts else None)
+
+
+def _chat(marks: Marks, entered: Sequence[tuple[str, int, int]], attempts: Sequence[Attempt]) -> tuple[int, int]:
+    """When the dialogue with the upstreams begins and ends."""
+    begun = {name: start for name, start, _ in entered}
+    settled = begun.get(names.SETTLE_PHASE, entered[-1][2])
+    relayed = begun.get(names.CHAT_PHASE, settled)
+    return max(marks.started_ns, min(relayed, *(attempt.started_ns for attempt in attempts))), settled
 
 
 def _intervals(marks: Marks) -> list[tuple[str, int, int]]:

@@ -1,8 +1,11 @@
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.telemetry.record import CallRecord, Phase, phases
+from gateway.telemetry import names
+from gateway.telemetry.record import CallRecord, Phase, phases, times
 from gateway.types import Attempt
 from tests.gateway.telemetry.conftest import at, marks
 
@@ -102,3 +105,31 @@ def test_predicted_tokens_are_those_of_the_deployment_that_answered(record: Call
     assert record.predicted_cached_tokens == 64
     record.deployment = None
     assert record.predicted_cached_tokens == 0
+
+
+PHASE_NAMES = ("authenticate", "admit", "queue", "route", "chat")
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(PHASE_NAMES), st.integers(0, 50)), min_size=1, max_size=8),
+    st.lists(st.integers(0, 300), max_size=2),
+    st.integers(0, 20),
+)
+def test_times_are_the_sums_over_the_phases(entered: list[tuple[str, int]], attempted: list[int], rest: int) -> None:
+    starts = list(itertools.accumulate((seconds for _, seconds in entered), initial=0))
+    settled = max(starts[-1], *attempted, 0) + 1
+    noted = marks(
+        *((name, start) for (name, _), start in zip(entered, starts, strict=False)),
+        ("settle", settled),
+        ended=settled + rest,
+    )
+    attempts = [attempt(started, started + 1) for started in attempted]
+    found = phases(noted, attempts)
+    summed = times(noted, attempts)
+    not_ours = {"queue", "chat", names.REPLAY_SPAN}
+    assert summed.whole == found[-1].end_ns - noted.started_ns
+    assert summed.own == sum(p.end_ns - p.start_ns for p in found if p.name not in not_ours and not p.within_chat)
+    queues = [p.end_ns - p.start_ns for p in found if p.name == "queue"]
+    assert summed.queued == (sum(queues) if queues else None)
+    chats = [p.end_ns - p.start_ns for p in found if p.name == "chat"]
+    assert summed.chat == (chats[0] if chats else None)
