@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import types
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -181,7 +181,7 @@ class Exchange:
         begun = self._begin_to_send({
             "type": "http.response.start",
             "status": status,
-            "headers": [(name.encode(), value.encode("latin-1", "replace")) for name, value in lines.items()],
+            "headers": [(encoded_name(name), value.encode("latin-1", "replace")) for name, value in lines.items()],
         })  # fmt: skip
         if not begun:
             await self.drained()
@@ -260,6 +260,11 @@ class Exchange:
         self.unwatch()
         if self._bound is not None:
             self._bound.close()
+
+
+@lru_cache(maxsize=256)  # there are some thirty names
+def encoded_name(name: str) -> bytes:
+    return name.encode("ascii")
 
 
 @types.coroutine

@@ -142,6 +142,8 @@ class Router:
     def order(self, call: Call) -> list[Candidate]:
         """The model's servers, best first, then those of its fallbacks. Also what `explain` shows."""
         now, strategy = asyncio.get_running_loop().time(), self._strategies[call.operation]
+        if not call.model.fallbacks:
+            return strategy.order(call, self._fleet.servers_of(call.model), now)
         ordered: list[Candidate] = []
         for model in (call.model, *(call.policy.models_by_name[name] for name in call.model.fallbacks)):
             known = {candidate.server.name for candidate in ordered}

@@ -53,7 +53,7 @@ def test_sums_are_right_and_stay_on_their_side_of_the_split(held_out: bool) -> N
     for _ in range(2000):
         a, sign, b, _, result = corpus.sum_of(rng, held_out).answer.rstrip(".").split()
         assert {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign] == int(result)
-        assert corpus.is_held_out(a, sign, b) == held_out
+        assert (sign != "*" and corpus.is_held_out(a, sign, b)) == held_out
 
 
 def test_held_out_phrasings_are_never_in_the_training_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
