@@ -32,12 +32,12 @@ docs: $(VENV)/.installed-dev ## the generated pages: the policy's schema, and th
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)
 	@echo "installing Warmpath into $(VENV) (a few minutes the first time)"
-	$(PIP) install --quiet --progress-bar on -c constraints.txt -e '.[engine]'
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[engine]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)
 	@echo "installing Warmpath and its development tools into $(VENV) (a few minutes the first time)"
-	$(PIP) install --quiet --progress-bar on -c constraints.txt -e '.[dev]'
+	$(PIP) install --progress-bar on -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV):

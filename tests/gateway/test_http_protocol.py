@@ -1,0 +1,172 @@
+"""Replies as they look on the socket, from uvicorn with our protocol around small applications."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.http_protocol import JoinedProtocol
+from gateway.replies import WIRE, Wire
+
+TIMEOUT_SECONDS = 10.0
+MUCH = b"x" * (32 * 2**20)  # more than all buffers between two sockets hold
+
+
+def head(status: int = 200, *headers: tuple[bytes, bytes]) -> Message:
+    return {"type": "http.response.start", "status": status, "headers": list(headers)}
+
+
+def body(content: bytes, more: bool = False) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": more}
+
+
+def replying(*messages: Message) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        for message in messages:
+            await send(message)
+
+    return app
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp) -> AsyncIterator[int]:
+    config = uvicorn.Config(
+        app, http=JoinedProtocol, lifespan="off", log_config=None, server_header=False, date_header=False
+    )
+    server = uvicorn.Server(config)
+    listener = socket.create_server(("127.0.0.1", 0))
+    config.load()
+    server.lifespan = config.lifespan_class(config)
+    await server.startup([listener])
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        await server.shutdown([listener])
+
+
+async def ask(port: int, *requests: bytes, until: bytes | None = None) -> bytes:
+    """All that comes back until the server closes, or until `until` has come."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"".join(requests))
+    received = b""
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while not (until is not None and received.endswith(until)):
+            data = await reader.read(65536)
+            if not data:
+                break
+            received += data
+    writer.close()
+    return received
+
+
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+LAST_GET = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+async def test_a_reply_of_known_length() -> None:
+    async with serving(replying(head(200, (b"content-length", b"2"), (b"x-a", b"1")), body(b"hi"))) as port:
+        assert await ask(port, GET, until=b"hi") == b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nx-a: 1\r\n\r\nhi"
+
+
+async def test_head_and_first_bytes_leave_together() -> None:
+    reader, writer = None, None
+    async with serving(replying(head(200, (b"content-length", b"2")), body(b"hi"))) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET)
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            assert (await reader.read(65536)).endswith(b"\r\n\r\nhi")
+        writer.close()
+
+
+async def test_a_stream() -> None:
+    messages = [head(200), body(b"one", True), body(b"", True), body(b"two", True), body(b"")]
+    async with serving(replying(*messages)) as port:
+        reply = await ask(port, GET, until=b"0\r\n\r\n")
+    assert reply == (
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"3\r\none\r\n" + b"3\r\ntwo\r\n" + b"0\r\n\r\n"
+    )
+
+
+async def test_kept_alive_pipelined_and_closed() -> None:
+    async with serving(replying(head(200, (b"content-length", b"2")), body(b"hi"))) as port:
+        reply = await ask(port, GET, GET, LAST_GET)
+    assert reply.count(b"HTTP/1.1 200 OK") == 3
+    assert reply.count(b"connection: close") == 1
+    assert reply.endswith(b"connection: close\r\n\r\nhi")
+
+
+@pytest.mark.parametrize(
+    ("request_line", "message", "expected"),
+    [
+        (b"HEAD / HTTP/1.1", head(200, (b"content-length", b"2")), b"content-length: 2\r\nconnection: close\r\n\r\n"),
+        (b"GET / HTTP/1.1", head(204), b"HTTP/1.1 204 No Content\r\nconnection: close\r\n\r\n"),
+    ],
+)
+async def test_replies_without_a_body(request_line: bytes, message: Message, expected: bytes) -> None:
+    async with serving(replying(message, body(b""))) as port:
+        assert (await ask(port, request_line, b"\r\nhost: x\r\nconnection: close\r\n\r\n")).endswith(expected)
+
+
+async def test_an_application_may_close_the_connection() -> None:
+    async with serving(replying(head(200, (b"connection", b"close"), (b"content-length", b"2")), body(b"hi"))) as port:
+        assert (await ask(port, GET)).count(b"connection: close") == 1
+
+
+@pytest.mark.parametrize("value", [b"a\r\nx-forged: 1", b"a\nx-forged: 1", b"a\rb", b"a\0b"])
+async def test_a_header_can_not_smuggle_another(value: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(replying(head(200, (b"x-a", value)), body(b"hi"))) as port:
+        reply = await ask(port, LAST_GET)
+    assert b"x-forged" not in reply
+    assert not reply.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("content", [b"longer than two", b"1"])
+async def test_a_wrong_length_ends_the_connection(content: bytes) -> None:
+    async with serving(replying(head(200, (b"content-length", b"2")), body(content))) as port:
+        assert await ask(port, GET) in (b"", b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n")
+
+
+async def test_what_does_not_fit_is_sent_when_there_is_room() -> None:
+    said: list[bool] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        wire: Wire = scope["extensions"][WIRE]
+        await receive()
+        said.append(wire.put(head(200, (b"content-length", b"%d" % (len(MUCH) + 2)))))
+        said.append(wire.put(body(MUCH, True)))
+        said.append(wire.put(body(b"hi")))  # the client has not read yet
+        await send(body(b"hi"))
+
+    async with serving(app) as port:
+        reply = await ask(port, LAST_GET)
+    assert said == [True, True, False]
+    assert reply.endswith(b"xxhi")
+
+
+async def test_a_client_that_leaves_is_told_of_once_and_only_to_who_wants_to_know() -> None:
+    told: list[str] = []
+    left = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        wire: Wire = scope["extensions"][WIRE]
+        await receive()
+        wire.when_gone(lambda: told.append("first"))
+        wire.when_gone(None)
+        wire.when_gone(lambda: (told.append("second"), left.set())[0])
+        await send(head(200))
+        await send(body(b"hi", True))
+        await left.wait()
+        wire.when_gone(lambda: told.append("late"))
+        await send(body(b""))
+
+    async with serving(app) as port, asyncio.timeout(TIMEOUT_SECONDS):
+        await ask(port, GET, until=b"hi\r\n")
+        await left.wait()
+    assert told == ["second", "late"]
