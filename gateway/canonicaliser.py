@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -111,16 +112,23 @@ def choose_class(
 def matches(match: Match, principal: Principal, asked: Asked, prompt_tokens: int, headers: Headers) -> bool:
     """Whether all conditions of a rule hold."""
     common = asked.common
-    metadata = common.metadata or {}
     return (
         (match.model is None or common.model in match.model)
         and (match.tenant is None or principal.tenant.name in match.tenant)
         and (match.key is None or principal.key_id in match.key)
         and (match.service_tier is None or common.service_tier in match.service_tier)
         and (match.min_prompt_tokens is None or prompt_tokens >= match.min_prompt_tokens)
-        and all(headers.get(name.lower().encode()) == value.encode() for name, value in (match.header or {}).items())
-        and all(str(metadata.get(name)) == value for name, value in (match.metadata or {}).items())
+        and (not match.header or _has_headers(match.header, headers))
+        and (not match.metadata or _has_metadata(match.metadata, common.metadata or {}))
     )
+
+
+def _has_headers(wanted: Mapping[str, str], headers: Headers) -> bool:
+    return all(headers.get(name.encode()) == value.encode() for name, value in wanted.items())
+
+
+def _has_metadata(wanted: Mapping[str, str], metadata: Mapping[str, Any]) -> bool:
+    return all(str(metadata.get(name)) == value for name, value in wanted.items())
 
 
 def _model(policy: Policy, principal: Principal, asked: str) -> Model:

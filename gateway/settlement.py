@@ -135,10 +135,11 @@ class Settlement:
             self._exchange.unwatch()  # what the client does now changes nothing any more
         if error is not None:
             self.recording.fail(error if isinstance(error, GatewayError) else None)
-        try:
-            await self._conclude(error)
-        finally:  # cancelled or not
-            await self.settle()
+        if not (self._written and self._settled):  # as they are behind a whole answer
+            try:
+                await self._conclude(error)
+            finally:  # cancelled or not
+                await self.settle()
         upstream, usage = self._upstream, self.meter.usage
         if upstream is not None and usage.exact:
             upstream.server.learn_cached(self._call.fingerprint, upstream.matched_tokens, usage.cache_read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import lru_cache
 import contextlib
 
 import msgspec
@@ -13,6 +14,11 @@ from gateway.types import Call, Operation
 # Fields by which a client would reach past the gateway: into other tenants' caches, ahead of their requests, and, as
 # `kv_transfer_params` names hosts to fetch KV blocks from, into the network.
 _RESERVED = ("cache_salt", "priority", "kv_transfer_params")
+
+
+@lru_cache(maxsize=10_000)  # a salt for each tenant
+def _encoded(text: str) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(text))
 
 
 class VLLM(OpenAI):
@@ -36,7 +42,7 @@ class VLLM(OpenAI):
         for name in _RESERVED:
             fields.pop(name, None)
         if call.operation is not Operation.EMBEDDING and call.cache_salt:
-            fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(call.cache_salt))
+            fields["cache_salt"] = _encoded(call.cache_salt)
         return fields
 
 
