@@ -135,7 +135,7 @@ class Settlement:
             self._exchange.unwatch()  # what the client does now changes nothing any more
         if error is not None:
             self.recording.fail(error if isinstance(error, GatewayError) else None)
-        if not (self._written and self._settled):  # as they are behind a whole answer
+        if error is not None or not self._written:  # else `relay` came to its end, and has settled
             try:
                 await self._conclude(error)
             finally:  # cancelled or not

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from functools import lru_cache
 import contextlib
+from functools import lru_cache
 
 import msgspec
 
