@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 
-.PHONY: up install test check bench docs demo-model clean
+.PHONY: up install test check bench docs clean
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
