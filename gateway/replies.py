@@ -157,6 +157,7 @@ class Exchange:
             self._wire.when_gone(None)
         if self._watch is not None:
             self._watch.cancel()
+            self._watch = None  # it holds this exchange
 
     def stay_while(self, wanted: Callable[[], bool]) -> None:
         """Work on for others when the client leaves, as long as `wanted`; `leave_if_gone` looks again."""
