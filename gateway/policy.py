@@ -99,7 +99,7 @@ Share = Annotated[
     BeforeValidator(parse_share, json_schema_input_type=_Percent | Annotated[float, Field(ge=0, le=1)]),
     Field(ge=0, le=1),
 ]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]  # some go into headers
 Names = Annotated[tuple[Name, ...], BeforeValidator(one_is_a_list, json_schema_input_type=Name | tuple[Name, ...])]
 
 
@@ -116,9 +116,15 @@ class EnvSecret(_Frozen):
 class Price(_Frozen):
     """Money per million tokens, as decimals. A cached price left out means: the full input price."""
 
-    input: Decimal = Field(ge=0, description="Per million input tokens that were computed.")
-    cached_input: Decimal | None = Field(None, ge=0, description="Per million input tokens read from a prefix cache.")
-    output: Decimal = Field(Decimal(0), ge=0, description="Per million output tokens, reasoning included.")
+    input: Decimal = Field(
+        ge=0, max_digits=18, decimal_places=9, description="Per million input tokens that were computed."
+    )
+    cached_input: Decimal | None = Field(
+        None, ge=0, max_digits=18, decimal_places=9, description="Per million input tokens read from a prefix cache."
+    )
+    output: Decimal = Field(
+        Decimal(0), ge=0, max_digits=18, decimal_places=9, description="Per million output tokens, reasoning included."
+    )
     currency: str = Field("USD", pattern="^[A-Z]{3}$", description="ISO 4217 code.")
     version: str = Field("1", description="Written into every receipt; change it with the price.")
 

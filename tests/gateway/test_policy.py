@@ -4,7 +4,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gateway.policy import BUILT_IN_CLASSES, Policy, choices, parse_count, parse_duration, parse_rate, parse_share
+from gateway.policy import (
+    BUILT_IN_CLASSES,
+    Deployment,
+    Policy,
+    Price,
+    choices,
+    parse_count,
+    parse_duration,
+    parse_rate,
+    parse_share,
+)
 
 
 def least(**more: Any) -> dict[str, Any]:
@@ -149,3 +159,14 @@ def test_choices_guess_only_what_is_near() -> None:
     assert choices("locla", ["remote", "local"]) == "known: local, remote; did you mean 'local'?"
     assert choices("x", ["local"]) == "known: local"
     assert choices("x", []) == "known: none"
+
+
+@pytest.mark.parametrize("price", ["0.1234567891", "1234567890123"])
+def test_prices_have_no_more_digits_than_the_ledgers_reader_keeps(price: str) -> None:
+    with pytest.raises(ValidationError):
+        Price.model_validate({"input": price})
+
+
+def test_names_go_into_headers_and_hold_no_control_characters() -> None:
+    with pytest.raises(ValidationError):
+        Deployment.model_validate({"name": "a\r\nx-forged: 1", "base_url": "http://a/v1", "model": "m"})
