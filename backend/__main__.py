@@ -212,7 +212,8 @@ def _progress(what: str) -> Iterator[None]:
 
 def _stop_with_stdin() -> None:
     """However the parent ends, killed or not, its end of the pipe is closed."""
-    while sys.stdin.buffer.read(4096):
+    # Not by `sys.stdin`: its lock, held by a thread that reads, makes the interpreter abort when it ends.
+    while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 

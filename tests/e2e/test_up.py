@@ -121,6 +121,7 @@ def test_what_it_prints_works(tmp_path: Path, policy: Path) -> None:
         assert up.interrupt() == 0
         assert "stopped" in up.said
         assert not alive(engine)
+        assert "exit code" not in up.err.read_text(), "the engine, too, ended well"
         assert "Traceback" not in up.err.read_text()
 
 
