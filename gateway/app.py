@@ -46,7 +46,10 @@ from gateway.telemetry import (
     INFLIGHT,
     LEDGER_OK,
     LEDGER_ROWS,
+    LIMITS_LOST,
+    LIMITS_UNSETTLED,
     QUEUE_DEPTH,
+    STORE_FAILURES,
     Telemetry,
 )
 
@@ -59,7 +62,6 @@ class Gateway:
     """The ASGI application. `policies` holds a valid policy already; everything else is opened in its lifespan."""
 
     def __init__(self, settings: Settings, policies: PolicyHolder) -> None:
-        self._settings = settings
         self._policies = policies
         self._storage = open_storage(settings.storage, owner=settings.replica)
         self._transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
@@ -170,7 +172,7 @@ class Gateway:
                     await self._quiet.wait()
 
     def _show_numbers(self) -> None:
-        house, watch = self.house, self._telemetry.watch
+        house, limiter, watch = self.house, self.house.limiter, self._telemetry.watch
         watch(INFLIGHT, lambda: self._in_flight)
         watch(QUEUE_DEPTH, lambda: {(name,): house.queue.depth(name) for name in self._policies.current.classes})
         watch(DEPLOYMENT_INFLIGHT, lambda: {(server.name,): server.in_flight for server in self._fleet})
@@ -178,6 +180,9 @@ class Gateway:
             DEPLOYMENT_AVAILABLE,
             lambda: {(server.name,): float(not server.cooling(_loop_time())) for server in self._fleet},
         )
+        watch(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
+        watch(LIMITS_UNSETTLED, lambda: limiter.unsettled)
+        watch(STORE_FAILURES, lambda: limiter.store_failures)
         watch(LEDGER_ROWS, lambda: house.ledger.rows_written)
         watch(LEDGER_OK, lambda: float(house.ledger.ok))
 

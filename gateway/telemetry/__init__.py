@@ -20,8 +20,11 @@ from gateway.telemetry.metrics import (
     INFLIGHT,
     LEDGER_OK,
     LEDGER_ROWS,
+    LIMITS_LOST,
+    LIMITS_UNSETTLED,
     QUEUE_DEPTH,
     SPANS_DROPPED,
+    STORE_FAILURES,
     Metrics,
     Reading,
     Watched,
@@ -140,6 +143,7 @@ def _access_fields(record: CallRecord, lasted: Times) -> dict[str, object]:
 
 
 __all__ = [
-    "DEPLOYMENT_AVAILABLE", "DEPLOYMENT_INFLIGHT", "INFLIGHT", "LEDGER_OK", "LEDGER_ROWS", "QUEUE_DEPTH", "CallRecord",
+    "DEPLOYMENT_AVAILABLE", "DEPLOYMENT_INFLIGHT", "INFLIGHT", "LEDGER_OK", "LEDGER_ROWS", "LIMITS_LOST",
+    "LIMITS_UNSETTLED", "QUEUE_DEPTH", "STORE_FAILURES", "CallRecord",
     "Telemetry", "Watched", "configure_logging",
 ]  # fmt: skip

@@ -58,6 +58,16 @@ DEPLOYMENT_INFLIGHT = Watched("warmpath_deployment_inflight", "Calls that a depl
 DEPLOYMENT_AVAILABLE = Watched("warmpath_deployment_available", "1 where calls are sent, 0 where not.", ("deployment",))
 LEDGER_ROWS = Watched("warmpath_ledger_rows", "Receipts written since the start.", kind="counter")
 LEDGER_OK = Watched("warmpath_ledger_ok", "1 while receipts can be written.")
+LIMITS_LOST = Watched(
+    "warmpath_limits_lost",
+    "Leases that ran out while their calls went on, and settlements left to the end of theirs: the storage was away.",
+    ("what",),
+    kind="counter",
+)
+LIMITS_UNSETTLED = Watched("warmpath_limits_unsettled", "Ended reservations that the storage is still to be told of.")
+STORE_FAILURES = Watched(
+    "warmpath_limits_store_failures", "Operations on limits that the storage did not answer.", kind="counter"
+)
 SPANS_DROPPED = Watched("warmpath_spans_dropped", "Spans that never reached the collector.", kind="counter")
 
 
