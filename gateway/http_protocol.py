@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from uvicorn._types import ASGI3Application, ASGISendEvent, HTTPResponseBodyEvent, HTTPResponseStartEvent
+from uvicorn._types import ASGI3Application, ASGISendEvent, HTTPResponseBodyEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.replies import WIRE
@@ -35,6 +35,32 @@ class JoinedCycle(RequestResponseCycle):
         if not self.put(message):
             await super().send(message)  # its way; or it says what is wrong
 
+    def begin(self, status: int, lines: bytes, *, length: int | None, close: bool) -> bool:
+        """See `Wire.begin`. The lines have been checked."""
+        if self.disconnected:
+            return True
+        if (
+            self.flow.write_paused
+            or self.response_started
+            or status in _BODILESS_STATUSES
+            or self.scope["method"] == "HEAD"
+        ):
+            return False
+        self.expected_content_length, self.chunked_encoding = length or 0, length is None
+        head = STATUS_LINE[status] + lines
+        if self.default_headers:
+            head += b"".join([b"%b: %b\r\n" % header for header in self.default_headers])
+        if self.chunked_encoding:
+            head += b"transfer-encoding: chunked\r\n"
+        if close:
+            self.keep_alive = False
+        elif not self.keep_alive:
+            head += b"connection: close\r\n"
+        self._head = head + b"\r\n"
+        self.response_started = self._joins = True
+        self.waiting_for_100_continue = False
+        return True
+
     def put(self, message: ASGISendEvent) -> bool:
         """Send a message without waiting. False: nothing was sent; `send` it, which waits if it has to."""
         if self.disconnected:
@@ -42,10 +68,7 @@ class JoinedCycle(RequestResponseCycle):
         if self.flow.write_paused:
             return False
         if not self.response_started:
-            if not self._begins_usually(message):
-                return False
-            self._start(cast(HTTPResponseStartEvent, message))
-            return True
+            return self._begin_with(message)
         if not self._joins or self.response_complete or message["type"] != "http.response.body":
             return False
         self._continue(message)
@@ -62,32 +85,19 @@ class JoinedCycle(RequestResponseCycle):
         if self.disconnected and self._tell is not None:
             self._tell()
 
-    def _begins_usually(self, message: Any) -> bool:
-        return (
-            message["type"] == "http.response.start"
-            and message["status"] not in _BODILESS_STATUSES
-            and self.scope["method"] != "HEAD"
-        )
-
-    def _start(self, message: HTTPResponseStartEvent) -> None:
-        headers = [*self.default_headers, *message.get("headers", ())]
-        head = b"".join([b"%b: %b\r\n" % header for header in headers])
-        if head.count(b"\n") != len(headers) or head.count(b"\r") != len(headers) or b"\0" in head:
+    def _begin_with(self, message: Any) -> bool:
+        """The head as ASGI has it."""
+        if message["type"] != "http.response.start":
+            return False
+        headers = [(name.lower(), value) for name, value in message.get("headers", ())]
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        if lines.count(b"\n") != len(headers) or lines.count(b"\r") != len(headers) or b"\0" in lines:
             raise RuntimeError("Invalid HTTP header.")
-        self.chunked_encoding = True
-        for name, value in headers:
-            if name == b"content-length":
-                self.expected_content_length = int(value)
-                self.chunked_encoding = False
-            elif name == b"connection" and b"close" in value.lower():
-                self.keep_alive = False
-        if self.chunked_encoding:
-            head += b"transfer-encoding: chunked\r\n"
-        if not self.keep_alive and b"connection: close\r\n" not in head:
-            head += b"connection: close\r\n"
-        self._head = STATUS_LINE[message["status"]] + head + b"\r\n"
-        self.response_started = self._joins = True
-        self.waiting_for_100_continue = False
+        values = dict(headers)
+        length = int(values[b"content-length"]) if b"content-length" in values else None
+        return self.begin(
+            message["status"], lines, length=length, close=b"close" in values.get(b"connection", b"").lower()
+        )
 
     def _continue(self, message: HTTPResponseBodyEvent) -> None:
         body = message.get("body", b"")

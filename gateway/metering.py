@@ -22,18 +22,16 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from decimal import ROUND_CEILING, Context, Decimal, Inexact, localcontext
 from typing import Any
 
 import msgspec
 
 from gateway.ids import random_bytes
+from gateway.money import text_of
 from gateway.policy import Deployment, Price
-from gateway.types import Attempt, Call, Marks, Outcome, Receipt, Usage
+from gateway.types import Attempt, AttemptRow, Call, Marks, Outcome, Receipt, Usage
 
 BYTES_PER_TOKEN = 4  # of English text, for answers whose engine did not count
-_PRICE_EXPONENT = 6  # prices are per million tokens
-_EXACT = Context(prec=100, traps=[Inexact])  # sums of money are never rounded unnoticed
 _BLANK_LINE = re.compile(rb"\n\r?\n")  # ends a frame; JSON has no raw newline, so text can not imitate it
 _USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # and not null, which some servers put on every chunk
 
@@ -233,20 +231,19 @@ def _buckets(counts: _Counts) -> Usage:
     )
 
 
-def cost_of(usage: Usage, price: Price | None) -> Decimal | None:
-    """Exact, never rounded. None without a price. Writing a cache costs what computing the tokens costs."""
+def cost_of(usage: Usage, price: Price | None) -> int | None:
+    """In `money`'s atoms. None without a price. Writing a cache costs what computing the tokens costs."""
     if price is None:
         return None
-    cached_input = price.input if price.cached_input is None else price.cached_input
-    computed = usage.input_uncached + usage.cache_write
-    with localcontext(_EXACT):
-        money = computed * price.input + usage.cache_read * cached_input + usage.output * price.output
-        return money.scaleb(-_PRICE_EXPONENT)
+    computed, cached, output = price.atoms
+    return (usage.input_uncached + usage.cache_write) * computed + usage.cache_read * cached + usage.output * output
 
 
-def nanos(cost: Decimal) -> int:
-    """Money as storage counts it, in billionths; rounded up, so that a budget is never overspent by rounding."""
-    return int(cost.scaleb(9).to_integral_value(ROUND_CEILING))
+def bill_of(usage: Usage, deployment: Deployment | None, *, from_cache: bool = False) -> int | None:
+    """What a call costs, in atoms; None where that is not known. `deployment` is the one whose work is billed."""
+    if from_cache or (deployment is None and not usage.total):
+        return 0
+    return cost_of(usage, deployment.price if deployment else None)
 
 
 def make_receipt(
@@ -255,13 +252,14 @@ def make_receipt(
     *,
     outcome: Outcome,
     marks: Marks,
+    cost: int | None,
     attempts: Sequence[Attempt] = (),
     deployment: Deployment | None = None,
     from_cache: bool = False,
 ) -> Receipt:
-    """The record of a call that has ended. `deployment` is the one whose answer the client got, if any did."""
+    """The record of a call that has ended. `deployment` and `cost` are those of `bill_of`."""
     price = deployment.price if deployment else None
-    free = from_cache or (deployment is None and not usage.total)
+    price_input, price_cached_input, price_output = price.texts if price else (None, None, None)
     return Receipt(
         event_id=new_event_id(),
         call_id=call.id,
@@ -286,12 +284,12 @@ def make_receipt(
         output=usage.output,
         reasoning=usage.reasoning,
         price_version=price.version if price else None,
-        price_input=price.input if price else None,
-        price_cached_input=price.cached_input if price else None,
-        price_output=price.output if price else None,
-        cost=Decimal(0) if free else cost_of(usage, price),
+        price_input=price_input,
+        price_cached_input=price_cached_input,
+        price_output=price_output,
+        cost=None if cost is None else text_of(cost),
         currency=price.currency if price else None,
-        attempts=tuple(_attempt_row(attempt) for attempt in attempts),
+        attempts=tuple([_attempt_row(attempt) for attempt in attempts]),
         policy_hash=call.policy.hash,
         trace_id=f"{call.trace.trace_id:032x}",
     )
@@ -329,13 +327,13 @@ class _Ulids:
 new_event_id = _Ulids().next
 
 
-def _attempt_row(attempt: Attempt) -> dict[str, Any]:
-    return {
-        "deployment": attempt.deployment,
-        "outcome": attempt.outcome,
-        "status": attempt.status,
-        "started": rfc3339(attempt.started_ns),
-        "ended": rfc3339(attempt.ended_ns),
-        "span_id": f"{attempt.span_id:016x}",
-        "predicted_cached_tokens": attempt.predicted_cached_tokens,
-    }
+def _attempt_row(attempt: Attempt) -> AttemptRow:
+    return AttemptRow(
+        attempt.deployment,
+        attempt.outcome,
+        attempt.status,
+        rfc3339(attempt.started_ns),
+        rfc3339(attempt.ended_ns),
+        f"{attempt.span_id:016x}",
+        attempt.predicted_cached_tokens,
+    )

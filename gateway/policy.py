@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from gateway.money import PRICE_DECIMALS, atoms_per_token
+
 Path = tuple[str | int, ...]
 """Where something stands in a policy: keys and list indices, as in ("models", 0, "aliases", 1)."""
 
@@ -117,16 +119,30 @@ class Price(_Frozen):
     """Money per million tokens, as decimals. A cached price left out means: the full input price."""
 
     input: Decimal = Field(
-        ge=0, max_digits=18, decimal_places=9, description="Per million input tokens that were computed."
+        ge=0, max_digits=18, decimal_places=PRICE_DECIMALS, description="Per million input tokens that were computed."
     )
     cached_input: Decimal | None = Field(
-        None, ge=0, max_digits=18, decimal_places=9, description="Per million input tokens read from a prefix cache."
-    )
+        None, ge=0, max_digits=18, decimal_places=PRICE_DECIMALS,
+        description="Per million input tokens read from a prefix cache.",
+    )  # fmt: skip
     output: Decimal = Field(
-        Decimal(0), ge=0, max_digits=18, decimal_places=9, description="Per million output tokens, reasoning included."
-    )
+        Decimal(0), ge=0, max_digits=18, decimal_places=PRICE_DECIMALS,
+        description="Per million output tokens, reasoning included.",
+    )  # fmt: skip
     currency: str = Field("USD", pattern="^[A-Z]{3}$", description="ISO 4217 code.")
     version: str = Field("1", description="Written into every receipt; change it with the price.")
+
+    @cached_property
+    def atoms(self) -> tuple[int, int, int]:
+        """What a token costs in `money`'s atoms: computed input, cached input, output."""
+        cached_input = self.input if self.cached_input is None else self.cached_input
+        return atoms_per_token(self.input), atoms_per_token(cached_input), atoms_per_token(self.output)
+
+    @cached_property
+    def texts(self) -> tuple[str, str | None, str]:
+        """The three prices as receipts have them, per million tokens and without exponents."""
+        cached_input = None if self.cached_input is None else f"{self.cached_input:f}"
+        return f"{self.input:f}", cached_input, f"{self.output:f}"
 
 
 class Deployment(_Frozen):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import types
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from functools import lru_cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -39,8 +39,13 @@ class ClientGone(Exception):
 class Wire(Protocol):
     """What a server may offer beside ASGI's coroutines, in the scope's extensions under `WIRE`."""
 
+    def begin(self, status: int, lines: bytes, *, length: int | None, close: bool) -> bool:
+        """Send a head without waiting: `lines` are its headers, each with its CRLF; `length` and `close` say what they
+        say of the body and of the connection. False: nothing was sent; `send` it, which waits if it has to.
+        """
+
     def put(self, message: Message) -> bool:
-        """Send a message without waiting. False: nothing was sent; `send` it, which waits if it has to."""
+        """Send a part of the body without waiting. False: nothing was sent; `send` it."""
 
     def when_gone(self, tell: Callable[[], None] | None) -> None:
         """`tell` is called when the client leaves before the reply's end; None: nobody wants to know any more."""
@@ -176,15 +181,29 @@ class Exchange:
         self.client_gone = True
         self.leave_if_gone()
 
-    async def start(self, status: int, content_type: str, headers: Mapping[str, str] = NO_HEADERS) -> None:
+    async def start(
+        self, status: int, content_type: str, headers: Mapping[str, str] = NO_HEADERS, *, length: int | None = None
+    ) -> None:
+        """The head of the reply; `length` of its body where that is known."""
         self.status = CLIENT_CLOSED_STATUS if self.client_gone else status
-        lines = {"content-type": content_type, **self.reply_headers, **headers}
-        begun = self._begin_to_send({
+        if self.client_gone:
+            return
+        named = {"content-type": content_type, **self.reply_headers, **headers}
+        if length is not None:
+            named["content-length"] = str(length)
+        if self._wire is not None:
+            lines = "".join([f"{name}: {value}\r\n" for name, value in named.items()])
+            if lines.count("\n") != len(named) or lines.count("\r") != len(named) or "\0" in lines:
+                raise ValueError(f"a header of the reply would break out of its line: {named}")
+            close = named.get("connection") == "close"
+            if self._wire.begin(status, lines.encode("latin-1", "replace"), length=length, close=close):
+                return
+        message = {
             "type": "http.response.start",
             "status": status,
-            "headers": [(encoded_name(name), value.encode("latin-1", "replace")) for name, value in lines.items()],
-        })  # fmt: skip
-        if not begun:
+            "headers": [(name.encode("ascii"), value.encode("latin-1", "replace")) for name, value in named.items()],
+        }
+        if not self._begin_to_send(message):
             await self.drained()
 
     def put(self, chunk: bytes, *, last: bool = False) -> bool:
@@ -196,7 +215,10 @@ class Exchange:
         if last:
             self._ended = True
             self.unwatch()
-        return self._begin_to_send({"type": "http.response.body", "body": chunk, "more_body": not last})
+        message = {"type": "http.response.body", "body": chunk, "more_body": not last}
+        if self.client_gone or (self._wire is not None and self._wire.put(message)):
+            return True
+        return self._begin_to_send(message)
 
     async def send(self, chunk: bytes, *, last: bool = False) -> None:
         """Send bytes of the reply; waits while the client takes nothing, up to `STALL_SECONDS`."""
@@ -205,8 +227,6 @@ class Exchange:
             await self.drained()
 
     def _begin_to_send(self, message: Message) -> bool:
-        if self.client_gone or (self._wire is not None and self._wire.put(message)):
-            return True
         sending = self._send(message).__await__()
         try:
             waits_for = next(sending)
@@ -238,7 +258,7 @@ class Exchange:
         self, status: int, content: bytes, content_type: str = JSON_TYPE, headers: Mapping[str, str] = NO_HEADERS
     ) -> None:
         """A whole reply at once."""
-        await self.start(status, content_type, {**headers, "content-length": str(len(content))})
+        await self.start(status, content_type, headers, length=len(content))
         await self.send(content, last=True)
 
     async def refuse(self, error: GatewayError) -> None:
@@ -261,11 +281,6 @@ class Exchange:
         self.unwatch()
         if self._bound is not None:
             self._bound.close()
-
-
-@lru_cache(maxsize=256)  # there are some thirty names
-def encoded_name(name: str) -> bytes:
-    return name.encode("ascii")
 
 
 @types.coroutine

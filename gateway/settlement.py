@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from decimal import Decimal
 from types import TracebackType
 
 from gateway.cache import Recording, Unrecorded
@@ -19,7 +18,8 @@ from gateway.errors import GatewayError, LedgerUnavailable, UpstreamCut, Upstrea
 from gateway.fleet import Server
 from gateway.ledger import Ledger
 from gateway.limits.base import Reservation
-from gateway.metering import Meter, make_receipt, nanos
+from gateway.metering import Meter, bill_of, make_receipt
+from gateway.money import nanos_of
 from gateway.providers.base import Fault
 from gateway.replies import Exchange
 from gateway.routing.router import Attempts, Upstream
@@ -54,7 +54,7 @@ class Settlement:
         self._upstream: Upstream | None = None
         self._worker: Server | None = None  # whose work is billed
         self._written = False
-        self._cost = Decimal(0)  # unpriced work is charged to no budget
+        self._cost = 0  # in atoms; unpriced work is charged to no budget
 
     async def __aenter__(self) -> Settlement:
         return self
@@ -114,16 +114,19 @@ class Settlement:
         record.outcome = outcome
         record.attempts = self._attempts.done
         record.usage = self.meter.usage
+        deployment = self._worker.deployment if self._worker else None
+        cost = bill_of(record.usage, deployment, from_cache=self._from_cache)
         receipt = make_receipt(
             self._call,
             record.usage,
             outcome=outcome,
             marks=record.marks,
+            cost=cost,
             attempts=self._attempts.done,
-            deployment=self._worker.deployment if self._worker else None,
+            deployment=deployment,
             from_cache=self._from_cache,
         )
-        self._cost = receipt.cost or self._cost
+        self._cost = cost or 0
         self._ledger.append(receipt)
         record.event_id = receipt.event_id
 
@@ -173,7 +176,7 @@ class Settlement:
     async def settle(self) -> None:
         """Pay the truth, and give back what was held. The first time counts."""
         if self._written:
-            await self._reservation.settle(self.meter.usage, nanos(self._cost))
+            await self._reservation.settle(self.meter.usage, nanos_of(self._cost))
         else:
             await self._reservation.release()
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Collection
-from decimal import Decimal
-from typing import Any
 
 import msgspec
 
@@ -156,6 +154,18 @@ class Attempt(msgspec.Struct, frozen=True):
     predicted_cached_tokens: int = 0
 
 
+class AttemptRow(msgspec.Struct, frozen=True):
+    """An attempt as its receipt has it."""
+
+    deployment: str
+    outcome: str
+    status: int | None
+    started: str  # RFC 3339, as in the receipt
+    ended: str
+    span_id: str  # 16 hex digits
+    predicted_cached_tokens: int
+
+
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """The final record of one call: what finance bills from. One row of the ledger, never changed.
 
@@ -185,11 +195,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     output: int
     reasoning: int
     price_version: str | None
-    price_input: Decimal | None
-    price_cached_input: Decimal | None
-    price_output: Decimal | None
-    cost: Decimal | None
+    price_input: str | None
+    price_cached_input: str | None
+    price_output: str | None
+    cost: str | None
     currency: str | None
-    attempts: tuple[dict[str, Any], ...]
+    attempts: tuple[AttemptRow, ...]
     policy_hash: str
     trace_id: str

@@ -17,16 +17,15 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator
-from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-import orjson
 
 from gateway.types import Receipt
 
 SCHEMA_VERSION = 1
+_encode = msgspec.json.Encoder().encode
 GENESIS = "0" * 64  # `prev` of the first row of all
 _OPENING = f'{{"v":{SCHEMA_VERSION},"prev":"%s",'.encode()
 _CLOSING = b',"hash":"%s"}\n'
@@ -61,8 +60,7 @@ class Verification(NamedTuple):
 
 def encode_row(receipt: Receipt, prev: str) -> tuple[bytes, str]:
     """The row's line, newline included, and its hash."""
-    fields = orjson.dumps(msgspec.structs.asdict(receipt), default=_plain)
-    body = _OPENING % prev.encode() + fields[1:-1]
+    body = _OPENING % prev.encode() + _encode(receipt)[1:-1]
     digest = hashlib.sha256(body).hexdigest()
     return body + _CLOSING % digest.encode(), digest
 
@@ -131,9 +129,3 @@ def _walk(chain: Path) -> Iterator[str]:
                     raise BrokenRow(file, line_number, "rows before this one were removed, added or moved")
                 head = digest
                 yield digest
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Decimal):
-        return f"{value:f}"
-    raise TypeError(f"a receipt holds a {type(value).__name__}, which has no place in the ledger")

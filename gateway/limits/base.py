@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from decimal import ROUND_CEILING, Decimal
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Protocol
@@ -19,6 +18,7 @@ from urllib.parse import quote
 import msgspec
 
 from gateway.errors import GatewayError, StorageUnavailable
+from gateway.money import nanos_of
 from gateway.storage.base import Charge, Counters, Refused
 from gateway.types import Call, Operation, Usage
 
@@ -27,7 +27,6 @@ EXTEND_SECONDS = LEASE_SECONDS / 3
 RETRY_SECONDS = 1.0
 MAX_UNSETTLED = 10_000
 MAX_AT_ONCE = 128  # background operations under way at the same time, so that calls come between
-NANOS_PER_TOKEN = 1000  # prices are per million tokens, money is counted in billionths
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -131,7 +130,7 @@ class Limiter:
         now = self._clock()
         estimate = estimate_of(call, now)
         charged = [(limit, charge) for limit in self._limits if (charge := limit.charge(call, estimate)) is not None]
-        name = charge_key(call, call.id)
+        name = f"{_tenant_part(call.principal.tenant.name)}/{call.id}"
         charges = [charge for _, charge in charged]
         try:
             verdict = await self._counters.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
@@ -229,15 +228,17 @@ def estimate_of(call: Call, now: float) -> Estimate:
 
 
 def _dearest_cost(call: Call, input_tokens: int, output_tokens: int) -> int:
-    prices = call.policy.prices_by_model[call.model.name]
-    costs = [input_tokens * price.input + output_tokens * price.output for price in prices]
-    nanos = max(costs, default=Decimal(0)) * NANOS_PER_TOKEN
-    return int(nanos.to_integral_value(ROUND_CEILING))
+    dearest = 0
+    for price in call.policy.prices_by_model[call.model.name]:
+        computed, _, output = price.atoms
+        dearest = max(dearest, input_tokens * computed + output_tokens * output)
+    return nanos_of(dearest)
 
 
-def charge_key(call: Call, rest: str) -> str:
+@lru_cache(maxsize=40_000)  # a handful for each tenant
+def charge_key(tenant: str, what: str) -> str:
     """Keys and reservations of one tenant begin with its name, as storage wants it."""
-    return f"{_tenant_part(call.principal.tenant.name)}/{rest}"
+    return f"{_tenant_part(tenant)}/{what}"
 
 
 @lru_cache(maxsize=10_000)

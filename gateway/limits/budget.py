@@ -26,7 +26,10 @@ class Budget:
         period = _period(budget.per, int(estimate.now // MINUTE_SECONDS))
         keep_seconds = PERIODS[budget.per][1]
         return SpendCharge(
-            charge_key(call, f"budget/{period}"), estimate.cost_nanos, _nanos(budget.amount), keep_seconds
+            charge_key(call.principal.tenant.name, f"budget/{period}"),
+            estimate.cost_nanos,
+            _nanos(budget.amount),
+            keep_seconds,
         )
 
     def actual(self, usage: Usage, cost_nanos: int) -> int:

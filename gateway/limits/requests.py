@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import lru_cache
+
 from gateway.errors import GatewayError, LimitReached
 from gateway.limits.base import Estimate, charge_key
 from gateway.limits.headers import go_duration, ratelimit_headers
@@ -11,8 +13,9 @@ class Requests:
     """Calls per time. One that is refused does not count; one that was admitted does, whatever becomes of it."""
 
     def charge(self, call: Call, estimate: Estimate) -> RateCharge | None:
-        rate = call.principal.tenant.limits.requests
-        return None if rate is None else RateCharge(charge_key(call, "requests"), 1, rate.amount, rate.period)
+        tenant = call.principal.tenant
+        rate = tenant.limits.requests
+        return None if rate is None else _one_of(tenant.name, rate.amount, rate.period)
 
     def actual(self, usage: Usage, cost_nanos: int) -> int:
         return 1
@@ -29,3 +32,8 @@ class Requests:
     def headers(self, charge: Charge, remaining: int) -> dict[str, str]:
         assert isinstance(charge, RateCharge)
         return ratelimit_headers("requests", charge, remaining)
+
+
+@lru_cache(maxsize=10_000)  # the same for every call of a tenant
+def _one_of(tenant: str, amount: int, period_seconds: float) -> RateCharge:
+    return RateCharge(charge_key(tenant, "requests"), 1, amount, period_seconds)

@@ -18,7 +18,7 @@ class Tokens:
         amount = estimate.input_tokens + estimate.output_tokens
         if estimate.output_is_guessed:
             amount = max(estimate.input_tokens, min(amount, rate.amount))
-        return RateCharge(charge_key(call, "tokens"), amount, rate.amount, rate.period)
+        return RateCharge(charge_key(call.principal.tenant.name, "tokens"), amount, rate.amount, rate.period)
 
     def actual(self, usage: Usage, cost_nanos: int) -> int:
         return usage.total

@@ -12,7 +12,7 @@ begins alike on one node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -39,6 +39,8 @@ class RateCharge(msgspec.Struct, frozen=True, tag=True):
 
 class LeaseCharge(msgspec.Struct, frozen=True, tag=True):
     """One of at most `limit` places that are held until settled, or until the lease runs out."""
+
+    amount: ClassVar[int] = 1
 
     key: str
     limit: int
@@ -150,22 +152,24 @@ class Storage(Counters, Blobs, Keys, Protocol):
 
 def check_charges(reservation_id: str, charges: Sequence[Charge]) -> None:
     """What every engine relies on; ValueError where a caller broke it."""
-    keys = [charge.key for charge in charges]
-    if len(set(keys)) != len(keys):
-        raise ValueError(f"a key stands twice in the charges of {reservation_id}: {', '.join(keys)}")
     tenant = first_part(reservation_id) + "/"
-    for key in keys:
+    keys: set[str] = set()
+    for charge in charges:
+        key = charge.key
         if not key.startswith(tenant):
             raise ValueError(f"the charge {key!r} and the reservation {reservation_id!r} begin with different tenants")
-    for charge in charges:
-        if not isinstance(charge, LeaseCharge) and not 0 <= charge.amount <= MAX_AMOUNT:
-            raise ValueError(f"the amount of {charge.key!r} is outside 0..2**63-1: {charge.amount}")
+        if not 0 <= charge.amount <= MAX_AMOUNT:
+            raise ValueError(f"the amount of {key!r} is outside 0..2**63-1: {charge.amount}")
+        keys.add(key)
+    if len(keys) != len(charges):
+        named = ", ".join(charge.key for charge in charges)
+        raise ValueError(f"a key stands twice in the charges of {reservation_id}: {named}")
 
 
 def check_actual(reservation_id: str, actual: Sequence[int], *, charges: int | None = None) -> None:
     if charges is not None and len(actual) != charges:
         raise ValueError(f"{reservation_id} has {charges} charges, and is settled with {len(actual)} amounts")
-    if any(not 0 <= amount <= MAX_AMOUNT for amount in actual):
+    if actual and not (min(actual) >= 0 and max(actual) <= MAX_AMOUNT):
         raise ValueError(f"{reservation_id} is settled with an amount outside 0..2**63-1: {actual}")
 
 

@@ -19,6 +19,9 @@ are merged into the lower one, which can only make a refund smaller.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+
 import msgspec
 
 from gateway.storage.base import RateCharge
@@ -54,23 +57,31 @@ class Bucket(msgspec.Struct, array_like=True):
 
     def settle(self, used: int, charge: RateCharge, poured_at: float, now: float) -> None:
         """Replace what was poured for the charge by what was used."""
-        if used > charge.amount:
-            self.pour(used - charge.amount, charge, now)
+        unused = charge.amount - used
+        if unused == 0:
+            return
+        if unused < 0:
+            self.pour(-unused, charge, now)
             return
         leak = charge.limit / charge.period_seconds
         self._leak(now, leak)
-        earlier = [trough for trough in self.troughs if trough[0] <= poured_at]
-        later = self.troughs[len(earlier) :]
-        refund = min(charge.amount - used, later[0][1] if later else self.level, self.level)
+        first_later = bisect_right(self.troughs, (poured_at, math.inf))
+        later = self.troughs[first_later:]
+        refund = min(unused, later[0][1] if later else self.level, self.level)
         self.level -= refund
         self.empty_at = self.time + self.level / leak
         if later:
             lowered = [(time, level - refund) for time, level in later]
+            earlier = self.troughs[:first_later]
             self.troughs = [trough for trough in earlier if trough[1] < lowered[0][1]] + lowered
 
     def _leak(self, now: float, leak: float) -> None:
-        self.level = self._level_at(now, leak)
-        self.time = max(self.time, now)
+        if now > self.time:
+            self.level = self._level_at(now, leak)
+            self.time = now
 
     def _level_at(self, now: float, leak: float) -> float:
-        return max(0.0, self.level - max(0.0, now - self.time) * leak)
+        if now <= self.time:
+            return self.level
+        level = self.level - (now - self.time) * leak
+        return level if level > 0 else 0.0

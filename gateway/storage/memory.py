@@ -23,9 +23,10 @@ from gateway.storage.base import (
     check_charges,
 )
 from gateway.storage.bucket import Bucket
-from gateway.storage.verdict import account_verdict, held_amount, rate_verdict
+from gateway.storage.verdict import account_verdict, rate_verdict
 
 LOOK_AGAIN_SECONDS = 1.0  # after which a bucket that may be empty by now is looked at; a busy one would be all the time
+SPARE_SWEEPS = 256  # of reservations that were settled before their lease was over; twice as many as of live ones, too
 
 
 class _Account(msgspec.Struct):
@@ -60,8 +61,9 @@ class MemoryStorage:
         self._reservations: dict[str, _Reservation] = {}
         self._keys: dict[str, KeyRecord] = {}
         # When to look again at what, soonest first: exactly one entry for each member of the three maps above, or a
-        # stale one of a reservation that was settled before its lease was over.
+        # stale one of a reservation that was settled before its lease was over. Most are, and a lease is long.
         self._sweeps: list[tuple[float, str, str]] = []
+        self._sweeps_max = SPARE_SWEEPS
         self._sweepers = {"reservation": self._age, "bucket": self._drain, "account": self._forget}
         self._blobs: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # least recently used first
         self._blob_bytes_free = self._blob_bytes = blob_bytes
@@ -82,15 +84,21 @@ class MemoryStorage:
             raise ValueError(f"the reservation {reservation_id} is open already")
         remaining: list[int] = []
         for index, charge in enumerate(charges):
-            left = self._verdict(index, charge, now)
+            if isinstance(charge, RateCharge):
+                left = rate_verdict(index, charge, self._buckets.get(charge.key) or Bucket(), now)
+            else:
+                account = self._accounts.get(charge.key) or _Account()
+                left = account_verdict(index, charge, account.spent, account.held)
             if isinstance(left, Refused):
                 return left
             remaining.append(left)
-        poured_at = tuple(self._take(charge, lease_seconds, now) for charge in charges)
+        poured_at = tuple([self._take(charge, lease_seconds, now) for charge in charges])
         expires_at = now + lease_seconds
         self._reservations[reservation_id] = _Reservation(
             self._owner, tuple(charges), poured_at, expires_at, expires_at + REMEMBER_SECONDS
         )
+        if len(self._sweeps) > self._sweeps_max:
+            self._drop_stale_sweeps()
         heapq.heappush(self._sweeps, (expires_at, "reservation", reservation_id))
         return Granted(tuple(remaining))
 
@@ -109,8 +117,8 @@ class MemoryStorage:
         if reservation is None:
             return False
         check_actual(reservation_id, actual, charges=len(reservation.charges))
-        self._return_holds(reservation)
         del self._reservations[reservation_id]
+        self._return_holds(reservation)
         for charge, poured_at, used in zip(reservation.charges, reservation.poured_at, actual, strict=True):
             if isinstance(charge, RateCharge):
                 self._bucket(charge.key, now).settle(used, charge, poured_at, now)
@@ -125,17 +133,11 @@ class MemoryStorage:
             self._return_holds(reservation)
         return len(held)
 
-    def _verdict(self, index: int, charge: Charge, now: float) -> int | Refused:
-        if isinstance(charge, RateCharge):
-            return rate_verdict(index, charge, self._buckets.get(charge.key) or Bucket(), now)
-        account = self._accounts.get(charge.key) or _Account()
-        return account_verdict(index, charge, account.spent, account.held)
-
     def _take(self, charge: Charge, lease_seconds: float, now: float) -> float:
         if isinstance(charge, RateCharge):
             return self._bucket(charge.key, now).pour(charge.amount, charge, now)
         keep_seconds = charge.keep_seconds if isinstance(charge, SpendCharge) else lease_seconds
-        self._account(charge.key, now + keep_seconds).held += held_amount(charge)
+        self._account(charge.key, now + keep_seconds).held += charge.amount
         return 0.0
 
     def _return_holds(self, reservation: _Reservation) -> None:
@@ -143,7 +145,7 @@ class MemoryStorage:
             reservation.holding = False
             for charge in reservation.charges:
                 if not isinstance(charge, RateCharge):
-                    self._accounts[charge.key].held -= held_amount(charge)
+                    self._accounts[charge.key].held -= charge.amount
 
     def _bucket(self, key: str, now: float) -> Bucket:
         bucket = self._buckets.get(key)
@@ -166,6 +168,11 @@ class MemoryStorage:
             look_again_at = self._sweepers[kind](key, now)
             if look_again_at is not None:
                 heapq.heappush(self._sweeps, (look_again_at, kind, key))
+
+    def _drop_stale_sweeps(self) -> None:
+        self._sweeps = [sweep for sweep in self._sweeps if sweep[1] != "reservation" or sweep[2] in self._reservations]
+        heapq.heapify(self._sweeps)
+        self._sweeps_max = 2 * len(self._sweeps) + SPARE_SWEEPS
 
     def _age(self, reservation_id: str, now: float) -> float | None:
         reservation = self._reservations.get(reservation_id)

@@ -35,7 +35,7 @@ from gateway.storage.base import (
 )
 from gateway.storage.bucket import Bucket
 from gateway.storage.coalesce import Coalescer
-from gateway.storage.verdict import account_verdict, held_amount, rate_verdict
+from gateway.storage.verdict import account_verdict, rate_verdict
 
 SCHEMA_VERSION = 1
 OPEN_TIMEOUT_SECONDS = 5.0  # another process may be making the schema
@@ -268,7 +268,7 @@ def _take(reservation_id: str, charge: Charge, expires_at: float, now: float, db
         poured_at = bucket.pour(charge.amount, charge, now)
         _save_bucket(charge.key, bucket, db)
         return poured_at
-    db.execute("INSERT INTO holds VALUES (?, ?, ?, ?)", (charge.key, reservation_id, held_amount(charge), expires_at))
+    db.execute("INSERT INTO holds VALUES (?, ?, ?, ?)", (charge.key, reservation_id, charge.amount, expires_at))
     return 0.0
 
 

@@ -19,12 +19,7 @@ def rate_verdict(index: int, charge: RateCharge, bucket: Bucket, now: float) -> 
 
 def account_verdict(index: int, charge: LeaseCharge | SpendCharge, spent: int, held: int) -> int | Refused:
     """As above. A place is an account too, of which each reservation holds one and nothing is ever spent."""
-    room = charge.limit - spent - held
-    amount = held_amount(charge)
+    room, amount = charge.limit - spent - held, charge.amount
     if amount <= room:
         return room - amount
     return Refused(index, max(0, room), HELD_RETRY_SECONDS if spent + amount <= charge.limit else None)
-
-
-def held_amount(charge: LeaseCharge | SpendCharge) -> int:
-    return charge.amount if isinstance(charge, SpendCharge) else 1

@@ -1,7 +1,7 @@
 """Counters and histograms that are added to by one thread, the event loop's, and read by it when they are asked for.
 
 prometheus_client's own take a lock and several calls for each update, which is right for many threads and costs a
-request some 30 us here; these are a dictionary and a list, and the library still writes the text.
+request some 30 us here; these are a number and a list, and the library still writes the text.
 """
 
 from __future__ import annotations
@@ -19,37 +19,53 @@ from gateway.telemetry import names
 CHILDREN_MAX = 2000  # label combinations of one metric; what comes later is counted under "other"
 
 
+class Count:
+    """A counter's value for one combination of labels."""
+
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def add(self, amount: float = 1) -> None:
+        self.total += amount
+
+
 class Tally(Collector):
     """A counter with labels."""
 
     def __init__(self, name: str, text: str, labels: str) -> None:
         self._name, self._text, self._labels = name, text, labels.split()
-        self._totals: dict[tuple[str, ...], float] = {}
+        self._counts: dict[tuple[str, ...], Count] = {}
 
-    def add(self, *labels: str, amount: float = 1) -> None:
-        totals = self._totals
-        if labels in totals:
-            totals[labels] += amount
-        else:
-            labels = _bounded(labels, totals)
-            totals[labels] = totals.get(labels, 0) + amount
+    def of(self, *labels: str) -> Count:
+        """The value for these labels, to be kept by whoever adds to it often."""
+        count = self._counts.get(labels)
+        return count if count is not None else self._counts.setdefault(_bounded(labels, self._counts), Count())
 
     def describe(self) -> list[Metric]:
         return [CounterMetricFamily(self._name, self._text, labels=self._labels)]
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for labels, total in self._totals.items():
-            family.add_metric(labels, total)
+        for labels, count in self._counts.items():
+            family.add_metric(labels, count.total)
         yield family
 
 
-class _Spread:
-    __slots__ = ("counts", "sum")
+class Spread:
+    """A histogram's buckets for one combination of labels."""
 
-    def __init__(self, buckets: int) -> None:
-        self.counts = [0] * buckets
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
 
 class Histogram(Collector):
@@ -58,14 +74,14 @@ class Histogram(Collector):
     def __init__(self, name: str, text: str, labels: str, bounds: Sequence[float]) -> None:
         self._name, self._text, self._labels = name, text, labels.split()
         self._bounds = tuple(bounds)
-        self._spreads: dict[tuple[str, ...], _Spread] = {}
+        self._spreads: dict[tuple[str, ...], Spread] = {}
 
-    def observe(self, *labels: str, value: float) -> None:
+    def of(self, *labels: str) -> Spread:
+        """The buckets for these labels, to be kept by whoever observes often."""
         spread = self._spreads.get(labels)
         if spread is None:
-            spread = self._spreads.setdefault(_bounded(labels, self._spreads), _Spread(len(self._bounds) + 1))
-        spread.counts[bisect_left(self._bounds, value)] += 1
-        spread.sum += value
+            spread = self._spreads.setdefault(_bounded(labels, self._spreads), Spread(self._bounds))
+        return spread
 
     def describe(self) -> list[Metric]:
         return [HistogramMetricFamily(self._name, self._text, labels=self._labels)]
@@ -80,6 +96,6 @@ class Histogram(Collector):
 
 
 def _bounded(
-    labels: tuple[str, ...], known: dict[tuple[str, ...], float] | dict[tuple[str, ...], _Spread]
+    labels: tuple[str, ...], known: dict[tuple[str, ...], Count] | dict[tuple[str, ...], Spread]
 ) -> tuple[str, ...]:
     return labels if len(known) < CHILDREN_MAX else (names.OTHER,) * len(labels)

@@ -7,7 +7,8 @@ comes later is counted under "other" (`aggregates.CHILDREN_MAX`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import msgspec
 from prometheus_client import (
@@ -24,14 +25,15 @@ from prometheus_client.registry import Collector
 
 from gateway.policy import Policy
 from gateway.telemetry import names
-from gateway.telemetry.aggregates import Histogram, Tally
+from gateway.telemetry.aggregates import Count, Histogram, Spread, Tally
 from gateway.telemetry.record import CallRecord, Times
-from gateway.types import Attempt, Call, Usage
+from gateway.types import Attempt, Call, Operation
 
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600)
 WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 600, 3600)
 OVERHEAD_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
 GEN_AI_DURATION_BUCKETS = tuple(0.01 * 2**i for i in range(14))  # as the conventions ask: 0.01 ... 81.92
+TOKEN_KINDS = ("input_uncached", "cache_read", "cache_write", "output", "reasoning")
 GEN_AI_TOKEN_BUCKETS = tuple(4**i for i in range(14))  # likewise: 1 ... 67108864
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per child, which Prometheus does not read in this format
@@ -91,11 +93,35 @@ class _Watcher(Collector):
         return family(self._metric.name, self._metric.help, labels=self._metric.labels)
 
 
+class _OwnSeries(NamedTuple):
+    """What every request adds to."""
+
+    duration: Spread
+    ttft: Spread
+    overhead: Spread
+    queue_wait: Spread
+
+
+class _UpstreamSeries(NamedTuple):
+    """What a call adds to that an upstream was asked for."""
+
+    duration: Spread
+    failed_duration: Callable[[str], Spread]  # by the error's code
+    tokens: tuple[Count, ...]  # one for each of TOKEN_KINDS
+    input: Spread
+    output: Spread
+    prefix_predicted: Count
+    prefix_reported: Count
+
+
 class Metrics:
     """All metrics of one gateway, in a registry of their own."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        # What a request adds to, looked up once for all requests that have the same labels.
+        self._own: dict[tuple[str, str, str], _OwnSeries] = {}
+        self._upstream: dict[tuple[Operation, str, str, str], _UpstreamSeries] = {}
         ProcessCollector(registry=self._registry)
         self._requests = self._counter(
             "warmpath_requests",
@@ -170,54 +196,86 @@ class Metrics:
     def policy_loaded(self, policy: Policy) -> None:
         self._policy.clear()
         self._policy.labels(policy.hash).set(1)
-        self._reloads.add("ok")
+        self._reloads.of("ok").add()
+        self._own.clear()  # with the names of the policy before
+        self._upstream.clear()
 
     def policy_rejected(self) -> None:
-        self._reloads.add("rejected")
+        self._reloads.of("rejected").add()
 
     def update(self, record: CallRecord, times: Times) -> None:
         call, marks = record.call, record.marks
         operation = record.operation.value if record.operation else names.OTHER
         model, class_name = (call.model.name, call.class_name) if call else (names.OTHER, names.OTHER)
         outcome = record.outcome.value if record.outcome else "rejected"
-        self._requests.add(operation, model, class_name, str(record.status), outcome)
-        self._duration.observe(operation, model, class_name, value=times.whole / 1e9)
+        self._requests.of(operation, model, class_name, str(record.status), outcome).add()
+        series = self._own_series(operation, model, class_name)
+        series.duration.observe(times.whole / 1e9)
         if marks.first_chunk_ns:
-            self._ttft.observe(operation, model, class_name, value=(marks.first_chunk_ns - marks.started_ns) / 1e9)
-        self._overhead.observe(operation, value=times.own / 1e9)
+            series.ttft.observe((marks.first_chunk_ns - marks.started_ns) / 1e9)
+        series.overhead.observe(times.own / 1e9)
         if times.queued is not None:
-            self._queue_wait.observe(class_name, value=times.queued / 1e9)
+            series.queue_wait.observe(times.queued / 1e9)
         for attempt in record.attempts:
-            self._attempts.add(attempt.deployment, _attempt_outcome(attempt))
+            self._attempts.of(attempt.deployment, _attempt_outcome(attempt)).add()
         if call is not None:
-            self._cache.add(record.cache)
+            self._cache.of(record.cache).add()
             if record.attempts:
                 self._update_upstream(record, call, times)
 
     def _update_upstream(self, record: CallRecord, call: Call, times: Times) -> None:
         """What only a call has that an upstream was asked for."""
         deployment = record.deployment or record.attempts[-1].deployment
-        target = call.policy.deployments_by_name.get(deployment)
-        gen_ai = (
-            names.GEN_AI_OPERATIONS[call.operation],
-            target.provider if target else names.OTHER,
-            call.model.name,
-        )
+        series = self._upstream_series(call, deployment)
         if times.chat is not None:
-            self._gen_ai_duration.observe(*gen_ai, record.error_code or "", value=times.chat / 1e9)
-        if record.usage is None:
+            duration = series.duration if not record.error_code else series.failed_duration(record.error_code)
+            duration.observe(times.chat / 1e9)
+        usage = record.usage
+        if usage is None:
             return
-        self._update_tokens(call.model.name, record.usage)
-        self._gen_ai_tokens.observe(*gen_ai, "input", value=record.usage.input)
-        self._gen_ai_tokens.observe(*gen_ai, "output", value=record.usage.output)
-        if record.usage.exact:
-            self._prefix_predicted.add(deployment, amount=record.predicted_cached_tokens)
-            self._prefix_reported.add(deployment, amount=record.usage.cache_read)
+        for tokens, count in zip(
+            (usage.input_uncached, usage.cache_read, usage.cache_write, usage.output, usage.reasoning),
+            series.tokens,
+            strict=True,
+        ):
+            if tokens:
+                count.add(tokens)
+        series.input.observe(usage.input)
+        series.output.observe(usage.output)
+        if usage.exact:
+            series.prefix_predicted.add(record.predicted_cached_tokens)
+            series.prefix_reported.add(usage.cache_read)
 
-    def _update_tokens(self, model: str, usage: Usage) -> None:
-        for kind in ("input_uncached", "cache_read", "cache_write", "output", "reasoning"):
-            if tokens := getattr(usage, kind):
-                self._tokens.add(model, kind, amount=tokens)
+    def _own_series(self, operation: str, model: str, class_name: str) -> _OwnSeries:
+        key = (operation, model, class_name)
+        series = self._own.get(key)
+        if series is None:
+            series = self._own[key] = _OwnSeries(
+                duration=self._duration.of(*key),
+                ttft=self._ttft.of(*key),
+                overhead=self._overhead.of(operation),
+                queue_wait=self._queue_wait.of(class_name),
+            )
+        return series
+
+    def _upstream_series(self, call: Call, deployment: str) -> _UpstreamSeries:
+        target = call.policy.deployments_by_name.get(deployment)
+        provider = target.provider if target else names.OTHER
+        key = (call.operation, provider, call.model.name, deployment)
+        series = self._upstream.get(key)
+        if series is None:
+            model = call.model.name
+            gen_ai = (names.GEN_AI_OPERATIONS[call.operation], provider, model)
+            series = self._upstream[key] = _UpstreamSeries(
+                duration=self._gen_ai_duration.of(*gen_ai, ""),
+                failed_duration=partial(self._gen_ai_duration.of, *gen_ai),
+                tokens=tuple([self._tokens.of(model, kind) for kind in TOKEN_KINDS]),
+                input=self._gen_ai_tokens.of(*gen_ai, "input"),
+                output=self._gen_ai_tokens.of(*gen_ai, "output"),
+                prefix_predicted=self._prefix_predicted.of(deployment),
+                prefix_reported=self._prefix_reported.of(deployment),
+            )
+        return series
 
     def _counter(self, name: str, text: str, labels: str) -> Tally:
         tally = Tally(name, text, labels)

@@ -8,7 +8,7 @@ these bytes (a span object, a thread, an encoder) costs a traced request four ti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,13 +27,18 @@ ATTEMPT_OK = "ok"
 
 AttributeValue = str | bool | int | float | Sequence[str]
 Attributes = dict[str, AttributeValue]
-Draw = Callable[..., Span]
+Draw = Callable[..., bytes]
 
 _SAMPLED = 0x01
 _HAS_IS_REMOTE, _IS_REMOTE = 0x100, 0x200  # of a span's flags: whether its parent's place is known, and is elsewhere
 _ERROR = Status(code=Status.STATUS_CODE_ERROR)
 _BROKEN = frozenset({Outcome.UPSTREAM_CUT, Outcome.TIMEOUT})
 _NOT_FAILED = frozenset({ATTEMPT_OK, Outcome.CLIENT_GONE.value})
+_SPAN_ATTRIBUTES = 9  # the number of the field
+_NOT_KEPT = frozenset({  # encoded: what hardly two requests have in common, and what is as long as a client likes
+    names.WARMPATH_CALL_ID, names.WARMPATH_EVENT_ID, names.WARMPATH_ROUTE_REASON, names.GEN_AI_RESPONSE_ID,
+    names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, names.OPENAI_REQUEST_SERVICE_TIER,
+})  # fmt: skip
 _INT64_MAX = (1 << 63) - 1  # a larger number has no encoding
 
 
@@ -56,26 +61,25 @@ class SpanBuilder:
 
     def build(self, record: CallRecord, phases: Sequence[Phase]) -> list[bytes]:
         """The request's spans, encoded."""
-        return [span.SerializeToString() for span in self.spans(record, phases)]
-
-    def spans(self, record: CallRecord, phases: Sequence[Phase]) -> list[Span]:
         trace, marks = record.trace, record.marks
         span = partial(_span, trace.trace_id.to_bytes(16), trace.tracestate)
+        server_id = record.server_span_id.to_bytes(8)
         server = span(
+            server_id,
             f"{record.method} {record.path}",
             trace.parent_span_id.to_bytes(8) if trace.parent_span_id else b"",
             (marks.started_ns, phases[-1].end_ns if phases else max(marks.started_ns, marks.ended_ns)),
             _server_attributes(record),
             kind=Span.SPAN_KIND_SERVER,
-            span_id=record.server_span_id,
             remote_parent=bool(trace.parent_span_id),
             failed=record.status >= 500 or record.outcome in _BROKEN,
         )
         spans = [server]
-        chat = None
+        chat_id = server_id
         if record.call is not None and any(phase.name == names.CHAT_PHASE for phase in phases):
-            chat = self._chat(span, server, record, record.call, phases)
-            spans += [chat, *self._attempts(span, chat, record.attempts, record.call)]
+            chat_id = new_span_id().to_bytes(8)
+            spans.append(self._chat(span, chat_id, server_id, record, record.call, phases))
+            spans += self._attempts(span, chat_id, record.attempts, record.call)
         refusing = _refusing_phase(record, phases)
         for phase in phases:
             if phase.name == names.CHAT_PHASE:
@@ -83,11 +87,14 @@ class SpanBuilder:
             attributes = _phase_attributes(phase.name, record)
             if phase is refusing:
                 attributes[names.ERROR_TYPE] = _error_type(record)
-            parent = chat if chat is not None and phase.within_chat else server
-            spans.append(span(phase.name, parent.span_id, (phase.start_ns, phase.end_ns), attributes))
+            parent_id = chat_id if phase.within_chat else server_id
+            interval = (phase.start_ns, phase.end_ns)
+            spans.append(span(new_span_id().to_bytes(8), phase.name, parent_id, interval, attributes))
         return spans
 
-    def _chat(self, span: Draw, server: Span, record: CallRecord, call: Call, phases: Sequence[Phase]) -> Span:
+    def _chat(
+        self, span: Draw, chat_id: bytes, server_id: bytes, record: CallRecord, call: Call, phases: Sequence[Phase]
+    ) -> bytes:
         interval = next((p.start_ns, p.end_ns) for p in phases if p.name == names.CHAT_PHASE)
         failed = record.outcome is not Outcome.COMPLETE and record.outcome is not Outcome.CLIENT_GONE
         attributes = _gen_ai_attributes(record, call, interval[0])
@@ -95,8 +102,9 @@ class SpanBuilder:
             attributes[names.ERROR_TYPE] = _error_type(record)
         first_chunk_ns = record.marks.first_chunk_ns
         return span(
+            chat_id,
             f"{names.GEN_AI_OPERATIONS[call.operation]} {call.asked_model}",
-            server.span_id,
+            server_id,
             interval,
             attributes,
             kind=Span.SPAN_KIND_CLIENT,
@@ -104,15 +112,15 @@ class SpanBuilder:
             events=[Span.Event(name=names.FIRST_CHUNK_EVENT, time_unix_nano=first_chunk_ns)] if first_chunk_ns else [],
         )
 
-    def _attempts(self, span: Draw, chat: Span, attempts: Sequence[Attempt], call: Call) -> Iterator[Span]:
+    def _attempts(self, span: Draw, chat_id: bytes, attempts: Sequence[Attempt], call: Call) -> Iterator[bytes]:
         for resend_count, attempt in enumerate(attempts):
             yield span(
+                attempt.span_id.to_bytes(8),
                 names.ATTEMPT_SPAN,
-                chat.span_id,
+                chat_id,
                 (attempt.started_ns, max(attempt.started_ns, attempt.ended_ns)),
                 _attempt_attributes(attempt, call, resend_count),
                 kind=Span.SPAN_KIND_CLIENT,
-                span_id=attempt.span_id,
                 failed=attempt.outcome not in _NOT_FAILED,
             )
 
@@ -120,20 +128,20 @@ class SpanBuilder:
 def _span(
     trace_id: bytes,
     tracestate: str,
+    span_id: bytes,
     name: str,
     parent_span_id: bytes,
     interval_ns: tuple[int, int],
     attributes: Attributes,
     *,
     kind: Span.SpanKind.ValueType = Span.SPAN_KIND_INTERNAL,
-    span_id: int = 0,
     remote_parent: bool = False,
     failed: bool = False,
     events: Sequence[Span.Event] = (),
-) -> Span:
-    return Span(
+) -> bytes:
+    head = Span(
         trace_id=trace_id,
-        span_id=(span_id or new_span_id()).to_bytes(8),
+        span_id=span_id,
         trace_state=tracestate,
         parent_span_id=parent_span_id,
         flags=_SAMPLED | _HAS_IS_REMOTE | (_IS_REMOTE if remote_parent else 0),
@@ -141,10 +149,23 @@ def _span(
         kind=kind,
         start_time_unix_nano=interval_ns[0],
         end_time_unix_nano=interval_ns[1],
-        attributes=_key_values(attributes),
         events=events,
         status=_ERROR if failed else None,
-    )
+    ).SerializeToString()
+    # Most attributes are the same in trace after trace.
+    encoded = [
+        (_attribute if name in _NOT_KEPT else _kept_attribute)(type(value), name, value)
+        for name, value in attributes.items()
+    ]
+    return b"".join([head, *encoded])
+
+
+def _attribute(kind: type, name: str, value: AttributeValue) -> bytes:
+    """An attribute as a field of an encoded span. `kind` is the value's: to a cache, True is 1 and 1.0."""
+    return _field(_SPAN_ATTRIBUTES, KeyValue(key=name, value=_VALUES[kind](value)).SerializeToString())
+
+
+_kept_attribute = lru_cache(maxsize=4096)(_attribute)
 
 
 def _key_values(attributes: Mapping[str, AttributeValue]) -> list[KeyValue]:

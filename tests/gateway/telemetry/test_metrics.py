@@ -40,7 +40,7 @@ def test_a_request_is_counted_once_with_its_tokens_and_times(record: CallRecord)
     assert read("warmpath_queue_wait_seconds_sum", class_="realtime") == pytest.approx(0.001)
     # All but the queue (1000 us) and the chat (48 800 us).
     assert read("warmpath_overhead_seconds_sum", operation="chat/completions") == pytest.approx(0.0006)
-    tokens = {"input_uncached": 40, "cache_read": 80, "cache_write": None, "output": 30, "reasoning": 10}
+    tokens = {"input_uncached": 40, "cache_read": 80, "cache_write": 0, "output": 30, "reasoning": 10}
     assert {kind: read("warmpath_tokens_total", model="qwen3", kind=kind) for kind in tokens} == tokens
     assert read("warmpath_upstream_attempts_total", deployment="a", outcome="connect_error") == 1
     assert read("warmpath_upstream_attempts_total", deployment="b", outcome="ok") == 1
@@ -84,7 +84,7 @@ def test_an_estimate_is_not_compared_with_the_prediction(record: CallRecord) -> 
     record.outcome = Outcome.CLIENT_GONE
     telemetry.record(record)
     assert value(telemetry, "warmpath_tokens_total", model="qwen3", kind="input_uncached") == 120
-    assert value(telemetry, "warmpath_prefix_predicted_tokens_total", deployment="b") is None
+    assert value(telemetry, "warmpath_prefix_predicted_tokens_total", deployment="b") == 0
 
 
 def test_upstream_statuses_are_bounded(record: CallRecord) -> None:
