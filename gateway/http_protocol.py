@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from uvicorn._types import ASGI3Application, ASGISendEvent, HTTPResponseBodyEvent
+from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.replies import WIRE
@@ -28,11 +28,11 @@ class JoinedCycle(RequestResponseCycle):
     _tell: Callable[[], None] | None = None
 
     async def send(self, message: ASGISendEvent) -> None:
-        if self.put(message):
+        if self._put(message):
             return
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
-        if not self.put(message):
+        if not self._put(message):
             await super().send(message)  # its way; or it says what is wrong
 
     def begin(self, status: int, lines: bytes, *, length: int | None, close: bool) -> bool:
@@ -61,18 +61,15 @@ class JoinedCycle(RequestResponseCycle):
         self.waiting_for_100_continue = False
         return True
 
-    def put(self, message: ASGISendEvent) -> bool:
-        """Send a message without waiting. False: nothing was sent; `send` it, which waits if it has to."""
+    def _put(self, message: ASGISendEvent) -> bool:
+        """Send a message without waiting. False: nothing was sent."""
         if self.disconnected:
             return True
-        if self.flow.write_paused:
-            return False
         if not self.response_started:
             return self._begin_with(message)
-        if not self._joins or self.response_complete or message["type"] != "http.response.body":
+        if message["type"] != "http.response.body":
             return False
-        self._continue(message)
-        return True
+        return self.write(message.get("body", b""), not message.get("more_body", False))
 
     def when_gone(self, tell: Callable[[], None] | None) -> None:
         """`tell` is called when the client leaves before the reply's end; None: nobody wants to know any more."""
@@ -99,18 +96,21 @@ class JoinedCycle(RequestResponseCycle):
             message["status"], lines, length=length, close=b"close" in values.get(b"connection", b"").lower()
         )
 
-    def _continue(self, message: HTTPResponseBodyEvent) -> None:
-        body = message.get("body", b"")
-        last = not message.get("more_body", False)
+    def write(self, chunk: bytes, last: bool) -> bool:
+        """See `Wire.write`."""
+        if self.disconnected:
+            return True
+        if self.flow.write_paused or not self._joins or self.response_complete:
+            return False
         if self.chunked_encoding:
-            data = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            data = b"%x\r\n%b\r\n" % (len(chunk), chunk) if chunk else b""
             if last:
                 data += b"0\r\n\r\n"
         else:
-            self.expected_content_length -= len(body)
+            self.expected_content_length -= len(chunk)
             if self.expected_content_length < 0 or (last and self.expected_content_length):
                 raise RuntimeError("The reply is not as long as its content-length says.")
-            data = body
+            data = chunk
         if self._head is not None:
             data, self._head = self._head + data, None
         self.transport.write(data)
@@ -120,6 +120,7 @@ class JoinedCycle(RequestResponseCycle):
             if not self.keep_alive:
                 self.transport.close()
             self.on_response()
+        return True
 
 
 class JoinedProtocol(HttpToolsProtocol):

@@ -44,7 +44,7 @@ class Wire(Protocol):
         say of the body and of the connection. False: nothing was sent; `send` it, which waits if it has to.
         """
 
-    def put(self, message: Message) -> bool:
+    def write(self, chunk: bytes, last: bool) -> bool:
         """Send a part of the body without waiting. False: nothing was sent; `send` it."""
 
     def when_gone(self, tell: Callable[[], None] | None) -> None:
@@ -215,10 +215,9 @@ class Exchange:
         if last:
             self._ended = True
             self.unwatch()
-        message = {"type": "http.response.body", "body": chunk, "more_body": not last}
-        if self.client_gone or (self._wire is not None and self._wire.put(message)):
+        if self.client_gone or (self._wire is not None and self._wire.write(chunk, last)):
             return True
-        return self._begin_to_send(message)
+        return self._begin_to_send({"type": "http.response.body", "body": chunk, "more_body": not last})
 
     async def send(self, chunk: bytes, *, last: bool = False) -> None:
         """Send bytes of the reply; waits while the client takes nothing, up to `STALL_SECONDS`."""

@@ -82,10 +82,12 @@ class OpenAI:
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
         body = self.render(call)
-        own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        own.append((b"content-length", b"%d" % len(body)))
+        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
+            raise ValueError(f"a header would break out of its line: {headers}")
+        head = b"%bcontent-length: %d\r\n%b" % (self._heads[call.operation], len(body), lines.encode("latin-1"))
         try:
-            answer = await self._transport.send(self._origin, self._heads[call.operation] + header_lines(own), body)
+            answer = await self._transport.send(self._origin, head, body)
         except httpx2.TransportError as error:
             raise _failure(error) from error
         try:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NoReturn, cast
@@ -137,21 +138,33 @@ class Origin:
         self._port = port
         self._ssl_context = ssl_context
         self._keepalive_seconds = keepalive_seconds
-        self._slots = asyncio.Semaphore(max_connections)
+        self._slots = max_connections  # that are free
+        self._waiting: deque[asyncio.Future[None]] = deque()  # for a slot, first come, first served
         self._idle: dict[_Connection, float] = {}  # since when (loop seconds); the youngest last
 
     async def take_slot(self, timeout_seconds: float | None) -> None:
-        if not self._slots.locked():
-            await self._slots.acquire()  # does not wait
+        if self._slots:
+            self._slots -= 1
             return
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting.append(granted)
         try:
             async with asyncio.timeout(timeout_seconds):
-                await self._slots.acquire()
-        except TimeoutError as error:
-            raise httpx2.PoolTimeout(f"every connection to {self._host}:{self._port} is in use") from error
+                await granted
+        except BaseException as error:
+            if granted.done() and not granted.cancelled():  # in the very moment in which the waiting ended
+                self.give_slot()
+            if isinstance(error, TimeoutError):
+                raise httpx2.PoolTimeout(f"every connection to {self._host}:{self._port} is in use") from error
+            raise
 
     def give_slot(self) -> None:
-        self._slots.release()
+        while self._waiting:
+            granted = self._waiting.popleft()
+            if not granted.done():
+                granted.set_result(None)
+                return
+        self._slots += 1
 
     def take_idle(self) -> _Connection | None:
         """The youngest, because it is the least likely to be closed by the server just now."""

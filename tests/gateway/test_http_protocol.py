@@ -139,9 +139,10 @@ async def test_what_does_not_fit_is_sent_when_there_is_room() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         wire: Wire = scope["extensions"][WIRE]
         await receive()
-        said.append(wire.put(head(200, (b"content-length", b"%d" % (len(MUCH) + 2)))))
-        said.append(wire.put(body(MUCH, True)))
-        said.append(wire.put(body(b"hi")))  # the client has not read yet
+        length = len(MUCH) + 2
+        said.append(wire.begin(200, b"content-length: %d\r\n" % length, length=length, close=False))
+        said.append(wire.write(MUCH, False))
+        said.append(wire.write(b"hi", True))  # the client has not read yet
         await send(body(b"hi"))
 
     async with serving(app) as port:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from decimal import Decimal
+from decimal import Context, Decimal, Inexact, localcontext
 from typing import Any
 
 import msgspec
@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway import metering
-from gateway.metering import Meter, cost_of, make_receipt, nanos, new_event_id, rfc3339
+from gateway.metering import Meter, bill_of, cost_of, make_receipt, new_event_id, rfc3339
+from gateway.money import nanos_of, text_of
 from gateway.policy import Deployment, Policy, Price
 from gateway.types import Attempt, Call, Marks, Operation, Outcome, Trace, Usage
 from tests.gateway.calls import a_call
@@ -287,8 +287,8 @@ PRICE = Price(input=Decimal("0.10"), cached_input=Decimal("0.01"), output=Decima
 
 def test_cost_is_exact() -> None:
     usage = Usage(input_uncached=3, cache_read=7, cache_write=2, output=11, reasoning=5)
-    assert cost_of(usage, PRICE) == Decimal("0.00000497")  # (3+2)*0.10 + 7*0.01 + 11*0.40 per million
-    assert cost_of(usage, Price(input=Decimal("0.10"))) == Decimal("0.0000012")  # cached like any other input
+    assert cost_of(usage, PRICE) == 4_970_000_000  # (3+2)*0.10 + 7*0.01 + 11*0.40 per million
+    assert cost_of(usage, Price(input=Decimal("0.10"))) == 1_200_000_000  # cached like any other input
     assert cost_of(usage, None) is None
 
 
@@ -300,9 +300,9 @@ money = st.decimals(0, 10**6, places=9)
 def test_cost_loses_no_decimal(usage: Usage, price: Price) -> None:
     cost = cost_of(usage, price)
     assert cost is not None
-    in_units = usage.input * int(price.input.scaleb(9)) + usage.output * int(price.output.scaleb(9))
-    assert int(cost.scaleb(15, metering._EXACT)) == in_units
-    assert 0 <= nanos(cost) * 10**6 - in_units < 10**6
+    with localcontext(Context(prec=100, traps=[Inexact])):
+        assert Decimal(text_of(cost)) * 10**6 == usage.input * price.input + usage.output * price.output
+        assert 0 <= Decimal(nanos_of(cost)).scaleb(-9) - Decimal(text_of(cost)) < Decimal("1e-9")
 
 
 def test_receipt_of_a_finished_call() -> None:
@@ -315,37 +315,37 @@ def test_receipt_of_a_finished_call() -> None:
         Attempt("a", "ok", marks.started_ns, marks.ended_ns, span_id=0x10, status=200, predicted_cached_tokens=64),
     ]
     receipt = make_receipt(
-        make_call(), COUNTED, outcome=Outcome.COMPLETE, marks=marks, attempts=attempts, deployment=PRICED
-    )
+        make_call(), COUNTED, outcome=Outcome.COMPLETE, marks=marks, attempts=attempts, deployment=PRICED,
+        cost=bill_of(COUNTED, PRICED),
+    )  # fmt: skip
     assert (receipt.tenant, receipt.key_id, receipt.latency_class) == ("acme", "key_1", "realtime")
     assert (receipt.model_asked, receipt.model_served, receipt.deployment) == ("m", "served", "a")
     assert (receipt.started, receipt.finished) == ("2026-09-21T14:13:20.000001Z", "2026-09-21T14:13:21.000000Z")
     assert receipt.ttft_seconds == 0.25
     assert (receipt.source, receipt.exact, receipt.outcome) == ("engine", True, "complete")
-    assert (receipt.cost, receipt.currency, receipt.price_version) == (Decimal("0.00000544"), "USD", "2026-11")
+    assert (receipt.cost, receipt.currency, receipt.price_version) == ("0.00000544", "USD", "2026-11")
     assert (receipt.policy_hash, receipt.trace_id) == (POLICY.hash, f"{0xABC:032x}")
-    assert [(a["deployment"], a["outcome"], a["span_id"]) for a in receipt.attempts] == [
+    assert [(a.deployment, a.outcome, a.span_id) for a in receipt.attempts] == [
         ("unpriced", "status_503", "000000000000000f"),
         ("a", "ok", "0000000000000010"),
     ]
 
 
-def costs(
-    usage: Usage, outcome: Outcome, deployment: Deployment | None, from_cache: bool
-) -> tuple[str, Decimal | None]:
+def costs(usage: Usage, outcome: Outcome, deployment: Deployment | None, from_cache: bool) -> tuple[str, str | None]:
+    cost = bill_of(usage, deployment, from_cache=from_cache)
     receipt = make_receipt(
-        make_call(), usage, outcome=outcome, marks=Marks(), deployment=deployment, from_cache=from_cache
+        make_call(), usage, outcome=outcome, marks=Marks(), cost=cost, deployment=deployment, from_cache=from_cache
     )
     return receipt.source, receipt.cost
 
 
 def test_who_pays_what() -> None:
     guess = Usage(input_uncached=10, output=5)
-    assert costs(guess, Outcome.CLIENT_GONE, PRICED, False) == ("estimate", Decimal("0.000003"))
+    assert costs(guess, Outcome.CLIENT_GONE, PRICED, False) == ("estimate", "0.000003")
     assert costs(COUNTED, Outcome.COMPLETE, UNPRICED, False) == ("engine", None)
-    assert costs(COUNTED, Outcome.COMPLETE, None, True) == ("cache", Decimal(0))
-    assert costs(Usage(), Outcome.REFUSED, None, False) == ("estimate", Decimal(0))
-    assert costs(Usage(), Outcome.CLIENT_GONE, None, False) == ("estimate", Decimal(0))
+    assert costs(COUNTED, Outcome.COMPLETE, None, True) == ("cache", "0")
+    assert costs(Usage(), Outcome.REFUSED, None, False) == ("estimate", "0")
+    assert costs(Usage(), Outcome.CLIENT_GONE, None, False) == ("estimate", "0")
     assert costs(Usage(), Outcome.CLIENT_GONE, UNPRICED, False) == ("estimate", None)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
 from typing import Any
 
 import msgspec
 
 from gateway.metering import new_event_id
-from gateway.types import Receipt
+from gateway.types import AttemptRow, Receipt
 
 _TYPICAL = Receipt(
     event_id="",
@@ -34,12 +33,14 @@ _TYPICAL = Receipt(
     output=3,
     reasoning=2,
     price_version="1",
-    price_input=Decimal("0.10"),
-    price_cached_input=Decimal("0.01"),
-    price_output=Decimal("0.40"),
-    cost=Decimal("0.00000544"),
+    price_input="0.10",
+    price_cached_input="0.01",
+    price_output="0.40",
+    cost="0.00000544",
     currency="USD",
-    attempts=({"deployment": "h200-a", "outcome": "ok", "status": 200},),
+    attempts=(
+        AttemptRow("h200-a", "ok", 200, "2026-11-20T10:00:00.000001Z", "2026-11-20T10:00:01.000001Z", "0" * 16, 64),
+    ),
     policy_hash="0123456789abcdef",
     trace_id="0" * 32,
 )

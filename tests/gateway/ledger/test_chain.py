@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -39,11 +38,11 @@ def broken(chain: Path) -> str:
 
 
 def test_a_row_is_json_with_plain_decimals() -> None:
-    line, digest = encode_row(a_receipt(cost=Decimal("0E-9"), price_output=Decimal("1E-7")), GENESIS)
+    line, digest = encode_row(a_receipt(cost="0", price_output="0.0000001"), GENESIS)
     row = json.loads(line)
     assert list(row)[:2] == ["v", "prev"] and list(row)[-1] == "hash"
     assert (row["v"], row["prev"], row["hash"]) == (1, GENESIS, digest)
-    assert (row["cost"], row["price_output"], row["input_uncached"]) == ("0.000000000", "0.0000001", 36)
+    assert (row["cost"], row["price_output"], row["input_uncached"]) == ("0", "0.0000001", 36)
     assert check_row(line) == (GENESIS, digest)
 
 
@@ -121,8 +120,6 @@ def test_a_newer_schema_is_not_guessed_at() -> None:
         check_row(line.replace(b'{"v":1,', b'{"v":2,'))
 
 
-def test_what_has_no_exact_form_is_refused() -> None:
-    with pytest.raises(TypeError):
-        encode_row(a_receipt(attempts=({"x": b"bytes"},)), GENESIS)
+def test_other_json_is_no_row() -> None:
     with pytest.raises(RowError, match="not a row"):
         check_row(b"{}\n")

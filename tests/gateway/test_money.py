@@ -1,0 +1,39 @@
+from decimal import Context, Decimal, Inexact, localcontext
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.money import ATOM_DECIMALS, atoms_per_token, nanos_of, text_of
+
+
+@pytest.mark.parametrize(
+    ("atoms", "text"),
+    [
+        (0, "0"),
+        (1, "0.000000000000001"),
+        (5_440_000_000, "0.00000544"),
+        (10**15, "1"),
+        (12 * 10**15, "12"),
+        (10**16 + 10**14, "10.1"),
+    ],
+)
+def test_text_is_plain(atoms: int, text: str) -> None:
+    assert text_of(atoms) == text
+
+
+@given(st.integers(0, 10**40))
+def test_text_loses_nothing(atoms: int) -> None:
+    with localcontext(Context(prec=100, traps=[Inexact])):
+        assert Decimal(text_of(atoms)).scaleb(ATOM_DECIMALS) == atoms
+
+
+@given(st.decimals(0, 10**9, places=9))
+def test_a_million_tokens_cost_the_price(price: Decimal) -> None:
+    with localcontext(Context(prec=100)):
+        assert Decimal(text_of(atoms_per_token(price) * 1_000_000)) == price
+
+
+@given(st.integers(0, 10**30))
+def test_nanos_are_rounded_up(atoms: int) -> None:
+    assert 0 <= nanos_of(atoms) * 10**6 - atoms < 10**6
