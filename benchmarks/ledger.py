@@ -20,7 +20,7 @@ from pathlib import Path
 
 from gateway.ledger import Ledger, verify
 from gateway.ledger.reader import summarise
-from gateway.metering import Meter, make_receipt
+from gateway.metering import Meter, bill_of, make_receipt
 from gateway.policy import Policy
 from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Receipt, Trace, Usage
 
@@ -71,7 +71,10 @@ def a_receipt() -> Receipt:
     marks.first_chunk_ns = marks.ended_ns = time.time_ns()
     attempt = Attempt("a", "ok", marks.started_ns, marks.ended_ns, span_id=1, status=200)
     deployment = POLICY.deployments[0]
-    return make_receipt(CALL, USAGE, outcome=Outcome.COMPLETE, marks=marks, attempts=[attempt], deployment=deployment)
+    cost = bill_of(USAGE, deployment)
+    return make_receipt(
+        CALL, USAGE, outcome=Outcome.COMPLETE, marks=marks, cost=cost, attempts=[attempt], deployment=deployment
+    )
 
 
 def cpu_us(work: Callable[[], object], times: int) -> float:
