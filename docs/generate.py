@@ -69,7 +69,7 @@ KINDS = {  # what a text of this pattern is called
 
 def policy_page() -> str:
     schema = Policy.model_json_schema()
-    parts = [GENERATED.format(source="gateway/policy.py"), POLICY_OPENING, _policy_section("", schema)]
+    parts = [GENERATED.format(source="gateway/policy/"), POLICY_OPENING, _policy_section("", schema)]
     for path, model in _nested(schema, schema["$defs"]):
         parts.append(_policy_section(path, model))
         if path == "classes.NAME":

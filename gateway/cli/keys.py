@@ -27,7 +27,8 @@ from gateway.cli.common import (
     warn,
 )
 from gateway.errors import StorageUnavailable
-from gateway.policy import choices, parse_duration
+from gateway.policy import choices
+from gateway.policy.fields import parse_duration
 from gateway.settings import Settings
 from gateway.storage import open_storage
 from gateway.storage.base import KeyRecord, Keys

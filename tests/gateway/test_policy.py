@@ -4,17 +4,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gateway.policy import (
-    BUILT_IN_CLASSES,
-    Deployment,
-    Policy,
-    Price,
-    choices,
-    parse_count,
-    parse_duration,
-    parse_rate,
-    parse_share,
-)
+from gateway.policy import BUILT_IN_CLASSES, Deployment, Policy, Price, choices
+from gateway.policy.fields import parse_count, parse_duration, parse_rate, parse_share
 
 
 def least(**more: Any) -> dict[str, Any]:

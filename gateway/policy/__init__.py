@@ -1,0 +1,25 @@
+"""The routing policy as frozen models: what is allowed and what is preferred. Where things are is `settings`' part.
+
+A policy is validated whole before it takes effect and is never changed afterwards: a reload makes a new one, and a
+call keeps the one it began with. Every field has a description; the JSON Schema and the reference page are made of
+them. Unknown keys are errors. Reading files, with line numbers in the messages, is `policy_file`'s part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from gateway.policy.fields import EnvSecret
+from gateway.policy.findings import Finding, Path, choices
+from gateway.policy.servers import Deployment, Model, Price
+from gateway.policy.tenants import Budget, Key, Limits, Rate, Tenant
+from gateway.policy.traffic import BUILT_IN_CLASSES, LatencyClass, Match, Rule
+from gateway.policy.whole import Policy, PolicyNameError
+
+Check = Callable[[Policy], Iterable[Finding]]
+"""A further judgement on a policy, by a part of the gateway that knows more than its models do."""
+
+__all__ = [
+    "BUILT_IN_CLASSES", "Budget", "Check", "Deployment", "EnvSecret", "Finding", "Key", "LatencyClass", "Limits",
+    "Match", "Model", "Path", "Policy", "PolicyNameError", "Price", "Rate", "Rule", "Tenant", "choices",
+]  # fmt: skip

@@ -1,0 +1,95 @@
+"""The kinds of values that a policy holds: durations, counts, rates, shares and names, as people write them."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
+_DURATION_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKMG]?)")
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_COUNT_FACTOR = {"": 1, "k": 1_000, "K": 1_000, "M": 1_000_000, "G": 1_000_000_000}
+
+
+def parse_duration(value: Any) -> Any:
+    """`10s`, `250ms`, `5m`, `24h`, `7d` -> seconds; a number is taken as seconds."""
+    if not isinstance(value, str | bool):  # a bool is a number to Python, and an oversight in a policy
+        return value
+    match = _DURATION.fullmatch(str(value).strip())
+    if match is None:
+        raise ValueError("a duration is a number and a unit, as in 250ms, 10s, 5m, 24h or 7d")
+    return float(match[1]) * _DURATION_SECONDS[match[2]]
+
+
+def parse_count(value: Any) -> Any:
+    """`600`, `64k`, `1.5M` -> an integer (decimal multiples)."""
+    if not isinstance(value, str | bool):
+        return value
+    match = _COUNT.fullmatch(str(value).strip())
+    count = Decimal(match[1]) * _COUNT_FACTOR[match[2]] if match else None
+    if count is None or count != int(count):
+        raise ValueError("a count is a whole number, with k, M or G where wanted, as in 600, 64k or 1M")
+    return int(count)
+
+
+def parse_rate(value: Any) -> Any:
+    """`600/1m` -> {amount: 600, period: 60.0}."""
+    if not isinstance(value, str | int | float):
+        return value
+    amount, slash, period = str(value).partition("/")
+    if not slash:
+        raise ValueError("a rate is a count per duration, as in 600/1m or 1M/1m")
+    return {"amount": parse_count(amount), "period": parse_duration(period)}
+
+
+def parse_share(value: Any) -> Any:
+    """`10%` -> 0.1; a number is taken as it is."""
+    if not isinstance(value, str | bool):
+        return value
+    match = _PERCENT.fullmatch(str(value).strip())
+    if match is None:
+        raise ValueError("a share is a percentage or a number from 0 to 1, as in 10% or 0.1")
+    return float(match[1]) / 100
+
+
+def one_is_a_list(value: Any) -> Any:
+    """`flex` means `[flex]`."""
+    return [value] if isinstance(value, str) else value
+
+
+_Duration = Annotated[str, Field(pattern=r"^\d+(\.\d+)?\s*(ms|s|m|h|d)$")]
+_Multiple = Annotated[str, Field(pattern=r"^\d+(\.\d+)?[kKMG]?$")]
+_Percent = Annotated[str, Field(pattern=r"^\d+(\.\d+)?\s*%$")]
+
+Seconds = Annotated[
+    float,
+    BeforeValidator(parse_duration, json_schema_input_type=_Duration | Annotated[float, Field(gt=0)]),
+    Field(gt=0, allow_inf_nan=False),
+]
+Count = Annotated[
+    int, BeforeValidator(parse_count, json_schema_input_type=_Multiple | Annotated[int, Field(gt=0)]), Field(gt=0)
+]
+CountOrZero = Annotated[
+    int, BeforeValidator(parse_count, json_schema_input_type=_Multiple | Annotated[int, Field(ge=0)]), Field(ge=0)
+]
+Share = Annotated[
+    float,
+    BeforeValidator(parse_share, json_schema_input_type=_Percent | Annotated[float, Field(ge=0, le=1)]),
+    Field(ge=0, le=1),
+]
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]  # some go into headers
+Names = Annotated[tuple[Name, ...], BeforeValidator(one_is_a_list, json_schema_input_type=Name | tuple[Name, ...])]
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class EnvSecret(Frozen):
+    """A secret that stands in the environment, so that policy files can be shown to anyone."""
+
+    env: Name = Field(description="Name of the environment variable that holds the secret.")
