@@ -12,19 +12,18 @@ import logging
 import time
 from typing import Any
 
-import orjson
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway.admin import Admin
 from gateway.auth import Authenticator
 from gateway.cache import ResponseCache
 from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.doors import DOORS, catalogue
-from gateway.errors import GatewayError, InternalError, MethodNotAllowed, StorageUnavailable, UnknownUrl
+from gateway.errors import GatewayError, StorageUnavailable
 from gateway.fleet import Fleet
 from gateway.ledger import Ledger
 from gateway.limits import LIMITS
@@ -34,11 +33,11 @@ from gateway.policy_file import PolicyHolder
 from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
-from gateway.replies import render_error
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
 from gateway.serve import House, handle
 from gateway.settings import Settings, resolve_secret
+from gateway.shell import EXCEPTION_HANDLERS, json_reply
 from gateway.storage import open_storage
 from gateway.telemetry import (
     DEPLOYMENT_AVAILABLE,
@@ -96,9 +95,11 @@ class Gateway:
                 Route("/ready", self._ready),
                 Route("/metrics", self._metrics),
             ],
-            exception_handlers={GatewayError: _refuse, 404: _unknown_url, 405: _wrong_method, Exception: _bug},
+            exception_handlers=EXCEPTION_HANDLERS,
         )
         self._shell.router.redirect_slashes = False  # a redirect would name whatever host the client made up
+        # On a listener of its own, where settings give it one; `routes` is where further ones are mounted.
+        self.admin = Admin(policies=policies, key=settings.admin_key, state=self._state, routes=())
         self._take_over(policies.current)
         policies.subscribe(self._take_over, refused=self._telemetry.policy_rejected)
         self._show_numbers()
@@ -203,20 +204,25 @@ class Gateway:
     async def _models(self, request: Request) -> Response:
         policy = self._policies.current
         principal = await self.house.authenticator.authenticate(dict(request.scope["headers"]), policy)
-        return _json(200, catalogue.listing(policy, principal, self._created))
+        return json_reply(200, catalogue.listing(policy, principal, self._created))
 
     async def _model(self, request: Request) -> Response:
         policy = self._policies.current
         principal = await self.house.authenticator.authenticate(dict(request.scope["headers"]), policy)
-        return _json(200, catalogue.entry(policy, principal, self._created, request.path_params["name"]))
+        return json_reply(200, catalogue.entry(policy, principal, self._created, request.path_params["name"]))
 
     async def _health(self, _: Request) -> Response:
         """Alive: the event loop answers."""
-        return _json(200, {"status": "ok"})
+        return json_reply(200, {"status": "ok"})
 
     async def _ready(self, _: Request) -> Response:
-        """Whether calls should be sent here, and what stands against it. Says nothing about other machines' health:
-        a gateway whose servers are down must go on to answer, with the truth."""
+        """Whether calls should be sent here, and what stands against it."""
+        state = await self._state()
+        return json_reply(503 if state["faults"] else 200, state)
+
+    async def _state(self) -> dict[str, Any]:
+        """Says nothing about other machines' health: a gateway whose servers are down must go on to answer, with the
+        truth."""
         faults = []
         if self._draining:
             faults.append("the gateway is shutting down")
@@ -227,8 +233,12 @@ class Gateway:
         except StorageUnavailable as error:
             faults.append(error.message)
         servers = {server.name: not server.cooling(_loop_time()) for server in self._fleet}
-        state = {"status": "ready" if not faults else "not ready", "faults": faults, "deployments": servers}
-        return _json(503 if faults else 200, {**state, "policy": self._policies.current.hash})
+        return {
+            "status": "ready" if not faults else "not ready",
+            "faults": faults,
+            "deployments": servers,
+            "policy": self._policies.current.hash,
+        }
 
     async def _metrics(self, _: Request) -> Response:
         content, content_type = self._telemetry.render_metrics()
@@ -237,30 +247,6 @@ class Gateway:
 
 def _loop_time() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _json(status: int, value: Any) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
-
-
-async def _refuse(_: Request, error: Exception) -> Response:
-    assert isinstance(error, GatewayError)
-    headers = {**error.headers, "x-should-retry": "true" if error.retryable else "false"}
-    return Response(render_error(error), error.status, headers=headers, media_type="application/json")
-
-
-async def _unknown_url(request: Request, _: Exception) -> Response:
-    return await _refuse(request, UnknownUrl(f"there is no {request.method} {request.url.path} here"))
-
-
-async def _wrong_method(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.url.path} does not take {request.method}"
-    return await _refuse(request, MethodNotAllowed(message, headers=error.headers))  # `allow`
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    return await _refuse(request, InternalError(f"an error in the gateway ({type(error).__name__}); see its log"))
 
 
 async def _post_only(request: Request) -> Response:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -22,16 +24,32 @@ from gateway.telemetry import configure_logging
 
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which load balancers and clients give idle connections up
 BACKLOG = 2048
+ADMIN_DRAIN_SECONDS = 5
+QUIET: dict[str, Any] = {
+    "ws": "none", "log_config": None, "access_log": False, "server_header": False, "date_header": False,
+    "proxy_headers": False,
+}  # fmt: skip
 GC_THRESHOLDS = (10_000, 20, 50)  # requests make next to no cycles; looking for them often costs 5 % of a request
+
+
+log = logging.getLogger("warmpath")
 
 
 class Server(uvicorn.Server):
     """uvicorn's server; `on_ready` gets the address once connections are taken."""
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway, on_ready: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        gateway: Gateway,
+        on_ready: Callable[[str], None],
+        admin: tuple[AdminServer, socket.socket] | None = None,
+    ) -> None:
         super().__init__(config)
         self._gateway = gateway
         self._on_ready = on_ready
+        self._admin = admin
+        self._admin_serving: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # until it runs
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -42,14 +60,31 @@ class Server(uvicorn.Server):
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
-            self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            if self._admin is not None:
+                server, listener = self._admin
+                self._admin_serving = asyncio.create_task(server.serve([listener]), name="admin API")
+                log.info("the admin API listens on %s", url_of(listener))
+            self._on_ready(url_of(sockets[0]))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._admin is not None and self._admin_serving is not None:
+            self._admin[0].should_exit = True
+            await self._admin_serving
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # A signal comes between any two steps of the program: the loop drains when it is between two of its own.
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._gateway.drain)
         super().handle_exit(sig, frame)
+
+
+class AdminServer(uvicorn.Server):
+    """The second listener: on the same loop, and ended by the first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
 
 
 def run(settings: Settings, *, on_ready: Callable[[str], None], json_logs: bool = True) -> bool:
@@ -60,24 +95,33 @@ def run(settings: Settings, *, on_ready: Callable[[str], None], json_logs: bool 
         gateway,
         loop="uvloop",
         http=JoinedProtocol,
-        ws="none",
         lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(settings.drain_seconds),
         backlog=BACKLOG,
+        **QUIET,
     )
-    server = Server(config, gateway, on_ready)
     for sig in (signal.SIGINT, signal.SIGTERM):
         # uvicorn handles both, and raises them once more when it is done: that must not end us as a crash.
         signal.signal(sig, lambda *_: None)
-    with listen(settings.host, settings.port) as listener, contextlib.suppress(SystemExit):  # of a start that failed
-        server.run(sockets=[listener])
+    with contextlib.ExitStack() as listeners:
+        listener = listeners.enter_context(listen(settings.host, settings.port))
+        admin = None
+        if settings.admin_port is not None:
+            admin_config = uvicorn.Config(
+                gateway.admin, lifespan="off", timeout_graceful_shutdown=ADMIN_DRAIN_SECONDS, **QUIET
+            )
+            admin_listener = listeners.enter_context(listen(settings.admin_host, settings.admin_port))
+            admin = (AdminServer(admin_config), admin_listener)
+        server = Server(config, gateway, on_ready, admin)
+        with contextlib.suppress(SystemExit):  # of a start that failed
+            server.run(sockets=[listener])
     return server.started
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
-from pydantic import AliasChoices, BeforeValidator, ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ByteSize,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from gateway.keys import parse_key
@@ -22,6 +31,7 @@ from gateway.policy import EnvSecret, Finding, Policy
 
 PREFIX = "WARMPATH_"
 DEFAULT_PORT = 8080
+ADMIN_KEY_CHARACTERS_MIN = 16
 
 _HERE = Path(__file__).parent
 _POLICY_FOLDERS = (_HERE / "_policies", _HERE.parent / "policies")  # in a wheel; in a checkout
@@ -42,6 +52,11 @@ def _not_a_service_link(value: Any) -> Any:
     A value in the pod's own manifest would have won over it, so there is none.
     """
     return DEFAULT_PORT if isinstance(value, str) and value.startswith("tcp://") else value
+
+
+def _no_service_link(value: Any) -> Any:
+    """The same, beside a Service named warmpath-admin."""
+    return None if isinstance(value, str) and value.startswith("tcp://") else value
 
 
 def _lower(value: Any) -> Any:
@@ -85,6 +100,16 @@ class Settings(BaseSettings):
     )
     key_pepper: SecretStr = Field(SecretStr(""), description="Mixed into the hashes of keys; changing it voids them.")
     dev_key: SecretStr | None = Field(None, description="The key that `warmpath up` gives, wp-<id>-<secret>.")
+    admin_port: Annotated[int | None, BeforeValidator(_no_service_link)] = Field(
+        None, ge=0, le=65535, description="Port of the admin API, on a listener of its own; without one, there is none."
+    )
+    admin_host: str = Field("127.0.0.1", description="Address on which the admin API listens.")
+    admin_key: SecretStr | None = Field(
+        None,
+        validate_default=True,
+        min_length=ADMIN_KEY_CHARACTERS_MIN,
+        description="The key that the admin API asks for.",
+    )
     max_body_bytes: ByteSize = Field(
         ByteSize(32 * 1024 * 1024), gt=0, description="Longer requests are refused; 1000000, 64MiB."
     )
@@ -115,6 +140,13 @@ class Settings(BaseSettings):
     def _dev_key_is_a_key(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and parse_key(value.get_secret_value()) is None:
             raise ValueError("a key has the form wp-<id>-<secret>, as in wp-dev-0123456789abcdef")
+        return value
+
+    @field_validator("admin_key")
+    @classmethod
+    def _admin_port_needs_a_key(cls, value: SecretStr | None, given: ValidationInfo) -> SecretStr | None:
+        if value is None and given.data.get("admin_port") is not None:
+            raise ValueError(f"must be set where {PREFIX}ADMIN_PORT is")
         return value
 
 

@@ -1,0 +1,69 @@
+"""The admin API: an ASGI application for a listener of its own, behind a key of its own.
+
+Whatever is mounted here is behind that key: `Admin(..., routes=...)` takes further routes, as those that report usage.
+Errors have the one form of all of the gateway's errors.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from pydantic import SecretStr
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.errors import BadRequest, Unauthenticated
+from gateway.policy_file import PolicyHolder
+from gateway.shell import EXCEPTION_HANDLERS, error_reply, json_reply
+
+
+class Admin:
+    """The application. Without a key nobody is let in. `state` says how the gateway is."""
+
+    def __init__(
+        self,
+        *,
+        policies: PolicyHolder,
+        key: SecretStr | None,
+        state: Callable[[], Awaitable[dict[str, Any]]],
+        routes: Sequence[BaseRoute],
+    ) -> None:
+        self._policies = policies
+        self._key = key.get_secret_value().encode() if key is not None else None
+        self._state = state
+        self._routed = Starlette(
+            routes=[
+                Route("/admin/state", self._show_state),
+                Route("/admin/policy/reload", self._reload, methods=["POST"]),
+                *routes,
+            ],
+            exception_handlers=EXCEPTION_HANDLERS,
+        )
+        self._routed.router.redirect_slashes = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._is_admin(Headers(scope=scope)):
+            refusal = error_reply(Unauthenticated("the admin key is not valid"))
+            await refusal(scope, receive, send)
+        else:
+            await self._routed(scope, receive, send)
+
+    def _is_admin(self, headers: Headers) -> bool:
+        scheme, _, presented = headers.get("authorization", "").partition(" ")
+        if self._key is None or scheme.lower() != "bearer":
+            return False
+        return hmac.compare_digest(presented.strip().encode("latin-1"), self._key)
+
+    async def _show_state(self, _: Request) -> Response:
+        return json_reply(200, await self._state())
+
+    async def _reload(self, _: Request) -> Response:
+        if not await self._policies.reload():
+            raise BadRequest(f"the policy was not taken over: {self._policies.last_error}")
+        return json_reply(200, {"policy": self._policies.current.hash})
