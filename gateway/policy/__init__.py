@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from gateway.policy.batches import Batches
 from gateway.policy.fields import EnvSecret
 from gateway.policy.findings import Finding, Path, choices
 from gateway.policy.servers import Deployment, Model, Price
@@ -20,6 +21,6 @@ Check = Callable[[Policy], Iterable[Finding]]
 """A further judgement on a policy, by a part of the gateway that knows more than its models do."""
 
 __all__ = [
-    "BUILT_IN_CLASSES", "Budget", "Check", "Deployment", "EnvSecret", "Finding", "Key", "LatencyClass", "Limits",
+    "BUILT_IN_CLASSES", "Batches", "Budget", "Check", "Deployment", "EnvSecret", "Finding", "Key", "LatencyClass", "Limits",
     "Match", "Model", "Path", "Policy", "PolicyNameError", "Price", "Rate", "Rule", "Tenant", "choices",
 ]  # fmt: skip

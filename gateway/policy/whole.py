@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from gateway.policy.batches import Batches
 from gateway.policy.fields import Frozen, Name
 from gateway.policy.findings import Finding, Path, choices
 from gateway.policy.servers import Deployment, Model, Price
@@ -29,6 +30,7 @@ class Policy(Frozen):
     canonicalise: Canonicalise = Field(Canonicalise(), description="Making prompts cache-friendly.")
     cache: Cache = Field(Cache(), description="The exact response cache.")
     tracing: Tracing = Field(Tracing(), description="Traces.")
+    batches: Batches = Field(Batches(), description="The Batch API.")
     tenants: tuple[Tenant, ...] = Field(min_length=1, description="Who may call.")
 
     @model_validator(mode="before")
@@ -143,6 +145,7 @@ def _strangers(policy: Policy) -> Iterator[Finding]:
         yield from _unknown("model", rule.match.model or (), models, ("rules", i, "match", "model"))
         yield from _unknown("tenant", rule.match.tenant or (), tenants, ("rules", i, "match", "tenant"))
     yield from _unknown("class", [policy.default_class], classes, ("default_class",))
+    yield from _unknown("class", [policy.batches.latency_class], classes, ("batches", "class"))
     for i, tenant in enumerate(policy.tenants):
         yield from _unknown("model", tenant.models or (), models, ("tenants", i, "models"))
         for j, key in enumerate(tenant.keys):
