@@ -19,7 +19,7 @@ import msgspec
 
 from gateway.errors import GatewayError, StorageUnavailable
 from gateway.money import nanos_of
-from gateway.storage.base import Charge, Counters, Refused
+from gateway.storage.base import Charge, Counters, LeaseCharge, Refused
 from gateway.types import Call, Operation, Usage
 
 LEASE_SECONDS = 30.0  # after a crash without return, places and money are held so long
@@ -57,16 +57,27 @@ class Limit(Protocol):
 class Reservation:
     """What an admitted call holds. Ended by the first `settle` or `release`; whatever comes later changes nothing.
 
-    Neither raises, and neither waits longer than a storage operation may take. A cancelled one is made up for.
+    None of them raises, and none waits longer than a storage operation may take. A cancelled end is made up for.
     """
 
     def __init__(
-        self, end: Callable[[Sequence[int]], Awaitable[None]], limits: Sequence[Limit], headers: Mapping[str, str]
+        self,
+        end: Callable[[Sequence[int]], Awaitable[None]],
+        limits: Sequence[Limit],
+        headers: Mapping[str, str],
+        leave: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.headers = headers  # for the reply
         self._end = end
+        self._leave = leave  # where it holds a place
         self._limits = limits
         self._ended = False
+
+    async def leave(self) -> None:
+        """The work is over: its place is free for the next call, although its bill is not settled yet."""
+        if self._leave is not None and not self._ended:
+            leave, self._leave = self._leave, None
+            await leave()
 
     async def settle(self, usage: Usage, cost_nanos: int) -> None:
         if not self._ended:
@@ -146,7 +157,14 @@ class Limiter:
         headers: dict[str, str] = {}
         for (limit, charge), remaining in zip(charged, verdict.remaining, strict=True):
             headers.update(limit.headers(charge, remaining))
-        return Reservation(partial(self._end, name), [limit for limit, _ in charged], headers)
+        leave = partial(self._leave, name) if any(isinstance(charge, LeaseCharge) for charge in charges) else None
+        return Reservation(partial(self._end, name), [limit for limit, _ in charged], headers, leave)
+
+    async def _leave(self, name: str) -> None:
+        try:
+            await self._counters.leave(name, now=self._clock())
+        except StorageUnavailable:  # settling frees it
+            self.store_failures += 1
 
     async def _end(self, name: str, actual: Sequence[int]) -> None:
         self._open.pop(name, None)

@@ -94,6 +94,12 @@ class Counters(Protocol):
     async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
         """Keep a reservation alive. False when it is gone, by settling or by running out."""
 
+    async def leave(self, reservation_id: str, *, now: float) -> bool:
+        """The work is over, its bill not yet settled: free its places (`LeaseCharge`), and hold on to all else.
+
+        True for the one call that freed them.
+        """
+
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
         """Replace each reserved amount by the actual one (ignored for leases) and end the reservation.
 

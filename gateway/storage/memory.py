@@ -16,6 +16,7 @@ from gateway.storage.base import (
     Charge,
     Granted,
     KeyRecord,
+    LeaseCharge,
     RateCharge,
     Refused,
     SpendCharge,
@@ -42,6 +43,7 @@ class _Reservation(msgspec.Struct):
     expires_at: float
     forget_at: float
     holding: bool = True
+    left: bool = False  # holding no places any more
 
 
 class MemoryStorage:
@@ -111,6 +113,17 @@ class MemoryStorage:
         reservation.forget_at = reservation.expires_at + REMEMBER_SECONDS
         return True
 
+    async def leave(self, reservation_id: str, *, now: float) -> bool:
+        self._sweep(now)
+        reservation = self._reservations.get(reservation_id)
+        if reservation is None or reservation.left or not reservation.holding:
+            return False
+        reservation.left = True
+        places = [charge for charge in reservation.charges if isinstance(charge, LeaseCharge)]
+        for place in places:
+            self._accounts[place.key].held -= 1
+        return bool(places)
+
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
         self._sweep(now)
         reservation = self._reservations.get(reservation_id)
@@ -144,7 +157,7 @@ class MemoryStorage:
         if reservation.holding:
             reservation.holding = False
             for charge in reservation.charges:
-                if not isinstance(charge, RateCharge):
+                if isinstance(charge, SpendCharge) or (isinstance(charge, LeaseCharge) and not reservation.left):
                     self._accounts[charge.key].held -= charge.amount
 
     def _bucket(self, key: str, now: float) -> Bucket:

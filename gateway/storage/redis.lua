@@ -129,7 +129,7 @@ local function return_hold(key, reservation)
     redis.call('HINCRBY', account, 'held', amount == '0' and '0' or '-' .. amount)
     redis.call('HDEL', account, field)
   end
-  redis.call('ZREM', name('leases', key), reservation)
+  return redis.call('ZREM', name('leases', key), reservation)
 end
 
 local function return_expired(key)
@@ -253,6 +253,17 @@ function operations.extend()
     end
   end
   return 1
+end
+
+-- -> 1 | 0
+function operations.leave()
+  local reservation, freed = recall(id), 0
+  for _, charge in ipairs(reservation and reservation.expires_at > now and reservation.taken or {}) do
+    if charge.kind == 'lease' then
+      freed = math.max(freed, return_hold(charge.key, id))
+    end
+  end
+  return freed
 end
 
 -- actual amounts -> 1 | 0 | {"charges", how many there are}

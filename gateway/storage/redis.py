@@ -166,6 +166,9 @@ class RedisStorage:
         tenant = first_part(reservation_id)
         return bool(await self._script("extend", reservation_id, tenant, now, lease_seconds))
 
+    async def leave(self, reservation_id: str, *, now: float) -> bool:
+        return bool(await self._script("leave", reservation_id, first_part(reservation_id), now))
+
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
         check_actual(reservation_id, actual)
         answer = await self._script("settle", reservation_id, first_part(reservation_id), now, *actual)

@@ -27,6 +27,7 @@ from gateway.storage.base import (
     Charge,
     Granted,
     KeyRecord,
+    LeaseCharge,
     RateCharge,
     Refused,
     SpendCharge,
@@ -211,6 +212,10 @@ class SqliteStorage:
         held: bool = await self._transactions.submit(partial(_extend, reservation_id, lease_seconds, now))
         return held
 
+    async def leave(self, reservation_id: str, *, now: float) -> bool:
+        left: bool = await self._transactions.submit(partial(_leave, reservation_id, now))
+        return left
+
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
         ended: bool = await self._transactions.submit(partial(_settle, reservation_id, actual, now))
         return ended
@@ -286,6 +291,15 @@ def _extend(reservation_id: str, lease_seconds: float, now: float, db: sqlite3.C
         query = "UPDATE holds SET expires_at = ? WHERE key = ? AND reservation = ?"
         db.execute(query, (expires_at, key, reservation_id))
     return True
+
+
+def _leave(reservation_id: str, now: float, db: sqlite3.Connection) -> bool:
+    query = "SELECT charges FROM reservations WHERE id = ? AND expires_at > ?"
+    row = db.execute(query, (reservation_id, now)).fetchone()
+    taken = [] if row is None else _decode_taken(row[0])
+    query = "DELETE FROM holds WHERE key = ? AND reservation = ?"
+    places = [each.charge.key for each in taken if isinstance(each.charge, LeaseCharge)]
+    return sum(db.execute(query, (key, reservation_id)).rowcount for key in places) > 0
 
 
 def _settle(reservation_id: str, actual: Sequence[int], now: float, db: sqlite3.Connection) -> bool:

@@ -186,6 +186,32 @@ class TestLease:
         await storage.settle(f"{tenant}/b", [0], now=NOW)
         assert not await storage.extend(f"{tenant}/b", lease_seconds=LEASE_SECONDS, now=NOW)
 
+    async def test_who_has_left_holds_money_and_no_place(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", place(tenant, limit=1), spend(tenant, 60), rate(tenant, 60))
+        assert await storage.leave(f"{tenant}/a", now=NOW)
+        assert not await storage.leave(f"{tenant}/a", now=NOW)
+        assert isinstance(await reserve(storage, f"{tenant}/b", spend(tenant, 41)), Refused)
+        assert isinstance(await reserve(storage, f"{tenant}/b", rate(tenant, 41)), Refused)
+        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1)), Granted)
+        # Its extension takes no place back, and neither its end nor its running out frees another's.
+        assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW)
+        assert await storage.settle(f"{tenant}/a", [1, 20, 20], now=NOW)
+        assert isinstance(await reserve(storage, f"{tenant}/c", place(tenant, limit=1)), Refused)
+        assert await reserve(storage, f"{tenant}/d", spend(tenant, 80), rate(tenant, 80)) == Granted((0, 0))
+
+    async def test_who_has_left_and_runs_out_frees_no_place_of_another(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", place(tenant, limit=1))
+        assert await storage.leave(f"{tenant}/a", now=NOW)
+        later = NOW + LEASE_SECONDS - 1
+        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1), now=later), Granted)
+        assert isinstance(await reserve(storage, f"{tenant}/c", place(tenant, limit=1), now=later + 2), Refused)
+
+    async def test_leaving_without_a_place_changes_nothing(self, storage: Storage, tenant: str) -> None:
+        assert not await storage.leave(f"{tenant}/unknown", now=NOW)
+        await reserve(storage, f"{tenant}/a", spend(tenant, 60))
+        assert not await storage.leave(f"{tenant}/a", now=NOW)
+        assert await storage.settle(f"{tenant}/a", [60], now=NOW)
+
 
 class TestSpend:
     async def test_spent_and_held_stay_within_the_limit(self, storage: Storage, tenant: str) -> None:
