@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvloop
+import zmq
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -24,6 +25,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import EngineError
 from backend.server.app import create_app
+from backend.server.kv_events import KVEventPublisher
 from backend.server.listener import Listener, bind, url_of
 from backend.server.metrics import Metrics
 from backend.server.model import load_model
@@ -80,8 +82,9 @@ async def serve(args: argparse.Namespace) -> None:
 def load(args: argparse.Namespace) -> Serving:
     """Everything that takes time, with progress on stderr."""
     model_dir, name = resolve_model(args.model)
+    kv_events = publisher(args)
     with _progress(f"loading the weights of {name}"):
-        loaded = Engine.load(_engine_config(args, model_dir))
+        loaded = Engine.load(_engine_config(args, model_dir), kv_events)
     config = loaded.config
     # Where the cache is smaller than the context, the cache is the context.
     max_model_len = min(config.max_model_len, config.num_blocks * config.block_size)
@@ -100,7 +103,24 @@ def load(args: argparse.Namespace) -> Serving:
         metrics=Metrics(engine, model.name, config.block_size),
         tracer=otlp_tracer(endpoint, service_name) if endpoint else Tracer(None),
         executor=ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize"),
+        kv_events=kv_events,
     )
+
+
+def publisher(args: argparse.Namespace) -> KVEventPublisher | None:
+    """Of KV events, where they are asked for; says where it is bound. Raises StartError."""
+    if args.kv_events is None:
+        if args.kv_events_replay is not None:
+            raise StartError("--kv-events-replay needs --kv-events")
+        return None
+    try:
+        made = KVEventPublisher(
+            args.kv_events, args.kv_events_replay, topic=args.kv_events_topic, encoding=args.kv_events_encoding
+        )
+    except zmq.ZMQError as error:
+        raise StartError(f"cannot publish KV events on {args.kv_events}: {error}") from error
+    print(f"kv events on {made.endpoint}, replay on {made.replay_endpoint}", file=sys.stderr, flush=True)
+    return made
 
 
 def resolve_model(model: str) -> tuple[Path, str]:
@@ -171,6 +191,15 @@ def parser() -> argparse.ArgumentParser:
     add("--drain-seconds", type=_seconds, default=10.0, help="after SIGTERM, time for running replies (default: 10)")
     add(
         "--stop-with-stdin", action="store_true", help="stop when standard input ends: with whoever holds its other end"
+    )
+    add("--kv-events", metavar="ENDPOINT", help="publish KV events, as vLLM does, on e.g. tcp://127.0.0.1:5557")
+    add("--kv-events-replay", metavar="ENDPOINT", help="send missed KV events again to whoever asks here")
+    add("--kv-events-topic", default="", metavar="TOPIC", help="the first frame of every batch (default: empty)")
+    add(
+        "--kv-events-encoding",
+        choices=("map", "array"),
+        default="map",
+        help="array is vLLM's until June 2026 (default: %(default)s)",
     )
     add("--otlp-endpoint", metavar="URL", help=f"send traces to this OTLP/HTTP collector (default: ${OTLP_VARIABLE})")
     add("--log-level", choices=LOG_LEVELS, default="warning", help="default: %(default)s")

@@ -41,6 +41,7 @@ class CachedBlock:
     parent: bytes
     token_ids: tuple[int, ...]
     cache_salt: str = ""
+    session_id: str = ""  # of the request that computed it: for listeners, and no part of its hash
 
 
 class BlockListener(Protocol):
@@ -51,6 +52,9 @@ class BlockListener(Protocol):
     def removed(self, block_hash: bytes) -> None: ...
 
     def cleared(self) -> None: ...
+
+    def step_over(self) -> None:
+        """What was told since the last step is one whole. Called before anybody hears of the step's outputs."""
 
 
 class BlockPool:
@@ -121,6 +125,10 @@ class BlockPool:
         self._hashes = [None] * self.num_blocks
         if self._listener:
             self._listener.cleared()
+
+    def step_over(self) -> None:
+        if self._listener:
+            self._listener.step_over()
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` with every contradiction found. Fast enough to run whenever the engine goes idle."""

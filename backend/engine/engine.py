@@ -35,6 +35,7 @@ class EngineStats:
     requests_finished: Mapping[FinishReason, int]
     aborted_total: int
     integrity_ok: bool
+    integrity_checks_total: int
 
 
 class Engine:
@@ -45,6 +46,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self._integrity_ok = True
+        self._integrity_checks = 0
 
     @classmethod
     def load(cls, config: EngineConfig, listener: BlockListener | None = None) -> Engine:
@@ -64,7 +66,9 @@ class Engine:
         plan = self.scheduler.schedule()
         assert plan, "a step with nothing to do: ask has_unfinished first"
         computed = self.runner.run(plan)
-        return self.scheduler.advance(plan, computed)
+        outputs = self.scheduler.advance(plan, computed)
+        self.scheduler.pool.step_over()
+        return outputs
 
     @property
     def has_unfinished(self) -> bool:
@@ -95,6 +99,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises `IntegrityError`, and `stats` remembers it. For when the engine goes idle."""
         self._integrity_ok = False
+        self._integrity_checks += 1
         self.scheduler.pool.check_integrity()
         self._integrity_ok = True
 
@@ -116,4 +121,5 @@ class Engine:
             requests_finished=dict(counters.finished),
             aborted_total=counters.finished[FinishReason.ABORT],
             integrity_ok=self._integrity_ok,
+            integrity_checks_total=self._integrity_checks,
         )

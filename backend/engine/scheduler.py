@@ -248,7 +248,9 @@ class Scheduler:
         self._hash_blocks(request, num_full)
         for i in range(start // self.pool.block_size, num_full):
             parent = request.block_hashes[i - 1] if i else ROOT_HASH
-            content = CachedBlock(request.block_hashes[i], parent, *self._block_key(request, i))
+            content = CachedBlock(
+                request.block_hashes[i], parent, *self._block_key(request, i), session_id=request.session_id
+            )
             self.pool.publish(request.block_table[i], content)
 
     def _hash_blocks(self, request: Request, count: int) -> None:

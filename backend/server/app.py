@@ -45,6 +45,8 @@ def create_app(serving: Serving, closing: asyncio.Future[None]) -> ASGIApp:
             yield
         finally:
             await serving.engine.stop()
+            if serving.kv_events is not None:
+                serving.kv_events.close()
             serving.executor.shutdown(wait=False, cancel_futures=True)
             await asyncio.to_thread(serving.tracer.shutdown)
 

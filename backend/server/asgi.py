@@ -23,6 +23,7 @@ from backend.server.errors import ApiError, BodyTooLarge, BodyTooSlow, ShuttingD
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_BODY_SECONDS = 60.0
+SESSION_ID_MAX_CHARACTERS = 128  # of a client's own name for what belongs together: it goes into KV events
 
 logger = logging.getLogger("backend.server")
 
@@ -40,6 +41,7 @@ class Exchange:
         self.received_ns = time.time_ns()
         self.request_id: str = scope["state"]["request_id"]
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.session_id = self.headers.get("x-session-id", "")[:SESSION_ID_MAX_CHARACTERS]
         self.started = False
         self._receive = receive
         self._send = send

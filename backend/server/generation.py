@@ -114,7 +114,8 @@ class Generation:
     def _measure(self, marks: Marks) -> None:
         stage_seconds = {name: (end - start) / NANOSECONDS for name, start, end in stages(marks)}
         later_tokens = sum(max(0, sequence.num_tokens - 1) for sequence in self.sequences)
-        self._serving.metrics.completed((marks.ended_ns - marks.received_ns) / NANOSECONDS, stage_seconds, later_tokens)
+        e2e_seconds = (marks.ended_ns - marks.received_ns) / NANOSECONDS
+        self._serving.metrics.completed(e2e_seconds, stage_seconds, later_tokens, self.usage)
 
     def _record(self, marks: Marks, error: BaseException | None) -> RequestRecord:
         return RequestRecord(
@@ -187,7 +188,13 @@ class _Sequence:
         sampling: SamplingParams,
     ) -> None:
         self.request = Request(
-            request_id, prompt, sampling, cache_salt=task.cache_salt, priority=task.priority, pooling=task.pooling
+            request_id,
+            prompt,
+            sampling,
+            cache_salt=task.cache_salt,
+            session_id=exchange.session_id,
+            priority=task.priority,
+            pooling=task.pooling,
         )
         self.num_tokens = 0
         self.num_cached_tokens = 0

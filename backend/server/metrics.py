@@ -13,12 +13,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from backend.engine.async_engine import AsyncEngine
+from backend.server.records import Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+TOKEN_COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 # The weight of the newest request in the running mean behind `retry-after`.
 _NEWEST_WEIGHT = 0.1
@@ -46,6 +48,13 @@ class Metrics:
             "vllm:request_prefill_time_seconds", "From first run to first token.", REQUEST_BUCKETS
         )
         self._decode = histogram("vllm:request_decode_time_seconds", "From first to last token.", REQUEST_BUCKETS)
+        self._inference = histogram(
+            "vllm:request_inference_time_seconds", "From first run to last token.", REQUEST_BUCKETS
+        )
+        self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKEN_COUNT_BUCKETS)
+        self._generation = histogram(
+            "vllm:request_generation_tokens", "Tokens generated for a request.", TOKEN_COUNT_BUCKETS
+        )
         self._success = Counter(
             "vllm:request_success", "Ended requests.", ("model_name", "finished_reason"), registry=self._registry
         )
@@ -63,9 +72,13 @@ class Metrics:
     def finished(self, reason: str) -> None:
         self._success.labels(self._model, reason).inc()
 
-    def completed(self, e2e_seconds: float, stage_seconds: dict[str, float], later_tokens: int) -> None:
+    def completed(self, e2e_seconds: float, stage_seconds: dict[str, float], later_tokens: int, usage: Usage) -> None:
         """A request was answered in full. `stage_seconds` has the stages that it reached, by span name."""
         self._e2e.observe(e2e_seconds)
+        self._prompt.observe(usage.prompt_tokens)
+        self._generation.observe(usage.completion_tokens)
+        if "engine.prefill" in stage_seconds:
+            self._inference.observe(stage_seconds["engine.prefill"] + stage_seconds.get("engine.decode", 0.0))
         self.mean_request_seconds += _NEWEST_WEIGHT * (e2e_seconds - self.mean_request_seconds)
         for stage, histogram in (
             ("engine.queue", self._queue),
@@ -103,6 +116,7 @@ class _EngineCollector(Collector):
             "vllm:prefix_cache_queries": ("Prompt tokens looked up.", stats.prefix_cache_queries_total),
             "vllm:prefix_cache_hits": ("Prompt tokens found cached.", stats.prefix_cache_hits_total),
             "vllm:num_preemptions": ("Requests put back to wait, to be recomputed.", stats.preemptions_total),
+            "warmpath:integrity_checks": ("Times the block pool's books were balanced.", stats.integrity_checks_total),
             "warmpath:requests_aborted": ("Requests given up before their end.", stats.aborted_total),
         }
         for name, (documentation, value) in gauges.items():

@@ -13,6 +13,7 @@ from backend.engine.async_engine import AsyncEngine
 from backend.engine.errors import ContextTooLong, EngineError, QueueFull, RequestRefused
 from backend.engine.request import Request, StepOutput
 from backend.server.errors import ApiError, ContextLengthError, EngineDead, InvalidRequest, ModelNotFound, Overloaded
+from backend.server.kv_events import KVEventPublisher
 from backend.server.metrics import Metrics
 from backend.server.model import ServedModel
 from backend.server.records import Records
@@ -35,6 +36,7 @@ class Serving:
     tracer: Tracer
     executor: ThreadPoolExecutor
     records: Records = field(default_factory=Records)
+    kv_events: KVEventPublisher | None = None
 
     def check_model(self, name: str) -> None:
         if name != self.model.name:

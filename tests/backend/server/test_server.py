@@ -347,9 +347,11 @@ def test_the_clients_exceptions_are_the_right_ones(server: RunningServer) -> Non
 def test_health_and_metrics(server: RunningServer) -> None:
     assert httpx2.get(f"{server.url}/health").status_code == 200
     before = server.metric("vllm:generation_tokens_total"), server.metric("vllm:time_to_first_token_seconds_count")
+    tokens = server.metric("vllm:request_generation_tokens_sum")
     server.client().chat.completions.create(model=server.model, messages=MESSAGES, **GREEDY)
     assert server.metric("vllm:generation_tokens_total") == before[0] + 12
     assert server.metric("vllm:time_to_first_token_seconds_count") == before[1] + 1
+    assert server.metric("vllm:request_generation_tokens_sum") == tokens + 12
     assert server.metric("vllm:cache_config_info", block_size="16", num_gpu_blocks="1024") == 1
     assert server.metric("vllm:num_requests_running") == 0
     assert server.metric("vllm:num_requests_waiting") == 0
@@ -364,6 +366,8 @@ def test_health_and_metrics(server: RunningServer) -> None:
         "vllm:num_preemptions_total",
         "vllm:inter_token_latency_seconds_bucket",
         "vllm:e2e_request_latency_seconds_bucket",
+        "vllm:request_inference_time_seconds_bucket",
+        "vllm:request_prompt_tokens_bucket",
         "vllm:request_success_total",
     ):
         assert f"{name}{{" in text, name

@@ -1,0 +1,193 @@
+"""KV events: what can be found in the prefix cache, told to whoever subscribes, in vLLM's wire format.
+
+Every step that changed the cache publishes one batch on a ZeroMQ PUB socket, as three frames:
+
+    topic | sequence number, 8 bytes big-endian, from 0 | msgpack [time, [event, ...], data-parallel rank]
+
+An event is a map with its type under "type" (vLLM since June 2026, SGLang 0.5.23), or, as `array`, the type followed by
+the fields in their order (both before that). Hashes are the low 64 bits of the engine's own, to be taken as opaque ids.
+Stored blocks carry their tokens and the session of the request that computed them: keep the address private.
+
+PUB drops what a slow subscriber does not take. Who finds a gap in the numbers asks the replay socket, a ROUTER, with
+frames [empty, first number wanted]; it answers [empty, topic, number, batch] for each batch that it still has, and ends
+with number -1. Formats: vLLM 0.32, `vllm/distributed/kv_events.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Literal
+
+import msgspec
+import zmq
+
+from backend.engine.block_pool import ROOT_HASH, CachedBlock
+
+Encoding = Literal["map", "array"]
+
+REPLAY_BATCHES_MAX = 10_000  # kept for subscribers that missed some
+SEND_QUEUE_MAX = 100_000  # batches that wait for one subscriber before it misses some
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+MEDIUM = "GPU"  # vLLM's word for the memory that the engine computes in, on a CPU too
+
+_HASH_MASK = (1 << 64) - 1
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+    """A run of blocks, each the child of the one before it; `parent_block_hash` is None at a prompt's beginning."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None  # one per block: what its hash covers beside tokens
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None  # the x-session-id of the request that computed them
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    pass
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventPublisher:
+    """A `BlockListener`. Told on the engine's thread, which sends; replays are served by a thread of their own.
+
+    Binds in its constructor, and raises `zmq.ZMQError` where that is not possible. An address may end in `:*` for any
+    free port; `endpoint` and `replay_endpoint` say which it became. `close` it once the engine's thread has ended.
+    """
+
+    def __init__(
+        self, endpoint: str, replay_endpoint: str | None = None, *, topic: str = "", encoding: Encoding = "map"
+    ) -> None:
+        self._topic = topic.encode()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._encoding = encoding
+        self._events: list[Event] = []  # of the step under way
+        self._sequence = 0
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=REPLAY_BATCHES_MAX)
+        self._kept_lock = threading.Lock()
+        self._context = zmq.Context()
+        self._replayer: threading.Thread | None = None
+        try:
+            self._pub = self._bound(zmq.PUB, endpoint, SEND_QUEUE_MAX)
+            self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)
+            self.replay_endpoint: str | None = None
+            if replay_endpoint is not None:
+                router = self._bound(zmq.ROUTER, replay_endpoint, REPLAY_BATCHES_MAX + 1)
+                self.replay_endpoint = router.get_string(zmq.LAST_ENDPOINT)
+                self._replayer = threading.Thread(target=self._replay, args=(router,), name="kv replay", daemon=True)
+                self._replayer.start()
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+
+    def close(self) -> None:
+        self._pub.close(linger=0)
+        self._context.term()  # the replayer's wait ends by this, and closes its socket
+        if self._replayer is not None:
+            self._replayer.join()
+
+    # -- the block pool's listener -------------------------------------------------------------------------------
+
+    def stored(self, block: CachedBlock) -> None:
+        block_hash = _wire_hash(block.block_hash)
+        parent = None if block.parent == ROOT_HASH else _wire_hash(block.parent)
+        extra_keys = (block.cache_salt,) if block.cache_salt else None
+        last = self._events[-1] if self._events else None
+        if (
+            isinstance(last, BlockStored)
+            and parent == last.block_hashes[-1]
+            and (last.session_id or "") == block.session_id
+        ):
+            last.block_hashes.append(block_hash)
+            last.token_ids += block.token_ids
+            if last.extra_keys is not None:
+                last.extra_keys.append(extra_keys)
+            return
+        self._events.append(
+            BlockStored(
+                block_hashes=[block_hash],
+                parent_block_hash=parent,
+                token_ids=list(block.token_ids),
+                block_size=len(block.token_ids),
+                lora_id=None,
+                medium=MEDIUM,
+                lora_name=None,
+                extra_keys=[extra_keys] if extra_keys else None,
+                session_id=block.session_id or None,
+            )
+        )
+
+    def removed(self, block_hash: bytes) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved):
+            last.block_hashes.append(_wire_hash(block_hash))
+        else:
+            self._events.append(BlockRemoved(block_hashes=[_wire_hash(block_hash)], medium=MEDIUM))
+
+    def cleared(self) -> None:
+        self._events.append(AllBlocksCleared())
+
+    def step_over(self) -> None:
+        """What has been told since the last time is sent, as one batch."""
+        if not self._events:
+            return
+        told, self._events = self._events, []
+        events = told if self._encoding == "map" else [_as_array(event) for event in told]
+        payload = self._encode((time.time(), events, 0))
+        number = self._sequence.to_bytes(8, "big")
+        self._sequence += 1
+        with self._kept_lock:
+            self._kept.append((number, payload))
+        self._pub.send_multipart((self._topic, number, payload))
+
+    # -- replays ---------------------------------------------------------------------------------------------------
+
+    def _bound(self, kind: int, endpoint: str, send_queue_max: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(send_queue_max)
+        socket.linger = 0
+        socket.bind(endpoint)
+        return socket
+
+    def _replay(self, router: zmq.Socket[bytes]) -> None:
+        try:
+            while True:
+                client, *request = router.recv_multipart()
+                if len(request) == 2 and len(request[1]) == 8:
+                    self._send_kept(router, client, int.from_bytes(request[1], "big"))
+        except zmq.ContextTerminated:
+            router.close(linger=0)
+
+    def _send_kept(self, router: zmq.Socket[bytes], client: bytes, first: int) -> None:
+        with self._kept_lock:
+            kept = list(self._kept)
+        for number, payload in kept:
+            if int.from_bytes(number, "big") >= first:
+                router.send_multipart((client, b"", self._topic, number, payload))
+        router.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
+
+
+def _as_array(event: Event) -> tuple[object, ...]:
+    return type(event).__name__, *msgspec.structs.astuple(event)
+
+
+def _wire_hash(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash, "big") & _HASH_MASK
