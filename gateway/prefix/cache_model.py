@@ -1,38 +1,244 @@
-"""What we believe one server's prefix cache holds: the blocks we sent it, least recently used ones dropped first."""
+"""What we believe one server's prefix cache holds: the prompts we sent it, least recently used ends dropped first.
+
+A chain is a fingerprint: a sequence of hashes in which each one stands for everything before it. Equal hashes mean
+equal prefixes, so that a tree of *runs* (blocks that always came together) is enough: a prompt is found in as many
+steps as it has branches, and not blocks. The runs are kept in order of use. A use touches a chain from its end to its
+beginning, as the engines do, so that the oldest run never has a younger one behind it.
+
+What has had to make way is remembered for as long again: a server that still has it has more room than we thought.
+Replies teach the capacity (`learn`), events correct the content (`add`, `remove`, `clear`), and an engine that tells
+its size is believed (`resize`). Memory is bounded by the capacity: some 40 bytes per block, twice.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
+SHRINK_AT_MOST = 0.1  # of the learned capacity, by one reply: a restarted server has lost its content, not its size
+GROW_AT_MOST = 0.1
+CAPACITY_MAX_TOKENS = 64_000_000  # up to which a capacity is learned
+
+
+class _Run:
+    """Blocks of a chain that follow each other without a branch. `used` is the model's clock at their last use."""
+
+    __slots__ = ("blocks", "children", "held", "parent", "used")
+
+    def __init__(self, parent: _Run | None, blocks: list[int], used: int) -> None:
+        self.parent = parent
+        self.blocks = blocks
+        self.children: dict[int, _Run] = {}  # by their first block
+        self.used = used
+        self.held = True  # else only remembered
+
+
+class Recall(NamedTuple):
+    """What was believed of a chain at one moment. `ages`: for each run on its path, where it ends and when it was
+    used last; the first runs that are `held` make up `matched`, the others have been evicted since."""
+
+    matched: int
+    remembered: int
+    ages: tuple[tuple[int, int], ...]
+
 
 class CacheModel:
-    """A bounded set of block hashes in order of use. Bounded by `capacity_tokens`."""
+    """A bounded tree of chains in order of use. All lengths are in blocks but where a name says tokens."""
 
     def __init__(self, capacity_tokens: int) -> None:
-        self.capacity_blocks = max(1, capacity_tokens // BLOCK_TOKENS)
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self.capacity = _blocks(capacity_tokens)
+        self._root = _Run(None, [], 0)
+        self._held: OrderedDict[_Run, None] = OrderedDict()  # from the least to the most recently used
+        self._remembered: OrderedDict[_Run, None] = OrderedDict()  # from the first to the last evicted
+        self._held_blocks = 0
+        self._remembered_blocks = 0
+        self.clock = 0  # counts additions
+        self._told = False
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return self._held_blocks
 
-    def match(self, fingerprint: Sequence[int]) -> int:
+    @property
+    def capacity_tokens(self) -> int:
+        return self.capacity * BLOCK_TOKENS
+
+    def match(self, chain: Sequence[int]) -> int:
         """How many leading blocks are believed to be there. Changes nothing."""
-        for count, block in enumerate(fingerprint):
-            if block not in self._blocks:
-                return count
-        return len(fingerprint)
+        return self.recall(chain).matched
 
-    def add(self, fingerprint: Sequence[int]) -> None:
-        """The server computes this prompt, or has. A chain's tail is older than its head, as in the engines."""
-        for block in reversed(fingerprint[: self.capacity_blocks]):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while len(self._blocks) > self.capacity_blocks:
-            self._blocks.popitem(last=False)
+    def recall(self, chain: Sequence[int]) -> Recall:
+        """What is believed of a chain, in as much detail as `learn` wants it. Changes nothing."""
+        path, depth = self._walk(chain)
+        matched, end = 0, 0
+        ages: list[tuple[int, int]] = []
+        for run in path:
+            end = min(end + len(run.blocks), depth)
+            ages.append((end, run.used))
+            if run.held:
+                matched = end
+        return Recall(matched, depth, tuple(ages))
+
+    def add(self, chain: Sequence[int]) -> None:
+        """The server computes this prompt, or has: it is the most recently used now."""
+        chain = chain[: self.capacity]
+        self.clock += 1
+        path, depth = self._walk(chain)
+        end = sum(len(run.blocks) for run in path)
+        if end > depth:  # it leaves the last run, or ends, in its midst
+            path[-1] = self._split(path[-1], len(path[-1].blocks) - (end - depth))
+        rest = list(chain[depth:])
+        if rest:
+            tip = path[-1] if path else self._root
+            if tip.children or tip is self._root:
+                run = tip.children[rest[0]] = _Run(tip, rest, self.clock)
+                self._held[run] = None
+                self._held_blocks += len(rest)
+                path.append(run)
+            else:
+                self._use(tip)  # before it grows, so that each block is counted once
+                tip.blocks += rest
+                self._held_blocks += len(rest)
+        for run in reversed(path):
+            self._use(run)
+        self._make_room()
+
+    def remove(self, chain: Sequence[int]) -> None:
+        """The last block of this chain is gone, and so is whatever continued it."""
+        path, depth = self._walk(chain)
+        if not chain or depth < len(chain):
+            return
+        tip, before = path[-1], sum(len(run.blocks) for run in path[:-1])
+        gone = list(tip.children.values())
+        for run in gone:
+            gone.extend(run.children.values())
+        for run in reversed(gone):
+            self._drop(run)
+        kept = len(chain) - before - 1
+        if not kept:
+            self._drop(tip)
+            return
+        self._count(tip, kept - len(tip.blocks))
+        del tip.blocks[kept:]
 
     def clear(self) -> None:
-        """The server has restarted or dropped its cache."""
-        self._blocks.clear()
+        """The server has restarted or dropped its cache. Its capacity is what it was."""
+        self._root.children.clear()
+        self._held.clear()
+        self._remembered.clear()
+        self._held_blocks = self._remembered_blocks = 0
+
+    def resize(self, capacity_tokens: int) -> None:
+        """The engine has told its size: replies do not teach another one any more."""
+        self.capacity = _blocks(capacity_tokens)
+        self._told = True
+        self._make_room()
+
+    def learn(self, believed: Recall, reported: int) -> None:
+        """A reply said how many leading blocks were cached of a prompt of which this was believed before it was added.
+
+        Less than believed: what was used before the first missing run is gone as well, and the cache is smaller than
+        it seemed. More: what had to make way here did not there, and it is larger.
+        """
+        if reported < believed.matched:
+            missing = next(used for end, used in believed.ages if end > reported)
+            self._evict_older(missing)
+            smaller = max(self._held_blocks, int(self.capacity * (1 - SHRINK_AT_MOST)))
+            self._learn_capacity(min(self.capacity, smaller))
+        elif believed.matched < believed.remembered and reported > believed.matched:
+            more = min(reported, believed.remembered) - believed.matched
+            self._learn_capacity(self.capacity + min(more, int(self.capacity * GROW_AT_MOST)))
+
+    def _learn_capacity(self, capacity: int) -> None:
+        if not self._told:
+            self.capacity = min(max(1, capacity), CAPACITY_MAX_TOKENS // BLOCK_TOKENS)
+            self._make_room()
+
+    def _walk(self, chain: Sequence[int]) -> tuple[list[_Run], int]:
+        """The runs along a chain from its beginning, and how many of its blocks they cover; the last one in part."""
+        path: list[_Run] = []
+        run, depth, length = self._root, 0, len(chain)
+        while depth < length and (child := run.children.get(chain[depth])) is not None:
+            path.append(child)
+            end = depth + len(child.blocks)
+            if end > length or chain[end - 1] != child.blocks[-1]:
+                return path, depth + _in_common(child.blocks, chain, depth)
+            run, depth = child, end
+        return path, depth
+
+    def _split(self, run: _Run, length: int) -> _Run:
+        """Cut a run after `length` blocks. `run` itself becomes the tail and keeps its place in the order."""
+        assert run.parent is not None
+        head = _Run(run.parent, run.blocks[:length], run.used)
+        head.held = run.held
+        run.parent.children[head.blocks[0]] = head
+        run.parent = head
+        del run.blocks[:length]
+        head.children[run.blocks[0]] = run
+        (self._held if head.held else self._remembered)[head] = None
+        return head
+
+    def _use(self, run: _Run) -> None:
+        run.used = self.clock
+        if run.held:
+            self._held.move_to_end(run)
+            return
+        run.held = True
+        del self._remembered[run]
+        self._held[run] = None
+        self._remembered_blocks -= len(run.blocks)
+        self._held_blocks += len(run.blocks)
+
+    def _make_room(self) -> None:
+        while self._held_blocks > self.capacity:
+            run = next(iter(self._held))
+            excess = self._held_blocks - self.capacity
+            if excess < len(run.blocks):  # its end makes way, its beginning stays the oldest
+                head = self._split(run, len(run.blocks) - excess)
+                self._held.move_to_end(head, last=False)
+            self._evict(run)
+        while self._remembered_blocks > self.capacity:
+            self._drop(next(iter(self._remembered)))
+
+    def _evict_older(self, used: int) -> None:
+        """Everything last used at that time, or before it."""
+        while self._held and (run := next(iter(self._held))).used <= used:
+            self._evict(run)
+
+    def _evict(self, run: _Run) -> None:
+        run.held = False
+        del self._held[run]
+        self._remembered[run] = None
+        self._held_blocks -= len(run.blocks)
+        self._remembered_blocks += len(run.blocks)
+
+    def _drop(self, run: _Run) -> None:
+        """Forget a run that nothing continues."""
+        assert run.parent is not None and not run.children
+        del run.parent.children[run.blocks[0]]
+        del (self._held if run.held else self._remembered)[run]
+        self._count(run, -len(run.blocks))
+
+    def _count(self, run: _Run, blocks: int) -> None:
+        if run.held:
+            self._held_blocks += blocks
+        else:
+            self._remembered_blocks += blocks
+
+
+def _blocks(tokens: int) -> int:
+    return max(1, tokens // BLOCK_TOKENS)
+
+
+def _in_common(blocks: list[int], chain: Sequence[int], start: int) -> int:
+    """How many of a run's blocks stand in the chain from `start` on, of which the first one does."""
+    low, high = 1, min(len(blocks), len(chain) - start)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if chain[start + middle - 1] == blocks[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.prefix.cache_model import CacheModel
+from gateway.prefix.fingerprint import BLOCK_TOKENS
+
+Chain = tuple[int, ...]
+
+
+def chain_of(text: str) -> Chain:
+    """A block for each letter: its hash stands for all letters up to there."""
+    return tuple(hash(text[: end + 1]) for end in range(len(text)))
+
+
+class PlainCache:
+    """The same rule, block by block: what a run-length tree must not be told apart from."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+
+    def match(self, chain: Sequence[int]) -> int:
+        return next((depth for depth, block in enumerate(chain) if block not in self.blocks), len(chain))
+
+    def add(self, chain: Sequence[int]) -> None:
+        for block in reversed(chain[: self.capacity]):
+            self.blocks[block] = None
+            self.blocks.move_to_end(block)
+        while len(self.blocks) > self.capacity:
+            self.blocks.popitem(last=False)
+
+    def remove(self, chain: Sequence[int]) -> None:
+        if chain and self.match(chain) == len(chain):
+            for block, before in list(PARENTS.items()):
+                if chain[-1] in before:
+                    self.blocks.pop(block, None)
+
+
+texts = st.text(alphabet="ab", min_size=1, max_size=9)
+EVERY_TEXT = [""] + ["".join(t) for n in range(1, 10) for t in __import__("itertools").product("ab", repeat=n)]
+PARENTS = {chain_of(text)[-1]: set(chain_of(text)) for text in EVERY_TEXT[1:]}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "add", "add", "remove"]), texts), max_size=40), st.integers(1, 15))
+def test_it_holds_what_a_plain_lru_of_blocks_holds(steps: list[tuple[str, str]], capacity: int) -> None:
+    model, plain = CacheModel(capacity * BLOCK_TOKENS), PlainCache(capacity)
+    for step, text in steps:
+        getattr(model, step)(chain_of(text))
+        getattr(plain, step)(chain_of(text))
+        assert len(model) == len(plain.blocks)
+    for text in EVERY_TEXT:
+        assert model.match(chain_of(text)) == plain.match(chain_of(text)), text
