@@ -17,6 +17,7 @@
   x LedgerUnavailable          503 ledger_unavailable: what is done could not be billed, so it is not done
   x UpstreamError              502 upstream_error: no deployment gave a first chunk
     + UpstreamTimeout          504 upstream_timeout
+    + UpstreamBusy             503 upstream_busy: all of them answered 429 or 503
     + UpstreamRefused          the upstream's own status: it refuses the request itself, so no other is tried
   x UpstreamCut                a reply that broke after its first byte; travels in the stream, never as a status
 
@@ -169,6 +170,13 @@ class UpstreamError(GatewayError):
 class UpstreamTimeout(UpstreamError):
     status = 504
     code = "upstream_timeout"
+
+
+class UpstreamBusy(UpstreamError):
+    """Whoever was asked has too much to do."""
+
+    status = 503
+    code = "upstream_busy"
 
 
 class UpstreamRefused(GatewayError):

@@ -6,15 +6,15 @@ a policy reload for every deployment whose address and model stay the same.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
+from gateway.breaker import Breaker
 from gateway.policy import Deployment, Model, Policy
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import Provider
 
-COOLDOWN_FIRST_SECONDS = 0.5
-COOLDOWN_MAX_SECONDS = 30.0
 RATE_WEIGHT = 0.2  # of the newest observation in the learned prefill speed
 RATE_MIN_TOKENS = 64  # shorter prefills tell more about the network than about the server
 
@@ -31,8 +31,7 @@ class Server:
         self.prefill_tokens_queued = 0  # uncached prompt tokens sent and not yet answered by a first chunk
         self.prefill_tokens_per_second = float(deployment.prefill_tokens_per_second)
         self.reports_cached = False  # whether it has ever said that tokens came from its cache
-        self.failures_in_a_row = 0
-        self.cool_until = 0.0  # event-loop seconds
+        self.breaker = Breaker()
 
     @property
     def name(self) -> str:
@@ -40,20 +39,14 @@ class Server:
 
     @property
     def has_place(self) -> bool:
-        return self.places_taken < self.deployment.max_concurrency
+        places = self.deployment.max_concurrency
+        if self.breaker.recovering:
+            places = max(1, int(places * self.breaker.share(asyncio.get_running_loop().time())))
+        return self.places_taken < places
 
     def cooling(self, now: float) -> bool:
-        return now < self.cool_until
-
-    def succeeded(self) -> None:
-        self.failures_in_a_row = 0
-        self.cool_until = 0.0
-
-    def failed(self, now: float) -> None:
-        """It did not answer as a server should: others go first for a while, twice as long each time."""
-        self.failures_in_a_row += 1
-        doublings = min(self.failures_in_a_row - 1, 10)
-        self.cool_until = now + min(COOLDOWN_FIRST_SECONDS * 2**doublings, COOLDOWN_MAX_SECONDS)
+        """Others go first."""
+        return self.breaker.cooling(now)
 
     def learn_cached(self, fingerprint: Sequence[int], predicted_tokens: int, reported_tokens: int) -> None:
         """A reply said how much of its prompt was cached. Zero is believed of servers that have ever said more.
@@ -90,6 +83,10 @@ class Place:
         server.places_taken += 1
         self._fleet.give_back(left)
         return True
+
+    def swap(self, other: Place) -> None:
+        """Hold what the other one holds, and the other way round."""
+        self._server, other._server = other._server, self._server
 
     def release(self) -> None:
         if self._server is not None:
@@ -131,6 +128,8 @@ class Fleet:
     def take(self, servers: Sequence[Server]) -> Place | None:
         """A place at the least busy of these, or None where all are full."""
         free = [server for server in servers if server.has_place]
+        if any(server.breaker.open for server in servers):
+            free = _worth_asking(servers, free)
         if not free:
             return None
         return Place(self, min(free, key=lambda s: s.places_taken / s.deployment.max_concurrency))
@@ -139,3 +138,11 @@ class Fleet:
         server.places_taken -= 1
         assert server.places_taken >= 0
         self.on_free()
+
+
+def _worth_asking(servers: Sequence[Server], free: list[Server]) -> list[Server]:
+    """Those of the free ones that may be asked now: waiting for one that works is better than a place at one that
+    does not. Where none works, any will do: the router tells the caller so."""
+    now = asyncio.get_running_loop().time()
+    working = [server for server in servers if server.breaker.would_allow(now)]
+    return [server for server in free if server in working] if working else free

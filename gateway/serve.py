@@ -24,7 +24,9 @@ from gateway.limits.base import UNLIMITED, Limiter
 from gateway.policy_file import PolicyHolder
 from gateway.queueing import Queue
 from gateway.replies import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, ClientGone, Exchange
-from gateway.routing.router import Attempts, Router, Upstream
+from gateway.routing.attempts import Attempts
+from gateway.routing.router import Router
+from gateway.routing.upstream import Upstream
 from gateway.settlement import Settlement
 from gateway.telemetry import CallRecord, Telemetry
 from gateway.types import Call, Marks, Outcome

@@ -9,6 +9,22 @@ from pydantic import AfterValidator, Field
 from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Seconds, Share
 
 
+class Hedge(Frozen):
+    """Asking a second server when the first one is late. The first chunk decides; the loser is cancelled at once."""
+
+    after: Literal["p50", "p90", "p95", "p99"] | Seconds = Field(
+        "p95", description="How late: a percentile of the model's times to the first chunk, or a duration."
+    )
+    budget: Share = Field(0.05, description="Share of the calls that may be sent twice.")
+
+
+class Floor(Frozen):
+    """How fast a stream must begin. One that does not is given to another server before anything was sent."""
+
+    chunks: Count = Field(4, description="So many chunks are waited for before the first is sent on.")
+    within: Seconds = Field(2.0, description="So long after the first of them.")
+
+
 class LatencyClass(Frozen):
     """How long a call may take, and how it queues. Time limits start when the request has been read."""
 
@@ -18,6 +34,11 @@ class LatencyClass(Frozen):
     max_queue: CountOrZero = Field(200, description="Calls that may wait for a deployment pool; one more is refused.")
     max_wait: Seconds = Field(10.0, description="How long a call may wait for its turn.")
     priority: int = Field(0, description="Lower goes first; engines that know priorities are told.")
+    hedge: Hedge | None = Field(None, description="Ask a second server when the first is late; left out: never.")
+    floor: Floor | None = Field(None, description="Replace streams that begin too slowly; left out: never.")
+    retries: Share = Field(
+        0.2, description="Attempts beyond the first that calls of this class may cause, as a share of the calls."
+    )
 
 
 def _lower_names(headers: dict[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ A frame is the bytes of one event with the blank line that ends it; lines end wi
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 
@@ -80,3 +81,40 @@ def error_in(frames: bytes) -> tuple[int, str] | None:
             message = error.get("message") if isinstance(error, dict) else error
             return line.start("line"), str(message)
     return None
+
+
+class _Choice(msgspec.Struct):
+    delta: dict[str, Any] | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    error: Any = None
+
+
+_event = msgspec.json.Decoder(_Event)
+_DATA_LINE = re.compile(rb"(?:\A|[\r\n])data: ?([^\r\n]*)")
+
+
+def has_output(frames: bytes) -> bool:
+    """Whether there is anything in them that a client waits for: text, a tool call, an end or an error.
+
+    A comment, a role alone and empty text are none. What is not understood is taken for output.
+    """
+    lines = list(_DATA_LINE.finditer(frames))
+    if not lines:
+        return not frames.lstrip().startswith(b":")
+    for line in lines:
+        try:
+            event = _event.decode(line[1])
+        except msgspec.MsgspecError:  # [DONE] too
+            return True
+        if event.error is not None or event.choices is None:
+            return True
+        for choice in event.choices:
+            said = choice.delta or {}
+            if choice.text or choice.finish_reason or any(value for name, value in said.items() if name != "role"):
+                return True
+    return False

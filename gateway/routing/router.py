@@ -1,79 +1,49 @@
 """Phase 6: candidates in order of predicted cost, opened until one gives a first chunk.
 
-Failover ends with the first chunk: until then nothing has been sent, so another server may be asked; after it, a
-failure is told in the stream. A server that refuses the request itself (400, 404, 413, 422) speaks for all of them.
+Failover ends with the first useful chunk: until then nothing has been sent, so another server may be asked, and the
+same ones again after a pause; after it, a failure is told in the stream. A server that refuses the request itself
+(400, 404, 413, 422) speaks for all of them.
+
+Asking again is bounded three times: by `MAX_ATTEMPTS` per call, by the class's time to the first chunk, and by the
+class's retry budget, which is a share of the traffic. A server whose breaker is open is not asked; where that holds
+for all of them the caller is told so at once, with the time at which one of them will be tried.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
-from gateway.errors import UpstreamCut, UpstreamError, UpstreamRefused, UpstreamTimeout
+from gateway.errors import (
+    GatewayError,
+    Overloaded,
+    UpstreamBusy,
+    UpstreamError,
+    UpstreamRefused,
+    UpstreamTimeout,
+    retry_after,
+)
 from gateway.fleet import Fleet, Place, Server
-from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
+from gateway.policy import Floor
+from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.providers.sse import ends_stream, has_output
+from gateway.routing.attempts import CLIENT_GONE, Attempts
 from gateway.routing.base import Candidate, Strategy
+from gateway.routing.hedging import Hedging
+from gateway.routing.retries import RetryBudget, backoff_seconds
+from gateway.routing.upstream import Upstream
 from gateway.timers import WaitBound
-from gateway.types import Attempt, Call, Operation
+from gateway.types import Call, Operation
 
 MAX_ATTEMPTS = 4
-SERVER_FAULTS = frozenset({Fault.CONNECT, Fault.TIMEOUT, Fault.CUT, Fault.MALFORMED})
-
-
-class Upstream:
-    """An opened reply with its first chunk in hand. Breaks with `UpstreamCut`."""
-
-    def __init__(
-        self, call: Call, chosen: Candidate, reply: Reply, first: bytes, task: asyncio.Task[Any] | None
-    ) -> None:
-        self.reply = reply
-        self.chosen = chosen
-        self.server = chosen.server
-        self.matched_tokens = chosen.matched_tokens
-        self.fault: Fault | None = None  # why it broke, once it has
-        self._call = call
-        self._first = first
-        self._task = task
-        self._wait: WaitBound | None = None
-
-    async def first(self) -> bytes:
-        return self._first
-
-    async def pour(self, sink: Sink) -> bool:
-        """Give `sink` the chunks behind the first, as `Reply.pour` does, each within the class's time of the last."""
-        if self._wait is None:
-            limits = self._call.latency_class
-            self._wait = WaitBound(limits.inter_token, self._call.deadline, task=self._task)
-        wait = self._wait
-
-        def taking(chunk: bytes) -> bool:
-            wait.begin()
-            return sink(chunk)
-
-        wait.begin()
-        try:
-            return await self.reply.pour(taking)
-        except ProviderFailure as failure:
-            self.fault = failure.fault
-            raise UpstreamCut(f"{self.server.name}: {failure}") from None
-        except asyncio.CancelledError:
-            if not wait.expired:
-                raise
-            wait.uncancel()
-            self.fault = Fault.TIMEOUT
-            seconds = self._call.latency_class.inter_token
-            raise UpstreamCut(f"{self.server.name} sent nothing for {seconds:g} s, or took too long in all") from None
-        finally:
-            wait.end()
-
-    async def aclose(self) -> None:
-        """The call is over at this server. Once."""
-        self.server.in_flight -= 1
-        if self._wait is not None:
-            self._wait.close()
-        await self.reply.aclose()
+MAX_OPENING_BYTES = 256 * 1024  # of frames without output that are held back before the first with some
+PATIENCE_SECONDS = 15.0  # for a server that asked to be left alone: longer pauses are the caller's to make
+BUSY_PAUSE_SECONDS = 0.05
+UNNAMED_REST_SECONDS = 1.0  # of a 429 that says no time
+RESTING_STATUSES = frozenset({429, 503})
+SERVER_FAULTS = frozenset(f.value for f in (Fault.CONNECT, Fault.TIMEOUT, Fault.CUT, Fault.MALFORMED))
+GIVEN_UP, TOO_SLOW, HEDGE_LOST = "given_up", "too_slow", "hedge_lost"  # outcomes that no fault stands for
 
 
 class _Opening:
@@ -93,51 +63,17 @@ class _Opening:
         await self._upstream.aclose()
 
 
-class Attempts:
-    """What was tried for one call, in order. Written by the router, read by the receipt and the spans."""
-
-    def __init__(
-        self,
-        new_span_id: Callable[[], int],
-        headers: Callable[[int], Mapping[str, str]],
-        task: asyncio.Task[Any] | None = None,
-    ) -> None:
-        self.task = task  # whose call it is, for who has it at hand
-        self.done: list[Attempt] = []
-        self.asked: Server | None = None  # the last one that took the call and may have worked on it
-        self.new_span_id = new_span_id
-        self.headers = headers  # of an attempt, by its span id
-
-    def add(self, candidate: Candidate, outcome: str, started_ns: int, span_id: int, status: int | None) -> None:
-        self.done.append(
-            Attempt(
-                deployment=candidate.server.name,
-                outcome=outcome,
-                started_ns=started_ns,
-                ended_ns=time.time_ns(),
-                span_id=span_id,
-                status=status,
-                predicted_cached_tokens=candidate.matched_tokens,
-            )
-        )
-
-    def conclude(self, outcome: str) -> None:
-        """The last attempt, which had answered, is over now, in this way."""
-        last = self.done[-1]
-        self.done[-1] = Attempt(
-            last.deployment, outcome, last.started_ns, time.time_ns(), last.span_id, last.status,
-            last.predicted_cached_tokens,
-        )  # fmt: skip
-
-    def told(self) -> list[dict[str, object]]:
-        """The attempts as a refused caller is told of them."""
-        return [{"deployment": a.deployment, "outcome": a.outcome, "status": a.status} for a in self.done]
-
-
 class Router:
     def __init__(self, fleet: Fleet, strategies: Mapping[Operation, Strategy]) -> None:
         self._fleet = fleet
         self._strategies = strategies
+        self._budgets: dict[str, RetryBudget] = {}  # by class, of which a policy has a handful
+        self._hedging = Hedging()
+
+    @property
+    def retries_refused(self) -> int:
+        """How many attempts were not made because the retry budget was spent. For telemetry."""
+        return sum(budget.refused for budget in self._budgets.values())
 
     def order(self, call: Call) -> list[Candidate]:
         """The model's servers, best first, then those of its fallbacks. Also what `explain` shows."""
@@ -156,56 +92,119 @@ class Router:
         return _Opening(self, call, place, attempts)
 
     async def first_to_answer(self, call: Call, place: Place, attempts: Attempts) -> Upstream:
-        limits = call.latency_class
+        limits, loop = call.latency_class, asyncio.get_running_loop()
         # A call that does not stream has its first chunk when it is done.
-        deadline = min(asyncio.get_running_loop().time() + limits.ttft, call.deadline) if call.stream else call.deadline
-        for candidate in self.order(call):
-            if len(attempts.done) == MAX_ATTEMPTS or asyncio.get_running_loop().time() >= deadline:
-                break
-            if not place.move_to(candidate.server):
-                continue
-            upstream = await self._attempt(call, candidate, deadline, attempts)
+        deadline = min(loop.time() + limits.ttft, call.deadline) if call.stream else call.deadline
+        budget = self._budgets.get(call.class_name)
+        if budget is None:
+            budget = self._budgets[call.class_name] = RetryBudget()
+        budget.note_call(limits.retries)
+        rounds = 0
+        while True:
+            candidates = self.order(call)
+            upstream = await self._one_round(call, candidates, place, attempts, deadline, budget)
             if upstream is not None:
                 return upstream
-        raise _nobody_answered(attempts)
+            now = loop.time()
+            soonest_seconds = _soonest(candidates) - now
+            pause_seconds = max(soonest_seconds, backoff_seconds(rounds) if attempts.done else 0.0)
+            if (
+                len(attempts.done) >= MAX_ATTEMPTS
+                or pause_seconds > PATIENCE_SECONDS
+                or now + pause_seconds >= deadline
+                or not candidates
+            ):
+                raise _nobody_answered(call, attempts, soonest_seconds)
+            # Where nobody was asked, one of them has no place, or is being probed by another call.
+            await asyncio.sleep(max(pause_seconds, BUSY_PAUSE_SECONDS))
+            rounds += 1
 
-    async def _attempt(self, call: Call, candidate: Candidate, deadline: float, attempts: Attempts) -> Upstream | None:
-        """One server's answer up to its first chunk, or None where the next one is to be asked."""
+    async def _one_round(
+        self,
+        call: Call,
+        candidates: list[Candidate],
+        place: Place,
+        attempts: Attempts,
+        deadline: float,
+        budget: RetryBudget,
+    ) -> Upstream | None:
+        """Ask the candidates in their order, each once. Raises where no more may be asked at all."""
+        loop, hedge, remaining = asyncio.get_running_loop(), call.latency_class.hedge, iter(candidates)
+        for candidate in remaining:
+            server, now = candidate.server, loop.time()
+            if len(attempts.done) >= MAX_ATTEMPTS or now >= deadline:
+                return None
+            if not server.breaker.would_allow(now) or not place.move_to(server):
+                continue
+            if attempts.done and not budget.take(now):
+                raise _nobody_answered(call, attempts, _soonest(candidates) - now)
+            late_after = None
+            if hedge is not None:
+                self._hedging.note_call(hedge)
+                late_after = self._hedging.delay_seconds(hedge, call.model.name, call.stream)
+            floor = call.latency_class.floor
+            if floor is not None and not any(other.server is not server for other in candidates):
+                floor = None  # nobody would be faster
+            if late_after is None:
+                upstream = await self._attempt(call, candidate, deadline, attempts, floor)
+            else:
+                race = _Race(self, call, deadline, attempts, floor)
+                upstream = await race.run(candidate, remaining, place, late_after)
+            if upstream is not None:
+                return upstream
+        return None
+
+    async def _attempt(
+        self,
+        call: Call,
+        candidate: Candidate,
+        deadline: float,
+        attempts: Attempts,
+        floor: Floor | None,
+        *,
+        racing: bool = False,
+    ) -> Upstream | None:
+        """One server's answer up to its first useful chunk, or None where another is to be asked. `racing`: in a task
+        of its own, which whoever started it may cancel."""
         server, loop = candidate.server, asyncio.get_running_loop()
         missing = max(0, call.prompt_tokens_estimate - candidate.matched_tokens)
         span_id, started_ns, started = attempts.new_span_id(), time.time_ns(), loop.time()
         reply: Reply | None = None
+        server.breaker.allows(started)
         attempts.asked = server
         server.in_flight += 1
         server.prefill_tokens_queued += missing
         server.cache.add(call.fingerprint)  # at once, so that what comes meanwhile with the same prefix follows
-        wait = WaitBound(deadline - started, task=attempts.task)
+        wait = WaitBound(deadline - started, task=None if racing else attempts.task)
         wait.begin()
-        outcome, status = "given_up", None
+        outcome, status = GIVEN_UP, None
         try:
             reply = await server.provider.open(call, headers=attempts.headers(span_id))
             first = await anext(reply)
+            if call.stream and (floor is not None or not has_output(first)):
+                first = await _whole_opening(first, reply, floor)
             outcome, status = "ok", 200
         except asyncio.CancelledError:
             if not wait.expired:
-                outcome = "client_gone"
+                outcome = attempts.cancelled_as
                 raise
             wait.uncancel()
             outcome = Fault.TIMEOUT.value
-            server.failed(loop.time())
+        except TimeoutError:
+            outcome = TOO_SLOW
         except StopAsyncIteration:
             outcome = Fault.CUT.value
-            server.failed(loop.time())
         except ProviderFailure as failure:
             outcome, status = _outcome(failure), failure.status
-            _blame(server, failure, loop.time())
             if failure.fault is not Fault.CUT:
                 attempts.asked = None
             if failure.fault is Fault.REFUSED:
                 raise UpstreamRefused(failure.status or 400, failure.body, failure.content_type) from None
+            _rest(server, failure, loop.time())
         finally:
             wait.close()
             server.prefill_tokens_queued -= missing
+            _judge(server, outcome, status, loop.time())
             if outcome != "ok":
                 server.in_flight -= 1
                 attempts.add(candidate, outcome, started_ns, span_id, status)
@@ -214,23 +213,142 @@ class Router:
         if outcome != "ok":
             return None
         assert reply is not None
-        server.succeeded()
-        server.learn_prefill(missing, loop.time() - started if call.stream else 0.0)
+        first_chunk_seconds = loop.time() - started
+        server.learn_prefill(missing, first_chunk_seconds if call.stream else 0.0)
+        if call.latency_class.hedge is not None:
+            self._hedging.note(call.model.name, call.stream, first_chunk_seconds)
         attempts.add(candidate, outcome, started_ns, span_id, status)
         return Upstream(call, candidate, reply, first, attempts.task)
+
+    def second_server(self, remaining: Iterator[Candidate]) -> tuple[Candidate, Place] | None:
+        """For a hedge: the next that may be asked and has a place, where the budget has one left."""
+        now = asyncio.get_running_loop().time()
+        for candidate in remaining:
+            if candidate.server.breaker.would_allow(now) and (place := self._fleet.take([candidate.server])):
+                if self._hedging.take():
+                    return candidate, place
+                place.release()
+                return None
+        return None
+
+
+class _Race:
+    """Two servers asked for one answer. However it ends, whoever has not won is cancelled before it returns."""
+
+    def __init__(self, router: Router, call: Call, deadline: float, attempts: Attempts, floor: Floor | None) -> None:
+        self._router = router
+        self._call = call
+        self._deadline = deadline
+        self._attempts = attempts
+        self._floor = floor
+        self._tasks: list[asyncio.Task[Upstream | None]] = []
+
+    async def run(
+        self, first: Candidate, remaining: Iterator[Candidate], place: Place, late_after_seconds: float
+    ) -> Upstream | None:
+        """The first answer; None where neither gave one. `place` is at the winner's server then."""
+        won: Upstream | None = None
+        second: tuple[Candidate, Place] | None = None
+        try:
+            self._start(first)
+            await asyncio.wait(self._tasks, timeout=late_after_seconds)
+            if not self._tasks[0].done() and (second := self._router.second_server(remaining)) is not None:
+                self._start(second[0])
+            won = await self._first_result()
+            if won is not None and second is not None and won.server is second[0].server:
+                place.swap(second[1])
+            return won
+        finally:
+            await self._end_others(won)
+            if second is not None:
+                second[1].release()
+
+    def _start(self, candidate: Candidate) -> None:
+        attempt = self._router._attempt(self._call, candidate, self._deadline, self._attempts, self._floor, racing=True)
+        self._tasks.append(asyncio.create_task(attempt))
+
+    async def _first_result(self) -> Upstream | None:
+        pending = set(self._tasks)
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if (upstream := task.result()) is not None:
+                    return upstream
+        return None
+
+    async def _end_others(self, won: Upstream | None) -> None:
+        attempts = self._attempts
+        attempts.cancelled_as = HEDGE_LOST if won is not None else CLIENT_GONE
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        attempts.cancelled_as = CLIENT_GONE
+        for task in self._tasks:
+            if not task.cancelled() and task.exception() is None:
+                other = task.result()
+                if other is not None and other is not won:  # both answered in the same moment
+                    attempts.rename(other.server.name, HEDGE_LOST)
+                    await other.aclose()
+        if won is not None:
+            attempts.asked = won.server
+            attempts.winner_last(won.server.name)
+
+
+async def _whole_opening(first: bytes, reply: Reply, floor: Floor | None) -> bytes:
+    """`first` and what follows, up to the first output; where there is a floor, as many chunks as it says.
+
+    Raises `TimeoutError` where they do not come as fast as the floor wants.
+    """
+    while not has_output(first) and len(first) < MAX_OPENING_BYTES:
+        first += await anext(reply)
+    if floor is not None:
+        async with asyncio.timeout(floor.within):
+            for _ in range(floor.chunks - 1):
+                if ends_stream(first):
+                    break
+                first += await anext(reply)
+    return first
 
 
 def _outcome(failure: ProviderFailure) -> str:
     return f"status_{failure.status}" if failure.fault is Fault.STATUS else failure.fault.value
 
 
-def _blame(server: Server, failure: ProviderFailure, now: float) -> None:
-    """Only what is the server's fault makes others go first: not a refused request, nor our own bounds."""
-    if failure.fault in SERVER_FAULTS or (failure.fault is Fault.STATUS and (failure.status or 500) >= 500):
-        server.failed(now)
+def _judge(server: Server, outcome: str, status: int | None, now: float) -> None:
+    """Only what is the server's fault counts against it: not a refused request, our own bounds, or a client's."""
+    if outcome == "ok":
+        server.breaker.succeeded(now)
+    elif outcome in SERVER_FAULTS or (status is not None and status >= 500):
+        server.breaker.failed(now)
+    else:
+        server.breaker.abandoned()
 
 
-def _nobody_answered(attempts: Attempts) -> UpstreamError:
-    tried = ", ".join(f"{a.deployment} ({a.outcome})" for a in attempts.done) or "none had a place"
-    kind = UpstreamTimeout if attempts.done and attempts.done[-1].outcome == Fault.TIMEOUT.value else UpstreamError
-    return kind(f"no deployment answered: {tried}", attempts=attempts.told())
+def _rest(server: Server, failure: ProviderFailure, now: float) -> None:
+    """A server that has too much to do says for how long it wants to be left alone, or at least that it does."""
+    if failure.status in RESTING_STATUSES and (failure.status == 429 or failure.retry_after_seconds is not None):
+        seconds = UNNAMED_REST_SECONDS if failure.retry_after_seconds is None else failure.retry_after_seconds
+        server.breaker.rest(now, seconds)
+
+
+def _soonest(candidates: list[Candidate]) -> float:
+    """When the first of them may be asked again, in event-loop seconds."""
+    return min((candidate.server.breaker.asked_after for candidate in candidates), default=0.0)
+
+
+def _nobody_answered(call: Call, attempts: Attempts, soonest_seconds: float) -> GatewayError:
+    if not attempts.done:
+        return Overloaded(
+            f"no deployment of {call.model.name} may be asked now: all have failed, or asked to be left alone",
+            retry_after_seconds=max(soonest_seconds, BUSY_PAUSE_SECONDS),
+        )
+    tried = ", ".join(f"{a.deployment} ({a.outcome})" for a in attempts.done)
+    kind = UpstreamError
+    if attempts.done[-1].outcome == Fault.TIMEOUT.value:
+        kind = UpstreamTimeout
+    elif all(attempt.status in RESTING_STATUSES for attempt in attempts.done):
+        kind = UpstreamBusy
+    error = kind(f"no deployment answered: {tried}", attempts=attempts.told())
+    if soonest_seconds > 0:
+        error.headers.update(retry_after(soonest_seconds))
+    return error

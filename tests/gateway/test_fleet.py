@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway import fleet as module
-from gateway.fleet import COOLDOWN_FIRST_SECONDS, COOLDOWN_MAX_SECONDS, Fleet, Place, Server
+from gateway.fleet import Fleet, Place, Server
 from gateway.policy import Deployment, Policy
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import Provider, Unasked
@@ -16,21 +16,6 @@ def a_server(**changes: object) -> Server:
     return Server(
         Deployment.model_validate({"name": "a", "base_url": "http://a.invalid/v1", "model": "m", **changes}), Unasked()
     )
-
-
-def test_each_failure_in_a_row_cools_it_longer_up_to_a_bound() -> None:
-    server = a_server()
-    pauses = []
-    for _ in range(20):
-        server.failed(100.0)
-        pauses.append(server.cool_until - 100.0)
-    assert pauses[:3] == [COOLDOWN_FIRST_SECONDS, 2 * COOLDOWN_FIRST_SECONDS, 4 * COOLDOWN_FIRST_SECONDS]
-    assert pauses[-1] == COOLDOWN_MAX_SECONDS
-    assert server.cooling(100.0) and not server.cooling(100.0 + COOLDOWN_MAX_SECONDS)
-    server.succeeded()
-    assert not server.cooling(100.0)
-    server.failed(100.0)
-    assert server.cool_until - 100.0 == COOLDOWN_FIRST_SECONDS
 
 
 def test_a_belief_that_was_mostly_wrong_is_dropped_whole() -> None:

@@ -252,7 +252,7 @@ async def test_when_nobody_answers_the_attempts_are_told(tmp_path: Path) -> None
         rig.script(ProviderFailure(Fault.CONNECT, "refused"))
         client = await rig.ask(STREAM)
         assert client.status == 502
-        assert [attempt["outcome"] for attempt in client.json["error"]["attempts"]] == ["connect_error"] * 3
+        assert [attempt["outcome"] for attempt in client.json["error"]["attempts"]] == ["connect_error"] * 4
         (receipt,) = rig.receipts()
         assert (receipt["outcome"], receipt["cost"]) == ("refused", "0")
 
@@ -650,7 +650,7 @@ async def test_a_fallbacks_answer_is_not_kept(tmp_path: Path) -> None:
         for name in ("a", "b"):
             rig.servers[name].script = (answer("from itself"),)
         for server in rig.fleet:
-            server.succeeded()
+            server.breaker.succeeded(asyncio.get_running_loop().time())
         assert b"from itself" in (await rig.ask(SURE)).content
 
 

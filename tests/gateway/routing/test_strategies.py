@@ -51,21 +51,11 @@ def test_a_server_that_failed_comes_last_until_it_has_cooled_down() -> None:
     a, b = servers()
     call = a_call(LONG)
     b.cache.add(call.fingerprint)
-    b.failed(now=0.0)
+    b.breaker.failed(0.0)
     assert PrefixAffinity().order(call, [a, b], now=0.1)[0].server is a
     assert PrefixAffinity().order(call, [a, b], now=60.0)[0].server is b
-    b.succeeded()
+    b.breaker.succeeded(0.1)
     assert PrefixAffinity().order(call, [a, b], now=0.1)[0].server is b
-
-
-def test_cooling_down_takes_longer_each_time_up_to_a_bound() -> None:
-    a, _ = servers()
-    waits = []
-    for _ in range(12):
-        a.failed(now=0.0)
-        waits.append(a.cool_until)
-    assert waits[:3] == [0.5, 1.0, 2.0]
-    assert waits[-1] == 30.0
 
 
 def test_least_busy_is_by_share_of_places() -> None:

@@ -1,0 +1,127 @@
+"""Whether a server is to be asked: a circuit breaker that counts only what is the server's own fault.
+
+    closed      it is asked
+    resting     it named a time (`Retry-After`), or has just failed: others go first, and until a time that it named
+                itself it is not asked at all
+    open        it failed `FAILURES_TO_OPEN` times in a row, or half of its last `WINDOW` calls: it is not asked until
+                its pause is over, which doubles each time
+    half-open   the pause is over: one call at a time tries it, and decides
+
+Faults are attributed by the caller: connections that fail, 5xx, answers that do not come, come cut or are no answers.
+A refused request, a client that leaves and a client's own deadline say nothing about the server, and do not count.
+Times are event-loop seconds; nothing here waits, and nothing needs a timer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+FAILURES_TO_OPEN = 5
+WINDOW = 20  # of the last outcomes
+OPEN_SHARE = 0.5
+PAUSE_FIRST_SECONDS = 0.5
+PAUSE_MAX_SECONDS = 30.0
+REST_MAX_SECONDS = 120.0  # of a server's own `Retry-After`: who asks for longer is tried again then
+SLOW_START_SECONDS = 10.0
+SLOW_START_SHARE = 0.1  # of its places, at first
+
+
+class Breaker:
+    """One server's. `allows` before asking it, then exactly one of `succeeded`, `failed`, `abandoned`."""
+
+    __slots__ = (
+        "_in_a_row", "_open", "_openings", "_outcomes", "_probing", "_recovered_at", "asked_after", "last_after",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.asked_after = 0.0  # when it may be asked again
+        self.last_after = 0.0  # until then it is asked after all others
+        self._open = False
+        self._probing = False
+        self._in_a_row = 0
+        self._openings = 0  # since it was well
+        self._outcomes: deque[bool] = deque(maxlen=WINDOW)
+        self._recovered_at: float | None = None
+
+    @property
+    def open(self) -> bool:
+        return self._open
+
+    @property
+    def recovering(self) -> bool:
+        """Whether `share` may be less than all."""
+        return self._recovered_at is not None
+
+    def cooling(self, now: float) -> bool:
+        """Others go first."""
+        return now < self.last_after or now < self.asked_after
+
+    def allows(self, now: float) -> bool:
+        """Whether it may be asked now. Where it is half-open the caller is its probe."""
+        if now < self.asked_after or self._probing:
+            return False
+        if self._open:
+            self._probing = True
+        return True
+
+    def would_allow(self, now: float) -> bool:
+        """The same question without taking the probe."""
+        return now >= self.asked_after and not self._probing
+
+    def succeeded(self, now: float) -> None:
+        self._in_a_row = 0
+        if self._open:
+            self._recovered_at = now
+            self._outcomes.clear()
+            self._open = self._probing = False
+            self._openings = 0
+            self.asked_after = 0.0
+        self.last_after = 0.0
+        self._outcomes.append(True)
+
+    def failed(self, now: float) -> None:
+        """It did not answer as a server should."""
+        self._in_a_row += 1
+        self._outcomes.append(False)
+        failures = self._outcomes.count(False)
+        often = len(self._outcomes) == WINDOW and failures >= OPEN_SHARE * WINDOW
+        self.last_after = max(self.last_after, now + PAUSE_FIRST_SECONDS)
+        if self._open and not self._probing:
+            return  # a call that was under way when it opened
+        if self._probing or self._in_a_row >= FAILURES_TO_OPEN or often:
+            pause = min(PAUSE_FIRST_SECONDS * (1 << min(self._openings, 10)), PAUSE_MAX_SECONDS)
+            self._open, self._probing = True, False
+            self._openings += 1
+            self._recovered_at = None
+            self.asked_after = max(self.asked_after, now + pause)
+
+    def abandoned(self) -> None:
+        """The call was given up for reasons of its caller: nothing is known, and the next may probe."""
+        self._probing = False
+
+    def rest(self, now: float, seconds: float) -> None:
+        """It asked for a pause (429 or 503 with `Retry-After`), which is no failure."""
+        self._probing = False
+        self.asked_after = max(self.asked_after, now + min(seconds, REST_MAX_SECONDS))
+        self.last_after = max(self.last_after, self.asked_after)
+
+    def eject(self, now: float, seconds: float) -> None:
+        """It answers, but so slowly that others should: open for a while, as if it had failed."""
+        self._open = True
+        self._recovered_at = None
+        self.asked_after = max(self.asked_after, now + seconds)
+
+    def probe_now(self, now: float) -> None:
+        """A health check found it well: half-open at once."""
+        if self._open and self.asked_after > now:
+            self.asked_after = now
+
+    def share(self, now: float) -> float:
+        """Of its places, how many it is given: all, or fewer while it is warming up after it was open."""
+        if self._recovered_at is None:
+            return 1.0
+        age = now - self._recovered_at
+        if age >= SLOW_START_SECONDS:
+            self._recovered_at = None
+            return 1.0
+        return SLOW_START_SHARE + (1 - SLOW_START_SHARE) * age / SLOW_START_SECONDS

@@ -1,0 +1,69 @@
+"""What was tried for one call, in order. Written by the router, read by the receipt and the spans."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from gateway.fleet import Server
+from gateway.routing.base import Candidate
+from gateway.types import Attempt
+
+CLIENT_GONE = "client_gone"
+
+
+class Attempts:
+    """One call's."""
+
+    def __init__(
+        self,
+        new_span_id: Callable[[], int],
+        headers: Callable[[int], Mapping[str, str]],
+        task: asyncio.Task[Any] | None = None,
+    ) -> None:
+        self.task = task  # whose call it is, for who has it at hand
+        self.done: list[Attempt] = []
+        self.asked: Server | None = None  # the last one that took the call and may have worked on it
+        self.cancelled_as = CLIENT_GONE  # the outcome of an attempt that is cancelled now
+        self.new_span_id = new_span_id
+        self.headers = headers  # of an attempt, by its span id
+
+    def add(self, candidate: Candidate, outcome: str, started_ns: int, span_id: int, status: int | None) -> None:
+        self.done.append(
+            Attempt(
+                deployment=candidate.server.name,
+                outcome=outcome,
+                started_ns=started_ns,
+                ended_ns=time.time_ns(),
+                span_id=span_id,
+                status=status,
+                predicted_cached_tokens=candidate.matched_tokens,
+            )
+        )
+
+    def conclude(self, outcome: str) -> None:
+        """The last attempt, which had answered, is over now, in this way."""
+        last = self.done[-1]
+        self.done[-1] = Attempt(
+            last.deployment, outcome, last.started_ns, time.time_ns(), last.span_id, last.status,
+            last.predicted_cached_tokens,
+        )  # fmt: skip
+
+    def rename(self, deployment: str, outcome: str) -> None:
+        """An attempt that answered as well was not needed."""
+        self.done = [
+            msgspec.structs.replace(attempt, outcome=outcome) if attempt.deployment == deployment else attempt
+            for attempt in self.done
+        ]
+
+    def winner_last(self, deployment: str) -> None:
+        """After a race: `conclude` speaks of the last one."""
+        self.done.sort(key=lambda attempt: attempt.deployment == deployment and attempt.outcome == "ok")
+
+    def told(self) -> list[dict[str, object]]:
+        """The attempts as a refused caller is told of them."""
+        return [{"deployment": a.deployment, "outcome": a.outcome, "status": a.status} for a in self.done]

@@ -1,0 +1,66 @@
+"""An opened reply: from its first chunk on there is no other server to ask, so a failure is told in the stream."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from gateway.errors import UpstreamCut
+from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
+from gateway.routing.base import Candidate
+from gateway.timers import WaitBound
+from gateway.types import Call
+
+
+class Upstream:
+    """An opened reply with its first chunk in hand. Breaks with `UpstreamCut`."""
+
+    def __init__(
+        self, call: Call, chosen: Candidate, reply: Reply, first: bytes, task: asyncio.Task[Any] | None
+    ) -> None:
+        self.reply = reply
+        self.chosen = chosen
+        self.server = chosen.server
+        self.matched_tokens = chosen.matched_tokens
+        self.fault: Fault | None = None  # why it broke, once it has
+        self._call = call
+        self._first = first
+        self._task = task
+        self._wait: WaitBound | None = None
+
+    async def first(self) -> bytes:
+        return self._first
+
+    async def pour(self, sink: Sink) -> bool:
+        """Give `sink` the chunks behind the first, as `Reply.pour` does, each within the class's time of the last."""
+        if self._wait is None:
+            limits = self._call.latency_class
+            self._wait = WaitBound(limits.inter_token, self._call.deadline, task=self._task)
+        wait = self._wait
+
+        def taking(chunk: bytes) -> bool:
+            wait.begin()
+            return sink(chunk)
+
+        wait.begin()
+        try:
+            return await self.reply.pour(taking)
+        except ProviderFailure as failure:
+            self.fault = failure.fault
+            raise UpstreamCut(f"{self.server.name}: {failure}") from None
+        except asyncio.CancelledError:
+            if not wait.expired:
+                raise
+            wait.uncancel()
+            self.fault = Fault.TIMEOUT
+            seconds = self._call.latency_class.inter_token
+            raise UpstreamCut(f"{self.server.name} sent nothing for {seconds:g} s, or took too long in all") from None
+        finally:
+            wait.end()
+
+    async def aclose(self) -> None:
+        """The call is over at this server. Once."""
+        self.server.in_flight -= 1
+        if self._wait is not None:
+            self._wait.close()
+        await self.reply.aclose()

@@ -1,0 +1,247 @@
+"""What the router does before it gives up: other servers, the same again, a second one at once; each within a bound."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from gateway.errors import GatewayError, Overloaded, UpstreamBusy, UpstreamError
+from gateway.fleet import Server
+from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.routing.hedging import SAMPLES_MIN
+from gateway.routing.retries import POT_MAX_RETRIES, RetryBudget, backoff_seconds
+from gateway.types import Call
+from tests.gateway.calls import a_policy
+from tests.gateway.routing.test_router import Rig, Script, status
+
+TEXT = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
+ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+class Turns(Script):
+    """Answers one script after the other; the last one for ever."""
+
+    def __init__(self, *turns: Script) -> None:
+        super().__init__()
+        self.turns = list(turns)
+
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+        self.opened += 1
+        turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
+        return await turn.open(call, headers=headers)
+
+
+def busy(code: int, seconds: float | None) -> ProviderFailure:
+    return ProviderFailure(Fault.STATUS, f"status {code}", status=code, retry_after_seconds=seconds)
+
+
+def one_server(**realtime: object) -> object:
+    return a_policy(
+        deployments=[{"name": "a", "base_url": "http://a.invalid/v1", "model": "m"}],
+        models=[{"name": "m", "deployments": ["a"]}],
+        classes={"realtime": realtime},
+    )
+
+
+def two_servers(**realtime: object) -> object:
+    return a_policy(
+        deployments=[{"name": name, "base_url": f"http://{name}.invalid/v1", "model": "m"} for name in "ab"],
+        models=[{"name": "m", "deployments": ["a", "b"]}],
+        classes={"realtime": realtime},
+    )
+
+
+def server(rig: Rig, name: str) -> Server:
+    return next(server for server in rig.fleet if server.name == name)
+
+
+async def failing(rig: Rig) -> GatewayError:
+    with pytest.raises(GatewayError) as failure:
+        await rig.chunks()
+    assert rig.idle()
+    return failure.value
+
+
+@pytest.mark.parametrize("first", [status(500), busy(429, 0.01), ProviderFailure(Fault.CONNECT, "reset")])
+async def test_the_only_server_is_asked_again_after_a_pause(first: ProviderFailure) -> None:
+    rig = Rig(one_server(), a=Turns(Script(opening=first), Script(TEXT)))
+    assert await rig.chunks() == [TEXT]
+    assert [outcome for _, outcome in rig.outcomes][1:] == ["ok"]
+    assert rig.idle()
+
+
+async def test_a_server_that_names_a_pause_gets_it() -> None:
+    rig = Rig(one_server(), a=Turns(Script(opening=busy(429, 0.2)), Script(TEXT)))
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await rig.chunks()
+    assert loop.time() - began >= 0.2
+    assert not server(rig, "a").breaker.open  # that it was busy is no fault
+
+
+async def test_a_longer_pause_is_the_callers_to_make() -> None:
+    rig = Rig(one_server(), a=Script(opening=busy(429, 60.0)))
+    error = await failing(rig)
+    assert isinstance(error, UpstreamBusy) and error.status == 503
+    assert 50 <= int(error.headers["retry-after"]) <= 60
+    rig.attempts.done.clear()
+    again = await failing(rig)  # nobody is asked meanwhile
+    assert isinstance(again, Overloaded) and 50 <= int(again.headers["retry-after"]) <= 60
+    assert rig.outcomes == []
+
+
+async def test_servers_that_fail_on_and_on_are_left_alone_and_the_caller_is_told() -> None:
+    script = Script(opening=ProviderFailure(Fault.CONNECT, "refused"))
+    rig = Rig(one_server(ttft="2s"), a=script)
+    for _ in range(2):
+        rig.attempts.done.clear()
+        await failing(rig)
+    assert server(rig, "a").breaker.open
+    opened = script.opened
+    server(rig, "a").breaker.eject(asyncio.get_running_loop().time(), 30.0)
+    rig.attempts.done.clear()
+    error = await failing(rig)
+    assert isinstance(error, Overloaded) and int(error.headers["retry-after"]) >= 25
+    assert script.opened == opened
+
+
+async def test_a_spent_retry_budget_ends_the_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(two_servers(retries=0), a=Script(opening=status(500)), b=Script(TEXT))
+    monkeypatch.setattr("gateway.routing.retries.POT_REFILL_PER_SECOND", 0.0)
+    budget = rig.router._budgets["realtime"] = RetryBudget()
+    while budget.take(0.0):
+        pass
+    error = await failing(rig)
+    assert isinstance(error, UpstreamError) and rig.outcomes == [("a", "status_500")]
+    assert rig.router.retries_refused > 0
+
+
+def test_the_budget_is_a_share_of_the_calls() -> None:
+    budget = RetryBudget()
+    taken = 0
+    while budget.take(0.0):
+        taken += 1
+    assert taken == POT_MAX_RETRIES
+    for _ in range(100):
+        budget.note_call(0.2)
+    for _ in range(20):
+        taken -= budget.take(0.0)
+    assert POT_MAX_RETRIES - taken in (19, 20)
+    assert not budget.take(0.0)
+
+
+def test_pauses_grow_and_are_spread() -> None:
+    pauses = [[backoff_seconds(rounds) for _ in range(20)] for rounds in range(8)]
+    assert max(pauses[0]) <= 0.25 and min(pauses[7]) >= 2.0 and max(pauses[7]) <= 4.0
+    assert len(set(pauses[3])) > 1
+
+
+async def test_a_role_alone_commits_to_nothing() -> None:
+    rig = Rig(two_servers(), a=Script(ROLE, ProviderFailure(Fault.CUT, "died")), b=Script(ROLE, TEXT, DONE))
+    assert await rig.chunks() == [ROLE + TEXT, DONE]
+    assert rig.outcomes == [("a", "cut"), ("b", "ok")]
+
+
+async def test_an_empty_answer_is_an_answer() -> None:
+    rig = Rig(two_servers(), a=Script(ROLE, DONE), b=Script())
+    assert await rig.chunks() == [ROLE + DONE]
+
+
+async def test_a_stream_that_begins_too_slowly_is_replaced() -> None:
+    floor = {"chunks": 3, "within": "30ms"}
+    rig = Rig(two_servers(floor=floor), a=Script(TEXT, asyncio.Event()), b=Script(TEXT, TEXT, TEXT, DONE))
+    assert await rig.chunks() == [TEXT * 3, DONE]
+    assert rig.outcomes == [("a", "too_slow"), ("b", "ok")]
+    assert not server(rig, "a").breaker.open
+    assert rig.idle()
+
+
+async def test_where_nobody_would_be_faster_slowness_is_borne() -> None:
+    gate = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, gate.set)
+    rig = Rig(one_server(floor={"chunks": 3, "within": "1ms"}), a=Script(TEXT, gate, TEXT, DONE))
+    assert await rig.chunks() == [TEXT, TEXT, DONE]
+
+
+async def test_a_late_server_loses_to_a_second_one() -> None:
+    a, b = Script(asyncio.Event()), Script(TEXT, DONE)
+    rig = Rig(two_servers(hedge={"after": "10ms", "budget": 1.0}), a=a, b=b)
+    assert await rig.chunks() == [TEXT, DONE]
+    assert rig.outcomes == [("a", "hedge_lost"), ("b", "ok")]
+    assert (a.closed, b.closed) == (1, 1)
+    assert rig.idle()
+    assert not server(rig, "a").breaker.cooling(asyncio.get_running_loop().time())
+
+
+async def test_the_first_may_still_win() -> None:
+    late = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, late.set)
+    rig = Rig(
+        two_servers(hedge={"after": "10ms", "budget": 1.0}), a=Script(late, TEXT, DONE), b=Script(asyncio.Event())
+    )
+    assert await rig.chunks() == [TEXT, DONE]
+    assert rig.outcomes == [("b", "hedge_lost"), ("a", "ok")]
+    assert rig.idle()
+
+
+async def test_a_hedge_that_fails_leaves_the_first_its_time() -> None:
+    late = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, late.set)
+    rig = Rig(
+        two_servers(hedge={"after": "10ms", "budget": 1.0}), a=Script(late, TEXT, DONE), b=Script(opening=status(500))
+    )
+    assert await rig.chunks() == [TEXT, DONE]
+    assert rig.outcomes == [("b", "status_500"), ("a", "ok")]
+    assert rig.idle()
+
+
+async def test_without_budget_nobody_is_asked_twice() -> None:
+    late = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, late.set)
+    rig = Rig(two_servers(hedge={"after": "10ms", "budget": 0}), a=Script(late, TEXT, DONE), b=Script(TEXT))
+    rig.router._hedging._pot = 0.0
+    assert await rig.chunks() == [TEXT, DONE]
+    assert rig.outcomes == [("a", "ok")]
+
+
+async def test_a_client_that_leaves_a_race_ends_both() -> None:
+    a, b = Script(asyncio.Event()), Script(asyncio.Event())
+    rig = Rig(two_servers(hedge={"after": "5ms", "budget": 1.0}), a=a, b=b)
+    asking = asyncio.create_task(rig.chunks())
+    while not b.opened:
+        await asyncio.sleep(0.005)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert sorted(rig.outcomes) == [("a", "client_gone"), ("b", "client_gone")]
+    assert rig.idle()
+
+
+async def test_late_is_learned() -> None:
+    rig = Rig(two_servers(hedge={"after": "p95", "budget": 1.0}), a=Script(TEXT, DONE), b=Script(TEXT, DONE))
+    hedge = rig.policy.classes["realtime"].hedge
+    assert hedge is not None
+    for _ in range(SAMPLES_MIN):
+        assert rig.router._hedging.delay_seconds(hedge, "m", True) is None
+        await rig.chunks()
+        rig.attempts.done.clear()
+    learned = rig.router._hedging.delay_seconds(hedge, "m", True)
+    assert learned is not None and learned < 1.0
+
+
+async def test_both_answering_in_one_moment_is_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = asyncio.Event()
+    a, b = Script(gate, TEXT, DONE), Script(gate, TEXT, DONE)
+    rig = Rig(two_servers(hedge={"after": "5ms", "budget": 1.0}), a=a, b=b)
+    asking = asyncio.create_task(rig.chunks())
+    while not b.opened:
+        await asyncio.sleep(0.005)
+    gate.set()
+    assert await asking == [TEXT, DONE]
+    assert sorted(outcome for _, outcome in rig.outcomes) == ["hedge_lost", "ok"]
+    assert rig.outcomes[-1][1] == "ok"
+    assert (a.closed, b.closed) == (1, 1)
+    assert rig.idle()
