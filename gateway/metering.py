@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.ids import random_bytes
+from gateway.ids import new_event_id
 from gateway.money import text_of
 from gateway.policy import Deployment, Price
 from gateway.types import Attempt, AttemptRow, Call, Marks, Outcome, Receipt, Usage
@@ -304,27 +304,6 @@ def rfc3339(time_ns: int) -> str:
 @functools.lru_cache(maxsize=64)  # a receipt has half a dozen times, mostly of the same few seconds
 def _whole_seconds(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()[:19]
-
-
-_BASE32 = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
-_PAIRS = [high + low for high in _BASE32 for low in _BASE32]
-
-
-class _Ulids:
-    """Event ids: 48 bits of milliseconds and 80 random ones, in Crockford's base 32 (github.com/ulid/spec).
-
-    Each is greater than the one before, within a millisecond and across a clock that steps back.
-    """
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def next(self) -> str:
-        self._last = max(self._last + 1, time.time_ns() // 1_000_000 << 80 | int.from_bytes(random_bytes(10)))
-        return "".join([_PAIRS[self._last >> shift & 1023] for shift in range(120, -1, -10)])
-
-
-new_event_id = _Ulids().next
 
 
 def _attempt_row(attempt: Attempt) -> AttemptRow:

@@ -140,6 +140,7 @@ class Outcome(enum.Enum):
     UPSTREAM_CUT = "upstream_cut"
     TIMEOUT = "timeout"
     REFUSED = "refused"  # the upstreams refused or failed before a first chunk
+    GATEWAY_LOST = "gateway_lost"  # the gateway was killed meanwhile; its next start has written the receipt
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -166,7 +167,7 @@ class AttemptRow(msgspec.Struct, frozen=True):
     predicted_cached_tokens: int
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True):
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="receipt"):
     """The final record of one call: what finance bills from. One row of the ledger, never changed.
 
     Money is decimal text; `cost` is None where a price is unknown (`unpriced`), never zero.

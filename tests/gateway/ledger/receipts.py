@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.metering import new_event_id
+from gateway.ids import new_event_id
 from gateway.types import AttemptRow, Receipt
 
 _TYPICAL = Receipt(
