@@ -103,10 +103,10 @@ class Request:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
-    session_id: str = ""  # told with the KV events of the blocks that it computes
     priority: int = 0  # lower runs earlier, as in vLLM
     pooling: bool = False
     arrived: float = field(default_factory=time.time)
+    session_id: str = ""  # told with the KV events of the blocks that it computes
 
     status: Status = Status.WAITING
     token_ids: list[int] = field(init=False)  # prompt and output so far
