@@ -1,0 +1,152 @@
+"""What is expected of one server: which prompts are warm there, what it has yet to prefill, and how fast it does so.
+
+Everything is told `now` in seconds and asks no clock, so that the simulator runs this very code in virtual time.
+Tokens are the fingerprint's: estimates by the length of text. Replies give the factor to the engine's own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gateway.prefix.cache_model import CacheModel, Recall
+from gateway.prefix.fingerprint import BLOCK_TOKENS
+
+RATE_WEIGHT = 0.2  # of the newest observation in the learned prefill speed
+RATE_MIN_TOKENS = 64  # shorter prefills tell more about the network than about the server
+SCALE_WEIGHT = 0.05  # of the newest prompt in the learned tokens per estimated token
+MISPREDICTED_SHARE = 0.1  # of a prediction that may be missing without meaning that anything was evicted
+MISPREDICTED_BLOCKS = 2
+LOAD_VALID_SECONDS = 15.0  # after which a reported load says nothing any more
+
+
+class Load(NamedTuple):
+    """What a server has said about itself, all its clients together. `at` is in event-loop seconds."""
+
+    at: float
+    running: int
+    waiting: int
+    kv_usage: float = 0.0  # share of its KV blocks in use
+
+
+class Sent:
+    """One prompt at one server, until its end. `missing` tokens are to be computed, as was believed when it was sent."""
+
+    __slots__ = ("at", "believed", "chain", "clock", "missing", "prompt_tokens", "streams", "unsure_from")
+
+    def __init__(
+        self, chain: Sequence[int], prompt_tokens: int, believed: Recall, at: float, clock: int, streams: bool
+    ) -> None:
+        self.chain = chain
+        self.prompt_tokens = prompt_tokens
+        self.believed = believed
+        self.missing = max(0, prompt_tokens - believed.matched * BLOCK_TOKENS)
+        self.at = at
+        self.clock = clock  # of the cache model, when it was added there
+        self.streams = streams
+        self.unsure_from = clock  # what was added at this clock or later was being computed when this was sent
+
+
+class Estimate:
+    """Of one server. Owned by the event loop, changed without locks."""
+
+    def __init__(self, cache_tokens: int, prefill_tokens_per_second: float) -> None:
+        self.cache = CacheModel(cache_tokens)
+        self.prefill_tokens_per_second = prefill_tokens_per_second
+        self.prefill_tokens_queued = 0  # sent, and not yet answered by a first chunk
+        self.tokens_scale = 1.0  # the engine's tokens per estimated token
+        self.reports_cached = False  # whether it has ever said that tokens came from its cache
+        self.load: Load | None = None
+        self.in_flight = 0  # calls that were sent and are not answered to the end
+        self._prefills: dict[Sent, None] = {}  # in the order in which they were sent
+        self._prefilling_since = 0.0  # when the first of them could begin
+
+    def begin(self, chain: Sequence[int], prompt_tokens: int, now: float, *, streams: bool = True) -> Sent:
+        """A prompt is sent. It counts as cached at once: what comes meanwhile with the same prefix follows it."""
+        believed = self.cache.recall(chain)
+        self.cache.add(chain)
+        sent = Sent(chain, prompt_tokens, believed, now, self.cache.clock, streams)
+        if self._prefills:
+            sent.unsure_from = next(iter(self._prefills)).clock
+        else:
+            self._prefilling_since = now
+        self._prefills[sent] = None
+        self.prefill_tokens_queued += sent.missing
+        self.in_flight += 1
+        return sent
+
+    def first_chunk(self, sent: Sent, now: float) -> None:
+        """Its prompt has been computed. Of calls that do not stream, nobody learns when."""
+        if sent not in self._prefills:
+            return
+        if sent.streams and sent is next(iter(self._prefills)):
+            self.learn_prefill(sent.missing, now - self._prefilling_since)
+        self._leave(sent, now)
+
+    def end(self, sent: Sent, now: float) -> None:
+        """Its answer is over, or will not come."""
+        if sent in self._prefills:
+            self._leave(sent, now)
+        self.in_flight -= 1
+
+    def _leave(self, sent: Sent, now: float) -> None:
+        del self._prefills[sent]
+        self.prefill_tokens_queued -= sent.missing
+        self._prefilling_since = now
+
+    def queued_tokens(self, now: float) -> float:
+        """What it has yet to prefill, given what it must have done since it was last heard of."""
+        first = next(iter(self._prefills), None)
+        if first is None:
+            return 0.0
+        done = (now - self._prefilling_since) * self.prefill_tokens_per_second
+        return self.prefill_tokens_queued - min(done, first.missing)
+
+    def prefill_under_way(self, chain: Sequence[int]) -> Sent | None:
+        """The prompt that is being computed and shares the most with this one, if it shares what was missing then."""
+        best: Sent | None = None
+        longest = 0
+        for sent in self._prefills:
+            shared = shared_blocks(sent.chain, chain)
+            if shared > max(longest, sent.believed.matched):
+                best, longest = sent, shared
+        return best
+
+    def learn_prefill(self, computed_tokens: int, seconds: float) -> None:
+        """`computed_tokens` took it `seconds`."""
+        if computed_tokens >= RATE_MIN_TOKENS and seconds > 0:
+            observed = computed_tokens / seconds
+            self.prefill_tokens_per_second += RATE_WEIGHT * (observed - self.prefill_tokens_per_second)
+
+    def learn_cached(self, sent: Sent, input_tokens: int, cached_tokens: int) -> None:
+        """A reply said how much of its prompt was cached. Zero is believed of servers that have ever said more."""
+        self.reports_cached = self.reports_cached or cached_tokens > 0
+        if not self.reports_cached or not sent.chain or not input_tokens:
+            return
+        self.tokens_scale += SCALE_WEIGHT * (input_tokens / max(1, sent.prompt_tokens) - self.tokens_scale)
+        believed = sent.believed
+        reported = round(cached_tokens / input_tokens * sent.prompt_tokens / BLOCK_TOKENS)
+        tolerated = MISPREDICTED_BLOCKS + int(MISPREDICTED_SHARE * believed.matched)
+        if reported < believed.matched:
+            if reported + tolerated >= believed.matched:
+                return
+            missing_since = next(used for end, used in believed.ages if end > reported)
+            if missing_since >= sent.unsure_from:  # it was being computed itself: a miss that tells nothing
+                return
+        self.cache.learn(believed, reported)
+
+    def told_capacity(self, engine_tokens: int) -> None:
+        """The engine says how many of its own tokens its cache holds."""
+        self.cache.resize(round(engine_tokens / self.tokens_scale))
+
+
+def shared_blocks(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading blocks two chains have in common: by bisection, since a hash stands for all before it."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
