@@ -30,7 +30,7 @@ class Load(NamedTuple):
 
 
 class Sent:
-    """One prompt at one server, until its end. `missing` tokens are to be computed, as was believed when it was sent."""
+    """One prompt at one server, until its end; `missing` tokens are to be computed, as was believed when it went."""
 
     __slots__ = ("at", "believed", "chain", "clock", "missing", "prompt_tokens", "streams", "unsure_from")
 
