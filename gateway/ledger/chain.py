@@ -2,14 +2,15 @@
 
     <ledger>/<replica>/0000000001.jsonl    the replica's chain, in segments, one JSON object a line:
 
-    {"v":1,"prev":"<hash of the row before>", ...the receipt..., "hash":"<sha256 of this row up to here>"}
+    {"v":1,"prev":"<hash of the row before>","kind":"receipt", ...,"hash":"<sha256 of this row up to here>"}
 
 The hash covers every byte before it, `prev` included; so a changed row contradicts itself, and a row removed, added
 or moved contradicts its neighbour, across segments too. The very first row's `prev` is all zeros. What a chain alone
 can not show is that its end was cut off, or that all of it was rewritten: for that, compare the `heads` that
 `verify` returns with ones noted elsewhere.
 
-Each replica has a chain of its own, as it has a writer of its own. Money is decimal text without exponents.
+Each replica has a chain of its own, as it has a writer of its own. `gateway.ledger.rows` has the kinds of rows. Money
+is decimal text without exponents.
 """
 
 from __future__ import annotations
@@ -20,12 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-from gateway.types import Receipt
+from gateway.ledger.rows import Row, encode
 
 SCHEMA_VERSION = 1
-_encode = msgspec.json.Encoder().encode
 GENESIS = "0" * 64  # `prev` of the first row of all
 _OPENING = f'{{"v":{SCHEMA_VERSION},"prev":"%s",'.encode()
 _CLOSING = b',"hash":"%s"}\n'
@@ -58,9 +56,9 @@ class Verification(NamedTuple):
     broken: BrokenRow | None
 
 
-def encode_row(receipt: Receipt, prev: str) -> tuple[bytes, str]:
+def encode_row(row: Row, prev: str) -> tuple[bytes, str]:
     """The row's line, newline included, and its hash."""
-    body = _OPENING % prev.encode() + _encode(receipt)[1:-1]
+    body = _OPENING % prev.encode() + encode(row)[1:-1]
     digest = hashlib.sha256(body).hexdigest()
     return body + _CLOSING % digest.encode(), digest
 

@@ -152,8 +152,9 @@ def _query(ledger: Path, sql: str, parameters: dict[str, Any]) -> list[tuple[Any
     files = [str(file) for chain in chains(ledger) for file in segments(chain) if file.stat().st_size]
     if not files:
         return []
-    columns = ", ".join(f"{name}: '{kind}'" for name, kind in COLUMNS.items())
-    source = f"WITH receipts AS (FROM read_json($files, format = 'newline_delimited', columns = {{{columns}}})) "
+    columns = ", ".join(f"{name}: '{kind}'" for name, kind in {"kind": "VARCHAR", **COLUMNS}.items())
+    rows = f"read_json($files, format = 'newline_delimited', columns = {{{columns}}})"
+    source = f"WITH receipts AS (SELECT * EXCLUDE (kind) FROM {rows} WHERE kind = 'receipt') "  # see `ledger.rows`
     with duckdb.connect(":memory:", config={"autoinstall_known_extensions": "false"}) as connection:
         try:
             return connection.execute(source + sql, {"files": files, **parameters}).fetchall()
