@@ -72,6 +72,7 @@ class Gateway:
         self._in_flight = 0
         self._quiet = asyncio.Event()  # set when no call is in flight any more
         self._draining = False
+        self._ledger = Ledger(settings.ledger_dir, settings.replica)
         pepper = settings.key_pepper.get_secret_value()
         self.house = House(
             policies=policies,
@@ -81,7 +82,7 @@ class Gateway:
             limiter=Limiter(self._storage, LIMITS),
             queue=Queue(self._fleet),
             router=Router(self._fleet, STRATEGIES),
-            ledger=Ledger(settings.ledger_dir, settings.replica),
+            ledger=self._ledger,
             telemetry=self._telemetry,
             max_body_bytes=settings.max_body_bytes,
         )
@@ -151,8 +152,8 @@ class Gateway:
         async with contextlib.AsyncExitStack() as opened:
             await self._storage.open()
             opened.push_async_callback(self._storage.close)
-            self.house.ledger.open()
-            opened.push_async_callback(self.house.ledger.close)
+            self._ledger.open()
+            opened.push_async_callback(self._ledger.close)
             await self._telemetry.start()
             opened.push_async_callback(self._telemetry.shutdown)
             await self.house.limiter.start()
@@ -184,8 +185,8 @@ class Gateway:
         watch(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
         watch(LIMITS_UNSETTLED, lambda: limiter.unsettled)
         watch(STORE_FAILURES, lambda: limiter.store_failures)
-        watch(LEDGER_ROWS, lambda: house.ledger.rows_written)
-        watch(LEDGER_OK, lambda: float(house.ledger.ok))
+        watch(LEDGER_ROWS, lambda: self._ledger.rows_written)
+        watch(LEDGER_OK, lambda: float(self._ledger.ok))
 
     # The shell: what is asked for seldom.
 
@@ -226,7 +227,7 @@ class Gateway:
         faults = []
         if self._draining:
             faults.append("the gateway is shutting down")
-        if not self.house.ledger.ok:
+        if not self._ledger.ok:
             faults.append("the ledger can not be written")
         try:
             await self._storage.get("ready")

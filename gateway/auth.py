@@ -45,6 +45,17 @@ class Authenticator:
             verify(key, self._nobodys_hash, self._pepper)
         raise Unauthenticated("the API key is not valid")
 
+    async def principal_of(self, key_id: str, policy: Policy) -> Principal | None:
+        """Whom a key that was verified earlier stands for now; None where it is not valid any more."""
+        if entry := policy.keys_by_id.get(key_id):
+            tenant, known = entry
+            return Principal(tenant, key_id, frozenset(known.models) if known.models is not None else None)
+        record = await self._record(key_id)
+        owner = policy.tenants_by_name.get(record.tenant) if record is not None else None
+        if record is None or owner is None or not _valid(record):
+            return None
+        return Principal(owner, key_id, frozenset(record.models) if record.models is not None else None)
+
     async def _record(self, key_id: str) -> KeyRecord | None:
         now = time.monotonic()
         remembered = self._remembered.get(key_id)

@@ -6,6 +6,8 @@
     + ModelNotFound            404 model_not_found
     + UnknownUrl               404 unknown_url
     + MethodNotAllowed         405 method_not_allowed
+    + NotFound                 404 not_found: a file or a batch
+    + Conflict                 409 conflict: its state does not allow that
     + BodyTooLarge             413 request_too_large
     + RequestTimeout           408 request_timeout: the body did not arrive
   x Unauthenticated            401 invalid_api_key
@@ -77,6 +79,16 @@ class UnknownUrl(BadRequest):
 class MethodNotAllowed(BadRequest):
     status = 405
     code = "method_not_allowed"
+
+
+class NotFound(BadRequest):
+    status = 404
+    code = "not_found"
+
+
+class Conflict(BadRequest):
+    status = 409
+    code = "conflict"
 
 
 class BodyTooLarge(BadRequest):

@@ -19,7 +19,6 @@ from gateway.cache import UNRECORDED, Answer, LeaderFailed, ResponseCache
 from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.doors.base import Door
 from gateway.errors import GatewayError, InternalError, Overloaded, UpstreamCut, shutting_down
-from gateway.ledger import Ledger
 from gateway.limits.base import UNLIMITED, Limiter
 from gateway.policy_file import PolicyHolder
 from gateway.queueing import Queue
@@ -27,7 +26,7 @@ from gateway.replies import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, Client
 from gateway.routing.attempts import Attempts
 from gateway.routing.router import Router
 from gateway.routing.upstream import Upstream
-from gateway.settlement import Settlement
+from gateway.settlement import Books, Settlement
 from gateway.telemetry import CallRecord, Telemetry
 from gateway.types import Call, Marks, Outcome
 
@@ -45,7 +44,7 @@ class House:
     limiter: Limiter
     queue: Queue
     router: Router
-    ledger: Ledger
+    ledger: Books
     telemetry: Telemetry
     max_body_bytes: int
 
@@ -133,11 +132,13 @@ async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exch
     await account.settle()
 
 
-async def handle(house: House, door: Door, scope: Scope, receive: Receive, send: Send) -> None:
+async def handle(
+    house: House, door: Door, scope: Scope, receive: Receive, send: Send, *, call_id: str | None = None
+) -> None:
     """The border of the story: whatever `serve` raises becomes a truthful reply, a line in the log, and telemetry."""
     exchange = Exchange(scope, receive, send, max_body_bytes=house.max_body_bytes)
     trace = house.telemetry.begin(scope["headers"], house.policies.current.tracing.sample)
-    call_id = new_call_id()
+    call_id = call_id or new_call_id()
     record = CallRecord(
         trace=trace, server_span_id=house.telemetry.new_span_id(), marks=Marks(),
         method=exchange.method, path=exchange.path, operation=door.operation,

@@ -12,11 +12,11 @@ import asyncio
 import contextlib
 import time
 from types import TracebackType
+from typing import Protocol
 
 from gateway.cache import Recording, Unrecorded
 from gateway.errors import GatewayError, LedgerUnavailable, UpstreamCut, UpstreamTimeout
 from gateway.fleet import Server
-from gateway.ledger import Ledger
 from gateway.limits.base import Reservation
 from gateway.metering import Meter, bill_of, make_receipt
 from gateway.money import nanos_of
@@ -24,7 +24,16 @@ from gateway.providers.base import Fault
 from gateway.replies import Exchange
 from gateway.routing.router import Attempts, Upstream
 from gateway.telemetry import CallRecord
-from gateway.types import Call, Outcome
+from gateway.types import Call, Outcome, Receipt
+
+
+class Books(Protocol):
+    """Where receipts go: the ledger; or, for a line of a batch, its result (`gateway.batches.inside`)."""
+
+    def check(self) -> None:
+        """Raise `LedgerUnavailable` where the next receipt could not be written."""
+
+    def append(self, receipt: Receipt) -> None: ...
 
 
 class Settlement:
@@ -38,7 +47,7 @@ class Settlement:
         attempts: Attempts,
         exchange: Exchange,
         record: CallRecord,
-        ledger: Ledger,
+        ledger: Books,
         *,
         from_cache: bool = False,
     ) -> None:
