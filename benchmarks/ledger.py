@@ -71,9 +71,9 @@ def a_receipt() -> Receipt:
     marks.first_chunk_ns = marks.ended_ns = time.time_ns()
     attempt = Attempt("a", "ok", marks.started_ns, marks.ended_ns, span_id=1, status=200)
     deployment = POLICY.deployments[0]
-    cost = bill_of(USAGE, deployment)
+    bill = bill_of(CALL, USAGE, deployment, arrived_ns=marks.started_ns)
     return make_receipt(
-        CALL, USAGE, outcome=Outcome.COMPLETE, marks=marks, cost=cost, attempts=[attempt], deployment=deployment
+        CALL, USAGE, outcome=Outcome.COMPLETE, marks=marks, bill=bill, attempts=[attempt], deployment=deployment
     )
 
 

@@ -2,7 +2,7 @@
 
 The meter scans bytes and parses nothing on the ordinary path: a chunk of text costs about a microsecond, and a
 stream of any length a few integers of state. The upstream is always asked for usage; the frame that carries only
-usage is taken out again for a client that did not ask.
+usage is taken out again for a client that did not ask, and so are the counts of every chunk where we alone wanted them.
 
 What is billed, by the way a call ended:
 
@@ -12,12 +12,16 @@ What is billed, by the way a call ended:
   the engine said nothing            the prompt's estimate, and one token per frame of text; an estimate
   no output at all                   nothing, as an estimate: whether the prompt was computed is not known
   no deployment answered             nothing, at a cost of zero
-  answered from the response cache   the tokens of the stored answer, at a cost of zero
+  answered from the response cache   the tokens of the stored answer, at the model's `cache_price`, or at none
+
+docs/billing.md has the whole table, and which price holds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -26,33 +30,19 @@ from typing import Any
 
 import msgspec
 
+from gateway.counts import Counts, usage_of
 from gateway.ids import new_event_id
 from gateway.money import text_of
 from gateway.policy import Deployment, Price
+from gateway.policy.prices import PerToken
 from gateway.types import Attempt, AttemptRow, Call, Marks, Outcome, Receipt, Usage
 
+_NO_PRICES = dict.fromkeys([f"price_{bucket}" for bucket in PerToken._fields])
 BYTES_PER_TOKEN = 4  # of English text, for answers whose engine did not count
 _BLANK_LINE = re.compile(rb"\n\r?\n")  # ends a frame; JSON has no raw newline, so text can not imitate it
 _USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # and not null, which some servers put on every chunk
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-    cache_write_tokens: int | None = None
-
-
-class _CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int | None = None
-
-
-class _Counts(msgspec.Struct):
-    """`usage` of the OpenAI dialect. The details are parts of the counts; embeddings have no completion."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
-    total_tokens: int | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-    completion_tokens_details: _CompletionDetails | None = None
+# A usage that ends its frame, and the frame that ends the chunk. A quote inside of text would have a backslash before.
+_LAST_FIELD = re.compile(rb',\s*"usage"\s*:\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})\s*\}\r?\n\r?\n')
 
 
 class _Choice(msgspec.Struct):
@@ -61,23 +51,54 @@ class _Choice(msgspec.Struct):
     text: str | None = None
 
 
+class _Part(msgspec.Struct):
+    """What some events wrap: `response` of OpenAI's responses, `message` of Anthropic's messages."""
+
+    usage: Counts | None = None
+    service_tier: str | None = None
+
+
 class _Event(msgspec.Struct):
     """The parts of a chunk, or of a whole answer, that metering reads."""
 
     object: str | None = None
     choices: list[_Choice] | None = None
-    usage: _Counts | None = None
+    usage: Counts | None = None
+    service_tier: str | None = None
     error: Any = None
+    response: _Part | str | None = None  # a text in Ollama's answers, and in some servers' errors
+    message: _Part | str | None = None
+    prompt_eval_count: int | None = None
+    eval_count: int | None = None
+
+    @property
+    def counts(self) -> Counts | None:
+        if self.usage is not None:
+            return self.usage
+        if self.prompt_eval_count is not None or self.eval_count is not None:
+            return Counts(prompt_eval_count=self.prompt_eval_count, eval_count=self.eval_count)
+        part = self.response or self.message
+        return part.usage if isinstance(part, _Part) else None
+
+    @property
+    def tier(self) -> str | None:
+        part = self.response or self.message
+        if isinstance(part, _Part) and part.service_tier:
+            return part.service_tier
+        return self.service_tier or (self.usage.service_tier if self.usage is not None else None)
 
 
 _decode = msgspec.json.Decoder(_Event).decode
+_decode_counts = msgspec.json.Decoder(Counts).decode
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class Meter:
     """Watches one reply.
 
     `complete`: it came to its own end, with `[DONE]` or a whole JSON body. `error`: instead, the upstream reported a
-    failure in the reply itself.
+    failure in the reply itself. `service_tier`: the one in which it says that it was made. `strip_every_usage` is set
+    where every chunk has counts that only we have asked for.
     """
 
     __slots__ = (
@@ -88,18 +109,24 @@ class Meter:
         "_strip",
         "_text_begun",
         "_uncounted",
+        "_unread",
         "complete",
         "error",
+        "service_tier",
+        "strip_every_usage",
     )
 
     def __init__(self, call: Call) -> None:
         self.complete = False
         self.error = False
+        self.service_tier = call.service_tier
+        self.strip_every_usage = False
         self._stream = call.stream
         self._strip = not call.include_usage
         self._prompt_tokens_estimate = call.prompt_tokens_estimate
-        self._counts: _Counts | None = None
-        self._counted: Usage | None = None  # the same in buckets, once somebody has asked
+        self._counts: Counts | None = None
+        self._unread: bytes | None = None  # newer counts, as JSON
+        self._counted: Usage | None = None  # the newest in buckets, once somebody has asked
         self._uncounted = 0  # output tokens, estimated, since the engine last said how many there were
         self._text_begun = False
 
@@ -119,57 +146,90 @@ class Meter:
         if not self._stream:
             self._read_body(chunk)
             return chunk
+        if self.strip_every_usage and self._text_begun and b'"choices":[{' in chunk:
+            stripped = self._counted_text(chunk)
+            if stripped is not None:
+                return stripped
         frames = list(_frames(chunk))
-        kept = [frame for frame in frames if self._read_frame(frame)]
-        return chunk if len(kept) == len(frames) else b"".join(kept)
+        kept = [self._read_frame(frame) for frame in frames]
+        return chunk if all(map(operator.is_, frames, kept)) else b"".join(kept)
+
+    def _counted_text(self, chunk: bytes) -> bytes | None:
+        """A chunk of one frame of text that ends with its counts, without them. None where it is anything else."""
+        at = chunk.rfind(b'"usage"')
+        last = _LAST_FIELD.fullmatch(chunk, chunk.rfind(b",", 0, at)) if at > 0 and b'"error"' not in chunk else None
+        if last is None or chunk.find(b"\n\n", 0, last.start()) >= 0 or chunk.find(b"\n\r\n", 0, last.start()) >= 0:
+            return None
+        self._unread, self._counted, self._uncounted = last[1], None, 0
+        return chunk[: last.start()] + chunk[last.end(1) :]
 
     @property
     def usage(self) -> Usage:
         """What the reply has consumed until now."""
-        if self._counts is None:
+        if self._counted is None:
+            self._counted = self._count()
+        if self._counted is None:
             prompt_tokens = self._prompt_tokens_estimate if self._uncounted or self.complete else 0
             return Usage(input_uncached=prompt_tokens, output=self._uncounted)
-        if self._counted is None:
-            self._counted = _buckets(self._counts)
         if self._uncounted:
             output = self._counted.output + self._uncounted
             return msgspec.structs.replace(self._counted, output=output, exact=False)
         return self._counted
 
+    def _count(self) -> Usage | None:
+        if self._unread is not None:
+            unread, self._unread = self._unread, None
+            with contextlib.suppress(msgspec.MsgspecError):  # what is no count leaves the one before
+                self._counts = _decode_counts(unread)
+        return usage_of(self._counts) if self._counts is not None else None
+
+    def _learn(self, counts: Counts) -> None:
+        """The engine's newest word on how much there is."""
+        if self._unread is None and self._counts is not None:
+            counts = self._counts.updated(counts)
+        self._counts, self._unread, self._counted, self._uncounted = counts, None, None, 0
+
+    def watch_prompt(self, prompt_tokens: int) -> None:
+        """How many tokens the prompt has by the model's tokenizer: better than a guess, where no engine has counted."""
+        self._prompt_tokens_estimate = prompt_tokens
+
     def watch_record(self, record: bytes) -> None:
         """What the engine has on record of an answer that ended early: its numbers count, nothing else does."""
         try:
-            counts = _decode(record).usage
+            counts = _decode(record).counts
         except msgspec.MsgspecError:
             return
         if counts is not None:
-            self._counts, self._counted, self._uncounted = counts, None, 0
+            self._learn(counts)
 
-    def _read_frame(self, frame: bytes) -> bool:
-        """Learn from one frame; False where the client must not get it."""
+    def _read_frame(self, frame: bytes) -> bytes:
+        """Learn from one frame; what the client gets of it."""
         data = b"\n".join(line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:"))
         if not data:  # a comment, as servers send to keep a connection alive
-            return True
+            return frame
         if data == b"[DONE]":
             self.complete = not self.error
-            return True
+            return frame
         try:
             event = _decode(data)
         except msgspec.MsgspecError:  # whether the client gets such a frame is the provider's decision
             self._uncounted += self._text_begun
-            return True
+            return frame
         if event.error is not None or event.object == "error":
             self.error, self.complete = True, False
-            return True
+            return frame
+        self.service_tier = event.tier or self.service_tier
         if event.choices:
             # From the first text on every frame counts as a token: which field of which server carries text need
             # not be known then, and the frame that only says why it finished makes the estimate one too high.
             self._text_begun = self._text_begun or any(_has_text(choice) for choice in event.choices)
             self._uncounted += self._text_begun
-        if event.usage is None:
-            return True
-        self._counts, self._counted, self._uncounted = event.usage, None, 0
-        return bool(event.choices) or not self._strip
+        if (counts := event.counts) is None:
+            return frame
+        self._learn(counts)
+        if event.choices:
+            return _without_usage(data) if self.strip_every_usage else frame
+        return b"" if self._strip else frame
 
     def _read_body(self, body: bytes) -> None:
         try:
@@ -178,8 +238,11 @@ class Meter:
             return
         self.error = event.error is not None or event.object == "error"
         self.complete = not self.error
-        self._counts = event.usage
-        if event.usage is None:
+        self.service_tier = event.tier or self.service_tier
+        if (counts := event.counts) is not None:
+            self._learn(counts)
+        self._counted = self._count()
+        if self._counted is None:
             self._uncounted = sum(_text_bytes(choice) for choice in event.choices or ()) // BYTES_PER_TOKEN
 
 
@@ -193,6 +256,12 @@ def _frames(chunk: bytes) -> Iterator[bytes]:
         yield chunk[start:]
 
 
+def _without_usage(data: bytes) -> bytes:
+    fields = _fields(data)
+    del fields["usage"]
+    return b"data: %b\n\n" % msgspec.json.encode(fields)
+
+
 def _has_text(choice: _Choice) -> bool:
     """Content, reasoning, refusal, tool calls: anything but the role is output."""
     return bool(choice.text) or any(value for name, value in (choice.delta or {}).items() if name != "role")
@@ -203,47 +272,49 @@ def _text_bytes(choice: _Choice) -> int:
     return sum(len(part.encode() if isinstance(part, str) else msgspec.json.encode(part)) for part in parts if part)
 
 
-def _buckets(counts: _Counts) -> Usage:
-    """Overlapping counts -> buckets that do not overlap. Counts that contradict each other are not called exact."""
-    prompt, output = counts.prompt_tokens, counts.completion_tokens or 0
-    prompt_details = counts.prompt_tokens_details or _PromptDetails()
-    cache_read, cache_write = prompt_details.cached_tokens or 0, prompt_details.cache_write_tokens or 0
-    reasoning = (counts.completion_tokens_details or _CompletionDetails()).reasoning_tokens or 0
-    total = counts.total_tokens
-    if reasoning > 0 and total == prompt + output + reasoning:
-        output += reasoning  # some servers (xAI, Gemini) count thinking beside the answer; only the total tells
-    agree = (
-        min(prompt, output, cache_read, cache_write, reasoning) >= 0
-        and cache_read + cache_write <= prompt
-        and reasoning <= output
-        and total in (None, prompt + output)
-    )
-    prompt, output = max(prompt, 0), max(output, 0)
-    cache_read = min(max(cache_read, 0), prompt)
-    cache_write = min(max(cache_write, 0), prompt - cache_read)
-    return Usage(
-        input_uncached=prompt - cache_read - cache_write,
-        cache_read=cache_read,
-        cache_write=cache_write,
-        output=output,
-        reasoning=min(max(reasoning, 0), output),
-        exact=agree,
+class Bill(msgspec.Struct, frozen=True):
+    """`cost` in `money`'s atoms; None where work was done at no known price. `service_tier`: by which it was priced."""
+
+    cost: int | None
+    price: Price | None = None
+    service_tier: str | None = None
+
+
+def cost_of(usage: Usage, price: Price) -> int:
+    """In `money`'s atoms, exactly: every token at the price of its bucket."""
+    per_token = price.atoms
+    return (
+        (usage.input_uncached - usage.audio_input) * per_token.input
+        + usage.cache_read * per_token.cached_input
+        + usage.cache_write * per_token.cache_write
+        + (usage.output - usage.reasoning - usage.audio_output) * per_token.output
+        + usage.reasoning * per_token.reasoning
+        + usage.audio_input * per_token.audio_input
+        + usage.audio_output * per_token.audio_output
     )
 
 
-def cost_of(usage: Usage, price: Price | None) -> int | None:
-    """In `money`'s atoms. None without a price. Writing a cache costs what computing the tokens costs."""
-    if price is None:
-        return None
-    computed, cached, output = price.atoms
-    return (usage.input_uncached + usage.cache_write) * computed + usage.cache_read * cached + usage.output * output
-
-
-def bill_of(usage: Usage, deployment: Deployment | None, *, from_cache: bool = False) -> int | None:
-    """What a call costs, in atoms; None where that is not known. `deployment` is the one whose work is billed."""
-    if from_cache or (deployment is None and not usage.total):
-        return 0
-    return cost_of(usage, deployment.price if deployment else None)
+def bill_of(
+    call: Call,
+    usage: Usage,
+    deployment: Deployment | None,
+    *,
+    arrived_ns: int,
+    service_tier: str | None = None,
+    from_cache: bool = False,
+) -> Bill:
+    """What a call costs, by the price that held when it arrived. `deployment` is the one whose work is billed."""
+    model = call.model.name
+    if from_cache:
+        prices = call.policy.cache_prices.get(model)
+        if prices is None:
+            return Bill(0, service_tier=service_tier)
+    elif deployment is None:
+        return Bill(None if usage.total else 0, service_tier=service_tier)
+    else:
+        prices = call.policy.price_lists.get((model, deployment.name))
+    price = prices.price(call.class_name, service_tier, arrived_ns) if prices is not None else None
+    return Bill(None if price is None else cost_of(usage, price), price, service_tier)
 
 
 def make_receipt(
@@ -252,14 +323,13 @@ def make_receipt(
     *,
     outcome: Outcome,
     marks: Marks,
-    cost: int | None,
+    bill: Bill,
     attempts: Sequence[Attempt] = (),
     deployment: Deployment | None = None,
     from_cache: bool = False,
 ) -> Receipt:
-    """The record of a call that has ended. `deployment` and `cost` are those of `bill_of`."""
-    price = deployment.price if deployment else None
-    price_input, price_cached_input, price_output = price.texts if price else (None, None, None)
+    """The record of a call that has ended. `deployment` is that of its `bill_of`."""
+    price = bill.price
     return Receipt(
         event_id=new_event_id(),
         call_id=call.id,
@@ -271,7 +341,7 @@ def make_receipt(
         model_served=deployment.model if deployment else None,
         deployment=deployment.name if deployment else None,
         latency_class=call.class_name,
-        service_tier=call.service_tier,
+        service_tier=bill.service_tier,
         started=rfc3339(marks.started_ns),
         finished=rfc3339(marks.ended_ns or time.time_ns()),
         ttft_seconds=(marks.first_chunk_ns - marks.started_ns) / 1e9 if marks.first_chunk_ns else None,
@@ -283,15 +353,15 @@ def make_receipt(
         cache_write=usage.cache_write,
         output=usage.output,
         reasoning=usage.reasoning,
+        audio_input=usage.audio_input,
+        audio_output=usage.audio_output,
         price_version=price.version if price else None,
-        price_input=price_input,
-        price_cached_input=price_cached_input,
-        price_output=price_output,
-        cost=None if cost is None else text_of(cost),
+        cost=None if bill.cost is None else text_of(bill.cost),
         currency=price.currency if price else None,
         attempts=tuple([_attempt_row(attempt) for attempt in attempts]),
         policy_hash=call.policy.hash,
         trace_id=f"{call.trace.trace_id:032x}",
+        **(price.texts if price else _NO_PRICES),
     )
 
 

@@ -7,12 +7,13 @@ fit 64 bits.
 
 from __future__ import annotations
 
-from decimal import Decimal
+from decimal import Context, Decimal, Inexact, InvalidOperation
 
 PRICE_DECIMALS = 9
 ATOM_DECIMALS = PRICE_DECIMALS + 6  # prices are per million tokens
 _ATOMS_PER_UNIT: int = 10**ATOM_DECIMALS
 _ATOMS_PER_NANO: int = 10 ** (ATOM_DECIMALS - 9)
+_EXACT = Context(prec=100, traps=[Inexact, InvalidOperation])
 
 
 def atoms_per_token(price: Decimal) -> int:
@@ -21,7 +22,9 @@ def atoms_per_token(price: Decimal) -> int:
 
 
 def text_of(atoms: int) -> str:
-    """Exact decimal text without exponent or trailing zeros: `0.00000544`, `12`, `0`. `atoms` is not negative."""
+    """Exact decimal text without exponent or trailing zeros: `0.00000544`, `12`, `0`, `-1.5`."""
+    if atoms < 0:
+        return f"-{text_of(-atoms)}"
     whole, rest = divmod(atoms, _ATOMS_PER_UNIT)
     return f"{whole}.{rest:0{ATOM_DECIMALS}d}".rstrip("0") if rest else str(whole)
 
@@ -29,3 +32,13 @@ def text_of(atoms: int) -> str:
 def nanos_of(atoms: int) -> int:
     """Money as storage counts it, in billionths; rounded up, so that a budget is never overspent by rounding."""
     return -(-atoms // _ATOMS_PER_NANO)
+
+
+def atoms_of(text: str) -> int:
+    """What `text_of` has written. Raises `ValueError` for what is no money, or finer than an atom."""
+    try:
+        atoms = Decimal(text).scaleb(ATOM_DECIMALS, _EXACT)
+        whole = atoms.to_integral_exact(context=_EXACT)
+    except ArithmeticError as error:
+        raise ValueError(f"{text!r} is no amount of money") from error
+    return int(whole)

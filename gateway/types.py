@@ -11,15 +11,17 @@ from collections.abc import Collection
 
 import msgspec
 
-from gateway.policy import LatencyClass, Model, Policy, Tenant
+from gateway.policy import LatencyClass, Limits, Model, Policy, Tenant
 
 
 class Principal(msgspec.Struct, frozen=True):
-    """Who calls: a key of a tenant. `models` is None where the key may use every model."""
+    """Who calls: a key of a tenant. `models` and `classes` are None where the key may use every one."""
 
     tenant: Tenant
     key_id: str
     models: frozenset[str] | None = None
+    classes: frozenset[str] | None = None
+    limits: Limits | None = None  # the key's own, within its tenant's
 
     def tenant_may_use(self, model: Model) -> bool:
         return _names_one_of(self.tenant.models, model)
@@ -38,6 +40,13 @@ class Operation(enum.Enum):
     CHAT = "chat/completions"
     COMPLETION = "completions"
     EMBEDDING = "embeddings"
+
+
+class Said(Protocol):
+    """One message of a prompt, as its door has read it; parts are kept as JSON."""
+
+    role: str
+    content: str | list[msgspec.Raw] | None
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -69,6 +78,7 @@ class Call(msgspec.Struct, frozen=True):
     class_rule: int | None  # index of the policy rule that chose the class; None: the default
     deadline: float  # event-loop seconds by which the whole reply must be out
     trace: Trace
+    continuous_usage: bool = False  # the client asked for counts in every chunk, too
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -81,7 +91,8 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens consumed, in buckets that do not overlap. `reasoning` is the part of `output` spent thinking.
+    """Tokens consumed, in buckets that do not overlap. `reasoning` is the part of `output` spent thinking, and
+    `audio_output` the part that was sound; `audio_input` is a part of `input_uncached`.
 
     `exact` is True only when the engine that did the work counted; everything else is marked as an estimate.
     """
@@ -92,6 +103,8 @@ class Usage(msgspec.Struct, frozen=True):
     output: int = 0
     reasoning: int = 0
     exact: bool = False
+    audio_input: int = 0
+    audio_output: int = 0
 
     @property
     def input(self) -> int:
@@ -167,8 +180,9 @@ class AttemptRow(msgspec.Struct, frozen=True):
     predicted_cached_tokens: int
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="receipt"):
-    """The final record of one call: what finance bills from. One row of the ledger, never changed.
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="receipt"):
+    """The final record of one call: what finance bills from. One row of the ledger, never changed. What has a default
+    is left out of the row where it has that value.
 
     Money is decimal text; `cost` is None where a price is unknown (`unpriced`), never zero.
     """
@@ -195,10 +209,16 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     cache_write: int
     output: int
     reasoning: int
+    audio_input: int = 0
+    audio_output: int = 0
     price_version: str | None
     price_input: str | None
     price_cached_input: str | None
+    price_cache_write: str | None = None
     price_output: str | None
+    price_reasoning: str | None = None
+    price_audio_input: str | None = None
+    price_audio_output: str | None = None
     cost: str | None
     currency: str | None
     attempts: tuple[AttemptRow, ...]

@@ -78,7 +78,10 @@ def _sum_up(path: Path, policy: Policy) -> None:
     say()
     say_table(
         ("DEPLOYMENT", "PROVIDER", "URL", "MODEL", "CALLS", "PRICE PER MILLION"),
-        [(d.name, d.provider, d.base_url, d.model, str(d.max_concurrency), _price(d)) for d in policy.deployments],
+        [
+            (d.name, d.provider, d.base_url, d.model, str(d.max_concurrency), _price(d, policy))
+            for d in policy.deployments
+        ],
     )
     say()
     say_table(
@@ -110,12 +113,14 @@ def _sum_up(path: Path, policy: Policy) -> None:
     )
 
 
-def _price(deployment: Deployment) -> str:
-    price = deployment.price
-    if price is None:
-        return "unpriced"
+def _price(deployment: Deployment, policy: Policy) -> str:
+    if not deployment.price:
+        by_model = any(model.price for model in policy.models if deployment.name in model.deployments)
+        return "by its model" if by_model else "unpriced"
+    price, *more = deployment.price
     cached = "" if price.cached_input is None else f", {price.cached_input} cached"
-    return f"{price.input} in{cached}, {price.output} out {price.currency}"
+    further = f" (and {len(more)} more)" if more else ""
+    return f"{price.input} in{cached}, {price.output} out {price.currency}{further}"
 
 
 def _limits(limits: Limits) -> str:

@@ -23,6 +23,7 @@ Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Common(msgspec.Struct):

@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterable
 from gateway.policy.batches import Batches
 from gateway.policy.fields import EnvSecret
 from gateway.policy.findings import Finding, Path, choices
-from gateway.policy.servers import Deployment, Model, Price
-from gateway.policy.tenants import Budget, Key, Limits, Rate, Tenant
-from gateway.policy.traffic import BUILT_IN_CLASSES, LatencyClass, Match, Rule
+from gateway.policy.prices import Price
+from gateway.policy.servers import Deployment, Model
+from gateway.policy.tenants import Budget, Key, Limits, PartLimits, Rate, StorageOutage, Tenant, TenantLimits
+from gateway.policy.traffic import BUILT_IN_CLASSES, Floor, Hedge, LatencyClass, Match, Rule
 from gateway.policy.whole import Policy, PolicyNameError
 
 Check = Callable[[Policy], Iterable[Finding]]
 """A further judgement on a policy, by a part of the gateway that knows more than its models do."""
 
 __all__ = [
-    "BUILT_IN_CLASSES", "Batches", "Budget", "Check", "Deployment", "EnvSecret", "Finding", "Key", "LatencyClass", "Limits",
-    "Match", "Model", "Path", "Policy", "PolicyNameError", "Price", "Rate", "Rule", "Tenant", "choices",
+    "BUILT_IN_CLASSES", "Batches", "Budget", "Check", "Deployment", "EnvSecret", "Finding", "Floor", "Hedge", "Key",
+    "LatencyClass", "Limits", "Match", "Model", "PartLimits", "Path", "Policy", "PolicyNameError", "Price", "Rate",
+    "Rule", "StorageOutage", "Tenant", "TenantLimits", "choices",
 ]  # fmt: skip

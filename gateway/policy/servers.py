@@ -2,43 +2,10 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-from functools import cached_property
-
 from pydantic import Field
 
-from gateway.money import PRICE_DECIMALS, atoms_per_token
 from gateway.policy.fields import Count, EnvSecret, Frozen, Name
-
-
-class Price(Frozen):
-    """Money per million tokens, as decimals. A cached price left out means: the full input price."""
-
-    input: Decimal = Field(
-        ge=0, max_digits=18, decimal_places=PRICE_DECIMALS, description="Per million input tokens that were computed."
-    )
-    cached_input: Decimal | None = Field(
-        None, ge=0, max_digits=18, decimal_places=PRICE_DECIMALS,
-        description="Per million input tokens read from a prefix cache.",
-    )  # fmt: skip
-    output: Decimal = Field(
-        Decimal(0), ge=0, max_digits=18, decimal_places=PRICE_DECIMALS,
-        description="Per million output tokens, reasoning included.",
-    )  # fmt: skip
-    currency: str = Field("USD", pattern="^[A-Z]{3}$", description="ISO 4217 code.")
-    version: str = Field("1", description="Written into every receipt; change it with the price.")
-
-    @cached_property
-    def atoms(self) -> tuple[int, int, int]:
-        """What a token costs in `money`'s atoms: computed input, cached input, output."""
-        cached_input = self.input if self.cached_input is None else self.cached_input
-        return atoms_per_token(self.input), atoms_per_token(cached_input), atoms_per_token(self.output)
-
-    @cached_property
-    def texts(self) -> tuple[str, str | None, str]:
-        """The three prices as receipts have them, per million tokens and without exponents."""
-        cached_input = None if self.cached_input is None else f"{self.cached_input:f}"
-        return f"{self.input:f}", cached_input, f"{self.output:f}"
+from gateway.policy.prices import Prices
 
 
 class Deployment(Frozen):
@@ -50,7 +17,12 @@ class Deployment(Frozen):
     model: Name = Field(description="The model's name on that server.")
     max_concurrency: Count = Field(64, description="Calls that it is sent at the same time, at most.")
     api_key: EnvSecret | None = Field(None, description="The key it is called with.")
-    price: Price | None = Field(None, description="What its tokens cost; without one, receipts say unpriced.")
+    price: Prices = Field(
+        (), description="What its tokens cost: one price, or several of which the first that fits a call holds."
+    )
+    continuous_usage: bool = Field(
+        False, description="It can count in every chunk (`continuous_usage_stats`): a stream that is cut is exact then."
+    )
     cache_tokens: Count = Field(
         262_144, description="First guess of how many tokens its prefix cache holds, until replies teach better."
     )
@@ -66,3 +38,5 @@ class Model(Frozen):
     aliases: tuple[Name, ...] = Field((), description="Further names for it.")
     deployments: tuple[Name, ...] = Field(min_length=1, description="Where it is served, by deployment name.")
     fallbacks: tuple[Name, ...] = Field((), description="Models tried, in order, when none of its deployments answers.")
+    price: Prices = Field((), description="What its tokens cost at deployments that have no price of their own.")
+    cache_price: Prices = Field((), description="What answers from the response cache cost; left out: nothing.")

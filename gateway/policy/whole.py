@@ -12,8 +12,9 @@ from pydantic import Field, model_validator
 from gateway.policy.batches import Batches
 from gateway.policy.fields import Frozen, Name
 from gateway.policy.findings import Finding, Path, choices
-from gateway.policy.servers import Deployment, Model, Price
-from gateway.policy.tenants import Key, Tenant
+from gateway.policy.prices import Price, PriceList
+from gateway.policy.servers import Deployment, Model
+from gateway.policy.tenants import Key, Limits, StorageOutage, Tenant
 from gateway.policy.traffic import BUILT_IN_CLASSES, Cache, Canonicalise, LatencyClass, Rule, Tracing
 
 
@@ -31,6 +32,7 @@ class Policy(Frozen):
     cache: Cache = Field(Cache(), description="The exact response cache.")
     tracing: Tracing = Field(Tracing(), description="Traces.")
     batches: Batches = Field(Batches(), description="The Batch API.")
+    storage_outage: StorageOutage = Field(StorageOutage(), description="While the storage does not answer.")
     tenants: tuple[Tenant, ...] = Field(min_length=1, description="Who may call.")
 
     @model_validator(mode="before")
@@ -69,22 +71,30 @@ class Policy(Frozen):
         return {deployment.name: deployment for deployment in self.deployments}
 
     @cached_property
+    def price_lists(self) -> dict[tuple[str, str], PriceList]:
+        """By the model that a call asked for and the deployment that answered: the deployment's own prices, or else
+        those of the model under which it was reached, which may be a fallback.
+        """
+        lists = dict[tuple[str, str], PriceList]()
+        for asked in self.models:
+            for model in (asked, *(self.models_by_name[name] for name in asked.fallbacks)):
+                for name in model.deployments:
+                    prices = self.deployments_by_name[name].price or model.price
+                    lists.setdefault((asked.name, name), PriceList(prices))
+        return lists
+
+    @cached_property
+    def cache_prices(self) -> dict[str, PriceList]:
+        """What answers from the response cache cost, by the model asked for; free where it is not here."""
+        return {model.name: PriceList(model.cache_price) for model in self.models if model.cache_price}
+
+    @cached_property
     def prices_by_model(self) -> dict[str, tuple[Price, ...]]:
         """The different prices that a call for a model may come to cost, its fallbacks' included."""
-        reachable = {
-            model.name: [model, *(self.models_by_name[name] for name in model.fallbacks)] for model in self.models
-        }
-        return {
-            name: tuple(
-                {
-                    price: None
-                    for model in models
-                    for deployment in model.deployments
-                    if (price := self.deployments_by_name[deployment].price) is not None
-                }
-            )
-            for name, models in reachable.items()
-        }
+        found: dict[str, dict[Price, None]] = {model.name: {} for model in self.models}
+        for (asked, _), prices in self.price_lists.items():
+            found[asked].update(dict.fromkeys(prices.prices))
+        return {name: tuple(prices) for name, prices in found.items()}
 
     @cached_property
     def tenants_by_name(self) -> dict[str, Tenant]:
@@ -121,6 +131,13 @@ def _twins(policy: Policy) -> Iterator[Finding]:
             for i, tenant in enumerate(policy.tenants)
             for j, key in enumerate(tenant.keys)
         ],
+        **{
+            f"part of {tenant.name}": [
+                (part.match.label, ("tenants", i, "limits", "parts", j, "match"))
+                for j, part in enumerate(tenant.limits.parts)
+            ]
+            for i, tenant in enumerate(policy.tenants)
+        },
     }
     for what, names in named.items():
         seen: set[str] = set()
@@ -140,6 +157,8 @@ def _strangers(policy: Policy) -> Iterator[Finding]:
         yield from _unknown("deployment", model.deployments, deployments, ("models", i, "deployments"))
         others = [name for name in canonical if name != model.name]
         yield from _unknown("other model", model.fallbacks, others, ("models", i, "fallbacks"))
+    for place, price in _all_prices(policy):
+        yield from _unknown("class", price.latency_class or (), classes, (*place, "class"))
     for i, rule in enumerate(policy.rules):
         yield from _unknown("class", [rule.latency_class], classes, ("rules", i, "class"))
         yield from _unknown("model", rule.match.model or (), models, ("rules", i, "match", "model"))
@@ -150,18 +169,41 @@ def _strangers(policy: Policy) -> Iterator[Finding]:
         yield from _unknown("model", tenant.models or (), models, ("tenants", i, "models"))
         for j, key in enumerate(tenant.keys):
             yield from _unknown("model", key.models or (), models, ("tenants", i, "keys", j, "models"))
+            yield from _unknown("class", key.classes or (), classes, ("tenants", i, "keys", j, "classes"))
+        for j, part in enumerate(tenant.limits.parts):
+            place = ("tenants", i, "limits", "parts", j, "match")
+            yield from _unknown("model", part.match.model or (), models, (*place, "model"))
+            yield from _unknown("class", part.match.latency_class or (), classes, (*place, "class"))
+
+
+def _all_prices(policy: Policy) -> Iterator[tuple[Path, Price]]:
+    for place, prices in (
+        *((("deployments", i, "price"), d.price) for i, d in enumerate(policy.deployments)),
+        *((("models", i, "price"), m.price) for i, m in enumerate(policy.models)),
+        *((("models", i, "cache_price"), m.cache_price) for i, m in enumerate(policy.models)),
+    ):
+        for number, price in enumerate(prices):
+            yield (*place, number), price
 
 
 def _mixed_currencies(policy: Policy) -> Iterator[Finding]:
     """A budget is one amount: it can not be held against prices in several currencies."""
-    currencies = sorted({d.price.currency for d in policy.deployments if d.price})
+    currencies = sorted({price.currency for _, price in _all_prices(policy)})
     if len(currencies) > 1:
-        for i, tenant in enumerate(policy.tenants):
-            if tenant.limits.budget:
-                yield (
-                    ("tenants", i, "limits", "budget"),
-                    f"a budget needs all prices in one currency; there are {' and '.join(currencies)}",
-                )
+        for place, limits in _all_limits(policy):
+            if limits.budget:
+                message = f"a budget needs all prices in one currency; there are {' and '.join(currencies)}"
+                yield (*place, "budget"), message
+
+
+def _all_limits(policy: Policy) -> Iterator[tuple[Path, Limits]]:
+    for i, tenant in enumerate(policy.tenants):
+        yield ("tenants", i, "limits"), tenant.limits
+        for j, part in enumerate(tenant.limits.parts):
+            yield ("tenants", i, "limits", "parts", j), part
+        for j, key in enumerate(tenant.keys):
+            if key.limits is not None:
+                yield ("tenants", i, "keys", j, "limits"), key.limits
 
 
 def _unknown(what: str, names: Collection[str], known: Collection[str], path: Path) -> Iterator[Finding]:

@@ -65,6 +65,9 @@ class OpenAI:
             for operation in Operation
         }
         self._model = msgspec.Raw(_raw.encode(deployment.model))
+        self._usage_options = {"include_usage": _TRUE}
+        if deployment.continuous_usage:
+            self._usage_options["continuous_usage_stats"] = _TRUE
 
     @property
     def health_path(self) -> bytes:
@@ -77,7 +80,7 @@ class OpenAI:
         """The body's top-level fields: the client's, but for the model, and for the usage that we always meter by."""
         fields = {**call.fields, "model": self._model}
         if call.stream:
-            fields["stream_options"] = with_options(fields.get("stream_options"), include_usage=_TRUE)
+            fields["stream_options"] = with_options(fields.get("stream_options"), **self._usage_options)
         return fields
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:

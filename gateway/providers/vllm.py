@@ -24,7 +24,7 @@ def _encoded(text: str) -> msgspec.Raw:
 class VLLM(OpenAI):
     """OpenAI's dialect plus `cache_salt`.
 
-    Usage is asked for at the end only (no `continuous_usage_stats`): clients that add up every chunk's usage exist.
+    Usage is asked for at the end, and in every chunk (`continuous_usage_stats`) where the policy says so.
     `priority` is not sent: vLLM refuses it unless its scheduler was started with `--scheduling-policy priority`.
     """
 

@@ -289,7 +289,6 @@ def test_cost_is_exact() -> None:
     usage = Usage(input_uncached=3, cache_read=7, cache_write=2, output=11, reasoning=5)
     assert cost_of(usage, PRICE) == 4_970_000_000  # (3+2)*0.10 + 7*0.01 + 11*0.40 per million
     assert cost_of(usage, Price(input=Decimal("0.10"))) == 1_200_000_000  # cached like any other input
-    assert cost_of(usage, None) is None
 
 
 counts = st.integers(0, 10**12)
@@ -299,7 +298,6 @@ money = st.decimals(0, 10**6, places=9)
 @given(usage=st.builds(Usage, counts, counts, counts, counts), price=st.builds(Price, input=money, output=money))
 def test_cost_loses_no_decimal(usage: Usage, price: Price) -> None:
     cost = cost_of(usage, price)
-    assert cost is not None
     with localcontext(Context(prec=100, traps=[Inexact])):
         assert Decimal(text_of(cost)) * 10**6 == usage.input * price.input + usage.output * price.output
         assert 0 <= Decimal(nanos_of(cost)).scaleb(-9) - Decimal(text_of(cost)) < Decimal("1e-9")
@@ -316,7 +314,7 @@ def test_receipt_of_a_finished_call() -> None:
     ]
     receipt = make_receipt(
         make_call(), COUNTED, outcome=Outcome.COMPLETE, marks=marks, attempts=attempts, deployment=PRICED,
-        cost=bill_of(COUNTED, PRICED),
+        bill=bill_of(make_call(), COUNTED, PRICED, arrived_ns=marks.started_ns),
     )  # fmt: skip
     assert (receipt.tenant, receipt.key_id, receipt.latency_class) == ("acme", "key_1", "realtime")
     assert (receipt.model_asked, receipt.model_served, receipt.deployment) == ("m", "served", "a")
@@ -332,9 +330,10 @@ def test_receipt_of_a_finished_call() -> None:
 
 
 def costs(usage: Usage, outcome: Outcome, deployment: Deployment | None, from_cache: bool) -> tuple[str, str | None]:
-    cost = bill_of(usage, deployment, from_cache=from_cache)
+    call = make_call()
+    bill = bill_of(call, usage, deployment, arrived_ns=0, from_cache=from_cache)
     receipt = make_receipt(
-        make_call(), usage, outcome=outcome, marks=Marks(), cost=cost, deployment=deployment, from_cache=from_cache
+        call, usage, outcome=outcome, marks=Marks(), bill=bill, deployment=deployment, from_cache=from_cache
     )
     return receipt.source, receipt.cost
 

@@ -91,8 +91,7 @@ def test_one_name_stands_for_a_list_and_header_names_have_no_case() -> None:
 def test_money_is_decimal_from_the_digits_that_were_written() -> None:
     document = least()
     document["deployments"][0]["price"] = {"input": 0.1, "output": "0.30"}
-    price = Policy.model_validate(document).deployments[0].price
-    assert price is not None
+    (price,) = Policy.model_validate(document).deployments[0].price
     assert price.input == Decimal("0.1")
     assert price.output == Decimal("0.30")
 

@@ -146,8 +146,7 @@ tenants: [{name: t}]
 
 def test_a_version_may_look_like_a_date() -> None:
     text = LEAST.replace("model: m}", "model: m, price: {input: 1, version: 2026-11-20}}")
-    price = parse_policy(text.encode(), file="p.yaml").deployments[0].price
-    assert price is not None
+    (price,) = parse_policy(text.encode(), file="p.yaml").deployments[0].price
     assert price.version == "2026-11-20"
 
 
