@@ -6,41 +6,55 @@ from decimal import Decimal
 from functools import lru_cache
 
 from gateway.errors import BudgetSpent, GatewayError, LimitReached
-from gateway.limits.base import Estimate, charge_key
-from gateway.storage.base import MAX_AMOUNT, Charge, Refused, SpendCharge
-from gateway.types import Call, Usage
+from gateway.limits.base import Estimate, Limit
+from gateway.limits.scope import Scope
+from gateway.policy import Budget as BudgetOfPolicy
+from gateway.policy import Limits
+from gateway.storage.base import MAX_AMOUNT, Refused, SpendCharge
+from gateway.types import Usage
 
 MINUTE_SECONDS = 60
-DAY_SECONDS = 86_400.0
+HOUR_SECONDS = 3_600.0
+DAY_SECONDS = 24 * HOUR_SECONDS
 # How an account's period is named in its key, and how long the account outlives its last change: the period and more.
-PERIODS = {"day": ("%Y-%m-%d", 2 * DAY_SECONDS), "month": ("%Y-%m", 62 * DAY_SECONDS), "total": ("total", math.inf)}
+PERIODS = {
+    "hour": ("%Y-%m-%dT%H", 2 * HOUR_SECONDS),
+    "day": ("%Y-%m-%d", 2 * DAY_SECONDS),
+    "week": ("%G-W%V", 14 * DAY_SECONDS),
+    "month": ("%Y-%m", 62 * DAY_SECONDS),
+    "total": ("total", math.inf),
+}
 
 
-class Budget:
+class Budget(Limit[SpendCharge]):
     """Money per calendar period, UTC. A call belongs to the period in which it was admitted."""
 
-    def charge(self, call: Call, estimate: Estimate) -> SpendCharge | None:
-        budget = call.principal.tenant.limits.budget
-        if budget is None:
-            return None
-        period = _period(budget.per, int(estimate.now // MINUTE_SECONDS))
-        keep_seconds = PERIODS[budget.per][1]
-        return SpendCharge(
-            charge_key(call.principal.tenant.name, f"budget/{period}"),
-            estimate.cost_nanos,
-            _nanos(budget.amount),
-            keep_seconds,
-        )
+    kind = "budget"
+
+    @classmethod
+    def of(cls, limits: Limits, scope: Scope) -> Budget | None:
+        return None if limits.budget is None else cls(scope, limits.budget)
+
+    def __init__(self, scope: Scope, budget: BudgetOfPolicy) -> None:
+        super().__init__(scope)
+        self.cuts_streams = budget.cut_streams
+        self._budget = budget
+        self._limit_nanos = min(int(budget.amount.scaleb(9)), MAX_AMOUNT)
+        self._key = scope.key("budget")
+
+    def charge(self, estimate: Estimate) -> SpendCharge:
+        return self.of_amount(estimate.cost_nanos, estimate.now)
+
+    def of_amount(self, nanos: int, now: float) -> SpendCharge:
+        per = self._budget.per
+        key = f"{self._key}/{_period(per, int(now // MINUTE_SECONDS))}"
+        return SpendCharge(key, nanos, self._limit_nanos, PERIODS[per][1])
 
     def actual(self, usage: Usage, cost_nanos: int) -> int:
         return cost_nanos
 
-    def refuse(self, call: Call, charge: Charge, refused: Refused) -> GatewayError:
-        assert isinstance(charge, SpendCharge)
-        budget = call.principal.tenant.limits.budget
-        assert budget is not None
-        per = "in total" if budget.per == "total" else f"per {budget.per}"
-        left = f"tenant {call.principal.tenant.name} may spend {budget.amount:f} {per}; {_money(refused.remaining)} is "
+    def refuse(self, charge: SpendCharge, refused: Refused) -> GatewayError:
+        left = f"{self._words()}; {_money(refused.remaining)} is "
         needed = f"and this request may cost {_money(charge.amount)}"
         if refused.retry_after_seconds is None:
             return BudgetSpent(f"{left}left, {needed}")
@@ -49,19 +63,19 @@ class Budget:
             retry_after_seconds=refused.retry_after_seconds,
         )
 
-    def headers(self, charge: Charge, remaining: int) -> dict[str, str]:
-        return {}
+    def cut(self) -> BudgetSpent:
+        """Of a stream that costs more than is left."""
+        return BudgetSpent(f"{self._words()}; all of it is spent, so the answer ends here")
+
+    def _words(self) -> str:
+        per = "in total" if self._budget.per == "total" else f"per {self._budget.per}"
+        return f"{self.scope} may spend {self._budget.amount:f} {per}"
 
 
 @lru_cache(maxsize=16)
 def _period(per: str, minute: int) -> str:
     """The period's name in the account's key; periods change on full minutes."""
     return datetime.fromtimestamp(minute * MINUTE_SECONDS, UTC).strftime(PERIODS[per][0])
-
-
-@lru_cache(maxsize=10_000)
-def _nanos(amount: Decimal) -> int:
-    return min(int(amount.scaleb(9)), MAX_AMOUNT)
 
 
 def _money(nanos: int) -> str:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from gateway.storage.base import RateCharge
+from gateway.limits.base import Limit
+from gateway.storage.base import MAX_AMOUNT, RateCharge
 
 _NAMES = {
     what: (f"x-ratelimit-limit-{what}", f"x-ratelimit-remaining-{what}", f"x-ratelimit-reset-{what}")
     for what in ("requests", "tokens")
 }
+
+
+def tightest_headers(limits: Sequence[Limit[Any]], charges: Sequence[Any], remaining: Sequence[int]) -> dict[str, str]:
+    """Of several limits of one sort, a client is told of the one that has the least left."""
+    headers: dict[str, str] = {}
+    least: dict[str, int] = {}
+    for limit, charge, left in zip(limits, charges, remaining, strict=True):
+        sort = limit.shown_as
+        if sort is not None and left < least.get(sort, MAX_AMOUNT):
+            least[sort] = left
+            headers.update(ratelimit_headers(sort, charge, left))
+    return headers
 
 
 def ratelimit_headers(what: Literal["requests", "tokens"], charge: RateCharge, remaining: int) -> dict[str, str]:

@@ -12,7 +12,7 @@ begins alike on one node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -91,6 +91,12 @@ class Counters(Protocol):
         ValueError where the id is open already, or a key stands twice in the charges.
         """
 
+    async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
+        """Hold what was granted elsewhere, whether it fits or not. A reservation that is open stays as it is."""
+
+    async def left(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
+        """What could be reserved now of each, whatever their amounts. Reserves nothing. All are of one tenant."""
+
     async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
         """Keep a reservation alive. False when it is gone, by settling or by running out."""
 
@@ -114,6 +120,12 @@ class Counters(Protocol):
         A reservation that the other one settles after all, still counts: it merely ran out.
         """
 
+    async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
+        """Say that the engine's owner lives; how many owners have said so in the last `alive_seconds`, itself included.
+
+        Without an owner: how many others. Memory knows of its own process alone.
+        """
+
 
 class Blobs(Protocol):
     """A bounded cache of byte strings. Anything may be gone at any time; what is returned is what was put."""
@@ -124,20 +136,29 @@ class Blobs(Protocol):
 
 
 class KeyRecord(msgspec.Struct, frozen=True):
-    """An API key as it is kept: never the secret. `hash` is `hmac-sha256:<hex>` (see `gateway.auth`)."""
+    """An API key as it is kept: never the secret. A hash is `hmac-sha256:<hex>` (see `gateway.keys`)."""
 
     id: str
     tenant: str
     hash: str
-    created: str  # RFC 3339
+    created: str  # RFC 3339, as all times here
     expires: str | None = None
     revoked: bool = False
     models: tuple[str, ...] | None = None  # None: all models
+    classes: tuple[str, ...] | None = None  # None: all latency classes
+    limits: dict[str, Any] | None = None  # as a policy has them, in JSON's types
+    old_hash: str | None = None  # of the secret before the last rotation ...
+    old_expires: str | None = None  # ... which is valid until then
+    revision: int = 0  # counts the changes
 
 
 class Keys(Protocol):
     async def put_key(self, record: KeyRecord) -> None:
         """Add a key or replace the one of the same id."""
+
+    async def change_key(self, record: KeyRecord) -> bool:
+        """Replace the revision before this one, or add the key where this is revision 0; False where that is not what
+        is kept: somebody else was faster, or the id is taken."""
 
     async def get_key(self, key_id: str) -> KeyRecord | None: ...
 

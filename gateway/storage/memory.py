@@ -24,7 +24,7 @@ from gateway.storage.base import (
     check_charges,
 )
 from gateway.storage.bucket import Bucket
-from gateway.storage.verdict import account_verdict, rate_verdict
+from gateway.storage.verdict import account_verdict, rate_verdict, room_of
 
 LOOK_AGAIN_SECONDS = 1.0  # after which a bucket that may be empty by now is looked at; a busy one would be all the time
 SPARE_SWEEPS = 256  # of reservations that were settled before their lease was over; twice as many as of live ones, too
@@ -86,14 +86,30 @@ class MemoryStorage:
             raise ValueError(f"the reservation {reservation_id} is open already")
         remaining: list[int] = []
         for index, charge in enumerate(charges):
-            if isinstance(charge, RateCharge):
-                left = rate_verdict(index, charge, self._buckets.get(charge.key) or Bucket(), now)
-            else:
-                account = self._accounts.get(charge.key) or _Account()
-                left = account_verdict(index, charge, account.spent, account.held)
+            left = self._verdict(index, charge, now)
             if isinstance(left, Refused):
                 return left
             remaining.append(left)
+        self._hold(reservation_id, charges, lease_seconds, now)
+        return Granted(tuple(remaining))
+
+    async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
+        check_charges(reservation_id, charges)
+        self._sweep(now)
+        if reservation_id not in self._reservations:
+            self._hold(reservation_id, charges, lease_seconds, now)
+
+    async def left(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
+        self._sweep(now)
+        return tuple([room_of(charge, self._verdict(0, charge, now)) for charge in charges])
+
+    def _verdict(self, index: int, charge: Charge, now: float) -> int | Refused:
+        if isinstance(charge, RateCharge):
+            return rate_verdict(index, charge, self._buckets.get(charge.key) or Bucket(), now)
+        account = self._accounts.get(charge.key) or _Account()
+        return account_verdict(index, charge, account.spent, account.held)
+
+    def _hold(self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float) -> None:
         poured_at = tuple([self._take(charge, lease_seconds, now) for charge in charges])
         expires_at = now + lease_seconds
         self._reservations[reservation_id] = _Reservation(
@@ -102,7 +118,6 @@ class MemoryStorage:
         if len(self._sweeps) > self._sweeps_max:
             self._drop_stale_sweeps()
         heapq.heappush(self._sweeps, (expires_at, "reservation", reservation_id))
-        return Granted(tuple(remaining))
 
     async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
         self._sweep(now)
@@ -145,6 +160,9 @@ class MemoryStorage:
         for reservation in held:
             self._return_holds(reservation)
         return len(held)
+
+    async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
+        return 1 if self._owner else 0
 
     def _take(self, charge: Charge, lease_seconds: float, now: float) -> float:
         if isinstance(charge, RateCharge):
@@ -241,6 +259,13 @@ class MemoryStorage:
 
     async def put_key(self, record: KeyRecord) -> None:
         self._keys[record.id] = record
+
+    async def change_key(self, record: KeyRecord) -> bool:
+        kept = self._keys.get(record.id)
+        if record.revision != (0 if kept is None else kept.revision + 1):
+            return False
+        self._keys[record.id] = record
+        return True
 
     async def get_key(self, key_id: str) -> KeyRecord | None:
         return self._keys.get(key_id)

@@ -216,6 +216,13 @@ local function recall(reservation_id)
   return reservation and reservation.forget_at > now and reservation
 end
 
+local function hold(charges, lease_seconds, owner)
+  for _, charge in ipairs(charges) do
+    take(charge, now + lease_seconds)
+  end
+  remember({owner = owner, taken = charges}, lease_seconds)
+end
+
 local operations = {}
 
 -- lease seconds, owner, charges -> {"granted", left...} | {"refused", index, left, seconds or "held" or ""} | {"open"}
@@ -232,11 +239,27 @@ function operations.reserve()
     end
     granted[i + 1] = left
   end
-  for _, charge in ipairs(charges) do
-    take(charge, now + lease_seconds)
-  end
-  remember({owner = owner, taken = charges}, lease_seconds)
+  hold(charges, lease_seconds, owner)
   return granted
+end
+
+-- lease seconds, owner, charges -> 1 | 0
+function operations.adopt()
+  if recall(id) then
+    return 0
+  end
+  hold(charges_of_argv(), tonumber(ARGV[4]), ARGV[5])
+  return 1
+end
+
+-- the id is a tenant; "", "", charges -> what is left of each
+function operations.left()
+  local rooms = {}
+  for i, charge in ipairs(charges_of_argv()) do
+    local left, remaining = verdict(charge)
+    rooms[i] = left and left + tonumber(charge.amount) or remaining
+  end
+  return rooms
 end
 
 -- lease seconds -> 1 | 0
@@ -309,6 +332,17 @@ function operations.release_owner()
     end
   end
   return released
+end
+
+-- the id is an owner, or ""; alive seconds -> how many owners have been here in the last so many
+function operations.count_replicas()
+  local replicas, alive_seconds = name('alive', 'replicas'), tonumber(ARGV[4])
+  if id ~= '' then
+    redis.call('ZADD', replicas, string.format('%.17g', now), id)
+  end
+  redis.call('ZREMRANGEBYSCORE', replicas, '-inf', string.format('%.17g', now - alive_seconds))
+  redis.call('PEXPIRE', replicas, milliseconds(alive_seconds))
+  return redis.call('ZCARD', replicas)
 end
 
 return operations[operation]()

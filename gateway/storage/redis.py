@@ -49,6 +49,16 @@ TELL_TENANT_SECONDS = 3600.0
 SCRIPT = Path(__file__).with_name("redis.lua").read_text()
 SCRIPT_SHA1 = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()  # how Redis names it
 KEYS_KEY = "wp:{keys}"
+REPLICAS = "/"  # in the place of a tenant; no tenant is called so, as the name of one is quoted whole
+CHANGE_KEY = """
+local kept = redis.call('HGET', KEYS[1], ARGV[1])
+local revision = kept and tostring(cjson.decode(kept).revision or 0) or ''
+if revision ~= ARGV[2] then
+  return 0
+end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
 
 _Command = tuple[Any, ...]
 _decode_key = msgspec.json.Decoder(KeyRecord).decode
@@ -147,6 +157,25 @@ class RedisStorage:
             case _:
                 raise ValueError(f"the reservation {reservation_id} is open already")
 
+    async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
+        check_charges(reservation_id, charges)
+        tenant = first_part(reservation_id)
+        if self._owner:
+            await self._tell_tenant(tenant)
+        arguments = [part for charge in charges for part in _arguments(charge, lease_seconds)]
+        await self._script("adopt", reservation_id, tenant, now, lease_seconds, self._owner, *arguments)
+
+    async def left(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
+        if not charges:
+            return ()
+        tenant = first_part(charges[0].key)
+        arguments = [part for charge in charges for part in _arguments(charge, 0.0)]
+        return tuple(await self._script("left", tenant, tenant, now, "", "", *arguments))
+
+    async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
+        replicas: int = await self._script("count_replicas", self._owner, REPLICAS, now, alive_seconds)
+        return replicas
+
     async def _tell_tenant(self, tenant: str) -> None:
         """So that `release_owner` knows where to look: once an hour, in a set that outlives two of them."""
         now = asyncio.get_running_loop().time()
@@ -193,6 +222,11 @@ class RedisStorage:
 
     async def put_key(self, record: KeyRecord) -> None:
         await self._pipelines.submit(("HSET", KEYS_KEY, record.id, msgspec.json.encode(record)))
+
+    async def change_key(self, record: KeyRecord) -> bool:
+        packed = msgspec.json.encode(record)
+        before = str(record.revision - 1) if record.revision else ""
+        return bool(await self._pipelines.submit(("EVAL", CHANGE_KEY, 1, KEYS_KEY, record.id, before, packed)))
 
     async def get_key(self, key_id: str) -> KeyRecord | None:
         record = await self._pipelines.submit(("HGET", KEYS_KEY, key_id))

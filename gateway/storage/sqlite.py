@@ -36,14 +36,13 @@ from gateway.storage.base import (
 )
 from gateway.storage.bucket import Bucket
 from gateway.storage.coalesce import Coalescer
-from gateway.storage.verdict import account_verdict, rate_verdict
+from gateway.storage.verdict import account_verdict, rate_verdict, room_of
 
-SCHEMA_VERSION = 1
 OPEN_TIMEOUT_SECONDS = 5.0  # another process may be making the schema
 BUSY_SHARE = 0.8  # of an operation's time is spent on waiting for other writers: less than all, to tell the reason
 SWEEP_SECONDS = 10.0
 
-SCHEMA = f"""
+TABLES = """
 CREATE TABLE buckets (key TEXT PRIMARY KEY, state BLOB NOT NULL, empty_at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE accounts (key TEXT PRIMARY KEY, spent INTEGER NOT NULL, forget_at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE holds (
@@ -64,8 +63,9 @@ CREATE TRIGGER blob_gone AFTER DELETE ON blobs BEGIN
     UPDATE blob_bytes SET total = total - length(CAST(old.key AS BLOB)) - length(old.value);
 END;
 CREATE TABLE keys (id TEXT PRIMARY KEY, record BLOB NOT NULL) WITHOUT ROWID;
-PRAGMA user_version = {SCHEMA_VERSION};
 """
+REPLICAS = "CREATE TABLE replicas (owner TEXT PRIMARY KEY, seen_at REAL NOT NULL) WITHOUT ROWID;\n"
+SCHEMAS = (TABLES, REPLICAS)  # what each version added
 
 _Work = Callable[[sqlite3.Connection], Any]
 
@@ -138,13 +138,14 @@ class SqliteStorage:
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("BEGIN IMMEDIATE")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            for statement in _statements(SCHEMA):
-                connection.execute(statement)
-        connection.execute("COMMIT")
-        if version not in (0, SCHEMA_VERSION):
+        if version > len(SCHEMAS):
             connection.close()
-            raise sqlite3.DatabaseError(f"its schema has version {version}, this program knows {SCHEMA_VERSION}")
+            raise sqlite3.DatabaseError(f"its schema has version {version}, this program knows {len(SCHEMAS)}")
+        for script in SCHEMAS[version:]:
+            for statement in _statements(script):
+                connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {len(SCHEMAS)}")
+        connection.execute("COMMIT")
         connection.execute(f"PRAGMA busy_timeout = {round(self._busy_timeout_seconds * 1000)}")
         self._connection = connection
 
@@ -192,7 +193,7 @@ class SqliteStorage:
         self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, db: sqlite3.Connection
     ) -> Granted | Refused:
         self._sweep(now, db)
-        if db.execute("SELECT 1 FROM reservations WHERE id = ?", (reservation_id,)).fetchone():
+        if _is_open(reservation_id, db):
             raise ValueError(f"the reservation {reservation_id} is open already")
         remaining: list[int] = []
         for index, charge in enumerate(charges):
@@ -200,13 +201,33 @@ class SqliteStorage:
             if isinstance(left, Refused):
                 return left
             remaining.append(left)
+        self._hold(reservation_id, charges, lease_seconds, now, db)
+        return Granted(tuple(remaining))
+
+    def _hold(
+        self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, db: sqlite3.Connection
+    ) -> None:
         expires_at = now + lease_seconds
         taken = [_Taken(charge, _take(reservation_id, charge, expires_at, now, db)) for charge in charges]
         db.execute(
             "INSERT INTO reservations VALUES (?, ?, ?, ?, ?)",
             (reservation_id, self._owner, _encode(taken), expires_at, expires_at + REMEMBER_SECONDS),
         )
-        return Granted(tuple(remaining))
+
+    async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
+        check_charges(reservation_id, charges)
+
+        def hold(db: sqlite3.Connection) -> None:
+            if not _is_open(reservation_id, db):
+                self._hold(reservation_id, charges, lease_seconds, now, db)
+
+        await self._transactions.submit(hold)
+
+    async def left(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
+        rooms: tuple[int, ...] = await self._transactions.submit(
+            lambda db: tuple([room_of(charge, _verdict(0, charge, now, db)) for charge in charges])
+        )
+        return rooms
 
     async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
         held: bool = await self._transactions.submit(partial(_extend, reservation_id, lease_seconds, now))
@@ -223,6 +244,10 @@ class SqliteStorage:
     async def release_owner(self, owner: str, *, now: float) -> int:
         released: int = await self._transactions.submit(partial(_release_owner, owner, now))
         return released
+
+    async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
+        replicas: int = await self._transactions.submit(partial(_count_replicas, self._owner, now - alive_seconds, now))
+        return replicas
 
     def _sweep(self, now: float, db: sqlite3.Connection) -> None:
         """What is over is ignored wherever it is read; this only keeps the file small."""
@@ -247,6 +272,10 @@ class SqliteStorage:
         row = (record.id, _encode(record))
         await self._transactions.submit(lambda db: db.execute("REPLACE INTO keys VALUES (?, ?)", row).rowcount)
 
+    async def change_key(self, record: KeyRecord) -> bool:
+        changed: bool = await self._transactions.submit(partial(_change_key, record))
+        return changed
+
     async def get_key(self, key_id: str) -> KeyRecord | None:
         query = "SELECT record FROM keys WHERE id = ?"
         row = await self._transactions.submit(lambda db: db.execute(query, (key_id,)).fetchone())
@@ -256,6 +285,25 @@ class SqliteStorage:
         query = "SELECT record FROM keys ORDER BY id"
         rows = await self._transactions.submit(lambda db: db.execute(query).fetchall())
         return [_decode_key(record) for (record,) in rows]
+
+
+def _is_open(reservation_id: str, db: sqlite3.Connection) -> bool:
+    return db.execute("SELECT 1 FROM reservations WHERE id = ?", (reservation_id,)).fetchone() is not None
+
+
+def _count_replicas(owner: str, since: float, now: float, db: sqlite3.Connection) -> int:
+    if owner:
+        db.execute("REPLACE INTO replicas VALUES (?, ?)", (owner, now))
+    db.execute("DELETE FROM replicas WHERE seen_at <= ?", (since,))
+    return int(db.execute("SELECT count(*) FROM replicas").fetchone()[0])
+
+
+def _change_key(record: KeyRecord, db: sqlite3.Connection) -> bool:
+    row = db.execute("SELECT record FROM keys WHERE id = ?", (record.id,)).fetchone()
+    if record.revision != (0 if row is None else _decode_key(row[0]).revision + 1):
+        return False
+    db.execute("REPLACE INTO keys VALUES (?, ?)", (record.id, _encode(record)))
+    return True
 
 
 def _verdict(index: int, charge: Charge, now: float, db: sqlite3.Connection) -> int | Refused:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gateway.storage.base import HELD_RETRY_SECONDS, LeaseCharge, RateCharge, Refused, SpendCharge
+from gateway.storage.base import HELD_RETRY_SECONDS, Charge, LeaseCharge, RateCharge, Refused, SpendCharge
 from gateway.storage.bucket import Bucket
 
 
@@ -23,3 +23,8 @@ def account_verdict(index: int, charge: LeaseCharge | SpendCharge, spent: int, h
     if amount <= room:
         return room - amount
     return Refused(index, max(0, room), HELD_RETRY_SECONDS if spent + amount <= charge.limit else None)
+
+
+def room_of(charge: Charge, verdict: int | Refused) -> int:
+    """What there was before the charge."""
+    return verdict.remaining if isinstance(verdict, Refused) else verdict + charge.amount

@@ -390,3 +390,61 @@ def test_an_unknown_scheme_is_told_the_known_ones(url: str) -> None:
 def test_sqlite_needs_a_path() -> None:
     with pytest.raises(ValueError, match="needs a path"):
         open_storage("sqlite://state.db")
+
+
+async def test_what_was_granted_elsewhere_is_held_whether_it_fits_or_not(storage: Storage) -> None:
+    tenant = next(_tenants)
+    charges: list[Charge] = [
+        RateCharge(f"{tenant}/tokens", 15, 10, 100.0),
+        LeaseCharge(f"{tenant}/places", 1),
+        SpendCharge(f"{tenant}/budget", 70, 50, 1e6),
+    ]
+    for name in ("a", "b", "b"):  # a second time changes nothing
+        await storage.adopt(f"{tenant}/{name}", charges, lease_seconds=LEASE_SECONDS, now=NOW)
+    assert await storage.left(charges, now=NOW) == (0, 0, 0)
+    assert await storage.settle(f"{tenant}/a", [2, 0, 20], now=NOW)
+    assert await storage.settle(f"{tenant}/b", [2, 0, 20], now=NOW)
+    assert not await storage.settle(f"{tenant}/b", [2, 0, 20], now=NOW)
+    assert await storage.left(charges, now=NOW) == (6, 1, 10)
+
+
+async def test_what_is_adopted_is_a_lease(storage: Storage) -> None:
+    tenant = next(_tenants)
+    place = LeaseCharge(f"{tenant}/places", 1)
+    await storage.adopt(f"{tenant}/a", [place], lease_seconds=LEASE_SECONDS, now=NOW)
+    assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + 20)
+    assert await storage.left([place], now=NOW + LEASE_SECONDS) == (0,)
+    assert await storage.left([place], now=NOW + 20 + LEASE_SECONDS) == (1,)
+
+
+async def test_looking_at_what_is_left_takes_nothing(storage: Storage) -> None:
+    tenant = next(_tenants)
+    charges: list[Charge] = [
+        RateCharge(f"{tenant}/tokens", 3, 10, 100.0),
+        LeaseCharge(f"{tenant}/places", 2),
+        SpendCharge(f"{tenant}/budget", 8, 50, 1e6),
+    ]
+    assert await storage.left(charges, now=NOW) == (10, 2, 50)
+    await storage.reserve(f"{tenant}/a", charges, lease_seconds=LEASE_SECONDS, now=NOW)
+    for _ in range(2):
+        assert await storage.left(charges, now=NOW) == (7, 1, 42)
+    assert await storage.left([], now=NOW) == ()
+
+
+async def test_replicas_are_counted_while_they_live(storage: Storage) -> None:
+    assert await storage.count_replicas(alive_seconds=10.0, now=NOW) == 1
+    assert await storage.count_replicas(alive_seconds=10.0, now=NOW + 60) == 1
+
+
+async def test_a_key_is_changed_by_one_at_a_time(storage: Storage) -> None:
+    first = KeyRecord("contested", "t", "hmac-sha256:00", "2026-11-20T00:00:00Z")
+    assert await storage.change_key(first)
+    assert not await storage.change_key(first)  # there already
+    revoked = msgspec.structs.replace(first, revoked=True, revision=1)
+    rotated = msgspec.structs.replace(first, hash="hmac-sha256:01", revision=1)
+    assert await storage.change_key(revoked)
+    assert not await storage.change_key(rotated)  # whoever rotates now must see first that it is revoked
+    assert await storage.get_key("contested") == revoked
+    limited = msgspec.structs.replace(revoked, limits={"requests": {"amount": 1, "period": 60.0}}, revision=2)
+    assert await storage.change_key(limited)
+    assert await storage.get_key("contested") == limited

@@ -25,7 +25,7 @@ from gateway.keys import hash_key
 from gateway.ledger import Ledger
 from gateway.ledger.chain import segments
 from gateway.limits import LIMITS
-from gateway.limits.base import Limiter
+from gateway.limits.limiter import Limiter
 from gateway.policy import Deployment
 from gateway.policy_file import PolicyHolder
 from gateway.providers.base import Fault, ProviderFailure, Reply

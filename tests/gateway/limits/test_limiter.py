@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from gateway.errors import LimitReached, StorageUnavailable
-from gateway.limits import LIMITS, base
-from gateway.limits.base import EXTEND_SECONDS, LEASE_SECONDS, UNLIMITED, Limiter
+from gateway.limits import LIMITS
+from gateway.limits import limiter as phase
+from gateway.limits.limiter import EXTEND_SECONDS, LEASE_SECONDS, UNLIMITED, Limiter
 from gateway.storage.base import Charge, Granted, Refused
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Call, Usage
@@ -136,7 +137,7 @@ async def test_settling_waits_for_a_store_that_is_away(house: House) -> None:
 
 
 async def test_what_waits_to_be_settled_is_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "MAX_UNSETTLED", 3)
+    monkeypatch.setattr(phase, "MAX_UNSETTLED", 3)
     reservations = [await house.limiter.admit(house.call(concurrency=9)) for _ in range(5)]
     house.store.away = True
     for reservation in reservations:
@@ -217,7 +218,7 @@ async def test_extending_is_tried_again_until_the_lease_is_over(house: House) ->
 
 
 async def test_the_keeper_does_both_by_itself(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(phase, "RETRY_SECONDS", 0.001)
     long = await house.limiter.admit(house.call(concurrency=2))
     short = await house.limiter.admit(house.call(concurrency=2))
     house.store.away = True
@@ -244,7 +245,7 @@ async def test_many_at_once_are_settled_in_bounded_portions(house: House) -> Non
         await reservation.release()
     before = len(house.store.asked)
     await house.limiter.retry_unsettled()
-    assert len(house.store.asked) - before == base.MAX_AT_ONCE  # away: no more is tried
+    assert len(house.store.asked) - before == phase.MAX_AT_ONCE  # away: no more is tried
     house.store.away = False
     await house.limiter.retry_unsettled()
     assert house.limiter.unsettled == 0

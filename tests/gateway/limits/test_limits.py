@@ -7,8 +7,9 @@ import pytest
 
 from gateway.errors import BadRequest, BudgetSpent, GatewayError, LimitReached
 from gateway.limits import LIMITS
-from gateway.limits.base import Limiter, estimate_of
+from gateway.limits.base import estimate_of
 from gateway.limits.headers import go_duration
+from gateway.limits.limiter import Limiter
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Call, Operation, Usage
 from tests.gateway.calls import a_call, a_policy, chat

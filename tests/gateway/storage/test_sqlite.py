@@ -19,7 +19,7 @@ from gateway.storage.base import (
     Refused,
     SpendCharge,
 )
-from gateway.storage.sqlite import SCHEMA_VERSION, SWEEP_SECONDS, SqliteStorage
+from gateway.storage.sqlite import SCHEMAS, SWEEP_SECONDS, SqliteStorage, _statements
 
 NOW = 1_800_000_000.0
 
@@ -122,10 +122,24 @@ async def test_a_file_that_is_no_database(tmp_path: Path) -> None:
 async def test_a_file_of_another_version(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     with sqlite3.connect(path) as file:
-        file.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+        file.execute(f"PRAGMA user_version = {len(SCHEMAS) + 1}")
     file.close()
-    with pytest.raises(StorageUnavailable, match=f"version {SCHEMA_VERSION + 1}, this program knows"):
+    with pytest.raises(StorageUnavailable, match=f"version {len(SCHEMAS) + 1}, this program knows"):
         await SqliteStorage(f"sqlite:///{path}").open()
+
+
+async def test_a_file_of_an_earlier_version_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "state.db"
+    path.parent.mkdir()
+    with sqlite3.connect(path) as file:
+        for statement in _statements(SCHEMAS[0]):
+            file.execute(statement)
+        file.execute("PRAGMA user_version = 1")
+    file.close()
+    storage = storage_in(tmp_path)
+    await storage.open()
+    assert await storage.count_replicas(alive_seconds=9.0, now=NOW) == 0
+    await storage.close()
 
 
 async def test_not_open(tmp_path: Path) -> None:

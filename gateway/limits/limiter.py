@@ -1,0 +1,282 @@
+"""Phase 4: a call reserves the most it may use of every limit it falls under, or of none; afterwards it pays the truth.
+
+A reservation is a lease in shared storage. `Limiter` keeps the leases of long calls alive, and settles later what could
+not be settled at once; whatever it can not do, the end of the lease does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from gateway.errors import StorageUnavailable
+from gateway.limits.base import Estimate, Limit, dearest_cost_nanos, estimate_of
+from gateway.limits.budget import Budget
+from gateway.limits.concurrency import Concurrency
+from gateway.limits.headers import tightest_headers
+from gateway.limits.scope import scopes_of_call, tenant_part
+from gateway.limits.stream_budget import StreamBudget
+from gateway.policy import Limits, Policy
+from gateway.storage.base import Counters, Granted, Refused
+from gateway.types import Call, Usage
+
+LEASE_SECONDS = 30.0  # after a crash without return, places and money are held so long
+EXTEND_SECONDS = LEASE_SECONDS / 3
+RETRY_SECONDS = 1.0
+MAX_UNSETTLED = 10_000
+MAX_AT_ONCE = 128  # background operations under way at the same time, so that calls come between
+MAX_PLANS = 10_000
+
+
+class Reservation:
+    """What an admitted call holds. Ended by the first `settle` or `release`; whatever comes later changes nothing.
+
+    None of them raises, and none waits longer than a storage operation may take. A cancelled end is made up for.
+    `stream_budget` is None where no budget may cut the answer.
+    """
+
+    def __init__(
+        self,
+        end: Callable[[Sequence[int]], Awaitable[None]],
+        limits: Sequence[Limit[Any]],
+        headers: Mapping[str, str],
+        leave: Callable[[], Awaitable[None]] | None = None,
+        stream_budget: StreamBudget | None = None,
+    ) -> None:
+        self.headers = headers  # for the reply
+        self.stream_budget = stream_budget
+        self._end = end
+        self._leave = leave  # where it holds a place
+        self._limits = limits
+        self._ended = False
+
+    async def leave(self) -> None:
+        """The work is over: its place is free for the next call, although its bill is not settled yet."""
+        if self._leave is not None and not self._ended:
+            leave, self._leave = self._leave, None
+            await leave()
+
+    async def settle(self, usage: Usage, cost_nanos: int) -> None:
+        if not self._ended:
+            self._ended = True
+            try:
+                await self._end([limit.actual(usage, cost_nanos) for limit in self._limits])
+            finally:
+                if self.stream_budget is not None:
+                    await self.stream_budget.end()
+
+    async def release(self) -> None:
+        """Nothing was used; that the call was made still counts as a request."""
+        await self.settle(Usage(), 0)
+
+
+async def _nothing(actual: Sequence[int]) -> None:
+    pass
+
+
+UNLIMITED = Reservation(_nothing, (), {})
+"""Of a call that no limit applies to; shared by all of them."""
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    """The limits that calls of one tenant, key, model and class fall under."""
+
+    key_limits: Limits | None  # of which it was made
+    limits: tuple[Limit[Any], ...]
+    holds_a_place: bool
+    cutting: tuple[Budget, ...]  # those that may cut a stream
+
+
+class Limiter:
+    """Start and stop it with the application. The numbers are for telemetry."""
+
+    def __init__(
+        self, counters: Counters, family: Sequence[type[Limit[Any]]], *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._counters = counters
+        self._family = family
+        self._clock = clock
+        self._planned_for: Policy | None = None
+        self._plans: dict[tuple[str, str, str, str], _Plan] = {}
+        self._open: dict[str, float] = {}  # when each open reservation was made or last extended
+        self._unsettled: dict[str, Sequence[int]] = {}  # oldest first
+        self._keeper: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+        self.leases_lost = 0  # ran out while their calls went on: the store was away too long
+        self.settlements_dropped = 0  # left to the end of their leases: the store was away far too long
+        self.store_failures = 0
+
+    @property
+    def open_reservations(self) -> int:
+        return len(self._open)
+
+    @property
+    def unsettled(self) -> int:
+        """Reservations that ended and wait for the store to be told."""
+        return len(self._unsettled)
+
+    async def start(self) -> None:
+        if self._keeper is None:
+            self._stopping.clear()
+            self._keeper = asyncio.create_task(self._keep())
+
+    async def stop(self) -> None:
+        """Tries once more to settle what is left."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            self._stopping.set()
+            await keeper
+            await self.retry_unsettled()
+
+    async def admit(self, call: Call) -> Reservation:
+        """Raises LimitReached, BudgetSpent, BadRequest for a call that could never fit, or StorageUnavailable."""
+        plan = self._plan_of(call)
+        limits = plan.limits
+        if not limits:
+            return UNLIMITED
+        now = self._clock()
+        estimate = estimate_of(call, now)
+        charges = [limit.charge(estimate) for limit in limits]
+        name = f"{tenant_part(call.principal.tenant.name)}/{call.id}"
+        try:
+            verdict = await self._counters.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
+        except (StorageUnavailable, asyncio.CancelledError) as error:
+            # It may have been reserved without our hearing of it.
+            self._put_off(name, [0] * len(charges))
+            self.store_failures += isinstance(error, StorageUnavailable)
+            raise
+        if isinstance(verdict, Refused):
+            raise limits[verdict.index].refuse(charges[verdict.index], verdict)
+        self._open[name] = now
+        return Reservation(
+            partial(self._end, name),
+            limits,
+            tightest_headers(limits, charges, verdict.remaining),
+            partial(self._leave, name) if plan.holds_a_place else None,
+            self._stream_budget(call, plan.cutting, name, estimate) if plan.cutting and call.stream else None,
+        )
+
+    def _plan_of(self, call: Call) -> _Plan:
+        principal = call.principal
+        if call.policy is not self._planned_for or len(self._plans) >= MAX_PLANS:
+            self._planned_for = call.policy
+            self._plans.clear()
+        which = (principal.tenant.name, principal.key_id, call.model.name, call.class_name)
+        plan = self._plans.get(which)
+        if plan is None or plan.key_limits is not principal.limits:
+            plan = self._plans[which] = self._make_plan(call)
+        return plan
+
+    def _make_plan(self, call: Call) -> _Plan:
+        principal = call.principal
+        scopes = scopes_of_call(principal.tenant, principal.key_id, principal.limits, call.model, call.class_name)
+        found = [kind.of(limits, scope) for scope, limits in scopes for kind in self._family]
+        limits = tuple(limit for limit in found if limit is not None)
+        return _Plan(
+            principal.limits,
+            limits,
+            any(isinstance(limit, Concurrency) for limit in limits),
+            tuple(limit for limit in limits if isinstance(limit, Budget) and limit.cuts_streams),
+        )
+
+    def _stream_budget(self, call: Call, budgets: Sequence[Budget], name: str, estimate: Estimate) -> StreamBudget:
+        """More money for a stream is a reservation of its own, which holds it until the stream's end."""
+
+        async def reserve(number: int, nanos: int) -> Granted | Refused:
+            part, now = f"{name}+{number}", self._clock()
+            charges = [budget.of_amount(nanos, estimate.now) for budget in budgets]
+            try:
+                verdict = await self._counters.reserve(part, charges, lease_seconds=LEASE_SECONDS, now=now)
+            except (StorageUnavailable, asyncio.CancelledError) as error:
+                self._put_off(part, [0] * len(charges))
+                self.store_failures += isinstance(error, StorageUnavailable)
+                raise
+            if isinstance(verdict, Granted):
+                self._open[part] = now
+            return verdict
+
+        def give_back(number: int) -> None:
+            self._open.pop(f"{name}+{number}", None)
+            self._put_off(f"{name}+{number}", [0] * len(budgets))
+
+        a_slice = dearest_cost_nanos(call, 0, call.principal.tenant.limits.default_output_tokens)
+        return StreamBudget(estimate.cost_nanos, a_slice, reserve, give_back, budgets)
+
+    async def _leave(self, name: str) -> None:
+        try:
+            await self._counters.leave(name, now=self._clock())
+        except StorageUnavailable:  # settling frees it
+            self.store_failures += 1
+
+    async def _end(self, name: str, actual: Sequence[int]) -> None:
+        self._open.pop(name, None)
+        try:
+            await self._counters.settle(name, actual, now=self._clock())
+        except StorageUnavailable:
+            self.store_failures += 1
+            self._put_off(name, actual)
+        except asyncio.CancelledError:
+            self._put_off(name, actual)  # the store settles it once, however often it is asked
+            raise
+
+    def _put_off(self, name: str, actual: Sequence[int]) -> None:
+        if len(self._unsettled) == MAX_UNSETTLED:
+            self._unsettled.pop(next(iter(self._unsettled)))
+            self.settlements_dropped += 1
+        self._unsettled[name] = actual
+
+    async def _keep(self) -> None:
+        while not self._stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_SECONDS):
+                    await self._stopping.wait()
+            await self.retry_unsettled()
+            await self.extend_due()
+
+    async def retry_unsettled(self) -> None:
+        """Until all are settled, or the store is away."""
+        while self._unsettled:
+            some = list(islice(self._unsettled.items(), MAX_AT_ONCE))
+            now = self._clock()
+            ended = await self._all([partial(self._counters.settle, name, actual, now=now) for name, actual in some])
+            for (name, _), answer in zip(some, ended, strict=True):
+                if answer is not None:
+                    self._unsettled.pop(name, None)
+            if None in ended:
+                return
+
+    async def extend_due(self) -> None:
+        """Keep alive what has been open for a third of its lease; the other two are for trying again."""
+        now = self._clock()
+        due = [name for name, since in self._open.items() if now >= since + EXTEND_SECONDS]
+        for start in range(0, len(due), MAX_AT_ONCE):
+            some = due[start : start + MAX_AT_ONCE]
+            extend = partial(self._counters.extend, lease_seconds=LEASE_SECONDS, now=now)
+            held = await self._all([partial(extend, name) for name in some])
+            for name, answer in zip(some, held, strict=True):
+                if answer and name in self._open:
+                    self._open[name] = now
+                elif answer is False and self._open.pop(name, None) is not None:
+                    self.leases_lost += 1
+            if None in held:
+                return
+
+    async def _all(self, operations: Sequence[Callable[[], Awaitable[bool]]]) -> list[bool | None]:
+        """The answers of the store, None where it was away."""
+        answers = await asyncio.gather(*(_unless_away(operation) for operation in operations))
+        self.store_failures += answers.count(None)
+        return answers
+
+
+async def _unless_away(operation: Callable[[], Awaitable[bool]]) -> bool | None:
+    try:
+        return await operation()
+    except StorageUnavailable:
+        return None

@@ -1,0 +1,59 @@
+"""Which limits a call falls under: its tenant's, its key's, and those of every part of the tenant's calls it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from urllib.parse import quote
+
+import msgspec
+
+from gateway.policy import Limits, Model, Tenant
+
+
+class Scope(msgspec.Struct, frozen=True):
+    """Whose calls share a limit. `part` is empty for the whole tenant, else `key ci` or `model a and class batch`."""
+
+    tenant: str
+    part: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.part} of tenant {self.tenant}" if self.part else f"tenant {self.tenant}"
+
+    def key(self, what: str) -> str:
+        """A charge's key. All of a tenant's begin with its name, as storage wants it."""
+        part = f"{quote(self.part, safe='')}/" if self.part else ""
+        return f"{tenant_part(self.tenant)}/{part}{what}"
+
+
+def scopes_of_call(
+    tenant: Tenant, key_id: str, key_limits: Limits | None, model: Model, class_name: str
+) -> Iterator[tuple[Scope, Limits]]:
+    """The widest first."""
+    names = {model.name, *model.aliases}
+    yield Scope(tenant.name), tenant.limits
+    for part in tenant.limits.parts:
+        match = part.match
+        if (match.model is None or not names.isdisjoint(match.model)) and (
+            match.latency_class is None or class_name in match.latency_class
+        ):
+            yield Scope(tenant.name, match.label), weighed(part, tenant)
+    if key_limits is not None:
+        yield key_scope(tenant, key_id), weighed(key_limits, tenant)
+
+
+def key_scope(tenant: Tenant, key_id: str) -> Scope:
+    return Scope(tenant.name, f"key {key_id}")
+
+
+def weighed(limits: Limits, tenant: Tenant) -> Limits:
+    """With the tenant's weight of cached input, where they have none of their own."""
+    if limits.cached_input_weight is not None:
+        return limits
+    return limits.model_copy(update={"cached_input_weight": tenant.limits.cached_input_weight})
+
+
+@lru_cache(maxsize=10_000)
+def tenant_part(name: str) -> str:
+    """The first part of all keys and reservations of a tenant."""
+    return quote(name, safe="")
