@@ -25,6 +25,7 @@ from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.doors import DOORS, catalogue
 from gateway.errors import GatewayError, StorageUnavailable
 from gateway.fleet import Fleet
+from gateway.health import HealthChecks
 from gateway.ledger import Ledger
 from gateway.limits import LIMITS
 from gateway.limits.base import Limiter
@@ -162,6 +163,9 @@ class Gateway:
             watching = asyncio.create_task(self._policies.watch(), name="policy watch")
             watching.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, watching)
+            checking = asyncio.create_task(HealthChecks(self._fleet).run(), name="health checks")
+            checking.add_done_callback(_tell_why_it_ended)
+            opened.push_async_callback(_end, checking)
             opened.push_async_callback(self._last_calls)
             return opened.pop_all()
 

@@ -7,6 +7,7 @@ a policy reload for every deployment whose address and model stay the same.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from gateway.breaker import Breaker
@@ -15,6 +16,7 @@ from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import Provider
 
+FIRST_CHUNKS = 32  # of streams, remembered to compare servers by
 RATE_WEIGHT = 0.2  # of the newest observation in the learned prefill speed
 RATE_MIN_TOKENS = 64  # shorter prefills tell more about the network than about the server
 
@@ -32,6 +34,8 @@ class Server:
         self.prefill_tokens_per_second = float(deployment.prefill_tokens_per_second)
         self.reports_cached = False  # whether it has ever said that tokens came from its cache
         self.breaker = Breaker()
+        self.asked_at = 0.0  # by a call or a health check; event-loop seconds
+        self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, after how many seconds)
 
     @property
     def name(self) -> str:

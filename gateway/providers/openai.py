@@ -14,7 +14,7 @@ import msgspec
 
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
-from gateway.providers.sse import MAX_FRAME_BYTES, FrameSplitter, FrameTooLong, ends_stream, error_in
+from gateway.providers.sse import MAX_FRAME_BYTES, FrameSplitter, FrameTooLong, broken_at, ends_stream, error_in
 from gateway.providers.transport import Answer, HTTPTransport, header_lines
 from gateway.types import Call, Operation
 
@@ -206,6 +206,11 @@ class EventStreamReply(Reply):
 
     def _checked(self, frames: bytes) -> bytes:
         """The frames up to an error that the server tells of, which is raised when they are through."""
+        if (offset := broken_at(frames)) is not None:
+            self._failure = ProviderFailure(Fault.MALFORMED, "an event of the stream is not JSON")
+            if offset == 0:
+                raise self._failure
+            return frames[:offset]
         if b"[DONE]" not in frames and b'"error"' not in frames:
             return frames
         if (error_at := error_in(frames)) is not None:

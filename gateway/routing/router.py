@@ -171,6 +171,7 @@ class Router:
         span_id, started_ns, started = attempts.new_span_id(), time.time_ns(), loop.time()
         reply: Reply | None = None
         server.breaker.allows(started)
+        server.asked_at = started
         attempts.asked = server
         server.in_flight += 1
         server.prefill_tokens_queued += missing
@@ -213,7 +214,10 @@ class Router:
         if outcome != "ok":
             return None
         assert reply is not None
-        first_chunk_seconds = loop.time() - started
+        now = loop.time()
+        first_chunk_seconds = now - started
+        if call.stream:
+            server.first_chunks.append((now, first_chunk_seconds))
         server.learn_prefill(missing, first_chunk_seconds if call.stream else 0.0)
         if call.latency_class.hedge is not None:
             self._hedging.note(call.model.name, call.stream, first_chunk_seconds)

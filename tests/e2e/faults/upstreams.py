@@ -1,0 +1,146 @@
+"""Upstreams that misbehave as a scenario says, on real sockets, in a thread of their own.
+
+A scenario gives each of its servers a behaviour: a coroutine that answers one request. All servers of all scenarios
+listen at the same time, so that one gateway serves them all, and no scenario sees the breakers of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tests.gateway.providers.scripted import (
+    STREAM_END,
+    STREAM_HEAD,
+    Received,
+    ScriptedServer,
+    coded,
+    json_answer,
+    reset,
+)
+
+TOKENS = 60
+LATE_SECONDS = 20.0  # nobody waits so long here: who would has failed
+PROMPT_TOKENS = 10
+
+Behaviour = Callable[["Request"], Awaitable[None]]
+
+
+class Request:
+    """One request at one server; `number` counts from 0."""
+
+    def __init__(self, received: Received, writer: asyncio.StreamWriter, number: int, name: str) -> None:
+        self.body: dict[str, Any] = json.loads(received.body or b"{}")
+        self.path = received.head.split(" ")[1]
+        self.number = number
+        self.name = name
+        self._writer = writer
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    async def write(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def head(self) -> None:
+        await self.write(STREAM_HEAD)
+        await self.frame({"delta": {"role": "assistant", "content": ""}, "index": 0, "finish_reason": None})
+
+    async def frame(self, choice: Mapping[str, Any] | None, **fields: Any) -> None:
+        choices = [] if choice is None else [choice]
+        event = {"id": f"chatcmpl-{self.name}", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+        await self.write(coded(b"data: " + json.dumps({**event, "choices": choices, **fields}).encode() + b"\n\n"))
+
+    async def tokens(self, first: int, end: int) -> None:
+        for token in range(first, end):
+            await self.frame({"delta": {"content": f"{token} "}, "index": 0, "finish_reason": None})
+
+    async def finish(self, reason: str = "stop", tokens: int = TOKENS) -> None:
+        await self.frame({"delta": {}, "index": 0, "finish_reason": reason})
+        await self.frame(None, usage=usage(tokens))
+        await self.write(coded(b"data: [DONE]\n\n") + STREAM_END)
+
+    async def whole(self, tokens: int = TOKENS, reason: str = "stop") -> None:
+        """The right answer."""
+        if self.streams:
+            await self.head()
+            await self.tokens(0, tokens)
+            await self.finish(reason, tokens)
+            return
+        message = {"role": "assistant", "content": "".join(f"{token} " for token in range(tokens))}
+        answer = {
+            "id": f"chatcmpl-{self.name}", "object": "chat.completion", "created": 1, "model": "m",
+            "choices": [{"index": 0, "message": message, "finish_reason": reason}], "usage": usage(tokens),
+        }  # fmt: skip
+        await self.write(json_answer(json.dumps(answer).encode()))
+
+    async def refuse(self, status: str, *headers: str, code: str = "error") -> None:
+        error = {"error": {"message": f"no: {status}", "type": "server_error", "param": None, "code": code}}
+        await self.write(json_answer(json.dumps(error).encode(), status, *headers))
+
+    def reset(self) -> None:
+        reset(self._writer)
+
+    async def say_nothing(self) -> None:
+        await asyncio.sleep(LATE_SECONDS)
+
+
+def usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": tokens, "total_tokens": PROMPT_TOKENS + tokens}
+
+
+class Upstreams:
+    """The servers by name, and what each was asked."""
+
+    def __init__(self) -> None:
+        self.ports: dict[str, int] = {}
+        self.requests: dict[str, list[Request]] = {}
+
+    def asked(self, name: str) -> int:
+        """How many calls it got; health checks are none."""
+        return len(self.requests[name])
+
+    async def listen(self, name: str, behaviour: Behaviour) -> ScriptedServer:
+        requests = self.requests[name] = []
+
+        async def answer(received: Received, writer: asyncio.StreamWriter) -> None:
+            if received.head.startswith("GET "):
+                writer.write(json_answer(b'{"object": "list", "data": []}'))
+                return
+            request = Request(received, writer, len(requests), name)
+            requests.append(request)
+            await behaviour(request)
+
+        server = await ScriptedServer(answer).__aenter__()
+        self.ports[name] = server.port
+        return server
+
+
+@contextmanager
+def listening(behaviours: Mapping[str, Behaviour]) -> Iterator[Upstreams]:
+    """All of them, until the block ends."""
+    upstreams, ready, stop = Upstreams(), threading.Event(), asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def live() -> None:
+        loops.append(asyncio.get_running_loop())
+        servers = [await upstreams.listen(name, behaviour) for name, behaviour in behaviours.items()]
+        ready.set()
+        await stop.wait()
+        for server in servers:
+            await server.__aexit__(None, None, None)
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()), name="upstreams")
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield upstreams
+    finally:
+        loops[0].call_soon_threadsafe(stop.set)
+        thread.join(30)
