@@ -78,7 +78,7 @@ class Gateway:
         self.house = House(
             policies=policies,
             authenticator=Authenticator(self._storage, pepper),
-            canonicaliser=Canonicaliser(pepper.encode()),
+            canonicaliser=Canonicaliser(pepper.encode(), self._storage),
             cache=ResponseCache(self._storage),
             limiter=Limiter(self._storage, LIMITS),
             queue=Queue(self._fleet),
@@ -153,6 +153,7 @@ class Gateway:
         async with contextlib.AsyncExitStack() as opened:
             await self._storage.open()
             opened.push_async_callback(self._storage.close)
+            opened.push_async_callback(self.house.canonicaliser.close)
             self._ledger.open()
             opened.push_async_callback(self._ledger.close)
             await self._telemetry.start()

@@ -13,18 +13,21 @@ from typing import Any
 
 import msgspec
 
-from gateway.canonical import canonical_form
+from gateway.canonical import VERSION, Canon, NotInMemory, Plan, SharedMemory
 from gateway.doors.base import MAX_TOKENS, Asked, Door, Fields, read_fields
 from gateway.errors import Forbidden, ModelNotFound
 from gateway.ids import random_bytes
-from gateway.policy import Match, Model, Policy
+from gateway.policy import Match, Model, Policy, Tenant
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN, fingerprint, seed_of
+from gateway.storage.base import Blobs
 from gateway.types import Call, Operation, Principal, Trace
 
 Headers = Mapping[bytes, bytes]
 SALT_BYTES = 16
 MAX_NAME_CHARACTERS = 200  # of a name that is told back; no policy has longer ones
 MESSAGE_TOKENS = 4  # what a chat template adds around each message, roughly
+
+_list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 
 
 def new_call_id() -> str:
@@ -34,9 +37,24 @@ def new_call_id() -> str:
 class Canonicaliser:
     """`secret` keys the tenants' salts, so that nobody can compute another tenant's."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, blobs: Blobs | None = None) -> None:
+        """`blobs` is where replicas agree on forms; without it, this process decides alone."""
         self._secret = secret
-        self._salts: dict[str, str] = {}  # by tenant name: bounded by the policy's tenants
+        self._salts: dict[tuple[str, str | None], str] = {}  # by tenant and group: bounded by the policies' tenants
+        self._canon = Canon(SharedMemory(blobs))
+        self._plans: dict[tuple[str, str], Plan] = {}  # of the policy that was seen last
+        self._plans_policy: Policy | None = None
+
+    async def close(self) -> None:
+        await self._canon.memory.close()
+
+    async def canonicalised(self, door: Door, body: bytes, headers: Headers, **context: Any) -> Call:
+        """`canonicalise`, after asking the storage for what this process does not know: once for each schema."""
+        while True:
+            try:
+                return self.canonicalise(door, body, headers, **context)
+            except NotInMemory as unknown:
+                await self._canon.memory.recall(unknown.keys)
 
     def canonicalise(
         self,
@@ -50,17 +68,24 @@ class Canonicaliser:
         now: float,
         trace: Trace,
     ) -> Call:
-        """Raises `BadRequest`, `ModelNotFound` or `Forbidden`. `now` is the event loop's time."""
+        """Raises `BadRequest`, `ModelNotFound` or `Forbidden`, and `NotInMemory` where there is a storage to be asked.
+        `now` is the event loop's time.
+        """
         fields = read_fields(body)
         asked = door.read(fields, body)
         model = _model(policy, principal, asked.common.model)
-        canonical, steps = canonical_form(fields, policy.canonicalise.level)
-        if steps:
-            asked = door.read(canonical, join(canonical))
+        salt = self._salt(principal.tenant)
+        steps: tuple[str, ...] = ()
+        if asked.messages:
+            plan = self._canon.plans.plan_for(
+                self._plan(policy, principal.tenant.name, model.name), principal.tenant.name, model.name, asked.messages
+            )
+            canonical, steps = self._canon.form(fields, asked.messages, plan, salt)
+            if steps:
+                asked = _read_again(door, asked, canonical)
         tokens = _prompt_tokens(asked)
         rule, class_name = choose_class(policy, principal, asked, tokens, headers)
         latency_class = policy.classes[class_name]
-        salt = self._salt(principal.tenant.name)
         common = asked.common
         return Call(
             id=call_id,
@@ -73,6 +98,7 @@ class Canonicaliser:
             latency_class=latency_class,
             stream=bool(common.stream) and door.operation is not Operation.EMBEDDING,
             include_usage=bool(common.stream_options and common.stream_options.include_usage),
+            continuous_usage=bool(common.stream_options and common.stream_options.continuous_usage_stats),
             max_output_tokens=_output_bound(asked),
             deterministic=asked.deterministic,
             fields=asked.fields,
@@ -87,11 +113,34 @@ class Canonicaliser:
             trace=trace,
         )
 
-    def _salt(self, tenant: str) -> str:
-        if tenant not in self._salts:
-            digest = hmac.new(self._secret, b"cache-salt:" + tenant.encode(), hashlib.sha256).digest()
-            self._salts[tenant] = digest[:SALT_BYTES].hex()
-        return self._salts[tenant]
+    def _plan(self, policy: Policy, tenant: str, model: str) -> Plan:
+        """What the policy wants; the same object for as long as the policy is."""
+        if self._plans_policy is not policy:
+            self._plans, self._plans_policy = {}, policy
+        plan = self._plans.get((tenant, model))
+        if plan is None:
+            form = policy.canonicalise.form_for(tenant, model)
+            plan = self._plans[tenant, model] = Plan(VERSION, form.level, form.opt_in, form.template_date)
+        return plan
+
+    def _salt(self, tenant: Tenant) -> str:
+        """Equal within a cache group, and else for nobody. A group has no tenant's salt, also where names agree."""
+        owner = (tenant.name, tenant.cache_group)
+        if owner not in self._salts:
+            group = tenant.cache_group
+            name = f"cache-salt:{tenant.name}" if group is None else f"cache-group:{group}"
+            digest = hmac.new(self._secret, name.encode(), hashlib.sha256).digest()
+            self._salts[owner] = digest[:SALT_BYTES].hex()
+        return self._salts[owner]
+
+
+def _read_again(door: Door, asked: Asked, fields: Fields) -> Asked:
+    """What the canonical form says. Where only tools changed, the rest of the prompt has been read already."""
+    before = asked.fields
+    if fields["messages"] is before["messages"] and "tools" in before:
+        tools = tuple(bytes(tool) for tool in _list.decode(fields["tools"]) or ())
+        return msgspec.structs.replace(asked, fields=fields, pieces=tools + asked.pieces[asked.tools :])
+    return door.read(fields, join(fields))
 
 
 def join(fields: Fields) -> bytes:

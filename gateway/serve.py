@@ -58,7 +58,7 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
 
     marks.enter("canonicalise")
     body = await exchange.body()
-    call = record.call = house.canonicaliser.canonicalise(
+    call = record.call = await house.canonicaliser.canonicalised(
         door, body, exchange.headers, call_id=call_id, principal=principal, policy=policy,
         now=asyncio.get_running_loop().time(), trace=record.trace,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Collection
+from typing import Protocol
 
 import msgspec
 

@@ -1,23 +1,141 @@
-"""The transforms by policy level. A level applies all of its transforms, in this order, to every request alike."""
+"""The transforms by version and level, and how a body comes into its canonical form.
 
-from gateway.canonical.base import Fields, Transform
+A change to what a transform does, or to a row of `VERSIONS`, is a new version: conversations that began under the old
+one go on under it (see `plans.py`), so its row stays for as long as they may be warm.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
+import xxhash
+
+from gateway.canonical.base import Context, Fields, Plan, Safety, Transform
+from gateway.canonical.json_form import JSONForm
+from gateway.canonical.memory import NotInMemory, SharedMemory
+from gateway.canonical.moving import VolatileToEnd, VolatileToUser
+from gateway.canonical.noise import Noise
+from gateway.canonical.order_memo import OrderMemo
+from gateway.canonical.plans import Plans
+from gateway.canonical.template_date import TemplateDate
 from gateway.canonical.text_parts import TextParts
+from gateway.canonical.tool_order import ToolOrder
+from gateway.types import Said
 
-LEVELS: dict[str, tuple[Transform, ...]] = {
-    "off": (),
-    "safe": (TextParts(),),
-}
+VERSION = 1
+VERSIONS: dict[int, tuple[Transform, ...]] = {  # `safe` is P0 to P2, in this order; `full` adds what is opted in
+    1: (
+        JSONForm(), TextParts(), Noise(), OrderMemo(),
+        VolatileToEnd(), VolatileToUser(), ToolOrder(), TemplateDate(),
+    ),
+}  # fmt: skip
+OPT_IN = tuple(transform.name for transform in VERSIONS[VERSION] if transform.safety is Safety.P3)
+
+_KEPT_FIELDS = ("tools", "functions", "response_format")  # equal for every request of an application
+_HEAD_BYTES = 64
+_KEPT_FORMS = 1024
+_KEPT_FORMS_BYTES = 16 * 2**20
+_NULL = b"null"
 
 
-def canonical_form(fields: Fields, level: str) -> tuple[Fields, tuple[str, ...]]:
-    """The body in its canonical form, and the names of the transforms that changed something."""
-    applied: list[str] = []
-    for transform in LEVELS[level]:
-        changed = transform.apply(fields)
-        if changed is not None:
-            fields = changed
-            applied.append(transform.name)
-    return fields, tuple(applied)
+class Canon:
+    """Brings bodies into their canonical form. Owned by the event loop."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self.memory = memory
+        self.plans = Plans(memory, can_do)
+        self._forms: OrderedDict[tuple[Plan, str, str, int], tuple[bytes, bytes | None, tuple[str, ...]]] = (
+            OrderedDict()
+        )
+        self._forms_bytes = 0
+        self._generation = memory.generation
+
+    def form(self, fields: Fields, messages: Sequence[Said], plan: Plan, scope: str) -> tuple[Fields, tuple[str, ...]]:
+        """The body in its canonical form, and the names of the transforms that changed something. Given no changes,
+        `fields` itself comes back. Raises `NotInMemory`, and has then changed nothing.
+        """
+        if plan.level == "off":
+            return fields, ()
+        context = Context(plan, scope, self.memory)
+        changes: Fields = {}
+        applied: tuple[str, ...] = ()
+        for name in _KEPT_FIELDS:
+            if name in fields:
+                form, names = self._kept_form(name, bytes(fields[name]), context)
+                if form is not None:
+                    changes[name] = msgspec.Raw(form)
+                    applied += names
+        raw = fields.get("messages")
+        if raw is not None:
+            head = bytes(memoryview(raw)[:_HEAD_BYTES])
+            wanting = [t for t in transforms(plan, "messages") if t.sees(messages, head)]
+            form, names = _apply(wanting, bytes(raw), context) if wanting else (None, ())
+            if form is not None:
+                changes["messages"] = msgspec.Raw(form)
+                applied += names
+        for transform in transforms(plan, "chat_template_kwargs"):
+            form = transform.apply(bytes(fields.get("chat_template_kwargs", _NULL)), context)
+            if form is not None:
+                changes["chat_template_kwargs"] = msgspec.Raw(form)
+                applied += (transform.name,)
+        return ({**fields, **changes}, tuple(dict.fromkeys(applied))) if changes else (fields, ())
+
+    def _kept_form(self, name: str, raw: bytes, context: Context) -> tuple[bytes | None, tuple[str, ...]]:
+        """As `_apply`, which is asked once for as long as the result is kept."""
+        if self._generation != self.memory.generation:
+            self._forms.clear()
+            self._forms_bytes, self._generation = 0, self.memory.generation
+        key = (context.plan, context.scope, name, xxhash.xxh3_64_intdigest(raw))
+        kept = self._forms.get(key)
+        if kept is not None and kept[0] == raw:
+            self._forms.move_to_end(key)
+            return kept[1:]
+        form, names = _apply(transforms(context.plan, name), raw, context)
+        if kept is None:
+            self._forms[key] = (raw, form, names)
+            self._forms_bytes += len(raw) + len(form or b"")
+            while len(self._forms) > _KEPT_FORMS or self._forms_bytes > _KEPT_FORMS_BYTES:
+                _, (old, old_form, _) = self._forms.popitem(last=False)
+                self._forms_bytes -= len(old) + len(old_form or b"")
+        return form, names
 
 
-__all__ = ["LEVELS", "canonical_form"]
+def _apply(wanting: Sequence[Transform], raw: bytes, context: Context) -> tuple[bytes | None, tuple[str, ...]]:
+    """The value after all of these, and the names of those that changed it; None where none did, or where it is not
+    of the shape that this field has: the server is to judge it then."""
+    form: bytes = raw
+    names: list[str] = []
+    try:
+        for transform in wanting:
+            changed = transform.apply(form, context)
+            if changed is not None:
+                form = changed
+                names.append(transform.name)
+    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
+        return None, ()
+    return (form, tuple(names)) if names else (None, ())
+
+
+@lru_cache(maxsize=1024)
+def transforms(plan: Plan, field: str) -> tuple[Transform, ...]:
+    """Those of a plan that may change a field of the body, in order."""
+    if plan.level == "off":
+        return ()
+    return tuple(
+        transform
+        for transform in VERSIONS[plan.version]
+        if field in transform.fields and (transform.safety < Safety.P3 or transform.name in plan.opt_in)
+    )
+
+
+def can_do(plan: Plan) -> bool:
+    """Whether this release still has what an earlier one did."""
+    names = {transform.name for transform in VERSIONS.get(plan.version, ())}
+    return bool(names) and names.issuperset(plan.opt_in)
+
+
+__all__ = ["OPT_IN", "VERSION", "VERSIONS", "Canon", "Fields", "NotInMemory", "Plan", "Safety", "SharedMemory",
+           "Transform", "transforms"]  # fmt: skip

@@ -1,22 +1,29 @@
 """Transforms that make equal prompts equal bytes, each with the promise that it keeps.
 
 * P0  provably the same prompt: the chat template renders both forms to the same tokens
-* P1  equal by the JSON standard, other bytes
+* P1  equal by the JSON and JSON Schema standards, other bytes
 * P2  known noise removed
-* P3  changes what the model reads: never without being asked for
+* P3  changes what the model reads: never without being asked for by name
 
-Never touched, whatever the level: assistant history, tool results, signed reasoning, and anything that carries a
-vendor's cache breakpoint.
+Never touched, whatever the level: what assistants have said, tool results, signed reasoning, and anything that
+carries a vendor's cache breakpoint. P0 may write their JSON in another way; their values stay what they are.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import msgspec
 
+from gateway.canonical.memory import SharedMemory
+from gateway.types import Said
+
 Fields = dict[str, msgspec.Raw]
+
+SYSTEM_ROLES = frozenset({b'"system"', b'"developer"'})
+BREAKPOINT = b'"cache_control"'  # Anthropic's, and of those who took it over
 
 
 class Safety(enum.IntEnum):
@@ -26,14 +33,37 @@ class Safety(enum.IntEnum):
     P3 = 3
 
 
+class Plan(msgspec.Struct, frozen=True):
+    """Which transforms a conversation gets, from its first request to its last."""
+
+    version: int
+    level: str
+    opt_in: tuple[str, ...] = ()  # names of P3 transforms
+    template_date: str | None = None
+
+
+class Context(msgspec.Struct, frozen=True):
+    """What a transform may know besides the body. `scope` is the salt: no two cache groups share a memory."""
+
+    plan: Plan
+    scope: str
+    memory: SharedMemory
+
+
 class Transform(Protocol):
-    """One way to make a body more canonical."""
+    """One way to make a body more canonical. It sees one top-level value of the body at a time."""
 
     name: ClassVar[str]
     safety: ClassVar[Safety]
+    fields: ClassVar[tuple[str, ...]]  # the top-level values that it may change
 
-    def apply(self, fields: Fields) -> Fields | None:
-        """The body's top-level fields with the transform applied; None where it would change nothing.
+    def sees(self, messages: Sequence[Said], head: bytes) -> bool:
+        """Whether `messages` may hold something for it. Near free: asked of every request whose messages it may
+        change. `head` is the first bytes of the messages' JSON.
+        """
 
-        What is given is not changed. Applying it to its own result gives None.
+    def apply(self, raw: bytes, context: Context) -> bytes | None:
+        """The value with the transform applied; None where it would change nothing.
+
+        Applying it to its own result gives None. Raises `NotInMemory` where the storage has to be asked first.
         """

@@ -1,17 +1,20 @@
 """P0: a message whose content is one plain text part says the same as one whose content is that text.
 
-`"content": [{"type": "text", "text": "x"}]` becomes `"content": "x"`. Clients mix both forms within one conversation;
-chat templates render them alike, but the bytes differ and so would the fingerprint. Several parts stay as they are,
-since templates differ in how they join them, and so does a part with any further key (a cache breakpoint, say).
+`"content": [{"type": "text", "text": "x"}]` becomes `"content": "x"`. Clients mix both forms within one conversation.
+A template that knows parts renders both alike; for one that knows only text, servers turn parts into text before they
+render. Several parts stay as they are, since templates differ in how they join them, and so does a part with any
+further key (a cache breakpoint, say).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.canonical.base import Fields, Safety
+from gateway.canonical.base import Context, Safety
+from gateway.types import Said
 
 _messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _parts = msgspec.json.Decoder(list[dict[str, Any]])
@@ -22,11 +25,12 @@ _FORBIDDEN_ROLES = {b'"assistant"', b'"tool"', b'"function"'}  # history and too
 class TextParts:
     name: ClassVar[str] = "text_parts"
     safety: ClassVar[Safety] = Safety.P0
+    fields: ClassVar[tuple[str, ...]] = ("messages",)
 
-    def apply(self, fields: Fields) -> Fields | None:
-        raw = fields.get("messages")
-        if raw is None or b'"text"' not in bytes(raw):
-            return None
+    def sees(self, messages: Sequence[Said], head: bytes) -> bool:
+        return any(type(message.content) is list and len(message.content) == 1 for message in messages)
+
+    def apply(self, raw: bytes, context: Context) -> bytes | None:
         messages = _messages.decode(raw)
         changed = False
         for message in messages:
@@ -34,7 +38,7 @@ class TextParts:
             if text is not None and bytes(message.get("role", b"")) not in _FORBIDDEN_ROLES:
                 message["content"] = msgspec.Raw(_encode(text))
                 changed = True
-        return {**fields, "messages": msgspec.Raw(_encode(messages))} if changed else None
+        return _encode(messages) if changed else None
 
 
 def _single_text(content: msgspec.Raw | None) -> str | None:

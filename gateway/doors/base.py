@@ -6,12 +6,13 @@ checked here, and a wrong type is refused with the name of the field.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
 from gateway.errors import BadRequest
-from gateway.types import Operation
+from gateway.types import Operation, Said
 
 MAX_TOKENS = 2**31 - 1  # of an answer: far above any model, and small enough to be counted in any store
 
@@ -50,6 +51,8 @@ class Asked(msgspec.Struct, frozen=True):
     choices: int = 1
     deterministic: bool = False
     prompt_tokens: int | None = None  # known only where the prompt came as token ids
+    messages: Sequence[Said] = ()  # of a chat
+    tools: int = 0  # so many of the pieces, the first ones, are tools
 
 
 class Door(Protocol):

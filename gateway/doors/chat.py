@@ -47,6 +47,8 @@ class ChatDoor:
             max_output_tokens=chat.max_completion_tokens or chat.max_tokens,
             choices=chat.n or 1,
             deterministic=chat.temperature == 0 or chat.seed is not None,
+            messages=chat.messages,
+            tools=len(chat.tools or ()),
         )
 
 

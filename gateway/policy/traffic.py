@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Seconds, Share
 
@@ -66,10 +66,57 @@ class Rule(Frozen):
     latency_class: Name = Field(alias="class", description="The latency class that it gives.")
 
 
-class Canonicalise(Frozen):
-    level: Literal["off", "safe"] = Field(
-        "safe", description="safe: transforms that provably leave the prompt's tokens as they are (P0)."
+OptIn = Literal["volatile_to_end", "volatile_to_user", "tool_order", "template_date"]
+
+
+class CanonicalForm(Frozen):
+    """How far a prompt may be changed to make it cache-friendly."""
+
+    level: Literal["off", "safe", "full"] = Field(
+        "safe",
+        description="safe: what leaves the prompt's tokens (P0) or the meaning of schemas (P1) as they are, and what "
+        "removes known noise (P2). full: what `opt_in` names besides. off: nothing.",
     )
+    opt_in: tuple[OptIn, ...] = Field((), description="Transforms that change what the model reads (P3), by name.")
+    template_date: Name | None = Field(
+        None, description="The date for templates that print today's, as in 26 Jul 2024; for the opt_in of this name."
+    )
+
+    @model_validator(mode="after")
+    def _asked_for_as_a_whole(self) -> Self:
+        if self.opt_in and self.level != "full":
+            raise ValueError("opt_in needs level: full")
+        if ("template_date" in self.opt_in) != (self.template_date is not None):
+            raise ValueError("a template_date is given if, and only if, opt_in names it")
+        return self
+
+
+class CanonicalFormFor(CanonicalForm):
+    """Another form for some calls. What is left out here is as where nothing is said, and not as for the others."""
+
+    tenant: Names | None = Field(None, description="The tenant is one of these.")
+    model: Names | None = Field(None, description="The model asked for is one of these, by name.")
+
+
+class Canonicalise(CanonicalForm):
+    exceptions: tuple[CanonicalFormFor, ...] = Field(
+        (), description="Tenants or models with another form; the first that matches decides."
+    )
+
+    def form_for(self, tenant: str, model: str) -> CanonicalForm:
+        for exception in self.exceptions:
+            if (exception.tenant is None or tenant in exception.tenant) and (
+                exception.model is None or model in exception.model
+            ):
+                return exception
+        return self
+
+
+class Diagnosis(Frozen):
+    """What `warmpath doctor` reads: a summary of each sampled call, without its text."""
+
+    sample: Share = Field(0.0, description="Share of conversations whose prompts are compared; 0: none are.")
+    content: bool = Field(False, description="Also keep the few words around each break, as they were sent.")
 
 
 class Cache(Frozen):

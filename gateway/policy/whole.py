@@ -15,7 +15,7 @@ from gateway.policy.findings import Finding, Path, choices
 from gateway.policy.prices import Price, PriceList
 from gateway.policy.servers import Deployment, Model
 from gateway.policy.tenants import Key, Limits, StorageOutage, Tenant
-from gateway.policy.traffic import BUILT_IN_CLASSES, Cache, Canonicalise, LatencyClass, Rule, Tracing
+from gateway.policy.traffic import BUILT_IN_CLASSES, Cache, Canonicalise, Diagnosis, LatencyClass, Rule, Tracing
 
 
 class Policy(Frozen):
@@ -31,6 +31,7 @@ class Policy(Frozen):
     canonicalise: Canonicalise = Field(Canonicalise(), description="Making prompts cache-friendly.")
     cache: Cache = Field(Cache(), description="The exact response cache.")
     tracing: Tracing = Field(Tracing(), description="Traces.")
+    diagnosis: Diagnosis = Field(Diagnosis(), description="What breaks prefixes, for `warmpath doctor`.")
     batches: Batches = Field(Batches(), description="The Batch API.")
     storage_outage: StorageOutage = Field(StorageOutage(), description="While the storage does not answer.")
     tenants: tuple[Tenant, ...] = Field(min_length=1, description="Who may call.")
@@ -163,6 +164,9 @@ def _strangers(policy: Policy) -> Iterator[Finding]:
         yield from _unknown("class", [rule.latency_class], classes, ("rules", i, "class"))
         yield from _unknown("model", rule.match.model or (), models, ("rules", i, "match", "model"))
         yield from _unknown("tenant", rule.match.tenant or (), tenants, ("rules", i, "match", "tenant"))
+    for i, exception in enumerate(policy.canonicalise.exceptions):
+        yield from _unknown("tenant", exception.tenant or (), tenants, ("canonicalise", "exceptions", i, "tenant"))
+        yield from _unknown("model", exception.model or (), canonical, ("canonicalise", "exceptions", i, "model"))
     yield from _unknown("class", [policy.default_class], classes, ("default_class",))
     yield from _unknown("class", [policy.batches.latency_class], classes, ("batches", "class"))
     for i, tenant in enumerate(policy.tenants):

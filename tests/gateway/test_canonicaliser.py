@@ -140,7 +140,7 @@ def test_single_text_parts_become_text_but_never_in_forbidden_ground() -> None:
         {"role": "user", "content": [*part, *part]},
     ]
     call = a_call({"model": "m", "messages": messages})
-    assert call.canonical_steps == ("text_parts",)
+    assert call.canonical_steps == ("json_form", "text_parts")
     canonical = msgspec.json.decode(call.fields["messages"])
     assert canonical == [{"role": "system", "content": "héllo"}, *messages[1:]]
 

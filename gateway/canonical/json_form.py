@@ -1,0 +1,50 @@
+"""P0: one way to write the same JSON. No whitespace between its tokens, no escapes that are not needed.
+
+A chat template is given values, not bytes: `{"a": 1}` and `{"a":1}`, `"\\u00e9"` and `"é"` are the same to it, also
+where it prints a value with `tojson`. The order of keys is visible there, and so is how a number is written (1.50 is
+printed as 1.5, but 1.0 not as 1), so keys stay in their order and numbers keep their value and kind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import ClassVar
+
+import msgspec
+
+from gateway.canonical.base import Context, Safety
+from gateway.types import Said
+
+_ESCAPED = re.compile(rb"\\u(?!00[01])|\\/")  # control characters have no other form
+_decoder = msgspec.json.Decoder(float_hook=Decimal)  # a decimal keeps its digits
+_encoder = msgspec.json.Encoder(decimal_format="number")
+_SPACES = (b'": ', b'" :', b"[ ", b"{ ", b"\n", b"\t")
+
+
+class JSONForm:
+    name: ClassVar[str] = "json_form"
+    safety: ClassVar[Safety] = Safety.P0
+    fields: ClassVar[tuple[str, ...]] = ("messages", "tools", "functions", "response_format")
+
+    def sees(self, messages: Sequence[Said], head: bytes) -> bool:
+        """Who writes spaces writes them from the first key on. That text was escaped is not worth a search of all of
+        it: strings are fingerprinted decoded. Parts and tool calls are fingerprinted as they are written.
+        """
+        if any(space in head for space in _SPACES):
+            return True
+        return any(
+            type(message.content) is list and any(b"\\u" in part for part in map(bytes, message.content))
+            for message in messages
+        )
+
+    def apply(self, raw: bytes, context: Context) -> bytes | None:
+        try:
+            if _ESCAPED.search(raw):
+                written = _encoder.encode(_decoder.decode(raw))
+            else:
+                written = msgspec.json.format(raw, indent=-1)
+        except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError, ArithmeticError):
+            return None  # half a surrogate pair, or depths and numbers beyond reason: the server is to judge
+        return None if written == raw else written

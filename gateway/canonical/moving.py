@@ -1,0 +1,155 @@
+"""P3: lines of the system prompt that change from request to request, moved behind what stays the same.
+
+A line moves as a whole, and only if it is short, has something volatile in it (`volatile.py`), and a word beside it
+that says what it is: `Today's date: 2026-11-20`, `Session id: 3f2a...`, `Working directory: /home/ada/x`. So the dates
+that a prompt speaks of stay where they are.
+
+Where to depends on how often the line changes. `volatile_to_end` puts it at the end of its own system message: right
+for what holds for a conversation (a date, a folder, a session id). `volatile_to_user` puts it at the end of the last
+user message: right for a clock, which at the end of the system message would still stand before all of the history.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from gateway.canonical.base import BREAKPOINT, SYSTEM_ROLES, Context, Safety
+from gateway.canonical.volatile import KINDS
+from gateway.types import Said
+
+MAX_LINE_CHARACTERS = 200  # longer ones are prose, which can not be taken apart
+
+_TIME_WORD = re.compile(r"(?i)(?<![a-z])(?:current|currently|today|now|date|datetime|time|timestamp|as of)(?![a-z])")
+_ID_WORD = re.compile(
+    r"(?i)(?<![a-z])(?:session|request|trace|run|conversation|thread|correlation|message|invocation|nonce|job|id|uuid)"
+    r"(?![a-z])"
+)
+_PLACE_WORD = re.compile(r"(?i)(?<![a-z])(?:cwd|pwd|directory|dir|folder|workspace|root|path)(?![a-z])")
+_WORDS = {"uuid": _ID_WORD, "clock": _TIME_WORD, "date": _TIME_WORD, "request_id": _ID_WORD, "cwd": _PLACE_WORD}
+
+_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_parts = msgspec.json.Decoder(list[msgspec.Raw])
+_any = msgspec.json.Decoder()
+_encode = msgspec.json.encode
+Message = dict[str, msgspec.Raw]
+
+
+class _Moving:
+    safety: ClassVar[Safety] = Safety.P3
+    fields: ClassVar[tuple[str, ...]] = ("messages",)
+    everywhere: ClassVar[bool]
+
+    def sees(self, messages: Sequence[Said], head: bytes) -> bool:
+        return any(message.role in ("system", "developer") for message in messages)
+
+    def apply(self, raw: bytes, context: Context) -> bytes | None:
+        messages = _messages.decode(raw)
+        moved: list[str] = []
+        changed = False
+        for message in messages:
+            if bytes(message.get("role", b"")) not in SYSTEM_ROLES or "cache_control" in message:
+                continue
+            content, lines = _split(bytes(message.get("content", b"")), everywhere=self.everywhere)
+            if lines:
+                after = self.place(content, lines, moved)
+                changed = changed or after != bytes(message["content"])
+                message["content"] = msgspec.Raw(after)
+        if moved and not _append_to_last_user(messages, moved):
+            return None
+        return _encode(messages) if changed else None
+
+    def place(self, content: bytes, lines: list[str], moved: list[str]) -> bytes:
+        """The system message's content without the `lines`, which go to its end or into `moved`."""
+        raise NotImplementedError
+
+
+class VolatileToEnd(_Moving):
+    name: ClassVar[str] = "volatile_to_end"
+    everywhere: ClassVar[bool] = False
+
+    def place(self, content: bytes, lines: list[str], moved: list[str]) -> bytes:
+        return _appended(content, "\n".join(lines), "\n")
+
+
+class VolatileToUser(_Moving):
+    name: ClassVar[str] = "volatile_to_user"
+    everywhere: ClassVar[bool] = True
+
+    def place(self, content: bytes, lines: list[str], moved: list[str]) -> bytes:
+        moved += lines
+        return content
+
+
+def is_volatile(line: str) -> bool:
+    return len(line) <= MAX_LINE_CHARACTERS and any(
+        pattern.search(line) and _WORDS[kind].search(line) for kind, pattern in KINDS.items()
+    )
+
+
+def _split(content: bytes, *, everywhere: bool) -> tuple[bytes, list[str]]:
+    """A system message's content without its volatile lines, and these. Parts with a breakpoint keep theirs, and a
+    message of nothing else keeps all. `everywhere`: also what stands at the end already, in parts of its own.
+    """
+    if content.startswith(b'"'):
+        stable, lines = _split_text(_any.decode(content))
+        return (_encode(stable), lines) if stable.strip() else (content, [])
+    if not content.startswith(b"["):
+        return content, []
+    parts = [bytes(part) for part in _parts.decode(content)]
+    texts = [_text_of(part) for part in parts]
+    kept: list[bytes] = []
+    lines = []
+    end = len(parts) if everywhere else _before_trailing(texts)
+    for part, text in zip(parts[:end], texts[:end], strict=True):
+        stable, found = _split_text(text) if text is not None else ("", [])
+        lines += found
+        if not found:
+            kept.append(part)
+        elif stable.strip():
+            kept.append(_encode({**_any.decode(part), "text": stable}))
+    kept += parts[end:]
+    return (b"[" + b",".join(kept) + b"]", lines) if kept else (content, [])
+
+
+def _before_trailing(texts: list[str | None]) -> int:
+    """How many parts stand before those at the end that are nothing but volatile: where they stand is right."""
+    end = len(texts)
+    while end and (text := texts[end - 1]) is not None and all(map(is_volatile, text.split("\n"))):
+        end -= 1
+    return end
+
+
+def _text_of(part: bytes) -> str | None:
+    """None for what is no text, or carries a breakpoint."""
+    value: Any = None if BREAKPOINT in part else _any.decode(part)
+    text = value.get("text") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _split_text(text: str) -> tuple[str, list[str]]:
+    lines = text.split("\n")
+    volatile = [line for line in lines if is_volatile(line)]
+    return "\n".join(line for line in lines if not is_volatile(line)), volatile
+
+
+def _append_to_last_user(messages: list[Message], lines: list[str]) -> bool:
+    for message in reversed(messages):
+        if bytes(message.get("role", b"")) == b'"user"' and "cache_control" not in message:
+            content = bytes(message.get("content", b""))
+            if content[:1] in (b'"', b"["):
+                message["content"] = msgspec.Raw(_appended(content, "\n".join(lines), "\n\n"))
+                return True
+            return False
+    return False
+
+
+def _appended(content: bytes, text: str, separator: str) -> bytes:
+    """Behind a text, or as one more part behind the others."""
+    if content.startswith(b'"'):
+        return _encode(_any.decode(content) + separator + text)
+    parts = [bytes(part) for part in _parts.decode(content)]
+    return b"[" + b",".join([*parts, _encode({"type": "text", "text": text})]) + b"]"

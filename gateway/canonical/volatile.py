@@ -1,0 +1,58 @@
+"""Text that differs from one request to the next although the prompt means to be the same: found by its shape.
+
+Detectors only say what something looks like. Whether a date is today's or one that a policy speaks of, they can not
+know: `moving.py` also asks for a word beside it that says so, and the diagnosis looks only where two prompts differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
+_DAY = r"\d{4}-\d\d-\d\d"
+_TIME = r"\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?(?:\s?[AaPp]\.?[Mm]\b\.?)?"
+_ZONE = r"(?:\s?(?:Z|UTC|GMT|[A-Z]{3,4}|[+-]\d\d:?\d\d)\b)?"
+_ID_OF = r"(?i:request|trace|session|correlation|run|conversation|thread|message|span|invocation|nonce|job|cch)"
+
+KINDS: dict[str, re.Pattern[str]] = {  # in order: where two fit, the first is meant
+    "uuid": re.compile(r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"),
+    "clock": re.compile(rf"(?:{_DAY}[T ])?\b{_TIME}{_ZONE}|\b1[5-9]\d{{8}}(?:\d{{3}})?(?:\.\d+)?\b"),
+    "date": re.compile(
+        rf"\b{_DAY}\b|\b\d{{1,2}}(?:st|nd|rd|th)?\s{_MONTH},?\s\d{{4}}\b|\b{_MONTH}\s\d{{1,2}}(?:st|nd|rd|th)?,?\s\d{{4}}\b"
+        r"|\b\d{1,2}[/.]\d{1,2}[/.](?:\d{4}|\d{2})\b|\b\d{4}/\d{1,2}/\d{1,2}\b"
+        r"|\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b"
+    ),
+    "request_id": re.compile(
+        rf"\b{_ID_OF}[ _-]?(?i:ids?\b)?\W{{1,3}}[\w.:-]{{5,128}}"
+        r"|\b(?:req|msg|sess|run|trace|chatcmpl|conv|thread|job)[_-](?=\w*\d)\w{6,64}\b"
+        r"|\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{16,64}\b"
+    ),
+    "cwd": re.compile(
+        r"(?i:\b(?:cwd|pwd|work(?:ing)?[ _-]?dir(?:ectory)?|current[ _-]dir(?:ectory)?|project[ _-]root)\b)\W{1,4}\S+"
+        r"|(?<![\w/.])/(?:home|Users|tmp|var|opt|srv|root|mnt|workspace|workspaces|private)/[^\s\"'`<>]+"
+        r"|\b[A-Z]:\\[^\s\"'`<>]+"
+    ),
+}
+
+
+class Span(NamedTuple):
+    kind: str
+    start: int
+    end: int
+
+
+def spans(text: str) -> Iterator[Span]:
+    """Everything that looks volatile, kind by kind; kinds may overlap."""
+    for kind, pattern in KINDS.items():
+        for match in pattern.finditer(text):
+            yield Span(kind, match.start(), match.end())
+
+
+def kind_at(text: str, start: int, end: int) -> str | None:
+    """What stands at [start, end), if it looks like anything: of several that touch it, the one that is there first;
+    of several there, the first kind."""
+    touching = [span for span in spans(text) if span.start <= end and span.end >= start]
+    order = list(KINDS)
+    return min(touching, key=lambda span: (span.start > start, order.index(span.kind))).kind if touching else None
