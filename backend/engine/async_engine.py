@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Self
@@ -199,6 +200,7 @@ class AsyncEngine:
             if self._stopping:
                 commands = [partial(self._engine.abort, id) for id in self._engine.scheduler.request_ids]
             self._send([output for command in commands if (output := command()) is not None])
+            self._send(self._engine.expire(time.time()))
             if self._stopping:
                 return False
             if self._engine.has_unfinished:

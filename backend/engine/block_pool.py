@@ -2,12 +2,14 @@
 
 A block holds the keys and values of `block_size` consecutive tokens. It is in one of three states:
 
-    in use         ref_count > 0, not in the free list; shared by every request whose table names it
-    free, cached   ref_count = 0, in the free list, and still found by its hash until it is reused
-    free, blank    ref_count = 0, at the head of the free list: reused before anything cached is lost
+    in use         ref_count > 0, in no free list; shared by every request whose table names it
+    free, cached   ref_count = 0, in a free list, and still found by its hash until it is reused
+    free, blank    ref_count = 0, in the free list that is emptied before anything cached is lost
 
-The free list is in order of reuse, least recently used first. A table is released from its tail, so of one chain the
-last block goes first: a prefix without its end is still a prefix, an end without its prefix can never be found.
+There are three free lists, emptied one after the other: blank blocks, cached ones that only background work has used,
+and all other cached ones. Each is in order of reuse, least recently used first. A table is released from its tail, so
+of one chain the last block goes first: a prefix without its end is still a prefix, an end without its prefix can never
+be found.
 
 A full block's hash covers its tokens and, through its parent's hash, everything before it; sixteen tokens alone do
 not determine their keys and values, the whole prefix does. SHA-256, because the isolation between salts and the
@@ -58,6 +60,8 @@ class BlockListener(Protocol):
 
 
 class BlockPool:
+    """Every operation takes constant time per block."""
+
     def __init__(self, num_blocks: int, block_size: int, listener: BlockListener | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -65,11 +69,15 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._background = [True] * num_blocks  # whether nothing but background work has used the content
+        self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._cached_background: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._free_lists = (self._blank, self._cached_background, self._cached)
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return sum(map(len, self._free_lists))
 
     @property
     def num_cached(self) -> int:
@@ -85,19 +93,21 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def allocate(self, num_new: int, cached: Sequence[int] = ()) -> list[int] | None:
+    def allocate(self, num_new: int, cached: Sequence[int] = (), *, background: bool = False) -> list[int] | None:
         """Takes a reference to each block in `cached` (just matched) and `num_new` blocks with content to be written.
 
-        All of them, in this order, or None and nothing has changed.
+        All of them, in this order, or None and nothing has changed. `background`: what they hold is given up before
+        anything that other work has used.
         """
         num_revived = sum(self._ref_counts[block] == 0 for block in cached)
-        if num_new + num_revived > len(self._free):
+        if num_new + num_revived > self.num_free:
             return None
         for block in cached:
             if self._ref_counts[block] == 0:
-                del self._free[block]
+                del self._free_list_of(block)[block]
             self._ref_counts[block] += 1
-        return [*cached, *(self._take() for _ in range(num_new))]
+            self._background[block] &= background
+        return [*cached, *(self._take(background) for _ in range(num_new))]
 
     def publish(self, block: int, content: CachedBlock) -> None:
         """Makes a full, computed block in use findable. If an equal block is known already, that one stays known."""
@@ -115,14 +125,15 @@ class BlockPool:
             assert self._ref_counts[block] > 0, f"block {block} is released more often than taken"
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
-                self._free[block] = None
-                if self._hashes[block] is None:
-                    self._free.move_to_end(block, last=False)
+                self._free_list_of(block)[block] = None
 
     def clear(self) -> None:
         """Forgets every cached block. Blocks in use stay in use, and can no longer be found."""
         self._index.clear()
         self._hashes = [None] * self.num_blocks
+        for cached in (self._cached_background, self._cached):
+            self._blank.update(cached)
+            cached.clear()
         if self._listener:
             self._listener.cleared()
 
@@ -135,9 +146,16 @@ class BlockPool:
         if faults := list(self._faults()):
             raise IntegrityError("; ".join(faults))
 
-    def _take(self) -> int:
-        block, _ = self._free.popitem(last=False)
+    def _free_list_of(self, block: int) -> OrderedDict[int, None]:
+        """Where a block is while nobody holds it."""
+        if self._hashes[block] is None:
+            return self._blank
+        return self._cached_background if self._background[block] else self._cached
+
+    def _take(self, background: bool) -> int:
+        block, _ = next(filter(None, self._free_lists)).popitem(last=False)
         self._ref_counts[block] = 1
+        self._background[block] = background
         if (block_hash := self._hashes[block]) is not None:
             del self._index[block_hash]
             self._hashes[block] = None
@@ -147,10 +165,12 @@ class BlockPool:
 
     def _faults(self) -> Iterator[str]:
         in_use = self.num_blocks - self._ref_counts.count(0)
-        if in_use + len(self._free) != self.num_blocks:
-            yield f"{in_use} blocks in use and {len(self._free)} free do not make {self.num_blocks}"
-        if any(map(self._ref_counts.__getitem__, self._free)):
+        if in_use + self.num_free != self.num_blocks:
+            yield f"{in_use} blocks in use and {self.num_free} free do not make {self.num_blocks}"
+        if any(self._ref_counts[block] for free in self._free_lists for block in free):
             yield "a free block is in use"
+        if any(self._free_list_of(block) is not free for free in self._free_lists for block in free):
+            yield "a block is in a free list that is not its own"
         if min(self._ref_counts, default=0) < 0:
             yield "a reference count is negative"
         if len(self._index) != self.num_blocks - self._hashes.count(None):

@@ -96,6 +96,10 @@ class Engine:
         """Ends a request between two steps. None if it is unknown or has ended already."""
         return self.scheduler.abort(request_id)
 
+    def expire(self, now: float) -> list[StepOutput]:
+        """Ends, between two steps, what has passed its deadline. `now`: seconds since the epoch."""
+        return self.scheduler.expire(now)
+
     def check_integrity(self) -> None:
         """Raises `IntegrityError`, and `stats` remembers it. For when the engine goes idle."""
         self._integrity_ok = False

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from backend.engine.errors import RequestRefused
 
@@ -25,6 +26,7 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    DEADLINE = "deadline"
     ERROR = "error"
 
 
@@ -40,7 +42,8 @@ class Status(enum.Enum):
 class SamplingParams:
     """How tokens are chosen. `temperature == 0` is greedy.
 
-    Presence and frequency penalties count the output alone, the repetition penalty prompt and output.
+    Presence and frequency penalties count the output alone, the repetition penalty prompt and output. With
+    `max_tokens == 0` nothing is generated, and what is asked of the prompt is the whole answer.
     Raises `RequestRefused`, naming the field, for a value out of range.
     """
 
@@ -57,11 +60,12 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()  # the model's end-of-sequence ids included, unless ignore_eos
     logprobs: int | None = None  # how many alternatives to report per token; None: none at all
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, the first excepted
 
     def __post_init__(self) -> None:
         # A NaN fails every comparison, so each range is stated as what must hold.
         for name, holds, wanted in (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("max_tokens", self.max_tokens >= 0, "at least 0"),
             ("temperature", 0.0 <= self.temperature < math.inf, "a number of at least 0"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("top_k", self.top_k >= 0, "at least 0 (0 switches it off)"),
@@ -71,7 +75,8 @@ class SamplingParams:
             ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a number above 0"),
             ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
+            ("logprobs", (self.logprobs or 0) in range(MAX_LOGPROBS + 1), f"0 to {MAX_LOGPROBS}"),
+            ("prompt_logprobs", (self.prompt_logprobs or 0) in range(MAX_LOGPROBS + 1), f"0 to {MAX_LOGPROBS}"),
         ):
             if not holds:
                 raise RequestRefused(f"{name} must be {wanted}, not {getattr(self, name)!r}", param=name)
@@ -79,6 +84,21 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+class Grammar(Protocol):
+    """What one sequence's output must follow, and how far it has come. Belongs to the engine once submitted.
+
+    An output that has come to its end can only be followed by a token that ends the sequence.
+    """
+
+    def fill_mask(self, address: int, num_bytes: int) -> str:
+        """Writes which tokens may follow, token i as bit `i % 32` of the i // 32'th int32. Fails with a message."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Goes on behind a token that the mask allowed."""
+        ...
 
 
 @dataclass(slots=True)
@@ -96,15 +116,18 @@ class Request:
     """One sequence on its way through the engine.
 
     `pooling=True` asks for the mean of the final hidden states over the prompt instead of tokens; such a request
-    never reads the prefix cache, since the hidden states of cached tokens are gone.
+    never reads the prefix cache, since the hidden states of cached tokens are gone. Nor does one that asks for the
+    log-probabilities of its prompt, until it has them.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
-    priority: int = 0  # lower runs earlier, as in vLLM
+    priority: int = 0  # lower runs earlier, as in vLLM; above 0 is background work
     pooling: bool = False
+    deadline: float = math.inf  # in seconds since the epoch; what has not ended by then is ended
+    grammar: Grammar | None = None
     arrived: float = field(default_factory=time.time)
     session_id: str = ""  # told with the KV events of the blocks that it computes
 
@@ -117,6 +140,8 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # one per full block of token_ids, chained
     hidden_sum: list[float] = field(default_factory=list)  # pooling: final hidden states, summed so far
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # so far, from the second token on
+    penalised_counts: dict[int, int] = field(default_factory=dict)  # of the output, for each token under a penalty
     finish_reason: FinishReason | None = None
     timing: Timing = field(default_factory=Timing)
 
@@ -124,6 +149,25 @@ class Request:
         self.token_ids = list(self.prompt_token_ids)
         self.seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed
         self.timing.arrived = self.arrived
+        if self.sampling.repetition_penalty != 1.0:
+            self.penalised_counts = dict.fromkeys(self.prompt_token_ids, 0)
+
+    def append(self, token_id: int) -> None:
+        """A token of the output."""
+        self.token_ids.append(token_id)
+        if self.sampling.has_penalties:
+            self.penalised_counts[token_id] = self.penalised_counts.get(token_id, 0) + 1
+        if self.grammar:
+            self.grammar.accept(token_id)
+
+    @property
+    def is_background(self) -> bool:
+        return self.priority > 0
+
+    @property
+    def needs_all_hidden(self) -> bool:
+        """Whether something is made of every token's hidden state, so that none may come from the cache."""
+        return self.pooling or (self.sampling.prompt_logprobs is not None and not self.num_output_tokens)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -163,10 +207,11 @@ class StepOutput:
     """
 
     request_id: str
-    new_token_ids: tuple[int, ...]
+    new_token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     embedding: tuple[float, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # on the first output, if asked for
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     timing: Timing | None = None  # on the last output only

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from backend.attention import create_attention
-from backend.engine.batch import make_batch, make_sampling_batch
+from backend.engine.batch import make_batch
 from backend.engine.config import ResolvedConfig
-from backend.engine.sampler import sample
+from backend.engine.grammar import MaskFiller
+from backend.engine.request import TokenLogprob
+from backend.engine.sampler import sample, score
+from backend.engine.sampling_batch import make_sampling_batch
 from backend.engine.scheduler import Computed, Scheduled
 from backend.layers.loader import LayerLoader
 from backend.models import architecture
@@ -17,6 +22,8 @@ from backend.models.decoder import LayerCache
 from backend.models.weights import Checkpoint
 from backend.ops import create_ops
 from backend.quantization import create_quantization
+
+PROMPT_LOGPROBS_ROWS = 64  # rows of logits that are held at once to score a prompt
 
 
 class Runner:
@@ -32,6 +39,7 @@ class Runner:
             self._model = model_class(config.model, loader, config.max_model_len, config.device)
             checkpoint.finish()
         self._attention = create_attention(config.attention, scale=config.model.head_dim**-0.5)
+        self._masks = MaskFiller(config.model.vocab_size, config.device)
         # Zeros, since attention multiplies masked values by zero and an uninitialised NaN would survive that.
         model = config.model
         shape = (model.num_layers, 2, config.num_blocks, config.block_size, model.num_kv_heads, model.head_dim)
@@ -43,19 +51,38 @@ class Runner:
         """Computes a non-empty plan: one result for each of its entries, in its order."""
         device = self._config.device
         batch = make_batch(plan, self._config.block_size, device)
+        requests = [plan[i].request for i in batch.sampled]
+        masks = self._masks.start(requests)
         attend = self._attention.prepare(batch.attention, like=self._cache[0].key)
         hidden = self._model.forward(batch.input_ids, batch.positions, batch.slot_mapping, self._cache, attend)
 
-        computed = [Computed() for _ in plan]
-        for i, (scheduled, rows) in enumerate(
-            zip(plan, torch.split(hidden, list(batch.attention.query_lens)), strict=True)
-        ):
-            if scheduled.request.pooling:
-                computed[i] = Computed(hidden_sum=tuple(rows.float().sum(0).tolist()))
+        parts = torch.split(hidden, list(batch.attention.query_lens))
+        computed = [self._of_hidden(scheduled, part) for scheduled, part in zip(plan, parts, strict=True)]
         if batch.sampled:
             logits = self._model.logits(hidden[batch.sampled_rows])
-            requests = [plan[i].request for i in batch.sampled]
             sampling = make_sampling_batch(requests, self._config.model.vocab_size, device)
-            for i, sampled in zip(batch.sampled, sample(logits, sampling), strict=True):
-                computed[i] = Computed((sampled.token_id,), sampled.logprobs)
+            allowed = masks.result() if masks else None
+            errors = allowed.errors if allowed else {}
+            for row, (i, sampled) in enumerate(zip(batch.sampled, sample(logits, sampling, allowed), strict=True)):
+                computed[i] = replace(
+                    computed[i], token_ids=(sampled.token_id,), logprobs=sampled.logprobs, error=errors.get(row)
+                )
         return computed
+
+    def _of_hidden(self, scheduled: Scheduled, hidden: Tensor) -> Computed:
+        """What is made of all hidden states of one request's tokens. hidden: [num_tokens, hidden_size]."""
+        request = scheduled.request
+        if request.pooling:
+            return Computed(hidden_sum=tuple(hidden.float().sum(0).tolist()))
+        if request.needs_all_hidden:
+            return Computed(prompt_logprobs=tuple(self._prompt_logprobs(scheduled, hidden)))
+        return Computed()
+
+    def _prompt_logprobs(self, scheduled: Scheduled, hidden: Tensor) -> Iterator[TokenLogprob]:
+        """Of the prompt's tokens that follow the scheduled ones, some rows at a time: a vocabulary is wide."""
+        following = scheduled.request.prompt_token_ids[scheduled.start + 1 : scheduled.end + 1]
+        count = scheduled.request.sampling.prompt_logprobs or 0
+        for start in range(0, len(following), PROMPT_LOGPROBS_ROWS):
+            token_ids = torch.tensor(following[start : start + PROMPT_LOGPROBS_ROWS], device=hidden.device)
+            logits = self._model.logits(hidden[start : start + len(token_ids)])
+            yield from score(logits, token_ids, [count] * len(token_ids))

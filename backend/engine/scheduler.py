@@ -10,10 +10,13 @@ Only ints are decided on here; what they mean as tensors is `batch.py`'s busines
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import TypedDict, Unpack
 
 from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
@@ -45,6 +48,8 @@ class Computed:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     hidden_sum: tuple[float, ...] = ()  # over the scheduled tokens
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens behind each of the scheduled ones
+    error: str | None = None  # the request can not go on
 
 
 @dataclass(slots=True)
@@ -57,6 +62,16 @@ class Counters:
     prefix_cache_hits: int = 0  # in tokens
     preemptions: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+
+class _New(TypedDict, total=False):
+    """What a step adds to a request's output, by `StepOutput`'s names."""
+
+    new_token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] | None
+    embedding: tuple[float, ...] | None
+    error: str | None
 
 
 def urgency(request: Request) -> tuple[int, float]:
@@ -85,6 +100,7 @@ class Scheduler:
         self.running: list[Request] = []  # both by urgency, so that the last to run is the first to be preempted
         self.waiting: list[Request] = []
         self._requests: dict[str, Request] = {}
+        self._deadlines: list[tuple[float, str]] = []  # a heap, which still names some requests that have ended
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
@@ -127,30 +143,29 @@ class Scheduler:
             raise QueueFull(f"{len(self._requests)} requests are unfinished, and no more are taken")
         self._requests[request.request_id] = request
         insort(self.waiting, request, key=urgency)
+        if request.deadline < math.inf:
+            if len(self._deadlines) > 2 * (self._max_num_seqs + self._max_waiting):  # most of them have ended
+                self._deadlines = sorted((r.deadline, r.request_id) for r in self._requests.values())
+            else:
+                heappush(self._deadlines, (request.deadline, request.request_id))
 
     def schedule(self) -> tuple[Scheduled, ...]:
-        """Spends one token budget: on what runs first, then on what waits, the most urgent first in both."""
+        """Spends one token budget, class by class: in each on what runs, then on what waits, the most urgent first."""
         budget = self._max_num_batched_tokens
         plan: list[Scheduled] = []
-
-        index = 0
-        while budget and index < len(self.running):
-            request = self.running[index]
+        while budget:
+            request = self.running[len(plan)] if len(plan) < len(self.running) else None
+            if self.waiting and (request is None or self.waiting[0].priority < request.priority):
+                request = self.waiting[0]
+                if not self._admit(request):
+                    break  # nobody overtakes: what waits for blocks would wait for ever
+            elif request is None:
+                break
             num_tokens = min(request.num_uncomputed_tokens, budget)
             if not self._grow(request, num_tokens):
                 break  # it was last in line, and gave way itself
             plan.append(Scheduled(request, request.num_computed_tokens, num_tokens))
             budget -= num_tokens
-            index += 1
-
-        while budget and self.waiting and len(self.running) < self._max_num_seqs:
-            request = self.waiting[0]
-            if not self._admit(request):
-                break  # nobody overtakes: what waits for blocks would wait for ever
-            num_tokens = min(request.num_uncomputed_tokens, budget)
-            plan.append(Scheduled(request, request.num_computed_tokens, num_tokens))
-            budget -= num_tokens
-
         return tuple(plan)
 
     def advance(self, plan: Sequence[Scheduled], computed: Sequence[Computed]) -> list[StepOutput]:
@@ -163,6 +178,7 @@ class Scheduler:
             self._publish(request, scheduled.start)
             if request.pooling:
                 self._pool_hidden(request, result.hidden_sum)
+            request.prompt_logprobs += result.prompt_logprobs
             if caught_up:
                 outputs.append(self._accept(request, result))
         return outputs
@@ -172,13 +188,23 @@ class Scheduler:
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, FinishReason.ABORT)
 
+    def expire(self, now: float) -> list[StepOutput]:
+        """Ends, between two steps, every request whose deadline has come. `now`: seconds since the epoch."""
+        outputs = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, request_id = heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            if request is not None and request.deadline == deadline:
+                outputs.append(self._finish(request, FinishReason.DEADLINE))
+        return outputs
+
     def abandon(self) -> None:
         """After an error: every request has failed. Blocks stay as they are, since nothing here is to be trusted."""
         for request in self._requests.values():
             request.status = Status.FINISHED
             request.finish_reason = FinishReason.ERROR
             self.counters.finished[FinishReason.ERROR] += 1
-        self.running, self.waiting, self._requests = [], [], {}
+        self.running, self.waiting, self._requests, self._deadlines = [], [], {}, []
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
@@ -188,7 +214,7 @@ class Scheduler:
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Room for `num_tokens` more, preempting from the end of the line. False if that end was `request`."""
         num_new = self._num_blocks(request.num_computed_tokens + num_tokens) - len(request.block_table)
-        while (blocks := self.pool.allocate(max(num_new, 0))) is None:
+        while (blocks := self.pool.allocate(max(num_new, 0), background=request.is_background)) is None:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
@@ -199,24 +225,37 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Starts a request from the longest cached prefix, with room for all its known tokens; False if there is none.
 
-        Room for all, not for the first chunk: two long prompts would otherwise preempt each other halfway.
+        Room for all, not for the first chunk: two long prompts would otherwise preempt each other halfway. Who runs
+        in a less urgent class gives way, from the end of the line, as long as that is needed.
         At least the last token is always computed, even if it is cached: the next one comes from its hidden state.
         """
+        while (blocks := self._place(request)) is None:
+            if not self.running or self.running[-1].priority <= request.priority:
+                return False
+            self._preempt(self.running[-1])
+        self._start(request, *blocks)
+        return True
+
+    def _place(self, request: Request) -> tuple[list[int], int] | None:
+        """The blocks that a request starts with, and how many of them are cached; None if there is no room for it."""
+        if len(self.running) >= self._max_num_seqs:
+            return None
         cached = self._match(request)
-        blocks = self.pool.allocate(self._num_blocks(len(request.token_ids)) - len(cached), cached)
-        if blocks is None:
-            return False
+        num_new = self._num_blocks(len(request.token_ids)) - len(cached)
+        blocks = self.pool.allocate(num_new, cached, background=request.is_background)
+        return None if blocks is None else (blocks, len(cached))
+
+    def _start(self, request: Request, blocks: list[int], num_cached: int) -> None:
         self.waiting.remove(request)
         insort(self.running, request, key=urgency)
         request.status = Status.RUNNING
         request.block_table = blocks
-        request.num_computed_tokens = len(cached) * self.pool.block_size
+        request.num_computed_tokens = num_cached * self.pool.block_size
         if not request.timing.scheduled:
             request.timing.scheduled = time.time()
             request.num_cached_tokens = request.num_computed_tokens
             self.counters.prefix_cache_queries += request.num_prompt_tokens if self._reads_cache(request) else 0
             self.counters.prefix_cache_hits += request.num_cached_tokens
-        return True
 
     def _preempt(self, request: Request) -> None:
         """Back to the line, to be computed again: mostly from its own blocks, if they are still cached by then."""
@@ -227,11 +266,12 @@ class Scheduler:
         request.block_table = []
         request.num_computed_tokens = 0
         request.hidden_sum = []
+        request.prompt_logprobs = []
         request.num_preemptions += 1
         self.counters.preemptions += 1
 
     def _reads_cache(self, request: Request) -> bool:
-        return self._enable_prefix_caching and not request.pooling
+        return self._enable_prefix_caching and not request.needs_all_hidden
 
     def _match(self, request: Request) -> list[int]:
         if not self._reads_cache(request):
@@ -274,20 +314,27 @@ class Scheduler:
         if not request.timing.first_token:
             request.timing.first_token = time.time()
             self.counters.prompt_tokens += request.num_prompt_tokens
+        if result.error is not None:
+            return self._finish(request, FinishReason.ERROR, error=result.error)
         if request.pooling:
             mean = tuple(value / request.num_prompt_tokens for value in request.hidden_sum)
             return self._finish(request, FinishReason.STOP, embedding=mean)
-        reason: FinishReason | None = None
+        reports_prompt = request.sampling.prompt_logprobs is not None and not request.num_output_tokens
+        prompt_logprobs = tuple(request.prompt_logprobs) if reports_prompt else None
+        reason = None if request.sampling.max_tokens else FinishReason.LENGTH
         num_new = 0
-        for num_new, token_id in enumerate(result.token_ids, start=1):  # noqa: B007 - how far we came is used below
-            request.token_ids.append(token_id)
-            if reason := self._reason_to_finish(request, token_id):
-                break
+        while reason is None and num_new < len(result.token_ids):
+            token_id = result.token_ids[num_new]
+            request.append(token_id)
+            reason = self._reason_to_finish(request, token_id)
+            num_new += 1
         self.counters.generation_tokens += num_new
-        tokens, logprobs = result.token_ids[:num_new], result.logprobs[:num_new]
-        if reason:
-            return self._finish(request, reason, tokens, logprobs)
-        return self._output(request, tokens, logprobs)
+        new: _New = {
+            "new_token_ids": result.token_ids[:num_new],
+            "logprobs": result.logprobs[:num_new],
+            "prompt_logprobs": prompt_logprobs,
+        }
+        return self._finish(request, reason, **new) if reason else self._output(request, **new)
 
     @staticmethod
     def _reason_to_finish(request: Request, token_id: int) -> FinishReason | None:
@@ -296,14 +343,7 @@ class Scheduler:
             return FinishReason.STOP
         return FinishReason.LENGTH if request.num_output_tokens >= sampling.max_tokens else None
 
-    def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] = (),
-        embedding: tuple[float, ...] | None = None,
-    ) -> StepOutput:
+    def _finish(self, request: Request, reason: FinishReason, **new: Unpack[_New]) -> StepOutput:
         (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
         del self._requests[request.request_id]
         self.pool.release(request.block_table)
@@ -312,22 +352,15 @@ class Scheduler:
         request.finish_reason = reason
         request.timing.finished = time.time()
         self.counters.finished[reason] += 1
-        return self._output(request, token_ids, logprobs, embedding)
+        return self._output(request, **new)
 
     @staticmethod
-    def _output(
-        request: Request,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprob, ...],
-        embedding: tuple[float, ...] | None = None,
-    ) -> StepOutput:
+    def _output(request: Request, **new: Unpack[_New]) -> StepOutput:
         return StepOutput(
             request_id=request.request_id,
-            new_token_ids=token_ids,
             finish_reason=request.finish_reason,
-            logprobs=logprobs,
-            embedding=embedding,
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
             timing=request.timing if request.finish_reason else None,
+            **new,
         )

@@ -138,6 +138,38 @@ def test_the_listener_hears_every_change_once() -> None:
     ]
 
 
+def test_what_only_background_work_has_used_is_reused_first() -> None:
+    pool = BlockPool(4, 1)
+    contents = {name: chain((token,)) for token, name in enumerate("abcd")}
+    tables: dict[str, list[int]] = {}
+    for name, content in contents.items():
+        tables[name] = pool.allocate(1, background=name in "bcd") or []
+        pool.publish(tables[name][0], content[0])
+    for name in "abcd":
+        pool.release(tables[name])
+    # What other work has found in c since counts for it, and what background work finds in a does not count against it.
+    for name, background in (("c", False), ("a", True)):
+        pool.release(pool.allocate(0, pool.match(hashes(contents[name])), background=background) or [])
+        pool.check_integrity()
+    reused = []
+    for _ in contents:
+        assert pool.allocate(1)
+        reused += [name for name in contents if name not in reused and not pool.match(hashes(contents[name]))]
+    assert reused == ["b", "d", "c", "a"]
+
+
+def test_a_cleared_pool_has_only_blank_blocks() -> None:
+    pool = BlockPool(2, 1)
+    for background, content in ((True, chain((1,))), (False, chain((2,)))):
+        table = pool.allocate(1, background=background) or []
+        pool.publish(table[0], content[0])
+        pool.release(table)
+    pool.clear()
+    pool.check_integrity()
+    assert pool.num_free == 2
+    assert len(set(pool.allocate(2) or ())) == 2
+
+
 def test_clearing_leaves_blocks_in_use_alone() -> None:
     pool = BlockPool(3, 2)
     contents = chain((1, 2))
@@ -152,7 +184,8 @@ def test_clearing_leaves_blocks_in_use_alone() -> None:
 @pytest.mark.parametrize(
     ("corrupt", "fault"),
     [
-        (lambda pool: pool._free.popitem(), "do not make 4"),
+        (lambda pool: pool._blank.popitem(), "do not make 4"),
+        (lambda pool: pool._cached.update([pool._blank.popitem()]), "free list that is not its own"),
         (lambda pool: pool._ref_counts.__setitem__(3, 1), "a free block is in use"),
         (lambda pool: pool._ref_counts.__setitem__(3, -1), "negative"),
         (lambda pool: pool._hashes.__setitem__(0, None), "in the index, 0 with a hash"),

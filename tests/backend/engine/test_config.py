@@ -64,7 +64,7 @@ def test_what_cannot_work_is_refused_by_name(directory: Path, options: dict[str,
 @pytest.mark.parametrize(
     ("param", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from backend.engine.batch import make_sampling_batch, uniform
 from backend.engine.request import Request, SamplingParams
 from backend.engine.sampler import sample
+from backend.engine.sampling_batch import make_sampling_batch, uniform
 
 VOCAB_SIZE = 8
 CPU = torch.device("cpu")
@@ -20,7 +20,8 @@ LOGITS = [2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -4.0]
 
 def make_request(prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), **sampling: Any) -> Request:
     request = Request("r", list(prompt), SamplingParams(max_tokens=64, **sampling))
-    request.token_ids += output
+    for token_id in output:
+        request.append(token_id)
     return request
 
 
@@ -100,8 +101,9 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_noise_is_a_function_of_seed_and_position() -> None:
-    assert uniform(7, 11) == uniform(7, 11)
-    values = [uniform(seed, position) for seed in (0, 1, 2, 2**63, -1) for position in range(200)]
+    seeds = [seed for seed in (0, 1, 2, 2**63, -1) for _ in range(200)]
+    values = uniform(seeds, [*range(200)] * 5).tolist()
+    assert values == [uniform([seed], [i % 200]).item() for i, seed in enumerate(seeds)]
     assert len(set(values)) == len(values)
     assert all(0.0 <= value < 1.0 for value in values)
     assert sum(values) / len(values) == pytest.approx(0.5, abs=0.03)

@@ -191,3 +191,73 @@ def test_the_end_carries_reason_and_times() -> None:
     assert output.timing is not None
     assert 0 < output.timing.arrived <= output.timing.scheduled <= output.timing.first_token <= output.timing.finished
     assert scheduler.counters.finished[FinishReason.STOP] == 1
+
+
+def test_an_urgent_request_goes_before_a_running_ones_prompt() -> None:
+    scheduler = make_scheduler(budget=8)
+    scheduler.add(make_request("batch", list(range(100, 140)), arrived=1, priority=10))
+    assert step(scheduler)[0] == {"batch": 8}
+    scheduler.add(make_request("urgent", 6, arrived=2))
+    assert step(scheduler)[0] == {"urgent": 6, "batch": 2}
+    assert step(scheduler)[0] == {"urgent": 1, "batch": 7}
+
+
+def test_an_urgent_request_takes_the_place_of_background_work() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name, arrived in (("old", 1), ("new", 2)):
+        scheduler.add(make_request(name, 4, arrived=arrived, priority=10))
+    step(scheduler)
+    scheduler.add(make_request("urgent", 4, arrived=3))
+    plan, _ = step(scheduler)
+    assert [*plan] == ["urgent", "old"]
+    assert [request.request_id for request in scheduler.waiting] == ["new"]
+    # Its equals wait for a place like anybody else.
+    scheduler.add(make_request("equal", 4, arrived=4))
+    scheduler.add(make_request("equal too", 4, arrived=5))
+    assert [*step(scheduler)[0]] == ["urgent", "equal"]
+    assert [request.request_id for request in scheduler.waiting] == ["equal too", "old", "new"]
+    run(scheduler)
+
+
+def test_an_urgent_request_takes_the_blocks_of_background_work_from_the_end_of_the_line() -> None:
+    scheduler = make_scheduler(num_blocks=8, budget=64, caching=False)
+    for name, arrived in (("old", 1), ("new", 2)):
+        scheduler.add(make_request(name, 15, arrived=arrived, priority=10))
+    step(scheduler)
+    scheduler.add(make_request("urgent", 13, arrived=3))
+    assert step(scheduler)[0] == {"urgent": 13, "old": 1}
+    assert scheduler.counters.preemptions == 1
+    run(scheduler)
+    assert scheduler.counters.finished[FinishReason.LENGTH] == 3
+
+
+def test_a_deadline_ends_a_request_wherever_it_stands() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    for name, deadline in (("running", 20.0), ("waiting", 10.0), ("patient", 30.0)):
+        request = make_request(name, 4, max_tokens=60)
+        request.deadline = deadline
+        scheduler.add(request)
+    step(scheduler)
+    assert scheduler.expire(9.9) == []
+    assert [(o.request_id, o.finish_reason) for o in scheduler.expire(10.0)] == [("waiting", FinishReason.DEADLINE)]
+    assert scheduler.abort("patient")
+    assert [output.request_id for output in scheduler.expire(100.0)] == ["running"]
+    assert not scheduler.has_unfinished
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+
+
+def test_a_request_that_can_not_go_on_ends_with_its_error() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", 4))
+    (output,) = scheduler.advance(scheduler.schedule(), [Computed((1,), error="no token fits")])
+    assert (output.finish_reason, output.error, output.new_token_ids) == (FinishReason.ERROR, "no token fits", ())
+
+
+def test_without_output_a_request_ends_when_its_prompt_is_read() -> None:
+    scheduler = make_scheduler(budget=4)
+    scheduler.add(make_request("a", 6, max_tokens=0))
+    assert step(scheduler) == ({"a": 4}, [])
+    _, (output,) = step(scheduler)
+    assert (output.finish_reason, output.new_token_ids) == (FinishReason.LENGTH, ())
+    assert scheduler.counters.generation_tokens == 0
+    assert scheduler.counters.prompt_tokens == 6

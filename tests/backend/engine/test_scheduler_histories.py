@@ -1,13 +1,15 @@
 """Random histories of the scheduler and its pool, against an oracle that knows what every block really holds.
 
 The oracle plays the model. It writes into each slot of the cache which tokens, under which salt, led to it, and
-whenever a request is computed it looks at everything the attention would read. The "next token" is a function of the
+whenever a request is computed it looks at everything the attention would read. It also remembers which blocks have
+served more than background work, and watches which ones are given up. The "next token" is a function of the
 whole sequence, so that a request that was chunked, cached, preempted and surrounded by others must still end with
 exactly the tokens it gets alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from random import Random
 
@@ -16,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from backend.engine.block_pool import BlockPool
+from backend.engine.block_pool import BlockPool, CachedBlock
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
 from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput
 from backend.engine.scheduler import Computed, Scheduled, Scheduler
@@ -56,7 +58,9 @@ class Histories(RuleBasedStateMachine):
         self, pool_tokens: int, block_size: int, budget: int, max_num_seqs: int, max_waiting: int, caching: bool
     ) -> None:
         num_blocks = pool_tokens // block_size
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = BlockPool(num_blocks, block_size, self)
+        self.foreground: set[bytes] = set()  # hashes of blocks that have served more than background work
+        self.num_foreground_lost = 0
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
@@ -72,20 +76,56 @@ class Histories(RuleBasedStateMachine):
         self.outputs: dict[str, list[int]] = {}
         self.clock = 0
 
+    def stored(self, block: CachedBlock) -> None:
+        pass
+
+    def removed(self, block_hash: bytes) -> None:
+        """A block is reused: nothing that only background work has used may be left to give up in its place."""
+        if block_hash in self.foreground:
+            self.foreground.remove(block_hash)
+            free = [h for h, block in self.pool._index.items() if not self.pool._ref_counts[block]]
+            assert set(free) <= self.foreground
+            self.num_foreground_lost += 1
+
+    def cleared(self) -> None:
+        pass
+
+    def step_over(self) -> None:
+        pass
+
     @rule(
         prompt=st.lists(st.integers(0, 1), max_size=16) | st.integers(1, 30).map(lambda n: [0] * n),
         max_tokens=st.integers(1, 4) | st.integers(8, 20),
         min_tokens=st.integers(0, 3),
         salt=st.sampled_from(["", "", "", "a"]),
-        priority=st.sampled_from([0, 0, 1]),
+        priority=st.sampled_from([0, 0, 5, 7, -1]),
         pooling=st.sampled_from([False, False, False, True]),
+        lifetime=st.sampled_from([math.inf, math.inf, 3]),
     )
-    def add(self, prompt: list[int], max_tokens: int, min_tokens: int, salt: str, priority: int, pooling: bool) -> None:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        min_tokens: int,
+        salt: str,
+        priority: int,
+        pooling: bool,
+        lifetime: float,
+    ) -> None:
         self.clock += 1
         sampling = SamplingParams(
             max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), stop_token_ids=frozenset({STOP_TOKEN})
         )
-        request = Request(f"r{self.clock}", prompt, sampling, salt, priority, pooling, arrived=self.clock)
+        request = Request(
+            f"r{self.clock}",
+            prompt,
+            sampling,
+            cache_salt=salt,
+            priority=priority,
+            pooling=pooling,
+            deadline=self.clock + lifetime,
+            arrived=self.clock,
+        )
         longest = len(prompt) + (0 if pooling else max_tokens)
         stored = len(prompt) if pooling else longest - 1
         try:
@@ -114,6 +154,16 @@ class Histories(RuleBasedStateMachine):
         assert self.live.pop(request_id).block_table == []
         assert self.scheduler.abort(request_id) is None
 
+    @rule()
+    def expire(self) -> None:
+        self.clock += 1
+        due = {request_id for request_id, request in self.live.items() if request.deadline <= self.clock}
+        outputs = self.scheduler.expire(self.clock)
+        assert {output.request_id for output in outputs} == due
+        assert all(output.finish_reason is FinishReason.DEADLINE for output in outputs)
+        assert all(self.live.pop(request_id).block_table == [] for request_id in due)
+        assert len(self.scheduler._deadlines) <= 2 * self.max_unfinished + 1
+
     @precondition(lambda self: self.live)
     @rule(count=st.integers(1, 3))
     def steps(self, count: int) -> None:
@@ -128,8 +178,10 @@ class Histories(RuleBasedStateMachine):
         self.check_plan(plan)
         computed = [self.compute(scheduled) for scheduled in plan]
         num_chunks = sum(not scheduled.catches_up for scheduled in plan)
+        held = [block for s in plan if s.request.priority <= 0 for block in s.request.block_table]
         for output in self.scheduler.advance(plan, computed):
             self.take(output)
+        self.foreground |= {block_hash for block in held if (block_hash := self.pool._hashes[block])}
         return num_chunks
 
     def run_until_idle(self) -> None:
@@ -148,6 +200,9 @@ class Histories(RuleBasedStateMachine):
         assert {scheduled.request.status for scheduled in plan} == {Status.RUNNING}
         # Whoever is most urgent among those that have begun is never starved.
         assert self.scheduler.running[0] in [scheduled.request for scheduled in plan]
+        # Nothing is spent on a class while a more urgent one waits.
+        if self.scheduler.waiting:
+            assert max(scheduled.request.priority for scheduled in plan) <= self.scheduler.waiting[0].priority
 
     def compute(self, scheduled: Scheduled) -> Computed:
         request, size = scheduled.request, self.pool.block_size
@@ -221,7 +276,10 @@ def test_histories_under_pressure() -> None:
             if action < 0.4:
                 prompt = [random.randint(0, 1) for _ in range(random.randint(1, 12))]
                 salt, priority = random.choice(["", "", "a"]), random.choice([0, 0, 1])
-                machine.add(prompt, random.randint(4, 16), random.randint(0, 4), salt, priority, random.random() < 0.2)
+                pooling, lifetime = random.random() < 0.2, random.choice([math.inf, 20])
+                machine.add(prompt, random.randint(4, 16), random.randint(0, 4), salt, priority, pooling, lifetime)
+            elif action < 0.43:
+                machine.expire()
             elif action < 0.45 and machine.live:
                 request_id = random.choice(sorted(machine.live))
                 assert machine.scheduler.abort(request_id) is not None
@@ -232,6 +290,10 @@ def test_histories_under_pressure() -> None:
         machine.teardown()
         counters["preemptions"] += machine.scheduler.counters.preemptions
         counters["hits"] += machine.scheduler.counters.prefix_cache_hits
+        counters["expired"] += machine.scheduler.counters.finished[FinishReason.DEADLINE]
+        counters["foreground lost"] += machine.num_foreground_lost
     assert counters["preemptions"] > 300, counters
     assert counters["hits"] > 500, counters
     assert counters["chunks"] > 200, counters
+    assert counters["expired"] > 25, counters
+    assert counters["foreground lost"] > 100, counters

@@ -1,0 +1,134 @@
+"""Output that follows a grammar: JSON schemas, regular expressions and Lark grammars, by llguidance.
+
+A grammar is compiled once, in the server, and every sequence walks through its own copy. The engine asks each copy
+which tokens may come next while the model computes on another thread (llguidance lets go of the GIL), and hands the
+answers to the sampler as one bitmask.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from torch import Tensor
+
+from backend.engine.request import Request
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+COMPILED_MAX = 64  # grammars kept; the least recently used goes first
+
+# The model's own spaces would only cost tokens, and a model that has none to say can repeat them for ever.
+_JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class GrammarError(Exception):
+    """What was asked for is no grammar, or none that can be followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """The G rows of a batch that follow a grammar, and the tokens that may come next in each."""
+
+    rows: Tensor  # [G] int64
+    bitmask: Tensor  # [G, ceil(vocab_size / 32)] int32: token i is bit i % 32 of word i // 32
+    errors: dict[int, str]  # by row: grammars that cannot go on
+
+
+def json_schema(schema: Mapping[str, Any] | bool) -> str:
+    """The grammar of JSON that validates against a schema, without spaces but behind commas and colons."""
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+
+
+def json_object() -> str:
+    return json_schema({"type": "object"})
+
+
+def regex(pattern: str) -> str:
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def lark(grammar: str) -> str:
+    return LLMatcher.grammar_from_lark(grammar)
+
+
+class GrammarCompiler:
+    """For one tokenizer. Safe to call from several threads."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        """`vocab_size`: the model's, which may be larger than the tokenizer's."""
+        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: str) -> CompiledGrammar:
+        """Takes milliseconds, or a second for a large schema. Raises GrammarError."""
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+            if matcher is not None:
+                self._compiled.move_to_end(grammar)
+                return CompiledGrammar(matcher)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error())
+        with self._lock:
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > COMPILED_MAX:
+                self._compiled.popitem(last=False)
+        return CompiledGrammar(matcher)
+
+
+class CompiledGrammar:
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def start(self) -> GrammarWalk:
+        """A walk from the beginning, for one sequence."""
+        return GrammarWalk(self._matcher.deep_copy())
+
+
+class GrammarWalk:
+    """A `Grammar` of one request."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def fill_mask(self, address: int, num_bytes: int) -> str:
+        self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
+        return self._matcher.get_error()
+
+    def accept(self, token_id: int) -> None:
+        # Behind the end only the token that ends the sequence can come, and there is nothing left to walk.
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+
+
+class MaskFiller:
+    """Computes masks on a thread of its own, beside the forward pass."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._num_words = -(-vocab_size // 32)
+        self._device = device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+
+    def start(self, requests: Sequence[Request]) -> Future[AllowedTokens] | None:
+        """For one row per request; None if none of them follows a grammar. The requests must not change meanwhile."""
+        grammars = {row: request.grammar for row, request in enumerate(requests) if request.grammar}
+        return self._thread.submit(self._fill, grammars) if grammars else None
+
+    def _fill(self, grammars: Mapping[int, Any]) -> AllowedTokens:
+        bitmask = torch.zeros((len(grammars), self._num_words), dtype=torch.int32)
+        errors = {}
+        for index, (row, grammar) in enumerate(grammars.items()):
+            words = bitmask[index]
+            if error := grammar.fill_mask(words.data_ptr(), words.nbytes):
+                errors[row] = error
+        return AllowedTokens(torch.tensor([*grammars], device=self._device), bitmask.to(self._device), errors)

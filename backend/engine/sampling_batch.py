@@ -1,0 +1,181 @@
+"""What requests want of their next token, as tensors: one row per request that is sampled in this step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from backend.engine.request import Request, SamplingParams
+
+GREEDY_BELOW_TEMPERATURE = 1e-5  # dividing by less overflows, and the result would be the same
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """E single entries of the logits."""
+
+    rows: Tensor  # [E] int64
+    token_ids: Tensor  # [E] int64
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """For E tokens that have occurred in their row."""
+
+    entries: Entries
+    output_counts: Tensor  # [E] float32; 0 for a token that was in the prompt only
+    presence: Tensor  # [E] float32
+    frequency: Tensor  # [E] float32
+    repetition: Tensor  # [E] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    entries: Entries
+    values: Tensor  # [E] float32; -inf forbids a token
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """The F random rows that keep only their most likely tokens."""
+
+    rows: Tensor  # [F] int64: among the R random rows
+    top_k: Tensor  # [F, 1] int64; the vocabulary's size where it is off
+    top_p: Tensor  # [F, 1] float32
+    min_p: Tensor  # [F, 1] float32
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRows:
+    """The R rows that are not greedy."""
+
+    rows: Tensor  # [R] int64
+    temperature: Tensor  # [R] float32
+    uniform: Tensor  # [R] float64, in [0, 1)
+    filters: Filters | None
+
+
+@dataclass(frozen=True, slots=True)
+class WantedLogprobs:
+    """The L rows whose log-probabilities are to be reported."""
+
+    rows: Tensor  # [L] int64
+    counts: dict[int, int]  # by row, how many alternatives
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """What is wanted of N rows of logits. A part that no row asks for is None."""
+
+    random: RandomRows | None
+    penalties: Penalties | None
+    bias: Bias | None
+    logprobs: WantedLogprobs | None
+
+
+def make_sampling_batch(requests: Sequence[Request], vocab_size: int, device: torch.device) -> SamplingBatch:
+    """One row per request, in this order, for the token that follows each one's last."""
+    return SamplingBatch(
+        random=_random_rows(requests, vocab_size, device),
+        penalties=_penalties(requests, device),
+        bias=_bias(requests, device),
+        logprobs=_wanted_logprobs(requests, device),
+    )
+
+
+def uniform(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """Noise in [0, 1) as a pure function: neither the batch, nor preemption, nor the device has a say in it.
+
+    SplitMix64's finaliser (Steele, Lea and Flood, 2014) over seed and position, twice, so that neighbouring seeds
+    and neighbouring positions have nothing in common. 52 of its bits: times a sum of floats, it stays below that sum.
+    """
+    mixed = _mix(np.array([seed & _MASK_64 for seed in seeds], dtype=np.uint64))
+    bits = _mix(mixed + np.array(positions, dtype=np.uint64)) >> np.uint64(12)
+    return bits.astype(np.float64) * 2.0**-52
+
+
+_MASK_64 = (1 << 64) - 1
+_GAMMA, _FIRST, _SECOND = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    value = value + _GAMMA
+    value = (value ^ (value >> np.uint64(30))) * _FIRST
+    value = (value ^ (value >> np.uint64(27))) * _SECOND
+    return value ^ (value >> np.uint64(31))
+
+
+def _random_rows(requests: Sequence[Request], vocab_size: int, device: torch.device) -> RandomRows | None:
+    rows = [row for row, request in enumerate(requests) if request.sampling.temperature >= GREEDY_BELOW_TEMPERATURE]
+    if not rows:
+        return None
+    chosen = [requests[row] for row in rows]
+    noise = uniform([request.seed for request in chosen], [len(request.token_ids) for request in chosen])
+    return RandomRows(
+        rows=torch.tensor(rows, device=device),
+        temperature=torch.tensor([request.sampling.temperature for request in chosen], device=device),
+        uniform=torch.from_numpy(noise).to(device),
+        filters=_filters([request.sampling for request in chosen], vocab_size, device),
+    )
+
+
+def _filters(samplings: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Filters | None:
+    rows = [row for row, s in enumerate(samplings) if s.top_k or s.top_p < 1.0 or s.min_p > 0.0]
+    if not rows:
+        return None
+    wanted = [samplings[row] for row in rows]
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, device=device)[:, None]
+
+    return Filters(
+        rows=torch.tensor(rows, device=device),
+        top_k=column([min(s.top_k or vocab_size, vocab_size) for s in wanted]),
+        top_p=column([float(s.top_p) for s in wanted]),
+        min_p=column([float(s.min_p) for s in wanted]),
+    )
+
+
+def _entries(pairs: Sequence[tuple[int, int]], device: torch.device) -> Entries:
+    return Entries(*torch.tensor(pairs, dtype=torch.int64, device=device).unbind(1))
+
+
+def _penalties(requests: Sequence[Request], device: torch.device) -> Penalties | None:
+    pairs: list[tuple[int, int]] = []
+    values: list[tuple[float, float, float, float]] = []
+    for row, request in enumerate(requests):
+        sampling = request.sampling
+        if not sampling.has_penalties:
+            continue
+        factors = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+        for token_id, count in request.penalised_counts.items():
+            pairs.append((row, token_id))
+            values.append((count, *factors))
+    if not pairs:
+        return None
+    return Penalties(_entries(pairs, device), *torch.tensor(values, dtype=torch.float32, device=device).unbind(1))
+
+
+def _bias(requests: Sequence[Request], device: torch.device) -> Bias | None:
+    pairs: list[tuple[int, int]] = []
+    values: list[float] = []
+    for row, request in enumerate(requests):
+        sampling = request.sampling
+        biases = dict(sampling.logit_bias)
+        if request.num_output_tokens < sampling.min_tokens:
+            biases.update(dict.fromkeys(sampling.stop_token_ids, float("-inf")))
+        pairs += [(row, token_id) for token_id in biases]
+        values += biases.values()
+    if not pairs:
+        return None
+    return Bias(_entries(pairs, device), torch.tensor(values, dtype=torch.float32, device=device))
+
+
+def _wanted_logprobs(requests: Sequence[Request], device: torch.device) -> WantedLogprobs | None:
+    counts = {row: r.sampling.logprobs for row, r in enumerate(requests) if r.sampling.logprobs is not None}
+    return WantedLogprobs(torch.tensor([*counts], device=device), counts) if counts else None
