@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.request import Request, SamplingParams
+from backend.engine.request import Request, SamplingParams, TokenLogprob
 from tests.backend.checkpoints import VOCAB_SIZE
 
 SHARED = [(5 * i * i + i) % VOCAB_SIZE for i in range(37)]
@@ -138,3 +138,36 @@ def test_embeddings_are_the_mean_of_the_final_hidden_states(
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPTS[2]])).last_hidden_state[0].mean(0)
     assert output.embedding == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_the_logprobs_of_prompts(load: Callable[..., Engine], checkpoint_dir: Callable[[str], Path]) -> None:
+    """Those of transformers, and the same in one piece, in chunks, beside others, and after preemption."""
+
+    def score(engine: Engine) -> list[tuple[TokenLogprob, ...]]:
+        found: dict[str, tuple[TokenLogprob, ...]] = {}
+        for i, prompt in enumerate(PROMPTS):
+            sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, prompt_logprobs=3)
+            engine.add(Request(f"p{i}", prompt, sampling))
+        while engine.has_unfinished:
+            for output in engine.step():
+                if output.prompt_logprobs is not None:
+                    assert output.request_id not in found
+                    assert output.num_cached_tokens == 0
+                    found[output.request_id] = output.prompt_logprobs
+        return [found[f"p{i}"] for i in range(len(PROMPTS))]
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_dir("llama"), dtype=torch.float32)
+    cramped = load(num_blocks=100, block_size=1)
+    scored = {name: score(engine) for name, engine in {"whole": load(), "cramped": cramped}.items()}
+    scored |= {f"chunks of {budget}": score(load(max_num_batched_tokens=budget)) for budget in (8, 13)}
+    assert cramped.stats().preemptions_total >= 2
+    for i, prompt in enumerate(PROMPTS):
+        with torch.inference_mode():
+            expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0], dim=-1)
+        for logprobs in (found[i] for found in scored.values()):
+            assert [logprob.token_id for logprob in logprobs] == prompt[1:]
+            for position, logprob in enumerate(logprobs):
+                assert logprob.logprob == pytest.approx(expected[position, logprob.token_id].item(), abs=1e-4)
+                assert [value for _, value in logprob.top] == pytest.approx(
+                    expected[position].topk(3).values.tolist(), abs=1e-4
+                )
