@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from gateway.canonical import VERSION, Canon, NotInMemory, Plan, SharedMemory
+from gateway.deadlines import patience_seconds, whole_seconds
 from gateway.doors.base import MAX_TOKENS, Asked, Door, Fields, read_fields
 from gateway.errors import Forbidden, ModelNotFound
 from gateway.ids import random_bytes
@@ -85,8 +87,12 @@ class Canonicaliser:
                 asked = _read_again(door, asked, canonical)
         tokens = _prompt_tokens(asked)
         rule, class_name = choose_class(policy, principal, asked, tokens, headers)
+        if principal.classes is not None and class_name not in principal.classes:
+            raise Forbidden(f"the key {principal.key_id!r} may not use the class {class_name!r}")
         latency_class = policy.classes[class_name]
         common = asked.common
+        stream = bool(common.stream) and door.operation is not Operation.EMBEDDING
+        patience = patience_seconds(headers)
         return Call(
             id=call_id,
             operation=door.operation,
@@ -96,7 +102,7 @@ class Canonicaliser:
             model=model,
             class_name=class_name,
             latency_class=latency_class,
-            stream=bool(common.stream) and door.operation is not Operation.EMBEDDING,
+            stream=stream,
             include_usage=bool(common.stream_options and common.stream_options.include_usage),
             continuous_usage=bool(common.stream_options and common.stream_options.continuous_usage_stats),
             max_output_tokens=_output_bound(asked),
@@ -109,7 +115,8 @@ class Canonicaliser:
             end_user=common.safety_identifier or common.user,
             canonical_steps=steps,
             class_rule=rule,
-            deadline=now + latency_class.total,
+            deadline=now + min(latency_class.total, whole_seconds(headers), patience if not stream else math.inf),
+            patience_seconds=patience,
             trace=trace,
         )
 

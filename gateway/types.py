@@ -6,6 +6,7 @@ Everything here is frozen; a phase returns something new and writes on nothing t
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Collection
 from typing import Protocol
@@ -79,7 +80,14 @@ class Call(msgspec.Struct, frozen=True):
     class_rule: int | None  # index of the policy rule that chose the class; None: the default
     deadline: float  # event-loop seconds by which the whole reply must be out
     trace: Trace
+    patience_seconds: float = math.inf  # of the client, for the next bytes of its answer
     continuous_usage: bool = False  # the client asked for counts in every chunk, too
+    session: str | None = None  # the conversation's name, as its client gave it; salted per tenant
+
+    @property
+    def may_be_held(self) -> bool:
+        """Between two turns, while the caches are full of others' conversations."""
+        return self.latency_class.hold
 
 
 class Trace(msgspec.Struct, frozen=True):

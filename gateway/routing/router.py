@@ -43,7 +43,9 @@ BUSY_PAUSE_SECONDS = 0.05
 UNNAMED_REST_SECONDS = 1.0  # of a 429 that says no time
 RESTING_STATUSES = frozenset({429, 503})
 SERVER_FAULTS = frozenset(f.value for f in (Fault.CONNECT, Fault.TIMEOUT, Fault.CUT, Fault.MALFORMED))
-GIVEN_UP, TOO_SLOW, HEDGE_LOST = "given_up", "too_slow", "hedge_lost"  # outcomes that no fault stands for
+FAIR_SHARE = 0.9  # of the class's time: who had less, because the client hurries or others used it, is not at fault
+# Outcomes that no fault stands for.
+GIVEN_UP, TOO_SLOW, HEDGE_LOST, OUT_OF_TIME = "given_up", "too_slow", "hedge_lost", "out_of_time"
 
 
 class _Opening:
@@ -94,7 +96,8 @@ class Router:
     async def first_to_answer(self, call: Call, place: Place, attempts: Attempts) -> Upstream:
         limits, loop = call.latency_class, asyncio.get_running_loop()
         # A call that does not stream has its first chunk when it is done.
-        deadline = min(loop.time() + limits.ttft, call.deadline) if call.stream else call.deadline
+        first_seconds = min(limits.ttft, call.patience_seconds)
+        deadline = min(loop.time() + first_seconds, call.deadline) if call.stream else call.deadline
         budget = self._budgets.get(call.class_name)
         if budget is None:
             budget = self._budgets[call.class_name] = RetryBudget()
@@ -167,15 +170,12 @@ class Router:
         """One server's answer up to its first useful chunk, or None where another is to be asked. `racing`: in a task
         of its own, which whoever started it may cancel."""
         server, loop = candidate.server, asyncio.get_running_loop()
-        missing = max(0, call.prompt_tokens_estimate - candidate.matched_tokens)
+        attempts.ask(server)
         span_id, started_ns, started = attempts.new_span_id(), time.time_ns(), loop.time()
         reply: Reply | None = None
         server.breaker.allows(started)
         server.asked_at = started
-        attempts.asked = server
-        server.in_flight += 1
-        server.prefill_tokens_queued += missing
-        server.cache.add(call.fingerprint)  # at once, so that what comes meanwhile with the same prefix follows
+        sent = server.send(call, started, streams=call.stream)
         wait = WaitBound(deadline - started, task=None if racing else attempts.task)
         wait.begin()
         outcome, status = GIVEN_UP, None
@@ -190,7 +190,9 @@ class Router:
                 outcome = attempts.cancelled_as
                 raise
             wait.uncancel()
-            outcome = Fault.TIMEOUT.value
+            limit_seconds = call.latency_class.ttft if call.stream else call.latency_class.total
+            had_its_time = loop.time() - started >= FAIR_SHARE * limit_seconds
+            outcome = Fault.TIMEOUT.value if had_its_time else OUT_OF_TIME
         except TimeoutError:
             outcome = TOO_SLOW
         except StopAsyncIteration:
@@ -204,10 +206,9 @@ class Router:
             _rest(server, failure, loop.time())
         finally:
             wait.close()
-            server.prefill_tokens_queued -= missing
             _judge(server, outcome, status, loop.time())
             if outcome != "ok":
-                server.in_flight -= 1
+                sent.end(loop.time(), answered=False)
                 attempts.add(candidate, outcome, started_ns, span_id, status)
                 if reply is not None:
                     await reply.aclose()
@@ -218,11 +219,11 @@ class Router:
         first_chunk_seconds = now - started
         if call.stream:
             server.first_chunks.append((now, first_chunk_seconds))
-        server.learn_prefill(missing, first_chunk_seconds if call.stream else 0.0)
+        sent.first_chunk(now)
         if call.latency_class.hedge is not None:
             self._hedging.note(call.model.name, call.stream, first_chunk_seconds)
         attempts.add(candidate, outcome, started_ns, span_id, status)
-        return Upstream(call, candidate, reply, first, attempts.task)
+        return Upstream(call, candidate, sent, reply, first, attempts.task)
 
     def second_server(self, remaining: Iterator[Candidate]) -> tuple[Candidate, Place] | None:
         """For a hedge: the next that may be asked and has a place, where the budget has one left."""
@@ -348,7 +349,7 @@ def _nobody_answered(call: Call, attempts: Attempts, soonest_seconds: float) -> 
         )
     tried = ", ".join(f"{a.deployment} ({a.outcome})" for a in attempts.done)
     kind = UpstreamError
-    if attempts.done[-1].outcome == Fault.TIMEOUT.value:
+    if attempts.done[-1].outcome in (Fault.TIMEOUT.value, OUT_OF_TIME):
         kind = UpstreamTimeout
     elif all(attempt.status in RESTING_STATUSES for attempt in attempts.done):
         kind = UpstreamBusy

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from gateway.errors import UpstreamCut
+from gateway.fleet import SentCall
 from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
 from gateway.routing.base import Candidate
 from gateway.timers import WaitBound
@@ -16,9 +17,16 @@ class Upstream:
     """An opened reply with its first chunk in hand. Breaks with `UpstreamCut`."""
 
     def __init__(
-        self, call: Call, chosen: Candidate, reply: Reply, first: bytes, task: asyncio.Task[Any] | None
+        self,
+        call: Call,
+        chosen: Candidate,
+        sent: SentCall,
+        reply: Reply,
+        first: bytes,
+        task: asyncio.Task[Any] | None,
     ) -> None:
         self.reply = reply
+        self.sent = sent
         self.chosen = chosen
         self.server = chosen.server
         self.matched_tokens = chosen.matched_tokens
@@ -35,7 +43,8 @@ class Upstream:
         """Give `sink` the chunks behind the first, as `Reply.pour` does, each within the class's time of the last."""
         if self._wait is None:
             limits = self._call.latency_class
-            self._wait = WaitBound(limits.inter_token, self._call.deadline, task=self._task)
+            inter_token = min(limits.inter_token, self._call.patience_seconds)
+            self._wait = WaitBound(inter_token, self._call.deadline, task=self._task)
         wait = self._wait
 
         def taking(chunk: bytes) -> bool:
@@ -53,14 +62,14 @@ class Upstream:
                 raise
             wait.uncancel()
             self.fault = Fault.TIMEOUT
-            seconds = self._call.latency_class.inter_token
+            seconds = min(self._call.latency_class.inter_token, self._call.patience_seconds)
             raise UpstreamCut(f"{self.server.name} sent nothing for {seconds:g} s, or took too long in all") from None
         finally:
             wait.end()
 
     async def aclose(self) -> None:
         """The call is over at this server. Once."""
-        self.server.in_flight -= 1
+        self.sent.end(asyncio.get_running_loop().time())
         if self._wait is not None:
             self._wait.close()
         await self.reply.aclose()

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from gateway.errors import GatewayError, Overloaded, UpstreamBusy, UpstreamError
+from gateway.errors import GatewayError, Overloaded, UpstreamBusy, UpstreamError, UpstreamTimeout
 from gateway.fleet import Server
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.routing.hedging import SAMPLES_MIN
 from gateway.routing.retries import POT_MAX_RETRIES, RetryBudget, backoff_seconds
 from gateway.types import Call
-from tests.gateway.calls import a_policy
+from tests.gateway.calls import a_call, a_policy, chat
 from tests.gateway.routing.test_router import Rig, Script, status
 
 TEXT = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
@@ -218,6 +218,17 @@ async def test_a_client_that_leaves_a_race_ends_both() -> None:
         await asking
     assert sorted(rig.outcomes) == [("a", "client_gone"), ("b", "client_gone")]
     assert rig.idle()
+
+
+async def test_a_client_in_a_hurry_is_answered_in_its_time_and_blames_nobody() -> None:
+    policy = two_servers(ttft="60s")
+    rig = Rig(policy, a=Script(asyncio.Event()), b=Script(asyncio.Event()))
+    call = a_call(chat(stream=True), policy, headers={b"x-stainless-read-timeout": b"0.05"})
+    with pytest.raises(UpstreamTimeout):
+        async with rig.queue.turn(call) as place, rig.router.open(call, place, rig.attempts):
+            pass
+    assert rig.outcomes == [("a", "out_of_time")]
+    assert not server(rig, "a").breaker.cooling(asyncio.get_running_loop().time())
 
 
 async def test_late_is_learned() -> None:
