@@ -12,27 +12,48 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gateway.breaker import Breaker
 from gateway.policy import Deployment, Model, Policy
-from gateway.prefix.cache_model import CacheModel
-from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.estimate import Estimate, Sent
+from gateway.prefix.working_set import Conversation, Prompt, WorkingSet
 from gateway.providers.base import Provider
 
 FIRST_CHUNKS = 32  # of streams, remembered to compare servers by
-RATE_WEIGHT = 0.2  # of the newest observation in the learned prefill speed
-RATE_MIN_TOKENS = 64  # shorter prefills tell more about the network than about the server
+
+
+class SentCall:
+    """A call at a server, from its sending to its end: what is expected of the server follows it."""
+
+    __slots__ = ("_conversation", "_working_set", "note", "server")
+
+    def __init__(self, server: Server, note: Sent, working_set: WorkingSet, conversation: Conversation | None) -> None:
+        self.server = server
+        self.note = note
+        self._working_set = working_set
+        self._conversation = conversation
+
+    def first_chunk(self, now: float) -> None:
+        self.server.estimate.first_chunk(self.note, now)
+
+    def learn_cached(self, input_tokens: int, cached_tokens: int) -> None:
+        """The reply said how many of its prompt's tokens were cached. In the engine's own tokens."""
+        self.server.estimate.learn_cached(self.note, input_tokens, cached_tokens)
+
+    def end(self, now: float, *, answered: bool = True) -> None:
+        """Its answer is over, or will not come. Once."""
+        self.server.estimate.end(self.note, now, answered=answered)
+        if self._conversation is not None:
+            self._working_set.end(self._conversation, now)
 
 
 class Server:
     """One deployment: its provider, and what is known about it. Owned by the event loop, changed without locks."""
 
-    def __init__(self, deployment: Deployment, provider: Provider) -> None:
+    def __init__(self, deployment: Deployment, provider: Provider, working_set: WorkingSet) -> None:
         self.deployment = deployment
         self.provider = provider
-        self.cache = CacheModel(deployment.cache_tokens)
+        self.working_set = working_set  # of all servers
+        self.estimate = Estimate(deployment.cache_tokens, deployment.prefill_tokens_per_second)
+        self.cache = self.estimate.cache
         self.places_taken = 0  # by calls whose turn it is; of these are in flight:
-        self.in_flight = 0  # calls that were sent and are not answered to the end
-        self.prefill_tokens_queued = 0  # uncached prompt tokens sent and not yet answered by a first chunk
-        self.prefill_tokens_per_second = float(deployment.prefill_tokens_per_second)
-        self.reports_cached = False  # whether it has ever said that tokens came from its cache
         self.breaker = Breaker()
         self.asked_at = 0.0  # by a call or a health check; event-loop seconds
         self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, after how many seconds)
@@ -52,21 +73,16 @@ class Server:
         """Others go first."""
         return self.breaker.cooling(now)
 
-    def learn_cached(self, fingerprint: Sequence[int], predicted_tokens: int, reported_tokens: int) -> None:
-        """A reply said how much of its prompt was cached. Zero is believed of servers that have ever said more.
+    @property
+    def in_flight(self) -> int:
+        """Calls that were sent and are not answered to the end."""
+        return self.estimate.in_flight
 
-        A belief that was more wrong than right is dropped whole: the server has restarted, or serves others too.
-        """
-        self.reports_cached = self.reports_cached or reported_tokens > 0
-        if self.reports_cached and predicted_tokens >= 2 * max(reported_tokens, BLOCK_TOKENS):
-            self.cache.clear()
-            self.cache.add(fingerprint)
-
-    def learn_prefill(self, computed_tokens: int, seconds: float) -> None:
-        """A first chunk came `seconds` after `computed_tokens` were sent."""
-        if computed_tokens >= RATE_MIN_TOKENS and seconds > 0:
-            observed = computed_tokens / seconds
-            self.prefill_tokens_per_second += RATE_WEIGHT * (observed - self.prefill_tokens_per_second)
+    def send(self, call: Prompt, now: float, *, streams: bool = True) -> SentCall:
+        """A call goes to it now."""
+        conversation = self.working_set.begin(call, self.estimate, now)
+        note = self.estimate.begin(call.fingerprint, call.prompt_tokens_estimate, now, streams=streams)
+        return SentCall(self, note, self.working_set, conversation)
 
 
 class Place:
@@ -104,6 +120,7 @@ class Fleet:
     def __init__(self, make_provider: Callable[[Deployment], Provider]) -> None:
         self._make_provider = make_provider
         self._servers: dict[str, Server] = {}
+        self.working_set = WorkingSet()
         self.on_free: Callable[[], None] = lambda: None
 
     def apply(self, policy: Policy) -> None:
@@ -117,7 +134,7 @@ class Fleet:
             deployment.base_url,
             deployment.model,
         ):
-            return Server(deployment, self._make_provider(deployment))
+            return Server(deployment, self._make_provider(deployment), self.working_set)
         if known.deployment != deployment:
             known.deployment, known.provider = deployment, self._make_provider(deployment)
         return known

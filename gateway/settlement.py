@@ -154,7 +154,7 @@ class Settlement:
                 await self.settle()
         upstream, usage = self._upstream, self.meter.usage
         if upstream is not None and usage.exact:
-            upstream.server.learn_cached(self._call.fingerprint, upstream.matched_tokens, usage.cache_read)
+            upstream.sent.learn_cached(usage.input, usage.cache_read)
         if error is None:  # a fallback's answer is good for those who asked now, and not for those who ask later
             await self.recording.finish(
                 keep=upstream is not None and upstream.server.name in self._call.model.deployments

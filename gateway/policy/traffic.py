@@ -34,6 +34,9 @@ class LatencyClass(Frozen):
     max_queue: CountOrZero = Field(200, description="Calls that may wait for a deployment pool; one more is refused.")
     max_wait: Seconds = Field(10.0, description="How long a call may wait for its turn.")
     priority: int = Field(0, description="Lower goes first; engines that know priorities are told.")
+    hold: bool = Field(
+        False, description="Its calls wait for their turn, too, while their conversations do not fit into the caches."
+    )
     hedge: Hedge | None = Field(None, description="Ask a second server when the first is late; left out: never.")
     floor: Floor | None = Field(None, description="Replace streams that begin too slowly; left out: never.")
     retries: Share = Field(
@@ -143,5 +146,6 @@ BUILT_IN_CLASSES: dict[str, dict[str, Any]] = {
         "max_queue": 100_000,
         "max_wait": 3600.0,
         "priority": 10,
+        "hold": True,
     },
 }

@@ -83,11 +83,13 @@ class Estimate:
             self.learn_prefill(sent.missing, now - self._prefilling_since)
         self._leave(sent, now)
 
-    def end(self, sent: Sent, now: float) -> None:
-        """Its answer is over, or will not come."""
+    def end(self, sent: Sent, now: float, *, answered: bool = True) -> None:
+        """Its answer is over, or will not come: then nobody knows whether its prompt was computed."""
         if sent in self._prefills:
             self._leave(sent, now)
         self.in_flight -= 1
+        if not answered:
+            self.cache.remove(sent.chain[: sent.believed.matched + 1])
 
     def _leave(self, sent: Sent, now: float) -> None:
         del self._prefills[sent]

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from gateway.fleet import Server
-from gateway.types import Call
+from gateway.prefix.working_set import Prompt
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -18,17 +18,19 @@ class Candidate(msgspec.Struct, frozen=True):
     cost_seconds: float
     prompt_tokens: int
     matched_tokens: int
-    queued_tokens: int  # uncached prompt tokens before it
+    queued_tokens: float  # uncached prompt tokens before it
     in_flight: int
 
     @property
     def reason(self) -> str:
         return (
-            f"{self.matched_tokens} of {self.prompt_tokens} prompt tokens warm, {self.queued_tokens} queued before it, "
+            f"{self.matched_tokens} of {self.prompt_tokens} prompt tokens warm, "
+            f"{self.queued_tokens:.0f} queued before it, "
             f"{self.in_flight} of {self.server.deployment.max_concurrency} calls under way"
         )
 
 
 class Strategy(Protocol):
-    def order(self, call: Call, servers: Sequence[Server], now: float) -> list[Candidate]:
-        """All servers, the best first. Changes nothing, so that it can be asked without a call being sent."""
+    def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
+        """All servers, the best first. Changes nothing, so that it can be asked without a call being sent. `now` is
+        in the seconds in which the servers were told of theirs: an event loop's, or a simulator's."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.fleet import Server
+from gateway.prefix.working_set import Prompt
 from gateway.routing.base import Candidate
-from gateway.types import Call
 
 
 class LeastBusy:
-    def order(self, call: Call, servers: Sequence[Server], now: float) -> list[Candidate]:
-        candidates = [self._candidate(call, server) for server in servers]
+    def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
+        candidates = [self._candidate(call, server, now) for server in servers]
         return sorted(candidates, key=lambda c: (c.server.cooling(now), c.cost_seconds))
 
-    def _candidate(self, call: Call, server: Server) -> Candidate:
-        prompt, queued = call.prompt_tokens_estimate, server.prefill_tokens_queued
-        taken = server.in_flight / server.deployment.max_concurrency
-        cost_seconds = (queued + prompt) / server.prefill_tokens_per_second + taken
-        return Candidate(server, cost_seconds, prompt, 0, queued, server.in_flight)
+    def _candidate(self, call: Prompt, server: Server, now: float) -> Candidate:
+        estimate, prompt = server.estimate, call.prompt_tokens_estimate
+        queued, taken = estimate.queued_tokens(now), estimate.in_flight / server.deployment.max_concurrency
+        cost_seconds = (queued + prompt) / estimate.prefill_tokens_per_second + taken
+        return Candidate(server, cost_seconds, prompt, 0, queued, estimate.in_flight)

@@ -2,11 +2,14 @@
 
 The cost is one number in predicted seconds, without thresholds and without a switch that drops affinity:
 
-    cost = MISS_WEIGHT * missing / rate  +  queued prefill / rate  +  answers under way / places * LOAD_SECONDS
+    cost = MISS_WEIGHT * missing / rate          what has to be computed, and what that drives out of the cache
+         + queued prefill / rate                 what is computed before it
+         + calls under way / places * LOAD_SECONDS
+         - PIN_SECONDS, where its conversation was before
 
-A miss counts more than its own seconds, because it also evicts and delays what comes later (a weight of 2 to 4 stays
-within two points of one pooled cache on recorded traffic). A prefix that every candidate holds distinguishes none of
-them, so only what differs weighs.
+A miss counts more than its own seconds, because it also evicts and delays what comes later. A prefix that every
+candidate holds distinguishes none of them, so only what differs weighs. A hot prefix comes to be held by a second
+server as soon as waiting for the first one costs more than computing it there.
 """
 
 from __future__ import annotations
@@ -15,23 +18,23 @@ from collections.abc import Sequence
 
 from gateway.fleet import Server
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.working_set import Prompt
 from gateway.routing.base import Candidate
-from gateway.types import Call
 
-MISS_WEIGHT = 3.0
+MISS_WEIGHT = 4.0
 LOAD_SECONDS = 0.5  # what a server with all places taken adds to an answer's time, compared with an idle one
+PIN_SECONDS = 0.25  # the most that a conversation's name, or its being known, may cost
 
 
 class PrefixAffinity:
-    def order(self, call: Call, servers: Sequence[Server], now: float) -> list[Candidate]:
-        candidates = [self._candidate(call, server) for server in servers]
-        return sorted(candidates, key=lambda c: (c.server.cooling(now), c.cost_seconds, c.server.in_flight))
+    def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
+        candidates = [self._candidate(call, server, now) for server in servers]
+        return sorted(candidates, key=lambda c: (c.server.cooling(now), c.cost_seconds, c.in_flight))
 
-    def _candidate(self, call: Call, server: Server) -> Candidate:
-        prompt = call.prompt_tokens_estimate
-        matched = min(server.cache.match(call.fingerprint) * BLOCK_TOKENS, prompt)
-        rate, in_flight = server.prefill_tokens_per_second, server.in_flight
-        miss = MISS_WEIGHT * (prompt - matched) / rate
-        queued = server.prefill_tokens_queued / rate
-        load = LOAD_SECONDS * in_flight / server.deployment.max_concurrency
-        return Candidate(server, miss + queued + load, prompt, matched, server.prefill_tokens_queued, in_flight)
+    def _candidate(self, call: Prompt, server: Server, now: float) -> Candidate:
+        estimate, prompt = server.estimate, call.prompt_tokens_estimate
+        matched = min(estimate.cache.match(call.fingerprint) * BLOCK_TOKENS, prompt)
+        rate, queued = estimate.prefill_tokens_per_second, estimate.queued_tokens(now)
+        load = LOAD_SECONDS * estimate.in_flight / server.deployment.max_concurrency
+        cost_seconds = (MISS_WEIGHT * (prompt - matched) + queued) / rate + load
+        return Candidate(server, cost_seconds, prompt, matched, queued, estimate.in_flight)

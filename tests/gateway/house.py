@@ -331,7 +331,7 @@ class Rig:
         await self.house.limiter.retry_unsettled()
         await settle()
         for server in self.fleet:
-            assert (server.places_taken, server.in_flight, server.prefill_tokens_queued) == (0, 0, 0), server.name
+            assert (server.places_taken, server.in_flight, server.estimate.prefill_tokens_queued) == (0, 0, 0), server.name
         assert all(reply.closed for reply in self.replies), "a connection is left open"
         assert self.house.cache.in_flight == 0, "a recording was never ended"
         assert self.house.limiter.open_reservations == 0

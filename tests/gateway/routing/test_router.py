@@ -95,7 +95,7 @@ class Rig:
         return [(attempt.deployment, attempt.outcome) for attempt in self.attempts.done]
 
     def idle(self) -> bool:
-        return not any(s.places_taken or s.in_flight or s.prefill_tokens_queued for s in self.fleet)
+        return not any(s.places_taken or s.in_flight or s.estimate.prefill_tokens_queued for s in self.fleet)
 
 
 async def test_the_first_server_that_gives_a_chunk_answers() -> None:

@@ -1,0 +1,239 @@
+"""Which prompt's text an engine's blocks hold, so that what it evicts is known to be gone.
+
+An engine names its blocks by hashes over tokens; a fingerprint names prefixes by hashes over text. No tokenizer runs
+here, and none is needed: what matters is which call a block was computed for, and how far into its prompt it reaches.
+
+*Which call.* The gateway sends each call's id as `x-session-id`, and engines that know sessions (vLLM from 0.32, the
+bundled engine) put it into the events of the blocks that were stored for it. Of other engines, a call's blocks are
+those that make one path of the length that its usage tells: it found `cached` tokens, and computed all but the last of
+`prompt + output`. Where more than one path would fit, none is taken.
+
+*How far.* When a call is over, its usage says how many tokens its prompt had; its text has a known length. Between two
+points that are known, tokens and bytes are proportional. The end of every prompt is such a point, and a conversation
+has one for each of its turns. An error of a block or two only matters at the very edge of what was evicted.
+
+A removed block then takes the text blocks that it holds, and all behind them, out of the cache model. What could not be
+attributed changes nothing: there the model goes on as it does without events, and `cached_tokens` corrects it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from gateway.prefix.cache_model import CacheModel
+from gateway.prefix.events.base import BlockHash, Removed, Stored
+from gateway.prefix.fingerprint import BLOCK_BYTES
+
+BLOCKS_MAX = 1 << 19  # followed of one engine: 8M tokens in blocks of 16; the oldest are forgotten first
+CALLS_MAX = 256  # that are over, and remembered for events that come late
+SESSIONS_MAX = 4096  # whose last block is remembered until their calls are over
+UNCLAIMED_MAX = 256  # ends of paths that belong to no call yet, of engines that do not tell sessions
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Ended(NamedTuple):
+    """A call that is over, with the engine's own count of its tokens."""
+
+    id: str
+    chain: Sequence[int]  # its fingerprint
+    text_bytes: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class _Text:
+    """A prompt's fingerprint, shared by the blocks that hold it. It grows with its conversation."""
+
+    __slots__ = ("chain",)
+
+    def __init__(self, chain: Sequence[int]) -> None:
+        self.chain = chain
+
+    def grows_into(self, chain: Sequence[int]) -> bool:
+        return len(chain) >= len(self.chain) and chain[len(self.chain) - 1] == self.chain[-1]
+
+
+class _Block:
+    """`depth` counts blocks from the prompt's beginning, this one included; 0: unknown, its parent never was told.
+
+    Once attributed, `text` is the prompt that it is part of, and `start` and `end` are where in it, in bytes.
+    """
+
+    __slots__ = ("depth", "end", "parent", "start", "text")
+
+    def __init__(self, parent: BlockHash | None, depth: int) -> None:
+        self.parent = parent
+        self.depth = depth
+        self.text: _Text | None = None
+        self.start = self.end = 0.0
+
+    @property
+    def placed(self) -> bool:
+        """Whether it holds text that is known. An answer's blocks do once the next turn of a conversation tells it."""
+        return self.text is not None and self.end <= len(self.text.chain) * BLOCK_BYTES
+
+
+class BlockIndex:
+    """Of one engine. A `Listener`; corrects `cache`. Owned by the event loop."""
+
+    def __init__(self, cache: CacheModel) -> None:
+        self._cache = cache
+        self._blocks: OrderedDict[BlockHash, _Block] = OrderedDict()
+        self._block_tokens = 0
+        self._tells_sessions = False
+        self._calls: OrderedDict[str, Ended] = OrderedDict()
+        self._tips: OrderedDict[str, BlockHash] = OrderedDict()  # by session: its last block
+        self._unclaimed: OrderedDict[BlockHash, None] = OrderedDict()  # ends of paths that came without a session
+        self.calls_attributed = 0
+        self.calls_ended = 0
+        self.blocks_removed = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    # -- what the engine tells -------------------------------------------------------------------------------------
+
+    def stored(self, event: Stored) -> None:
+        self._block_tokens = event.block_tokens or self._block_tokens
+        self._grow(event)
+        tip = event.hashes[-1]
+        if event.session:
+            self._tells_sessions = True
+            _remember(self._tips, event.session, tip, SESSIONS_MAX)
+            if (call := self._calls.get(event.session)) is not None:
+                self._attribute(call, tip)
+        elif not self._tells_sessions and not self._blocks[tip].placed:
+            _remember(self._unclaimed, tip, None, UNCLAIMED_MAX)
+            depth = self._blocks[tip].depth
+            self._claim([call for call in self._calls.values() if self._shape(call)[0] == depth])
+
+    def _grow(self, event: Stored) -> None:
+        parent = event.parent
+        above = self._blocks.get(parent) if parent is not None else None
+        depth = above.depth if above else 0
+        counted = parent is None or depth > 0
+        if parent is not None:
+            self._unclaimed.pop(parent, None)
+        for block_hash in event.hashes:
+            depth += counted
+            block = self._blocks.get(block_hash)
+            if block is None:
+                self._blocks[block_hash] = _Block(parent, depth)
+            elif not block.depth:
+                block.parent, block.depth = parent, depth
+            parent = block_hash
+        while len(self._blocks) > BLOCKS_MAX:
+            self._blocks.popitem(last=False)
+
+    def removed(self, event: Removed) -> None:
+        for block_hash in event.hashes:
+            self._unclaimed.pop(block_hash, None)
+            block = self._blocks.pop(block_hash, None)
+            if block is None:
+                continue
+            self.blocks_removed += 1
+            if block.text is not None:
+                kept = int(block.start) // BLOCK_BYTES
+                if kept < len(block.text.chain):
+                    self._cache.remove(block.text.chain[: kept + 1])
+
+    def cleared(self) -> None:
+        self.lost()
+        self._cache.clear()
+
+    def lost(self) -> None:
+        """The cache model stays as it is: as good as one without events, and corrected by replies."""
+        self._blocks.clear()
+        self._tips.clear()
+        self._unclaimed.clear()
+
+    # -- what the gateway knows ------------------------------------------------------------------------------------
+
+    def ended(self, call: Ended) -> None:
+        """A call was answered by this engine. The events of its blocks may have come already, or come yet."""
+        if not call.chain or not call.prompt_tokens:
+            return
+        self.calls_ended += 1
+        _remember(self._calls, call.id, call, CALLS_MAX)
+        tip = self._tips.pop(call.id, None)
+        if tip is not None:
+            self._attribute(call, tip)
+        elif not self._tells_sessions:
+            self._claim([call])
+
+    def _attribute(self, call: Ended, tip: BlockHash) -> None:
+        """The path to `tip` is this call's, once it is as long as the prompt: give each of its blocks that has no
+        place in a text one in the call's."""
+        path, above = self._unplaced(tip)
+        depth, start = (above.depth, above.end) if above else (0, 0.0)
+        if above is None and path and path[0].parent is not None:  # it begins in what we never were told of
+            depth = call.cached_tokens // self._block_tokens
+            start = depth * self._block_tokens * call.text_bytes / call.prompt_tokens
+        if depth + len(path) < call.prompt_tokens // self._block_tokens:
+            return
+        del self._calls[call.id]
+        self.calls_attributed += 1
+        tokens = call.prompt_tokens - depth * self._block_tokens
+        if path and tokens > 0 and call.text_bytes > start:  # else all of it is answer
+            self._place(path, self._text_of(call, above), depth, start, (call.text_bytes - start) / tokens)
+        if self._cache.match(call.chain) < len(call.chain):  # a removal of before was told while this was computed
+            self._cache.add(call.chain)
+
+    def _place(self, path: list[_Block], text: _Text, depth: int, start: float, bytes_per_token: float) -> None:
+        block_bytes = bytes_per_token * self._block_tokens
+        for i, block in enumerate(path):
+            block.text = text
+            block.depth = depth + i + 1
+            block.start, block.end = start + i * block_bytes, start + (i + 1) * block_bytes
+
+    @staticmethod
+    def _text_of(call: Ended, above: _Block | None) -> _Text:
+        if above is None or above.text is None or not above.text.grows_into(call.chain):
+            return _Text(call.chain)
+        above.text.chain = call.chain
+        return above.text
+
+    def _unplaced(self, tip: BlockHash) -> tuple[list[_Block], _Block | None]:
+        """The blocks that lead to `tip` and have no place in a text, from the first one on; and the one before them."""
+        path: list[_Block] = []
+        block = self._blocks.get(tip)
+        while block is not None and not block.placed and len(path) < BLOCKS_MAX:
+            path.append(block)
+            block = self._blocks.get(block.parent) if block.parent is not None else None
+        return path[::-1], block
+
+    def _claim(self, calls: Sequence[Ended]) -> None:
+        """For engines that do not tell sessions: calls and ends of paths that fit each other, and nothing else."""
+        if self._tells_sessions or not self._block_tokens:
+            return
+        for call in calls:
+            fitting = [tip for tip in self._unclaimed if self._fits(call, tip)]
+            rivals = sum(self._shape(other) == self._shape(call) for other in self._calls.values())
+            if len(fitting) == 1 and rivals == 1:
+                self._attribute(call, fitting[0])
+                del self._unclaimed[fitting[0]]
+
+    def _fits(self, call: Ended, tip: BlockHash) -> bool:
+        block = self._blocks.get(tip)
+        blocks, cached = self._shape(call)
+        if block is None or block.depth != blocks:
+            return False
+        path, _ = self._unplaced(tip)
+        return len(path) >= blocks - cached
+
+    def _shape(self, call: Ended) -> tuple[int, int]:
+        """How many blocks deep its path is, and how many of them were there before it."""
+        computed = call.prompt_tokens + call.output_tokens - 1
+        return computed // self._block_tokens, call.cached_tokens // self._block_tokens
+
+
+def _remember(memory: OrderedDict[K, V], key: K, value: V, at_most: int) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    while len(memory) > at_most:
+        memory.popitem(last=False)

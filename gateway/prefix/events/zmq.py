@@ -1,0 +1,119 @@
+"""Events from ZeroMQ: vLLM, SGLang, the bundled engine, and whatever else publishes as they do.
+
+A batch is numbered. Publishers drop what a slow subscriber does not take, so a number that is left out means missed
+events: the replay socket is asked for them. Where it does not have them, `lost` is told, and what is known begins anew.
+A number that was seen before is a batch that a replay has brought already, unless it is younger than the last one: then
+the engine was started anew, and its cache is empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import zmq
+import zmq.asyncio
+
+from gateway.prefix.events.base import Counts, Listener, Removed, Stored
+from gateway.prefix.events.wire import Batch, MalformedBatch, read_batch
+
+RECEIVE_QUEUE_MAX = 100_000  # batches that wait here before the publisher drops some
+RECONNECT_FIRST_MS = 100
+RECONNECT_MAX_MS = 10_000
+REPLAY_WAIT_SECONDS = 2.0  # for each batch of a replay
+REPLAY_BATCHES_MAX = 100_000
+LINGER_MS = 0
+NUMBER_BYTES = 8
+
+log = logging.getLogger("warmpath.kv_events")
+
+
+class ZmqSource:
+    def __init__(self, endpoint: str, replay_endpoint: str | None, listener: Listener, counts: Counts) -> None:
+        self._endpoint = endpoint
+        self._replay_endpoint = replay_endpoint
+        self._listener = listener
+        self._counts = counts
+        self._next: int | None = None  # the number of the batch that comes next; None: whichever comes is the first
+        self._last_at = 0.0
+
+    async def run(self) -> None:
+        context = zmq.asyncio.Context()
+        subscriber = context.socket(zmq.SUB)
+        try:
+            subscriber.set_hwm(RECEIVE_QUEUE_MAX)
+            subscriber.reconnect_ivl, subscriber.reconnect_ivl_max = RECONNECT_FIRST_MS, RECONNECT_MAX_MS
+            subscriber.subscribe(b"")
+            subscriber.connect(self._endpoint)
+            await self._replay(context, 0)
+            while True:
+                frames = await subscriber.recv_multipart()
+                await self._receive(context, frames)
+        finally:
+            subscriber.close(LINGER_MS)
+            context.destroy(LINGER_MS)
+
+    async def _receive(self, context: zmq.asyncio.Context, frames: list[bytes]) -> None:
+        try:
+            number, batch = _read(frames)
+        except MalformedBatch as error:
+            self._counts.malformed += 1
+            if self._counts.malformed == 1:
+                log.warning("%s sends what are no KV events: %s", self._endpoint, error)
+            return
+        if self._next is not None and number < self._next:
+            if batch.at <= self._last_at:
+                return
+            self._listener.cleared()
+            self._next = 0
+        if self._next is not None and number > self._next:
+            self._counts.gaps += 1
+            await self._replay(context, self._next, number)
+            if self._next < number:
+                self._listener.lost()
+        if self._next is None or number >= self._next:
+            self._apply(number, batch)
+
+    def _apply(self, number: int, batch: Batch) -> None:
+        for event in batch.events:
+            if isinstance(event, Stored):
+                self._listener.stored(event)
+            elif isinstance(event, Removed):
+                self._listener.removed(event)
+            else:
+                self._listener.cleared()
+        self._counts.batches += 1
+        self._next, self._last_at = number + 1, batch.at
+
+    async def _replay(self, context: zmq.asyncio.Context, first: int, end: int | None = None) -> None:
+        """Apply the batches from `first` to before `end` (None: all that there are), as far as they are to be had.
+
+        Of a replay that begins later than asked for, the rest is still worth having where nothing was known before.
+        """
+        if self._replay_endpoint is None:
+            return
+        with context.socket(zmq.DEALER) as asking:
+            asking.linger = LINGER_MS
+            asking.set_hwm(RECEIVE_QUEUE_MAX)
+            asking.connect(self._replay_endpoint)
+            await asking.send_multipart([b"", first.to_bytes(NUMBER_BYTES, "big")])
+            for _ in range(REPLAY_BATCHES_MAX):
+                try:
+                    async with asyncio.timeout(REPLAY_WAIT_SECONDS):
+                        frames = await asking.recv_multipart()
+                    if not frames[-1]:  # number -1, and no batch
+                        return
+                    number, batch = _read(frames)
+                except (TimeoutError, MalformedBatch) as error:
+                    log.warning("a replay from %s ended early: %r", self._replay_endpoint, error)
+                    return
+                if end is not None and (number != self._next or number >= end):
+                    return
+                self._apply(number, batch)
+
+
+def _read(frames: list[bytes]) -> tuple[int, Batch]:
+    """The last two frames are number and batch; a topic, or what a socket type adds, comes before them."""
+    if len(frames) < 2 or len(frames[-2]) != NUMBER_BYTES:
+        raise MalformedBatch("the frames are not a topic, a number of 8 bytes and a batch")
+    return int.from_bytes(frames[-2], "big"), read_batch(frames[-1])

@@ -1,0 +1,128 @@
+"""What engines say about their load at `/metrics`, each in its own names.
+
+A row of `ENGINES` is all that there is to an engine: whichever row's `running` is in the text is the one. Several series
+of one name (one for each data-parallel rank) are added up; usage is their mean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Names(NamedTuple):
+    """Gauges. `capacity` is in tokens; where an engine tells blocks instead, `block_tokens` and `blocks` are gauges of
+    their own, or labels of `info`."""
+
+    running: str
+    waiting: str
+    kv_usage: tuple[str, ...] = ()  # share of KV blocks in use, 0 to 1; the first that is there
+    capacity: str = ""
+    info: str = ""
+    block_tokens: str = ""
+    blocks: str = ""
+
+
+ENGINES: Mapping[str, Names] = {
+    "vllm": Names(  # and the bundled engine
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        info="vllm:cache_config_info",
+        block_tokens="block_size",
+        blocks="num_gpu_blocks",
+    ),
+    "sglang": Names(
+        "sglang:num_running_reqs",
+        "sglang:num_queue_reqs",
+        ("sglang:token_usage",),
+        capacity="sglang:max_total_num_tokens",
+        info="sglang:cache_config_info",
+        block_tokens="page_size",
+        blocks="num_pages",
+    ),
+    "llama.cpp": Names(
+        "llamacpp:requests_processing", "llamacpp:requests_deferred", ("llamacpp:kv_cache_usage_ratio",)
+    ),
+    "tensorrt-llm": Names(
+        "trtllm_num_requests_running",
+        "trtllm_num_requests_waiting",
+        ("trtllm_kv_cache_utilization",),
+        block_tokens="trtllm_kv_cache_tokens_per_block",
+        blocks="trtllm_kv_cache_max_blocks",
+    ),
+}
+
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_NAMES = frozenset(
+    name
+    for row in ENGINES.values()
+    for name in (row.running, row.waiting, *row.kv_usage, row.capacity, row.info, row.block_tokens, row.blocks)
+)
+
+
+class Reported(NamedTuple):
+    engine: str
+    running: int
+    waiting: int
+    kv_usage: float
+    capacity_tokens: int | None  # of the KV cache, in the engine's own tokens
+
+
+class _Sample(NamedTuple):
+    labels: str
+    value: float
+
+
+def read_load(text: str) -> Reported | None:
+    """From Prometheus' text format; None where no engine that we know speaks."""
+    samples = _samples(text)
+    for engine, names in ENGINES.items():
+        if names.running in samples:
+            usage = next((samples[name] for name in names.kv_usage if name in samples), [])
+            return Reported(
+                engine,
+                running=int(_sum(samples, names.running)),
+                waiting=int(_sum(samples, names.waiting)),
+                kv_usage=sum(sample.value for sample in usage) / len(usage) if usage else 0.0,
+                capacity_tokens=_capacity_tokens(samples, names),
+            )
+    return None
+
+
+def _samples(text: str) -> dict[str, list[_Sample]]:
+    samples: dict[str, list[_Sample]] = {}
+    for line in text.splitlines():
+        match = _SAMPLE.match(line)
+        if match is None or match[1] not in _NAMES:
+            continue
+        try:
+            value = float(match[3])
+        except ValueError:
+            continue
+        if value == value:  # not NaN
+            samples.setdefault(match[1], []).append(_Sample(match[2] or "", value))
+    return samples
+
+
+def _sum(samples: Mapping[str, list[_Sample]], name: str) -> float:
+    return sum(sample.value for sample in samples.get(name, ()))
+
+
+def _capacity_tokens(samples: Mapping[str, list[_Sample]], names: Names) -> int | None:
+    if tokens := _sum(samples, names.capacity):
+        return int(tokens)
+    if names.info in samples:
+        sizes = [dict(_LABEL.findall(sample.labels)) for sample in samples[names.info]]
+        tokens = sum(_int(size.get(names.block_tokens)) * _int(size.get(names.blocks)) for size in sizes)
+    else:
+        # Blocks are of one size on all ranks.
+        block_tokens = max((sample.value for sample in samples.get(names.block_tokens, ())), default=0.0)
+        tokens = block_tokens * _sum(samples, names.blocks)
+    return int(tokens) or None
+
+
+def _int(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() else 0

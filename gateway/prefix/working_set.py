@@ -1,0 +1,170 @@
+"""Conversations under way, and whether the caches have room for one more.
+
+A conversation comes back with all it has said before. When those under way are longer together than a server's cache,
+every turn drives out what another one is about to need, and all of them compute everything anew. Then it is faster to
+let fewer of them run. So a call whose class may be held waits at its turn, between an answer and the next question,
+until its conversation fits; the oldest conversations go on, so that they come to an end and make room. Real-time calls
+never wait: what they hold counts first, and a share of each cache is left to those that may come.
+
+A conversation is known by the name its client gives it, or by its last prompt being the beginning of the next one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+from gateway.prefix.estimate import Estimate
+
+IDLE_SECONDS = 300.0  # without a call, after which a conversation counts as over
+RESUME_SHARE = 0.85  # of the room for batch, up to which one that has no place yet may take one
+RESERVE_SHARE = 0.1  # of each cache, for real-time conversations that may come, where there have been any
+CONTINUES_WEIGHT = 0.05  # of the newest conversation in the learned share of those that have a second turn
+HELD_MAX_SECONDS = 86_400.0  # after which one that waits is not known any more
+MAX_CONVERSATIONS = 65_536
+
+
+class Prompt(Protocol):
+    """What has to be known of a call."""
+
+    @property
+    def fingerprint(self) -> Sequence[int]: ...
+    @property
+    def prompt_tokens_estimate(self) -> int: ...
+    @property
+    def session(self) -> str | None: ...
+    @property
+    def may_be_held(self) -> bool: ...
+
+
+class Conversation:
+    """`tokens` is its length so far, all of which its next turn will want to find at `home`."""
+
+    __slots__ = ("held", "home", "key", "running", "started", "tokens", "turns", "urgent", "used")
+
+    def __init__(self, key: Hashable, home: Estimate, started: float, *, urgent: bool) -> None:
+        self.key = key
+        self.home = home
+        self.started = started
+        self.used = started
+        self.tokens = 0
+        self.turns = 0
+        self.running = 0  # calls
+        self.held = False  # its next call waits: it claims no room meanwhile
+        self.urgent = urgent
+
+
+class WorkingSet:
+    """All conversations at the servers of one fleet."""
+
+    def __init__(self) -> None:
+        self._by_key: OrderedDict[Hashable, Conversation] = OrderedDict()  # by their last use
+        self._at: dict[Estimate, dict[Conversation, None]] = {}
+        self._continues = 0.5
+        self._urgent_seen_until = 0.0
+
+    def of(self, prompt: Prompt, homes: Sequence[Estimate]) -> Conversation | None:
+        """The conversation that a prompt continues, as far as that can be told."""
+        if prompt.session is not None:
+            return self._by_key.get(prompt.session)
+        for home in homes:
+            depth = home.cache.recall(prompt.fingerprint).remembered
+            if depth and (known := self._by_key.get(prompt.fingerprint[depth - 1])) is not None:
+                return known
+        return None
+
+    def admit(self, prompt: Prompt, homes: Sequence[Estimate], now: float) -> bool:
+        """Whether the call may go now. If so its conversation has its room, which is lost again by idling."""
+        if not prompt.may_be_held or not prompt.fingerprint:
+            return True
+        self._expire(now)
+        known, tokens = self.of(prompt, homes), prompt.prompt_tokens_estimate
+        if known is not None and not known.held:
+            if self._may_go_on(known, tokens):
+                return True
+            known.held = True
+            return False
+        fitting = [home for home in homes if self._has_room(home, tokens)]
+        if not fitting:
+            return False
+        home = max(fitting, key=lambda home: (home.cache.match(prompt.fingerprint), -self.claimed(home)))
+        self._take_up(prompt, known, home, now)
+        return True
+
+    def begin(self, prompt: Prompt, home: Estimate, now: float) -> Conversation | None:
+        """A call is sent to a server. None where it is too short to be anybody's conversation."""
+        if not prompt.fingerprint:
+            return None
+        self._expire(now)
+        conversation = self._take_up(prompt, self.of(prompt, [home]), home, now)
+        conversation.turns += 1
+        conversation.running += 1
+        if conversation.turns == 2:
+            self._continues += CONTINUES_WEIGHT * (1 - self._continues)
+        return conversation
+
+    def end(self, conversation: Conversation, now: float) -> None:
+        """Its call is over."""
+        conversation.running -= 1
+        conversation.used = now
+        if conversation.key in self._by_key:
+            self._by_key.move_to_end(conversation.key)
+
+    def claimed(self, home: Estimate, but: Conversation | None = None) -> int:
+        """Tokens that the conversations at a server will want to find there."""
+        return sum(self._claim(one) for one in self._at.get(home, ()) if one is not but)
+
+    def _claim(self, one: Conversation) -> int:
+        if one.held:
+            return 0
+        return one.tokens if one.running or one.turns != 1 else int(one.tokens * self._continues)
+
+    def _may_go_on(self, one: Conversation, tokens: int) -> bool:
+        here = self._at[one.home]
+        older = [other for other in here if not other.urgent and other.started < one.started and not other.held]
+        urgent = [other for other in here if other.urgent]
+        return not older or sum(map(self._claim, older + urgent)) + tokens <= self._limit(one.home)
+
+    def _has_room(self, home: Estimate, tokens: int) -> bool:
+        here = self._at.get(home, {})
+        if not any(not o.urgent and not o.held for o in here):
+            return True
+        return self.claimed(home) + tokens <= RESUME_SHARE * self._limit(home)
+
+    def _limit(self, home: Estimate) -> float:
+        return home.cache.capacity_tokens * (1 - RESERVE_SHARE if self._urgent_seen_until else 1)
+
+    def _take_up(self, prompt: Prompt, known: Conversation | None, home: Estimate, now: float) -> Conversation:
+        """Note the prompt as its conversation's newest turn, at this server."""
+        key: Hashable = prompt.session if prompt.session is not None else prompt.fingerprint[-1]
+        urgent = not prompt.may_be_held
+        if known is None:
+            known = Conversation(key, home, now, urgent=urgent)
+        else:
+            self._by_key.pop(known.key, None)
+            self._at.get(known.home, {}).pop(known, None)
+            known.key, known.home = key, home
+        known.tokens, known.used, known.held = prompt.prompt_tokens_estimate, now, False
+        self._by_key[key] = known
+        self._at.setdefault(home, {})[known] = None
+        if urgent:
+            self._urgent_seen_until = now + IDLE_SECONDS
+        return known
+
+    def _expire(self, now: float) -> None:
+        if self._urgent_seen_until < now:
+            self._urgent_seen_until = 0.0
+        while self._by_key:
+            oldest = next(iter(self._by_key.values()))
+            if len(self._by_key) <= MAX_CONVERSATIONS:
+                if now - oldest.used < IDLE_SECONDS:
+                    return
+                if oldest.running or (oldest.held and now - oldest.started < HELD_MAX_SECONDS):
+                    oldest.used = now
+                    self._by_key.move_to_end(oldest.key)
+                    continue
+            del self._by_key[oldest.key]
+            self._at[oldest.home].pop(oldest, None)
+            if oldest.turns == 1:
+                self._continues -= CONTINUES_WEIGHT * self._continues

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gateway.prefix.estimate import RATE_MIN_TOKENS, Estimate
+from gateway.prefix.fingerprint import BLOCK_TOKENS
+
+LONG = tuple(range(100))
+TOKENS = len(LONG) * BLOCK_TOKENS
+
+
+def an_estimate(capacity_blocks: int = 1000) -> Estimate:
+    return Estimate(capacity_blocks * BLOCK_TOKENS, prefill_tokens_per_second=1000)
+
+
+def replied(estimate: Estimate, chain: tuple[int, ...], now: float, cached_blocks: int) -> None:
+    """A call from its sending to what its reply says."""
+    tokens = len(chain) * BLOCK_TOKENS
+    sent = estimate.begin(chain, tokens, now)
+    estimate.first_chunk(sent, now)
+    estimate.learn_cached(sent, tokens, cached_blocks * BLOCK_TOKENS)
+    estimate.end(sent, now)
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [(RATE_MIN_TOKENS - 1, 1.0), (1000, 0.0)])
+def test_what_tells_nothing_about_its_speed_is_not_learnt(tokens: int, seconds: float) -> None:
+    estimate = an_estimate()
+    estimate.learn_prefill(tokens, seconds)
+    assert estimate.prefill_tokens_per_second == 1000
+
+
+def test_its_speed_is_learnt_also_while_prompts_queue() -> None:
+    """The second one waits for the first: its time to the first chunk is not its own."""
+    estimate = an_estimate()
+    for start in range(0, 400, 4):
+        one = estimate.begin((), 4000, start)
+        other = estimate.begin((), 4000, start)
+        estimate.first_chunk(one, start + 2)
+        estimate.first_chunk(other, start + 4)
+        estimate.end(one, start + 4)
+        estimate.end(other, start + 4)
+    assert estimate.prefill_tokens_per_second == pytest.approx(2000, rel=0.01)
+
+
+def test_what_is_queued_melts_while_nothing_is_heard() -> None:
+    estimate = an_estimate()
+    estimate.begin((), 4000, now=0.0)
+    estimate.begin((), 1000, now=0.0)
+    assert [estimate.queued_tokens(now) for now in (0.0, 1.0, 9.0)] == [5000, 4000, 1000]
+
+
+def test_a_prompt_that_was_not_answered_is_not_believed_to_be_warm() -> None:
+    estimate = an_estimate()
+    replied(estimate, LONG[:40], 0.0, cached_blocks=0)
+    estimate.end(estimate.begin(LONG, TOKENS, now=1.0), now=2.0, answered=False)
+    assert estimate.cache.match(LONG) == 40
+    assert (estimate.in_flight, estimate.prefill_tokens_queued) == (0, 0)
+
+
+def test_a_server_that_has_restarted_is_found_out_by_one_reply_and_keeps_its_size() -> None:
+    estimate = an_estimate()
+    replied(estimate, LONG, 0.0, cached_blocks=0)
+    replied(estimate, LONG, 1.0, cached_blocks=len(LONG))  # so it does report
+    for first in range(1000, 1005):
+        replied(estimate, tuple(range(first, first + 10)), 2.0, cached_blocks=0)
+    replied(estimate, LONG, 3.0, cached_blocks=len(LONG))
+    replied(estimate, tuple(range(1004, 1014)), 4.0, cached_blocks=0)
+    assert estimate.cache.match(tuple(range(1000, 1010))) == 0, "was used before, and so is gone, too"
+    assert estimate.cache.match(LONG) == len(LONG), "has been used since"
+    assert estimate.cache.capacity >= 900
+
+
+def test_zero_says_nothing_of_a_server_that_never_reports() -> None:
+    estimate = an_estimate()
+    for now in range(5):
+        replied(estimate, LONG, now, cached_blocks=0)
+    assert estimate.cache.match(LONG) == len(LONG)
+
+
+def test_a_prefix_that_was_still_being_computed_says_nothing_either() -> None:
+    estimate = an_estimate()
+    replied(estimate, (7, 8, 9), 0.0, cached_blocks=3)
+    leader = estimate.begin(LONG, TOKENS, now=1.0)
+    follower = estimate.begin(LONG, TOKENS, now=1.1)
+    assert estimate.prefill_under_way(LONG) is leader
+    estimate.first_chunk(leader, 2.0)
+    estimate.learn_cached(follower, TOKENS, 0)
+    assert estimate.cache.match((7, 8, 9)) == 3
+
+
+@pytest.mark.parametrize("guess", [60, 300, 3000])
+def test_the_capacity_is_learnt_from_replies(guess: int) -> None:
+    """Against a server whose cache holds 600 blocks; half of the prompts come back, after few or many others."""
+    truth, estimate, rng = an_estimate(600).cache, an_estimate(guess), random.Random(1)
+    for turn in range(4000):
+        number = turn if rng.random() < 0.5 else max(0, turn - int(2 ** rng.uniform(0, 9)))
+        chain = tuple(range(number * 100, number * 100 + 10))
+        cached = truth.match(chain)
+        truth.add(chain)
+        replied(estimate, chain, float(turn), cached)
+    assert estimate.cache.capacity == pytest.approx(600, rel=0.15)
+
+
+def test_a_size_that_the_engine_tells_is_believed() -> None:
+    estimate = an_estimate(1000)
+    estimate.told_capacity(50 * BLOCK_TOKENS)
+    assert estimate.cache.capacity == 50
+    replied(estimate, LONG, 0.0, cached_blocks=50)
+    replied(estimate, LONG, 1.0, cached_blocks=0)
+    assert estimate.cache.capacity == 50
