@@ -1,7 +1,8 @@
 """uvicorn's HTTP/1.1, but for how a reply is written, which is most of what uvicorn costs a gateway.
 
 The head is checked as a whole instead of header by header, and leaves together with the first bytes of the body: one
-system call for a short reply, and no packet that holds nothing but a head. Everything else is uvicorn's.
+system call for a short reply, and no packet that holds nothing but a head. Connections and heads are bounded.
+Everything else is uvicorn's.
 
 Beside ASGI, whose every step is a coroutine, an application finds a `Wire` in the scope's extensions, under `WIRE`: it
 writes at once where there is room, and tells of the client's leaving without a task that listens for it.
@@ -9,6 +10,7 @@ writes at once where there is room, and tells of the client's leaving without a 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,6 +19,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.replies import WIRE
 
+MAX_CONNECTIONS = 20_000  # of one process; one more is told so and closed
+MAX_HEAD_BYTES = 64 * 1024
+HEAD_SECONDS = 10.0  # from its first bytes to its end
+SILENT_SECONDS = 75.0  # of a new connection, before its first bytes: clients may open some in advance
 _BODILESS_STATUSES = frozenset({204, 304})
 
 
@@ -124,13 +130,66 @@ class JoinedCycle(RequestResponseCycle):
 
 
 class JoinedProtocol(HttpToolsProtocol):
+    """Beside how replies are written: bounds on connections and on heads, which uvicorn has none of. A client that
+    sends nothing, or a byte now and then, has one connection, and that for a while only."""
+
+    _in_head = False
+    _head_bytes = 0
+    _deadline: asyncio.TimerHandle | None = None  # of the first bytes, then of a head that has begun
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(503, b"too many connections")
+        else:
+            self._deadline = self.loop.call_later(SILENT_SECONDS, self._give_up)
+
+    def data_received(self, data: bytes) -> None:
+        if self._deadline is not None and not self._in_head:
+            self._forget_deadline()
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():  # nearly every head comes whole
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, b"the head of the request is too long")
+            elif self._deadline is None:
+                self._deadline = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        if self._deadline is not None:
+            self._forget_deadline()
+        super().on_headers_complete()
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        self._refuse(408, b"the head of the request did not arrive in time")
+
+    def _refuse(self, status: int, why: bytes) -> None:
+        """Without a request there is no reply but this one."""
+        lines = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+        if self._in_head or status == 503:  # a client that has said nothing is told nothing
+            self.transport.write(STATUS_LINE[status] + lines % (len(why), why))
+        self.transport.close()
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         # uvicorn has no place to name the class; nothing has run in the cycle yet, and a class adds no state.
         cycle.__class__ = JoinedCycle
         cycle.scope.setdefault("extensions", {})[WIRE] = cast(Any, cycle)
         super()._start_asgi_task(cycle, app)
 
+    def _forget_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_deadline()
         super().connection_lost(exc)
         if isinstance(self.cycle, JoinedCycle):
             self.cycle.gone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway import http_protocol
 from gateway.http_protocol import JoinedProtocol
 from gateway.replies import WIRE, Wire
 
@@ -171,3 +173,59 @@ async def test_a_client_that_leaves_is_told_of_once_and_only_to_who_wants_to_kno
         await ask(port, GET, until=b"hi\r\n")
         await left.wait()
     assert told == ["second", "late"]
+
+
+async def test_a_head_that_trickles_is_given_its_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
+    async with serving(replying(head(), body(b"hi"))) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        sent = 0
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while not reader.at_eof():
+                with contextlib.suppress(ConnectionError):
+                    writer.write(b"GET / HTTP/1.1\r\n"[sent : sent + 1] or b"x")
+                    await writer.drain()
+                sent += 1
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.02):
+                        received = await reader.read(1000)
+                        break
+        assert received.startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
+async def test_a_head_without_end_is_refused() -> None:
+    async with serving(replying(head(), body(b"hi"))) as port:
+        long = b"GET / HTTP/1.1\r\n" + b"x-a: " + b"a" * http_protocol.MAX_HEAD_BYTES
+        assert (await ask(port, long)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_silent_connection_is_closed_and_a_slow_body_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.1)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send(head())
+        await send(body(b"whole"))
+
+    async with serving(app) as port:
+        assert await ask(port) == b""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1")
+        for part in (b"\r\na\r\n", b"1\r\n", b"b\r\n", b"0\r\n\r\n"):
+            await asyncio.sleep(0.15)
+            writer.write(part)
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            assert b"whole" in await reader.readuntil(b"whole")
+        writer.close()
+
+
+async def test_one_connection_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "MAX_CONNECTIONS", 1)
+    async with serving(replying(head(), body(b"hi"))) as port:
+        _, first = await asyncio.open_connection("127.0.0.1", port)
+        first.write(GET)
+        assert (await ask(port)).startswith(b"HTTP/1.1 503 ")
+        first.close()
