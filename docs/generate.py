@@ -56,6 +56,7 @@ How values are written:
 | rate | `600/1m` `1M/1m` | a count per duration; long form: `{amount: 600, period: 1m}` |
 | share | `10%` `0.1` | from 0 to 1 |
 | money | `0.10` | a decimal, never rounded |
+| day or time | `2026-12-01` `2026-12-01T06:00:00Z` | UTC where it does not say otherwise; a day is its first moment |
 | name | `h200-a` | text of 1 to 200 characters |
 """
 
@@ -64,6 +65,7 @@ KINDS = {  # what a text of this pattern is called
     r"^\d+(\.\d+)?[kKMG]?$": "count",
     r"^\d+(\.\d+)?[kKMG]?/\d+(\.\d+)?\s*(ms|s|m|h|d)$": "rate",
     r"^\d+(\.\d+)?\s*%$": "share",
+    r"^\d{4}-\d{2}-\d{2}": "day or time",
 }
 
 

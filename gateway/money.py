@@ -42,3 +42,9 @@ def atoms_of(text: str) -> int:
     except ArithmeticError as error:
         raise ValueError(f"{text!r} is no amount of money") from error
     return int(whole)
+
+
+def plain_text(amount: Decimal) -> str:
+    """All of its decimals, no exponent, no empty zeros."""
+    text = f"{amount:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -14,7 +14,7 @@ import typer
 
 from gateway.cli.common import AsJson, fail, say, say_json, say_table, settings_or_exit, verb_app
 from gateway.ledger import verify as verify_ledger
-from gateway.ledger.reader import DIMENSIONS, UnreadableLedger, UsageLine, latest, summarise
+from gateway.ledger.reader import DIMENSIONS, Period, UnreadableLedger, UsageLine, latest, summarise
 from gateway.metering import rfc3339
 
 app = verb_app(help="Add up the ledger.", invoke_without_command=True, no_args_is_help=False)
@@ -75,7 +75,7 @@ def usage(
         raise typer.BadParameter("--json or --csv, not both")
     by = by or []
     try:
-        lines = summarise(_folder(ledger), by=by, since=since, until=until, tenant=tenant)
+        lines = summarise(_folder(ledger), by=by, period=Period(since, until, {"tenant": [tenant]} if tenant else {}))
     except UnreadableLedger as error:
         _fail_unreadable(error)
     if as_json:

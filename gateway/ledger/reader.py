@@ -1,93 +1,54 @@
 """Sums over the ledger, by DuckDB: every number comes from the rows alone, and money stays decimal throughout.
 
-A call belongs to the day on which it ended, since that is when its row was written: a day that is over gains nothing.
-Tokens of answers from the response cache are not summed, as no engine worked for them; `cache_hits` counts the calls.
+A call belongs to the moment at which it ended, since that is when its row was written: a day that is over gains nothing
+but corrections, which belong to the day of the call that they correct. Tokens of answers from the response cache are
+not summed, as no engine worked for them; `cache_hits` counts the calls.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import duckdb
 
-from gateway.ledger.chain import chains, segments
+from gateway.ledger.tables import COLUMNS, UnreadableLedger, connect
+from gateway.money import plain_text
 
 DIMENSIONS = {
     "tenant": "tenant",
     "key": "key_id",
+    "user": "end_user",
     "model": "model_asked",
-    "day": "finished[:10]",
     "class": "latency_class",
+    "tier": "service_tier",
+    "day": "finished[:10]",
+    "hour": "finished[:13] || ':00'",
     "deployment": "deployment",
+    "operation": "operation",
+    "outcome": "outcome",
 }
-
-# The receipt's fields. Money stays the text that was written, and is given its decimal type where it is summed.
-COLUMNS = {
-    "event_id": "VARCHAR",
-    "call_id": "VARCHAR",
-    "tenant": "VARCHAR",
-    "key_id": "VARCHAR",
-    "end_user": "VARCHAR",
-    "operation": "VARCHAR",
-    "model_asked": "VARCHAR",
-    "model_served": "VARCHAR",
-    "deployment": "VARCHAR",
-    "latency_class": "VARCHAR",
-    "service_tier": "VARCHAR",
-    "started": "VARCHAR",
-    "finished": "VARCHAR",
-    "ttft_seconds": "DOUBLE",
-    "outcome": "VARCHAR",
-    "source": "VARCHAR",
-    "exact": "BOOLEAN",
-    "input_uncached": "BIGINT",
-    "cache_read": "BIGINT",
-    "cache_write": "BIGINT",
-    "output": "BIGINT",
-    "reasoning": "BIGINT",
-    "audio_input": "BIGINT",
-    "audio_output": "BIGINT",
-    "price_version": "VARCHAR",
-    "price_input": "VARCHAR",
-    "price_cached_input": "VARCHAR",
-    "price_cache_write": "VARCHAR",
-    "price_output": "VARCHAR",
-    "price_reasoning": "VARCHAR",
-    "price_audio_input": "VARCHAR",
-    "price_audio_output": "VARCHAR",
-    "cost": "VARCHAR",
-    "currency": "VARCHAR",
-    "attempts": "JSON",
-    "policy_hash": "VARCHAR",
-    "trace_id": "VARCHAR",
-}
+TOKENS = (
+    "input_uncached", "cache_read", "cache_write", "output", "reasoning", "audio_input", "audio_output",
+)  # fmt: skip
 
 _PRICE_EXPONENT = 6  # prices are per million tokens
-_COST = "DECIMAL(38, 18)"
 _PRICE = "DECIMAL(18, 9)"  # times a count of tokens it still fits in 38 digits
-_SUMS = f"""
-    count(*),
-    count(*) FILTER (source = 'cache'),
-    sum(input_uncached) FILTER (source <> 'cache'),
-    sum(cache_read) FILTER (source <> 'cache'),
-    sum(cache_write) FILTER (source <> 'cache'),
-    sum(output) FILTER (source <> 'cache'),
-    sum(reasoning) FILTER (source <> 'cache'),
-    count(*) FILTER (source = 'estimate' AND outcome <> 'refused'),
-    count(*) FILTER (cost IS NULL),
-    sum(cost::{_COST}),
-    sum(cache_read * (price_input::{_PRICE} - coalesce(price_cached_input, price_input)::{_PRICE}))
-        FILTER (source <> 'cache')
+_FETCH_ROWS = 10_000
+
+_PRICED_BY = ("price_input", "price_cached_input", "currency")
+# The prices that hold now: of a receipt that was corrected, those of its last correction.
+_PRICES_NOW = """
+    SELECT corrects, bool_or(cost IS NOT NULL) AS priced, last(price_input ORDER BY corrected) AS price_input,
+           last(price_cached_input ORDER BY corrected) AS price_cached_input,
+           last(currency ORDER BY corrected) AS currency
+    FROM corrections GROUP BY corrects
 """
-
-
-class UnreadableLedger(Exception):
-    """A file of the ledger is not what the writer writes. The message names it."""
 
 
 class UsageLine(NamedTuple):
@@ -105,6 +66,8 @@ class UsageLine(NamedTuple):
     cache_write: int
     output: int
     reasoning: int
+    audio_input: int
+    audio_output: int
     inexact: int
     unpriced: int
     cost: dict[str, Decimal]
@@ -116,26 +79,36 @@ class UsageLine(NamedTuple):
         return self.cache_read / ((self.input_uncached + self.cache_read + self.cache_write) or 1)
 
 
-def summarise(
-    ledger: Path,
-    *,
-    by: Sequence[str] = (),
-    since: str | None = None,
-    until: str | None = None,
-    tenant: str | None = None,
-) -> list[UsageLine]:
-    """One line per group, in order; `by` names `DIMENSIONS`. Times are texts as receipts have them, `until` excluded.
-
-    Raises `UnreadableLedger`.
+class Period(NamedTuple):
+    """Which calls: those that ended from `since` to before `until`, texts as receipts have them, and of whom. A filter
+    names a dimension and its values.
     """
-    dimensions = "".join(f"{DIMENSIONS[name]}, " for name in by)
-    found = _query(
-        ledger,
-        f"SELECT {dimensions} currency, {_SUMS} FROM receipts WHERE ($since IS NULL OR finished >= $since) "
-        "AND ($until IS NULL OR finished < $until) AND ($tenant IS NULL OR tenant = $tenant) GROUP BY ALL",
-        {"since": since, "until": until, "tenant": tenant},
-    )
-    # One row per group and currency -> one line per group.
+
+    since: str | None = None
+    until: str | None = None
+    only: Mapping[str, Sequence[str]] = {}
+
+    @property
+    def condition(self) -> str:
+        conditions = ["($since IS NULL OR finished >= $since)", "($until IS NULL OR finished < $until)"]
+        conditions += [f"list_contains($only_{name}, {DIMENSIONS[name]})" for name in self.only]
+        return " AND ".join(conditions)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        only = {f"only_{name}": list(values) for name, values in self.only.items()}
+        return {"since": self.since, "until": self.until, **only}
+
+
+EVERYTHING = Period()
+
+
+def summarise(ledger: Path, *, by: Sequence[str] = (), period: Period = EVERYTHING) -> list[UsageLine]:
+    """One line per group, in order; `by` names `DIMENSIONS`. Raises `UnreadableLedger`."""
+    dimensions = [f"{DIMENSIONS[name]} AS dimension_{name}" for name in by]
+    with _reading(ledger) as connection:
+        found = connection.execute(_summary(connection, dimensions, period), period.parameters).fetchall()
+    # One row per group, currency and price -> one line per group.
     groups: dict[tuple[str | None, ...], list[tuple[Any, ...]]] = defaultdict(list)
     for row in found:
         groups[row[: len(by)]].append(row[len(by) :])
@@ -145,34 +118,101 @@ def summarise(
 
 def latest(ledger: Path, count: int) -> list[dict[str, Any]]:
     """The last receipts to be written, the latest first, as they stand in their rows. Raises `UnreadableLedger`."""
-    found = _query(
-        ledger,
-        f"SELECT {', '.join(COLUMNS)} FROM receipts ORDER BY finished DESC, event_id DESC LIMIT $n",
-        {"n": count},
-    )
+    with _reading(ledger) as connection:
+        order = "ORDER BY finished DESC, event_id DESC LIMIT $n"
+        found = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM receipts {order}", {"n": count}).fetchall()
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in found]
-    return [{**row, "attempts": json.loads(row["attempts"])} for row in rows]
+    return [
+        {
+            **row,
+            "cost": None if row["cost"] is None else plain_text(row["cost"]),
+            "attempts": json.loads(row["attempts"]),
+        }
+        for row in rows
+    ]
 
 
-def _query(ledger: Path, sql: str, parameters: dict[str, Any]) -> list[tuple[Any, ...]]:
-    files = [str(file) for chain in chains(ledger) for file in segments(chain) if file.stat().st_size]
-    if not files:
-        return []
-    columns = ", ".join(f"{name}: '{kind}'" for name, kind in {"kind": "VARCHAR", **COLUMNS}.items())
-    rows = f"read_json($files, format = 'newline_delimited', columns = {{{columns}}})"
-    source = f"WITH receipts AS (SELECT * EXCLUDE (kind) FROM {rows} WHERE kind = 'receipt') "  # see `ledger.rows`
-    with duckdb.connect(":memory:", config={"autoinstall_known_extensions": "false"}) as connection:
+def bill_rows(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, Any]]:
+    """Receipts and corrections by their columns, in the order of their ids. `cost` is a decimal. Raises
+    `UnreadableLedger`.
+    """
+    names = ["kind", *(name for name in COLUMNS if name != "attempts"), "corrects"]
+    sql = f"SELECT {', '.join(names)} FROM bills WHERE {period.condition} ORDER BY event_id"
+    with _reading(ledger) as connection:
+        cursor = connection.execute(sql, period.parameters)
+        while rows := cursor.fetchmany(_FETCH_ROWS):
+            for row in rows:
+                yield dict(zip(names, row, strict=True))
+
+
+def write_parquet(ledger: Path, file: Path, period: Period = EVERYTHING) -> int:
+    """Write receipts and corrections, a column for each field, and return how many. Raises `UnreadableLedger`."""
+    rows = f"SELECT * EXCLUDE (attempts) FROM bills WHERE {period.condition} ORDER BY event_id"
+    with _reading(ledger) as connection:
+        target = str(file).replace("'", "''")
+        written = connection.execute(f"COPY ({rows}) TO '{target}' (FORMAT parquet)", period.parameters).fetchone()
+    return int(written[0]) if written else 0
+
+
+def unpriced(ledger: Path, period: Period = EVERYTHING) -> list[tuple[str, str | None, int]]:
+    """(model, deployment, calls) of work that no price is known for. Raises `UnreadableLedger`."""
+    with _reading(ledger) as connection:
+        return connection.execute(
+            f"SELECT model_asked, deployment, count(*) FROM receipts ANTI JOIN ({_PRICES_NOW}) AS now "
+            f"ON event_id = now.corrects AND now.priced WHERE cost IS NULL AND {period.condition} "
+            "GROUP BY ALL ORDER BY ALL",
+            period.parameters,
+        ).fetchall()
+
+
+def _summary(connection: duckdb.DuckDBPyConnection, dimensions: Sequence[str], period: Period) -> str:
+    """One pass over the rows. The few prices that there are multiply sums, and not each row."""
+    some = connection.execute("SELECT count(*) FROM corrections").fetchone()
+    rows, priced = "bills", "(cost IS NOT NULL)"
+    prices = [f"bills.{name} AS now_{name}" for name in _PRICED_BY]
+    if some and some[0]:
+        rows = f"bills LEFT JOIN ({_PRICES_NOW}) AS now ON bills.kind = 'receipt' AND bills.event_id = now.corrects"
+        priced = "(cost IS NOT NULL OR coalesce(now.priced, false))"
+        prices = [f"if(now.corrects IS NULL, bills.{name}, now.{name}) AS now_{name}" for name in _PRICED_BY]
+    worked = "source <> 'cache'"
+    tokens = [f"sum({name}) FILTER ({worked}) AS {name}" for name in TOKENS]
+    names = "".join(f"{dimension.rpartition(' ')[2]}, " for dimension in dimensions)
+    return f"""
+        SELECT {names} now_currency, requests, cache_hits, {", ".join(TOKENS)}, inexact, unpriced, cost,
+               cache_read * (now_price_input::{_PRICE} - coalesce(now_price_cached_input, now_price_input)::{_PRICE})
+        FROM (
+            SELECT {", ".join([*dimensions, *prices])},
+                   count(*) FILTER (kind = 'receipt') AS requests,
+                   count(*) FILTER (kind = 'receipt' AND source = 'cache') AS cache_hits,
+                   {", ".join(tokens)},
+                   count(*) FILTER (kind = 'receipt' AND source = 'estimate' AND outcome <> 'refused') AS inexact,
+                   count(*) FILTER (kind = 'receipt' AND NOT {priced}) AS unpriced,
+                   sum(cost) AS cost
+            FROM {rows} WHERE {period.condition} GROUP BY ALL
+        )
+    """
+
+
+@contextmanager
+def _reading(ledger: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    with connect(ledger) as connection:
         try:
-            return connection.execute(source + sql, {"files": files, **parameters}).fetchall()
+            yield connection
         except duckdb.Error as error:
             raise UnreadableLedger(str(error)) from error
 
 
 def _line(group: dict[str, str | None], rows: list[tuple[Any, ...]]) -> UsageLine:
-    cost, saved = dict[str, Decimal](), dict[str, Decimal]()
+    cost, saved = defaultdict[str, Decimal](Decimal), defaultdict[str, Decimal](Decimal)
     for currency, *_, spent, saved_per_million in rows:
         if currency is not None:
-            cost[currency] = spent or Decimal(0)
-            saved[currency] = (saved_per_million or Decimal(0)).scaleb(-_PRICE_EXPONENT)
+            cost[currency] += spent or Decimal(0)
+            saved[currency] += (saved_per_million or Decimal(0)).scaleb(-_PRICE_EXPONENT)
     counts = [sum(int(count or 0) for count in column) for column in zip(*(row[1:-2] for row in rows), strict=True)]
     return UsageLine._make([group, *counts, dict(sorted(cost.items())), dict(sorted(saved.items()))])
+
+
+__all__ = [
+    "COLUMNS", "DIMENSIONS", "EVERYTHING", "TOKENS", "Period", "UnreadableLedger", "UsageLine", "bill_rows", "latest",
+    "summarise", "unpriced", "write_parquet",
+]  # fmt: skip

@@ -127,7 +127,9 @@ def _one_is_a_list(value: Any) -> Any:
     return () if value is None else (value,) if isinstance(value, dict | Price) else value
 
 
-Prices = Annotated[tuple[Price, ...], BeforeValidator(_one_is_a_list, json_schema_input_type=Price | tuple[Price, ...])]
+Prices = Annotated[
+    tuple[Price, ...], BeforeValidator(_one_is_a_list, json_schema_input_type=Price | tuple[Price, ...] | None)
+]
 
 
 class PriceList:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from datetime import UTC, datetime
 from decimal import Context, Decimal, Inexact, localcontext
 from typing import Any
 
@@ -364,3 +365,158 @@ def test_event_ids_hold_when_the_clock_steps_back(monkeypatch: pytest.MonkeyPatc
 def test_times_sort_as_text(times_ns: list[int]) -> None:
     texts = [rfc3339(time_ns // 1000 * 1000) for time_ns in sorted(times_ns)]
     assert texts == sorted(texts) and len({len(text) for text in texts}) == 1
+
+
+def counted(number: int, *, end: str = "\n\n") -> bytes:
+    details = {"cached_tokens": 4}
+    usage = {"prompt_tokens": 10, "completion_tokens": number, "total_tokens": 10 + number}
+    return frame(text_frame("x", usage={**usage, "prompt_tokens_details": details}), end=end)
+
+
+def test_counts_of_every_chunk_that_only_we_wanted_are_taken_out() -> None:
+    meter = Meter(make_call())
+    meter.strip_every_usage = True
+    bare = frame(text_frame("x"))
+    assert [meter.watch(counted(number)) for number in range(1, 4)] == [bare] * 3
+    assert meter.usage == Usage(input_uncached=6, cache_read=4, output=3, exact=True)  # it may be cut here
+    assert watch_all(meter, [frame(USAGE_ONLY), frame("[DONE]")]) == frame("[DONE]")
+    assert meter.usage == COUNTED and meter.complete
+
+
+@pytest.mark.parametrize("end", ["\n\n", "\r\n\r\n"])
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_counts_are_taken_out_of_merged_frames_too(end: str, include_usage: bool) -> None:
+    meter = Meter(make_call(include_usage=include_usage))
+    meter.strip_every_usage = True
+    chunks = [counted(1, end=end), counted(2, end=end) + counted(3, end=end), frame(USAGE_ONLY) + frame("[DONE]")]
+    passed = watch_all(meter, chunks)
+    assert passed.count(b'"usage"') == include_usage
+    assert passed.count(b'"content":"x"') == 3 and passed.endswith(b"data: [DONE]\n\n")
+    assert meter.usage == COUNTED
+
+
+def test_text_behind_the_last_counts_is_an_estimate() -> None:
+    meter = Meter(make_call())
+    meter.strip_every_usage = True
+    watch_all(meter, [counted(1), counted(2), frame(text_frame("x"))])
+    assert meter.usage == Usage(input_uncached=6, cache_read=4, output=3)
+
+
+def test_a_text_that_imitates_counts_is_left_alone() -> None:
+    meter = Meter(make_call())
+    meter.strip_every_usage = True
+    meter.watch(frame(text_frame("a")))
+    chunk = frame(text_frame(',"usage":{"prompt_tokens":1}}\n\n'))
+    assert meter.watch(chunk) is chunk
+
+
+def test_anthropics_counts_come_in_two_parts() -> None:
+    start = {"type": "message_start", "message": {"usage": {"input_tokens": 21, "cache_read_input_tokens": 7}}}
+    end = {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 15}}
+    meter = Meter(make_call(include_usage=True))
+    watch_all(meter, [frame(start), frame(end)])
+    assert meter.usage == Usage(21, 7, output=15, exact=True)
+
+
+def test_a_response_counts_inside_of_its_last_event() -> None:
+    usage = {"input_tokens": 36, "output_tokens": 8, "total_tokens": 44, "input_tokens_details": {"cached_tokens": 6}}
+    end = {"type": "response.completed", "response": {"id": "r", "service_tier": "flex", "usage": usage}}
+    meter = Meter(make_call(include_usage=True))
+    watch_all(meter, [frame(end)])
+    assert meter.usage == Usage(30, 6, output=8, exact=True)
+    assert meter.service_tier == "flex"
+
+
+def test_ollama_counts_in_the_answer_itself() -> None:
+    meter = Meter(make_call(stream=False))
+    meter.watch(orjson.dumps({"model": "m", "response": "hi", "done": True, "prompt_eval_count": 26, "eval_count": 9}))
+    assert meter.usage == Usage(26, output=9, exact=True)
+
+
+def priced(*prices: dict[str, Any], model: dict[str, Any] | None = None, fallback: bool = False) -> Policy:
+    """A model on one deployment with these prices; `fallback`: that is reached as a fallback only."""
+    deployment = {"name": "a", "base_url": "http://a/v1", "model": "served", "price": list(prices)}
+    models: list[dict[str, Any]] = [{"name": "m", "deployments": ["a"], **(model or {})}]
+    deployments: list[dict[str, Any]] = [deployment]
+    if fallback:
+        deployments.append({"name": "down", "base_url": "http://b/v1", "model": "served"})
+        models.append({"name": "asked", "deployments": ["down"], "fallbacks": ["m"]})
+    document = {"deployments": deployments, "models": models, "tenants": [{"name": "acme"}]}
+    return Policy.model_validate(document)
+
+
+def billed(policy: Policy, *, model: str = "m", tier: str | None = None, at: str = "2026-11-20", **changes: Any) -> Any:
+    call = msgspec.structs.replace(make_call(), policy=policy, model=policy.models_by_name[model], **changes)
+    arrived_ns = int(datetime.fromisoformat(at).replace(tzinfo=UTC).timestamp()) * 10**9
+    bill = bill_of(call, Usage(1_000_000), policy.deployments[0], arrived_ns=arrived_ns, service_tier=tier)
+    return None if bill.cost is None else text_of(bill.cost)
+
+
+def test_the_first_price_that_fits_holds() -> None:
+    policy = priced(
+        {"input": 1, "class": "batch", "service_tier": "flex"},
+        {"input": 2, "class": "batch"},
+        {"input": 3, "service_tier": ["flex", "batch"]},
+        {"input": 4, "until": "2026-11-20"},
+        {"input": 5, "from": "2026-11-20", "until": "2026-12-01T06:00:00Z"},
+    )
+    assert billed(policy, class_name="batch", tier="flex") == "1"
+    assert billed(policy, class_name="batch", tier="default") == "2"
+    assert billed(policy, tier="batch") == "3"
+    assert billed(policy, at="2026-11-19T23:59:59") == "4"
+    assert billed(policy, tier="anything", at="2026-11-20") == "5"
+    assert billed(policy, at="2026-12-01T05:59:59") == "5"
+    assert billed(policy, at="2026-12-01T06:00:00") is None  # unpriced, and not free
+
+
+def test_a_models_price_holds_where_its_deployment_has_none() -> None:
+    own = {"price": {"input": 7}}
+    assert billed(priced(model=own)) == "7"
+    assert billed(priced({"input": 2}, model=own)) == "2"
+    assert billed(priced(model=own, fallback=True), model="asked") == "7"
+    assert billed(priced()) is None
+
+
+def test_an_answer_from_the_cache_costs_what_the_model_says() -> None:
+    call = msgspec.structs.replace(make_call(), policy=priced(model={"cache_price": {"input": 1, "output": 2}}))
+    bill = bill_of(call, Usage(1_000_000, output=1_000_000), None, arrived_ns=0, from_cache=True)
+    assert bill.cost is not None and text_of(bill.cost) == "3"
+
+
+def test_every_bucket_has_its_price_or_inherits_one() -> None:
+    usage = Usage(10, 20, 30, 40, 5, audio_input=3, audio_output=7)
+    own = Price.model_validate(
+        {"input": 1, "cached_input": 2, "cache_write": 3, "output": 5, "reasoning": 7, "audio_input": 11,
+         "audio_output": 13}
+    )  # fmt: skip
+    expected = 7 * 1 + 3 * 11 + 20 * 2 + 30 * 3 + (40 - 5 - 7) * 5 + 5 * 7 + 7 * 13
+    assert text_of(cost_of(usage, own) * 10**6) == str(expected)
+    inherited = Price.model_validate({"input": 1, "output": 5})
+    assert text_of(cost_of(usage, inherited) * 10**6) == str(60 * 1 + 40 * 5)
+
+
+def test_the_receipt_says_which_price_held() -> None:
+    policy = priced({"input": "0.1", "reasoning": "0.3", "service_tier": "flex", "version": "flex-1"})
+    call = msgspec.structs.replace(make_call(), policy=policy, service_tier="auto")
+    meter = Meter(call)
+    watch_all(meter, [frame({**ROLE, "service_tier": "flex"}), frame(USAGE_ONLY)])
+    bill = bill_of(call, meter.usage, policy.deployments[0], arrived_ns=0, service_tier=meter.service_tier)
+    receipt = make_receipt(call, meter.usage, outcome=Outcome.COMPLETE, marks=Marks(), bill=bill)
+    assert (receipt.service_tier, receipt.price_version) == ("flex", "flex-1")
+    assert (receipt.price_input, receipt.price_reasoning, receipt.price_output) == ("0.1", "0.3", "0")
+    row = orjson.loads(msgspec.json.encode(receipt))
+    assert "price_cache_write" not in row and "audio_input" not in row
+
+
+@pytest.mark.parametrize(
+    ("price", "message"),
+    [
+        ({"input": 1, "from": "2026-12-01", "until": "2026-11-01"}, "never holds"),
+        ({"input": 1, "from": "soon"}, "as in 2026-12-01"),
+        ({"input": 1, "class": "bach"}, "did you mean 'batch'"),
+        ({"input": "0.0000000001"}, "9 decimal places"),
+    ],
+)
+def test_a_price_that_can_not_be_meant_is_refused(price: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        priced(price)

@@ -53,6 +53,8 @@ def test_json(ledger: Path) -> None:
             "cache_write": 0,
             "output": 3,
             "reasoning": 2,
+            "audio_input": 0,
+            "audio_output": 0,
             "inexact": 0,
             "unpriced": 0,
             "cached_share": 0.64,
@@ -85,7 +87,7 @@ def test_times_are_utc_unless_they_say_otherwise(ledger: Path, until: str, reque
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--by", "colour"], "tenant, key, model, day, class, deployment"),
+        (["--by", "colour"], "tenant, key, user, model, class, tier, day, hour"),
         (["--since", "yesterday"], "as in 2026-11-20"),
         (["--json", "--csv"], "not both"),
         (["--json", "verify"], "after verify"),

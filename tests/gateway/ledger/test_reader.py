@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.ledger.chain import GENESIS, encode_row
-from gateway.ledger.reader import COLUMNS, UnreadableLedger, latest, summarise
+from gateway.ledger.reader import COLUMNS, Period, UnreadableLedger, latest, summarise
 from gateway.types import Receipt
 from tests.gateway.ledger.receipts import a_receipt
 
@@ -94,9 +94,9 @@ def test_groups_are_in_order_and_named(tmp_path: Path) -> None:
 def test_a_period_begins_with_since_and_ends_before_until(tmp_path: Path) -> None:
     days = [f"2026-11-{day}T00:00:00.000000Z" for day in (19, 20, 21)]
     write(tmp_path, [a_receipt(finished=day, tenant=tenant) for day in days for tenant in ("a", "b")])
-    (line,) = summarise(tmp_path, since=days[0], until=days[2], tenant="a")
+    (line,) = summarise(tmp_path, period=Period(days[0], days[2], {"tenant": ["a"]}))
     assert line.requests == 2
-    assert summarise(tmp_path, tenant="nobody") == []
+    assert summarise(tmp_path, period=Period(only={"tenant": ["nobody"]})) == []
 
 
 def test_the_latest_receipts_are_as_written(tmp_path: Path) -> None:

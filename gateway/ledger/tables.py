@@ -1,0 +1,110 @@
+"""The ledger as DuckDB's tables, whatever its segments are: lines of JSON, or compacted to Parquet.
+
+bills        receipts and corrections, `COLUMNS` and those of corrections, `cost` as a decimal
+receipts     of these, the receipts
+corrections  of these, the corrections; kept in memory, as they are few
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import duckdb
+
+from gateway.ledger.chain import chains, segments
+
+# The receipt's fields.
+COLUMNS = {
+    "event_id": "VARCHAR",
+    "call_id": "VARCHAR",
+    "tenant": "VARCHAR",
+    "key_id": "VARCHAR",
+    "end_user": "VARCHAR",
+    "operation": "VARCHAR",
+    "model_asked": "VARCHAR",
+    "model_served": "VARCHAR",
+    "deployment": "VARCHAR",
+    "latency_class": "VARCHAR",
+    "service_tier": "VARCHAR",
+    "started": "VARCHAR",
+    "finished": "VARCHAR",
+    "ttft_seconds": "DOUBLE",
+    "outcome": "VARCHAR",
+    "source": "VARCHAR",
+    "exact": "BOOLEAN",
+    "input_uncached": "BIGINT",
+    "cache_read": "BIGINT",
+    "cache_write": "BIGINT",
+    "output": "BIGINT",
+    "reasoning": "BIGINT",
+    "audio_input": "BIGINT",
+    "audio_output": "BIGINT",
+    "price_version": "VARCHAR",
+    "price_input": "VARCHAR",
+    "price_cached_input": "VARCHAR",
+    "price_cache_write": "VARCHAR",
+    "price_output": "VARCHAR",
+    "price_reasoning": "VARCHAR",
+    "price_audio_input": "VARCHAR",
+    "price_audio_output": "VARCHAR",
+    "cost": "VARCHAR",
+    "currency": "VARCHAR",
+    "attempts": "JSON",
+    "policy_hash": "VARCHAR",
+    "trace_id": "VARCHAR",
+}
+_CORRECTION_COLUMNS = {"corrects": "VARCHAR", "reason": "VARCHAR", "corrected": "VARCHAR"}
+ROW_COLUMNS = {"kind": "VARCHAR", **COLUMNS, **_CORRECTION_COLUMNS}
+"""Of every kind of row, with the types in which JSON is read."""
+
+_COST = "DECIMAL(38, 15)"  # an atom of money is the 15th decimal
+TYPED = ", ".join(f"{name}::{_COST} AS {name}" if name == "cost" else name for name in ROW_COLUMNS)
+"""What is selected from JSON: as the tables have it."""
+
+_CORRECTION = b'"kind":"correction"'
+_SETTINGS = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
+
+
+class UnreadableLedger(Exception):
+    """A file of the ledger is not what the writer writes. The message names it."""
+
+
+@contextmanager
+def connect(ledger: Path, *, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A database in memory with the tables of a ledger."""
+    files = [file for chain in chains(ledger) for file in segments(chain) if file.stat().st_size]
+    lines = [file for file in files if file.suffix == ".jsonl"]
+    compacted = [file for file in files if file.suffix == ".parquet"]
+    config = _SETTINGS | ({"threads": str(threads)} if threads else {})
+    with duckdb.connect(":memory:", config=config) as connection:
+        connection.execute(f"CREATE VIEW bills AS {_rows(lines, compacted)}")
+        connection.execute("CREATE VIEW receipts AS FROM bills WHERE kind = 'receipt'")
+        with_corrections = _rows([file for file in lines if _has_correction(file)], compacted)
+        connection.execute(f"CREATE TABLE corrections AS FROM ({with_corrections}) WHERE kind = 'correction'")
+        yield connection
+
+
+def _rows(lines: list[Path], compacted: list[Path]) -> str:
+    columns = ", ".join(f"{name}: '{kind}'" for name, kind in ROW_COLUMNS.items())
+    nothing = ", ".join(f"NULL::{kind} AS {name}" for name, kind in ROW_COLUMNS.items())
+    parts = [f"SELECT {TYPED} FROM (SELECT {nothing}) WHERE false"]
+    if lines:
+        source = f"read_json({_sql_list(lines)}, format = 'newline_delimited', columns = {{{columns}}})"
+        parts.append(f"SELECT {TYPED} FROM {source}")
+    if compacted:
+        columns = ", ".join("line::JSON->'attempts'" if name == "attempts" else name for name in ROW_COLUMNS)
+        parts.append(f"SELECT {columns} FROM read_parquet({_sql_list(compacted)})")
+    return f"SELECT * FROM ({' UNION ALL '.join(parts)}) WHERE kind IN ('receipt', 'correction')"
+
+
+def _sql_list(files: list[Path]) -> str:
+    return "[" + ", ".join("'" + str(file).replace("'", "''") + "'" for file in files) + "]"
+
+
+def _has_correction(file: Path) -> bool:
+    """Reading bytes is much cheaper than reading JSON, and hardly a segment has one."""
+    with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        return mapped.find(_CORRECTION) >= 0
