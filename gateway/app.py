@@ -38,6 +38,7 @@ from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
 from gateway.serve import House, handle
 from gateway.settings import Settings, resolve_secret
+from gateway.settlement import Settler
 from gateway.shell import EXCEPTION_HANDLERS, json_reply
 from gateway.storage import open_storage
 from gateway.telemetry import (
@@ -74,16 +75,18 @@ class Gateway:
         self._quiet = asyncio.Event()  # set when no call is in flight any more
         self._draining = False
         self._ledger = Ledger(settings.ledger_dir, settings.replica)
+        limiter = Limiter(self._storage, LIMITS)
         pepper = settings.key_pepper.get_secret_value()
         self.house = House(
             policies=policies,
             authenticator=Authenticator(self._storage, pepper),
             canonicaliser=Canonicaliser(pepper.encode(), self._storage),
             cache=ResponseCache(self._storage),
-            limiter=Limiter(self._storage, LIMITS),
+            limiter=limiter,
             queue=Queue(self._fleet),
             router=Router(self._fleet, STRATEGIES),
             ledger=self._ledger,
+            settler=Settler(limiter, self._ledger),
             telemetry=self._telemetry,
             max_body_bytes=settings.max_body_bytes,
         )
@@ -160,6 +163,7 @@ class Gateway:
             opened.push_async_callback(self._telemetry.shutdown)
             await self.house.limiter.start()
             opened.push_async_callback(self.house.limiter.stop)
+            opened.push_async_callback(self.house.settler.stop)
             opened.push_async_callback(self._transport.aclose)
             watching = asyncio.create_task(self._policies.watch(), name="policy watch")
             watching.add_done_callback(_tell_why_it_ended)
@@ -190,7 +194,7 @@ class Gateway:
         watch(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
         watch(LIMITS_UNSETTLED, lambda: limiter.unsettled)
         watch(STORE_FAILURES, lambda: limiter.store_failures)
-        watch(LEDGER_ROWS, lambda: self._ledger.rows_written)
+        watch(LEDGER_ROWS, lambda: self._ledger.receipts_written)
         watch(LEDGER_OK, lambda: float(self._ledger.ok))
 
     # The shell: what is asked for seldom.

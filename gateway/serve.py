@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -26,7 +27,7 @@ from gateway.replies import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, Client
 from gateway.routing.attempts import Attempts
 from gateway.routing.router import Router
 from gateway.routing.upstream import Upstream
-from gateway.settlement import Books, Settlement
+from gateway.settlement import Books, Settlement, Settler, open_in
 from gateway.telemetry import CallRecord, Telemetry
 from gateway.types import Call, Marks, Outcome
 
@@ -45,6 +46,7 @@ class House:
     queue: Queue
     router: Router
     ledger: Books
+    settler: Settler
     telemetry: Telemetry
     max_body_bytes: int
 
@@ -71,11 +73,14 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
         # By the call's id the server can be asked afterwards what it did for it.
         lambda span: {"x-request-id": call_id, **house.telemetry.outgoing(record.trace, span)},
         task,
+        partial(open_in, house.ledger, call, marks),
     )
     if isinstance(found, Answer):
         record.cache = found.kind
         marks.enter("chat")
-        account = Settlement(call, UNLIMITED, UNRECORDED, attempts, exchange, record, house.ledger, from_cache=True)
+        account = Settlement(
+            call, UNLIMITED, UNRECORDED, attempts, exchange, record, house.ledger, house.settler, from_cache=True
+        )
         try:
             async with account, found:
                 await relay(call, found, account, exchange)
@@ -89,10 +94,12 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
     with found:
         marks.enter("admit")
         house.ledger.check()
-        reservation = await house.limiter.admit(call)
+        reservation = await house.settler.admit(call)
         exchange.reply_headers.update(reservation.headers)
 
-        async with Settlement(call, reservation, found, attempts, exchange, record, house.ledger) as account:
+        async with Settlement(
+            call, reservation, found, attempts, exchange, record, house.ledger, house.settler
+        ) as account:
             marks.enter("queue")
             async with house.queue.turn(call) as place:
                 marks.enter("route")

@@ -1,9 +1,10 @@
 """Phase 8: what happens on every way out of an admitted call, once.
 
 The receipt is in the ledger before the last bytes of the answer are sent, so that whoever got a whole answer has
-been billed for it, whatever happens next; the ledger makes it durable together with its neighbours. Then, behind the
-client's back: the reservation is settled to the truth, the router learns what was really cached, and the answer goes
-into the cache. None of this waits longer than a storage operation may, or is lost to a cancellation.
+been billed for it, whatever happens next; and before a server is asked, a row there says so, which the next start finds
+without its receipt if this process is killed. Then, behind the client's back: its place is free again, the router
+learns what was really cached, and the answer goes into the cache. None of this waits longer than a storage operation
+may, or is lost to a cancellation. What was reserved is settled to the truth once the receipt is durable.
 """
 
 from __future__ import annotations
@@ -11,20 +12,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Protocol
 
 from gateway.cache import Recording, Unrecorded
-from gateway.errors import GatewayError, LedgerUnavailable, UpstreamCut, UpstreamTimeout
+from gateway.errors import BudgetSpent, GatewayError, LedgerUnavailable, LimitReached, UpstreamCut, UpstreamTimeout
 from gateway.fleet import Server
-from gateway.limits.base import Reservation
-from gateway.metering import Meter, bill_of, make_receipt
+from gateway.ids import new_event_id
+from gateway.ledger import Ledger, Opened
+from gateway.limits.base import UNLIMITED, Limiter, Reservation
+from gateway.metering import Meter, bill_of, make_receipt, rfc3339
 from gateway.money import nanos_of
 from gateway.providers.base import Fault
 from gateway.replies import Exchange
 from gateway.routing.router import Attempts, Upstream
 from gateway.telemetry import CallRecord
-from gateway.types import Call, Outcome, Receipt
+from gateway.types import Call, Marks, Outcome, Receipt, Usage
+
+SETTLED_AT_ONCE = 16  # operations of the storage under way at the same time, so that a shared one gathers them
+REFUSAL_WAIT_SECONDS = 0.25  # at most, before a limit refuses a tenant some of whose calls are over and not yet settled
 
 
 class Books(Protocol):
@@ -33,7 +41,99 @@ class Books(Protocol):
     def check(self) -> None:
         """Raise `LedgerUnavailable` where the next receipt could not be written."""
 
+    def open_call(self, opened: Opened) -> None:
+        """A server is about to be asked. Raise `LedgerUnavailable` where that could not be billed."""
+
     def append(self, receipt: Receipt) -> None: ...
+
+
+def open_in(books: Books, call: Call, marks: Marks, server: Server) -> None:
+    """Note in the books that the server is about to be asked."""
+    opened = Opened(
+        event_id=new_event_id(),
+        call_id=call.id,
+        tenant=call.principal.tenant.name,
+        key_id=call.principal.key_id,
+        end_user=call.end_user,
+        operation=call.operation.value,
+        model_asked=call.asked_model,
+        deployment=server.deployment.name,
+        latency_class=call.class_name,
+        service_tier=call.service_tier,
+        started=rfc3339(marks.started_ns),
+        prompt_tokens_estimate=call.prompt_tokens_estimate,
+        policy_hash=call.policy.hash,
+        trace_id=f"{call.trace.trace_id:032x}",
+    )
+    books.open_call(opened)
+
+
+class Settler:
+    """Settles reservations once their receipts are durable, all those of one fsync together, in one task.
+
+    A call that is over has given its place back already; its tokens and its money come back a little later. Nobody is
+    refused for these: `admit` waits for them first. What can not be made durable is not settled: its lease runs out.
+    """
+
+    def __init__(self, limiter: Limiter, ledger: Ledger) -> None:
+        self._limiter = limiter
+        self._ledger = ledger  # which bounds how much can be due
+        self._due: list[tuple[Reservation, Usage, int, str]] = []
+        self._unsettled = Counter[str]()  # by tenant
+        self._running = asyncio.Event()  # set when what the task works on is settled
+        self._gathering = asyncio.Event()  # and when `_due` is
+        self._task: asyncio.Task[None] | None = None
+
+    async def admit(self, call: Call) -> Reservation:
+        """As `Limiter.admit`, by what is true."""
+        try:
+            return await self._limiter.admit(call)
+        except (LimitReached, BudgetSpent):
+            if call.principal.tenant.name not in self._unsettled:
+                raise
+        await self._settle_now()
+        return await self._limiter.admit(call)
+
+    def settle(self, reservation: Reservation, usage: Usage, cost_nanos: int, tenant: str) -> None:
+        """Settle it when every row that the ledger has now is durable."""
+        self._due.append((reservation, usage, cost_nanos, tenant))
+        self._unsettled[tenant] += 1
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._settle_due(), name="ledger settle")
+
+    async def stop(self) -> None:
+        """Settle what is left."""
+        while self._task is not None:
+            with contextlib.suppress(LedgerUnavailable):
+                await self._ledger.durable(hurry=True)
+            await self._task
+
+    async def _settle_now(self) -> None:
+        over = self._gathering if self._due else self._running
+        with contextlib.suppress(TimeoutError, LedgerUnavailable):
+            async with asyncio.timeout(REFUSAL_WAIT_SECONDS):
+                await self._ledger.durable(hurry=True)
+                await over.wait()
+
+    async def _settle_due(self) -> None:
+        while self._due:
+            due, self._due = self._due, []
+            self._running, self._gathering = self._gathering, asyncio.Event()
+            try:
+                await self._ledger.durable()
+                rest = iter(due)
+                lanes = min(SETTLED_AT_ONCE, len(due))
+                await asyncio.gather(*[self._settle_each(rest) for _ in range(lanes)])
+            except LedgerUnavailable:
+                pass  # which has said so, and is restarted; nothing settles before
+            self._unsettled -= Counter(tenant for *_, tenant in due)
+            self._running.set()
+        self._task = None
+
+    @staticmethod
+    async def _settle_each(due: Iterator[tuple[Reservation, Usage, int, str]]) -> None:
+        for reservation, usage, cost_nanos, _ in due:
+            await reservation.settle(usage, cost_nanos)
 
 
 class Settlement:
@@ -48,6 +148,7 @@ class Settlement:
         exchange: Exchange,
         record: CallRecord,
         ledger: Books,
+        settler: Settler,
         *,
         from_cache: bool = False,
     ) -> None:
@@ -59,10 +160,12 @@ class Settlement:
         self._exchange = exchange
         self._record = record
         self._ledger = ledger
+        self._settler = settler
         self._from_cache = from_cache
         self._upstream: Upstream | None = None
         self._worker: Server | None = None  # whose work is billed
         self._written = False
+        self._settled = False
         self._cost = 0  # in atoms; unpriced work is charged to no budget
 
     async def __aenter__(self) -> Settlement:
@@ -183,11 +286,16 @@ class Settlement:
             self._worker = server
 
     async def settle(self) -> None:
-        """Pay the truth, and give back what was held. The first time counts."""
-        if self._written:
-            await self._reservation.settle(self.meter.usage, nanos_of(self._cost))
-        else:
+        """Give its place back, and have the truth paid as soon as the receipt is durable. The first time counts."""
+        if self._settled or self._reservation is UNLIMITED:
+            return
+        self._settled = True
+        if not self._written:
             await self._reservation.release()
+            return
+        tenant = self._call.principal.tenant.name
+        self._settler.settle(self._reservation, self.meter.usage, nanos_of(self._cost), tenant)
+        await self._reservation.leave()
 
     def _outcome(self, error: BaseException | None) -> Outcome:
         if error is None:

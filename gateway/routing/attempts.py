@@ -24,6 +24,7 @@ class Attempts:
         new_span_id: Callable[[], int],
         headers: Callable[[int], Mapping[str, str]],
         task: asyncio.Task[Any] | None = None,
+        opening: Callable[[Server], None] = lambda server: None,
     ) -> None:
         self.task = task  # whose call it is, for who has it at hand
         self.done: list[Attempt] = []
@@ -31,6 +32,12 @@ class Attempts:
         self.cancelled_as = CLIENT_GONE  # the outcome of an attempt that is cancelled now
         self.new_span_id = new_span_id
         self.headers = headers  # of an attempt, by its span id
+        self._opening = opening  # notes it in the books
+
+    def ask(self, server: Server) -> None:
+        """Before anything is sent to it. Raises `LedgerUnavailable` where it must not be asked."""
+        self._opening(server)
+        self.asked = server
 
     def add(self, candidate: Candidate, outcome: str, started_ns: int, span_id: int, status: int | None) -> None:
         self.done.append(

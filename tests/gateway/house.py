@@ -22,7 +22,7 @@ from gateway.doors import DOORS
 from gateway.errors import LedgerUnavailable
 from gateway.fleet import Fleet
 from gateway.keys import hash_key
-from gateway.ledger import Ledger
+from gateway.ledger import Correction, Ledger
 from gateway.ledger.chain import segments
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
@@ -33,6 +33,7 @@ from gateway.queueing import Queue
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
 from gateway.serve import House, handle
+from gateway.settlement import Settler
 from gateway.storage.base import Charge, Granted, Refused
 from gateway.storage.memory import MemoryStorage
 from gateway.telemetry import CallRecord, Telemetry
@@ -245,11 +246,13 @@ class FaultyLedger(Ledger):
     """Can be told to take no more."""
 
     fault_ahead = False
+    has_failed = False
 
-    def append(self, receipt: Receipt) -> None:
+    def append(self, row: Receipt | Correction) -> None:
         if self.fault_ahead:
+            self.has_failed = True
             raise LedgerUnavailable("the disk is full")
-        super().append(receipt)
+        super().append(row)
 
 
 class NotingTelemetry(Telemetry):
@@ -275,15 +278,17 @@ class Rig:
         self.fleet = Fleet(provider)
         self.ledger = FaultyLedger(directory / "ledger", "r")
         self.ledger_directory = directory / "ledger" / "r"
+        limiter = Limiter(self.storage, LIMITS)
         self.house = House(
             policies=PolicyHolder(self.policy_file),
             authenticator=Authenticator(self.storage, PEPPER),
             canonicaliser=Canonicaliser(b"secret"),
             cache=ResponseCache(self.storage),
-            limiter=Limiter(self.storage, LIMITS),
+            limiter=limiter,
             queue=Queue(self.fleet),
             router=Router(self.fleet, STRATEGIES),
             ledger=self.ledger,
+            settler=Settler(limiter, self.ledger),
             telemetry=self.telemetry,
             max_body_bytes=MAX_BODY_BYTES,
         )
@@ -322,12 +327,16 @@ class Rig:
             await asyncio.sleep(0)
         raise AssertionError("no server was asked")
 
-    def receipts(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         rows = b"".join(file.read_bytes() for file in segments(self.ledger_directory)).splitlines()
         return [json.loads(row) for row in rows]
 
+    def receipts(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows() if row["kind"] == "receipt"]
+
     async def check_at_rest(self) -> None:
         """Nothing is held by anybody any more, and everything was ended once."""
+        await self.house.settler.stop()
         await self.house.limiter.retry_unsettled()
         await settle()
         for server in self.fleet:
@@ -336,6 +345,7 @@ class Rig:
         assert self.house.cache.in_flight == 0, "a recording was never ended"
         assert self.house.limiter.open_reservations == 0
         assert sorted(self.storage.ended) == sorted(self.storage.granted), "each reservation is ended once"
+        assert self.ledger.calls_open == 0 or self.ledger.has_failed, "a server was asked, and nobody says what came of it"
         calls = [receipt["call_id"] for receipt in self.receipts()]
         assert len(set(calls)) == len(calls), "a call has two receipts"
         ours = {task for task in asyncio.all_tasks() if "ledger" not in task.get_name()}

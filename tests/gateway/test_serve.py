@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 from gateway import replies
 from gateway.errors import LedgerUnavailable
+from gateway.ledger import appender, writer
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.types import Operation, Outcome
 from tests.gateway.house import (
@@ -125,10 +128,75 @@ async def test_the_reservation_is_settled_to_the_truth(tmp_path: Path) -> None:
         rig.script(answer())  # 12 tokens
         reserved = 1000 - int((await rig.ask(chat(max_tokens=100))).headers["x-ratelimit-remaining-tokens"])
         assert reserved > 100
+        await rig.house.settler.stop()
         left = int((await rig.ask(chat(max_tokens=100))).headers["x-ratelimit-remaining-tokens"])
         assert left == 1000 - 12 - reserved
+        await rig.house.settler.stop()
         (account,) = (account for key, account in rig.storage._accounts.items() if "budget" in key)
         assert account.spent == 2 * (10 * 1000 + 2 * 2000)  # billionths: 10 tokens at 1 and 2 at 2 per million
+
+
+async def test_nobody_is_refused_for_what_is_over_and_not_yet_settled(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, tenants=[tenant(tokens="150/1d")]) as rig:
+        rig.script(answer())  # 12 tokens, of some 106 that are reserved
+        assert [(await rig.ask(chat(max_tokens=100))).status for _ in range(3)] == [200, 200, 200]
+        assert (await rig.ask(chat(max_tokens=140))).status == 429
+
+
+async def test_the_truth_is_paid_when_the_receipt_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = threading.Event()
+    monkeypatch.setattr(writer, "sync", lambda full, segment, folder: disk.wait(10))
+    async with a_rig(tmp_path, tenants=[tenant(tokens="1000/1d", concurrency=1)]) as rig:
+        rig.script(answer())
+        assert (await rig.ask(chat(max_tokens=10))).status == 200, "the client waits for no disk"
+        assert (await rig.ask(chat(max_tokens=10))).status == 200, "and nobody for its place"
+        assert rig.storage.ended == []
+        disk.set()
+        await rig.house.settler.stop()
+        assert len(rig.storage.ended) == 2
+
+
+async def test_before_a_server_is_asked_a_row_says_so(tmp_path: Path) -> None:
+    async with a_rig(tmp_path) as rig:
+        serving = rig.begin(client := Client(chat(user="u")))
+        reply = await rig.reply()
+        (opened,) = rig.rows()
+        assert (opened["kind"], opened["call_id"]) == ("opened", reply.call.id)
+        reply.say(answer())
+        await in_time(serving)
+        _, receipt = rig.rows()
+        assert receipt["kind"] == "receipt" and receipt["event_id"] != opened["event_id"]
+        same = ("call_id", "tenant", "key_id", "end_user", "operation", "model_asked", "deployment", "latency_class")
+        assert {name: opened[name] for name in same} == {name: receipt[name] for name in same}
+        assert (opened["started"], opened["trace_id"]) == (receipt["started"], receipt["trace_id"])
+        assert client.headers["x-request-id"] == opened["call_id"]
+
+
+async def test_each_attempt_is_opened_and_one_receipt_closes_them(tmp_path: Path) -> None:
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].script = rig.servers["b"].script = (cut(),)
+        rig.servers["c"].script = (answer(),)
+        assert (await rig.ask(chat())).status == 200
+        assert [(row["kind"], row["deployment"]) for row in rig.rows()] == [
+            ("opened", "a"), ("opened", "b"), ("opened", "c"), ("receipt", "c"),
+        ]  # fmt: skip
+
+
+async def test_what_can_not_be_opened_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(appender, "take_room", full)
+    monkeypatch.setattr(writer, "PROBE_SECONDS", 0)
+    async with a_rig(tmp_path, tenants=[tenant(concurrency=1)]) as rig:
+        client = await rig.ask(chat())
+        assert (client.status, client.json["error"]["code"]) == (503, "ledger_unavailable")
+        assert rig.rows() == [] and rig.replies == [] and not rig.ledger.ok
+        monkeypatch.undo()
+        assert rig.ledger._prober is not None
+        await in_time(rig.ledger._prober)
+        rig.script(answer())
+        assert (await rig.ask(chat())).status == 200
 
 
 # Refusals, before any server is asked

@@ -43,14 +43,14 @@ async def test_rows_are_readable_at_once_and_durable_when_asked(tmp_path: Path) 
             ledger.append(receipt)
         assert event_ids(tmp_path) == [receipt.event_id for receipt in receipts]
         await ledger.durable()
-        assert ledger.ok and ledger.rows_written == 3
+        assert ledger.ok and ledger.receipts_written == 3
     assert verify(tmp_path).broken is None
 
 
 async def test_one_fsync_serves_all_rows_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     async with Ledger(tmp_path, "replica") as ledger:
-        monkeypatch.setattr(writer, "_sync", lambda full, segment, folder: synced.append(segment))
+        monkeypatch.setattr(writer, "sync", lambda full, segment, folder: synced.append(segment))
         waiting = []
         for _ in range(50):
             ledger.append(a_receipt())
@@ -72,7 +72,7 @@ async def test_a_row_that_comes_during_an_fsync_waits_for_the_next(
         loop.call_soon_threadsafe(running.set)
 
     async with Ledger(tmp_path, "replica") as ledger:
-        monkeypatch.setattr(writer, "_sync", sync)
+        monkeypatch.setattr(writer, "sync", sync)
         ledger.append(a_receipt())
         await running.wait()
         ledger.append(a_receipt())
@@ -210,7 +210,7 @@ async def test_after_a_failed_fsync_nothing_is_promised(tmp_path: Path, monkeypa
         raise OSError(errno.EIO, "Input/output error")
 
     async with Ledger(tmp_path, "replica") as ledger:
-        monkeypatch.setattr(writer, "_sync", failing)
+        monkeypatch.setattr(writer, "sync", failing)
         ledger.append(a_receipt())
         with pytest.raises(LedgerUnavailable, match="restart"):
             await ledger.durable()
@@ -242,7 +242,7 @@ def test_the_chain_holds_over_any_history(lives: list[Life]) -> None:
         else:
             if ledger._committer:
                 ledger._committer.cancel()
-            ledger._let_go()
+            ledger._chain.close()
             with max((directory / "replica").glob("*.jsonl")).open("ab") as file:
                 file.write(torn)
         return [receipt.event_id for receipt in receipts]
