@@ -17,6 +17,7 @@ from gateway.health import (
     eject_outliers,
 )
 from gateway.policy import Deployment
+from gateway.prefix.working_set import WorkingSet
 from gateway.providers.base import Unasked
 from tests.gateway.calls import a_policy
 
@@ -83,7 +84,7 @@ def servers(*seconds: float, at: float = 100.0) -> list[Server]:
     made = []
     for number, each in enumerate(seconds):
         fields = {"name": f"s{number}", "base_url": "http://s.invalid/v1", "model": "m"}
-        server = Server(Deployment.model_validate(fields), Patient())
+        server = Server(Deployment.model_validate(fields), Patient(), WorkingSet())
         server.first_chunks.extend([(at, each)] * OUTLIER_MIN_SAMPLES)
         made.append(server)
     return made
