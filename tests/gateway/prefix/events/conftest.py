@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from gateway.prefix.events.base import Removed, Stored
+
+WAIT_SECONDS = 20
+
+
+class Recorder:
+    """A listener that writes down what it hears, and can be waited for."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+        self._changed = asyncio.Event()
+
+    def _note(self, what: object) -> None:
+        self.heard.append(what)
+        self._changed.set()
+
+    def stored(self, event: Stored) -> None:
+        self._note(event)
+
+    def removed(self, event: Removed) -> None:
+        self._note(event)
+
+    def cleared(self) -> None:
+        self._note("cleared")
+
+    def lost(self) -> None:
+        self._note("lost")
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not done():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
