@@ -26,9 +26,11 @@ from gateway.doors import DOORS, catalogue
 from gateway.errors import GatewayError, StorageUnavailable
 from gateway.fleet import Fleet
 from gateway.health import HealthChecks
+from gateway.keyring import Keyring
 from gateway.ledger import Ledger
 from gateway.limits import LIMITS
-from gateway.limits.base import Limiter
+from gateway.limits.limiter import Limiter
+from gateway.limits.report import what_is_left
 from gateway.policy import Policy
 from gateway.policy_file import PolicyHolder
 from gateway.providers import make_provider
@@ -104,7 +106,14 @@ class Gateway:
         )
         self._shell.router.redirect_slashes = False  # a redirect would name whatever host the client made up
         # On a listener of its own, where settings give it one; `routes` is where further ones are mounted.
-        self.admin = Admin(policies=policies, key=settings.admin_key, state=self._state, routes=())
+        self.admin = Admin(
+            policies=policies,
+            key=settings.admin_key,
+            keyring=Keyring(self._storage, pepper),
+            limits_of=lambda tenant, keys: what_is_left(tenant, keys, LIMITS, self._storage, now=time.time()),
+            state=self._state,
+            routes=(),
+        )
         self._take_over(policies.current)
         policies.subscribe(self._take_over, refused=self._telemetry.policy_rejected)
         self._show_numbers()

@@ -2,6 +2,10 @@
 
 A key is looked up by its public id: in the policy first, then in the storage, whose answers are remembered for
 `REMEMBER_SECONDS` (absent keys too), so that guessing costs the store nothing and a revocation takes effect soon.
+
+While the storage is away, what was last read of a key still holds for `OUTAGE_SECONDS`, where the policy wants calls to
+go on (`storage_outage: {limits: local_share}`). A replica that had not heard of a revocation by then does not, for so
+long.
 """
 
 from __future__ import annotations
@@ -11,21 +15,36 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from gateway.errors import Unauthenticated
+import msgspec
+
+from gateway.errors import StorageUnavailable, Unauthenticated
 from gateway.keys import hash_key, parse_key, verify
-from gateway.policy import Policy
+from gateway.policy import Limits, Policy
 from gateway.storage.base import KeyRecord, Keys
 from gateway.types import Principal
 
 REMEMBER_SECONDS = 1.0
 REMEMBERED_KEYS_MAX = 10_000
+OUTAGE_SECONDS = 600.0
+ASK_AGAIN_SECONDS = 1.0  # while the storage is away: nobody waits for it between
+
+
+class _Read(msgspec.Struct, frozen=True):
+    """A key's record, as it was read, and what it says in the form in which it is used."""
+
+    at: float
+    record: KeyRecord | None
+    models: frozenset[str] | None = None
+    classes: frozenset[str] | None = None
+    limits: Limits | None = None
 
 
 class Authenticator:
     def __init__(self, keys: Keys, pepper: str) -> None:
         self._keys = keys
         self._pepper = pepper
-        self._remembered: OrderedDict[str, tuple[float, KeyRecord | None]] = OrderedDict()
+        self._remembered: OrderedDict[str, _Read] = OrderedDict()
+        self._ask_after = 0.0  # while the storage is away
         self._nobodys_hash = hash_key("nobody", pepper)  # compared with where there is no record, to take as long
 
     async def authenticate(self, headers: Mapping[bytes, bytes], policy: Policy) -> Principal:
@@ -36,37 +55,67 @@ class Authenticator:
         if entry := policy.keys_by_id.get(key_id):
             tenant, known = entry
             if verify(key, known.hash, self._pepper):
-                return Principal(tenant, key_id, frozenset(known.models) if known.models is not None else None)
-        elif parsed and (record := await self._record(key_id)):
-            owner = policy.tenants_by_name.get(record.tenant)
-            if verify(key, record.hash, self._pepper) and _valid(record) and owner is not None:
-                return Principal(owner, key_id, frozenset(record.models) if record.models is not None else None)
+                return Principal(tenant, key_id, _set(known.models), _set(known.classes), known.limits)
+        elif parsed and (read := await self._read(key_id, policy)).record is not None:
+            owner = policy.tenants_by_name.get(read.record.tenant)
+            if self._opens(key, read.record) and owner is not None:
+                return Principal(owner, key_id, read.models, read.classes, read.limits)
         else:
             verify(key, self._nobodys_hash, self._pepper)
         raise Unauthenticated("the API key is not valid")
 
     async def principal_of(self, key_id: str, policy: Policy) -> Principal | None:
-        """Whom a key that was verified earlier stands for now; None where it is not valid any more."""
+        """Whom a key stands for that was presented earlier, as for a batch; None where it is valid no more."""
         if entry := policy.keys_by_id.get(key_id):
             tenant, known = entry
-            return Principal(tenant, key_id, frozenset(known.models) if known.models is not None else None)
-        record = await self._record(key_id)
-        owner = policy.tenants_by_name.get(record.tenant) if record is not None else None
-        if record is None or owner is None or not _valid(record):
+            return Principal(tenant, key_id, _set(known.models), _set(known.classes), known.limits)
+        read = await self._read(key_id, policy)
+        owner = policy.tenants_by_name.get(read.record.tenant) if read.record is not None else None
+        if read.record is None or owner is None or read.record.revoked or _is_over(read.record.expires):
             return None
-        return Principal(owner, key_id, frozenset(record.models) if record.models is not None else None)
+        return Principal(owner, key_id, read.models, read.classes, read.limits)
 
-    async def _record(self, key_id: str) -> KeyRecord | None:
+    def _opens(self, key: str, record: KeyRecord) -> bool:
+        right = verify(key, record.hash, self._pepper)
+        if not right and record.old_hash is not None:
+            right = verify(key, record.old_hash, self._pepper) and not _is_over(record.old_expires)
+        return right and not record.revoked and not _is_over(record.expires)
+
+    async def _read(self, key_id: str, policy: Policy) -> _Read:
         now = time.monotonic()
-        remembered = self._remembered.get(key_id)
-        if remembered is not None and now - remembered[0] < REMEMBER_SECONDS:
-            return remembered[1]
-        record = await self._keys.get_key(key_id)
-        self._remembered[key_id] = (now, record)
+        last = self._remembered.get(key_id)
+        if last is not None and now - last.at < REMEMBER_SECONDS:
+            return last
+        goes_on = policy.storage_outage.limits != "refuse" and last is not None and now - last.at < OUTAGE_SECONDS
+        if last is not None and goes_on and now < self._ask_after:
+            return last
+        try:
+            record = await self._keys.get_key(key_id)
+        except StorageUnavailable:
+            self._ask_after = time.monotonic() + ASK_AGAIN_SECONDS
+            if last is None or not goes_on:
+                raise
+            return last
+        if last is not None and record == last.record:
+            read = msgspec.structs.replace(last, at=now)  # with the same limits: whoever knows them need not look again
+        else:
+            read = _as_used(now, record)
+        self._remembered[key_id] = read
         self._remembered.move_to_end(key_id)
         if len(self._remembered) > REMEMBERED_KEYS_MAX:
             self._remembered.popitem(last=False)
-        return record
+        return read
+
+
+def _as_used(now: float, record: KeyRecord | None) -> _Read:
+    if record is None:
+        return _Read(now, None)
+    limits = None if record.limits is None else Limits.model_validate(record.limits)
+    return _Read(now, record, _set(record.models), _set(record.classes), limits)
+
+
+def _set(names: tuple[str, ...] | None) -> frozenset[str] | None:
+    return None if names is None else frozenset(names)
 
 
 def _presented(headers: Mapping[bytes, bytes]) -> str:
@@ -78,6 +127,5 @@ def _presented(headers: Mapping[bytes, bytes]) -> str:
     return key.decode("latin-1")
 
 
-def _valid(record: KeyRecord) -> bool:
-    expired = record.expires is not None and datetime.fromisoformat(record.expires) <= datetime.now(UTC)
-    return not (record.revoked or expired)
+def _is_over(moment: str | None) -> bool:
+    return moment is not None and datetime.fromisoformat(moment) <= datetime.now(UTC)

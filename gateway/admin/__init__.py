@@ -7,7 +7,7 @@ Errors have the one form of all of the gateway's errors.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import SecretStr
@@ -18,29 +18,41 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import BadRequest, Unauthenticated
+from gateway.admin.keys import key_routes
+from gateway.errors import BadRequest, NotFound, Unauthenticated
+from gateway.keyring import Keyring, state_of
+from gateway.policy import Limits, Tenant, choices
 from gateway.policy_file import PolicyHolder
 from gateway.shell import EXCEPTION_HANDLERS, error_reply, json_reply
 
 
 class Admin:
-    """The application. Without a key nobody is let in. `state` says how the gateway is."""
+    """The application. Without a key nobody is let in.
+
+    `limits_of` says what is left of a tenant's limits, those of its keys included; `state` how the gateway is.
+    """
 
     def __init__(
         self,
         *,
         policies: PolicyHolder,
         key: SecretStr | None,
+        keyring: Keyring,
+        limits_of: Callable[[Tenant, Mapping[str, Limits]], Awaitable[list[dict[str, Any]]]],
         state: Callable[[], Awaitable[dict[str, Any]]],
         routes: Sequence[BaseRoute],
     ) -> None:
         self._policies = policies
         self._key = key.get_secret_value().encode() if key is not None else None
+        self._keyring = keyring
+        self._limits_of = limits_of
         self._state = state
         self._routed = Starlette(
             routes=[
                 Route("/admin/state", self._show_state),
                 Route("/admin/policy/reload", self._reload, methods=["POST"]),
+                *key_routes(keyring, lambda: policies.current),
+                Route("/admin/limits/{tenant:path}", self._show_limits),
                 *routes,
             ],
             exception_handlers=EXCEPTION_HANDLERS,
@@ -67,3 +79,14 @@ class Admin:
         if not await self._policies.reload():
             raise BadRequest(f"the policy was not taken over: {self._policies.last_error}")
         return json_reply(200, {"policy": self._policies.current.hash})
+
+    async def _show_limits(self, request: Request) -> Response:
+        name, known = request.path_params["tenant"], self._policies.current.tenants_by_name
+        tenant = known.get(name)
+        if tenant is None:
+            raise NotFound(f"there is no tenant {name!r} in the policy; {choices(name, known)}", param="tenant")
+        keys = {key.id: key.limits for key in tenant.keys if key.limits is not None}
+        for record in await self._keyring.all():
+            if record.tenant == name and record.limits is not None and state_of(record) == "active":
+                keys[record.id] = Limits.model_validate(record.limits)
+        return json_reply(200, {"tenant": name, "limits": await self._limits_of(tenant, keys)})

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 import typer
+import yaml
+from pydantic import ValidationError
 
 from gateway import keys
 from gateway.cli.common import (
     MISUSE,
+    PROBLEM,
     AsJson,
     complain,
     fail,
@@ -26,30 +27,43 @@ from gateway.cli.common import (
     verb_app,
     warn,
 )
-from gateway.errors import StorageUnavailable
-from gateway.policy import choices
+from gateway.errors import BadRequest, GatewayError, StorageUnavailable
+from gateway.keyring import OVERLAP_SECONDS, Keyring, must_fit, public_form, state_of
+from gateway.policy import Limits
 from gateway.policy.fields import parse_duration
 from gateway.settings import Settings
 from gateway.storage import open_storage
-from gateway.storage.base import KeyRecord, Keys
+from gateway.storage.base import KeyRecord
 
 STRONG_SECRET_CHARACTERS = 22  # 128 bits, if they are random
 
 T = TypeVar("T")
 
-app = verb_app(help="Make, list and revoke API keys.")
+app = verb_app(help="Make, list, rotate and revoke API keys.")
 
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="The public part of the key wp-<id>-<secret>.")]
 StorageOption = Annotated[
     str | None,
     typer.Option("--storage", metavar="URL", help="Where keys are kept; left out: WARMPATH_STORAGE."),
 ]
 
 
-def _expiry(text: str | None) -> timedelta | None:
+def _seconds(text: str | None) -> float | None:
     try:
-        return None if text is None else timedelta(seconds=parse_duration(text))
-    except (ValueError, OverflowError) as error:
+        return None if text is None else float(parse_duration(text))
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _limits(text: str | None) -> Limits | None:
+    """In YAML, as a policy has them."""
+    try:
+        return None if text is None else Limits.model_validate(yaml.safe_load(text))
+    except ValidationError as error:
+        words = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise typer.BadParameter(words) from None
+    except yaml.YAMLError as error:
+        raise typer.BadParameter(f"limits are written as in a policy: {error}") from None
 
 
 @app.command()
@@ -62,58 +76,86 @@ def create(
     model: Annotated[
         list[str] | None, typer.Option(help="A model that it may use; may be repeated; left out: all of the tenant's.")
     ] = None,
+    latency_class: Annotated[
+        list[str] | None, typer.Option("--class", help="A latency class that it may use; may be repeated.")
+    ] = None,
+    limits: Annotated[
+        str | None, typer.Option(metavar="YAML", help="Limits of its own: '{requests: 60/1m, budget: {amount: 5}}'.")
+    ] = None,
     storage: StorageOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a key and print it, this once: only its hash is kept.
 
-    Where WARMPATH_POLICY is set, the tenant and the models must be in that policy.
+    Where WARMPATH_POLICY is set, the tenant, the models and the classes must be in that policy.
     """
-    valid_for = _expiry(expires)
+    life_seconds, own_limits = _seconds(expires), _limits(limits)
     settings = settings_or_exit(storage=storage)
-    _must_be_in_policy(settings, tenant, model or [])
-    now = datetime.now(UTC)
-    key_id = key_id or keys.new_id()
-    try:
-        key = keys.new_key(key_id)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--id") from None
-    record = KeyRecord(
-        id=key_id,
-        tenant=tenant,
-        hash=keys.hash_key(key, settings.key_pepper.get_secret_value()),
-        created=_rfc3339(now),
-        expires=_rfc3339(now + valid_for) if valid_for else None,
-        models=tuple(model) if model else None,
-    )
-    _run(_add(settings, record))
-    if as_json:
-        say_json({"key": key, **_public(record)})
-    else:
-        say(key)
-        complain("This key is not shown again.", style="dim")
+    if "policy" in settings.model_fields_set:  # the default one is not what a key for somewhere else is about
+        _or_exit(lambda: must_fit(policy_or_exit(settings.policy), tenant, model, latency_class))
+
+    async def make() -> tuple[str, KeyRecord]:
+        async with _keyring(settings) as keyring:
+            return await keyring.create(
+                tenant, key_id=key_id, life_seconds=life_seconds, models=model, classes=latency_class, limits=own_limits
+            )
+
+    _show_once(*_run(make()), as_json=as_json)
+
+
+@app.command()
+def rotate(
+    key_id: KeyId,
+    overlap: Annotated[
+        str, typer.Option(help="How long the secret until now stays good, as in 1h; 30 days at most.")
+    ] = f"{OVERLAP_SECONDS / 3600:g}h",
+    storage: StorageOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give a key a new secret and print it, this once. The secret until now stays good for a while."""
+    seconds = _seconds(overlap)
+    assert seconds is not None
+    settings = settings_or_exit(storage=storage)
+
+    async def change() -> tuple[str, KeyRecord]:
+        async with _keyring(settings) as keyring:
+            return await keyring.rotate(key_id, overlap_seconds=seconds)
+
+    _show_once(*_run(change()), as_json=as_json)
 
 
 @app.command("list")
 def list_keys(storage: StorageOption = None, as_json: AsJson = False) -> None:
     """List the keys in the storage, revoked ones too."""
-    records = _run(_list(settings_or_exit(storage=storage)))
+    settings = settings_or_exit(storage=storage)
+
+    async def look() -> list[KeyRecord]:
+        async with _keyring(settings) as keyring:
+            return await keyring.all()
+
+    records = _run(look())
     if as_json:
-        say_json([_public(record) for record in records])
+        say_json([public_form(record) for record in records])
         return
     say_table(("ID", "TENANT", "STATE", "CREATED", "EXPIRES", "MODELS"), [_row(record) for record in records])
 
 
 @app.command()
 def revoke(
-    key_id: Annotated[str, typer.Argument(metavar="ID", help="The public part of the key wp-<id>-<secret>.")],
+    key_id: KeyId,
     storage: StorageOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Revoke a key for good. It stays in the list."""
-    record = _run(_revoke(settings_or_exit(storage=storage), key_id))
+    settings = settings_or_exit(storage=storage)
+
+    async def end() -> KeyRecord:
+        async with _keyring(settings) as keyring:
+            return await keyring.revoke(key_id)
+
+    record = _run(end())
     if as_json:
-        say_json(_public(record))
+        say_json(public_form(record))
     else:
         say(f"The key {key_id} of {record.tenant} is revoked.")
 
@@ -155,45 +197,16 @@ def _read_key() -> str:
     return sys.stdin.readline().strip()
 
 
-def _must_be_in_policy(settings: Settings, tenant: str, models: list[str]) -> None:
-    """Only where a policy was named: the default one is not what a key for somewhere else is about."""
-    if "policy" not in settings.model_fields_set:
-        return
-    policy = policy_or_exit(settings.policy)
-    for what, names, known in (
-        ("tenant", [tenant], policy.tenants_by_name),
-        ("model", models, policy.models_by_name),
-    ):
-        for name in names:
-            if name not in known:
-                fail(f"there is no {what} {name!r} in {settings.policy}; {choices(name, list(known))}")
-
-
-async def _add(settings: Settings, record: KeyRecord) -> None:
-    async with _key_store(settings) as store:
-        if await store.get_key(record.id) is not None:
-            fail(f"there is a key {record.id!r} already; revoked ones keep their ids")
-        await store.put_key(record)
-
-
-async def _list(settings: Settings) -> list[KeyRecord]:
-    async with _key_store(settings) as store:
-        return await store.list_keys()
-
-
-async def _revoke(settings: Settings, key_id: str) -> KeyRecord:
-    async with _key_store(settings) as store:
-        record = await store.get_key(key_id)
-        if record is None:
-            known = [r.id for r in await store.list_keys()]
-            fail(f"there is no key {key_id!r} in the storage; {choices(key_id, known)}")
-        revoked = msgspec.structs.replace(record, revoked=True)
-        await store.put_key(revoked)
-        return revoked
+def _show_once(key: str, record: KeyRecord, *, as_json: bool) -> None:
+    if as_json:
+        say_json({"key": key, **public_form(record)})
+    else:
+        say(key)
+        complain("This key is not shown again.", style="dim")
 
 
 @asynccontextmanager
-async def _key_store(settings: Settings) -> AsyncIterator[Keys]:
+async def _keyring(settings: Settings) -> AsyncIterator[Keyring]:
     if settings.storage.startswith("memory:"):
         fail(
             "memory:// keeps no keys beyond this command: give --storage or WARMPATH_STORAGE, "
@@ -206,41 +219,25 @@ async def _key_store(settings: Settings) -> AsyncIterator[Keys]:
         fail(str(error), code=MISUSE)
     try:
         await storage.open()
-        yield storage
+        yield Keyring(storage, settings.key_pepper.get_secret_value())
     finally:
         await storage.close()
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
+    return _or_exit(lambda: asyncio.run(work))
+
+
+def _or_exit(work: Callable[[], T]) -> T:
     try:
-        return asyncio.run(work)
+        return work()
     except StorageUnavailable as error:
         fail(error.message)
-
-
-def _rfc3339(moment: datetime) -> str:
-    return moment.isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
-def _state(record: KeyRecord) -> str:
-    if record.revoked:
-        return "revoked"
-    expired = record.expires is not None and datetime.fromisoformat(record.expires) <= datetime.now(UTC)
-    return "expired" if expired else "active"
+    except GatewayError as error:
+        # A value that was given is wrong in itself; or it is what the storage says.
+        fail(error.message, code=MISUSE if type(error) is BadRequest else PROBLEM)
 
 
 def _row(record: KeyRecord) -> tuple[str, ...]:
     models = "all" if record.models is None else ", ".join(record.models)
-    return record.id, record.tenant, _state(record), record.created, record.expires or "never", models
-
-
-def _public(record: KeyRecord) -> dict[str, Any]:
-    """Without the hash, which nobody needs to see."""
-    return {
-        "id": record.id,
-        "tenant": record.tenant,
-        "state": _state(record),
-        "created": record.created,
-        "expires": record.expires,
-        "models": record.models,
-    }
+    return record.id, record.tenant, state_of(record), record.created, record.expires or "never", models

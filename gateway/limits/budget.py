@@ -54,8 +54,8 @@ class Budget(Limit[SpendCharge]):
         return cost_nanos
 
     def refuse(self, charge: SpendCharge, refused: Refused) -> GatewayError:
-        left = f"{self._words()}; {_money(refused.remaining)} is "
-        needed = f"and this request may cost {_money(charge.amount)}"
+        left = f"{self._words()}; {nanos_text(refused.remaining)} is "
+        needed = f"and this request may cost {nanos_text(charge.amount)}"
         if refused.retry_after_seconds is None:
             return BudgetSpent(f"{left}left, {needed}")
         return LimitReached(
@@ -78,5 +78,5 @@ def _period(per: str, minute: int) -> str:
     return datetime.fromtimestamp(minute * MINUTE_SECONDS, UTC).strftime(PERIODS[per][0])
 
 
-def _money(nanos: int) -> str:
+def nanos_text(nanos: int) -> str:
     return f"{Decimal(nanos).scaleb(-9).normalize():f}"

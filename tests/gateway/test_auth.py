@@ -148,3 +148,78 @@ async def test_many_calls_at_once_with_one_unknown_key(keys: CountingKeys) -> No
         *(authenticator.authenticate(headers, policy()) for _ in range(20)), return_exceptions=True
     )
     assert all(isinstance(answer, Unauthenticated) for answer in answers)
+
+
+async def test_a_rotated_key_opens_with_both_secrets_for_a_while(keys: CountingKeys) -> None:
+    newer = new_key("in_store")
+    for old_expires, old_opens in (("2999-01-01T00:00:00Z", True), ("2020-01-01T00:00:00Z", False)):
+        rotated = {"hash": hash_key(newer, PEPPER), "old_hash": RECORD.hash, "old_expires": old_expires}
+        await keys.put_key(msgspec.structs.replace(RECORD, **rotated))
+        authenticator = Authenticator(keys, PEPPER)
+        assert (await authenticator.authenticate(bearer(newer), policy())).key_id == "in_store"
+        if old_opens:
+            await authenticator.authenticate(bearer(STORED), policy())
+        else:
+            await refusal_of(authenticator, bearer(STORED))
+    await keys.put_key(msgspec.structs.replace(RECORD, **rotated, revoked=True))
+    for key in (newer, STORED):
+        await refusal_of(Authenticator(keys, PEPPER), bearer(key))
+
+
+async def test_a_key_brings_its_rights_and_limits(keys: CountingKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    limits = {"requests": {"amount": 5, "period": 60.0}}
+    await keys.put_key(msgspec.structs.replace(RECORD, models=("m",), classes=("batch",), limits=limits))
+    authenticator = Authenticator(keys, PEPPER)
+    principal = await authenticator.authenticate(bearer(STORED), policy())
+    assert (principal.models, principal.classes) == (frozenset({"m"}), frozenset({"batch"}))
+    assert principal.limits is not None
+    assert principal.limits.requests is not None
+    assert principal.limits.requests.amount == 5
+    now += auth.REMEMBER_SECONDS
+    again = await authenticator.authenticate(bearer(STORED), policy())
+    assert keys.asked == 2
+    assert again.limits is principal.limits  # read again, the same: what was made of them still holds
+
+
+async def test_a_key_that_was_presented_earlier_is_found_without_its_secret(keys: CountingKeys) -> None:
+    authenticator = Authenticator(keys, PEPPER)
+    for key_id in ("in_policy", "in_store"):
+        principal = await authenticator.principal_of(key_id, policy())
+        assert principal is not None
+        assert (principal.tenant.name, principal.key_id) == ("t", key_id)
+    assert await authenticator.principal_of("nobody", policy()) is None
+    await keys.put_key(msgspec.structs.replace(RECORD, revoked=True))
+    assert await Authenticator(keys, PEPPER).principal_of("in_store", policy()) is None
+
+
+async def test_in_an_outage_known_keys_hold_for_a_while_where_the_policy_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    class Leaving(CountingKeys):
+        async def get_key(self, key_id: str) -> KeyRecord | None:
+            record = await super().get_key(key_id)
+            if now > 100.0:
+                raise StorageUnavailable("away")
+            return record
+
+    keys = Leaving()
+    await keys.put_key(RECORD)
+    authenticator = Authenticator(keys, PEPPER)
+    goes_on = a_policy(tenants=[{"name": "t"}], storage_outage={"limits": "local_share"})
+    await authenticator.authenticate(bearer(STORED), goes_on)
+    now += auth.REMEMBER_SECONDS
+    for _ in range(3):
+        await authenticator.authenticate(bearer(STORED), goes_on)
+    assert keys.asked == 2  # nobody waits for a store that has just failed
+    with pytest.raises(StorageUnavailable):
+        await authenticator.authenticate(bearer(new_key("other")), goes_on)
+    with pytest.raises(StorageUnavailable):
+        await authenticator.authenticate(bearer(STORED), a_policy(tenants=[{"name": "t"}]))
+    now += auth.OUTAGE_SECONDS
+    with pytest.raises(StorageUnavailable):
+        await authenticator.authenticate(bearer(STORED), goes_on)

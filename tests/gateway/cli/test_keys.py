@@ -103,7 +103,7 @@ def test_memory_keeps_no_keys(warmpath: Warmpath, verb: tuple[str, ...]) -> None
     [
         (("--id", "A-b"), "a key id is 1 to 63 of a-z"),
         (("--expires", "soon"), "a duration is a number and a unit"),
-        (("--expires", "99999999999d"), "too large"),
+        (("--expires", "99999999999d"), "at most a hundred years"),
         (("--storage", "dbase://x"), "the scheme of 'dbase://...' is not known"),
     ],
 )
@@ -152,3 +152,35 @@ def test_hash_refuses_what_is_no_key_and_warns_of_weak_ones(warmpath: Warmpath) 
     assert result.exit_code == 2
     assert "topsecret" not in result.output
     assert "short enough to be guessed" in warmpath("keys", "hash", stdin="wp-dev-x\n").stderr
+
+
+def test_rotate_gives_a_new_secret_and_keeps_the_old_one_for_a_while(warmpath: Warmpath, url: str) -> None:
+    first = warmpath("keys", "create", "--tenant", "dev", "--id", "ci", "--storage", url).stdout.strip()
+    answer = json.loads(warmpath("keys", "rotate", "ci", "--overlap", "1h", "--json", "--storage", url).stdout)
+    record = stored(url, "ci")
+    assert record is not None
+    assert record.old_hash is not None
+    assert keys.verify(answer["key"], record.hash, "")
+    assert keys.verify(first, record.old_hash, "")
+    assert answer["old_secret_expires"] == record.old_expires
+    warmpath("keys", "revoke", "ci", "--storage", url)
+    assert "is revoked, and stays so" in warmpath("keys", "rotate", "ci", "--storage", url).stderr
+    too_long = warmpath("keys", "rotate", "ci", "--overlap", "31d", "--storage", url)
+    assert too_long.exit_code == 2
+    assert "at most 30 days" in too_long.stderr
+
+
+def test_a_key_may_have_classes_and_limits_of_its_own(warmpath: Warmpath, url: str) -> None:
+    limits = "{requests: 60/1m, budget: {amount: 5.25, per: day}}"
+    options = ("--id", "ci", "--class", "batch", "--limits", limits, "--storage", url)
+    assert warmpath("keys", "create", "--tenant", "dev", *options).exit_code == 0
+    record = stored(url, "ci")
+    assert record is not None
+    assert record.classes == ("batch",)
+    assert record.limits == {
+        "requests": {"amount": 60, "period": 60.0},
+        "budget": {"amount": "5.25", "per": "day", "cut_streams": False},
+    }
+    wrong = warmpath("keys", "create", "--tenant", "dev", "--limits", "{requests: many}", "--storage", url)
+    assert wrong.exit_code == 2
+    assert "a rate is a count per duration" in " ".join(wrong.stderr.split())

@@ -1,0 +1,92 @@
+"""`/admin/keys`: what `warmpath keys` does, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.errors import BadRequest, BodyTooLarge
+from gateway.keyring import OVERLAP_SECONDS, Keyring, must_fit, public_form
+from gateway.policy import Limits, Policy
+from gateway.policy.fields import Name, Seconds, parse_duration
+from gateway.shell import json_reply
+
+MAX_BODY_BYTES = 64 * 1024
+
+Form = TypeVar("Form", bound=BaseModel)
+
+
+class _Create(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    tenant: Name
+    id: str | None = None
+    expires: Seconds | None = None
+    models: tuple[Name, ...] | None = None
+    classes: tuple[Name, ...] | None = None
+    limits: Limits | None = None
+
+
+class _Rotate(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    overlap: Annotated[float, BeforeValidator(parse_duration)] = OVERLAP_SECONDS
+
+
+def key_routes(keyring: Keyring, policy: Callable[[], Policy]) -> list[Route]:
+    async def create(request: Request) -> Response:
+        asked = await _read(request, _Create)
+        must_fit(policy(), asked.tenant, asked.models, asked.classes)
+        key, record = await keyring.create(
+            asked.tenant,
+            key_id=asked.id,
+            life_seconds=asked.expires,
+            models=asked.models,
+            classes=asked.classes,
+            limits=asked.limits,
+        )
+        return json_reply(201, {"key": key, **public_form(record)})
+
+    async def listed(request: Request) -> Response:
+        tenant = request.query_params.get("tenant")
+        records = [record for record in await keyring.all() if tenant is None or record.tenant == tenant]
+        return json_reply(200, {"object": "list", "data": [public_form(record) for record in records]})
+
+    async def one(request: Request) -> Response:
+        return json_reply(200, public_form(await keyring.get(request.path_params["key_id"])))
+
+    async def rotate(request: Request) -> Response:
+        asked = await _read(request, _Rotate)
+        key, record = await keyring.rotate(request.path_params["key_id"], overlap_seconds=asked.overlap)
+        return json_reply(200, {"key": key, **public_form(record)})
+
+    async def revoke(request: Request) -> Response:
+        return json_reply(200, public_form(await keyring.revoke(request.path_params["key_id"])))
+
+    return [
+        Route("/admin/keys", listed, methods=["GET"]),
+        Route("/admin/keys", create, methods=["POST"]),
+        Route("/admin/keys/{key_id}", one, methods=["GET"]),
+        Route("/admin/keys/{key_id}", revoke, methods=["DELETE"]),
+        Route("/admin/keys/{key_id}/rotate", rotate, methods=["POST"]),
+    ]
+
+
+async def _read(request: Request, form: type[Form]) -> Form:
+    """The body as this form; an empty one is `{}`. Raises `BadRequest`, naming the field."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise BodyTooLarge(f"the body has more than {MAX_BODY_BYTES} bytes")
+    try:
+        return form.model_validate_json(bytes(body) or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise BadRequest(f"{where}: {first['msg']}" if where else first["msg"], param=where or None) from None

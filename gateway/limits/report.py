@@ -1,0 +1,46 @@
+"""What is left now of every limit of a tenant, its parts and its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gateway.limits.base import Estimate, Limit
+from gateway.limits.budget import nanos_text
+from gateway.limits.scope import Scope, key_scope, weighed
+from gateway.policy import Limits, Tenant
+from gateway.storage.base import Charge, Counters, RateCharge, SpendCharge
+
+
+async def what_is_left(
+    tenant: Tenant,
+    keys: Mapping[str, Limits],
+    family: Sequence[type[Limit[Any]]],
+    counters: Counters,
+    *,
+    now: float,
+) -> list[dict[str, Any]]:
+    """One entry for each limit, the tenant's own first; `keys` are the limits of its keys. Takes nothing."""
+    nothing = Estimate(0, 0, False, 0, now)
+    limits = [limit for scope, own in _scopes(tenant, keys) for kind in family if (limit := kind.of(own, scope))]
+    charges: list[Charge] = [limit.charge(nothing) for limit in limits]
+    left = await counters.left(charges, now=now)
+    return [_entry(*each) for each in zip(limits, charges, left, strict=True)]
+
+
+def _scopes(tenant: Tenant, keys: Mapping[str, Limits]) -> Iterator[tuple[Scope, Limits]]:
+    yield Scope(tenant.name), tenant.limits
+    for part in tenant.limits.parts:
+        yield Scope(tenant.name, part.match.label), weighed(part, tenant)
+    for key_id, limits in keys.items():
+        yield key_scope(tenant, key_id), weighed(limits, tenant)
+
+
+def _entry(limit: Limit[Any], charge: Charge, left: int) -> dict[str, Any]:
+    entry = {"scope": str(limit.scope), "limit": limit.kind}
+    if isinstance(charge, SpendCharge):
+        period = charge.key.rpartition("/")[2]
+        return {**entry, "amount": nanos_text(charge.limit), "left": nanos_text(left), "period": period}
+    if isinstance(charge, RateCharge):
+        return {**entry, "amount": charge.limit, "left": left, "period_seconds": charge.period_seconds}
+    return {**entry, "amount": charge.limit, "left": left}

@@ -1,0 +1,198 @@
+"""The admin API, on the gateway's real parts, at its ASGI border."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import yaml
+from pydantic import SecretStr
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.admin import Admin
+from gateway.auth import Authenticator
+from gateway.errors import Unauthenticated
+from gateway.keyring import Keyring
+from gateway.limits import LIMITS
+from gateway.limits.limiter import Limiter
+from gateway.limits.report import what_is_left
+from gateway.policy_file import PolicyHolder
+from gateway.shell import json_reply
+from gateway.storage.memory import MemoryStorage
+from gateway.types import Usage
+from tests.gateway.calls import a_call, chat
+from tests.gateway.house import policy_of
+
+ADMIN_KEY = "an-admin-key-of-some-length"
+NOW = 1_795_132_800.0  # 2026-11-20T00:00:00Z
+
+
+class Desk:
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "policy.yaml"
+        self.write(tenants=[{"name": "t", "limits": {"requests": "10/1m"}}, {"name": "u"}])
+        self.policies = PolicyHolder(self.file)
+        self.storage = MemoryStorage(owner="me")
+        self.admin = Admin(
+            policies=self.policies,
+            key=SecretStr(ADMIN_KEY),
+            keyring=Keyring(self.storage, "pepper"),
+            limits_of=lambda tenant, keys: what_is_left(tenant, keys, LIMITS, self.storage, now=NOW),
+            state=self.state,
+            routes=[Route("/v1/organization/usage/completions", self.usage)],
+        )
+        self.key: str | None = ADMIN_KEY
+
+    def write(self, **changes: Any) -> None:
+        self.file.write_text(yaml.safe_dump(policy_of(**changes)))
+
+    async def state(self) -> dict[str, Any]:
+        return {"status": "ready"}
+
+    async def usage(self, _: Request) -> Response:
+        return json_reply(200, {"object": "page"})
+
+    async def ask(self, method: str, path: str, **body: Any) -> tuple[int, Any]:
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        transport = httpx2.ASGITransport(app=self.admin, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://admin") as client:
+            reply = await client.request(method, path, headers=headers, json=body or None)
+        return reply.status_code, reply.json()
+
+    async def opens(self, key: str) -> bool:
+        authenticator = Authenticator(self.storage, "pepper")
+        try:
+            await authenticator.authenticate({b"authorization": b"Bearer " + key.encode()}, self.policies.current)
+        except Unauthenticated:
+            return False
+        return True
+
+
+@pytest.fixture
+async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
+    yield Desk(tmp_path)
+
+
+@pytest.mark.parametrize("key", [None, "", "another-key", ADMIN_KEY + "x", "wp-dev-0123456789abcdef"])
+@pytest.mark.parametrize(
+    "path", ["/admin/state", "/admin/keys", "/admin/nothing", "/v1/organization/usage/completions"]
+)
+async def test_nothing_is_told_without_the_key(desk: Desk, path: str, key: str | None) -> None:
+    desk.key = key
+    status, body = await desk.ask("GET", path)
+    assert status == 401
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_without_a_key_of_its_own_it_lets_nobody_in(desk: Desk, tmp_path: Path) -> None:
+    desk.admin = Admin(
+        policies=desk.policies, key=None, keyring=Keyring(desk.storage, ""), state=desk.state, routes=(),
+        limits_of=lambda tenant, keys: what_is_left(tenant, keys, LIMITS, desk.storage, now=NOW),
+    )  # fmt: skip
+    for desk.key in ("", "None", ADMIN_KEY):
+        assert (await desk.ask("GET", "/admin/state"))[0] == 401
+
+
+async def test_further_routes_are_behind_the_same_key(desk: Desk) -> None:
+    assert await desk.ask("GET", "/v1/organization/usage/completions") == (200, {"object": "page"})
+    assert await desk.ask("GET", "/admin/state") == (200, {"status": "ready"})
+
+
+async def test_the_life_of_a_key(desk: Desk) -> None:
+    limits = {"requests": "5/1m", "budget": {"amount": 1.5, "per": "day"}}
+    status, made = await desk.ask(
+        "POST", "/admin/keys", tenant="t", id="ci", expires="30d", models=["m"], classes=["batch"], limits=limits
+    )
+    assert status == 201
+    assert await desk.opens(made["key"])
+    shown = {name: value for name, value in made.items() if name != "key"}
+    assert shown["limits"]["requests"] == {"amount": 5, "period": 60.0}
+    assert (shown["models"], shown["classes"], shown["state"]) == (["m"], ["batch"], "active")
+    assert await desk.ask("GET", "/admin/keys/ci") == (200, shown)
+    assert await desk.ask("GET", "/admin/keys?tenant=t") == (200, {"object": "list", "data": [shown]})
+    assert await desk.ask("GET", "/admin/keys?tenant=u") == (200, {"object": "list", "data": []})
+
+    _, second = await desk.ask("POST", "/admin/keys/ci/rotate", overlap="1h")
+    assert await desk.opens(second["key"])
+    assert await desk.opens(made["key"])
+    _, third = await desk.ask("POST", "/admin/keys/ci/rotate", overlap=0)
+    assert [await desk.opens(each["key"]) for each in (made, second, third)] == [False, False, True]
+
+    status, revoked = await desk.ask("DELETE", "/admin/keys/ci")
+    assert (status, revoked["state"]) == (200, "revoked")
+    assert not await desk.opens(third["key"])
+    status, body = await desk.ask("POST", "/admin/keys/ci/rotate")
+    assert (status, body["error"]["code"]) == (409, "conflict")
+    assert not any("hash" in name for name in revoked)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({}, 400, "tenant"),
+        ({"tenant": "nobody"}, 400, "tenant"),
+        ({"tenant": "t", "id": "A-b"}, 400, "id"),
+        ({"tenant": "t", "models": ["gpt"]}, 400, "models"),
+        ({"tenant": "t", "classes": ["fast"]}, 400, "classes"),
+        ({"tenant": "t", "expires": "soon"}, 400, "expires"),
+        ({"tenant": "t", "limits": {"requests": "many"}}, 400, "limits.requests"),
+        ({"tenant": "t", "limit": {}}, 400, "limit"),
+        ({"tenant": "t", "id": "taken"}, 409, "id"),
+    ],
+)
+async def test_what_is_no_key_is_told_by_its_field(desk: Desk, body: dict[str, Any], status: int, param: str) -> None:
+    await desk.ask("POST", "/admin/keys", tenant="t", id="taken")
+    answered, reply = await desk.ask("POST", "/admin/keys", **body)
+    assert (answered, reply["error"]["param"]) == (status, param), reply
+
+
+async def test_keys_that_are_not_there(desk: Desk) -> None:
+    for method, path in (("GET", "/admin/keys/x"), ("DELETE", "/admin/keys/x"), ("POST", "/admin/keys/x/rotate")):
+        status, body = await desk.ask(method, path)
+        assert (status, body["error"]["code"]) == (404, "not_found")
+    assert (await desk.ask("POST", "/admin/keys/x/rotate", overlap="31d"))[0] == 400
+    assert (await desk.ask("PUT", "/admin/keys/x"))[0] == 405
+    assert (await desk.ask("GET", "/admin"))[0] == 404
+
+
+async def test_what_is_left_of_every_limit(desk: Desk) -> None:
+    parts = [{"match": {"model": "m", "class": "batch"}, "tokens": "1k/1m"}]
+    limits = {"requests": "10/1m", "concurrency": 4, "budget": {"amount": "0.5"}, "parts": parts}
+    desk.write(tenants=[{"name": "t", "limits": limits}, {"name": "u"}])
+    assert (await desk.ask("POST", "/admin/policy/reload"))[0] == 200
+    await desk.ask("POST", "/admin/keys", tenant="t", id="ci", limits={"requests": "2/1m"})
+    limiter = Limiter(desk.storage, LIMITS, clock=lambda: NOW)
+    reservation = await limiter.admit(a_call(chat(max_tokens=10), desk.policies.current))
+    await reservation.leave()
+    await reservation.settle(Usage(), 200_000_000)
+    status, body = await desk.ask("GET", "/admin/limits/t")
+    assert (status, body["tenant"]) == (200, "t")
+    assert body["limits"] == [
+        {"scope": "tenant t", "limit": "requests", "amount": 10, "left": 9, "period_seconds": 60.0},
+        {"scope": "tenant t", "limit": "concurrency", "amount": 4, "left": 4},
+        {"scope": "tenant t", "limit": "budget", "amount": "0.5", "left": "0.3", "period": "2026-11"},
+        {
+            "scope": "model m and class batch of tenant t", "limit": "tokens", "amount": 1000, "left": 1000,
+            "period_seconds": 60.0,
+        },
+        {"scope": "key ci of tenant t", "limit": "requests", "amount": 2, "left": 2, "period_seconds": 60.0},
+    ]  # fmt: skip
+    assert (await desk.ask("GET", "/admin/limits/u"))[1] == {"tenant": "u", "limits": []}
+    assert (await desk.ask("GET", "/admin/limits/v"))[0] == 404
+
+
+async def test_a_policy_is_reloaded_or_told_why_not(desk: Desk) -> None:
+    before = desk.policies.current.hash
+    desk.write(tenants=[{"name": "t"}])
+    status, body = await desk.ask("POST", "/admin/policy/reload")
+    assert (status, body["policy"]) == (200, desk.policies.current.hash)
+    assert body["policy"] != before
+    desk.file.write_text("tenants: 3")
+    status, body = await desk.ask("POST", "/admin/policy/reload")
+    assert status == 400
+    assert "policy.yaml" in body["error"]["message"]
