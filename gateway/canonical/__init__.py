@@ -28,8 +28,9 @@ from gateway.types import Said
 VERSION = 1
 VERSIONS: dict[int, tuple[Transform, ...]] = {  # `safe` is P0 to P2, in this order; `full` adds what is opted in
     1: (
-        JSONForm(), TextParts(), Noise(), OrderMemo(),
-        VolatileToEnd(), VolatileToUser(), ToolOrder(), TemplateDate(),
+        JSONForm(), Noise(), TextParts(), OrderMemo(),
+        VolatileToEnd(), VolatileToUser(), Noise(), TextParts(),  # what is moved may leave noise, or one part
+        ToolOrder(), TemplateDate(),
     ),
 }  # fmt: skip
 OPT_IN = tuple(transform.name for transform in VERSIONS[VERSION] if transform.safety is Safety.P3)
@@ -71,7 +72,9 @@ class Canon:
         raw = fields.get("messages")
         if raw is not None:
             head = bytes(memoryview(raw)[:_HEAD_BYTES])
-            wanting = [t for t in transforms(plan, "messages") if t.sees(messages, head)]
+            wanting = transforms(plan, "messages")
+            while wanting and not wanting[0].sees(messages, head):  # behind the first that does, none is asked
+                wanting = wanting[1:]
             form, names = _apply(wanting, bytes(raw), context) if wanting else (None, ())
             if form is not None:
                 changes["messages"] = msgspec.Raw(form)

@@ -2,14 +2,13 @@
 
 A chat template is given values, not bytes: `{"a": 1}` and `{"a":1}`, `"\\u00e9"` and `"é"` are the same to it, also
 where it prints a value with `tojson`. The order of keys is visible there, and so is how a number is written (1.50 is
-printed as 1.5, but 1.0 not as 1), so keys stay in their order and numbers keep their value and kind.
+printed as 1.5, but 1.0 not as 1), so keys stay in their order, and numbers as they are written.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from decimal import Decimal
 from typing import ClassVar
 
 import msgspec
@@ -18,8 +17,8 @@ from gateway.canonical.base import Context, Safety
 from gateway.types import Said
 
 _ESCAPED = re.compile(rb"\\u(?!00[01])|\\/")  # control characters have no other form
-_decoder = msgspec.json.Decoder(float_hook=Decimal)  # a decimal keeps its digits
-_encoder = msgspec.json.Encoder(decimal_format="number")
+_decoder = msgspec.json.Decoder(float_hook=lambda digits: msgspec.Raw(digits.encode()))
+_encode = msgspec.json.encode
 _SPACES = (b'": ', b'" :', b"[ ", b"{ ", b"\n", b"\t")
 
 
@@ -41,10 +40,7 @@ class JSONForm:
 
     def apply(self, raw: bytes, context: Context) -> bytes | None:
         try:
-            if _ESCAPED.search(raw):
-                written = _encoder.encode(_decoder.decode(raw))
-            else:
-                written = msgspec.json.format(raw, indent=-1)
-        except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError, ArithmeticError):
+            written = _encode(_decoder.decode(raw)) if _ESCAPED.search(raw) else msgspec.json.format(raw, indent=-1)
+        except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
             return None  # half a surrogate pair, or depths and numbers beyond reason: the server is to judge
         return None if written == raw else written

@@ -47,7 +47,7 @@ class Noise:
             if message.role not in ("system", "developer"):
                 continue
             content = message.content
-            if type(content) is str:
+            if isinstance(content, str):
                 if content.startswith(_BEGINNINGS):
                     return True
             elif content and any(mark in bytes(part) for part in content for mark in _MARKS):

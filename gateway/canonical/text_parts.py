@@ -28,7 +28,7 @@ class TextParts:
     fields: ClassVar[tuple[str, ...]] = ("messages",)
 
     def sees(self, messages: Sequence[Said], head: bytes) -> bool:
-        return any(type(message.content) is list and len(message.content) == 1 for message in messages)
+        return any(type(message.content) is list for message in messages)
 
     def apply(self, raw: bytes, context: Context) -> bytes | None:
         messages = _messages.decode(raw)

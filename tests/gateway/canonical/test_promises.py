@@ -1,0 +1,152 @@
+"""What each safety class promises, over generated requests and recorded ones."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.canonical import OPT_IN, VERSION, VERSIONS, Canon, Fields, Plan, Safety, SharedMemory
+from gateway.canonical.base import Context
+from gateway.canonical.order_memo import digest
+from gateway.canonicaliser import join
+from gateway.doors import DOORS
+from gateway.doors.base import read_fields
+from gateway.errors import BadRequest
+from tests.gateway.canonical.dialects import DIALECTS, Dialect
+from tests.gateway.canonical.requests import CACHED, TAU_BENCH, bodies, recorded, written
+
+CHAT = DOORS[0]
+EVERYTHING = Plan(VERSION, "full", OPT_IN, "26 Jul 2024")
+PROVEN = [transform for transform in VERSIONS[VERSION] if transform.safety is Safety.P0]
+
+
+def canonical(body: bytes, plan: Plan, canon: Canon | None = None) -> bytes:
+    fields = read_fields(body)
+    form, _ = (canon or Canon(SharedMemory())).form(fields, CHAT.read(fields, body).messages, plan, "salt")
+    return join(form)
+
+
+def proven(body: bytes) -> bytes:
+    """The form of a body after the P0 transforms alone, all of them, whether they see something or not."""
+    fields: Fields = read_fields(body)
+    context = Context(EVERYTHING, "salt", SharedMemory())
+    for transform in PROVEN:
+        for name in fields.keys() & set(transform.fields):
+            form = transform.apply(bytes(fields[name]), context)
+            if form is not None:
+                fields[name] = msgspec.Raw(form)
+    return join(fields)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+@given(body=bodies())
+@settings(max_examples=150, deadline=None)
+def test_p0_renders_to_the_same_prompt(dialect: Dialect, body: bytes) -> None:
+    assert dialect.prompt(proven(body)) == dialect.prompt(body)
+
+
+@pytest.mark.skipif(not TAU_BENCH.exists(), reason=f"no recorded conversations at {TAU_BENCH.name}")
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_p0_renders_recorded_conversations_to_the_same_prompt(dialect: Dialect) -> None:
+    changed = 0
+    for number, turn in enumerate(recorded()):
+        in_parts = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message.get("content"), str) and (number + i) % 2
+            else message
+            for i, message in enumerate(turn["messages"])
+        ]
+        for body in (written(turn, number % 5), written({**turn, "messages": in_parts}, number % 5)):
+            form = proven(body)
+            changed += form != body
+            assert dialect.prompt(form) == dialect.prompt(body)
+    assert changed > 500
+
+
+@given(body=bodies())
+@settings(max_examples=300, deadline=None)
+def test_a_canonical_form_is_its_own_canonical_form(body: bytes) -> None:
+    canon = Canon(SharedMemory())
+    form = canonical(body, EVERYTHING, canon)
+    assert canonical(form, EVERYTHING, canon) == form
+
+
+@given(body=bodies(), styles=st.tuples(st.integers(0, 4), st.integers(0, 4)))
+@settings(max_examples=200, deadline=None)
+def test_however_it_is_written_down_the_tools_become_the_same_bytes(body: bytes, styles: tuple[int, int]) -> None:
+    plan = Plan(VERSION, "safe")
+    value = json.loads(body)
+    one, other = (read_fields(canonical(written(value, style), plan)) for style in styles)
+    assert one.get("tools") == other.get("tools")
+    assert one.get("response_format") == other.get("response_format")
+
+
+@given(body=bodies())
+@settings(max_examples=300, deadline=None)
+def test_forbidden_ground_is_untouched(body: bytes) -> None:
+    """Nobody's words but the system's and the last user's are changed, no turn is added or lost, and what carries a
+    breakpoint stays what it is and where it is, among its kind."""
+    before, after = json.loads(body), json.loads(canonical(body, EVERYTHING))
+    assert _exact(_spoken(before)) == _exact(_spoken(after))
+    assert len(before["messages"]) == len(after["messages"])
+    assert _exact(_marked(before["messages"])) == _exact(_marked(after["messages"]))
+    if CACHED["cache_control"] in [tool.get("cache_control") for tool in before.get("tools", ())]:
+        assert [_named(tool) for tool in before["tools"]] == [_named(tool) for tool in after["tools"]]
+        assert _exact(_marked(before["tools"])) == _exact(_marked(after["tools"]))
+    untouched = before.keys() - {"messages", "tools", "response_format"}
+    assert {name: before[name] for name in untouched} == {name: after[name] for name in untouched}
+
+
+@given(body=bodies())
+@settings(max_examples=200, deadline=None)
+def test_schemas_keep_their_meaning(body: bytes) -> None:
+    before, after = (json.loads(form) for form in (body, canonical(body, EVERYTHING)))
+    meanings = [sorted(str(digest(json.dumps(tool).encode())) for tool in b.get("tools", ())) for b in (before, after)]
+    assert meanings[0] == meanings[1]
+
+
+KEYS = ("role", "content", "type", "text", "function", "parameters", "system", "cache_control")
+junk = st.recursive(
+    st.none() | st.integers() | st.text("ab\x1bé"),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(KEYS), inner),
+    max_leaves=12,
+)
+
+
+@given(junk=junk)
+@settings(max_examples=200, deadline=None)
+def test_what_is_of_no_known_shape_is_passed_on(junk: Any) -> None:
+    body = json.dumps({"model": "m", "messages": [{"role": "system", "content": "x"}], "tools": junk,
+                       "response_format": junk, "functions": junk, "chat_template_kwargs": junk}).encode()  # fmt: skip
+    try:
+        form = canonical(body, EVERYTHING)
+    except BadRequest:  # the door refuses tools that are no list
+        return
+    assert json.loads(form)["response_format"] == junk
+
+
+def _spoken(body: Any) -> list[Any]:
+    return [message for message in body["messages"] if message["role"] in ("assistant", "tool")]
+
+
+def _marked(value: Any) -> list[Any]:
+    """Everything that carries a breakpoint, in order."""
+    if isinstance(value, list):
+        return [found for item in value for found in _marked(item)]
+    if isinstance(value, dict):
+        return [value] if "cache_control" in value else [found for item in value.values() for found in _marked(item)]
+    return []
+
+
+def _named(tool: Any) -> Any:
+    return tool["function"]["name"]
+
+
+def _exact(value: Any) -> str:
+    """With the order of keys, and 1 is not 1.0."""
+    return json.dumps(value)
