@@ -22,7 +22,7 @@ from typing import Self
 
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.errors import EngineError
-from backend.engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenLogprob
+from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput, TokenLogprob
 from backend.server import semconv
 from backend.server.asgi import Exchange
 from backend.server.errors import ApiError, EngineFailure
@@ -86,11 +86,12 @@ class Generation:
     ) -> None:
         if self._deltas is not None:
             await self._deltas.aclose()
+        cut_short = any(not sequence.finish_reason for sequence in self.sequences)
         for sequence in self.sequences:
             sequence.close(failed=isinstance(error, ApiError))
         marks = self._marks()
-        # A request that never left the queue has consumed nothing, whatever its prompt.
-        self._serving.records.add(self._exchange.request_id, self.usage if marks.scheduled_ns else Usage(0, 0, 0))
+        # What was cut short goes on until the engine hears of it, and is then what the engine's counters say.
+        self._serving.records.add(self._exchange.request_id, self._usage_in_the_end if cut_short else self.usage)
         if error is None:
             self._measure(marks)
         self._serving.tracer.record(self._record(marks, error))
@@ -109,6 +110,22 @@ class Generation:
             prompt_tokens=sum(len(prompt) for prompt in self._task.prompts),
             completion_tokens=sum(sequence.num_tokens for sequence in self.sequences),
             cached_tokens=sum(sequence.num_cached_tokens for sequence in firsts),
+        )
+
+    def _usage_in_the_end(self) -> Usage | None:
+        """As `vllm:prompt_tokens` and `vllm:generation_tokens` have counted it; None while the engine works on it.
+
+        A prompt that was not computed to its end has not been counted, whatever was computed of it.
+        """
+        if any(sequence.request.status is not Status.FINISHED for sequence in self.sequences):
+            return None
+        choices = len(self._task.samplings)
+        groups = [self.sequences[i : i + choices] for i in range(0, len(self.sequences), choices)]
+        counted = [group[0].request for group in groups if any(each.request.timing.first_token for each in group)]
+        return Usage(
+            prompt_tokens=sum(request.num_prompt_tokens for request in counted),
+            completion_tokens=sum(sequence.num_tokens_in_the_end for sequence in self.sequences),
+            cached_tokens=sum(request.num_cached_tokens for request in counted),
         )
 
     def _measure(self, marks: Marks) -> None:
@@ -227,6 +244,12 @@ class _Sequence:
             self.finish_reason = FinishReason.ERROR.value if failed else FinishReason.ABORT.value
             self.abort()
         self._serving.metrics.finished(self.finish_reason)
+
+    @property
+    def num_tokens_in_the_end(self) -> int:
+        """Those of the last step, too, whose output nobody was there to take."""
+        ended_early = self.finish_reason in (FinishReason.ABORT.value, FinishReason.ERROR.value)
+        return self.request.num_output_tokens if ended_early else self.num_tokens
 
     def abort(self) -> None:
         """Safe at any time: the engine shrugs at what has ended, and at what it never had."""

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import asyncio
+
 import httpx2
 import pytest
 
-from backend.server.records import RECORDS_MAX, Records, Usage
+from backend.server.records import RECORD_SECONDS, RECORDS_MAX, Records, Usage
 from tests.backend.server.conftest import RunningServer
 from tests.backend.server.test_server_ends import ENDLESS, until
 
@@ -20,6 +22,27 @@ def test_records_are_bounded_and_the_oldest_goes_first() -> None:
     assert records.get("1") == Usage(5, 5, 0)
 
 
+def test_records_are_kept_for_their_time() -> None:
+    now = 0.0
+    records = Records(clock=lambda: now)
+    records.add("old", Usage(1, 0, 0))
+    now = RECORD_SECONDS - 1
+    assert records.get("old")
+    now = RECORD_SECONDS
+    assert records.get("old") is None
+    records.add("new", Usage(1, 0, 0))
+    assert list(records._records) == ["new"]
+
+
+def test_what_goes_on_has_no_record_until_it_is_over() -> None:
+    records, usage = Records(), list[Usage]()
+    records.add("a", lambda: usage[0] if usage else None)
+    assert records.get("a") is None and records._unread
+    usage.append(Usage(1, 2, 0))
+    records.add("b", Usage(0, 0, 0))
+    assert records.get("a") == Usage(1, 2, 0) and not records._unread
+
+
 async def test_a_stream_that_was_left_has_what_was_generated_on_record(server: RunningServer) -> None:
     body = {"model": server.model, "stream": True, **ENDLESS}
     async with httpx2.AsyncClient(base_url=server.url) as client:
@@ -33,3 +56,29 @@ async def test_a_stream_that_was_left_has_what_was_generated_on_record(server: R
         usage = (await client.get("/requests/left-early")).json()["usage"]
     assert usage["prompt_tokens"] > 0
     assert usage["completion_tokens"] >= seen
+
+
+async def test_the_records_add_up_to_the_engines_own_counters(server: RunningServer) -> None:
+    """Also what was under way, or not yet handed on, when somebody left: to the token."""
+    counters = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+
+    def counted() -> list[float]:
+        lines = httpx2.get(f"{server.url}/metrics").text.splitlines()
+        return [float(line.rsplit(" ", 1)[1]) for name in counters for line in lines if line.startswith(name)]
+
+    before, ids = counted(), [f"counted-{number}" for number in range(20)]
+    body = {"model": server.model, "stream": True, **ENDLESS}
+    async with httpx2.AsyncClient(base_url=server.url) as client:
+
+        async def leave_after(frames_wanted: int, request_id: str) -> None:
+            headers = {"x-request-id": request_id}
+            async with client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
+                frames = reply.aiter_lines()
+                for _ in range(frames_wanted):
+                    await anext(frames)
+
+        await asyncio.gather(*(leave_after(number, request_id) for number, request_id in enumerate(ids)))
+        await until(lambda: all(httpx2.get(f"{server.url}/requests/{each}").status_code == 200 for each in ids))
+        usages = [(await client.get(f"/requests/{each}")).json()["usage"] for each in ids]
+    told = [sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens")]
+    assert [after - start for after, start in zip(counted(), before, strict=True)] == told
