@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ _OPENING = f'{{"v":{SCHEMA_VERSION},"prev":"%s",'.encode()
 _CLOSING = b',"hash":"%s"}\n'
 _CLOSING_BYTES = len(_CLOSING) - len(b"%s") + 64
 _ROW = re.compile(rb'\{"v":(\d+),"prev":"([0-9a-f]{64})",.*,"hash":"([0-9a-f]{64})"\}\n', re.DOTALL)
-_SEGMENT = re.compile(r"\d{10}\.jsonl")
+_SEGMENT = re.compile(r"\d{10}\.(jsonl|parquet)")
 
 
 class RowError(Exception):
@@ -79,8 +79,11 @@ def check_row(line: bytes) -> tuple[str, str]:
 
 
 def segments(chain: Path) -> list[Path]:
-    """A replica's segments, in order."""
-    return sorted(file for file in chain.iterdir() if _SEGMENT.fullmatch(file.name))
+    """A replica's segments, in order, old ones maybe compacted (`gateway.ledger.compaction`). Lines win over Parquet
+    that is made of them at this moment.
+    """
+    found = sorted((file for file in chain.iterdir() if _SEGMENT.fullmatch(file.name)), reverse=True)
+    return [*reversed({file.stem: file for file in found}.values())]
 
 
 def chains(ledger: Path) -> list[Path]:
@@ -92,12 +95,19 @@ def segment_name(number: int) -> str:
     return f"{number:010d}.jsonl"
 
 
-def verify(ledger: Path) -> Verification:
-    """Check every row of every replica, up to the first that is broken."""
+def _lines(file: Path) -> Iterator[bytes]:
+    if file.suffix != ".jsonl":
+        raise RowError("the segment is compacted: `warmpath usage verify` reads such ones")
+    with file.open("rb") as lines:
+        yield from lines
+
+
+def verify(ledger: Path, lines_of: Callable[[Path], Iterator[bytes]] = _lines) -> Verification:
+    """Check every row of every replica, up to the first that is broken. `lines_of` a segment may raise `RowError`."""
     rows, heads = 0, dict[str, str]()
     try:
         for chain in chains(ledger):
-            for digest in _walk(chain):
+            for digest in _walk(chain, lines_of):
                 heads[chain.name] = digest
                 rows += 1
     except BrokenRow as broken:
@@ -105,7 +115,7 @@ def verify(ledger: Path) -> Verification:
     return Verification(rows, heads, None)
 
 
-def _walk(chain: Path) -> Iterator[str]:
+def _walk(chain: Path, lines_of: Callable[[Path], Iterator[bytes]]) -> Iterator[str]:
     """The hash of each row that is as it was written and follows the one before it. Raises `BrokenRow` at the first
     that is not.
 
@@ -115,15 +125,15 @@ def _walk(chain: Path) -> Iterator[str]:
     first = int(files[0].stem) if files else 1
     head = GENESIS if first == 1 else None
     for number, file in enumerate(files, start=first):
-        if file.name != segment_name(number):
+        if int(file.stem) != number:
             raise BrokenRow(chain / segment_name(number), 1, "the segment is missing")
-        with file.open("rb") as lines:
-            for line_number, line in enumerate(lines, start=1):
-                try:
-                    prev, digest = check_row(line)
-                except RowError as error:
-                    raise BrokenRow(file, line_number, str(error)) from error
+        good = 0
+        try:
+            for line in lines_of(file):
+                prev, digest = check_row(line)
                 if head not in (prev, None):
-                    raise BrokenRow(file, line_number, "rows before this one were removed, added or moved")
-                head = digest
+                    raise RowError("rows before this one were removed, added or moved")
+                head, good = digest, good + 1
                 yield digest
+        except RowError as error:
+            raise BrokenRow(file, good + 1, str(error)) from error

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,7 +105,7 @@ EVERYTHING = Period()
 def summarise(ledger: Path, *, by: Sequence[str] = (), period: Period = EVERYTHING) -> list[UsageLine]:
     """One line per group, in order; `by` names `DIMENSIONS`. Raises `UnreadableLedger`."""
     dimensions = [f"{DIMENSIONS[name]} AS dimension_{name}" for name in by]
-    with _reading(ledger) as connection:
+    with connect(ledger) as connection:
         found = connection.execute(_summary(connection, dimensions, period), period.parameters).fetchall()
     # One row per group, currency and price -> one line per group.
     groups: dict[tuple[str | None, ...], list[tuple[Any, ...]]] = defaultdict(list)
@@ -118,7 +117,7 @@ def summarise(ledger: Path, *, by: Sequence[str] = (), period: Period = EVERYTHI
 
 def latest(ledger: Path, count: int) -> list[dict[str, Any]]:
     """The last receipts to be written, the latest first, as they stand in their rows. Raises `UnreadableLedger`."""
-    with _reading(ledger) as connection:
+    with connect(ledger) as connection:
         order = "ORDER BY finished DESC, event_id DESC LIMIT $n"
         found = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM receipts {order}", {"n": count}).fetchall()
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in found]
@@ -138,7 +137,7 @@ def bill_rows(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, A
     """
     names = ["kind", *(name for name in COLUMNS if name != "attempts"), "corrects"]
     sql = f"SELECT {', '.join(names)} FROM bills WHERE {period.condition} ORDER BY event_id"
-    with _reading(ledger) as connection:
+    with connect(ledger) as connection:
         cursor = connection.execute(sql, period.parameters)
         while rows := cursor.fetchmany(_FETCH_ROWS):
             for row in rows:
@@ -148,7 +147,7 @@ def bill_rows(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, A
 def write_parquet(ledger: Path, file: Path, period: Period = EVERYTHING) -> int:
     """Write receipts and corrections, a column for each field, and return how many. Raises `UnreadableLedger`."""
     rows = f"SELECT * EXCLUDE (attempts) FROM bills WHERE {period.condition} ORDER BY event_id"
-    with _reading(ledger) as connection:
+    with connect(ledger) as connection:
         target = str(file).replace("'", "''")
         written = connection.execute(f"COPY ({rows}) TO '{target}' (FORMAT parquet)", period.parameters).fetchone()
     return int(written[0]) if written else 0
@@ -156,7 +155,7 @@ def write_parquet(ledger: Path, file: Path, period: Period = EVERYTHING) -> int:
 
 def unpriced(ledger: Path, period: Period = EVERYTHING) -> list[tuple[str, str | None, int]]:
     """(model, deployment, calls) of work that no price is known for. Raises `UnreadableLedger`."""
-    with _reading(ledger) as connection:
+    with connect(ledger) as connection:
         return connection.execute(
             f"SELECT model_asked, deployment, count(*) FROM receipts ANTI JOIN ({_PRICES_NOW}) AS now "
             f"ON event_id = now.corrects AND now.priced WHERE cost IS NULL AND {period.condition} "
@@ -191,15 +190,6 @@ def _summary(connection: duckdb.DuckDBPyConnection, dimensions: Sequence[str], p
             FROM {rows} WHERE {period.condition} GROUP BY ALL
         )
     """
-
-
-@contextmanager
-def _reading(ledger: Path) -> Iterator[duckdb.DuckDBPyConnection]:
-    with connect(ledger) as connection:
-        try:
-            yield connection
-        except duckdb.Error as error:
-            raise UnreadableLedger(str(error)) from error
 
 
 def _line(group: dict[str, str | None], rows: list[tuple[Any, ...]]) -> UsageLine:

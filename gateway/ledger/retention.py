@@ -36,7 +36,8 @@ def drop_old_segments(chain: Path, oldest: float, may_remove: Callable[[int], bo
 
 def _began(segment: Path) -> float | None:
     """When its first row was made; None while it has none, or one that can not be read."""
-    with segment.open("rb") as lines:
+    begins = segment if segment.suffix == ".jsonl" else segment.with_suffix(".manifest")
+    with begins.open("rb") as lines:
         first = lines.readline()
     try:
         return event_seconds(decode_head(first).event_id)

@@ -8,7 +8,7 @@ corrections  of these, the corrections; kept in memory, as they are few
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,11 +61,13 @@ ROW_COLUMNS = {"kind": "VARCHAR", **COLUMNS, **_CORRECTION_COLUMNS}
 """Of every kind of row, with the types in which JSON is read."""
 
 _COST = "DECIMAL(38, 15)"  # an atom of money is the 15th decimal
-TYPED = ", ".join(f"{name}::{_COST} AS {name}" if name == "cost" else name for name in ROW_COLUMNS)
-"""What is selected from JSON: as the tables have it."""
-
 _CORRECTION = b'"kind":"correction"'
 _SETTINGS = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
+
+
+def typed(names: Iterable[str]) -> str:
+    """What is selected from JSON, so that it has the types of the tables."""
+    return ", ".join(f"{name}::{_COST} AS {name}" if name == "cost" else name for name in names)
 
 
 class UnreadableLedger(Exception):
@@ -74,26 +76,29 @@ class UnreadableLedger(Exception):
 
 @contextmanager
 def connect(ledger: Path, *, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A database in memory with the tables of a ledger."""
+    """A database in memory with the tables of a ledger. What DuckDB can not do in it is an `UnreadableLedger`."""
     files = [file for chain in chains(ledger) for file in segments(chain) if file.stat().st_size]
     lines = [file for file in files if file.suffix == ".jsonl"]
     compacted = [file for file in files if file.suffix == ".parquet"]
     config = _SETTINGS | ({"threads": str(threads)} if threads else {})
-    with duckdb.connect(":memory:", config=config) as connection:
-        connection.execute(f"CREATE VIEW bills AS {_rows(lines, compacted)}")
-        connection.execute("CREATE VIEW receipts AS FROM bills WHERE kind = 'receipt'")
-        with_corrections = _rows([file for file in lines if _has_correction(file)], compacted)
-        connection.execute(f"CREATE TABLE corrections AS FROM ({with_corrections}) WHERE kind = 'correction'")
-        yield connection
+    try:
+        with duckdb.connect(":memory:", config=config) as connection:
+            connection.execute(f"CREATE VIEW bills AS {_rows(lines, compacted)}")
+            connection.execute("CREATE VIEW receipts AS FROM bills WHERE kind = 'receipt'")
+            with_corrections = _rows([file for file in lines if _has_correction(file)], compacted)
+            connection.execute(f"CREATE TABLE corrections AS FROM ({with_corrections}) WHERE kind = 'correction'")
+            yield connection
+    except duckdb.Error as error:
+        raise UnreadableLedger(str(error)) from error
 
 
 def _rows(lines: list[Path], compacted: list[Path]) -> str:
     columns = ", ".join(f"{name}: '{kind}'" for name, kind in ROW_COLUMNS.items())
     nothing = ", ".join(f"NULL::{kind} AS {name}" for name, kind in ROW_COLUMNS.items())
-    parts = [f"SELECT {TYPED} FROM (SELECT {nothing}) WHERE false"]
+    parts = [f"SELECT {typed(ROW_COLUMNS)} FROM (SELECT {nothing}) WHERE false"]
     if lines:
         source = f"read_json({_sql_list(lines)}, format = 'newline_delimited', columns = {{{columns}}})"
-        parts.append(f"SELECT {TYPED} FROM {source}")
+        parts.append(f"SELECT {typed(ROW_COLUMNS)} FROM {source}")
     if compacted:
         columns = ", ".join("line::JSON->'attempts'" if name == "attempts" else name for name in ROW_COLUMNS)
         parts.append(f"SELECT {columns} FROM read_parquet({_sql_list(compacted)})")

@@ -1,0 +1,124 @@
+"""Segments as Parquet: the same sums, the same proof, the very same rows."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from gateway.ledger.chain import GENESIS, encode_row, verify
+from gateway.ledger.compaction import KEPT_AS_LINES, compact, lines_of
+from gateway.ledger.reader import UnreadableLedger, latest, summarise
+from gateway.ledger.retention import drop_old_segments
+from gateway.ledger.rows import Carried, Row
+from tests.gateway.ledger.receipts import a_receipt
+
+ROWS_PER_SEGMENT = 3
+
+
+def rows() -> list[Row]:
+    strange = 'a "quoted", \\ back\tslashed\n\x01 name, \u00fc\U0001f600'
+    return [
+        a_receipt(tenant="a", end_user=strange, finished="2026-11-19T10:00:00.000001Z"),
+        a_receipt(tenant="b", cost=None, currency=None, price_input=None, price_cached_input=None, price_output=None),
+        Carried(event_id="0" * 26, opened=()),
+        *(a_receipt(tenant="a", output=number, audio_output=1, cost="0.000000000000001") for number in range(9)),
+    ]
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    write(tmp_path / "replica", rows())
+    return tmp_path
+
+
+def write(chain: Path, rows: list[Row]) -> None:
+    chain.mkdir()
+    head = GENESIS
+    for start in range(0, len(rows), ROWS_PER_SEGMENT):
+        with (chain / f"{start // ROWS_PER_SEGMENT + 1:010d}.jsonl").open("wb") as segment:
+            for row in rows[start : start + ROWS_PER_SEGMENT]:
+                line, head = encode_row(row, head)
+                segment.write(line)
+
+
+def test_sums_proof_and_rows_stay_what_they_were(ledger: Path) -> None:
+    lines = [(ledger / "replica" / f"{number:010d}.jsonl").read_bytes() for number in (1, 2)]
+    sums = [summarise(ledger, by=by) for by in ([], ["tenant", "day"], ["user"])]
+    proof, last = verify(ledger), latest(ledger, 20)
+    done = compact(ledger, before=math.inf)
+    assert [one.file.name for one in done] == ["0000000001.parquet", "0000000002.parquet"]
+    assert sorted(file.suffix for file in (ledger / "replica").glob("0*")) == [
+        *[".jsonl"] * KEPT_AS_LINES, *[".manifest"] * 2, *[".parquet"] * 2,
+    ]  # fmt: skip
+    assert [b"".join(lines_of(one.file)) for one in done] == lines
+    assert [summarise(ledger, by=by) for by in ([], ["tenant", "day"], ["user"])] == sums
+    assert verify(ledger, lines_of) == proof and proof.rows == 12 and proof.broken is None
+    assert latest(ledger, 20) == last
+    assert compact(ledger, before=math.inf) == []
+
+
+def test_without_a_reader_of_parquet_nothing_is_called_good(ledger: Path) -> None:
+    compact(ledger, before=math.inf)
+    broken = verify(ledger).broken
+    assert broken is not None and "compacted" in broken.why
+
+
+def test_what_is_younger_stays(ledger: Path) -> None:
+    assert compact(ledger, before=time.time() - 3600) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "why"),
+    [
+        ("line = replace(line, '\"tenant\":\"b\"', '\"tenant\":\"c\"'), tenant = replace(tenant, 'b', 'c')", 2, "hash"),
+        ("tenant = 'c'", 1, "columns"),
+        ("cost = 5", 1, "columns"),
+    ],
+)
+def test_a_change_is_named(ledger: Path, change: str, line: int, why: str) -> None:
+    (first, _) = compact(ledger, before=math.inf)
+    with duckdb.connect(":memory:") as connection:
+        connection.execute(f"CREATE TABLE rows AS FROM read_parquet('{first.file}')")
+        connection.execute(f"UPDATE rows SET {change} WHERE kind = 'receipt'")
+        connection.execute(f"COPY rows TO '{first.file}' (FORMAT parquet)")
+    broken = verify(ledger, lines_of).broken
+    assert broken is not None and (broken.file, broken.line) == (first.file, line) and why in broken.why
+
+
+def test_a_file_that_is_no_parquet_is_named(ledger: Path) -> None:
+    (first, _) = compact(ledger, before=math.inf)
+    first.file.write_bytes(b"PAR1")
+    broken = verify(ledger, lines_of).broken
+    assert broken is not None and (broken.file, broken.line) == (first.file, 1)
+    with pytest.raises(UnreadableLedger):
+        summarise(ledger)
+
+
+def test_a_broken_segment_is_not_compacted(ledger: Path) -> None:
+    segment = ledger / "replica" / "0000000001.jsonl"
+    segment.write_bytes(segment.read_bytes().replace(b'"tenant":"b"', b'"tenant":"c"'))
+    with pytest.raises(UnreadableLedger, match=r"0000000001\.jsonl:2: the row was changed"):
+        compact(ledger, before=math.inf)
+    assert segment.exists() and not list((ledger / "replica").glob("*.parquet"))
+
+
+def test_an_interrupted_run_is_done_again(ledger: Path) -> None:
+    segment = ledger / "replica" / "0000000001.jsonl"
+    content = segment.read_bytes()
+    proof = verify(ledger)
+    compact(ledger, before=math.inf)
+    segment.write_bytes(content)  # killed before it was removed
+    segment.with_suffix(".unfinished").write_bytes(b"half a file")
+    assert verify(ledger, lines_of) == proof
+    assert [one.file.name for one in compact(ledger, before=math.inf)] == ["0000000001.parquet"]
+    assert verify(ledger, lines_of) == proof and not list((ledger / "replica").glob("*.unfinished"))
+
+
+def test_compacted_segments_age_like_others(ledger: Path) -> None:
+    compact(ledger, before=math.inf)
+    assert drop_old_segments(ledger / "replica", math.inf, lambda _: True) == [1, 2, 3]
+    assert [file.name for file in (ledger / "replica").glob("0*")] == ["0000000004.jsonl"]
