@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gateway.cli.common import PROBLEM, AsJson, complain, say, say_json, say_table, settings_or_exit, verb_app, warn
-from gateway.policy import Deployment, Limits, Policy
+from gateway.policy import Deployment, Limits, Policy, TenantLimits
 from gateway.policy_checks import ANYWHERE
 from gateway.policy_file import PolicyError, Problem, load_policy, policy_schema
 from gateway.settings import missing_secrets
@@ -123,16 +123,22 @@ def _price(deployment: Deployment, policy: Policy) -> str:
     return f"{price.input} in{cached}, {price.output} out {price.currency}{further}"
 
 
-def _limits(limits: Limits) -> str:
+def _limits(limits: TenantLimits) -> str:
+    said = _own_limits(limits)
+    said += [f"{part.match.label}: {', '.join(_own_limits(part)) or 'none'}" for part in limits.parts]
+    return ", ".join(said) or "none"
+
+
+def _own_limits(limits: Limits) -> list[str]:
     said = []
-    for name, rate in (("requests", limits.requests), ("tokens", limits.tokens)):
-        if rate:
-            said.append(f"{rate.amount} {name} per {rate.period:g} s")
+    for name in ("requests", "tokens", "input_tokens", "output_tokens"):
+        if rate := getattr(limits, name):
+            said.append(f"{rate.amount} {name.replace('_', ' ')} per {rate.period:g} s")
     if limits.concurrency:
         said.append(f"{limits.concurrency} at once")
     if limits.budget:
         said.append(f"{limits.budget.amount} per {limits.budget.per}".replace("per total", "in total"))
-    return ", ".join(said) or "none"
+    return said
 
 
 def _names(names: tuple[str, ...] | list[str]) -> str:

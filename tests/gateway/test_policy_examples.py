@@ -21,11 +21,17 @@ SCHEMA = jsonschema_rs.validator_for(policy_schema())
 
 def fields_of(model: type[BaseModel]) -> set[tuple[type[BaseModel], str]]:
     """Every field of a model and of the models in it, by the name that a file uses."""
-    found = {(model, field.alias or name) for name, field in model.model_fields.items()}
+    found = {(where_defined(model, name), field.alias or name) for name, field in model.model_fields.items()}
     for field in model.model_fields.values():
         for part in models_in(field.annotation):
             found |= fields_of(part)
     return found
+
+
+def where_defined(model: type[BaseModel], name: str) -> type[BaseModel]:
+    """A field that a model inherits is shown wherever one of its family shows it."""
+    bases = [base for base in model.__mro__ if issubclass(base, BaseModel) and name in base.model_fields]
+    return bases[-1]
 
 
 def models_in(annotation: Any) -> set[type[BaseModel]]:
@@ -43,7 +49,8 @@ def fields_shown(model: type[BaseModel], value: Any) -> set[tuple[type[BaseModel
     names = {field.alias or name: field for name, field in model.model_fields.items()}
     if not value.keys() <= names.keys():  # a mapping of names to models, as `classes`
         return set().union(*(fields_shown(model, item) for item in value.values()))
-    shown = {(model, name) for name in value}
+    attributes = {field.alias or name: name for name, field in model.model_fields.items()}
+    shown = {(where_defined(model, attributes[name]), name) for name in value}
     for name, item in value.items():
         for part in models_in(names[name].annotation):
             shown |= fields_shown(part, item)

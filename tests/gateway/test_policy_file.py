@@ -64,7 +64,7 @@ cache: everything
         "total, ttft; did you mean 'ttft'?",
         "p.yaml:13:24: classes.realtime.total: should be greater than 0",
         "p.yaml:16:14: tenants.0.limits.requests: a rate is a count per duration, as in 600/1m or 1M/1m",
-        "p.yaml:16:49: tenants.0.limits.budget.per: should be 'day', 'month' or 'total'",
+        "p.yaml:16:49: tenants.0.limits.budget.per: should be 'hour', 'day', 'week', 'month' or 'total'",
         "p.yaml:17:1: cache: must be a mapping, with the keys ttl, scope, when, max_answer_bytes",
     ]  # fmt: skip
 
