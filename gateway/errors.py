@@ -191,6 +191,14 @@ class UpstreamBusy(UpstreamError):
     code = "upstream_busy"
 
 
+class PoisonousRequest(GatewayError):
+    """Whoever works on it dies: nobody is asked any more."""
+
+    status = 422
+    type = "invalid_request_error"
+    code = "poisonous_request"
+
+
 class UpstreamRefused(GatewayError):
     """The upstream judged the request itself (400, 404, 413, 422): its answer is the client's answer, unchanged
     where it is JSON."""

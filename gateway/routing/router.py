@@ -31,6 +31,7 @@ from gateway.providers.sse import ends_stream, has_output
 from gateway.routing.attempts import CLIENT_GONE, Attempts
 from gateway.routing.base import Candidate, Strategy
 from gateway.routing.hedging import Hedging
+from gateway.routing.poison import Suspects
 from gateway.routing.retries import RetryBudget, backoff_seconds
 from gateway.routing.upstream import Upstream
 from gateway.timers import WaitBound
@@ -71,6 +72,7 @@ class Router:
         self._strategies = strategies
         self._budgets: dict[str, RetryBudget] = {}  # by class, of which a policy has a handful
         self._hedging = Hedging()
+        self._suspects = Suspects()
 
     @property
     def retries_refused(self) -> int:
@@ -139,6 +141,7 @@ class Router:
                 return None
             if not server.breaker.would_allow(now) or not place.move_to(server):
                 continue
+            self._suspects.check(call, now)
             if attempts.done and not budget.take(now):
                 raise _nobody_answered(call, attempts, _soonest(candidates) - now)
             late_after = None
@@ -176,6 +179,7 @@ class Router:
         server.breaker.allows(started)
         server.asked_at = started
         sent = server.send(call, started, streams=call.stream)
+        self._suspects.begin(server)
         wait = WaitBound(deadline - started, task=None if racing else attempts.task)
         wait.begin()
         outcome, status = GIVEN_UP, None
@@ -206,12 +210,16 @@ class Router:
             _rest(server, failure, loop.time())
         finally:
             wait.close()
+            unanswered = self._suspects.unanswered(server)
+            self._suspects.end(server)
             _judge(server, outcome, status, loop.time())
             if outcome != "ok":
                 sent.end(loop.time(), answered=False)
                 attempts.add(candidate, outcome, started_ns, span_id, status)
                 if reply is not None:
                     await reply.aclose()
+        if outcome == Fault.CUT.value and not await server.provider.healthy():
+            self._suspects.died(server, call, unanswered, loop.time())
         if outcome != "ok":
             return None
         assert reply is not None

@@ -81,11 +81,13 @@ class Rig:
         self.fleet.apply(self.policy)
         self.router = Router(self.fleet, STRATEGIES)
         spans = iter(range(1, 100))
-        self.attempts = Attempts(lambda: next(spans), lambda span: {"traceparent": f"span-{span}"})
+        self.new_attempts = lambda: Attempts(lambda: next(spans), lambda span: {"traceparent": f"span-{span}"})
+        self.attempts = self.new_attempts()
 
-    async def chunks(self, **fields: object) -> list[bytes]:
+    async def chunks(self, attempts: Attempts | None = None, **fields: object) -> list[bytes]:
         call = a_call(chat(stream=True, **fields), self.policy, now=asyncio.get_running_loop().time())
-        async with self.queue.turn(call) as place, self.router.open(call, place, self.attempts) as upstream:
+        tried = self.attempts if attempts is None else attempts
+        async with self.queue.turn(call) as place, self.router.open(call, place, tried) as upstream:
             chunks = [await upstream.first()]
             assert await upstream.pour(lambda chunk: chunks.append(chunk) is None)
             return chunks

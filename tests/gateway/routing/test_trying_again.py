@@ -7,14 +7,14 @@ from collections.abc import Mapping
 
 import pytest
 
-from gateway.errors import GatewayError, Overloaded, UpstreamBusy, UpstreamError, UpstreamTimeout
+from gateway.errors import GatewayError, Overloaded, PoisonousRequest, UpstreamBusy, UpstreamError, UpstreamTimeout
 from gateway.fleet import Server
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.routing.hedging import SAMPLES_MIN
 from gateway.routing.retries import POT_MAX_RETRIES, RetryBudget, backoff_seconds
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
-from tests.gateway.routing.test_router import Rig, Script, status
+from tests.gateway.routing.test_router import Rig, Script, Step, status
 
 TEXT = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
@@ -223,7 +223,8 @@ async def test_a_client_that_leaves_a_race_ends_both() -> None:
 async def test_a_client_in_a_hurry_is_answered_in_its_time_and_blames_nobody() -> None:
     policy = two_servers(ttft="60s")
     rig = Rig(policy, a=Script(asyncio.Event()), b=Script(asyncio.Event()))
-    call = a_call(chat(stream=True), policy, headers={b"x-stainless-read-timeout": b"0.05"})
+    now = asyncio.get_running_loop().time()
+    call = a_call(chat(stream=True), policy, headers={b"x-stainless-read-timeout": b"0.05"}, now=now)
     with pytest.raises(UpstreamTimeout):
         async with rig.queue.turn(call) as place, rig.router.open(call, place, rig.attempts):
             pass
@@ -256,3 +257,52 @@ async def test_both_answering_in_one_moment_is_one_answer(monkeypatch: pytest.Mo
     assert rig.outcomes[-1][1] == "ok"
     assert (a.closed, b.closed) == (1, 1)
     assert rig.idle()
+
+
+class Mortal(Script):
+    """Dies of what it is asked: the connection is cut, and nobody answers health checks afterwards."""
+
+    def __init__(self, *steps: Step) -> None:
+        super().__init__(*steps)
+        self.dead = False
+
+    async def healthy(self) -> bool:
+        return not self.dead
+
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+        self.opened += 1
+        if self.dead:
+            raise ProviderFailure(Fault.CONNECT, "refused")
+        if self.steps:
+            await self.steps[0].wait()  # type: ignore[union-attr]
+        self.dead = True
+        raise ProviderFailure(Fault.CUT, "died")
+
+
+async def test_a_request_that_a_server_dies_of_is_not_sent_to_another() -> None:
+    a, b = Mortal(), Mortal()
+    rig = Rig(two_servers(), a=a, b=b)
+    for _ in range(2):
+        error = await failing(rig)
+        assert isinstance(error, PoisonousRequest) and error.status == 422
+    assert (a.opened, b.opened) == (1, 0)
+
+
+async def test_of_several_that_were_there_each_is_asked_once_more() -> None:
+    gate = asyncio.Event()
+    a = Mortal(gate)
+    rig = Rig(two_servers(), a=a, b=Script(TEXT, DONE))
+    server(rig, "b").breaker.rest(asyncio.get_running_loop().time(), 0.1)
+    asking = [asyncio.create_task(rig.chunks(rig.new_attempts(), user=name)) for name in ("one", "two")]
+    for _ in range(1000):
+        await asyncio.sleep(0.001)
+        if a.opened == 2:
+            break
+    gate.set()
+    assert await asyncio.gather(*asking) == [[TEXT, DONE]] * 2
+
+
+async def test_a_cut_connection_to_a_living_server_says_nothing_about_the_request() -> None:
+    cut = ProviderFailure(Fault.CUT, "reset")
+    rig = Rig(two_servers(), a=Turns(Script(opening=cut), Script(TEXT, DONE)), b=Script(opening=cut))
+    assert (await rig.chunks())[-1] == DONE
