@@ -1,0 +1,47 @@
+"""Hermes and Qwen: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, any number of times, within text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backend.parsers.base import MAX_PARALLEL_CALLS, Mark, OutputParser, Tool, ToolFormat, parameters_rule, quoted
+from backend.parsers.marked import MarkedCalls
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Hermes(ToolFormat):
+    markers = (OPEN, CLOSE)
+    begins = OPEN
+
+    def parser(self, tools: Sequence[Tool]) -> OutputParser:
+        return HermesParser()
+
+    def calls(self, tools: Sequence[Tool], mark: Mark, *, parallel: bool) -> str:
+        rules = [
+            f"head: {mark(OPEN)}",
+            f"calls: call{f' (NEWLINE {mark(OPEN)} call){{0,{MAX_PARALLEL_CALLS - 1}}}' if parallel else ''}",
+            f'call: "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" {mark(CLOSE)}',
+            r'NEWLINE: "\n"',
+        ]
+        for i, tool in enumerate(tools):
+            name = quoted(f'{{"name": {quoted(tool.name)}, "arguments": ')
+            rules += [f'call_{i}: {name} arguments_{i} "}}"', f"arguments_{i}: {parameters_rule(tool)}"]
+        return "\n".join(rules)
+
+
+class HermesParser(MarkedCalls):
+    marker = OPEN
+
+    def _behind_marker(self) -> bool:
+        return self._begin_call()
+
+    def _behind_call(self) -> bool:
+        if not self._skip_spaces():
+            return False
+        if CLOSE.startswith(self._rest) and self._rest != CLOSE:
+            return False
+        self._rest = self._rest.removeprefix(CLOSE)
+        self._tentative = ""
+        self._state = self._read_text
+        return True

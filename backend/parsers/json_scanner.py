@@ -1,0 +1,199 @@
+"""JSON that is still being written: where a value ends, and a call as soon as its parts are known."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container
+from enum import Enum, auto
+
+from backend.parsers.base import CallArguments, CallStarted, Event
+
+WHITESPACE = " \t\r\n"
+_STRUCTURE = re.compile(r'["{}\[\]]')
+_STRING = re.compile(r'["\\]')
+_SCALAR_END = re.compile(r"[,}\]\s]")
+
+
+class ValueScanner:
+    """Finds the end of one value, brackets and quotes alone being looked at."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._begun = False
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._scalar = False
+
+    def feed(self, text: str, start: int) -> int:
+        """How far the value goes in `text`, from its own first character or from where the last piece ended."""
+        at = start
+        while at < len(text) and not self.done:
+            if not self._begun:
+                self._begun = True
+                self._scalar = text[at] not in '"{['
+            if self._scalar:
+                at = self._through_scalar(text, at)
+            elif self._in_string:
+                at = self._through_string(text, at)
+            else:
+                at = self._through_structure(text, at)
+        return at
+
+    def _through_scalar(self, text: str, at: int) -> int:
+        end = _SCALAR_END.search(text, at)
+        self.done = end is not None
+        return end.start() if end else len(text)
+
+    def _through_string(self, text: str, at: int) -> int:
+        if self._escaped:
+            self._escaped = False
+            return at + 1
+        found = _STRING.search(text, at)
+        if found is None:
+            return len(text)
+        self._escaped = found[0] == "\\"
+        self._in_string = self._escaped
+        self.done = not self._in_string and self._depth == 0
+        return found.end()
+
+    def _through_structure(self, text: str, at: int) -> int:
+        found = _STRUCTURE.search(text, at)
+        if found is None:
+            return len(text)
+        if found[0] == '"':
+            self._in_string = True
+        else:
+            self._depth += 1 if found[0] in "{[" else -1
+            self.done = self._depth == 0
+        return found.end()
+
+
+class Stage(Enum):
+    OPENING = auto()  # before the brace
+    KEY = auto()  # before a key, or the closing brace
+    IN_KEY = auto()
+    COLON = auto()
+    VALUE = auto()  # before a value
+    IN_VALUE = auto()
+    DONE = auto()
+    REJECTED = auto()  # this is no call
+
+
+class CallScanner:
+    """Reads `{"name": "f", "arguments": {...}}`, in either order, "parameters" being another word for the latter.
+
+    Once the name is known it is a call, and stays one; what is not JSON, or has no such name, is rejected before.
+    """
+
+    def __init__(self, index: int, names: Container[str] | None = None) -> None:
+        """`names`: the only names that make it a call; None: any."""
+        self.stage = Stage.OPENING
+        self.started = False
+        self._index = index
+        self._names = names
+        self._scanner = ValueScanner()
+        self._key = ""
+        self._value = ""
+        self._arguments = ""  # read before the name was
+        self._has_arguments = False
+
+    @property
+    def ended(self) -> bool:
+        return self.stage in (Stage.DONE, Stage.REJECTED)
+
+    def feed(self, text: str) -> tuple[list[Event], int]:
+        """Events, and how many characters were taken: all, unless the call has ended before."""
+        events: list[Event] = []
+        at = 0
+        while at < len(text) and not self.ended:
+            at = self._advance(text, at, events)
+        return _joined(events), at
+
+    def _advance(self, text: str, at: int, events: list[Event]) -> int:
+        character = text[at]
+        if self.stage in (Stage.IN_KEY, Stage.IN_VALUE):
+            end = self._scanner.feed(text, at)
+            self._take(text[at:end], events)
+            return end
+        if character in WHITESPACE or (character == "," and self.stage is Stage.KEY):
+            return at + 1
+        if self.stage is Stage.OPENING:
+            self.stage = Stage.KEY if character == "{" else Stage.REJECTED
+            return at + 1
+        if self.stage is Stage.COLON:
+            self.stage = Stage.VALUE if character == ":" else Stage.REJECTED
+            return at + 1
+        if self.stage is Stage.KEY and character == "}":
+            self._close(events)
+            return at + 1
+        if self.stage is Stage.KEY and character != '"':
+            self.stage = Stage.REJECTED
+            return at + 1
+        self._scanner = ValueScanner()
+        self._value = ""
+        self.stage = Stage.IN_KEY if self.stage is Stage.KEY else Stage.IN_VALUE
+        return at
+
+    def _take(self, piece: str, events: list[Event]) -> None:
+        """A piece of a key or of a value."""
+        is_arguments = self.stage is Stage.IN_VALUE and self._key in ("arguments", "parameters")
+        self._value += piece
+        is_streamed = is_arguments and self._value.startswith("{")
+        if is_streamed:
+            self._say_arguments(piece, events)
+        if not self._scanner.done:
+            return
+        if self.stage is Stage.IN_KEY:
+            self._key, self.stage = str(_decoded(self._value)), Stage.COLON
+            return
+        self.stage = Stage.KEY
+        if self._key == "name":
+            self._start(_decoded(self._value), events)
+        elif is_arguments and not is_streamed:
+            # Some models write the arguments as a string that holds JSON, and `null` for none.
+            decoded = _decoded(self._value)
+            self._say_arguments(decoded if isinstance(decoded, str) else "{}", events)
+
+    def _say_arguments(self, text: str, events: list[Event]) -> None:
+        self._has_arguments = True
+        if self.started:
+            events.append(CallArguments(self._index, text))
+        else:
+            self._arguments += text
+
+    def _start(self, name: object, events: list[Event]) -> None:
+        if self.started:
+            return
+        if not isinstance(name, str) or not name or (self._names is not None and name not in self._names):
+            self.stage = Stage.REJECTED
+            return
+        self.started = True
+        events.append(CallStarted(self._index, name))
+        if self._arguments:
+            events.append(CallArguments(self._index, self._arguments))
+
+    def _close(self, events: list[Event]) -> None:
+        self.stage = Stage.DONE if self.started else Stage.REJECTED
+        if self.started and not self._has_arguments:
+            events.append(CallArguments(self._index, "{}"))
+
+
+def _decoded(raw: str) -> object:
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return None
+
+
+def _joined(events: list[Event]) -> list[Event]:
+    """With the pieces of one call's arguments in one event."""
+    joined: list[Event] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
+            joined[-1] = CallArguments(event.index, last.text + event.text)
+        else:
+            joined.append(event)
+    return joined

@@ -1,0 +1,60 @@
+"""Llama 3: an answer that is nothing but `{"name": "f", "parameters": {...}}`, or several of them with `;` between.
+
+Nothing but its first character tells a call from an answer in JSON, so it is one only if its name is a tool's. With
+`<|python_tag|>` in front, which the larger models write, calls may also follow text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backend.parsers.base import MAX_PARALLEL_CALLS, Mark, OutputParser, Tool, ToolFormat, parameters_rule, quoted
+from backend.parsers.marked import MarkedCalls
+
+TAG = "<|python_tag|>"
+
+
+class Llama3(ToolFormat):
+    markers = (TAG,)
+    begins = ""
+
+    def parser(self, tools: Sequence[Tool]) -> OutputParser:
+        return Llama3Parser(frozenset(tool.name for tool in tools))
+
+    def calls(self, tools: Sequence[Tool], mark: Mark, *, parallel: bool) -> str:
+        rules = [
+            'head: ""',
+            f"calls: call{f' (SEPARATOR call){{0,{MAX_PARALLEL_CALLS - 1}}}' if parallel else ''}",
+            f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
+            'SEPARATOR: "; "',
+        ]
+        for i, tool in enumerate(tools):
+            name = quoted(f'{{"name": {quoted(tool.name)}, "parameters": ')
+            rules += [f'call_{i}: {name} arguments_{i} "}}"', f"arguments_{i}: {parameters_rule(tool)}"]
+        return "\n".join(rules)
+
+
+class Llama3Parser(MarkedCalls):
+    marker = TAG
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__()
+        self._names = names
+        self._state = self._at_start
+
+    def _at_start(self) -> bool:
+        if not self._skip_spaces():
+            return False
+        return self._begin_call(self._names) if self._rest.startswith("{") else self._give_up()
+
+    def _behind_marker(self) -> bool:
+        return self._begin_call(self._names)
+
+    def _behind_call(self) -> bool:
+        if not self._skip_spaces():
+            return False
+        if self._rest[0] in ";,":
+            self._tentative += self._rest[0]
+            self._rest = self._rest[1:]
+            return True
+        return self._begin_call(self._names) if self._rest[0] == "{" else self._give_up()

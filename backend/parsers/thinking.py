@@ -1,0 +1,109 @@
+"""Reasoning between two markers, before the answer.
+
+Line breaks next to the markers belong to neither, as chat templates strip them when they print an earlier answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backend.parsers.base import Event, Mark, OutputParser, Reasoning, Text
+from backend.parsers.marked import held_back
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingFormat:
+    opens: str
+    closes: str
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.opens, self.closes)
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether the prompt ends within reasoning: some templates write the first marker themselves."""
+        return prompt.rstrip().endswith(self.opens)
+
+    def is_over(self, prompt: str) -> bool:
+        """Whether the prompt ends with reasoning that is closed already, so that none will come."""
+        return prompt.rstrip().endswith(self.closes)
+
+    def parser(self, prompt: str) -> ThinkingParser:
+        return ThinkingParser(self, is_open=self.is_open(prompt))
+
+    def rules(self, prompt: str, mark: Mark) -> str:
+        """Lark rules: `thinking` is what comes before the answer, or nothing."""
+        if self.is_over(prompt):
+            return 'thinking: ""'
+        body = f"within {mark(self.closes)}" if _is_token(mark(self.closes)) else "through"
+        rules = [
+            f"thinking: {body} BREAKS" if self.is_open(prompt) else f"thinking: ({mark(self.opens)} {body} BREAKS)?",
+            r"BREAKS: /\n{0,2}/",
+        ]
+        if _is_token(mark(self.closes)):
+            return "\n".join([*rules, "within: /(?s:.*)/"])
+        return "\n".join([*rules, f"through[suffix={mark(self.closes)}]: /(?s:.*)/"])
+
+
+def _is_token(terminal: str) -> bool:
+    return not terminal.startswith('"')
+
+
+class ThinkingParser(OutputParser):
+    def __init__(self, markers: ThinkingFormat, *, is_open: bool) -> None:
+        self._markers = markers
+        self._begun = is_open  # known to be reasoning, or not
+        self._over = False
+        self._rest = ""
+        self._breaks = ""  # said if more reasoning follows
+        self._said = False  # something of the part that is being read
+        self._events: list[Event] = []
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._begun and not self._over
+
+    def push(self, text: str) -> list[Event]:
+        self._rest += text
+        if not self._begun and not self._over:
+            self._look_for_reasoning()
+        if self._begun and not self._over:
+            self._read_reasoning()
+        if self._over:
+            self._read_answer()
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> list[Event]:
+        if not self._rest:
+            return []
+        return [Reasoning(self._breaks + self._rest)] if self._begun and not self._over else [Text(self._rest)]
+
+    def _look_for_reasoning(self) -> None:
+        stripped = self._rest.lstrip()
+        if stripped.startswith(self._markers.opens):
+            self._begun = True
+            self._rest = stripped[len(self._markers.opens) :]
+        elif not self._markers.opens.startswith(stripped):
+            self._over = self._said = True  # there is none, and nothing of the answer is to be stripped
+
+    def _read_reasoning(self) -> None:
+        before, found, after = self._rest.partition(self._markers.closes)
+        end = len(before) if found else len(before) - held_back(before, self._markers.closes)
+        text = before[:end] if self._said else before[:end].lstrip("\n")
+        said = (self._breaks + text).rstrip("\n")
+        self._breaks = (self._breaks + text)[len(said) :]
+        self._said = self._said or bool(said)
+        if said:
+            self._events.append(Reasoning(said))
+        self._rest = after if found else before[end:]
+        if found:
+            self._over, self._said, self._breaks = True, False, ""
+
+    def _read_answer(self) -> None:
+        if not self._said:
+            self._rest = self._rest.lstrip("\n")
+        if self._rest:
+            self._said = True
+            self._events.append(Text(self._rest))
+            self._rest = ""

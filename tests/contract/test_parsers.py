@@ -1,0 +1,239 @@
+"""Every format of tool calls and reasoning: what is read from whole answers, and that no cut changes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.parsers import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
+from backend.parsers.base import CallArguments, CallStarted, Event, Reasoning, Text, Tool
+from backend.parsers.reply import ReplyParser
+
+TOOLS = [Tool("weather", {"type": "object"}), Tool("now")]
+ZIP = '{"zip": "8004", "deep": {"a": [1, "}]\\"{"]}}'
+W, N = '{"name": "weather", "arguments": ' + ZIP + "}", '{"name": "now", "arguments": {}}'
+THOUGHT = "<think>\nLet me see: <b>.\n\nYes.\n</think>\n\n"
+
+
+@dataclass(frozen=True)
+class Read:
+    text: str
+    calls: tuple[tuple[str, str], ...] = ()
+    reasoning: str = ""
+
+
+BOTH = (("weather", ZIP), ("now", "{}"))
+# By format: answers as the models write them, well-formed and not, and what is to be read from them.
+CASES: dict[str, dict[str, Read]] = {
+    "hermes": {
+        "Nothing to call. \n": Read("Nothing to call. \n"),
+        f"<tool_call>\n{W}\n</tool_call>": Read("", BOTH[:1]),
+        f"Sure!\n\n<tool_call>\n{W}\n</tool_call>\n<tool_call>{N}</tool_call>\n": Read("Sure!", BOTH),
+        f"<tool_call>{N}</tool_call> and then\n": Read("and then", BOTH[1:]),
+        '<tool_call>{"arguments": {"x": 1}, "name": "now"}</tool_call>': Read("", (("now", '{"x": 1}'),)),
+        '<tool_call>{"name": "now"}</tool_call>': Read("", (("now", "{}"),)),
+        '<tool_call>{"name": "now", "arguments": "{\\"x\\": \\"\\u00e9\\"}"}</tool_call>': Read(
+            "", (("now", '{"x": "é"}'),)
+        ),
+        '<tool_call>{"name": "now", "arguments": null, "id": 7}</tool_call>': Read("", (("now", "{}"),)),
+        '<tool_call>{"name": "other", "arguments": {}}</tool_call>': Read("", (("other", "{}"),)),
+        "a <tool_call> is <not> JSON </tool_call>": Read("a <tool_call> is <not> JSON </tool_call>"),
+        '<tool_call>{"nom": "now"}</tool_call> x': Read('<tool_call>{"nom": "now"}</tool_call> x'),
+        '<tool_call>{"name": "weather", "arguments": {"zip": "80': Read("", (("weather", '{"zip": "80'),)),
+        '<tool_call>\n{"name": "wea': Read('<tool_call>\n{"name": "wea'),
+        f"<tool_call>{N}</tool_c": Read("", BOTH[1:]),
+        "1 < 2 <tool": Read("1 < 2 <tool"),
+    },
+    "llama3": {
+        "Nothing to call. \n": Read("Nothing to call. \n"),
+        W: Read("", BOTH[:1]),
+        '\n{"name": "weather", "parameters": ' + ZIP + "}; " + N: Read("", BOTH),
+        f"<|python_tag|>{W}\n{N}": Read("", BOTH),
+        f"Let me look. <|python_tag|>{W}": Read("Let me look.", BOTH[:1]),
+        '{"type": "function", "name": "now", "parameters": {}}': Read("", BOTH[1:]),
+        '{"answer": 42}': Read('{"answer": 42}'),
+        '{"name": "Ada", "age": 36}': Read('{"name": "Ada", "age": 36}'),
+        '{"name": {"first": "Ada"}}': Read('{"name": {"first": "Ada"}}'),
+        " [1, 2]": Read(" [1, 2]"),
+        '<|python_tag|>search.call(query="x")': Read('<|python_tag|>search.call(query="x")'),
+        '{"name": "weather", "parameters": {"zip"': Read("", (("weather", '{"zip"'),)),
+        f"{N};": Read("", BOTH[1:]),
+    },
+    "mistral": {
+        "Nothing to call. \n": Read("Nothing to call. \n"),
+        f"[TOOL_CALLS][{W}, {N}]": Read("", BOTH),
+        f"Sure.[TOOL_CALLS] [{W}]": Read("Sure.", BOTH[:1]),
+        f"[TOOL_CALLS]weather[ARGS]{ZIP}[TOOL_CALLS]now[ARGS]{{}}": Read("", BOTH),
+        f"[TOOL_CALLS]weather{ZIP}": Read("", BOTH[:1]),
+        f"[TOOL_CALLS]weather[CALL_ID]abc123DEF[ARGS]{ZIP} done": Read("done", BOTH[:1]),
+        f"[TOOL_CALLS]{N}": Read("", BOTH[1:]),
+        "[TOOL_CALLS] none, really": Read("[TOOL_CALLS] none, really"),
+        "[TOOL_CALLS][1, 2]": Read("[TOOL_CALLS][1, 2]"),
+        '[TOOL_CALLS]weather[ARGS]{"zip": "8': Read("", (("weather", '{"zip": "8'),)),
+        f"[TOOL_CALLS][{N},": Read("", BOTH[1:]),
+        "[TOOL_CALLS]wea": Read("[TOOL_CALLS]wea"),
+    },
+}
+THOUGHTS: dict[str, Read] = {
+    THOUGHT + "42\n": Read("42\n", reasoning="Let me see: <b>.\n\nYes."),
+    " <think>a</think>b": Read("b", reasoning="a"),
+    "<think>\n\n</think>\n\n42": Read("42"),
+    "<think>cut </thi": Read("", reasoning="cut </thi"),
+    "<thin": Read("<thin"),
+    "\n 42 <think>no</think>": Read("\n 42 <think>no</think>"),
+}
+ALL = [(name, text, read) for name, cases in CASES.items() for text, read in cases.items()]
+
+
+def fold(events: list[Event]) -> Read:
+    text, reasoning, calls = "", "", dict[int, list[str]]()
+    for event in events:
+        match event:
+            case Text(said):
+                text += said
+            case Reasoning(thought):
+                reasoning += thought
+            case CallStarted(index, name):
+                assert index == len(calls)
+                calls[index] = [name, ""]
+            case CallArguments(index, piece):
+                assert piece
+                calls[index][1] += piece
+    return Read(text, tuple((name, arguments) for name, arguments in calls.values()), reasoning)
+
+
+def read(name: str, pieces: list[str], *, prompt: str = "", thinking: bool = True) -> Read:
+    reasoning = REASONING_FORMATS["think"].parser(prompt) if thinking else None
+    parser = ReplyParser(reasoning, TOOL_FORMATS[name].parser(TOOLS))
+    return fold([event for piece in pieces for event in parser.push(piece)] + parser.finish())
+
+
+def cut(text: str, places: set[int]) -> list[str]:
+    return [
+        text[start:end] for start, end in pairwise([0, *sorted(place % (len(text) + 1) for place in places), len(text)])
+    ]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), ALL)
+def test_what_is_read_from_an_answer(name: str, text: str, expected: Read) -> None:
+    assert read(name, [text]) == expected
+    assert read(name, [*text]) == expected
+    for size in (2, 3, 5, 7):
+        assert read(name, [text[i : i + size] for i in range(0, len(text), size)]) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), THOUGHTS.items())
+@pytest.mark.parametrize("name", [*TOOL_FORMATS])
+def test_what_is_read_as_reasoning(name: str, text: str, expected: Read) -> None:
+    assert read(name, [text]) == read(name, [*text]) == expected
+
+
+@pytest.mark.parametrize("name", [*TOOL_FORMATS])
+def test_reasoning_that_the_prompt_began(name: str) -> None:
+    for pieces in (["I see.</think>\n", "Yes."], [*"I see.</think>\nYes."]):
+        assert read(name, pieces, prompt="<|assistant|>\n<think>\n") == Read("Yes.", reasoning="I see.")
+    assert read(name, ["Yes."], prompt="<think>\n\n</think>\n\n") == Read("Yes.")
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), ALL)
+def test_calls_come_behind_reasoning(name: str, text: str, expected: Read) -> None:
+    whole = read(name, [THOUGHT + text.lstrip("\n")])
+    assert whole.reasoning == "Let me see: <b>.\n\nYes."
+    assert whole.calls == expected.calls
+    assert read(name, [*(THOUGHT + text.lstrip("\n"))]) == whole
+
+
+def garbled() -> Iterator[st.SearchStrategy[tuple[str, str]]]:
+    """Pieces of what the formats are made of, in any order."""
+    common = [
+        "<think>",
+        "</think>",
+        '{"name": "now"',
+        ', "arguments": {',
+        '"}',
+        "}",
+        "}}",
+        "]",
+        ",",
+        ";",
+        "\\",
+        '"',
+        " \n",
+        "é",
+    ]
+    for name, tools in TOOL_FORMATS.items():
+        parts = [
+            *common,
+            *tools.markers,
+            *(marker[:4] for marker in tools.markers),
+            W,
+            N,
+            "now",
+            "text",
+            '"parameters": 1',
+        ]
+        yield st.tuples(st.just(name), st.lists(st.sampled_from(parts), max_size=9).map("".join))
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(
+    answer=st.one_of(*garbled()) | st.sampled_from([(name, text) for name, text, _ in ALL]),
+    places=st.sets(st.integers(0, 300), max_size=12),
+    prompt=st.sampled_from(["", "<think>"]),
+    thinking=st.booleans(),
+)
+def test_no_cut_changes_what_is_read(answer: tuple[str, str], places: set[int], prompt: str, thinking: bool) -> None:
+    name, text = answer
+    whole = read(name, [text], prompt=prompt, thinking=thinking)
+    assert read(name, cut(text, places), prompt=prompt, thinking=thinking) == whole
+    assert read(name, [*text], prompt=prompt, thinking=thinking) == whole
+    # Nothing is invented, and without a call nothing is lost either.
+    if not whole.calls and not thinking:
+        assert whole.text == text
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), [case for case in ALL if case[2].calls])
+def test_arguments_are_told_as_they_come(name: str, text: str, expected: Read) -> None:
+    """Each character at the latest when the next but one comes: nobody waits for the end of a long argument."""
+    parser = TOOL_FORMATS[name].parser(TOOLS)
+    told = 0
+    for i, character in enumerate(text):
+        for event in parser.push(character):
+            told += len(event.text) if isinstance(event, CallArguments) else 0
+        if expected.calls[0][1] == ZIP and (at := text.find(ZIP)) >= 0 and at <= i < at + len(ZIP) - 1:
+            assert told == i - at + 1
+
+
+@pytest.mark.parametrize("name", [*TOOL_FORMATS])
+def test_ids_of_calls_differ(name: str) -> None:
+    ids = {TOOL_FORMATS[name].new_id() for _ in range(50)}
+    assert len(ids) == 50
+    assert all(id.replace("_", "").isalnum() for id in ids)
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("{{ '<tool_call>\\n' }} {% if '</think>' in content %}", "hermes", "think"),
+        ("[TOOL_CALLS] [THINK]x[/THINK]", "mistral", "mistral"),
+        ("<|start_header_id|>assistant<|end_header_id|>", "llama3", None),
+        ("{{ message.content }}", None, None),
+    ],
+)
+def test_formats_are_suggested_by_the_chat_template(template: str, tools: str | None, reasoning: str | None) -> None:
+    assert tool_format("auto", template) is (TOOL_FORMATS[tools] if tools else None)
+    assert reasoning_format("auto", template) is (REASONING_FORMATS[reasoning] if reasoning else None)
+    assert tool_format("none", template) is None
+    assert tool_format("hermes", template) is TOOL_FORMATS["hermes"]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), ALL)
+def test_arguments_of_complete_calls_are_json(name: str, text: str, expected: Read) -> None:
+    for _, arguments in read(name, [text]).calls[:-1]:
+        json.loads(arguments)
