@@ -36,6 +36,7 @@ from gateway.policy_file import PolicyHolder
 from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
+from gateway.reports import Reports
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
 from gateway.serve import House, handle
@@ -46,7 +47,11 @@ from gateway.storage import open_storage
 from gateway.telemetry import (
     DEPLOYMENT_AVAILABLE,
     DEPLOYMENT_INFLIGHT,
+    DEPLOYMENT_REPORTED,
     INFLIGHT,
+    KV_BLOCKS,
+    KV_CALLS,
+    KV_EVENT_BATCHES,
     LEDGER_OK,
     LEDGER_ROWS,
     LIMITS_LOST,
@@ -69,6 +74,7 @@ class Gateway:
         self._storage = open_storage(settings.storage, owner=settings.replica)
         self._transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
         self._fleet = Fleet(lambda deployment: make_provider(deployment, self._transport, resolve_secret))
+        self._reports = Reports(self._fleet, self._transport, resolve_secret)
         self._telemetry = Telemetry(
             settings.otlp_endpoint, replica=settings.replica, otlp_headers=settings.otlp_headers
         )
@@ -177,6 +183,9 @@ class Gateway:
             watching = asyncio.create_task(self._policies.watch(), name="policy watch")
             watching.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, watching)
+            reporting = asyncio.create_task(self._reports.run(), name="reports")
+            reporting.add_done_callback(_tell_why_it_ended)
+            opened.push_async_callback(_end, reporting)
             checking = asyncio.create_task(HealthChecks(self._fleet).run(), name="health checks")
             checking.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, checking)
@@ -200,11 +209,45 @@ class Gateway:
             DEPLOYMENT_AVAILABLE,
             lambda: {(server.name,): float(not server.cooling(_loop_time())) for server in self._fleet},
         )
+        self._show_reports()
         watch(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
         watch(LIMITS_UNSETTLED, lambda: limiter.unsettled)
         watch(STORE_FAILURES, lambda: limiter.store_failures)
         watch(LEDGER_ROWS, lambda: self._ledger.receipts_written)
         watch(LEDGER_OK, lambda: float(self._ledger.ok))
+
+    def _show_reports(self) -> None:
+        reports, watch = self._reports, self._telemetry.watch
+        watch(
+            KV_EVENT_BATCHES,
+            lambda: {
+                (server.name, kind): getattr(reporting.counts, kind)
+                for server, reporting in reports
+                if server.blocks is not None
+                for kind in ("batches", "gaps", "malformed")
+            },
+        )
+        watch(KV_BLOCKS, lambda: {(s.name,): len(s.blocks) for s in self._fleet if s.blocks is not None})
+        watch(
+            KV_CALLS,
+            lambda: {
+                (server.name, known): count
+                for server in self._fleet
+                if (blocks := server.blocks) is not None
+                for known, count in (
+                    ("known", blocks.calls_attributed), ("unknown", blocks.calls_ended - blocks.calls_attributed)
+                )
+            },
+        )  # fmt: skip
+        watch(
+            DEPLOYMENT_REPORTED,
+            lambda: {
+                (server.name, what): getattr(load, what)
+                for server in self._fleet
+                if (load := server.estimate.load) is not None
+                for what in ("running", "waiting", "kv_usage")
+            },
+        )
 
     # The shell: what is asked for seldom.
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from gateway.breaker import Breaker
 from gateway.policy import Deployment, Model, Policy
 from gateway.prefix.estimate import Estimate, Sent
+from gateway.prefix.events.blocks import BlockIndex, Ended
+from gateway.prefix.fingerprint import text_bytes_of
 from gateway.prefix.working_set import Conversation, Prompt, WorkingSet
 from gateway.providers.base import Provider
 
@@ -37,6 +39,13 @@ class SentCall:
         """The reply said how many of its prompt's tokens were cached. In the engine's own tokens."""
         self.server.estimate.learn_cached(self.note, input_tokens, cached_tokens)
 
+    def learn_blocks(self, call_id: str, input_tokens: int, cached_tokens: int, output_tokens: int) -> None:
+        """The same reply, for servers that tell of their blocks: which of them are this call's."""
+        if self.server.blocks is not None:
+            chain, estimated = self.note.chain, self.note.prompt_tokens
+            text_bytes = text_bytes_of(chain, estimated)
+            self.server.blocks.ended(Ended(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens))
+
     def end(self, now: float, *, answered: bool = True) -> None:
         """Its answer is over, or will not come. Once."""
         self.server.estimate.end(self.note, now, answered=answered)
@@ -53,6 +62,7 @@ class Server:
         self.working_set = working_set  # of all servers
         self.estimate = Estimate(deployment.cache_tokens, deployment.prefill_tokens_per_second)
         self.cache = self.estimate.cache
+        self.blocks: BlockIndex | None = None  # of a server that publishes KV events
         self.places_taken = 0  # by calls whose turn it is; of these are in flight:
         self.breaker = Breaker()
         self.asked_at = 0.0  # by a call or a health check; event-loop seconds

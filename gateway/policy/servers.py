@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from gateway.policy.fields import Count, EnvSecret, Frozen, Name
@@ -28,6 +30,22 @@ class Deployment(Frozen):
     )
     prefill_tokens_per_second: Count = Field(
         2_000, description="First guess of its prefill speed, until replies teach better."
+    )
+    kv_events: str | None = Field(
+        None,
+        pattern=r"^(tcp://[^\s/]+:\d+|ipc://\S+|https?://\S+)$",
+        description="Where it publishes its KV events: the ZeroMQ address of vLLM, SGLang or the bundled engine; or "
+        "the http address of a TensorRT-LLM server that nobody else asks for them.",
+    )
+    kv_events_replay: str | None = Field(
+        None,
+        pattern=r"^(tcp://[^\s/]+:\d+|ipc://\S+)$",
+        description="Where it sends missed KV events again: its replay_endpoint.",
+    )
+    metrics: bool | Annotated[str, Field(pattern=r"^https?://")] = Field(
+        False,
+        description="Whether its load is read at /metrics, beside /v1; or the URL where it is. The names of vLLM, "
+        "SGLang, llama.cpp and TensorRT-LLM are known.",
     )
 
 

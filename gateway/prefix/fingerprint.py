@@ -10,7 +10,7 @@ The seed is derived from the tenant, so that one tenant's fingerprints say nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import xxhash
 
@@ -22,6 +22,12 @@ BLOCK_TOKENS = BLOCK_BYTES // BYTES_PER_TOKEN
 def seed_of(salt: str) -> int:
     """The chain's first seed, for a tenant's salt."""
     return xxhash.xxh3_64_intdigest(salt.encode())
+
+
+def text_bytes_of(chain: Sequence[int], estimated_tokens: int) -> int:
+    """How long a prompt's text was, about: its last block may have begun, and has no hash yet."""
+    whole = len(chain) * BLOCK_BYTES
+    return min(max(whole, estimated_tokens * BYTES_PER_TOKEN), whole + BLOCK_BYTES - 1)
 
 
 def fingerprint(pieces: Iterable[bytes], seed: int) -> tuple[int, ...]:

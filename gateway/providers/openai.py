@@ -65,6 +65,7 @@ class OpenAI:
             for operation in Operation
         }
         self._model = msgspec.Raw(_raw.encode(deployment.model))
+        self._names_calls = deployment.kv_events is not None  # its events then say which call's blocks they tell of
         self._usage_options = {"include_usage": _TRUE}
         if deployment.continuous_usage:
             self._usage_options["continuous_usage_stats"] = _TRUE
@@ -88,6 +89,8 @@ class OpenAI:
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
             raise ValueError(f"a header would break out of its line: {headers}")
+        if self._names_calls:
+            lines += f"x-session-id: {call.id}\r\n"
         head = b"%bcontent-length: %d\r\n%b" % (self._heads[call.operation], len(body), lines.encode("latin-1"))
         try:
             answer = await self._transport.send(self._origin, head, body)

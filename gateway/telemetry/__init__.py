@@ -17,7 +17,11 @@ from gateway.telemetry.logs import access, configure_logging
 from gateway.telemetry.metrics import (
     DEPLOYMENT_AVAILABLE,
     DEPLOYMENT_INFLIGHT,
+    DEPLOYMENT_REPORTED,
     INFLIGHT,
+    KV_BLOCKS,
+    KV_CALLS,
+    KV_EVENT_BATCHES,
     LEDGER_OK,
     LEDGER_ROWS,
     LIMITS_LOST,
@@ -143,7 +147,8 @@ def _access_fields(record: CallRecord, lasted: Times) -> dict[str, object]:
 
 
 __all__ = [
-    "DEPLOYMENT_AVAILABLE", "DEPLOYMENT_INFLIGHT", "INFLIGHT", "LEDGER_OK", "LEDGER_ROWS", "LIMITS_LOST",
+    "DEPLOYMENT_AVAILABLE", "DEPLOYMENT_INFLIGHT", "DEPLOYMENT_REPORTED", "INFLIGHT", "KV_BLOCKS", "KV_CALLS",
+    "KV_EVENT_BATCHES", "LEDGER_OK", "LEDGER_ROWS", "LIMITS_LOST",
     "LIMITS_UNSETTLED", "QUEUE_DEPTH", "STORE_FAILURES", "CallRecord",
     "Telemetry", "Watched", "configure_logging",
 ]  # fmt: skip

@@ -70,6 +70,18 @@ LIMITS_UNSETTLED = Watched("warmpath_limits_unsettled", "Ended reservations that
 STORE_FAILURES = Watched(
     "warmpath_limits_store_failures", "Operations on limits that the storage did not answer.", kind="counter"
 )
+KV_EVENT_BATCHES = Watched(
+    "warmpath_kv_event_batches", "Batches of KV events, gaps in their numbers, and what was none.",
+    ("deployment", "kind"), kind="counter",
+)  # fmt: skip
+KV_BLOCKS = Watched("warmpath_kv_blocks", "KV blocks that a deployment has told of, and not removed.", ("deployment",))
+KV_CALLS = Watched(
+    "warmpath_kv_calls", "Answered calls of deployments with KV events, by whether their blocks are known.",
+    ("deployment", "blocks"), kind="counter",
+)  # fmt: skip
+DEPLOYMENT_REPORTED = Watched(
+    "warmpath_deployment_reported", "What a deployment said of its load last.", ("deployment", "what")
+)
 SPANS_DROPPED = Watched("warmpath_spans_dropped", "Spans that never reached the collector.", kind="counter")
 
 
