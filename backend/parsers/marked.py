@@ -18,7 +18,7 @@ def held_back(text: str, marker: str) -> int:
 class MarkedCalls(OutputParser):
     """A machine whose states are methods: each takes what it can of `_rest`, and says whether it got any further.
 
-    Spaces around calls are no part of the text. Only when the next thing is known to be text are they.
+    Spaces before a call, and at the end behind one, are no part of the text; so they are said when text follows them.
     """
 
     marker: str

@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Read]] = {
         "Nothing to call. \n": Read("Nothing to call. \n"),
         f"<tool_call>\n{W}\n</tool_call>": Read("", BOTH[:1]),
         f"Sure!\n\n<tool_call>\n{W}\n</tool_call>\n<tool_call>{N}</tool_call>\n": Read("Sure!", BOTH),
-        f"<tool_call>{N}</tool_call> and then\n": Read("and then", BOTH[1:]),
+        f"<tool_call>{N}</tool_call> and then\n": Read(" and then", BOTH[1:]),
         '<tool_call>{"arguments": {"x": 1}, "name": "now"}</tool_call>': Read("", (("now", '{"x": 1}'),)),
         '<tool_call>{"name": "now"}</tool_call>': Read("", (("now", "{}"),)),
         '<tool_call>{"name": "now", "arguments": "{\\"x\\": \\"\\u00e9\\"}"}</tool_call>': Read(
@@ -71,7 +71,7 @@ CASES: dict[str, dict[str, Read]] = {
         f"Sure.[TOOL_CALLS] [{W}]": Read("Sure.", BOTH[:1]),
         f"[TOOL_CALLS]weather[ARGS]{ZIP}[TOOL_CALLS]now[ARGS]{{}}": Read("", BOTH),
         f"[TOOL_CALLS]weather{ZIP}": Read("", BOTH[:1]),
-        f"[TOOL_CALLS]weather[CALL_ID]abc123DEF[ARGS]{ZIP} done": Read("done", BOTH[:1]),
+        f"[TOOL_CALLS]weather[CALL_ID]abc123DEF[ARGS]{ZIP} done": Read(" done", BOTH[:1]),
         f"[TOOL_CALLS]{N}": Read("", BOTH[1:]),
         "[TOOL_CALLS] none, really": Read("[TOOL_CALLS] none, really"),
         "[TOOL_CALLS][1, 2]": Read("[TOOL_CALLS][1, 2]"),
@@ -115,9 +115,8 @@ def read(name: str, pieces: list[str], *, prompt: str = "", thinking: bool = Tru
 
 
 def cut(text: str, places: set[int]) -> list[str]:
-    return [
-        text[start:end] for start, end in pairwise([0, *sorted(place % (len(text) + 1) for place in places), len(text)])
-    ]
+    ends = sorted(place % (len(text) + 1) for place in places)
+    return [text[start:end] for start, end in pairwise([0, *ends, len(text)])]
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), ALL)
@@ -156,28 +155,15 @@ def garbled() -> Iterator[st.SearchStrategy[tuple[str, str]]]:
         "</think>",
         '{"name": "now"',
         ', "arguments": {',
-        '"}',
-        "}",
-        "}}",
-        "]",
-        ",",
-        ";",
-        "\\",
-        '"',
+        '"parameters": 1',
+        W,
+        N,
+        "now",
+        "text",
         " \n",
-        "é",
     ]
     for name, tools in TOOL_FORMATS.items():
-        parts = [
-            *common,
-            *tools.markers,
-            *(marker[:4] for marker in tools.markers),
-            W,
-            N,
-            "now",
-            "text",
-            '"parameters": 1',
-        ]
+        parts = [*common, *'"}],;\\é', *tools.markers, *(marker[:4] for marker in tools.markers)]
         yield st.tuples(st.just(name), st.lists(st.sampled_from(parts), max_size=9).map("".join))
 
 
