@@ -37,6 +37,7 @@ from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
 from gateway.reports import Reports
+from gateway.recovery import Recovery
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
 from gateway.serve import House, handle
@@ -174,12 +175,16 @@ class Gateway:
             opened.push_async_callback(self.house.canonicaliser.close)
             self._ledger.open()
             opened.push_async_callback(self._ledger.close)
+            recovery = Recovery(self._ledger, self._fleet, self._policies)
             await self._telemetry.start()
             opened.push_async_callback(self._telemetry.shutdown)
             await self.house.limiter.start()
             opened.push_async_callback(self.house.limiter.stop)
             opened.push_async_callback(self.house.settler.stop)
             opened.push_async_callback(self._transport.aclose)
+            recovering = asyncio.create_task(recovery.run(), name="ledger recovery")
+            recovering.add_done_callback(_tell_why_it_ended)
+            opened.push_async_callback(_end, recovering)
             watching = asyncio.create_task(self._policies.watch(), name="policy watch")
             watching.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, watching)

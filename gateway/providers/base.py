@@ -80,6 +80,10 @@ class Reply(Protocol):
 class Provider(Protocol):
     """One deployment, spoken to in its dialect. Lives as long as the policy that names it."""
 
+    @property
+    def keeps_records(self) -> bool:
+        """Whether `usage_of` can ever know something."""
+
     def render(self, call: Call) -> bytes:
         """The request body as this deployment gets it: its own model name, usage always asked for."""
 
@@ -101,6 +105,8 @@ class Provider(Protocol):
 
 class Unasked:
     """A provider for what only reasons about servers and sends nothing: asking it is a mistake of the program."""
+
+    keeps_records = False
 
     def render(self, call: Call) -> bytes:
         raise AssertionError("nothing is sent here")

@@ -44,6 +44,8 @@ _TRUE = msgspec.Raw(b"true")
 class OpenAI:
     """One deployment of any server that answers as OpenAI does."""
 
+    keeps_records = False
+
     def __init__(
         self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
     ) -> None:

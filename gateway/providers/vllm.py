@@ -55,6 +55,8 @@ class Warmpath(VLLM):
     for a while, so that one that ended early is billed by the engine's own count.
     """
 
+    keeps_records = True
+
     async def usage_of(self, call_id: str) -> bytes | None:
         path = b"%b/requests/%b" % (self.root_path, call_id.encode())
         with contextlib.suppress(TimeoutError):

@@ -139,10 +139,10 @@ class Gateway(Running):
         return httpx2.post(f"{self.url}/v1/{path}", content=content, headers=headers, timeout=PATIENCE_SECONDS)
 
     def receipts(self, **fields: Any) -> list[dict[str, Any]]:
-        """The ledger's rows that have these values."""
+        """The ledger's receipts that have these values."""
         files = [file for chain in chains(self.ledger) for file in segments(chain)]
         rows = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
-        return [row for row in rows if fields.items() <= row.items()]
+        return [row for row in rows if {"kind": "receipt", **fields}.items() <= row.items()]
 
     def receipt(self, call_id: str) -> dict[str, Any]:
         """The one receipt of a call, as soon as it is there."""

@@ -122,6 +122,8 @@ class Told(Reply):
 class Scripted:
     """A provider. `script` is what its replies say of themselves; without one, the test tells each what to say."""
 
+    keeps_records = True
+
     def __init__(self) -> None:
         self.script: tuple[bytes | Exception | None, ...] = ()
         self.replies: list[Told] = []

@@ -1,0 +1,106 @@
+"""What a killed gateway has left open: by the server's record where there is one, else marked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway import recovery
+from gateway.ids import new_event_id
+from gateway.ledger import Opened, verify
+from gateway.recovery import Recovery
+from tests.gateway.house import Rig, a_rig, counted, in_time, policy_of
+
+
+def opened(call_id: str = "req_1", **changes: Any) -> Opened:
+    known = {
+        "event_id": new_event_id(), "call_id": call_id, "tenant": "t", "key_id": "dev", "end_user": "u",
+        "operation": "chat/completions", "model_asked": "m", "deployment": "a", "latency_class": "realtime",
+        "service_tier": None, "started": "2026-11-20T10:00:00.000001Z", "prompt_tokens_estimate": 9,
+        "policy_hash": "0" * 16, "trace_id": f"{5:032x}",
+    }  # fmt: skip
+    return Opened(**{**known, **changes})
+
+
+async def left_behind(directory: Path, *rows: Opened) -> None:
+    """By a gateway that was killed."""
+    rig = Rig(directory, policy_of())
+    async with rig.ledger:
+        for row in rows:
+            rig.ledger.open_call(row)
+
+
+async def recover(rig: Rig) -> list[dict[str, Any]]:
+    recovering = Recovery(rig.ledger, rig.fleet, rig.house.policies)
+    await in_time(recovering.run())
+    return rig.receipts()
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "ASK_SECONDS", 0.0)
+    monkeypatch.setattr(recovery, "ASK_AGAIN_SECONDS", 0.0)
+
+
+async def test_the_servers_record_is_billed(tmp_path: Path) -> None:
+    await left_behind(tmp_path, opened())
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
+        (receipt,) = await recover(rig)
+        kept = {name: receipt[name] for name in ("call_id", "tenant", "key_id", "end_user", "started", "trace_id")}
+        assert kept == {name: getattr(opened(), name) for name in kept}
+        assert (receipt["outcome"], receipt["source"], receipt["exact"]) == ("gateway_lost", "engine", True)
+        assert (receipt["input_uncached"], receipt["output"], receipt["cost"]) == (10, 7, "0.000024")
+        assert [(a["deployment"], a["outcome"]) for a in receipt["attempts"]] == [("a", "gateway_lost")]
+        assert await recover(rig) == [receipt], "nothing is billed twice"
+    async with a_rig(tmp_path) as rig:
+        assert await recover(rig) == [receipt]
+    assert verify(tmp_path / "ledger").broken is None
+
+
+async def test_the_last_server_that_was_asked_is_asked_first(tmp_path: Path) -> None:
+    await left_behind(tmp_path, opened(), opened(deployment="c"))
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(1, 1)}).encode()
+        rig.servers["c"].record = json.dumps({"usage": counted(2, 2)}).encode()
+        (receipt,) = await recover(rig)
+        assert (receipt["deployment"], receipt["output"]) == ("c", 2)
+        assert [attempt["deployment"] for attempt in receipt["attempts"]] == ["a", "c"]
+
+
+async def test_a_server_that_keeps_records_and_has_none_was_never_reached(tmp_path: Path) -> None:
+    await left_behind(tmp_path, opened())
+    async with a_rig(tmp_path) as rig:
+        (receipt,) = await recover(rig)
+        assert (receipt["source"], receipt["exact"], receipt["deployment"]) == ("estimate", False, "a")
+        assert (receipt["input_uncached"], receipt["output"], receipt["cost"]) == (0, 0, "0")
+
+
+async def test_without_records_the_prompt_is_estimated(tmp_path: Path) -> None:
+    await left_behind(tmp_path, opened())
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].keeps_records = False
+        (receipt,) = await recover(rig)
+        assert (receipt["source"], receipt["exact"]) == ("estimate", False)
+        assert (receipt["input_uncached"], receipt["output"], receipt["cost"]) == (9, 0, "0.000009")
+
+
+async def test_what_the_policy_does_not_know_any_more_is_unpriced(tmp_path: Path) -> None:
+    gone = {"tenant": "former", "model_asked": "former", "deployment": "former", "latency_class": "former"}
+    await left_behind(tmp_path, opened(**gone))
+    async with a_rig(tmp_path) as rig:
+        (receipt,) = await recover(rig)
+        assert {name: receipt[name] for name in ("tenant", "model_asked", "latency_class")}.items() <= gone.items()
+        assert (receipt["cost"], receipt["input_uncached"]) == (None, 9)
+
+
+async def test_many_calls_each_get_theirs(tmp_path: Path) -> None:
+    await left_behind(tmp_path, *(opened(f"req_{number}") for number in range(50)))
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(1, 1)}).encode()
+        receipts = await recover(rig)
+        assert sorted(receipt["call_id"] for receipt in receipts) == sorted(f"req_{number}" for number in range(50))
+        assert len({row["event_id"] for row in rig.rows()}) == 100
