@@ -342,12 +342,13 @@ class Rig:
         await self.house.limiter.retry_unsettled()
         await settle()
         for server in self.fleet:
-            assert (server.places_taken, server.in_flight, server.estimate.prefill_tokens_queued) == (0, 0, 0), server.name
+            held = (server.places_taken, server.in_flight, server.estimate.prefill_tokens_queued)
+            assert held == (0, 0, 0), server.name
         assert all(reply.closed for reply in self.replies), "a connection is left open"
         assert self.house.cache.in_flight == 0, "a recording was never ended"
         assert self.house.limiter.open_reservations == 0
         assert sorted(self.storage.ended) == sorted(self.storage.granted), "each reservation is ended once"
-        assert self.ledger.calls_open == 0 or self.ledger.has_failed, "a server was asked, and nobody says what came of it"
+        assert self.ledger.calls_open == 0 or self.ledger.has_failed, "a call was opened, and never closed"
         calls = [receipt["call_id"] for receipt in self.receipts()]
         assert len(set(calls)) == len(calls), "a call has two receipts"
         ours = {task for task in asyncio.all_tasks() if "ledger" not in task.get_name()}
