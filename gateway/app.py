@@ -20,6 +20,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.admin import Admin
 from gateway.auth import Authenticator
+from gateway.batches import Batches
+from gateway.batches.inside import AtBatchClass, KeyById
 from gateway.cache import ResponseCache
 from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.doors import DOORS, catalogue
@@ -99,10 +101,17 @@ class Gateway:
             telemetry=self._telemetry,
             max_body_bytes=settings.max_body_bytes,
         )
+        self._batches = Batches(
+            settings,
+            self.house,
+            authenticator=KeyById(self._storage, pepper),
+            canonicaliser=AtBatchClass(pepper.encode(), self._storage),
+        )
         self._doors = {f"/v1/{door.operation.value}": door for door in DOORS}
         self._shell = Starlette(
             routes=[
                 *(Route(path, _post_only, methods=["POST"]) for path in self._doors),  # any other method: 405
+                *self._batches.routes,
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/health", self._health),
@@ -148,6 +157,7 @@ class Gateway:
     def drain(self) -> None:
         """No new calls: readiness goes off and whoever waits is refused; what is under way goes on."""
         self._draining = True
+        self._batches.drain()
         self.house.queue.close()
 
     def _take_over(self, policy: Policy) -> None:
@@ -182,6 +192,8 @@ class Gateway:
             opened.push_async_callback(self.house.limiter.stop)
             opened.push_async_callback(self.house.settler.stop)
             opened.push_async_callback(self._transport.aclose)
+            await self._batches.open()
+            opened.push_async_callback(self._batches.close)
             recovering = asyncio.create_task(recovery.run(), name="ledger recovery")
             recovering.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, recovering)

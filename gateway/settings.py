@@ -113,6 +113,9 @@ class Settings(BaseSettings):
     max_body_bytes: ByteSize = Field(
         ByteSize(32 * 1024 * 1024), gt=0, description="Longer requests are refused; 1000000, 64MiB."
     )
+    max_file_bytes: ByteSize = Field(
+        ByteSize(200 * 1024 * 1024), gt=0, description="Longer files for batches are refused; 1000000, 64MiB."
+    )
     drain_seconds: float = Field(
         30.0, ge=0, allow_inf_nan=False, description="How long calls in flight may take to end on shutdown."
     )

@@ -1,0 +1,48 @@
+"""The Batch API: files of calls, worked through behind everybody else. `run.py` is the life of one batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gateway.auth import Authenticator
+from gateway.batches.api import BatchApi
+from gateway.batches.run import Workshop
+from gateway.batches.store import open_store
+from gateway.batches.worker import Worker
+from gateway.canonicaliser import Canonicaliser
+from gateway.serve import House
+from gateway.settings import Settings
+
+
+class Batches:
+    """The parts, put together. Lines are called in the gateway's own `house`, but by the two that are given besides:
+    see `inside`.
+    """
+
+    def __init__(
+        self, settings: Settings, house: House, *, authenticator: Authenticator, canonicaliser: Canonicaliser
+    ) -> None:
+        self._store = open_store(settings.storage, settings.data_dir)
+        inside = replace(house, authenticator=authenticator, canonicaliser=canonicaliser)
+        self._worker = Worker(Workshop(inside, self._store, settings.ledger_dir, settings.replica))
+        api = BatchApi(
+            house.authenticator,
+            house.policies,
+            self._store,
+            self._worker,
+            max_file_bytes=settings.max_file_bytes,
+            max_line_bytes=house.max_body_bytes,
+        )
+        self.routes = api.routes()
+
+    async def open(self) -> None:
+        await self._store.open()
+        self._worker.start()
+
+    def drain(self) -> None:
+        """Lines in flight may end, and no others begin."""
+        self._worker.drain()
+
+    async def close(self) -> None:
+        await self._worker.close()
+        await self._store.close()

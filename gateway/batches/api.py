@@ -1,0 +1,288 @@
+"""/v1/files and /v1/batches, as OpenAI's. Everything belongs to the tenant of the key that made it; another tenant's
+does not exist.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import orjson
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from gateway.auth import Authenticator
+from gateway.batches.lines import ENDPOINTS, FileCheck
+from gateway.batches.records import DAY_SECONDS, Batch, File, Status, new_id
+from gateway.batches.store import CHUNK_BYTES, Store
+from gateway.batches.uploads import Form, receive
+from gateway.batches.worker import Worker
+from gateway.doors.base import decode
+from gateway.errors import BadRequest, BodyTooLarge, Conflict, NotFound, Overloaded
+from gateway.policy import Policy
+from gateway.policy.fields import Seconds
+from gateway.policy_file import PolicyHolder
+from gateway.types import Principal
+
+UPLOADS_AT_ONCE = 16
+CREATE_MAX_BYTES = 64 * 1024
+FILES_PER_PAGE = 10_000  # OpenAI's numbers
+BATCHES_PER_PAGE = 20
+BATCHES_PER_PAGE_MAX = 100
+PURPOSE = "batch"
+
+Pair = Annotated[str, msgspec.Meta(max_length=512)]
+Name = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class ExpiresAfter(msgspec.Struct):
+    anchor: str
+    seconds: Annotated[int, msgspec.Meta(ge=3600, le=30 * DAY_SECONDS)]
+
+
+class NewBatch(msgspec.Struct):
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: Annotated[dict[Name, Pair], msgspec.Meta(max_length=16)] | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+_new_batch = msgspec.json.Decoder(NewBatch)
+_seconds: TypeAdapter[float] = TypeAdapter(Seconds)
+
+
+class BatchApi:
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        policies: PolicyHolder,
+        store: Store,
+        worker: Worker,
+        *,
+        max_file_bytes: int,
+        max_line_bytes: int,
+    ) -> None:
+        self._authenticator = authenticator
+        self._policies = policies
+        self._store = store
+        self._worker = worker
+        self._max_file_bytes = max_file_bytes
+        self._max_line_bytes = max_line_bytes
+        self._uploads = 0
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/files", self._upload, methods=["POST"]),
+            Route("/v1/files", self._list_files, methods=["GET"]),
+            Route("/v1/files/{id}", self._show_file, methods=["GET"]),
+            Route("/v1/files/{id}", self._delete_file, methods=["DELETE"]),
+            Route("/v1/files/{id}/content", self._content, methods=["GET"]),
+            Route("/v1/batches", self._create, methods=["POST"]),
+            Route("/v1/batches", self._list_batches, methods=["GET"]),
+            Route("/v1/batches/{id}", self._show_batch, methods=["GET"]),
+            Route("/v1/batches/{id}/cancel", self._cancel, methods=["POST"]),
+        ]
+
+    async def _whose(self, request: Request) -> tuple[Principal, Policy]:
+        policy = self._policies.current
+        return await self._authenticator.authenticate(dict(request.scope["headers"]), policy), policy
+
+    # Files
+
+    async def _upload(self, request: Request) -> Response:
+        principal, policy = await self._whose(request)
+        if self._uploads >= UPLOADS_AT_ONCE:
+            raise Overloaded(f"{UPLOADS_AT_ONCE} files are being uploaded already", retry_after_seconds=5.0)
+        self._uploads += 1
+        file_id, kept = new_id("file-"), False
+        try:
+            check = FileCheck(max_lines=policy.batches.max_lines, max_line_bytes=self._max_line_bytes)
+            form, stored = await receive(request, self._store, file_id, check, max_bytes=self._max_file_bytes)
+            file = _file_of(file_id, form, stored, principal, policy)
+            kept = await self._store.add_file(file, max_stored_bytes=policy.batches.max_stored_bytes)
+        finally:
+            self._uploads -= 1
+            if not kept:
+                await self._store.drop(file_id)
+        if not kept:
+            raise BodyTooLarge(
+                f"the tenant's files may have {policy.batches.max_stored_bytes} bytes together: delete some",
+                param="file",
+            )
+        return _json(file.shown())
+
+    async def _list_files(self, request: Request) -> Response:
+        principal, _ = await self._whose(request)
+        limit = _limit(request, default=FILES_PER_PAGE, maximum=FILES_PER_PAGE)
+        order = request.query_params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise BadRequest("order: it must be asc or desc", param="order")
+        files = await self._store.files(
+            principal.tenant.name,
+            purpose=request.query_params.get("purpose"),
+            after=request.query_params.get("after"),
+            limit=limit + 1,
+            newest_first=order == "desc",
+        )
+        return _page([file.shown() for file in files], limit)
+
+    async def _file_of(self, request: Request) -> File:
+        principal, _ = await self._whose(request)
+        return await self._file(request.path_params["id"], principal, param="id")
+
+    async def _file(self, file_id: str, principal: Principal, *, param: str) -> File:
+        file = await self._store.file(file_id)
+        if file is None or file.tenant != principal.tenant.name or file.expires_at <= time.time():
+            raise NotFound(f"there is no file {file_id[:100]!r}", param=param)
+        return file
+
+    async def _show_file(self, request: Request) -> Response:
+        return _json((await self._file_of(request)).shown())
+
+    async def _delete_file(self, request: Request) -> Response:
+        file = await self._file_of(request)
+        for batch in await self._store.open_batches():
+            if batch.input_file_id == file.id:
+                raise Conflict(f"{file.id} is the input of {batch.id}, which is not over: cancel that first")
+        await self._store.delete_file(file)
+        return _json({"id": file.id, "object": "file", "deleted": True})
+
+    async def _content(self, request: Request) -> Response:
+        file = await self._file_of(request)
+        headers = {"content-length": str(file.bytes)}
+        return StreamingResponse(self._chunks(file), headers=headers, media_type="application/octet-stream")
+
+    async def _chunks(self, file: File) -> AsyncIterator[bytes]:
+        for offset in range(0, file.bytes, CHUNK_BYTES):
+            yield await self._store.read(file.id, offset, CHUNK_BYTES)
+
+    # Batches
+
+    async def _create(self, request: Request) -> Response:
+        principal, policy = await self._whose(request)
+        asked = decode(_new_batch, await _small_body(request))
+        if asked.endpoint not in ENDPOINTS:
+            known = ", ".join(ENDPOINTS)
+            raise BadRequest(f"endpoint: {asked.endpoint[:100]!r} is none of {known}", param="endpoint")
+        window = _window_seconds(asked.completion_window)
+        try:
+            file = await self._file(asked.input_file_id, principal, param="input_file_id")
+        except NotFound as error:
+            raise BadRequest(error.message, param="input_file_id") from None
+        if file.purpose != PURPOSE:
+            raise BadRequest(f"input_file_id: the purpose of {file.id} is {file.purpose}", param="input_file_id")
+        now = time.time()
+        batch = Batch(
+            id=new_id("batch_"),
+            tenant=principal.tenant.name,
+            key_id=principal.key_id,
+            endpoint=asked.endpoint,
+            input_file_id=file.id,
+            completion_window=asked.completion_window,
+            created_at=int(now),
+            expires_at=int(now + window),
+            metadata=asked.metadata,
+            output_expires_seconds=asked.output_expires_after.seconds if asked.output_expires_after else None,
+        )
+        if not await self._store.add_batch(batch, max_open=policy.batches.max_open):
+            raise Conflict(f"{policy.batches.max_open} batches are under way: wait for one of them, or cancel one")
+        self._worker.wake()
+        return _json(batch.shown())
+
+    async def _list_batches(self, request: Request) -> Response:
+        principal, _ = await self._whose(request)
+        limit = _limit(request, default=BATCHES_PER_PAGE, maximum=BATCHES_PER_PAGE_MAX)
+        after = request.query_params.get("after")
+        batches = await self._store.batches(principal.tenant.name, after=after, limit=limit + 1)
+        return _page([batch.shown() for batch in batches], limit)
+
+    async def _batch_of(self, request: Request) -> Batch:
+        principal, _ = await self._whose(request)
+        batch_id = request.path_params["id"]
+        batch = await self._store.batch(batch_id)
+        if batch is None or batch.tenant != principal.tenant.name:
+            raise NotFound(f"there is no batch {batch_id[:100]!r}", param="id")
+        return batch
+
+    async def _show_batch(self, request: Request) -> Response:
+        return _json((await self._batch_of(request)).shown())
+
+    async def _cancel(self, request: Request) -> Response:
+        batch = await self._batch_of(request)
+        changed = await self._store.update(batch.id, lambda each: each.cancelling(time.time()))
+        if changed is None:
+            changed = await self._batch_of(request)
+            if changed.status not in (Status.CANCELLING, Status.CANCELLED):
+                raise Conflict(f"{batch.id} is {changed.status.value}: it can not be cancelled any more")
+        self._worker.wake()
+        return _json(changed.shown())
+
+
+def _file_of(file_id: str, form: Form, stored: int, principal: Principal, policy: Policy) -> File:
+    """Raises `BadRequest` where the form's fields do not fit."""
+    fields = dict(form.fields)
+    purpose = fields.pop("purpose", "")
+    if purpose != PURPOSE:
+        raise BadRequest(f"purpose: it must be {PURPOSE}, not {purpose[:50]!r}", param="purpose")
+    anchor, seconds = fields.pop("expires_after[anchor]", None), fields.pop("expires_after[seconds]", None)
+    if fields:
+        raise BadRequest(f"the form's field {next(iter(fields))[:100]!r} is not known", param=next(iter(fields))[:100])
+    keep = policy.batches.keep
+    if seconds is not None or anchor is not None:
+        if anchor != "created_at":
+            raise BadRequest("expires_after: the anchor must be created_at", param="expires_after[anchor]")
+        if seconds is None or not seconds.isdigit() or not 3600 <= int(seconds) <= 30 * DAY_SECONDS:
+            raise BadRequest("expires_after: seconds must be from 3600 to 2592000", param="expires_after[seconds]")
+        keep = float(seconds)
+    now = time.time()
+    return File(
+        id=file_id,
+        tenant=principal.tenant.name,
+        filename=form.filename or "file",
+        purpose=purpose,
+        bytes=stored,
+        created_at=int(now),
+        expires_at=int(now + keep),
+    )
+
+
+async def _small_body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > CREATE_MAX_BYTES:
+            raise BodyTooLarge(f"the body has more than {CREATE_MAX_BYTES} bytes")
+    return bytes(body)
+
+
+def _window_seconds(window: str) -> float:
+    try:
+        seconds = _seconds.validate_python(window)
+    except ValidationError:
+        seconds = 0.0
+    if not 0 < seconds <= DAY_SECONDS:
+        raise BadRequest("completion_window: 24h, or a shorter time, as in 30m or 1h", param="completion_window")
+    return seconds
+
+
+def _limit(request: Request, *, default: int, maximum: int) -> int:
+    given = request.query_params.get("limit", str(default))
+    if not given.isdigit() or not 1 <= int(given) <= maximum:
+        raise BadRequest(f"limit: a number from 1 to {maximum}", param="limit")
+    return int(given)
+
+
+def _page(shown: Sequence[dict[str, Any]], limit: int) -> Response:
+    """One more than the limit was asked for, to know whether there are more."""
+    data = shown[:limit]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return _json({"object": "list", "data": data, **ends, "has_more": len(shown) > limit})
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

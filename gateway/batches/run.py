@@ -1,0 +1,352 @@
+"""The life of one batch, in the hands of the gateway that has its lease: validate, work, finish.
+
+Every step begins with what the store says, so that a gateway that takes a batch over goes on where the last one was
+killed. What holds, whenever that is:
+
+* A line's result, its share of the counts and its receipt are written in one step, and only by the lease's owner. A
+  line without a result is called again; nobody has been billed for the call that was lost.
+* A receipt goes into the ledger after that step. One that may not have come so far is found in the store by whoever
+  takes over, and is written then, unless the ledger on this machine has its event id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from gateway.batches.finish import answer_line, unanswered_line, write_files
+from gateway.batches.inside import Reply, call
+from gateway.batches.lines import ENDPOINTS, ERRORS_TOLD_MAX, Line, LineSplitter, judge, read_line
+from gateway.batches.receipts import events_in_ledger
+from gateway.batches.records import Batch, File, LineError, Result, Status, Tokens
+from gateway.batches.store import CHUNK_BYTES, Change, Store
+from gateway.errors import RETRY_AFTER_MAX_SECONDS, LedgerUnavailable
+from gateway.ids import random_bytes
+from gateway.serve import House
+from gateway.types import Receipt
+
+WAIT_STATUSES = frozenset({429, 503})  # no room yet: waiting for that is no failed try
+BACKOFF_FIRST_SECONDS = 0.5
+BACKOFF_MAX_SECONDS = 30.0
+LEDGER_RETRY_SECONDS = 1.0
+LINES_PER_TURN = 50  # that are judged before others on the event loop get their turn
+
+_receipt = msgspec.json.Decoder(Receipt).decode
+
+
+class LeaseLost(Exception):
+    """Another gateway works on the batch by now, or it is gone."""
+
+
+class _Later(Exception):
+    """The gateway drains: what is not done is for the next one."""
+
+
+class Workshop:
+    """What all runs of a gateway share. `concurrency` of the policy, as it is at the start, bounds lines in flight."""
+
+    def __init__(
+        self, house: House, store: Store, ledger_dir: Path, owner: str, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.house = house
+        self.store = store
+        self.ledger_dir = ledger_dir
+        self.owner = owner
+        self.clock = clock
+        self.concurrency = house.policies.current.batches.concurrency
+        self.slots = asyncio.Semaphore(self.concurrency)
+
+
+@dataclass
+class _Judged:
+    """What a reading of the whole input file has shown."""
+
+    errors: list[LineError] = field(default_factory=list)
+    models: set[str] = field(default_factory=set)
+    lines: list[tuple[bytes, int, int, int]] = field(default_factory=list)  # prefix key, number, offset, bytes
+
+
+class Run:
+    def __init__(self, shop: Workshop, batch: Batch) -> None:
+        self.batch = batch
+        self._shop = shop
+        self._store = shop.store
+        self._judged: _Judged | None = None
+        self._draining = False
+        self._ending: Status | None = None  # why the work is stopped before its end
+        self._lanes: asyncio.Task[None] | None = None
+        self._unwritten: list[Result] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._owed: dict[int, Receipt] = {}  # written with their results, and not yet in the ledger
+        self._paid: list[int] = []  # in the ledger, and the store is still to be told
+        self._resume_at = 0.0  # event-loop seconds: a limit or a queue has said when there may be room
+
+    async def live(self) -> None:
+        """Until the batch is over, or somebody else's. Raises `LeaseLost` or `StorageUnavailable`, maybe in a group."""
+        if self.batch.status is Status.VALIDATING:
+            await self._validate()
+        await self._take_over_receipts()
+        if self.batch.status is Status.IN_PROGRESS and self._ending is None:
+            await self._work()
+        if self.batch.over or self._draining:
+            return
+        await self._finish()
+
+    def stop(self, ending: Status) -> None:
+        """No more lines: it has been cancelled, or its window is over."""
+        if self._ending is None:
+            self._ending = ending
+            if self._lanes is not None:
+                self._lanes.cancel()
+
+    def drain(self) -> None:
+        """Lines in flight may end, and no others begin."""
+        self._draining = True
+
+    # Validation
+
+    async def _validate(self) -> None:
+        judged = await self._judge()
+
+        def next_status(batch: Batch) -> Batch | None:
+            if batch.owner != self._shop.owner:
+                return None
+            if batch.status is not Status.VALIDATING:  # it has been cancelled
+                return msgspec.structs.replace(batch, total=len(judged.lines))
+            now = self._shop.clock()
+            if judged.errors:
+                return batch.entered(Status.FAILED, now, errors=tuple(judged.errors))
+            model = next(iter(judged.models)) if len(judged.models) == 1 else None
+            return batch.entered(Status.IN_PROGRESS, now, total=len(judged.lines), model=model)
+
+        await self._update(next_status)
+
+    async def _judge(self) -> _Judged:
+        judged = _Judged()
+        policy = self._shop.house.policies.current
+        principal = await self._shop.house.authenticator.principal_of(self.batch.key_id, policy)
+        if principal is None:
+            judged.errors.append(LineError("invalid_api_key", "the key that created the batch is not valid any more"))
+            return judged
+        if await self._store.file(self.batch.input_file_id) is None:
+            judged.errors.append(LineError("invalid_file", "the input file is gone", param="input_file_id"))
+            return judged
+        async for number, offset, raw in self._scan():
+            verdict = judge(number, raw, self.batch, principal, policy)
+            if verdict.error is not None and len(judged.errors) < ERRORS_TOLD_MAX:
+                judged.errors.append(verdict.error)
+            if verdict.model:
+                judged.models.add(verdict.model)
+            judged.lines.append((verdict.prefix, number, offset, len(raw)))
+        self._judged = judged
+        return judged
+
+    async def _scan(self) -> AsyncIterator[tuple[int, int, bytes]]:
+        """(number, offset, line) of the whole input file; others on the event loop get their turns between."""
+        splitter = LineSplitter(self._shop.house.max_body_bytes)
+        offset, since = 0, 0
+        while chunk := await self._store.read(self.batch.input_file_id, offset, CHUNK_BYTES):
+            offset += len(chunk)
+            for found in splitter.feed(chunk):
+                yield found
+                since += 1
+                if since % LINES_PER_TURN == 0:
+                    await asyncio.sleep(0)
+        for found in splitter.end():
+            yield found
+
+    # Work
+
+    async def _work(self) -> None:
+        """Every line that has no result, until all have, or the work is stopped."""
+        lanes = self._lanes = asyncio.create_task(self._all_lines(), name=f"lines of {self.batch.id}")
+        left_seconds = max(0.0, self.batch.expires_at - self._shop.clock())
+        expiry = asyncio.get_running_loop().call_later(left_seconds, self.stop, Status.EXPIRED)
+        try:
+            await lanes
+        except asyncio.CancelledError:
+            if self._ending is None:
+                raise
+        finally:
+            expiry.cancel()
+            lanes.cancel()
+            await asyncio.wait([lanes])
+            await self._all_written()
+
+    async def _all_lines(self) -> None:
+        judged = self._judged or await self._judge()
+        done = set(await self._store.done(self.batch.id))
+        in_order = sorted(judged.lines)
+        left = iter([(number, offset, length) for _, number, offset, length in in_order if number not in done])
+        self._judged = None
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(self._shop.concurrency):
+                lanes.create_task(self._lane(left))
+
+    async def _lane(self, left: Iterator[tuple[int, int, int]]) -> None:
+        for number, offset, length in left:
+            raw = await self._line_at(offset, length)
+            line = read_line(number, raw)
+            assert isinstance(line, Line), "it was read when the batch was validated"
+            try:
+                result = await self._answer(number, line)
+            except _Later:
+                return
+            self._unwritten.append(result)
+            await self._written()
+
+    async def _line_at(self, offset: int, length: int) -> bytes:
+        parts = [
+            await self._store.read(self.batch.input_file_id, start, min(CHUNK_BYTES, offset + length - start))
+            for start in range(offset, offset + length, CHUNK_BYTES)
+        ]
+        return b"".join(parts)
+
+    async def _answer(self, number: int, line: Line) -> Result:
+        """Call until there is an answer to keep. Raises `_Later` where that is not to be here and now."""
+        failures = 0
+        while not self._draining:
+            if (wait := self._resume_at - asyncio.get_running_loop().time()) > 0:
+                await asyncio.sleep(wait)
+                continue
+            call_id = f"{self.batch.id}-{number}-{random_bytes(3).hex()}"
+            reply = await self._call(number, line, call_id)
+            if reply.headers.get("x-should-retry") != "true":
+                return _result(number, line, call_id, reply)
+            if reply.status in WAIT_STATUSES:
+                self._resume_at = asyncio.get_running_loop().time() + _retry_after_seconds(reply)
+                continue
+            failures += 1
+            if failures >= self._shop.house.policies.current.batches.attempts:
+                return _result(number, line, call_id, reply)
+            await asyncio.sleep(min(BACKOFF_FIRST_SECONDS * 2 ** (failures - 1), BACKOFF_MAX_SECONDS))
+        raise _Later
+
+    async def _call(self, number: int, line: Line, call_id: str) -> Reply:
+        reply, door = Reply(), ENDPOINTS[line.url]
+        try:
+            async with self._shop.slots:
+                key_id = self.batch.key_id
+                await call(self._shop.house, door, bytes(line.body), reply, key_id=key_id, call_id=call_id)
+        except asyncio.CancelledError:
+            if self._ending is not None and reply.receipt is not None:  # nobody will call it again
+                content = unanswered_line(line.custom_id, call_id, self._ending)
+                self._unwritten.append(_with_receipt(number, False, content, reply.receipt))
+            raise
+        return reply
+
+    # Results and receipts
+
+    async def _written(self) -> None:
+        """What is in `_unwritten` is in the store, and its receipts are in the ledger. Lines share the steps."""
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write(), name=f"results of {self.batch.id}")
+        await asyncio.shield(self._writer)
+
+    async def _all_written(self) -> None:
+        while self._unwritten or self._writer is not None:
+            await self._written()
+
+    async def _write(self) -> None:
+        try:
+            while self._unwritten:
+                results, self._unwritten = self._unwritten, []
+                paid, self._paid = self._paid, []
+                await self._update(partial(self._with_results, results), results, paid)
+                self._owed |= {each.line: _receipt(each.receipt) for each in results if each.receipt}
+                self._pay()
+        finally:
+            self._writer = None
+
+    def _with_results(self, results: Sequence[Result], batch: Batch) -> Batch | None:
+        if batch.owner != self._shop.owner:
+            return None
+        completed = sum(each.ok for each in results)
+        return msgspec.structs.replace(
+            batch,
+            completed=batch.completed + completed,
+            failed=batch.failed + len(results) - completed,
+            tokens=sum((each.tokens for each in results), batch.tokens),
+        )
+
+    async def _update(
+        self, change: Change, results: Sequence[Result] = (), paid: Sequence[int] = (), files: Sequence[File] = ()
+    ) -> None:
+        after = await self._store.update(self.batch.id, change, results=results, paid=paid, files=files)
+        if after is None:
+            raise LeaseLost(self.batch.id)
+        self.batch = after
+
+    def _pay(self) -> None:
+        """Write what is owed into the ledger, as far as that is possible now."""
+        for line, receipt in list(self._owed.items()):
+            try:
+                self._shop.house.ledger.append(receipt)
+            except LedgerUnavailable:
+                return
+            del self._owed[line]
+            self._paid.append(line)
+
+    async def _take_over_receipts(self) -> None:
+        """The last owner may have been killed between a result and its receipt's coming into the ledger."""
+        owed = {line: _receipt(content) for line, content in (await self._store.owed(self.batch.id)).items()}
+        events = [receipt.event_id for receipt in owed.values()]
+        known = await events_in_ledger(self._shop.ledger_dir, events, since=self.batch.created_at)
+        self._paid = [line for line, receipt in owed.items() if receipt.event_id in known]
+        self._owed = {line: receipt for line, receipt in owed.items() if receipt.event_id not in known}
+        self._pay()
+
+    # The end
+
+    async def _finish(self) -> None:
+        def finalizing(batch: Batch) -> Batch | None:
+            if batch.owner != self._shop.owner:
+                return None
+            if batch.status is not Status.IN_PROGRESS:  # cancelling, or it was finalizing when its owner was killed
+                return batch
+            return batch.entered(Status.FINALIZING, self._shop.clock(), ending=self._ending or Status.COMPLETED)
+
+        await self._update(finalizing)
+        while self._owed:  # the ledger can not be written; what is owed must not be forgotten with the results
+            await asyncio.sleep(LEDGER_RETRY_SECONDS)
+            self._pay()
+        now, keep = self._shop.clock(), self._shop.house.policies.current.batches.keep
+        written = await write_files(self._store, self.batch, self._scan(), now=now, keep_seconds=keep)
+
+        def ended(batch: Batch) -> Batch | None:
+            if batch.owner != self._shop.owner:
+                return None
+            return batch.entered(
+                batch.ending,
+                now,
+                total=written.lines,
+                failed=written.lines - batch.completed,
+                output_file_id=written.output.id if written.output else None,
+                error_file_id=written.errors.id if written.errors else None,
+            )
+
+        await self._update(ended, files=[file for file in (written.output, written.errors) if file is not None])
+
+
+def _result(number: int, line: Line, call_id: str, reply: Reply) -> Result:
+    content = answer_line(line.custom_id, call_id, reply.status, reply.body)
+    return _with_receipt(number, reply.status == 200, content, reply.receipt)
+
+
+def _with_receipt(number: int, ok: bool, content: bytes, receipt: Receipt | None) -> Result:
+    if receipt is None:
+        return Result(number, ok, content)
+    used = receipt.input_uncached + receipt.cache_read + receipt.cache_write
+    tokens = Tokens(used, receipt.cache_read, receipt.output, receipt.reasoning)
+    return Result(number, ok, content, msgspec.json.encode(receipt), tokens)
+
+
+def _retry_after_seconds(reply: Reply) -> float:
+    told = reply.headers.get("retry-after-ms", "")
+    return min(int(told) / 1000, RETRY_AFTER_MAX_SECONDS) if told.isdigit() else BACKOFF_FIRST_SECONDS

@@ -1,0 +1,188 @@
+"""POST /v1/files: a multipart form whose file goes into the store as it comes, a chunk at a time.
+
+What is held of it in memory is a chunk, a line, and the ids of its lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect, Request
+
+from gateway.batches.lines import FileCheck
+from gateway.batches.store import CHUNK_BYTES, Store
+from gateway.errors import BadRequest, BodyTooLarge, RequestTimeout
+from gateway.replies import DISCARD_MAX_BYTES, STALL_SECONDS
+
+FIELD_MAX_BYTES = 1024  # of what is no file
+FIELDS_MAX = 16
+FORM_MAX_BYTES = 64 * 1024  # of the form around the file
+FILENAME_MAX_CHARACTERS = 255
+_NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f]")
+
+
+@dataclass
+class Form:
+    """The form's fields, and what has come of its file and is not in the store yet."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    filename: str | None = None
+    pending: bytearray = field(default_factory=bytearray)
+
+
+class _Reader:
+    """python-multipart's callbacks: they say where parts begin, and give their bytes."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self.form = Form()
+        self.ended = False
+        self._header, self._value = b"", b""
+        self._disposition = b""
+        self._field: str | None = None  # None: in the file
+        self._content = bytearray()
+        self.parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin,
+                "on_header_field": self._header_name,
+                "on_header_value": self._header_value,
+                "on_header_end": self._header_end,
+                "on_headers_finished": self._headers_end,
+                "on_part_data": self._data,
+                "on_part_end": self._part_end,
+                "on_end": self._end,
+            },
+        )
+
+    def _begin(self) -> None:
+        self._disposition = b""
+        self._content.clear()
+
+    def _header_name(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _header_end(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._header, self._value = b"", b""
+
+    def _headers_end(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        name = options.get(b"name", b"").decode("utf-8", "replace")
+        if b"filename" in options or name == "file":
+            if name != "file" or self.form.filename is not None:
+                raise BadRequest("the form must have one file, named `file`", param="file")
+            filename = options.get(b"filename", b"").decode("utf-8", "replace")
+            self.form.filename = _NOT_IN_NAMES.sub("", filename)[:FILENAME_MAX_CHARACTERS] or "file"
+            self._field = None
+            return
+        if len(self.form.fields) >= FIELDS_MAX or name in self.form.fields:
+            raise BadRequest(f"the form has the field {name[:100]!r} twice, or more than {FIELDS_MAX} fields")
+        self._field = name
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if self._field is None:
+            self.form.pending += data[start:end]
+            return
+        self._content += data[start:end]
+        if len(self._content) > FIELD_MAX_BYTES:
+            raise BadRequest(f"the field {self._field[:100]!r} is too long", param=self._field[:100])
+
+    def _part_end(self) -> None:
+        if self._field is not None:
+            self.form.fields[self._field] = self._content.decode("utf-8", "replace")
+            self._field = None
+
+    def _end(self) -> None:
+        self.ended = True
+
+
+async def receive(
+    request: Request, store: Store, content: str, check: FileCheck, *, max_bytes: int
+) -> tuple[Form, int]:
+    """Put the form's file into the store under `content`. Returns the form, and the bytes of its file.
+
+    Raises `BadRequest`, `BodyTooLarge` or `RequestTimeout`; what is in the store by then is the caller's to drop.
+    """
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    if kind != b"multipart/form-data" or b"boundary" not in options:
+        raise BadRequest("a file is uploaded as multipart/form-data with the fields `purpose` and `file`")
+    chunks = _chunks(request)
+    try:
+        return await _store(chunks, _reader(options[b"boundary"]), store, content, check, max_bytes)
+    except BadRequest:
+        await _discard(chunks)  # a client that is still writing does not read its refusal
+        raise
+
+
+def _reader(boundary: bytes) -> _Reader:
+    try:
+        return _Reader(boundary)
+    except FormParserError as problem:
+        raise BadRequest(f"the multipart boundary can not be used: {problem}") from None
+
+
+async def _store(
+    chunks: AsyncIterator[bytes], reader: _Reader, store: Store, content: str, check: FileCheck, max_bytes: int
+) -> tuple[Form, int]:
+    form, came, stored = reader.form, 0, 0
+    async for chunk in chunks:
+        came += len(chunk)
+        if came > max_bytes + FORM_MAX_BYTES:
+            raise BodyTooLarge(f"a file may have {max_bytes} bytes", param="file")
+        try:
+            reader.parser.write(chunk)
+        except FormParserError as problem:
+            raise BadRequest(f"the form can not be read: {problem}") from None
+        while len(form.pending) >= CHUNK_BYTES:
+            stored += await _put(bytes(form.pending[:CHUNK_BYTES]), form, store, content, check)
+    if not reader.ended or form.filename is None:
+        raise BadRequest("the form has no file, or ends before its end", param="file")
+    if form.pending:
+        stored += await _put(bytes(form.pending), form, store, content, check)
+    if stored > max_bytes:
+        raise BodyTooLarge(f"a file may have {max_bytes} bytes", param="file")
+    check.end()
+    return form, stored
+
+
+async def _put(chunk: bytes, form: Form, store: Store, content: str, check: FileCheck) -> int:
+    check.feed(chunk)
+    await store.append(content, chunk)
+    del form.pending[: len(chunk)]
+    return len(chunk)
+
+
+async def _chunks(request: Request) -> AsyncIterator[bytes]:
+    """The body as it comes; a client that sends nothing for `STALL_SECONDS`, or leaves, is given up."""
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                chunk = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise RequestTimeout(f"nothing of the file came for {STALL_SECONDS:g} s") from None
+        except ClientDisconnect:
+            raise BadRequest("the client left before the file's end") from None
+        yield chunk
+
+
+async def _discard(chunks: AsyncIterator[bytes]) -> None:
+    dropped = 0
+    try:
+        async for chunk in chunks:
+            dropped += len(chunk)
+            if dropped > DISCARD_MAX_BYTES:
+                return
+    except BadRequest:  # it left, or stalls
+        return

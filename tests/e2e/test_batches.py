@@ -1,0 +1,195 @@
+"""The Batch API through real processes: OpenAI's own client, and gateways that are killed in the middle."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.processes import (
+    DEMO,
+    Gateway,
+    Running,
+    chat,
+    gateway,
+    simple_policy,
+    tenant,
+    until,
+)
+from tests.openai_spec import Validate
+
+pytestmark = pytest.mark.e2e
+
+OVER = ("completed", "failed", "expired", "cancelled")
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory, local_engine: Running) -> Iterator[Gateway]:
+    policy = simple_policy(local_engine.url, tenants=[tenant("dev"), tenant("other")])
+    with gateway(tmp_path_factory.mktemp("batches"), policy) as started:
+        yield started
+
+
+def line(number: int, url: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
+    given = body or chat(f"Say {number}.", max_tokens=2)
+    return {"custom_id": f"c-{number}", "method": "POST", "url": url, "body": given}
+
+
+def jsonl(lines: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+
+
+def submit(client: openai.OpenAI, lines: list[dict[str, Any]], **fields: Any) -> Any:
+    file = client.files.create(file=("in.jsonl", io.BytesIO(jsonl(lines))), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint=lines[0]["url"], completion_window=fields.pop("window", "24h"), **fields
+    )
+
+
+def wait(client: openai.OpenAI, batch_id: str) -> Any:
+    return until(lambda: (batch := client.batches.retrieve(batch_id)).status in OVER and batch)
+
+
+def answers(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
+    """The lines of an output or error file, by their ids; no id stands twice."""
+    if file_id is None:
+        return {}
+    rows = [json.loads(row) for row in client.files.content(file_id).text.splitlines()]
+    assert len({row["custom_id"] for row in rows}) == len(rows)
+    return {row["custom_id"]: row for row in rows}
+
+
+def test_a_batch_by_the_clients_own_means(front: Gateway, validate: Validate) -> None:
+    with front.client() as client:
+        lines = [line(number) for number in range(8)]
+        lines.append(line(8, **{**chat(), "messages": "no list"}))
+        batch = submit(client, lines, metadata={"job": "nightly"})
+        validate("Batch", batch.to_dict())
+        assert (batch.status, batch.metadata) == ("validating", {"job": "nightly"})
+        ended = wait(client, batch.id)
+        validate("Batch", ended.to_dict())
+        assert (ended.status, ended.model) == ("completed", DEMO)
+        assert ended.request_counts.to_dict() == {"total": 9, "completed": 8, "failed": 1}
+        output, errors = answers(client, ended.output_file_id), answers(client, ended.error_file_id)
+        assert list(output) == [f"c-{number}" for number in range(8)]
+        assert list(errors) == ["c-8"]
+        for row in output.values():
+            assert row["response"]["status_code"] == 200
+            validate("CreateChatCompletionResponse", row["response"]["body"])
+        assert errors["c-8"]["response"]["status_code"] == 400
+        assert errors["c-8"]["response"]["body"]["error"]["param"] == "messages"
+        receipts = [
+            receipt for row in output.values() for receipt in front.receipts(call_id=row["response"]["request_id"])
+        ]
+        assert [receipt["latency_class"] for receipt in receipts] == ["batch"] * 8
+        assert all(receipt["call_id"].startswith(f"{batch.id}-") for receipt in receipts)
+        assert sum(receipt["output"] for receipt in receipts) == ended.usage.output_tokens
+        assert ended.created_at <= ended.in_progress_at <= ended.finalizing_at <= ended.completed_at
+
+
+def test_files_are_the_tenants_own_and_listed_in_pages(front: Gateway, validate: Validate) -> None:
+    with front.client("other") as client, front.client() as stranger:
+        content = jsonl([line(1)])
+        files = [client.files.create(file=(f"{number}.jsonl", content), purpose="batch") for number in range(3)]
+        for file in files:
+            validate("OpenAIFile", file.to_dict())
+        assert client.files.wait_for_processing(files[0].id).status == "processed"
+        assert client.files.content(files[0].id).content == content
+        page = client.files.list(limit=2)
+        validate("ListFilesResponse", page.to_dict())
+        assert [file.id for file in page] == [file.id for file in reversed(files)]
+        assert [file.id for file in client.files.list(order="asc", after=files[1].id)] == [files[2].id]
+        for forbidden in (stranger.files.retrieve, stranger.files.content, stranger.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                forbidden(files[0].id)
+        deleted = client.files.delete(files[0].id)
+        validate("DeleteFileResponse", deleted.to_dict())
+        with pytest.raises(openai.NotFoundError):
+            client.files.retrieve(files[0].id)
+
+
+@pytest.mark.parametrize(
+    ("content", "purpose", "told"),
+    [
+        (b'{"custom_id": "a"}\nnot json\n', "batch", ["line 1: ", "line 2: "]),
+        (jsonl([line(1), line(2), line(1)]), "batch", ["line 3: custom_id: 'c-1' is that of line 1, too"]),
+        (jsonl([line(1, url="/v1/nothing")]), "batch", ["line 1: url: '/v1/nothing' is none of"]),
+        (jsonl([{**line(1), "method": "GET"}]), "batch", ["line 1: method: it must be POST"]),
+        (jsonl([{**line(1), "body": "text"}]), "batch", ["line 1: body: it must be a JSON object"]),
+        (b"\n\n", "batch", ["the file has no lines"]),
+        (jsonl([line(1)]), "fine-tune", ["purpose: it must be batch, not 'fine-tune'"]),
+    ],
+)
+def test_a_file_that_can_not_be_used_is_refused_by_line(
+    front: Gateway, content: bytes, purpose: Any, told: list[str]
+) -> None:
+    with front.client() as client, pytest.raises(openai.BadRequestError) as refused:
+        client.files.create(file=("in.jsonl", content), purpose=purpose)
+    assert all(words in refused.value.message for words in told)
+
+
+def test_what_only_the_batch_can_tell_fails_it_with_the_numbers_of_its_lines(
+    front: Gateway, validate: Validate
+) -> None:
+    with front.client() as client:
+        strange = line(2, **{**chat(), "model": "nobody"})
+        other = line(3, url="/v1/completions", model=DEMO, prompt="a")
+        streamed = line(4, **chat(stream=True))
+        failed = wait(client, submit(client, [line(1), strange, other, streamed]).id)
+        validate("Batch", failed.to_dict())
+        assert failed.status == "failed"
+        assert [(error.line, error.code, error.param) for error in failed.errors.data] == [
+            (2, "model_not_found", "body.model"),
+            (3, "mismatched_endpoint", "url"),
+            (4, "invalid_request", "body.stream"),
+        ]
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/embeddings"])
+def test_other_endpoints(front: Gateway, endpoint: str) -> None:
+    bodies = {"/v1/completions": {"prompt": "A token", "max_tokens": 2}, "/v1/embeddings": {"input": "A token"}}
+    with front.client() as client:
+        ended = wait(client, submit(client, [line(1, endpoint, model="demo", **bodies[endpoint])]).id)
+        assert (ended.status, ended.model, ended.request_counts.completed) == ("completed", "demo", 1)
+        (row,) = answers(client, ended.output_file_id).values()
+        assert row["response"]["body"]["usage"]["prompt_tokens"] > 0
+
+
+def test_a_batch_is_cancelled_and_keeps_what_it_has(front: Gateway, validate: Validate) -> None:
+    with front.client() as client:
+        long = [line(number, **chat(f"Count to {number}.", max_tokens=500, ignore_eos=True)) for number in range(40)]
+        batch = submit(client, [line(99), *long])
+        with pytest.raises(openai.ConflictError):
+            client.files.delete(batch.input_file_id)
+        until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
+        cancelled = client.batches.cancel(batch.id)
+        validate("Batch", cancelled.to_dict())
+        ended = wait(client, batch.id)
+        validate("Batch", ended.to_dict())
+        output, errors = answers(client, ended.output_file_id), answers(client, ended.error_file_id)
+        assert ended.status == "cancelled"
+        assert len(output) == ended.request_counts.completed > 0
+        assert len(errors) == ended.request_counts.failed == 41 - len(output)
+        assert {row["error"]["code"] for row in errors.values()} == {"batch_cancelled"}
+        assert client.batches.cancel(batch.id).status == "cancelled"
+        page = client.batches.list(limit=1)
+        validate("ListBatchesResponse", page.to_dict())
+        assert page.data[0].id == batch.id
+        done = wait(client, submit(client, [line(1)]).id)
+        with pytest.raises(openai.ConflictError):
+            client.batches.cancel(done.id)
+
+
+def test_a_window_that_is_too_short_ends_as_expired(front: Gateway, validate: Validate) -> None:
+    with front.client() as client:
+        long = [line(number, **chat(f"Count to {number}.", max_tokens=500, ignore_eos=True)) for number in range(40)]
+        ended = wait(client, submit(client, [line(99), *long], window="2s").id)
+        validate("Batch", ended.to_dict())
+        errors = answers(client, ended.error_file_id)
+        assert (ended.status, len(errors)) == ("expired", ended.request_counts.failed)
+        assert {row["error"]["code"] for row in errors.values()} == {"batch_expired"}
+        assert len(answers(client, ended.output_file_id)) + len(errors) == 41
