@@ -1,11 +1,12 @@
 """What engines say about their load at `/metrics`, each in its own names.
 
-A row of `ENGINES` is all that there is to an engine: whichever row's `running` is in the text is the one. Several series
-of one name (one for each data-parallel rank) are added up; usage is their mean.
+A row of `ENGINES` is all that there is to an engine: whichever row's `running` is in the text is the one. Several
+series of one name (one for each data-parallel rank) are added up; usage is their mean.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -102,7 +103,7 @@ def _samples(text: str) -> dict[str, list[_Sample]]:
             value = float(match[3])
         except ValueError:
             continue
-        if value == value:  # not NaN
+        if math.isfinite(value):
             samples.setdefault(match[1], []).append(_Sample(match[2] or "", value))
     return samples
 

@@ -63,5 +63,5 @@ def test_what_no_engine_said_is_nothing(text: str) -> None:
 
 
 def test_a_value_that_is_no_number_yet_is_left_out() -> None:
-    told = read_load("vllm:num_requests_running 1\nvllm:kv_cache_usage_perc NaN\nvllm:num_requests_waiting +Inf?\n")
+    told = read_load("vllm:num_requests_running 1\nvllm:kv_cache_usage_perc NaN\nvllm:num_requests_waiting +Inf\n")
     assert told == Reported("vllm", 1, 0, 0.0, None)
