@@ -24,6 +24,7 @@ from gateway.batches import Batches
 from gateway.batches.inside import AtBatchClass, KeyById
 from gateway.cache import ResponseCache
 from gateway.canonicaliser import Canonicaliser, new_call_id
+from gateway.diagnosis import Journal, Watcher
 from gateway.doors import DOORS, catalogue
 from gateway.errors import GatewayError, StorageUnavailable
 from gateway.fleet import Fleet
@@ -99,6 +100,7 @@ class Gateway:
             ledger=self._ledger,
             settler=Settler(limiter, self._ledger),
             telemetry=self._telemetry,
+            diagnosis=Watcher(Journal(settings.data_dir / "diagnosis", settings.replica)),
             max_body_bytes=settings.max_body_bytes,
         )
         self._batches = Batches(
@@ -183,6 +185,7 @@ class Gateway:
             await self._storage.open()
             opened.push_async_callback(self._storage.close)
             opened.push_async_callback(self.house.canonicaliser.close)
+            opened.callback(self.house.diagnosis.close)
             self._ledger.open()
             opened.push_async_callback(self._ledger.close)
             recovery = Recovery(self._ledger, self._fleet, self._policies)

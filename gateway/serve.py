@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.auth import Authenticator
 from gateway.cache import UNRECORDED, Answer, LeaderFailed, ResponseCache
 from gateway.canonicaliser import Canonicaliser, new_call_id
+from gateway.diagnosis import Watcher
 from gateway.doors.base import Door
 from gateway.errors import GatewayError, InternalError, Overloaded, UpstreamCut, shutting_down
 from gateway.limits.base import UNLIMITED, Limiter
@@ -48,6 +49,7 @@ class House:
     ledger: Books
     settler: Settler
     telemetry: Telemetry
+    diagnosis: Watcher
     max_body_bytes: int
 
 
@@ -169,6 +171,10 @@ async def handle(
         record.marks.end()
         record.status = exchange.status or CLIENT_CLOSED_STATUS
         house.telemetry.record(record)
+        if record.call is not None and record.usage is not None:
+            house.diagnosis.note(
+                record.call, exchange.headers, record.usage, record.marks, record.deployment, record.attempts
+            )
 
 
 async def failure_of(served: Coroutine[Any, Any, None], call_id: str) -> GatewayError | None:

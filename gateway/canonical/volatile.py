@@ -24,15 +24,15 @@ KINDS: dict[str, re.Pattern[str]] = {  # in order: where two fit, the first is m
         r"|\b\d{1,2}[/.]\d{1,2}[/.](?:\d{4}|\d{2})\b|\b\d{4}/\d{1,2}/\d{1,2}\b"
         r"|\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b"
     ),
-    "request_id": re.compile(
-        rf"\b{_ID_OF}[ _-]?(?i:ids?\b)?\W{{1,3}}[\w.:-]{{5,128}}"
-        r"|\b(?:req|msg|sess|run|trace|chatcmpl|conv|thread|job)[_-](?=\w*\d)\w{6,64}\b"
-        r"|\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{16,64}\b"
-    ),
     "cwd": re.compile(
         r"(?i:\b(?:cwd|pwd|work(?:ing)?[ _-]?dir(?:ectory)?|current[ _-]dir(?:ectory)?|project[ _-]root)\b)\W{1,4}\S+"
         r"|(?<![\w/.])/(?:home|Users|tmp|var|opt|srv|root|mnt|workspace|workspaces|private)/[^\s\"'`<>]+"
         r"|\b[A-Z]:\\[^\s\"'`<>]+"
+    ),
+    "request_id": re.compile(
+        rf"\b{_ID_OF}[ _-]?(?i:ids?\b)?\W{{1,3}}[\w.:-]{{5,128}}"
+        r"|\b(?:req|msg|sess|run|trace|chatcmpl|conv|thread|job)[_-](?=\w*\d)\w{6,64}\b"
+        r"|\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{16,64}\b"
     ),
 }
 

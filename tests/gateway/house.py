@@ -18,6 +18,7 @@ import yaml
 from gateway.auth import Authenticator
 from gateway.cache import ResponseCache
 from gateway.canonicaliser import Canonicaliser
+from gateway.diagnosis import Journal, Watcher
 from gateway.doors import DOORS
 from gateway.errors import LedgerUnavailable
 from gateway.fleet import Fleet
@@ -292,6 +293,7 @@ class Rig:
             ledger=self.ledger,
             settler=Settler(limiter, self.ledger),
             telemetry=self.telemetry,
+            diagnosis=Watcher(Journal(directory / "diagnosis", "r")),
             max_body_bytes=MAX_BODY_BYTES,
         )
         self.fleet.apply(self.house.policies.current)

@@ -119,13 +119,13 @@ def test_first_forms_are_shared_within_a_cache_group_only(group: str | None, sha
     """What one tenant has sent would show in how many tokens another's schema has."""
     policy = a_policy(tenants=[{"name": name, "cache_group": group} for name in "tu"])
     canonicaliser = Canonicaliser(b"secret")
+    hello = [{"role": "user", "content": "hi"}]
     first = tool("f", b={"type": "string"})
     second = dict(reversed(first.items()))
     calls = [
         canonicaliser.canonicalise(
-            DOORS[0], json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [t]}).encode(),
-            {}, call_id="c", principal=Principal(policy.tenants_by_name[name], "k"), policy=policy, now=0.0,
-            trace=UNTRACED,
+            DOORS[0], json.dumps({"model": "m", "messages": hello, "tools": [t]}).encode(), {}, call_id="c",
+            principal=Principal(policy.tenants_by_name[name], "k"), policy=policy, now=0.0, trace=UNTRACED,
         )
         for name, t in (("t", first), ("u", second))
     ]  # fmt: skip

@@ -1,0 +1,108 @@
+"""Summaries of calls in two bounded files: one that is written, and the one before it.
+
+A row is JSON, and says how a prompt was built, never what it said (unless the policy has `diagnosis.content` on). Each
+gateway has a folder of its own, named after it, so that several may share a data folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from gateway.diagnosis.breaks import Break
+
+MAX_FILE_BYTES = 8 * 2**20
+CURRENT, EARLIER = "current.jsonl", "earlier.jsonl"
+
+log = logging.getLogger("warmpath")
+
+
+class PartRow(msgspec.Struct, frozen=True, array_like=True):
+    role: str
+    tokens: int
+    digest: str  # salted: equal parts of one tenant's prompts have equal ones, and nobody else's do
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """One sampled call. Money is decimal text; None where it is not known."""
+
+    time: str  # RFC 3339
+    call_id: str
+    tenant: str
+    key_id: str
+    agent: str  # the client's program, by its user-agent
+    model: str
+    deployment: str | None
+    sample: Annotated[float, msgspec.Meta(gt=0)]  # the share of conversations that were looked at
+    level: str  # of canonicalisation
+    prompt_tokens: int
+    cached_tokens: int
+    exact: bool  # the server has counted
+    parts: tuple[PartRow, ...]  # the first ones
+    parts_in_all: int
+    broken: Break | None
+    against: str | None  # the call that it was compared with
+    lost_seconds: float | None
+    lost_cost: str | None
+    currency: str | None
+
+
+_encode = msgspec.json.encode
+_row = msgspec.json.Decoder(Summary)
+
+
+class Journal:
+    """Appends rows. A disk that takes none costs the row, and is told of once."""
+
+    def __init__(self, folder: Path, replica: str, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        self._folder = folder / replica.replace("/", "_")
+        self._max_file_bytes = max_file_bytes
+        self._file: int | None = None
+        self._bytes = 0
+        self.rows_lost = 0
+
+    def append(self, row: Summary) -> None:
+        line = _encode(row) + b"\n"
+        try:
+            if self._file is None:
+                self._open()
+            elif self._bytes + len(line) > self._max_file_bytes:
+                self.close()
+                (self._folder / CURRENT).replace(self._folder / EARLIER)
+                self._open()
+            assert self._file is not None
+            self._bytes += os.write(self._file, line)
+        except OSError as error:
+            if not self.rows_lost:
+                log.warning("the diagnosis can not be written to %s: %s", self._folder, error)
+            self.rows_lost += 1
+            self.close()
+
+    def _open(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._folder / CURRENT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._bytes = os.fstat(self._file).st_size
+
+    def close(self) -> None:
+        """Safe to call twice; a later row opens it again."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+            self._file = None
+
+
+def read_summaries(folder: Path) -> Iterator[Summary]:
+    """Of all gateways that have written below this folder, each one's oldest first. What is no row, as the last line
+    of a gateway that was killed, is passed over."""
+    for replica in sorted(path for path in folder.glob("*") if path.is_dir()):
+        for name in (EARLIER, CURRENT):
+            with contextlib.suppress(FileNotFoundError), (replica / name).open("rb") as lines:
+                for line in lines:
+                    with contextlib.suppress(msgspec.MsgspecError):
+                        yield _row.decode(line)

@@ -1,0 +1,90 @@
+"""A prompt as its parts: tools and messages in the order in which a template lays them out, each with its digest.
+
+Two prompts share a prefix up to the first part that differs. What the parts say is kept in memory while later prompts
+may be compared with it, and goes nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import xxhash
+
+from gateway.prefix.fingerprint import BYTES_PER_TOKEN, seed_of
+from gateway.types import Call, Usage
+
+_REASONING = ("reasoning_content", "reasoning", "thinking", "thinking_blocks")
+_SPOKEN = ("role", "content", *_REASONING)
+
+_body = msgspec.json.Decoder(list[dict[str, Any]] | None)
+_encode = msgspec.json.encode
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One tool or message. `tokens` is a guess by its length."""
+
+    place: str  # as in the request's body: tools[3], messages[0]
+    role: str  # "tools" for a tool's description
+    text: str  # what is said, or the tool as JSON
+    reasoning: str
+    rest: str  # what else belongs to the prompt, as JSON: tool calls, names
+    digest: int
+
+    @property
+    def tokens(self) -> int:
+        return (len(self.text) + len(self.reasoning) + len(self.rest)) // BYTES_PER_TOKEN + 1
+
+
+class Outline(msgspec.Struct):
+    """A call, as later ones are compared with it."""
+
+    call_id: str
+    parts: tuple[Part, ...]
+    ended_ns: int  # since the epoch
+    deployment: str | None
+    usage: Usage
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(part.text) + len(part.reasoning) + len(part.rest) + 200 for part in self.parts)
+
+
+def parts_of(call: Call) -> tuple[Part, ...]:
+    """Digests are salted as fingerprints are. Raises `msgspec.MsgspecError` for what is not of a chat's shape."""
+    seed = seed_of(call.cache_salt)
+    parts = [
+        _part(f"tools[{i}]", "tools", _text(tool), "", "", seed)
+        for i, tool in enumerate(_body.decode(call.fields.get("tools", b"null")) or ())
+    ]
+    for i, message in enumerate(_body.decode(call.fields["messages"]) or ()):
+        reasoning = [_text(message[name]) for name in _REASONING if message.get(name)]
+        rest = {name: value for name, value in message.items() if name not in _SPOKEN and value}
+        content = message.get("content")
+        said = "\n".join(map(_words, content)) if isinstance(content, list) else _text(content)
+        parts.append(
+            _part(
+                f"messages[{i}]", str(message.get("role")), said, "".join(reasoning), _text(rest) if rest else "", seed
+            )
+        )
+    return tuple(parts)
+
+
+def first_user_digest(parts: tuple[Part, ...]) -> int:
+    """Which conversation this is, about; equal for all of its turns."""
+    return next((part.digest for part in parts if part.role == "user"), 0)
+
+
+def _part(place: str, role: str, text: str, reasoning: str, rest: str, seed: int) -> Part:
+    whole = "\0".join((role, text, reasoning, rest)).encode("utf-8", "surrogatepass")
+    return Part(place, role, text, reasoning, rest, xxhash.xxh3_64_intdigest(whole, seed))
+
+
+def _words(part: Any) -> str:
+    return part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else _text(part)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "" if value is None else _encode(value).decode()

@@ -1,0 +1,120 @@
+"""What is lost to broken prefixes, the most expensive first, and the line of policy that would mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from decimal import Decimal
+from typing import NamedTuple
+
+from gateway.diagnosis.journal import Summary
+
+ADVICE = {  # what no line of policy mends
+    "tool_set": "keep the list of tools as it is for a whole conversation, and add new ones at its end",
+    "dropped_reasoning": "send the assistant's reasoning back as it came (`reasoning_content`), or use a template that "
+    "leaves it out of every turn",
+    "history_rewritten": "append to a conversation, and do not change what was said",
+    "history_cut": "cut a conversation seldom and by much, not by a message with every turn",
+    "text": "put what changes behind what stays: at the end of the prompt, or in the last message",
+    "evicted": "give the cache more room, or the model more servers; see x-warmpath-cached-tokens of single calls",
+}
+_TO_END = frozenset({"date", "uuid", "request_id", "cwd", "clock"})
+
+
+class Finding(NamedTuple):
+    """One way in which one application's prompts break. Sums are of what was looked at, scaled to all calls."""
+
+    tenant: str
+    key_id: str
+    agent: str
+    model: str
+    place: str
+    kind: str
+    calls: float
+    lost_tokens: float
+    lost_seconds: float
+    lost_cost: Decimal | None
+    currency: str | None
+    within: bool  # mostly between turns of a conversation
+    example: str  # the id of a call
+    before: str
+    after: str
+
+    @property
+    def fix(self) -> str | None:
+        """The line of policy, as YAML; None where there is none, and `advice` says what to do."""
+        where = f"{{tenant: {_yaml(self.tenant)}, model: {_yaml(self.model)}, level: "
+        system = self.place.startswith("system")
+        match self.kind:
+            case "noise" | "key_order" if system or self.place.startswith("tools"):
+                change = "safe"
+            case "tool_order":
+                change = "full, opt_in: [tool_order]"
+            case "template_date":
+                change = "full, opt_in: [template_date], template_date: 26 Jul 2024"
+            case kind if kind in _TO_END and system:
+                change = f"full, opt_in: [{'volatile_to_user' if self.within else 'volatile_to_end'}]"
+            case _:
+                return None
+        return f"canonicalise: {{exceptions: [{where}{change}}}]}}"
+
+    @property
+    def advice(self) -> str:
+        if self.kind == "key_order":
+            return "write JSON with its keys in one order, as in `json.dumps(..., sort_keys=True)`"
+        return ADVICE.get(self.kind, ADVICE["text"])
+
+
+class Report(NamedTuple):
+    calls: float
+    prompt_tokens: float
+    cached_tokens: float
+    findings: list[Finding]
+
+
+def report(summaries: Iterable[Summary]) -> Report:
+    """Findings by tokens lost, the most first."""
+    calls = prompt = cached = 0.0
+    found: dict[tuple[str, ...], list[Summary]] = {}
+    for row in summaries:
+        calls += 1 / row.sample
+        prompt += row.prompt_tokens / row.sample
+        cached += row.cached_tokens / row.sample
+        if row.broken is not None:
+            group = (row.tenant, row.key_id, row.agent, row.model, place_of(row), row.broken.kind, row.currency or "")
+            found.setdefault(group, []).append(row)
+    findings = [_finding(rows) for rows in found.values()]
+    return Report(calls, prompt, cached, sorted(findings, key=lambda f: (-f.lost_tokens, f)))
+
+
+def place_of(row: Summary) -> str:
+    """Where, in words that are the same for every turn of a conversation."""
+    assert row.broken is not None
+    place, role = row.broken.place, row.broken.role
+    if not place:
+        return "nowhere in the request"
+    if role == "tools":
+        return "tools"
+    return f"system ({place})" if role in ("system", "developer") else f"{role} messages"
+
+
+def _finding(rows: list[Summary]) -> Finding:
+    breaks = [(row, row.broken) for row in rows if row.broken is not None]
+    costs = [Decimal(row.lost_cost) / Decimal(row.sample) for row in rows if row.lost_cost is not None]
+    last, broken = breaks[-1]
+    return Finding(
+        tenant=last.tenant, key_id=last.key_id, agent=last.agent, model=last.model,
+        place=place_of(last), kind=broken.kind,
+        calls=sum(1 / row.sample for row in rows),
+        lost_tokens=sum(b.lost_tokens / row.sample for row, b in breaks),
+        lost_seconds=sum((row.lost_seconds or 0.0) / row.sample for row in rows),
+        lost_cost=sum(costs, Decimal()) if costs else None,
+        currency=last.currency,
+        within=sum(b.within for _, b in breaks) * 2 > len(breaks),
+        example=last.call_id, before=broken.before, after=broken.after,
+    )  # fmt: skip
+
+
+def _yaml(name: str) -> str:
+    """A name as a YAML scalar within braces."""
+    plain = name.replace("-", "").replace("_", "").replace(".", "").replace("/", "").isalnum()
+    return name if plain and not name[0].isdigit() else "'" + name.replace("'", "''") + "'"

@@ -1,0 +1,320 @@
+"""Every kind of fault, planted between two calls, is found and named; and what is no fault is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.canonicaliser import Canonicaliser
+from gateway.diagnosis import Journal, Summary, Watcher, read_summaries, report
+from gateway.diagnosis.breaks import Break
+from gateway.doors import DOORS
+from gateway.policy import Policy
+from gateway.types import Attempt, Call, Marks, Principal, Usage
+from tests.gateway.calls import UNTRACED, a_policy
+
+RULES = "Be brief. Refund only what was booked before 2024-05-16. " * 30
+STABLE = f"You are an airline agent.\n{RULES}"
+LATER = [{"role": "assistant", "content": "Where to? " * 40}, {"role": "user", "content": "Home, please."}]
+PRICE = {"input": "1", "cached_input": "0.1"}
+
+
+def tool(name: str, reverse: bool = False, words: str = "Does it. ") -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "number"}}}
+    function = {"name": name, "description": words * 20, "parameters": schema}
+    return {"type": "function", "function": dict(reversed(function.items())) if reverse else function}
+
+
+def chat(system: str = STABLE, *more: Any, user: str = "I want to fly.", **fields: Any) -> dict[str, Any]:
+    first = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    return {"model": "m", "messages": [*first, *more], **fields}
+
+
+class Desk:
+    """A watcher, and the gateway's own canonicaliser in front of it."""
+
+    def __init__(self, folder: Path, **policy: Any) -> None:
+        self.policy = watched(**policy)
+        self.folder = folder
+        self._canonicaliser = Canonicaliser(b"secret")
+        self.watcher = Watcher(Journal(folder, "r"))
+        self.now_ns = 1_763_630_000 * 10**9  # 2025-11-20, 09:13 UTC
+
+    def call(
+        self, body: dict[str, Any], usage: Usage | None = None, *, key: str = "k", tenant: str = "t",
+        deployment: str = "a", agent: bytes = b"Agent/1.0 (linux)",
+    ) -> Call:  # fmt: skip
+        call = self._canonicaliser.canonicalise(
+            DOORS[0], json.dumps(body).encode(), {}, call_id=f"c{self.now_ns}", policy=self.policy,
+            principal=Principal(self.policy.tenants_by_name[tenant], key), now=0.0, trace=UNTRACED,
+        )  # fmt: skip
+        marks = Marks()
+        marks.started_ns, marks.first_chunk_ns, marks.ended_ns = (self.now_ns + n * 10**9 for n in (0, 2, 3))
+        attempt = Attempt(deployment, "ok", self.now_ns + 10**9, self.now_ns + 3 * 10**9, 1)
+        usage = usage or Usage(input_uncached=call.prompt_tokens_estimate, output=5)
+        self.watcher.note(call, {b"user-agent": agent}, usage, marks, deployment, [attempt])
+        self.now_ns += 60 * 10**9
+        return call
+
+    @property
+    def rows(self) -> list[Summary]:
+        return list(read_summaries(self.folder))
+
+    @property
+    def breaks(self) -> list[Break]:
+        return [row.broken for row in self.rows if row.broken is not None]
+
+
+def watched(sample: float = 1.0, content: bool = False, **policy: Any) -> Policy:
+    deployments = [
+        {"name": name, "base_url": f"http://{name}.invalid/v1", "model": "served", "price": PRICE,
+         "prefill_tokens_per_second": 1000}
+        for name in ("a", "b")
+    ]  # fmt: skip
+    return a_policy(deployments=deployments, diagnosis={"sample": sample, "content": content}, **policy)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+LINES = {
+    "clock": ("Current time: 09:41:07", "Current time: 09:42:31"),
+    "clock ": ("The current date and time is Friday, November 20, 2026 9:41 AM.",
+               "The current date and time is Friday, November 20, 2026 9:43 AM."),
+    "clock  ": ("now=1763631667", "now=1763631802"),
+    "date": ("Today's date: 2026-11-20", "Today's date: 2026-11-21"),
+    "date ": ("Today is 20 November 2026", "Today is 21 November 2026"),
+    "uuid": ("Session id: 3f2a9c1e-7b54-4d2e-9d0a-0f6f2c1b7a11", "Session id: 9d0a0f6f-2c1b-4a11-bf2a-9c1e7b544d2e"),
+    "request_id": ("Request id: req_8f3a2b1c9d", "Request id: req_1c9d8f3a2b"),
+    "request_id ": ("trace: 4bf92f3577b34da6a3ce929d0e0e4736", "trace: a3ce929d0e0e47364bf92f3577b34da6"),
+    "cwd": ("Working directory: /home/ada/shop", "Working directory: /home/ada/bank"),
+    "cwd ": ("cwd: C:\\\\src\\\\shop", "cwd: C:\\\\src\\\\bank"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_volatile_text_in_a_system_prompt_and_the_line_that_mends_it(desk: Desk, tmp_path: Path, name: str) -> None:
+    before, after = LINES[name]
+    desk.call(chat(f"{before}\n{STABLE}"))
+    desk.call(chat(f"{after}\n{STABLE}", *LATER))
+    (broken,) = desk.breaks
+    assert (broken.kind, broken.place, broken.role, broken.within) == (name.strip(), "messages[0]", "system", True)
+    assert 0 <= broken.offset <= len(before)
+    stable_tokens = len(STABLE) // 4
+    assert stable_tokens - 10 <= broken.lost_tokens <= stable_tokens + 20, "the user's words too"
+
+    (finding,) = report(desk.rows).findings
+    assert finding.fix is not None
+    assert "opt_in: [volatile_to_user]" in finding.fix
+    mended = Desk(tmp_path / "mended", **fix_of(finding.fix))
+    mended.call(chat(f"{before}\n{STABLE}"))
+    mended.call(chat(f"{after}\n{STABLE}", *LATER))
+    assert [b for b in mended.breaks if b.role == "system"] == []
+
+
+def fix_of(line: str) -> Any:
+    """A line of policy, read as the gateway reads it."""
+    return yaml.safe_load(line)
+
+
+def test_what_differs_between_conversations_goes_to_the_end_of_the_system_prompt(desk: Desk) -> None:
+    for folder, user in (("/home/ada/shop", "one"), ("/home/ada/bank", "two")):
+        desk.call(chat(f"Working directory: {folder}\n{STABLE}", user=user))
+    (finding,) = report(desk.rows).findings
+    assert finding.kind == "cwd"
+    assert "opt_in: [volatile_to_end]" in (finding.fix or "")
+
+
+def test_the_order_of_tools_and_of_keys(desk: Desk) -> None:
+    desk.call(chat(tools=[tool("f"), tool("g")]), key="a")
+    desk.call(chat(tools=[tool("g"), tool("f")]), key="a")
+    off = Desk(desk.folder, canonicalise={"level": "off"})
+    off.call(chat(tools=[tool("f"), tool("g")]), key="b")
+    off.call(chat(tools=[tool("f", reverse=True), tool("g")]), key="b")
+    assert [(b.kind, b.place) for b in desk.breaks] == [("tool_order", "tools[0]"), ("key_order", "tools[0]")]
+    assert all(b.lost_tokens > len(STABLE) // 4 for b in desk.breaks)
+    assert [f.fix and f.fix.partition("level: ")[2] for f in report(desk.rows).findings] == [
+        "full, opt_in: [tool_order]}]}", "safe}]}"
+    ]  # fmt: skip
+
+
+def test_the_order_of_keys_is_mended_by_default(desk: Desk) -> None:
+    desk.call(chat(tools=[tool("f"), tool("g")]))
+    desk.call(chat(tools=[tool("f", reverse=True), tool("g")]))
+    assert desk.breaks == []
+
+
+def test_a_clock_in_a_tools_description(desk: Desk) -> None:
+    for time in ("09:41", "09:42"):
+        desk.call(chat(tools=[tool("f", words=f"It is {time} now. "), tool("g")]))
+    (broken,) = desk.breaks
+    assert (broken.kind, broken.place) == ("clock", "tools[0]")
+
+
+def test_other_tools(desk: Desk) -> None:
+    desk.call(chat(tools=[tool("f"), tool("g")]))
+    desk.call(chat(tools=[tool("f"), tool("e"), tool("g")]))
+    (broken,) = desk.breaks
+    assert (broken.kind, broken.place) == ("tool_set", "tools[1]")
+
+
+def history(**answer: Any) -> list[Any]:
+    said = {"role": "assistant", "content": "Where to? " * 40, **answer}
+    return [said, {"role": "user", "content": "Home. " * 50}, *LATER]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"reasoning_content": "They want to fly."}, {}),
+        ({"reasoning": "They want to fly."}, {}),
+        ({"content": "<think>They want to fly.</think>\n\n" + "Where to? " * 40}, {}),
+    ],
+)
+def test_reasoning_that_was_dropped(desk: Desk, before: Any, after: Any) -> None:
+    desk.call(chat(STABLE, *history(**before)[:2]))
+    desk.call(chat(STABLE, *history(**after)))
+    (broken,) = desk.breaks
+    assert (broken.kind, broken.place) == ("dropped_reasoning", "messages[2]")
+
+
+def test_reasoning_that_was_never_sent_back(desk: Desk) -> None:
+    desk.call(chat(), Usage(input_uncached=500, output=200, reasoning=90, exact=True))
+    desk.call(chat(STABLE, *LATER), Usage(input_uncached=120, cache_read=500, exact=True))
+    (broken,) = desk.breaks
+    assert (broken.kind, broken.place) == ("dropped_reasoning", "messages[2]")
+
+
+def test_keys_of_a_tools_result(desk: Desk) -> None:
+    result = {"flights": [{"from": "A", "to": "B", "seats": 1}] * 10}
+    turned = {"flights": [{"seats": 1, "to": "B", "from": "A"}] * 10}
+    for told in (result, turned):
+        answer = {"role": "tool", "tool_call_id": "1", "content": json.dumps(told)}
+        desk.call(chat(STABLE, {"role": "assistant", "content": "one moment"}, answer, *LATER))
+    (broken,) = desk.breaks
+    assert (broken.kind, broken.place, broken.role) == ("key_order", "messages[3]", "tool")
+    assert report(desk.rows).findings[0].fix is None
+
+
+def test_a_history_that_was_rewritten_or_cut(desk: Desk) -> None:
+    desk.call(chat(STABLE, *history()), key="a")
+    desk.call(chat(STABLE, *history(content="Summary: they want to fly."), *LATER), key="a")
+    desk.call(chat(STABLE, *history()), key="b")
+    desk.call(chat(STABLE, *history()[2:], *LATER), key="b")
+    assert [b.kind for b in desk.breaks] == ["history_rewritten", "history_cut"]
+
+
+def test_the_billing_line_where_noise_is_not_removed(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, canonicalise={"level": "off"})
+    for cch in ("36ee5", "0aaa9"):
+        line = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={cch};"
+        desk.call(chat(f"{line}\n{STABLE}"))
+    (finding,) = report(desk.rows).findings
+    assert (finding.kind, finding.fix) == (
+        "noise", "canonicalise: {exceptions: [{tenant: t, model: m, level: safe}]}"
+    )  # fmt: skip
+
+
+def test_a_template_that_prints_the_date(desk: Desk) -> None:
+    warm, cold = (Usage(input_uncached=10, cache_read=500, exact=True), Usage(input_uncached=620, exact=True))
+    desk.call(chat(), Usage(input_uncached=505, exact=True))
+    desk.call(chat(STABLE, *LATER), warm)
+    desk.now_ns += 86400 * 10**9
+    desk.call(chat(STABLE, *LATER, *LATER), cold)
+    (broken,) = desk.breaks
+    assert (broken.kind, broken.place) == ("template_date", "")
+    assert "template_date: 26 Jul 2024" in (report(desk.rows).findings[0].fix or "")
+
+
+def test_a_server_that_forgot(desk: Desk) -> None:
+    desk.call(chat(), Usage(input_uncached=505, exact=True))
+    desk.call(chat(STABLE, *LATER), Usage(input_uncached=620, exact=True))
+    desk.call(chat(STABLE, *LATER, *LATER), Usage(input_uncached=700, exact=True), deployment="b")
+    assert [b.kind for b in desk.breaks] == ["evicted"], "another server had nothing to forget"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (chat(), chat(STABLE, *LATER)),
+        (chat(), chat()),
+        (chat(STABLE, *LATER), chat()),
+        (chat(user="one"), chat(user="two")),
+        (chat("You are A."), chat("You are B.")),
+        (chat(user="It is 09:41. Go."), chat(user="It is 09:42. Go.")),
+    ],
+)
+def test_what_is_no_break(desk: Desk, first: Any, second: Any) -> None:
+    desk.call(first)
+    desk.call(second)
+    assert desk.breaks == []
+
+
+def test_applications_are_compared_with_themselves(desk: Desk) -> None:
+    who: list[dict[str, Any]] = [{}, {"key": "other"}, {"tenant": "u"}, {"agent": b"Other/1"}]
+    for minute, application in enumerate(who):
+        desk.call(chat(f"Current time: 09:4{minute}\n{STABLE}"), **application)
+    assert desk.breaks == []
+    assert len({row.parts[1].digest for row in desk.rows}) == 2, "digests are salted by tenant"
+
+
+def test_the_turn_before_is_found_among_many_conversations(desk: Desk) -> None:
+    for n in range(50):
+        desk.call(chat(f"Current time: 09:00\n{STABLE}", user=f"conversation {n}"))
+    desk.call(chat(f"Current time: 09:01\n{STABLE}", *LATER, user="conversation 7"))
+    (broken,) = desk.breaks
+    assert broken.within
+
+
+def test_what_is_lost_is_priced_and_timed(desk: Desk) -> None:
+    """At most what the server has computed; by the time to the first chunk of a stream, else by the policy's speed."""
+    usage = Usage(input_uncached=200, cache_read=300, exact=True)
+    for stream in (False, True):
+        for minute in range(2):
+            desk.call(chat(f"Current time: 09:4{minute}\n{STABLE}", stream=stream), usage, key=str(stream))
+    rows = [row for row in desk.rows if row.broken]
+    assert [row.broken.lost_tokens for row in rows if row.broken][:1] == [200]
+    assert rows[0].lost_cost == "0.00018"
+    assert rows[0].currency == "USD"
+    assert rows[0].lost_seconds == 0.2
+    assert rows[-1].lost_seconds == 1.0
+
+
+def test_nothing_of_what_was_said_is_written(desk: Desk) -> None:
+    for time in ("09:41", "09:42"):
+        desk.call(chat(f"Current time: {time}\n{STABLE}", tools=[tool("lookup")], user="my secret"))
+    (written,) = (file.read_text() for file in desk.folder.rglob("*.jsonl"))
+    for word in ("secret", "airline", "09:4", "lookup", "Current"):
+        assert word not in written
+
+
+def test_the_words_around_a_break_where_the_policy_has_them_kept(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, content=True)
+    for time in ("09:41", "09:42"):
+        desk.call(chat(f"Current time: {time}\n{STABLE}"))
+    (broken,) = desk.breaks
+    assert ("09:41" in broken.before, "09:42" in broken.after) == (True, True)
+    assert max(len(broken.before), len(broken.after)) <= 120
+
+
+def test_off_it_keeps_nothing(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "off", sample=0.0)
+    desk.call(chat())
+    assert not desk.folder.exists()
+    assert not desk.watcher._outlines
+
+
+def test_a_share_of_the_conversations_each_with_all_of_its_turns(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, sample=0.25)
+    for n in range(200):
+        desk.call(chat(user=f"conversation {n}"))
+        desk.call(chat(STABLE, *LATER, user=f"conversation {n}"))
+    assert 60 <= len(desk.rows) <= 140
+    assert len(desk.rows) % 2 == 0
+    assert report(desk.rows).calls == len(desk.rows) * 4
