@@ -25,6 +25,7 @@ from backend.engine.request import FinishReason, Request, StepOutput
 __all__ = ["AsyncEngine", "ContextTooLong", "EngineDead", "EngineError", "OutputStream", "QueueFull", "RequestRefused"]
 
 QUIET_SECONDS = 0.2  # without work, before the blocks are checked
+STALL_SECONDS = 120.0  # of one step: the longest take a second or so, on a laptop
 
 logger = logging.getLogger(__name__)
 
@@ -85,11 +86,18 @@ class AsyncEngine:
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._stopping = False
         self._open = False
+        self._step_began: float | None = None  # written by the thread alone
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are taken: started, not stopped, and not ended by an error."""
-        return self._open
+        """Whether requests are taken and worked on: started, not stopped, not ended by an error, and not stuck."""
+        return self._open and not self.stalled
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a step has been running for far too long: there is no way to end it but to end the process."""
+        began = self._step_began
+        return began is not None and time.monotonic() - began > STALL_SECONDS
 
     @property
     def engine(self) -> Engine:
@@ -175,7 +183,10 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._prepare():
-                self._send(self._engine.step())
+                self._step_began = time.monotonic()
+                outputs = self._engine.step()
+                self._step_began = None
+                self._send(outputs)
         except Exception as error:
             logger.exception("the engine ends: a step failed")
             self.error = f"{type(error).__name__}: {error}"

@@ -45,7 +45,8 @@ class Catalogue:
         engine = self._serving.engine
         if engine.healthy:
             return _json({"status": "ok"})
-        return _json({"status": "error", "reason": engine.error or "the engine is not running"}, status=503)
+        reason = "a step does not come to its end" if engine.stalled else engine.error or "the engine is not running"
+        return _json({"status": "error", "reason": reason}, status=503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._serving.metrics.render(), media_type=metrics.CONTENT_TYPE)

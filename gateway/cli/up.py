@@ -6,13 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
-import signal
-import subprocess
 import sys
-import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,9 +14,9 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
-from rich.console import Console
 
 from gateway.cli.common import MISUSE, fail, policy_or_exit, say, settings_or_exit, verb_app, warn
+from gateway.cli.engine_process import EngineProcess, answers
 from gateway.keys import hash_key, new_key, parse_key
 from gateway.policy import Deployment, Policy
 from gateway.policy_checks import IN_SERVICE
@@ -32,9 +26,6 @@ from gateway.settings import Settings
 from gateway.storage import open_storage
 from gateway.storage.base import KeyRecord
 
-START_SECONDS_MAX = 300.0  # for a large model to load
-STOP_SECONDS_MAX = 15.0  # for the engine to end by itself
-LOG_LINES_SHOWN = 15
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 app = verb_app()
@@ -118,10 +109,10 @@ async def _keep(key: str, settings: Settings, policy: Policy) -> None:
 
 @contextlib.contextmanager
 def _engine(model: str, deployment: Deployment, settings: Settings) -> Iterator[None]:
-    """The engine as a process of its own, ready to answer; stopped on the way out."""
+    """The engine as a process of its own, ready to answer and supervised; stopped on the way out."""
     address = urlsplit(deployment.base_url)
     root = f"{address.scheme}://{address.netloc}"
-    if _answers(f"{root}/health"):
+    if answers(f"{root}/health"):
         warn(f"an engine runs on {root} already, and is used")
         yield
         return
@@ -133,53 +124,9 @@ def _engine(model: str, deployment: Deployment, settings: Settings) -> Iterator[
     if settings.otlp_endpoint is not None:
         command += ["--otlp-endpoint", settings.otlp_endpoint]
     log = settings.data_dir / "engine.log"
-    with log.open("wb") as output:
-        # A session of its own: Ctrl-C reaches us alone, and we end the engine when the last answer is out. If we are
-        # killed, the end of the pipe ends it.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True)
-    try:
-        _wait_until_ready(process, root, model, log)
-        threading.Thread(target=_report_death, args=(process, log), daemon=True).start()
+    log.unlink(missing_ok=True)
+    with EngineProcess(command, root, log):
         yield
-    finally:
-        _stop(process)
-
-
-def _wait_until_ready(process: subprocess.Popen[bytes], root: str, model: str, log: Path) -> None:
-    started = time.monotonic()
-    with Console(stderr=True).status(f"starting the engine with the model {model} ...") as status:
-        while not _answers(f"{root}/health"):
-            seconds = time.monotonic() - started
-            if process.poll() is not None or seconds > START_SECONDS_MAX:
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])
-                fail(f"the engine did not start. The end of {log}:\n{tail}")
-            status.update(f"starting the engine with the model {model} ... {seconds:.0f} s")
-            time.sleep(0.1)
-    say(f"engine ready on {root} after {time.monotonic() - started:.1f} s")
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=1.0) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _report_death(process: subprocess.Popen[bytes], log: Path) -> None:
-    code = process.wait()
-    if code not in (0, -signal.SIGTERM):
-        warn(f"the engine has ended with exit code {code}; {log} says why. Start again with `warmpath up`")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS_MAX)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _greet(url: str, key: str, policy: Policy) -> None:

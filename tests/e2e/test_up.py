@@ -156,6 +156,33 @@ def test_killed_it_leaves_no_engine_behind(tmp_path: Path, policy: Path) -> None
         until(lambda: not alive(engine))
 
 
+def test_an_engine_that_dies_is_started_again(tmp_path: Path, policy: Path) -> None:
+    with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0", dev_key=KEY) as up:
+        until(lambda: is_up(up))
+        base, headers = told(up, "base URL"), {"authorization": f"Bearer {KEY}"}
+        body = {"model": "warmpath-demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1500}
+        (first,) = up.children()
+        with httpx2.stream(
+            "POST", f"{base}/chat/completions", json=body | {"stream": True, "ignore_eos": True}, headers=headers,
+            timeout=PATIENCE_SECONDS,
+        ) as reply:  # fmt: skip
+            lines = reply.iter_lines()
+            next(lines)
+            os.kill(first, signal.SIGKILL)
+            rest = list(lines)
+        assert '"code":"upstream_cut"' in "".join(rest) and "data: [DONE]" not in rest
+        answered = until(
+            lambda: (
+                (reply := httpx2.post(f"{base}/chat/completions", json=body, headers=headers, timeout=PATIENCE_SECONDS))
+                and reply.status_code == 200
+                and reply
+            )
+        )
+        assert answered.json()["choices"][0]["message"]["content"]
+        assert first not in up.children() and "exit code -9" in up.err.read_text()
+        assert up.interrupt() == 0
+
+
 def test_a_port_that_is_taken(tmp_path: Path, policy: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

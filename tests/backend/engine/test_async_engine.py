@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from backend.engine import async_engine
 from backend.engine.async_engine import AsyncEngine, OutputStream
 from backend.engine.block_pool import BlockPool
 from backend.engine.config import EngineConfig
@@ -214,6 +215,23 @@ async def test_an_error_in_a_step_answers_everyone_and_ends_the_engine(
     with pytest.raises(EngineDead, match="out of memory"):
         engine.submit(make_request())
     await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
+
+
+async def test_a_step_without_end_is_not_healthy(
+    engine: AsyncEngine, runner: ScriptedRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.05)
+    runner.hold()
+    stream = engine.submit(make_request())
+    async with asyncio.timeout(WAIT_SECONDS):
+        while engine.healthy:
+            await asyncio.sleep(0.01)
+    assert engine.stalled
+    runner.release()
+    await read(stream)
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not engine.healthy:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_pool_that_contradicts_itself_ends_the_engine(engine: AsyncEngine) -> None:

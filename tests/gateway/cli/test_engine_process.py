@@ -1,0 +1,82 @@
+"""Supervision, of a process that answers health checks and does nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from gateway.cli import engine_process
+from gateway.cli.engine_process import EngineProcess, answers
+from tests.e2e.processes import free_port
+
+PATIENCE_SECONDS = 30
+ENGINE = """
+import http.server, pathlib, sys, os
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = str(os.getpid()).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+http.server.ThreadingHTTPServer.allow_reuse_address = True
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineProcess:
+    monkeypatch.setattr(engine_process, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(engine_process, "PAUSE_FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(engine_process, "UNWELL_SECONDS_MAX", 1.0)
+    port = free_port()
+    return EngineProcess([sys.executable, "-c", ENGINE, str(port)], f"http://127.0.0.1:{port}", tmp_path / "log")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def pid(engine: EngineProcess) -> int:
+    assert engine._process is not None
+    return engine._process.pid
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_it_is_started_again_when_it_dies_or_hangs(
+    engine: EngineProcess, end: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    health = f"{engine._root}/health"
+    with engine:
+        first = pid(engine)
+        os.kill(first, end)
+        until(lambda: pid(engine) != first and answers(health))
+    assert not answers(health)
+    said = capsys.readouterr().err
+    assert ("exit code -9" in said) if end == signal.SIGKILL else ("was not well" in said)
+
+
+def test_leaving_it_stops_it_for_good(engine: EngineProcess) -> None:
+    with engine:
+        running = pid(engine)
+    with pytest.raises(ProcessLookupError):
+        os.kill(running, 0)
+
+
+def test_one_that_does_not_start_is_told_with_the_end_of_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+    with pytest.raises(typer.Exit), EngineProcess(command, f"http://127.0.0.1:{free_port()}", tmp_path / "log"):
+        pass
+    assert "no such model" in capsys.readouterr().err
