@@ -15,6 +15,7 @@ from gateway.policy import Deployment, Model, Policy
 from gateway.prefix.estimate import Estimate, Sent
 from gateway.prefix.events.blocks import BlockIndex, Ended
 from gateway.prefix.fingerprint import text_bytes_of
+from gateway.prefix.token_counts import TokenCounts
 from gateway.prefix.working_set import Conversation, Prompt, WorkingSet
 from gateway.providers.base import Provider
 
@@ -24,11 +25,14 @@ FIRST_CHUNKS = 32  # of streams, remembered to compare servers by
 class SentCall:
     """A call at a server, from its sending to its end: what is expected of the server follows it."""
 
-    __slots__ = ("_conversation", "_working_set", "note", "server")
+    __slots__ = ("_conversation", "_working_set", "note", "predicted_cached_tokens", "server")
 
     def __init__(self, server: Server, note: Sent, working_set: WorkingSet, conversation: Conversation | None) -> None:
         self.server = server
         self.note = note
+        matched = note.believed.matched
+        # Known now: an equal prompt may end before this one does.
+        self.predicted_cached_tokens = server.token_counts.of(note.chain, matched, note.prompt_tokens)
         self._working_set = working_set
         self._conversation = conversation
 
@@ -39,10 +43,12 @@ class SentCall:
         """The reply said how many of its prompt's tokens were cached. In the engine's own tokens."""
         self.server.estimate.learn_cached(self.note, input_tokens, cached_tokens)
 
-    def learn_blocks(self, call_id: str, input_tokens: int, cached_tokens: int, output_tokens: int) -> None:
-        """The same reply, for servers that tell of their blocks: which of them are this call's."""
+    def learn_usage(self, call_id: str, input_tokens: int, cached_tokens: int, output_tokens: int) -> None:
+        """The same reply, for what tokens prompts have; and of servers that tell of their blocks, which are this
+        call's."""
+        chain, matched, estimated = self.note.chain, self.note.believed.matched, self.note.prompt_tokens
+        self.server.token_counts.learn(chain, matched, input_tokens, cached_tokens, output_tokens)
         if self.server.blocks is not None:
-            chain, estimated = self.note.chain, self.note.prompt_tokens
             text_bytes = text_bytes_of(chain, estimated)
             self.server.blocks.ended(Ended(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens))
 
@@ -62,6 +68,7 @@ class Server:
         self.working_set = working_set  # of all servers
         self.estimate = Estimate(deployment.cache_tokens, deployment.prefill_tokens_per_second)
         self.cache = self.estimate.cache
+        self.token_counts = TokenCounts()
         self.blocks: BlockIndex | None = None  # of a server that publishes KV events
         self.places_taken = 0  # by calls whose turn it is; of these are in flight:
         self.breaker = Breaker()

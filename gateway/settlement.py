@@ -258,7 +258,7 @@ class Settlement:
         upstream, usage = self._upstream, self.meter.usage
         if upstream is not None and usage.exact:
             upstream.sent.learn_cached(usage.input, usage.cache_read)
-            upstream.sent.learn_blocks(self._call.id, usage.input, usage.cache_read, usage.output)
+            upstream.sent.learn_usage(self._call.id, usage.input, usage.cache_read, usage.output)
         if error is None:  # a fallback's answer is good for those who asked now, and not for those who ask later
             await self.recording.finish(
                 keep=upstream is not None and upstream.server.name in self._call.model.deployments

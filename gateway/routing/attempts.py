@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.fleet import Server
-from gateway.routing.base import Candidate
+from gateway.fleet import SentCall, Server
 from gateway.types import Attempt
 
 CLIENT_GONE = "client_gone"
@@ -39,16 +38,16 @@ class Attempts:
         self._opening(server)
         self.asked = server
 
-    def add(self, candidate: Candidate, outcome: str, started_ns: int, span_id: int, status: int | None) -> None:
+    def add(self, sent: SentCall, outcome: str, started_ns: int, span_id: int, status: int | None) -> None:
         self.done.append(
             Attempt(
-                deployment=candidate.server.name,
+                deployment=sent.server.name,
                 outcome=outcome,
                 started_ns=started_ns,
                 ended_ns=time.time_ns(),
                 span_id=span_id,
                 status=status,
-                predicted_cached_tokens=candidate.matched_tokens,
+                predicted_cached_tokens=sent.predicted_cached_tokens,
             )
         )
 

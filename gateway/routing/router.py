@@ -215,7 +215,7 @@ class Router:
             _judge(server, outcome, status, loop.time())
             if outcome != "ok":
                 sent.end(loop.time(), answered=False)
-                attempts.add(candidate, outcome, started_ns, span_id, status)
+                attempts.add(sent, outcome, started_ns, span_id, status)
                 if reply is not None:
                     await reply.aclose()
         if outcome == Fault.CUT.value and not await server.provider.healthy():
@@ -230,7 +230,7 @@ class Router:
         sent.first_chunk(now)
         if call.latency_class.hedge is not None:
             self._hedging.note(call.model.name, call.stream, first_chunk_seconds)
-        attempts.add(candidate, outcome, started_ns, span_id, status)
+        attempts.add(sent, outcome, started_ns, span_id, status)
         return Upstream(call, candidate, sent, reply, first, attempts.task)
 
     def second_server(self, remaining: Iterator[Candidate]) -> tuple[Candidate, Place] | None:

@@ -146,7 +146,7 @@ async def test_what_an_engine_evicts_is_gone_from_its_model(publisher: KVEventPu
         await until(lambda: server.blocks is not None and len(server.blocks) == 16)
         call = msgspec.structs.replace(a_call(policy=policy), fingerprint=chain, prompt_tokens_estimate=256)
         sent = server.send(call, 0.0)
-        sent.learn_blocks("call-1", 256, 0, 1)
+        sent.learn_usage("call-1", 256, 0, 1)
         assert server.cache.match(chain) == 4
         publisher.removed(blocks[9].block_hash)
         publisher.step_over()

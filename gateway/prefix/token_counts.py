@@ -1,0 +1,80 @@
+"""How many of the engine's own tokens the beginning of a prompt has, learned from the usage of earlier prompts.
+
+Estimates by the length of text are off by the tokenizer, the language and the chat template. But every reply says how
+many tokens its prompt had, and the prompts of a conversation begin with each other: where one has ended, its tokens are
+known exactly. From there on, and for what is new, tokens go by the mean of what was seen.
+
+The engine also holds the answer, which the next turn mostly repeats. How much of it is found again is learned, too: it
+depends on whether the client sends it back as it was, and the template renders it so.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gateway.prefix.fingerprint import BLOCK_TOKENS
+
+ENDS_MAX = 16_384  # prompts whose lengths are remembered, of one server
+LOOK_BACK_BLOCKS = 256  # from a match's end to an earlier prompt's
+WEIGHT = 0.05  # of the newest prompt in the mean
+REUSE_WEIGHT = 0.2  # of the newest conversation in the share of answers that is found again
+REUSE_MIN_TOKENS = 32  # of an answer: of shorter ones, blocks hide it
+
+
+class _End(NamedTuple):
+    prompt_tokens: int
+    output_tokens: int
+
+
+class TokenCounts:
+    """Of one server's engine. Owned by the event loop."""
+
+    def __init__(self) -> None:
+        self.tokens_per_block = float(BLOCK_TOKENS)  # of the fingerprint
+        self.answer_reuse = 0.0
+        self._ends: OrderedDict[int, _End] = OrderedDict()  # by the last block's hash, which stands for all before it
+
+    def of(self, chain: Sequence[int], matched: int, prompt_tokens: int) -> int:
+        """The engine's tokens of the first `matched` blocks of a chain, of `prompt_tokens` (by estimate) in all; of a
+        prompt that is matched up to where an earlier one ended, that one's, and what is reused of its answer."""
+        found = self._last_end(chain, matched)
+        if found is None:
+            return int(matched * self.tokens_per_block)
+        at, end = found
+        if at < matched:
+            return int(end.prompt_tokens + (matched - at) * self.tokens_per_block)
+        whole = prompt_tokens * self.tokens_per_block / BLOCK_TOKENS
+        reused = end.prompt_tokens + self.answer_reuse * end.output_tokens
+        return int(min(reused, max(whole, end.prompt_tokens)))
+
+    def learn(
+        self, chain: Sequence[int], matched: int, prompt_tokens: int, cached_tokens: int, output_tokens: int
+    ) -> None:
+        """A reply's usage; `matched` of its chain were believed to be cached."""
+        if not chain or not prompt_tokens:
+            return
+        self._learn_reuse(chain, matched, cached_tokens)
+        self.tokens_per_block += WEIGHT * (prompt_tokens / len(chain) - self.tokens_per_block)
+        self._ends[chain[-1]] = _End(prompt_tokens, output_tokens)
+        self._ends.move_to_end(chain[-1])
+        if len(self._ends) > ENDS_MAX:
+            self._ends.popitem(last=False)
+
+    def _learn_reuse(self, chain: Sequence[int], matched: int, cached_tokens: int) -> None:
+        found = self._last_end(chain, matched)
+        if found is None or found[0] < matched or matched == len(chain):
+            return
+        end = found[1]
+        if end.output_tokens >= REUSE_MIN_TOKENS and cached_tokens > end.prompt_tokens - REUSE_MIN_TOKENS:
+            share = min(max(0.0, (cached_tokens - end.prompt_tokens) / end.output_tokens), 1.0)
+            self.answer_reuse += REUSE_WEIGHT * (share - self.answer_reuse)
+
+    def _last_end(self, chain: Sequence[int], matched: int) -> tuple[int, _End] | None:
+        """The longest earlier prompt that the first `matched` blocks begin with, and how many of them it has."""
+        for depth in range(matched, max(0, matched - LOOK_BACK_BLOCKS), -1):
+            end = self._ends.get(chain[depth - 1])
+            if end is not None:
+                return depth, end
+        return None
