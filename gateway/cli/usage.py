@@ -5,23 +5,21 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from decimal import Decimal
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gateway.cli.common import AsJson, fail, say, say_json, say_table, settings_or_exit, verb_app
+from gateway.cli.common import AsJson, fail, say, say_json, say_table, verb_app, warn
+from gateway.cli.usage_change import compact, reprice
+from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
+from gateway.cli.usage_export import export
 from gateway.ledger import verify as verify_ledger
-from gateway.ledger.reader import DIMENSIONS, Period, UnreadableLedger, UsageLine, latest, summarise
-from gateway.metering import rfc3339
+from gateway.ledger.compaction import lines_of
+from gateway.ledger.reader import DIMENSIONS, TOKENS, UsageLine, latest, summarise, unpriced
+from gateway.money import plain_text
 
 app = verb_app(help="Add up the ledger.", invoke_without_command=True, no_args_is_help=False)
-
-LedgerOption = Annotated[
-    Path | None, typer.Option("--ledger", metavar="DIR", help="The ledger's folder; left out: WARMPATH_LEDGER_DIR.")
-]
 
 
 def _dimensions(names: list[str] | None) -> list[str]:
@@ -31,18 +29,6 @@ def _dimensions(names: list[str] | None) -> list[str]:
     return list(dict.fromkeys(names or []))
 
 
-def _moment(text: str | None) -> str | None:
-    """A day, or a time with or without its offset, in the form of the ledger; without one, UTC."""
-    if text is None:
-        return None
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise typer.BadParameter("a day or a time, as in 2026-11-20 or 2026-11-20T12:00:00Z") from None
-    moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-    return rfc3339(int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000)
-
-
 @app.callback()
 def usage(
     context: typer.Context,
@@ -50,13 +36,10 @@ def usage(
         list[str] | None,
         typer.Option(callback=_dimensions, metavar="WHAT", help=f"Group by {', '.join(DIMENSIONS)}; may be repeated."),
     ] = None,
-    since: Annotated[
-        str | None, typer.Option(callback=_moment, metavar="TIME", help="Calls that ended at this time or later.")
-    ] = None,
-    until: Annotated[
-        str | None, typer.Option(callback=_moment, metavar="TIME", help="Calls that ended before this time.")
-    ] = None,
-    tenant: Annotated[str | None, typer.Option(help="Calls of this tenant alone.")] = None,
+    since: Since = None,
+    until: Until = None,
+    tenant: Tenants = None,
+    model: Models = None,
     ledger: LedgerOption = None,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
@@ -68,22 +51,24 @@ def usage(
     all. INEXACT calls are billed by an estimate; UNPRICED ones are not in COST.
     """
     if context.invoked_subcommand is not None:
-        if any((by, since, until, tenant, ledger, as_json, as_csv)):
+        if any((by, since, until, tenant, model, ledger, as_json, as_csv)):
             raise typer.BadParameter(f"options go after {context.invoked_subcommand}")
         return
     if as_json and as_csv:
         raise typer.BadParameter("--json or --csv, not both")
     by = by or []
-    try:
-        lines = summarise(_folder(ledger), by=by, period=Period(since, until, {"tenant": [tenant]} if tenant else {}))
-    except UnreadableLedger as error:
-        _fail_unreadable(error)
+    folder, period = folder_of(ledger), period_of(since, until, tenant, model)
+    with readable():
+        lines = summarise(folder, by=by, period=period)
     if as_json:
         say_json([_as_json(line) for line in lines])
     elif as_csv:
         _print_csv(by, lines)
     else:
         _print_table(by, lines)
+        if any(line.unpriced for line in lines):
+            with readable():
+                _name_unpriced(unpriced(folder, period))
 
 
 @app.command()
@@ -93,7 +78,7 @@ def verify(ledger: LedgerOption = None, as_json: AsJson = False) -> None:
     The heads that are printed stand for all rows before them: noted elsewhere, they show later whether the end was
     cut off.
     """
-    rows, heads, broken = verify_ledger(_folder(ledger))
+    rows, heads, broken = verify_ledger(folder_of(ledger), lines_of)
     if as_json:
         found = {"file": str(broken.file), "line": broken.line, "why": broken.why} if broken else None
         say_json({"rows": rows, "heads": heads, "broken": found})
@@ -112,10 +97,8 @@ def receipts(
     as_json: AsJson = False,
 ) -> None:
     """Show the last receipts, the latest first."""
-    try:
-        rows = latest(_folder(ledger), last)
-    except UnreadableLedger as error:
-        _fail_unreadable(error)
+    with readable():
+        rows = latest(folder_of(ledger), last)
     if as_json:
         say_json(rows)
         return
@@ -127,15 +110,15 @@ def receipts(
     )
 
 
-def _folder(ledger: Path | None) -> Path:
-    folder = settings_or_exit(ledger_dir=ledger).ledger_dir
-    if not folder.is_dir():
-        fail(f"there is no ledger at {folder}: the gateway makes it; --ledger or WARMPATH_LEDGER_DIR say where it is")
-    return folder
+app.command()(export)
+app.command()(reprice)
+app.command()(compact)
 
 
-def _fail_unreadable(error: UnreadableLedger) -> None:
-    fail(f"the ledger can not be read (`warmpath usage verify` names the row): {error}")
+def _name_unpriced(found: list[tuple[str, str | None, int]]) -> None:
+    for model, deployment, calls in found:
+        at = f" at {deployment}" if deployment else ""
+        warn(f"unpriced: {model}{at}, {calls} calls (`warmpath usage reprice` corrects what has a price now)")
 
 
 def _as_json(line: UsageLine) -> dict[str, Any]:
@@ -145,21 +128,21 @@ def _as_json(line: UsageLine) -> dict[str, Any]:
         **group,
         **values,
         "cached_share": round(line.cached_share, 4),
-        "cost": {currency: _plain(amount) for currency, amount in cost.items()},
-        "saved": {currency: _plain(amount) for currency, amount in saved.items()},
+        "cost": {currency: plain_text(amount) for currency, amount in cost.items()},
+        "saved": {currency: plain_text(amount) for currency, amount in saved.items()},
     }
 
 
 def _print_csv(by: Sequence[str], lines: list[UsageLine]) -> None:
     currencies = sorted({currency for line in lines for currency in line.cost})
-    counts = ("requests", "cache_hits", "input_uncached", "cache_read", "cache_write", "output", "reasoning")
+    counts = ("requests", "cache_hits", *TOKENS)
     checks = ("inexact", "unpriced")
     writer = csv.writer(sys.stdout, lineterminator="\n")
     money = [f"{what}_{currency}" for currency in currencies for what in ("cost", "saved")]
     writer.writerow([*by, *counts, *checks, *money])
     for line in lines:
         values = line._asdict()
-        amounts = [_plain(of.get(currency)) for currency in currencies for of in (line.cost, line.saved)]
+        amounts = [_amount(of.get(currency)) for currency in currencies for of in (line.cost, line.saved)]
         writer.writerow([*line.group.values(), *(values[name] for name in (*counts, *checks)), *amounts])
 
 
@@ -194,12 +177,8 @@ def _price_cell(row: dict[str, Any]) -> str:
 
 
 def _money(amounts: dict[str, Decimal]) -> str:
-    return ", ".join(f"{_plain(amount)} {currency}" for currency, amount in amounts.items()) or "-"
+    return ", ".join(f"{plain_text(amount)} {currency}" for currency, amount in amounts.items()) or "-"
 
 
-def _plain(amount: Decimal | None) -> str:
-    """All of its decimals, no exponent, no empty zeros."""
-    if amount is None:
-        return ""
-    text = f"{amount:f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+def _amount(amount: Decimal | None) -> str:
+    return "" if amount is None else plain_text(amount)

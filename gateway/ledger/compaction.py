@@ -22,7 +22,7 @@ import msgspec
 
 from gateway.ledger.chain import RowError, chains, check_row, segments
 from gateway.ledger.rows import decode_head
-from gateway.ledger.tables import ROW_COLUMNS, UnreadableLedger, typed
+from gateway.ledger.tables import ROW_COLUMNS, UnreadableLedger, database, typed
 
 KEPT_AS_LINES = 2  # the newest segments of each chain
 LINE_BYTES_MAX = 64 * 1024 * 1024
@@ -75,7 +75,7 @@ def lines_of(file: Path) -> Iterator[bytes]:
         with file.open("rb") as lines:
             yield from lines
         return
-    with _database() as connection:
+    with database() as connection:
         try:
             wrong = _wrong_columns(connection, file)
             rows = connection.execute("SELECT line FROM read_parquet($file)", {"file": str(file)})
@@ -91,7 +91,7 @@ def _compact(file: Path) -> Compacted:
     content = file.read_bytes()
     manifest = _manifest_of(file, content)
     target, unfinished = file.with_suffix(".parquet"), file.with_suffix(".unfinished")
-    with _database() as connection:
+    with database() as connection:
         lines = f"""
             SELECT line FROM read_csv('{_quoted(file)}', columns = {{'line': 'VARCHAR'}}, delim = '{_NEVER}',
                 quote = '', escape = '', header = false, auto_detect = false, max_line_size = {LINE_BYTES_MAX})
@@ -155,11 +155,6 @@ def _fetched(rows: duckdb.DuckDBPyConnection) -> Iterator[bytes]:
     while some := rows.fetchmany(_FETCH_ROWS):
         for (line,) in some:
             yield line.encode() + b"\n"
-
-
-def _database() -> duckdb.DuckDBPyConnection:
-    settings = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
-    return duckdb.connect(":memory:", config=settings)
 
 
 def _quoted(file: Path) -> str:

@@ -144,6 +144,30 @@ def bill_rows(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, A
                 yield dict(zip(names, row, strict=True))
 
 
+def standing(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, Any]]:
+    """Receipts by their columns as their corrections leave them, in the order of their ids. `cost` is a decimal.
+
+    All rows have been read when the first is given. Raises `UnreadableLedger`.
+    """
+    summed = ("cost", *TOKENS)
+    now = [f"coalesce(receipts.{name}, 0) + coalesce(changes.{name}, 0) AS {name}" for name in TOKENS]
+    now.append("coalesce(receipts.cost + changes.cost, receipts.cost, changes.cost) AS cost")
+    now.append("coalesce(receipts.currency, changes.currency) AS currency")
+    names = [name for name in COLUMNS if name not in ("attempts", "currency", *summed)]
+    sums = ", ".join(f"sum({name}) AS {name}" for name in summed)
+    with connect(ledger) as connection:
+        rows = connection.execute(
+            f"SELECT {', '.join(f'receipts.{name}' for name in names)}, {', '.join(now)} FROM receipts LEFT JOIN "
+            f"(SELECT corrects, last(currency ORDER BY corrected) AS currency, {sums} FROM corrections GROUP BY ALL) "
+            f"AS changes ON receipts.event_id = changes.corrects WHERE {period.condition} ORDER BY receipts.event_id",
+            period.parameters,
+        )
+        columns = [*names, *TOKENS, "cost", "currency"]
+        while some := rows.fetchmany(_FETCH_ROWS):
+            for row in some:
+                yield dict(zip(columns, row, strict=True))
+
+
 def write_parquet(ledger: Path, file: Path, period: Period = EVERYTHING) -> int:
     """Write receipts and corrections, a column for each field, and return how many. Raises `UnreadableLedger`."""
     rows = f"SELECT * EXCLUDE (attempts) FROM bills WHERE {period.condition} ORDER BY event_id"
@@ -204,5 +228,5 @@ def _line(group: dict[str, str | None], rows: list[tuple[Any, ...]]) -> UsageLin
 
 __all__ = [
     "COLUMNS", "DIMENSIONS", "EVERYTHING", "TOKENS", "Period", "UnreadableLedger", "UsageLine", "bill_rows", "latest",
-    "summarise", "unpriced", "write_parquet",
+    "standing", "summarise", "unpriced", "write_parquet",
 ]  # fmt: skip

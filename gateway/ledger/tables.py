@@ -62,7 +62,6 @@ ROW_COLUMNS = {"kind": "VARCHAR", **COLUMNS, **_CORRECTION_COLUMNS}
 
 _COST = "DECIMAL(38, 15)"  # an atom of money is the 15th decimal
 _CORRECTION = b'"kind":"correction"'
-_SETTINGS = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
 
 
 def typed(names: Iterable[str]) -> str:
@@ -74,15 +73,23 @@ class UnreadableLedger(Exception):
     """A file of the ledger is not what the writer writes. The message names it."""
 
 
+def database(threads: int | None = None) -> duckdb.DuckDBPyConnection:
+    """An empty one in memory, which fetches nothing from anywhere. `threads`: None for one on every core."""
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+    }
+    return duckdb.connect(":memory:", config=config if threads is None else {**config, "threads": threads})
+
+
 @contextmanager
 def connect(ledger: Path, *, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
     """A database in memory with the tables of a ledger. What DuckDB can not do in it is an `UnreadableLedger`."""
     files = [file for chain in chains(ledger) for file in segments(chain) if file.stat().st_size]
     lines = [file for file in files if file.suffix == ".jsonl"]
     compacted = [file for file in files if file.suffix == ".parquet"]
-    config = _SETTINGS | ({"threads": str(threads)} if threads else {})
     try:
-        with duckdb.connect(":memory:", config=config) as connection:
+        with database(threads) as connection:
             connection.execute(f"CREATE VIEW bills AS {_rows(lines, compacted)}")
             connection.execute("CREATE VIEW receipts AS FROM bills WHERE kind = 'receipt'")
             with_corrections = _rows([file for file in lines if _has_correction(file)], compacted)

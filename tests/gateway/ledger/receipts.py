@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from gateway.ids import new_event_id
+from gateway.ledger.chain import GENESIS, encode_row
+from gateway.ledger.rows import Correction, Row
 from gateway.types import AttemptRow, Receipt
 
 _TYPICAL = Receipt(
@@ -48,3 +52,21 @@ _TYPICAL = Receipt(
 
 def a_receipt(**changes: Any) -> Receipt:
     return msgspec.structs.replace(_TYPICAL, **{"event_id": new_event_id(), **changes})
+
+
+def a_correction(receipt: Receipt, **changes: Any) -> Correction:
+    """Of nothing but what `changes` says."""
+    same = msgspec.structs.asdict(receipt)
+    nothing = dict.fromkeys(("input_uncached", "cache_read", "cache_write", "output", "reasoning"), 0)
+    about = {"corrects": receipt.event_id, "reason": "test", "corrected": "2026-11-21T00:00:00.000000Z"}
+    return Correction(**{**same, **nothing, "cost": "0", **about, "event_id": new_event_id(), **changes})
+
+
+def write_chain(chain: Path, rows: Sequence[Row], *, rows_per_segment: int = 2) -> None:
+    chain.mkdir(parents=True)
+    head = GENESIS
+    for start in range(0, len(rows), rows_per_segment):
+        with (chain / f"{start // rows_per_segment + 1:010d}.jsonl").open("wb") as segment:
+            for row in rows[start : start + rows_per_segment]:
+                line, head = encode_row(row, head)
+                segment.write(line)

@@ -9,12 +9,12 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from gateway.ledger.chain import GENESIS, encode_row, verify
+from gateway.ledger.chain import verify
 from gateway.ledger.compaction import KEPT_AS_LINES, compact, lines_of
 from gateway.ledger.reader import UnreadableLedger, latest, summarise
 from gateway.ledger.retention import drop_old_segments
 from gateway.ledger.rows import Carried, Row
-from tests.gateway.ledger.receipts import a_receipt
+from tests.gateway.ledger.receipts import a_receipt, write_chain
 
 ROWS_PER_SEGMENT = 3
 
@@ -31,18 +31,8 @@ def rows() -> list[Row]:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
-    write(tmp_path / "replica", rows())
+    write_chain(tmp_path / "replica", rows(), rows_per_segment=ROWS_PER_SEGMENT)
     return tmp_path
-
-
-def write(chain: Path, rows: list[Row]) -> None:
-    chain.mkdir()
-    head = GENESIS
-    for start in range(0, len(rows), ROWS_PER_SEGMENT):
-        with (chain / f"{start // ROWS_PER_SEGMENT + 1:010d}.jsonl").open("wb") as segment:
-            for row in rows[start : start + ROWS_PER_SEGMENT]:
-                line, head = encode_row(row, head)
-                segment.write(line)
 
 
 def test_sums_proof_and_rows_stay_what_they_were(ledger: Path) -> None:

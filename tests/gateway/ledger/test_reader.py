@@ -7,25 +7,30 @@ from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import duckdb
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.ledger.chain import GENESIS, encode_row
-from gateway.ledger.reader import COLUMNS, Period, UnreadableLedger, latest, summarise
+from gateway.ledger.reader import (
+    COLUMNS,
+    Period,
+    UnreadableLedger,
+    bill_rows,
+    latest,
+    standing,
+    summarise,
+    unpriced,
+    write_parquet,
+)
+from gateway.ledger.rows import Carried, Row
 from gateway.types import Receipt
-from tests.gateway.ledger.receipts import a_receipt
+from tests.gateway.ledger.receipts import a_correction, a_receipt, write_chain
 
 
-def write(ledger: Path, receipts: Sequence[Receipt], *, replica: str = "replica", rows_per_segment: int = 2) -> None:
-    head, folder = GENESIS, ledger / replica
-    folder.mkdir(parents=True)
-    for start in range(0, len(receipts), rows_per_segment):
-        with (folder / f"{start // rows_per_segment + 1:010d}.jsonl").open("wb") as segment:
-            for receipt in receipts[start : start + rows_per_segment]:
-                line, head = encode_row(receipt, head)
-                segment.write(line)
+def write(ledger: Path, rows: Sequence[Row], *, replica: str = "replica") -> None:
+    write_chain(ledger / replica, rows)
 
 
 def test_the_columns_are_the_receipts() -> None:
@@ -123,3 +128,62 @@ def test_money_is_conserved(costs: list[Decimal]) -> None:
         write(Path(folder), [a_receipt(cost=f"{cost:f}") for cost in costs])
         (line,) = summarise(Path(folder))
         assert line.cost == {"USD": sum(costs)}
+
+
+def test_corrections_are_added_to_the_day_and_the_money_of_their_receipts(tmp_path: Path) -> None:
+    priced, unknown = a_receipt(), a_receipt(cost=None, currency=None, price_input=None, price_cached_input=None)
+    write(tmp_path, [priced, unknown, Carried(event_id="0" * 26, opened=())])
+    new_price = {"price_input": "1", "price_cached_input": "0.5", "currency": "USD"}
+    write(
+        tmp_path,
+        [
+            a_correction(priced, cost="-0.00000044", output=-1),
+            a_correction(unknown, cost="2", **new_price),
+            a_correction(unknown, cost="0.5", corrected="2026-11-22T00:00:00.000000Z", **new_price),
+        ],
+        replica="repricing",
+    )
+    (line,) = summarise(tmp_path, by=["day"])
+    assert (line.group, line.requests, line.unpriced, line.output) == ({"day": "2026-11-20"}, 2, 0, 5)
+    assert line.cost == {"USD": Decimal("0.000005") + Decimal("2.5")}
+    assert line.saved == {"USD": 64 * (Decimal("0.09") + Decimal("0.5")) / 1_000_000}
+    assert unpriced(tmp_path) == []
+    assert [(row["cost"], row["output"], row["currency"]) for row in standing(tmp_path)] == [
+        (Decimal("0.000005"), 2, "USD"),
+        (Decimal("2.5"), 3, "USD"),
+    ]
+    assert [(row["kind"], row["corrects"]) for row in bill_rows(tmp_path)] == [
+        ("receipt", None), ("receipt", None), ("correction", priced.event_id), *[("correction", unknown.event_id)] * 2,
+    ]  # fmt: skip
+
+
+def test_work_without_a_price_is_named(tmp_path: Path) -> None:
+    unknown = {"cost": None, "currency": None}
+    write(tmp_path, [a_receipt(**unknown), a_receipt(**unknown), a_receipt(**unknown, deployment="b"), a_receipt()])
+    assert unpriced(tmp_path) == [("gpt-4o", "b", 1), ("gpt-4o", "h200-a", 2)]
+
+
+def test_users_hours_and_sound(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        [
+            a_receipt(end_user="u", finished="2026-11-20T09:59:59.999999Z", audio_input=5),
+            a_receipt(end_user="u", finished="2026-11-20T10:00:00.000000Z", audio_output=2),
+        ],
+    )
+    found = [(line.group, line.audio_input, line.audio_output) for line in summarise(tmp_path, by=["user", "hour"])]
+    assert found == [
+        ({"user": "u", "hour": "2026-11-20T09:00"}, 5, 0),
+        ({"user": "u", "hour": "2026-11-20T10:00"}, 0, 2),
+    ]
+
+
+def test_as_parquet(tmp_path: Path) -> None:
+    receipt = a_receipt()
+    write(tmp_path / "ledger", [receipt, a_correction(receipt, cost="1")])
+    assert write_parquet(tmp_path / "ledger", tmp_path / "it's.parquet") == 2
+    with duckdb.connect(":memory:") as connection:
+        found = connection.execute(
+            "SELECT sum(cost) FROM read_parquet($file)", {"file": str(tmp_path / "it's.parquet")}
+        )
+        assert found.fetchall() == [(Decimal("1.00000544"),)]

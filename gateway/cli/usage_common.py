@@ -1,0 +1,62 @@
+"""What the verbs below `warmpath usage` share: which ledger, which calls, and what is said of a broken one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gateway.cli.common import fail, settings_or_exit
+from gateway.ledger.reader import DIMENSIONS, Period, UnreadableLedger
+from gateway.metering import rfc3339
+
+LedgerOption = Annotated[
+    Path | None, typer.Option("--ledger", metavar="DIR", help="The ledger's folder; left out: WARMPATH_LEDGER_DIR.")
+]
+
+
+def _moment(text: str | None) -> str | None:
+    """A day, or a time with or without its offset, in the form of the ledger; without one, UTC."""
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise typer.BadParameter("a day or a time, as in 2026-11-20 or 2026-11-20T12:00:00Z") from None
+    moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    return rfc3339(int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000)
+
+
+Since = Annotated[
+    str | None, typer.Option(callback=_moment, metavar="TIME", help="Calls that ended at this time or later.")
+]
+Until = Annotated[str | None, typer.Option(callback=_moment, metavar="TIME", help="Calls that ended before this time.")]
+Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="Calls of this tenant alone; may be repeated.")]
+Models = Annotated[list[str] | None, typer.Option("--model", help="Calls for this model alone; may be repeated.")]
+
+
+def period_of(
+    since: str | None, until: str | None, tenants: list[str] | None = None, models: list[str] | None = None
+) -> Period:
+    only = {"tenant": tenants, "model": models}
+    assert only.keys() <= DIMENSIONS.keys()
+    return Period(since, until, {name: values for name, values in only.items() if values})
+
+
+def folder_of(ledger: Path | None) -> Path:
+    folder = settings_or_exit(ledger_dir=ledger).ledger_dir
+    if not folder.is_dir():
+        fail(f"there is no ledger at {folder}: the gateway makes it; --ledger or WARMPATH_LEDGER_DIR say where it is")
+    return folder
+
+
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    try:
+        yield
+    except UnreadableLedger as error:
+        fail(f"the ledger can not be read (`warmpath usage verify` names the row): {error}")
