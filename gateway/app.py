@@ -33,14 +33,15 @@ from gateway.keyring import Keyring
 from gateway.ledger import Ledger
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
+from gateway.limits.local_share import StoreOrShare
 from gateway.limits.report import what_is_left
 from gateway.policy import Policy
 from gateway.policy_file import PolicyHolder
 from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
-from gateway.reports import Reports
 from gateway.recovery import Recovery
+from gateway.reports import Reports
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
 from gateway.serve import House, handle
@@ -48,6 +49,7 @@ from gateway.settings import Settings, resolve_secret
 from gateway.settlement import Settler
 from gateway.shell import EXCEPTION_HANDLERS, json_reply
 from gateway.storage import open_storage
+from gateway.storage.memory import MemoryStorage
 from gateway.telemetry import (
     DEPLOYMENT_AVAILABLE,
     DEPLOYMENT_INFLIGHT,
@@ -58,8 +60,11 @@ from gateway.telemetry import (
     KV_EVENT_BATCHES,
     LEDGER_OK,
     LEDGER_ROWS,
+    LIMITS_LOCAL,
+    LIMITS_LOCAL_CALLS,
     LIMITS_LOST,
     LIMITS_UNSETTLED,
+    LIMITS_UNTOLD,
     QUEUE_DEPTH,
     STORE_FAILURES,
     Telemetry,
@@ -76,6 +81,7 @@ class Gateway:
     def __init__(self, settings: Settings, policies: PolicyHolder) -> None:
         self._policies = policies
         self._storage = open_storage(settings.storage, owner=settings.replica)
+        self._counters = StoreOrShare(self._storage, MemoryStorage, lambda: policies.current.storage_outage)
         self._transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
         self._fleet = Fleet(lambda deployment: make_provider(deployment, self._transport, resolve_secret))
         self._reports = Reports(self._fleet, self._transport, resolve_secret)
@@ -87,7 +93,7 @@ class Gateway:
         self._quiet = asyncio.Event()  # set when no call is in flight any more
         self._draining = False
         self._ledger = Ledger(settings.ledger_dir, settings.replica)
-        limiter = Limiter(self._storage, LIMITS)
+        limiter = Limiter(self._counters, LIMITS)
         pepper = settings.key_pepper.get_secret_value()
         self.house = House(
             policies=policies,
@@ -128,7 +134,7 @@ class Gateway:
             policies=policies,
             key=settings.admin_key,
             keyring=Keyring(self._storage, pepper),
-            limits_of=lambda tenant, keys: what_is_left(tenant, keys, LIMITS, self._storage, now=time.time()),
+            limits_of=lambda tenant, keys: what_is_left(tenant, keys, LIMITS, self._counters, now=time.time()),
             state=self._state,
             routes=(),
         )
@@ -191,6 +197,8 @@ class Gateway:
             recovery = Recovery(self._ledger, self._fleet, self._policies)
             await self._telemetry.start()
             opened.push_async_callback(self._telemetry.shutdown)
+            await self._counters.start()
+            opened.push_async_callback(self._counters.stop)
             await self.house.limiter.start()
             opened.push_async_callback(self.house.limiter.stop)
             opened.push_async_callback(self.house.settler.stop)
@@ -233,6 +241,10 @@ class Gateway:
         watch(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
         watch(LIMITS_UNSETTLED, lambda: limiter.unsettled)
         watch(STORE_FAILURES, lambda: limiter.store_failures)
+        shared = self._counters
+        watch(LIMITS_LOCAL, lambda: float(shared.is_away))
+        watch(LIMITS_LOCAL_CALLS, lambda: {("granted",): shared.granted_here, ("refused",): shared.refused_here})
+        watch(LIMITS_UNTOLD, lambda: shared.untold)
         watch(LEDGER_ROWS, lambda: self._ledger.receipts_written)
         watch(LEDGER_OK, lambda: float(self._ledger.ok))
 
@@ -313,7 +325,8 @@ class Gateway:
         try:
             await self._storage.get("ready")
         except StorageUnavailable as error:
-            faults.append(error.message)
+            if self._policies.current.storage_outage.limits == "refuse":
+                faults.append(error.message)
         servers = {server.name: not server.cooling(_loop_time()) for server in self._fleet}
         return {
             "status": "ready" if not faults else "not ready",

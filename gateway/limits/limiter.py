@@ -265,7 +265,7 @@ class Limiter:
                     self._open[name] = now
                 elif answer is False and self._open.pop(name, None) is not None:
                     self.leases_lost += 1
-            if None in held:
+            if not any(answer is not None for answer in held):
                 return
 
     async def _all(self, operations: Sequence[Callable[[], Awaitable[bool]]]) -> list[bool | None]:

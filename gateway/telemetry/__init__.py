@@ -24,8 +24,11 @@ from gateway.telemetry.metrics import (
     KV_EVENT_BATCHES,
     LEDGER_OK,
     LEDGER_ROWS,
+    LIMITS_LOCAL,
+    LIMITS_LOCAL_CALLS,
     LIMITS_LOST,
     LIMITS_UNSETTLED,
+    LIMITS_UNTOLD,
     QUEUE_DEPTH,
     SPANS_DROPPED,
     STORE_FAILURES,
@@ -148,7 +151,7 @@ def _access_fields(record: CallRecord, lasted: Times) -> dict[str, object]:
 
 __all__ = [
     "DEPLOYMENT_AVAILABLE", "DEPLOYMENT_INFLIGHT", "DEPLOYMENT_REPORTED", "INFLIGHT", "KV_BLOCKS", "KV_CALLS",
-    "KV_EVENT_BATCHES", "LEDGER_OK", "LEDGER_ROWS", "LIMITS_LOST",
-    "LIMITS_UNSETTLED", "QUEUE_DEPTH", "STORE_FAILURES", "CallRecord",
+    "KV_EVENT_BATCHES", "LEDGER_OK", "LEDGER_ROWS", "LIMITS_LOCAL", "LIMITS_LOCAL_CALLS", "LIMITS_LOST",
+    "LIMITS_UNSETTLED", "LIMITS_UNTOLD", "QUEUE_DEPTH", "STORE_FAILURES", "CallRecord",
     "Telemetry", "Watched", "configure_logging",
 ]  # fmt: skip

@@ -67,6 +67,11 @@ LIMITS_LOST = Watched(
     kind="counter",
 )
 LIMITS_UNSETTLED = Watched("warmpath_limits_unsettled", "Ended reservations that the storage is still to be told of.")
+LIMITS_LOCAL = Watched("warmpath_limits_local", "1 while the storage is away and limits are enforced by shares.")
+LIMITS_LOCAL_CALLS = Watched(
+    "warmpath_limits_local_calls", "Calls that were decided by a share of the limits.", ("verdict",), kind="counter"
+)
+LIMITS_UNTOLD = Watched("warmpath_limits_untold", "Calls granted by a share that the storage is still to be told of.")
 STORE_FAILURES = Watched(
     "warmpath_limits_store_failures", "Operations on limits that the storage did not answer.", kind="counter"
 )
