@@ -16,7 +16,7 @@ from gateway.batches.records import Batch, Status, new_id
 from gateway.batches.run import LeaseLost, Run, Workshop
 from gateway.errors import StorageUnavailable
 
-LEASE_SECONDS = 15.0
+LEASE_SECONDS = 10.0
 EXTEND_SECONDS = LEASE_SECONDS / 3
 POLL_SECONDS = 1.0  # how soon a batch that was created, cancelled or left elsewhere is noticed
 RUNS_MAX = 8  # batches that one gateway works on at the same time

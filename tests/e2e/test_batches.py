@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -15,12 +20,15 @@ from tests.e2e.processes import (
     Gateway,
     Running,
     chat,
+    free_port,
     gateway,
     simple_policy,
     tenant,
     until,
+    warmpath,
 )
 from tests.openai_spec import Validate
+from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.e2e
 
@@ -193,3 +201,66 @@ def test_a_window_that_is_too_short_ends_as_expired(front: Gateway, validate: Va
         assert (ended.status, len(errors)) == ("expired", ended.request_counts.failed)
         assert {row["error"]["code"] for row in errors.values()} == {"batch_expired"}
         assert len(answers(client, ended.output_file_id)) + len(errors) == 41
+
+
+LINES = 60
+KILLS = 6
+
+
+def check_books(batch_id: str, receipts: list[dict[str, Any]], done: Mapping[str, Any]) -> None:
+    """Every line was answered once, and billed once, for the very answer that is in the output file."""
+    events = defaultdict(set)
+    for receipt in receipts:
+        if receipt["call_id"].startswith(batch_id):
+            events[receipt["call_id"].split("-")[1]].add((receipt["event_id"], receipt["call_id"]))
+    assert set(done) == {f"c-{number}" for number in range(LINES)}
+    assert {len(each) for each in events.values()} == {1}
+    billed = {call_id for each in events.values() for _, call_id in each}
+    assert billed == {row["response"]["request_id"] for row in done.values()}
+
+
+def test_killed_again_and_again_it_loses_no_line_and_bills_none_twice(tmp_path: Path, local_engine: Running) -> None:
+    policy = simple_policy(local_engine.url, batches={"concurrency": 6})
+    chance, port, batch_id = random.Random(8), free_port(), ""
+    for kill in range(KILLS + 1):
+        with ExitStack() as stack:
+            front = stack.enter_context(gateway(tmp_path, policy, port=port))
+            client = stack.enter_context(front.client())
+            if not batch_id:
+                batch_id = submit(client, [line(number) for number in range(LINES)]).id
+            if kill == KILLS:
+                ended = wait(client, batch_id)
+                break
+            enough = kill * LINES // KILLS
+            until(lambda: client.batches.retrieve(batch_id).request_counts.completed >= enough)  # noqa: B023
+            time.sleep(chance.random() * 0.05)  # at any moment of what follows
+            front.kill()
+    with gateway(tmp_path, policy, port=port) as front, front.client() as client:
+        assert ended.request_counts.to_dict() == {"total": LINES, "completed": LINES, "failed": 0}
+        receipts = front.receipts(outcome="complete")
+        assert len({receipt["event_id"] for receipt in receipts}) == len(receipts)
+        check_books(batch_id, receipts, answers(client, ended.output_file_id))
+    verified = warmpath("usage", "verify", "--json", cwd=tmp_path, data_dir=str(tmp_path / "data"))
+    assert verified.returncode == 0, verified.stderr
+
+
+def test_another_replica_takes_over_from_a_killed_one(
+    tmp_path: Path, local_engine: Running, redis_server: RedisServer
+) -> None:
+    policy = simple_policy(local_engine.url, batches={"concurrency": 4})
+    with ExitStack() as stack:
+        fronts = [
+            stack.enter_context(gateway(tmp_path / name, policy, storage=redis_server.url, replica=name))
+            for name in ("left", "right")
+        ]
+        clients = [stack.enter_context(front.client()) for front in fronts]
+        lines = [line(number, **chat(f"Count to {number}.", max_tokens=40, ignore_eos=True)) for number in range(LINES)]
+        batch_id = submit(clients[0], lines).id
+        until(lambda: clients[1].batches.retrieve(batch_id).request_counts.completed >= LINES // 6)
+        owner = 0 if fronts[0].receipts(outcome="complete") else 1
+        fronts[owner].kill()
+        ended = wait(clients[1 - owner], batch_id)
+        assert (ended.status, ended.request_counts.completed) == ("completed", LINES)
+        receipts = [receipt for front in fronts for receipt in front.receipts(outcome="complete")]
+        assert fronts[1 - owner].receipts(outcome="complete")
+        check_books(batch_id, receipts, answers(clients[1 - owner], ended.output_file_id))
