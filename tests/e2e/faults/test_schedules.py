@@ -27,13 +27,6 @@ SERVERS = ("first", "second", "third")
 ERRORS = {
     "upstream_cut", "upstream_error", "upstream_timeout", "upstream_busy", "overloaded", "context_length_exceeded",
 }  # fmt: skip
-    "upstream_cut",
-    "upstream_error",
-    "upstream_timeout",
-    "upstream_busy",
-    "overloaded",
-    "context_length_exceeded",
-}
 
 
 def behaving(seed: int):  # type: ignore[no-untyped-def]
