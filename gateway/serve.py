@@ -21,7 +21,7 @@ from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.diagnosis import Watcher
 from gateway.doors.base import Door
 from gateway.errors import GatewayError, InternalError, Overloaded, UpstreamCut, shutting_down
-from gateway.limits.base import UNLIMITED, Limiter
+from gateway.limits.limiter import UNLIMITED, Limiter
 from gateway.policy_file import PolicyHolder
 from gateway.queueing import Queue
 from gateway.replies import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, ClientGone, Exchange
@@ -118,14 +118,14 @@ async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exch
     Behind the first chunk of a stream this task sleeps: `take` runs where the bytes arrive. It is woken when the
     client is slower than the server, and at the end.
     """
-    meter = account.meter
+    meter, watch = account.meter, account.watcher()
 
     def take(chunk: bytes) -> bool:
-        passed_on = account.watch(chunk)
+        passed_on = watch(chunk)
         there_is_room = exchange.put(passed_on, last=meter.complete) if passed_on or meter.complete else True
         return there_is_room and not meter.complete
 
-    passed_on = account.watch(await chunks.first())
+    passed_on = watch(await chunks.first())
     if call.stream:
         await exchange.start(200, STREAM_TYPE, account.reply_headers())
         await exchange.send(passed_on, last=meter.complete)

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Protocol
 
@@ -22,12 +22,13 @@ from gateway.errors import BudgetSpent, GatewayError, LedgerUnavailable, LimitRe
 from gateway.fleet import Server
 from gateway.ids import new_event_id
 from gateway.ledger import Ledger, Opened
-from gateway.limits.base import UNLIMITED, Limiter, Reservation
-from gateway.metering import Meter, bill_of, make_receipt, rfc3339
+from gateway.limits.limiter import UNLIMITED, Limiter, Reservation
+from gateway.metering import Bill, Meter, bill_of, make_receipt, rfc3339
 from gateway.money import nanos_of
 from gateway.providers.base import Fault
 from gateway.replies import Exchange
-from gateway.routing.router import Attempts, Upstream
+from gateway.routing.attempts import Attempts
+from gateway.routing.upstream import Upstream
 from gateway.telemetry import CallRecord
 from gateway.types import Call, Marks, Outcome, Receipt, Usage
 
@@ -174,6 +175,7 @@ class Settlement:
     def answered_by(self, upstream: Upstream) -> None:
         """A server has given its first chunk: from here on its price holds."""
         self._upstream, self._worker = upstream, upstream.server
+        self.meter.strip_every_usage = upstream.server.deployment.continuous_usage and not self._call.continuous_usage
         self._record.deployment = upstream.server.name
         if self._record.trace.sampled:  # for the span; putting it into words costs
             self._record.route_reason = upstream.chosen.reason
@@ -192,6 +194,26 @@ class Settlement:
         if self.meter.complete:
             self.write(Outcome.COMPLETE)
         return passed_on
+
+    def watcher(self) -> Callable[[bytes], bytes]:
+        """`watch`; of a stream that a budget may cut, with a look at what it costs by now."""
+        return self.watch if self._reservation.stream_budget is None else self._watch_cost
+
+    def _watch_cost(self, chunk: bytes) -> bytes:
+        passed_on, budget = self.watch(chunk), self._reservation.stream_budget
+        if budget is not None and not self.meter.complete:
+            budget.check(nanos_of(self._bill(self.meter.usage).cost or 0))
+        return passed_on
+
+    def _bill(self, usage: Usage) -> Bill:
+        return bill_of(
+            self._call,
+            usage,
+            self._worker.deployment if self._worker else None,
+            arrived_ns=self._record.marks.started_ns,
+            service_tier=self.meter.service_tier,
+            from_cache=self._from_cache,
+        )
 
     def reply_headers(self) -> dict[str, str]:
         """What the reply says about its own making. What has been cached is known once the engine has counted."""
@@ -227,18 +249,18 @@ class Settlement:
         record.attempts = self._attempts.done
         record.usage = self.meter.usage
         deployment = self._worker.deployment if self._worker else None
-        cost = bill_of(record.usage, deployment, from_cache=self._from_cache)
+        bill = self._bill(record.usage)
         receipt = make_receipt(
             self._call,
             record.usage,
             outcome=outcome,
             marks=record.marks,
-            cost=cost,
+            bill=bill,
             attempts=self._attempts.done,
             deployment=deployment,
             from_cache=self._from_cache,
         )
-        self._cost = cost or 0
+        self._cost = bill.cost or 0
         self._ledger.append(receipt)
         record.event_id = receipt.event_id
 
@@ -303,6 +325,8 @@ class Settlement:
             return Outcome.COMPLETE
         if isinstance(error, asyncio.CancelledError):
             return Outcome.CLIENT_GONE if self._exchange.client_gone else Outcome.UPSTREAM_CUT
+        if isinstance(error, BudgetSpent):
+            return Outcome.BUDGET_SPENT
         timed_out = self._upstream is not None and self._upstream.fault is Fault.TIMEOUT
         if isinstance(error, UpstreamTimeout) or (isinstance(error, UpstreamCut) and timed_out):
             return Outcome.TIMEOUT

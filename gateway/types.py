@@ -161,6 +161,7 @@ class Outcome(enum.Enum):
     CLIENT_GONE = "client_gone"
     UPSTREAM_CUT = "upstream_cut"
     TIMEOUT = "timeout"
+    BUDGET_SPENT = "budget_spent"  # cut here, because the policy says so: there was no more money for it
     REFUSED = "refused"  # the upstreams refused or failed before a first chunk
     GATEWAY_LOST = "gateway_lost"  # the gateway was killed meanwhile; its next start has written the receipt
 
