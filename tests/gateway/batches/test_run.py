@@ -1,0 +1,226 @@
+import asyncio
+import itertools
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gateway.batches import run as run_module
+from gateway.batches.records import Batch, Result, Status
+from gateway.batches.run import LeaseLost, Run
+from gateway.providers.base import Fault, ProviderFailure
+from tests.gateway.batches.workshops import Bench, a_bench, ask
+from tests.gateway.house import Told, answer, chat, in_time, settle, tenant
+
+
+async def run_to_its_end(bench: Bench, bodies: list[bytes], **fields: int) -> Batch:
+    batch = await bench.add(bodies, **fields)
+    run = await bench.claim(batch)
+    await in_time(run.live())
+    return run.batch
+
+
+async def test_lines_go_the_way_of_every_call_at_the_class_of_batches(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        bench.rig.script(answer("hi"))
+        batch = await run_to_its_end(bench, [ask("one"), ask("two"), ask("three")])
+        assert (batch.status, batch.completed, batch.failed, batch.total) == (Status.COMPLETED, 3, 0, 3)
+        assert (batch.tokens.input, batch.tokens.output) == (30, 6)
+        output = await bench.lines(batch.id, "output")
+        assert [row["response"]["status_code"] for row in output.values()] == [200] * 3
+        receipts = bench.rig.receipts()
+        assert {row["call_id"] for row in receipts} == {row["response"]["request_id"] for row in output.values()}
+        assert {(row["latency_class"], row["key_id"], row["tenant"]) for row in receipts} == {("batch", "dev", "t")}
+        assert {record.call.class_name for record in bench.rig.telemetry.records if record.call} == {"batch"}
+        assert all(record.marks.phases for record in bench.rig.telemetry.records)
+
+
+async def test_lines_with_equal_prefixes_follow_each_other(tmp_path: Path) -> None:
+    families = [letter * 600 for letter in "abc"]
+    bodies = [ask(families[number % 3] + str(number)) for number in range(9)]
+    async with a_bench(tmp_path, batches={"concurrency": 1}) as bench:
+        bench.rig.script(answer())
+        await run_to_its_end(bench, bodies)
+        asked = [
+            bytes(record.call.fields["messages"]) for record in bench.rig.telemetry.records if record.call is not None
+        ]
+        first_letters = [content.split(b'"content":')[1].strip(b' "')[:1] for content in asked]
+        changes = sum(one != other for one, other in itertools.pairwise(first_letters))
+        assert (len(first_letters), changes) == (9, 2)
+
+
+async def test_a_server_that_fails_is_tried_again_and_billed_for_its_answer_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "BACKOFF_FIRST_SECONDS", 0.0)
+    async with a_bench(tmp_path, batches={"attempts": 2}) as bench:
+        for server in bench.rig.servers.values():
+            server.script = (ProviderFailure(Fault.CUT, "cut"),)
+        batch = await bench.add([ask("one")])
+        run = await bench.claim(batch)
+        live = asyncio.create_task(run.live())
+        for _ in range(1000):
+            if bench.rig.telemetry.records:
+                break
+            await asyncio.sleep(0.001)
+        bench.rig.script(answer())
+        await in_time(live)
+        assert (run.batch.completed, run.batch.failed) == (1, 0)
+        assert [row["outcome"] for row in bench.rig.receipts()] == ["complete"]
+
+
+async def test_a_line_that_can_not_be_answered_is_in_the_error_file_with_what_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "BACKOFF_FIRST_SECONDS", 0.0)
+    async with a_bench(tmp_path, batches={"attempts": 1}) as bench:
+        bench.rig.script(ProviderFailure(Fault.CONNECT, "no"))
+        batch = await run_to_its_end(bench, [ask("one"), chat(messages="none")])
+        errors = await bench.lines(batch.id, "error")
+        assert (batch.status, batch.completed, batch.failed) == (Status.COMPLETED, 0, 2)
+        assert errors["c-1"]["response"]["status_code"] == 502
+        assert errors["c-2"]["response"]["body"]["error"]["param"] == "messages"
+        assert batch.output_file_id is None
+
+
+async def test_a_limit_is_waited_for_and_is_no_failed_try(tmp_path: Path) -> None:
+    tenants = [tenant(requests={"amount": 1, "period": 0.2})]
+    async with a_bench(tmp_path, tenants=tenants, batches={"attempts": 1}) as bench:
+        bench.rig.script(answer())
+        batch = await run_to_its_end(bench, [ask("one"), ask("two"), ask("three")])
+        assert (batch.completed, batch.failed) == (3, 0)
+
+
+async def test_a_killed_owners_receipts_are_written_once(tmp_path: Path) -> None:
+    """It was killed between a result and its receipt, or between the receipt and the note that it is there."""
+    async with a_bench(tmp_path) as bench:
+        bench.rig.script(answer())
+        first = await run_to_its_end(bench, [ask("one"), ask("two")])
+        assert first.completed == 2
+        written, *_ = bench.rig.receipts()
+        known = msgspec.json.encode(written)
+        lost = msgspec.json.encode({**written, "event_id": "LOST", "call_id": "lost"})
+
+        batch = await bench.add([ask("one"), ask("two"), ask("three")])
+        await bench.store.update(
+            batch.id,
+            lambda each: each.entered(Status.IN_PROGRESS, 0.0, completed=2, total=3),
+            results=[
+                Result(1, True, b'{"custom_id":"c-1"}', known),
+                Result(2, True, b'{"custom_id":"c-2"}', lost),
+            ],
+        )
+        run = await bench.claim(batch)
+        await in_time(run.live())
+        events = [row["event_id"] for row in bench.rig.receipts()]
+        assert len(events) == len(set(events)) == 4
+        assert events.count("LOST") == 1
+        assert list(await bench.lines(batch.id, "output")) == ["c-1", "c-2", "c-3"]
+
+
+async def test_what_another_owner_has_taken_is_neither_written_nor_billed(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        batch = await bench.add([ask("one")])
+        run = await bench.claim(batch)
+        live = asyncio.create_task(run.live())
+        told = await reply_of(bench, 0)
+        bench.now += 60
+        assert await bench.store.update(batch.id, lambda each: each.claimed("other", bench.now, 10.0))
+        told.say(answer())
+        with pytest.raises(ExceptionGroup) as raised:
+            await in_time(live)
+        assert raised.group_contains(LeaseLost)
+        assert await bench.store.done(batch.id) == []
+        assert bench.rig.receipts() == []
+
+
+async def test_a_draining_gateway_ends_what_it_has_begun_and_leaves_the_rest(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, batches={"concurrency": 1}) as bench:
+        batch = await bench.add([ask("one"), ask("two")])
+        run = await bench.claim(batch)
+        live = asyncio.create_task(run.live())
+        told = await reply_of(bench, 0)
+        run.drain()
+        told.say(answer())
+        await in_time(live)
+        assert len(await bench.store.done(batch.id)) == 1
+        assert await bench.status(batch.id) is Status.IN_PROGRESS
+        bench.rig.script(answer())
+        again = Run(bench.shop, run.batch)
+        await in_time(again.live())
+        assert (again.batch.status, again.batch.completed) == (Status.COMPLETED, 2)
+        assert len(bench.rig.receipts()) == 2
+
+
+async def test_a_broken_off_line_leaves_nothing_behind_and_is_called_again(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        batch = await bench.add([ask("one")])
+        run = await bench.claim(batch)
+        live = asyncio.create_task(run.live())
+        await reply_of(bench, 0)
+        live.cancel()
+        await asyncio.wait([live])
+        assert live.cancelled()
+        assert (await bench.store.done(batch.id), bench.rig.receipts()) == ([], [])
+        bench.rig.script(answer())
+        await in_time(Run(bench.shop, run.batch).live())
+        assert await bench.status(batch.id) is Status.COMPLETED
+
+
+async def test_cancelled_lines_are_billed_for_what_was_done(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        batch = await bench.add([ask("one")])
+        run = await bench.claim(batch)
+        live = asyncio.create_task(run.live())
+        await reply_of(bench, 0)
+        await bench.store.update(batch.id, lambda each: each.cancelling(bench.now))
+        run.stop(Status.CANCELLED)
+        await in_time(live)
+        errors = await bench.lines(batch.id, "error")
+        assert (run.batch.status, run.batch.failed) == (Status.CANCELLED, 1)
+        assert errors["c-1"]["error"]["code"] == "batch_cancelled"
+        assert len(bench.rig.receipts()) == 1
+
+
+async def test_a_batch_whose_window_is_over_expires(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        bench.now += 10_000
+        batch = await run_to_its_end(bench, [ask("one"), ask("two")])
+        assert (batch.status, batch.failed, batch.total) == (Status.EXPIRED, 2, 2)
+        assert {row["error"]["code"] for row in (await bench.lines(batch.id, "error")).values()} == {"batch_expired"}
+
+
+async def test_a_ledger_that_can_not_be_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "LEDGER_RETRY_SECONDS", 0.01)
+    async with a_bench(tmp_path) as bench:
+        bench.rig.script(answer())
+        bench.rig.ledger.fault_ahead = True
+        batch = await bench.add([ask("one")])
+        run = await bench.claim(batch)
+        live = asyncio.create_task(run.live())
+        for _ in range(1000):
+            if await bench.status(batch.id) is Status.FINALIZING:
+                break
+            await asyncio.sleep(0.001)
+        assert list(await bench.store.owed(batch.id)) == [1]
+        bench.rig.ledger.fault_ahead = False
+        await in_time(live)
+        assert (run.batch.status, len(bench.rig.receipts())) == (Status.COMPLETED, 1)
+
+
+async def test_a_key_that_was_revoked_ends_its_batches(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        batch = await bench.add([ask("one")])
+        await bench.store.update(batch.id, lambda each: msgspec.structs.replace(each, key_id="nobody"))
+        run = await bench.claim(batch)
+        await in_time(run.live())
+        assert (run.batch.status, run.batch.errors[0].code) == (Status.FAILED, "invalid_api_key")
+
+
+async def reply_of(bench: Bench, number: int) -> Told:
+    for _ in range(1000):
+        if len(bench.rig.replies) > number:
+            await settle()
+            return bench.rig.replies[number]
+        await asyncio.sleep(0.001)
+    raise AssertionError("no server was asked")

@@ -1,0 +1,99 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from gateway.batches import worker as worker_module
+from gateway.batches.records import Status
+from gateway.batches.worker import LEASE_SECONDS, Worker
+from tests.gateway.batches.test_run import reply_of
+from tests.gateway.batches.workshops import Bench, a_bench, ask
+from tests.gateway.house import answer
+
+
+async def until_status(bench: Bench, batch_id: str, *wanted: Status) -> None:
+    for _ in range(2000):
+        if await bench.status(batch_id) in wanted:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError(f"it stays {await bench.status(batch_id)}")
+
+
+async def test_batches_are_found_worked_on_and_ended(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        bench.rig.script(answer())
+        worker = Worker(bench.shop)
+        worker.start()
+        batches = [await bench.add([ask(f"{number}")]) for number in range(3)]
+        worker.wake()
+        for batch in batches:
+            await until_status(bench, batch.id, Status.COMPLETED)
+        await worker.close()
+        assert worker.runs == 0
+
+
+async def test_what_a_gateway_had_when_it_closed_is_free_for_others_at_once(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        worker = Worker(bench.shop)
+        batch = await bench.add([ask("one")])
+        worker.start()
+        await reply_of(bench, 0)
+        await worker.close()
+        assert await bench.store.update(batch.id, lambda each: each.claimed("other", bench.now, 10.0))
+
+
+async def test_a_lease_is_kept_while_the_work_goes_on_and_a_cancelled_batch_is_stopped(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        worker = Worker(bench.shop)
+        batch = await bench.add([ask("one")])
+        worker.start()
+        await reply_of(bench, 0)
+        bench.now += LEASE_SECONDS - 1
+        worker.wake()
+        for _ in range(1000):
+            extended = await bench.store.batch(batch.id)
+            assert extended
+            if extended.leased_until > bench.now + 1:
+                break
+            await asyncio.sleep(0.001)
+        assert extended.leased_until == bench.now + LEASE_SECONDS
+        await bench.store.update(batch.id, lambda each: each.cancelling(bench.now))
+        worker.wake()
+        await until_status(bench, batch.id, Status.CANCELLED)
+        await worker.close()
+
+
+async def test_tenants_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "RUNS_MAX", 2)
+    async with a_bench(tmp_path) as bench:
+        mine = [await bench.add([ask(f"{number}")]) for number in range(3)]
+        other = await bench.add([ask("other")], tenant="u")
+        worker = Worker(bench.shop)
+        worker.start()
+        await reply_of(bench, 1)
+        running = [batch.id for batch in await bench.store.open_batches() if batch.owner == "me"]
+        assert running == [mine[0].id, other.id]
+        await worker.close()
+
+
+async def test_what_was_kept_long_enough_is_deleted_but_no_input_of_an_open_batch(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        bench.rig.script(answer())
+        worker = Worker(bench.shop)
+        done = await bench.add([ask("one")])
+        worker.start()
+        await until_status(bench, done.id, Status.COMPLETED)
+        await worker.close()
+        bench.now += 90 * 86_400
+        bench.rig.script()
+        held = await bench.add([ask("two")], expires_at=int(bench.now + 3600))
+        again = Worker(bench.shop)
+        again.start()
+        await reply_of(bench, 1)
+        for _ in range(1000):
+            if await bench.store.file(done.input_file_id) is None:
+                break
+            await asyncio.sleep(0.001)
+        await again.close()
+        assert await bench.store.file(done.input_file_id) is None
+        assert await bench.store.file(held.input_file_id) is not None

@@ -1,0 +1,85 @@
+"""A workshop on a rig of real parts: scripted servers, a store in a file, and batches that are put into it by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gateway.batches.inside import AtBatchClass, KeyById
+from gateway.batches.records import Batch, File, Status, new_id
+from gateway.batches.run import Run, Workshop
+from gateway.batches.sqlite_store import SqliteStore
+from tests.gateway.house import PEPPER, Rig, a_rig, chat
+
+NOW = 1_000_000.0
+OWNER = "me"
+
+
+class Bench:
+    """`clock` is the time of the workshop; `claim` gives the batch to a run of its own."""
+
+    def __init__(self, rig: Rig, store: SqliteStore) -> None:
+        self.rig = rig
+        self.store = store
+        self.now = NOW
+        house = replace(rig.house, authenticator=KeyById(rig.storage, PEPPER), canonicaliser=AtBatchClass(b"secret"))
+        self.shop = Workshop(house, store, rig.ledger_directory.parent, OWNER, clock=lambda: self.now)
+
+    async def add(self, bodies: list[bytes], **fields: Any) -> Batch:
+        """A batch that is to be validated, with a line for each body: c-1, c-2, ..."""
+        lines = [
+            {"custom_id": f"c-{number}", "method": "POST", "url": "/v1/chat/completions", "body": json.loads(body)}
+            for number, body in enumerate(bodies, 1)
+        ]
+        content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        file = File(
+            id=new_id("file-"), tenant="t", filename="f", purpose="batch", bytes=len(content), created_at=0,
+            expires_at=int(NOW + 9999),
+        )  # fmt: skip
+        await self.store.append(file.id, content)
+        await self.store.add_file(file, max_stored_bytes=10**9)
+        given: dict[str, Any] = {"tenant": "t", "created_at": int(NOW), "expires_at": int(NOW + 3600)} | fields
+        batch = Batch(
+            id=new_id("batch_"), key_id="dev", endpoint="/v1/chat/completions", input_file_id=file.id,
+            completion_window="1h", **given,
+        )  # fmt: skip
+        await self.store.add_batch(batch, max_open=99)
+        return batch
+
+    async def claim(self, batch: Batch) -> Run:
+        claimed = await self.store.update(batch.id, lambda each: each.claimed(OWNER, self.now, 10.0))
+        assert claimed is not None
+        return Run(self.shop, claimed)
+
+    async def lines(self, batch_id: str, which: str) -> dict[str, Any]:
+        """Of the output or the error file, by their ids."""
+        batch = await self.store.batch(batch_id)
+        assert batch is not None
+        file_id = getattr(batch, f"{which}_file_id")
+        content = await self.store.read(file_id, 0, 200_000) if file_id else b""
+        rows = [json.loads(row) for row in content.splitlines()]
+        return {row["custom_id"]: row for row in rows}
+
+    async def status(self, batch_id: str) -> Status:
+        batch = await self.store.batch(batch_id)
+        assert batch is not None
+        return batch.status
+
+
+@asynccontextmanager
+async def a_bench(directory: Path, **changes: Any) -> AsyncIterator[Bench]:
+    async with a_rig(directory, **changes) as rig:
+        store = SqliteStore(directory / "batches.db")
+        await store.open()
+        try:
+            yield Bench(rig, store)
+        finally:
+            await store.close()
+
+
+def ask(content: str, **fields: Any) -> bytes:
+    return chat(messages=[{"role": "user", "content": content}], **fields)
