@@ -20,6 +20,7 @@ import zmq
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from backend import parsers
 from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
@@ -90,7 +91,14 @@ def load(args: argparse.Namespace) -> Serving:
     max_model_len = min(config.max_model_len, config.num_blocks * config.block_size)
     with _progress("loading its tokenizer and chat template"):
         try:
-            model = load_model(model_dir, args.served_model_name or name, args.model, max_model_len)
+            model = load_model(
+                model_dir,
+                args.served_model_name or name,
+                args.model,
+                max_model_len,
+                tool_parser=args.tool_parser,
+                reasoning_parser=args.reasoning_parser,
+            )
         except (OSError, ValueError, KeyError) as error:
             raise StartError(f"cannot load {model_dir}: {error}") from error
     engine = AsyncEngine(loaded)
@@ -187,6 +195,19 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="reuse equal prefixes (default: yes)",
+    )
+    formats = (parsers.AUTO, parsers.NONE)
+    add(
+        "--tool-parser",
+        choices=(*formats, *parsers.TOOL_FORMATS),
+        default=parsers.AUTO,
+        help="how the model writes tool calls; auto, the default: as its chat template does",
+    )
+    add(
+        "--reasoning-parser",
+        choices=(*formats, *parsers.REASONING_FORMATS),
+        default=parsers.AUTO,
+        help="between which markers it reasons; auto, the default: as its chat template does",
     )
     add("--drain-seconds", type=_seconds, default=10.0, help="after SIGTERM, time for running replies (default: 10)")
     add(

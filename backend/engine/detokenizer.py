@@ -15,12 +15,20 @@ INVALID_PREFIX = "Invalid prefix encountered"
 
 
 class Detokenizer:
-    """One sequence's text. Stop strings end it and are not part of it; special tokens are left out."""
+    """One sequence's text. Stop strings end it. Unless asked for, they are no part of it, nor are special tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        include_stop_string: bool = False,
+    ) -> None:
         self.stop_string: str | None = None  # the one that came, if one did
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._include_stop_string = include_stop_string
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         self._max_held = max(map(len, self._stop), default=1) - 1
@@ -72,9 +80,9 @@ class Detokenizer:
         # The stop string that was complete first wins, however many characters came at once.
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            _, at, self.stop_string = min(found)
+            end, at, self.stop_string = min(found)
             self._held = ""
-            return text[:at]
+            return text[: end if self._include_stop_string else at]
         num_held = next((n for n in range(min(self._max_held, len(text)), 0, -1) if self._may_stop(text[-n:])), 0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

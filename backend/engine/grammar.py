@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,12 @@ class AllowedTokens:
     errors: dict[int, str]  # by row: grammars that cannot go on
 
 
+def nested(rules: str, answer: str) -> str:
+    """A Lark grammar in which `@answer` stands for what another grammar allows."""
+    inner = json.loads(answer)["grammars"][0] if answer.startswith("{") else {"lark_grammar": answer}
+    return json.dumps({"grammars": [{"lark_grammar": rules}, {**inner, "name": "answer"}]})
+
+
 def json_schema(schema: Mapping[str, Any] | bool) -> str:
     """The grammar of JSON that validates against a schema, without spaces but behind commas and colons."""
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
@@ -65,7 +72,9 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         """`vocab_size`: the model's, which may be larger than the tokenizer's."""
-        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -84,6 +93,13 @@ class GrammarCompiler:
             if len(self._compiled) > COMPILED_MAX:
                 self._compiled.popitem(last=False)
         return CompiledGrammar(matcher)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """Takes up to a second, so that it is made for the first grammar only."""
+        if not self._eos_token_ids:
+            raise GrammarError("this model names no token that ends an answer")
+        return LLTokenizer(self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
 
 
 class CompiledGrammar:

@@ -19,6 +19,7 @@ from backend.server.chat import ChatCompletions
 from backend.server.completions import Completions
 from backend.server.embeddings import Embeddings
 from backend.server.errors import ApiError, EngineFailure, InvalidRequest, MethodNotAllowed, UnknownUrl
+from backend.server.render import RenderChat, RenderCompletions
 from backend.server.serving import Serving
 
 
@@ -28,6 +29,8 @@ def create_app(serving: Serving, closing: asyncio.Future[None]) -> ASGIApp:
     routes = [
         Route("/v1/chat/completions", ChatCompletions(serving, closing), methods=["POST"]),
         Route("/v1/completions", Completions(serving, closing), methods=["POST"]),
+        Route("/v1/chat/completions/render", RenderChat(serving, closing), methods=["POST"]),
+        Route("/v1/completions/render", RenderCompletions(serving, closing), methods=["POST"]),
         Route("/v1/embeddings", Embeddings(serving, closing), methods=["POST"]),
         Route("/v1/models", catalogue.models),
         Route("/v1/models/{id:path}", catalogue.model),

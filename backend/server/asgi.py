@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import secrets
 import time
@@ -19,10 +20,12 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from backend.server.errors import ApiError, BodyTooLarge, BodyTooSlow, ShuttingDown
+from backend.server.errors import ApiError, BodyTooLarge, BodyTooSlow, InvalidRequest, ShuttingDown
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_BODY_SECONDS = 60.0
+DEADLINE_HEADER = "x-request-deadline-ms"  # how long after its arrival the client still wants a request's answer
+MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 SESSION_ID_MAX_CHARACTERS = 128  # of a client's own name for what belongs together: it goes into KV events
 
 logger = logging.getLogger("backend.server")
@@ -45,6 +48,17 @@ class Exchange:
         self.started = False
         self._receive = receive
         self._send = send
+
+    def deadline(self) -> float:
+        """In seconds since the epoch; infinite without an `x-request-deadline-ms`. Raises InvalidRequest."""
+        given = self.headers.get(DEADLINE_HEADER)
+        if given is None:
+            return math.inf
+        if not given.isdecimal() or not 0 < int(given) <= MAX_DEADLINE_MS:
+            raise InvalidRequest(
+                f"`{DEADLINE_HEADER}` must be milliseconds from 1 to {MAX_DEADLINE_MS}.", param=DEADLINE_HEADER
+            )
+        return self.received_ns / 1e9 + int(given) / 1000
 
     async def read_body(self, max_bytes: int = MAX_BODY_BYTES, max_seconds: float = MAX_BODY_SECONDS) -> bytes:
         """Raises BodyTooLarge, BodyTooSlow, and ClientGone if the client leaves before the end."""

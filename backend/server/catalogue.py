@@ -12,7 +12,7 @@ from backend.server.asgi import Door, Exchange
 from backend.server.errors import InvalidRequest, ModelNotFound, RequestNotFound
 from backend.server.prompts import render_chat
 from backend.server.replies import Json, usage_object
-from backend.server.requests import DetokenizeRequest, TokenizeRequest, check_tools, decode
+from backend.server.requests import DetokenizeRequest, TokenizeRequest, check_final_message, check_tools, decode
 from backend.server.serving import Serving
 
 JSON = "application/json"
@@ -89,7 +89,15 @@ class Tokenize(Door):
         if request.prompt is not None and request.messages is None:
             return codec.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
         if request.messages and request.prompt is None:
-            text = render_chat(self._serving.model, request.messages, request.tools)
+            check_final_message(request.continue_final_message, request.add_generation_prompt)
+            text = render_chat(
+                self._serving.model,
+                request.messages,
+                request.tools,
+                request.chat_template_kwargs,
+                add_generation_prompt=request.add_generation_prompt is not False,
+                continue_final_message=bool(request.continue_final_message),
+            )
             return codec.encode(text, add_special_tokens=bool(request.add_special_tokens))
         raise InvalidRequest("Give one of `prompt` and `messages`.", param="prompt")
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
+from backend.parsers.base import ToolFormat
+from backend.parsers.reply import ReplyParser
+from backend.parsers.thinking import ThinkingFormat
 from backend.server import replies
 from backend.server.asgi import Door, Exchange
+from backend.server.choices import ChatChoice
+from backend.server.constraints import callable_tools, chat_constraint, is_constrained
 from backend.server.generation import Delta, Generation, Task
 from backend.server.prompts import chat_prompt
 from backend.server.replies import Envelope, Json
-from backend.server.requests import ChatRequest, decode
+from backend.server.requests import ChatRequest, NamedToolChoice, decode
 from backend.server.serving import Serving
 
 
@@ -23,56 +29,105 @@ class ChatCompletions(Door):
         request = decode(body, ChatRequest)
         request.check()
         self._serving.check_model(request.model)
-        prompt = await self._serving.prepare(len(body), lambda: chat_prompt(self._serving.model, request))
-        async with Generation(self._serving, exchange, self._task(request, prompt)) as generation:
+        async with Generation(self._serving, exchange, await self.task(request, len(body))) as generation:
             if request.stream:
                 await self._stream(exchange, request, generation)
             else:
                 await self._whole(exchange, request, generation)
 
-    def _task(self, request: ChatRequest, prompt: list[int]) -> Task:
+    async def task(self, request: ChatRequest, size_bytes: int) -> Task:
+        """What a body of this size asks of the engine. Raises InvalidRequest."""
         model = self._serving.model
+        prompt = await self._serving.prepare(size_bytes, lambda: chat_prompt(model, request))
+        grammar = None
+        if is_constrained(request):  # which may take a second to compile, however small the body
+            grammar = await self._serving.in_thread(lambda: chat_constraint(model, request, prompt.text))
         limits = {"max_tokens": request.max_tokens, "max_completion_tokens": request.max_completion_tokens}
         limit_field = next((name for name, limit in limits.items() if limit is not None), "max_tokens")
-        max_tokens = model.check_context(len(prompt), limits[limit_field], "messages", limit_field)
+        max_tokens = model.check_context(len(prompt.token_ids), limits[limit_field], "messages", limit_field)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        tools, thinking = self._formats(request)
+        markers = (*(tools.markers if tools else ()), *(thinking.markers if thinking else ()))
+        shows_special = any(model.codec.special_token_id(marker) is not None for marker in markers)
         return Task(
             operation="chat",
-            prompts=[prompt],
+            prompts=[prompt.token_ids],
             samplings=[model.sampling(request, max_tokens, logprobs, i) for i in range(request.n or 1)],
             stop=request.stop_sequences,
+            grammar=grammar,
+            make_parser=self._parser_maker(request, prompt.text) if tools or thinking else None,
+            skip_special_tokens=request.skip_special_tokens is not False and not shows_special,
+            include_stop_string=bool(request.include_stop_str_in_output),
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
         )
 
+    def _formats(self, request: ChatRequest) -> tuple[ToolFormat | None, ThinkingFormat | None]:
+        """How an answer to this request is to be read."""
+        model = self._serving.model
+        return model.tool_format if callable_tools(request) else None, model.reasoning_format
+
+    def _parser_maker(self, request: ChatRequest, prompt: str) -> Callable[[], ReplyParser]:
+        tools, thinking = self._formats(request)
+        callable = callable_tools(request)
+        return lambda: ReplyParser(
+            thinking.parser(prompt) if thinking else None, tools.parser(callable) if tools else None
+        )
+
+    def _choices(self, request: ChatRequest, generation: Generation) -> list[ChatChoice]:
+        return [
+            ChatChoice(
+                self._serving.model.tool_format,
+                with_reasoning=request.include_reasoning is not False,
+                is_named=isinstance(request.tool_choice, NamedToolChoice),
+            )
+            for _ in generation.sequences
+        ]
+
     async def _whole(self, exchange: Exchange, request: ChatRequest, generation: Generation) -> None:
+        choices = self._choices(request, generation)
         parts: list[list[Delta]] = [[] for _ in generation.sequences]
         async for delta in generation.deltas():
             parts[delta.index].append(delta)
-        choices = [
-            replies.chat_choice(i, replies.joined(deltas), self._logprobs(request, deltas), deltas[-1].finish_reason)
-            for i, deltas in enumerate(parts)
-        ]
+            choices[delta.index].take(delta)
+        bodies = []
+        for i, (choice, deltas) in enumerate(zip(choices, parts, strict=True)):
+            reason = choice.finish_reason(deltas[-1].finish_reason)
+            body = replies.chat_choice(i, choice.message, self._logprobs(request, deltas), reason)
+            bodies.append(body | self._token_ids(request, deltas))
         usage = replies.usage_object(generation.usage)
+        extra = self._extra(request, generation)
+        if request.prompt_logprobs is not None:
+            scored = parts[0][0].prompt_logprobs or ()
+            extra["prompt_logprobs"] = replies.prompt_logprobs(self._serving.model.codec, scored)
         envelope = self._envelope("chat.completion", request, generation)
-        await exchange.reply(replies.encode(envelope.wrap(choices, usage, with_usage=True)))
+        await exchange.reply(replies.encode(envelope.wrap(bodies, usage, with_usage=True, extra=extra)))
 
     async def _stream(self, exchange: Exchange, request: ChatRequest, generation: Generation) -> None:
         envelope = self._envelope("chat.completion.chunk", request, generation)
+        choices = self._choices(request, generation)
 
-        def chunk(choice: Json) -> bytes:
+        def chunk(choice: Json, extra: Json | None = None) -> bytes:
             usage = replies.usage_object(generation.usage) if request.continuous_usage else None
-            return replies.event(envelope.wrap([choice], usage, with_usage=request.include_usage))
+            return replies.event(envelope.wrap([choice], usage, with_usage=request.include_usage, extra=extra))
 
         frames = b"".join(
-            chunk(replies.chat_delta(i, {"role": "assistant", "content": ""})) for i in range(len(generation.sequences))
+            chunk(replies.chat_delta(i, {"role": "assistant", "content": ""}), self._extra(request, generation))
+            for i in range(len(generation.sequences))
         )
         async for delta in generation.deltas():
-            if delta.text or delta.logprobs:
-                logprobs = self._logprobs(request, [delta])
-                frames += chunk(replies.chat_delta(delta.index, {"content": delta.text}, logprobs))
+            choice = choices[delta.index]
+            bodies = choice.take(delta)
+            if not bodies and (delta.logprobs or (request.return_token_ids and delta.token_ids)):
+                bodies = [{"content": ""}]
+            for i, body in enumerate(bodies):
+                # The tokens come with the first of what was made of them.
+                logprobs = self._logprobs(request, [delta]) if i == 0 else None
+                token_ids = self._token_ids(request, [delta]) if i == 0 else {}
+                frames += chunk(replies.chat_delta(delta.index, body, logprobs) | token_ids)
             if delta.finish_reason:
-                frames += chunk(replies.chat_delta(delta.index, {}, finish_reason=delta.finish_reason))
+                reason = choice.finish_reason(delta.finish_reason)
+                frames += chunk(replies.chat_delta(delta.index, {}, finish_reason=reason))
             if frames:
                 await exchange.stream(frames)
             frames = b""
@@ -81,6 +136,14 @@ class ChatCompletions(Door):
             frames = replies.event(envelope.wrap([], usage, with_usage=True))
         await exchange.stream(frames + replies.DONE)
         await exchange.end_stream()
+
+    def _extra(self, request: ChatRequest, generation: Generation) -> Json:
+        if not request.return_token_ids:
+            return {}
+        return {"prompt_token_ids": generation.sequences[0].request.prompt_token_ids}
+
+    def _token_ids(self, request: ChatRequest, deltas: list[Delta]) -> Json:
+        return replies.token_ids(deltas) if request.return_token_ids else {}
 
     def _logprobs(self, request: ChatRequest, deltas: list[Delta]) -> Json | None:
         if not request.logprobs:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from backend.server import replies
 from backend.server.asgi import Door, Exchange
+from backend.server.constraints import is_constrained, text_constraint
 from backend.server.errors import InvalidRequest
 from backend.server.generation import Delta, Generation, Task
 from backend.server.prompts import Prompt, encode_prompts, prompt_text, split_prompts
@@ -27,28 +29,38 @@ class Completions(Door):
         request.check()
         self._serving.check_model(request.model)
         prompts = split_prompts(request.prompt, "prompt")
-        if len(prompts) * (request.n or 1) > MAX_CHOICES:
-            raise InvalidRequest(f"Prompts times `n` is more than {MAX_CHOICES}.", param="prompt")
-        model = self._serving.model
-        encoded = await self._serving.prepare(len(body), lambda: encode_prompts(model, prompts, "prompt"))
-        async with Generation(self._serving, exchange, self._task(request, encoded)) as generation:
+        if len(prompts) * request.num_choices > MAX_CHOICES:
+            raise InvalidRequest(f"Prompts times choices is more than {MAX_CHOICES}.", param="prompt")
+        async with Generation(self._serving, exchange, await self.task(request, prompts, len(body))) as generation:
             # The text that each choice begins with.
-            heads = [self._head(request, prompt) for prompt in prompts for _ in range(request.n or 1)]
+            heads = [self._head(request, prompt) for prompt in prompts for _ in range(request.num_choices)]
             if request.stream:
                 await self._stream(exchange, request, generation, heads)
             else:
                 await self._whole(exchange, request, generation, heads)
 
-    def _task(self, request: CompletionRequest, prompts: list[list[int]]) -> Task:
+    async def task(self, request: CompletionRequest, prompts: list[Prompt], size_bytes: int) -> Task:
+        """What a body of this size asks of the engine. Raises InvalidRequest."""
         model = self._serving.model
-        longest = max(len(prompt) for prompt in prompts)
+        encoded = await self._serving.prepare(size_bytes, lambda: encode_prompts(model, prompts, "prompt"))
+        grammar = None
+        if is_constrained(request):  # which may take a second to compile, however small the body
+            grammar = await self._serving.in_thread(lambda: text_constraint(model, request))
+        longest = max(len(prompt) for prompt in encoded)
         room = model.check_context(longest, request.max_tokens, "prompt")
         max_tokens = request.max_tokens if request.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)
+        ranked = request.num_choices > (request.n or 1)
+        logprobs = 0 if request.logprobs is None and ranked else request.logprobs
+        echoed = request.logprobs if request.echo else None
+        choices = range(request.num_choices)
         return Task(
             operation="text_completion",
-            prompts=prompts,
-            samplings=[model.sampling(request, max_tokens, request.logprobs, i) for i in range(request.n or 1)],
+            prompts=encoded,
+            samplings=[model.sampling(request, max_tokens, logprobs, i, echoed) for i in choices],
             stop=request.stop_sequences,
+            grammar=grammar,
+            skip_special_tokens=request.skip_special_tokens is not False,
+            include_stop_string=bool(request.include_stop_str_in_output),
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
         )
@@ -62,12 +74,22 @@ class Completions(Door):
         parts: list[list[Delta]] = [[] for _ in generation.sequences]
         async for delta in generation.deltas():
             parts[delta.index].append(delta)
-        choices = []
-        for i, (head, deltas) in enumerate(zip(heads, parts, strict=True)):
-            logprobs = self._logprobs(request, deltas, 0)
-            choices.append(replies.text_choice(i, head + replies.joined(deltas), logprobs, deltas[-1].finish_reason))
+        choices: list[Json] = []
+        for start in range(0, len(parts), request.num_choices):
+            for i in self._best(request, parts, start):
+                prompt, deltas = generation.sequences[i].request.prompt_token_ids, parts[i]
+                logprobs = self._logprobs(request, deltas, 0, prompt)
+                text = heads[i] + replies.joined(deltas)
+                choice = replies.text_choice(len(choices), text, logprobs, deltas[-1].finish_reason)
+                choices.append(choice | self._extra(request, deltas, prompt))
         usage = replies.usage_object(generation.usage)
         await exchange.reply(replies.encode(self._envelope(request, generation).wrap(choices, usage, with_usage=True)))
+
+    def _best(self, request: CompletionRequest, parts: list[list[Delta]], start: int) -> Sequence[int]:
+        """Which of the choices made of one prompt are the answer."""
+        made = range(start, start + request.num_choices)
+        wanted = request.n or 1
+        return made if len(made) == wanted else sorted(made, key=lambda i: -_mean_logprob(parts[i]))[:wanted]
 
     async def _stream(
         self, exchange: Exchange, request: CompletionRequest, generation: Generation, heads: list[str]
@@ -78,27 +100,48 @@ class Completions(Door):
             usage = replies.usage_object(generation.usage) if request.continuous_usage else None
             return replies.event(envelope.wrap([choice], usage, with_usage=request.include_usage))
 
-        frames = b"".join(chunk(replies.text_choice(i, head, None, None)) for i, head in enumerate(heads) if head)
         offsets = [0 for _ in heads]
+        begun = [False for _ in heads]
         async for delta in generation.deltas():
-            if delta.text or delta.logprobs or delta.finish_reason:
-                logprobs = self._logprobs(request, [delta], offsets[delta.index])
-                frames += chunk(replies.text_choice(delta.index, delta.text, logprobs, delta.finish_reason))
-                offsets[delta.index] += sum(len(token) for token in logprobs["tokens"]) if logprobs else 0
-            if frames:
-                await exchange.stream(frames)
-            frames = b""
+            i = delta.index
+            if not (
+                delta.text or delta.logprobs or delta.finish_reason or (request.return_token_ids and delta.token_ids)
+            ):
+                continue
+            prompt = generation.sequences[i].request.prompt_token_ids
+            logprobs = self._logprobs(request, [delta], offsets[i], prompt)
+            offsets[i] += sum(len(token) for token in logprobs["tokens"]) if logprobs else 0
+            text = delta.text if begun[i] else heads[i] + delta.text
+            choice = replies.text_choice(i, text, logprobs, delta.finish_reason)
+            await exchange.stream(chunk(choice | self._extra(request, [delta], None if begun[i] else prompt)))
+            begun[i] = True
+        frames = b""
         if request.include_usage:
             usage = replies.usage_object(generation.usage)
             frames = replies.event(envelope.wrap([], usage, with_usage=True))
         await exchange.stream(frames + replies.DONE)
         await exchange.end_stream()
 
-    def _logprobs(self, request: CompletionRequest, deltas: list[Delta], offset: int) -> Json | None:
+    def _logprobs(self, request: CompletionRequest, deltas: list[Delta], offset: int, prompt: list[int]) -> Json | None:
         if request.logprobs is None:
             return None
+        codec = self._serving.model.codec
+        parts = []
+        if request.echo and deltas[0].prompt_logprobs is not None:
+            parts.append(replies.echoed_logprobs(codec, prompt, deltas[0].prompt_logprobs))
+            offset += sum(map(len, parts[0]["tokens"]))
         logprobs = [lp for delta in deltas for lp in delta.logprobs]
-        return replies.text_logprobs(self._serving.model.codec, logprobs, offset)
+        return replies.joined_logprobs([*parts, replies.text_logprobs(codec, logprobs, offset)])
+
+    def _extra(self, request: CompletionRequest, deltas: list[Delta], prompt: list[int] | None) -> Json:
+        """vLLM's fields, where they are asked for. `prompt`: None where it has been told before."""
+        extra: Json = {}
+        if request.return_token_ids:
+            extra |= replies.token_ids(deltas) | ({} if prompt is None else {"prompt_token_ids": prompt})
+        if request.prompt_logprobs is not None:
+            scored = deltas[0].prompt_logprobs or ()
+            extra["prompt_logprobs"] = replies.prompt_logprobs(self._serving.model.codec, scored)
+        return extra
 
     def _envelope(self, request: CompletionRequest, generation: Generation) -> Envelope:
         return Envelope(
@@ -108,3 +151,9 @@ class Completions(Door):
             model=self._serving.model.name,
             service_tier="default" if request.service_tier is not None else None,
         )
+
+
+def _mean_logprob(deltas: list[Delta]) -> float:
+    """Per token, which is what OpenAI ranks by. An answer without a token has nothing against it."""
+    logprobs = [token.logprob for delta in deltas for token in delta.logprobs]
+    return sum(logprobs) / len(logprobs) if logprobs else 0.0

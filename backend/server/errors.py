@@ -8,6 +8,7 @@ ApiError
 ├── MethodNotAllowed        405
 ├── BodyTooSlow             408
 ├── BodyTooLarge            413
+├── DeadlineExceeded        504  the client's own `x-request-deadline-ms` is over
 ├── EngineFailure           500  the engine failed this request, or died under it
 └── Unavailable             503  nothing was done, and another try may succeed
     ├── Overloaded               the waiting queue is full
@@ -84,6 +85,15 @@ class BodyTooSlow(InvalidRequest):
 class BodyTooLarge(InvalidRequest):
     status = 413
     code = "body_too_large"
+
+
+class DeadlineExceeded(ApiError):
+    status = 504
+    code = "deadline_exceeded"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {"x-should-retry": "false"}  # whoever has no time left has none for another try
 
 
 class EngineFailure(ApiError):

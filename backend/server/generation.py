@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -22,10 +22,13 @@ from typing import Self
 
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.errors import EngineError
+from backend.engine.grammar import CompiledGrammar
 from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput, TokenLogprob
+from backend.parsers.base import Event, Text
+from backend.parsers.reply import ReplyParser
 from backend.server import semconv
 from backend.server.asgi import Exchange
-from backend.server.errors import ApiError, EngineFailure
+from backend.server.errors import ApiError, DeadlineExceeded, EngineFailure
 from backend.server.records import Usage
 from backend.server.serving import Serving
 from backend.server.tracing import NANOSECONDS, Attributes, Marks, RequestRecord, stages
@@ -39,6 +42,10 @@ class Task:
     prompts: list[list[int]]
     samplings: list[SamplingParams]
     stop: list[str] = field(default_factory=list)
+    grammar: CompiledGrammar | None = None
+    make_parser: Callable[[], ReplyParser] | None = None  # for each choice one; None: an answer is text
+    skip_special_tokens: bool = True
+    include_stop_string: bool = False
     cache_salt: str = ""
     priority: int = 0
     pooling: bool = False
@@ -52,6 +59,9 @@ class Delta:
     text: str
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: str | None
+    events: tuple[Event, ...] = ()  # what the text is made of: without a parser, text
+    token_ids: tuple[int, ...] = ()  # those that the text is made of, as far as it has come
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with a choice's first, where asked for
     embedding: tuple[float, ...] | None = None
 
 
@@ -110,6 +120,7 @@ class Generation:
             prompt_tokens=sum(len(prompt) for prompt in self._task.prompts),
             completion_tokens=sum(sequence.num_tokens for sequence in self.sequences),
             cached_tokens=sum(sequence.num_cached_tokens for sequence in firsts),
+            reasoning_tokens=sum(sequence.num_reasoning_tokens for sequence in self.sequences),
         )
 
     def _usage_in_the_end(self) -> Usage | None:
@@ -212,8 +223,11 @@ class _Sequence:
             session_id=exchange.session_id,
             priority=task.priority,
             pooling=task.pooling,
+            deadline=exchange.deadline(),
+            grammar=task.grammar.start() if task.grammar else None,
         )
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.last_token_ns = 0
@@ -221,7 +235,13 @@ class _Sequence:
         self._serving = serving
         self._received_ns = exchange.received_ns
         self._index = index
-        self._detokenizer = Detokenizer(serving.model.codec.tokenizer, task.stop)
+        self._detokenizer = Detokenizer(
+            serving.model.codec.tokenizer,
+            task.stop,
+            skip_special_tokens=task.skip_special_tokens,
+            include_stop_string=task.include_stop_string,
+        )
+        self._parser = task.make_parser() if task.make_parser else None
         self._outputs: AsyncIterator[StepOutput] | None = None
 
     def submit(self) -> None:
@@ -271,6 +291,9 @@ class _Sequence:
 
     def _delta(self, output: StepOutput) -> Delta:
         reason = output.finish_reason
+        if reason is FinishReason.DEADLINE:
+            self.finish_reason = reason.value
+            raise DeadlineExceeded("The request's deadline came before the end of its answer.")
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise EngineFailure(output.error or "The engine gave this request up.")
         # The token that made the engine stop is counted, and is no part of the text.
@@ -282,7 +305,27 @@ class _Sequence:
         if self._detokenizer.stopped:
             self.abort()
             self.finish_reason = FinishReason.STOP.value
-        return Delta(self._index, text, output.logprobs[:shown], self.finish_reason or None, output.embedding)
+        return Delta(
+            self._index,
+            text,
+            output.logprobs[:shown],
+            self.finish_reason or None,
+            embedding=output.embedding,
+            events=self._events(text, len(output.new_token_ids)),
+            token_ids=output.new_token_ids[:shown],
+            prompt_logprobs=output.prompt_logprobs,
+        )
+
+    def _events(self, text: str, num_tokens: int) -> tuple[Event, ...]:
+        if self._parser is None:
+            return (Text(text),) if text else ()
+        was_reasoning = self._parser.is_reasoning
+        events = self._parser.push(text)
+        if was_reasoning or self._parser.is_reasoning:
+            self.num_reasoning_tokens += num_tokens
+        if self.finish_reason:
+            events += self._parser.finish()
+        return tuple(events)
 
 
 async def _merged(sources: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[Delta]:

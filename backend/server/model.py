@@ -9,8 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from backend import parsers
 from backend.engine.errors import RequestRefused
+from backend.engine.grammar import GrammarCompiler
 from backend.engine.request import SamplingParams
+from backend.parsers.base import ToolFormat
+from backend.parsers.thinking import ThinkingFormat
 from backend.server.errors import ContextLengthError, InvalidRequest
 from backend.server.requests import GenerationRequest
 from backend.server.templates import ChatTemplate, load_chat_template
@@ -31,6 +35,9 @@ class ServedModel:
     hidden_size: int
     eos_token_ids: frozenset[int]
     sampling_defaults: Mapping[str, float]
+    grammars: GrammarCompiler
+    tool_format: ToolFormat | None
+    reasoning_format: ThinkingFormat | None
     default_max_tokens: int | None = None  # of a chat that asks for none; None: all the room there is
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -62,7 +69,12 @@ class ServedModel:
             )
 
     def sampling(
-        self, request: GenerationRequest, max_tokens: int, logprobs: int | None, choice: int
+        self,
+        request: GenerationRequest,
+        max_tokens: int,
+        logprobs: int | None,
+        choice: int,
+        prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         """`choice`: the sequence's number among the request's, so that a seed gives each its own."""
         logit_bias = request.logit_bias or {}
@@ -89,28 +101,43 @@ class ServedModel:
                 min_tokens=request.min_tokens or 0,
                 stop_token_ids=frozenset(stop_token_ids) | (frozenset() if request.ignore_eos else self.eos_token_ids),
                 logprobs=logprobs,
+                prompt_logprobs=request.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
             )
         except RequestRefused as error:
             raise InvalidRequest(f"{error.message}.", param=error.param) from error
 
 
-def load_model(model_dir: Path, name: str, root: str, max_model_len: int) -> ServedModel:
+def load_model(
+    model_dir: Path,
+    name: str,
+    root: str,
+    max_model_len: int,
+    *,
+    tool_parser: str = parsers.AUTO,
+    reasoning_parser: str = parsers.AUTO,
+) -> ServedModel:
     """Raises FileNotFoundError if the directory lacks config.json or tokenizer.json."""
     config = _read_json(model_dir / "config.json")
     text_config = {**config, **config.get("text_config", {})}
     codec = load_codec(model_dir)
     generation_path = model_dir / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
+    template = load_chat_template(model_dir, codec.special_tokens)
+    eos_token_ids = _eos_token_ids(text_config, generation, codec)
+    vocab_size = int(text_config["vocab_size"])
     return ServedModel(
         name=name,
         root=root,
         codec=codec,
-        template=load_chat_template(model_dir, codec.special_tokens),
+        template=template,
         max_model_len=max_model_len,
-        vocab_size=int(text_config["vocab_size"]),
+        vocab_size=vocab_size,
         hidden_size=int(text_config["hidden_size"]),
-        eos_token_ids=_eos_token_ids(text_config, generation, codec),
+        eos_token_ids=eos_token_ids,
         sampling_defaults=_sampling_defaults(generation),
+        grammars=GrammarCompiler(codec.tokenizer.to_str(), vocab_size, eos_token_ids),
+        tool_format=parsers.tool_format(tool_parser, template.text),
+        reasoning_format=parsers.reasoning_format(reasoning_parser, template.text),
         default_max_tokens=generation.get("max_new_tokens"),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,15 +17,28 @@ from backend.server.tokenizer import TextCodec
 Prompt = str | list[int]
 
 
-def chat_prompt(model: ServedModel, request: ChatRequest) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    text: str
+    token_ids: list[int]
+
+
+def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         if not model.template.reads("reasoning_effort"):
             raise InvalidRequest("This model's chat template has no `reasoning_effort`.", param="reasoning_effort")
         variables["reasoning_effort"] = request.reasoning_effort
-    text = render_chat(model, request.messages, request.tools, variables)
+    text = render_chat(
+        model,
+        request.messages,
+        request.tools,
+        variables,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+    )
     # The template has already written the special tokens that it wants.
-    return model.codec.encode(text, add_special_tokens=False)
+    return ChatPrompt(text, model.codec.encode(text, add_special_tokens=False))
 
 
 def render_chat(
@@ -32,14 +46,27 @@ def render_chat(
     messages: Sequence[Message],
     tools: list[dict[str, Any]] | None,
     variables: dict[str, Any] | None = None,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> str:
     # Newer models know the developer role; for the others it is OpenAI's later word for the system's.
     keeps_developer = model.template.mentions("developer")
     plain = [_plain_message(message, f"messages[{i}]", keeps_developer) for i, message in enumerate(messages)]
     try:
-        return model.template.render(plain, tools or None, variables)
+        text = model.template.render(plain, tools or None, variables, add_generation_prompt=add_generation_prompt)
     except TemplateError as error:
         raise InvalidRequest(str(error), param="messages") from error
+    return _without_what_follows(text, plain[-1]["content"]) if continue_final_message else text
+
+
+def _without_what_follows(text: str, final: str) -> str:
+    """Up to the end of the final message, so that the answer goes on in the middle of it."""
+    final = final.strip()
+    at = text.rfind(final)
+    if not final or at < 0:
+        raise InvalidRequest("The chat template does not print the final message.", param="continue_final_message")
+    return text[: at + len(final)]
 
 
 def split_prompts(given: str | list[str | list[int] | int], param: str) -> list[Prompt]:

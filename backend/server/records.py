@@ -21,6 +21,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0  # of the completion's
 
 
 Look = Callable[[], Usage | None]

@@ -21,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 Json = dict[str, Any]
 
 
-def encode(payload: Json) -> bytes:
+def encode(payload: Json | list[Json]) -> bytes:
     return orjson.dumps(payload)
 
 
@@ -36,7 +36,7 @@ def usage_object(usage: Usage) -> Json:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 
@@ -50,7 +50,8 @@ class Envelope:
     model: str
     service_tier: str | None  # only where the client asked for one
 
-    def wrap(self, choices: list[Json], usage: Json | None, *, with_usage: bool) -> Json:
+    def wrap(self, choices: list[Json], usage: Json | None, *, with_usage: bool, extra: Json | None = None) -> Json:
+        """`extra`: fields of vLLM's that a request asked for."""
         payload: Json = {
             "id": self.id,
             "object": self.object,
@@ -62,13 +63,13 @@ class Envelope:
             payload["service_tier"] = self.service_tier
         if with_usage:
             payload["usage"] = usage
-        return payload
+        return payload | (extra or {})
 
 
-def chat_choice(index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
+def chat_choice(index: int, message: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
     return {
         "index": index,
-        "message": {"role": "assistant", "content": text, "refusal": None},
+        "message": {"role": "assistant", **message, "refusal": None},
         "logprobs": logprobs,
         "finish_reason": finish_reason,
     }
@@ -95,6 +96,34 @@ def chat_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> Json:
         for token in logprobs
     ]
     return {"content": content, "refusal": None}
+
+
+def echoed_logprobs(codec: TextCodec, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Json:
+    """Of a prompt that is echoed. Nothing comes before its first token, which so has no probability."""
+    first = codec.token_text(prompt[0])
+    rest = text_logprobs(codec, logprobs, len(first))
+    nothing: Json = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+    return {name: [*nothing[name], *rest[name]] for name in nothing}
+
+
+def joined_logprobs(parts: Sequence[Json]) -> Json:
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}
+
+
+def prompt_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> list[Json | None]:
+    """vLLM's form: one object per token of the prompt, by token id; null for the first."""
+
+    def entry(token_id: int, logprob: float, rank: int | None) -> Json:
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": codec.token_text(token_id)}
+
+    return [
+        None,
+        *(
+            {str(token.token_id): entry(token.token_id, token.logprob, None)}
+            | {str(id): entry(id, logprob, rank) for rank, (id, logprob) in enumerate(token.top, start=1)}
+            for token in logprobs
+        ),
+    ]
 
 
 def text_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob], offset: int) -> Json:
@@ -135,6 +164,10 @@ def _base64(values: Sequence[float]) -> str:
 def _finite(logprob: float) -> float:
     """JSON has no infinity; -9999.0 is OpenAI's word for a token that could not be chosen."""
     return max(logprob, -9999.0)
+
+
+def token_ids(deltas: Sequence[Delta]) -> Json:
+    return {"token_ids": [token_id for delta in deltas for token_id in delta.token_ids]}
 
 
 def joined(deltas: Sequence[Delta]) -> str:

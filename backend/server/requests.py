@@ -30,7 +30,6 @@ HARMLESS = {
     "prompt_cache_key": "a routing hint; the prefix cache here needs none",
     "prompt_cache_retention": "a wish about the cache of a hosted service; here the least recently used goes first",
     "prompt_cache_options": "as prompt_cache_retention: prefixes are always cached, wherever they end",
-    "parallel_tool_calls": "permission for several tool calls in one answer, which is not an order",
     "prediction": "a hint for speed; the text does not depend on it",
     "request_id": "vLLM's field; x-request-id is what names a request here",
 }
@@ -38,30 +37,26 @@ HARMLESS = {
 _NOTHING: tuple[object, ...] = ([], {})
 ONLY: dict[str, tuple[object, ...]] = {
     "store": (False,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "functions": _NOTHING,
     "function_call": ("none",),
-    "best_of": (1,),
     "suffix": ("",),
     "verbosity": ("medium",),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "return_token_ids": (False,),
     "logits_processors": _NOTHING,
     "bad_words": _NOTHING,
     "audio": (),
     "web_search_options": (),
     "moderation": (),
-    "structured_outputs": (),
-    "prompt_logprobs": (),
+    "guided_decoding_backend": (),
     "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "allowed_token_ids": (),
+    "logprob_token_ids": (),
+    "thinking_token_budget": (),
+    "echo": (False,),
     "chat_template": (),
     "documents": (),
     "mm_processor_kwargs": (),
@@ -133,6 +128,42 @@ class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
     include_obfuscation: bool | None = None  # padding against traffic analysis; we send none
 
 
+JsonSchema = dict[str, Any]
+Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
+
+
+class NamedSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    schema: JsonSchema | None = None  # None: any object
+    description: str | None = None
+    strict: bool | None = None  # an answer follows its schema in either case
+
+
+class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    pass
+
+
+class JsonObjectFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    pass
+
+
+class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    json_schema: NamedSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's: exactly one of these."""
+
+    json: JsonSchema | str | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class GenerationRequest(Struct, frozen=True, kw_only=True):
     """What chat and completions have in common. None: the model's default, from its generation_config.json."""
 
@@ -156,6 +187,16 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     priority: Int | None = None
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | str | None = None  # vLLM's older names for what `structured_outputs` holds
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     service_tier: str | None = None  # there is one tier, and an answer to a request that names one says `default`
 
     @property
@@ -176,6 +217,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
         """What the types cannot say. Raises InvalidRequest."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true.", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("`prompt_logprobs` are not part of a stream.", param="prompt_logprobs")
 
 
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -250,12 +293,25 @@ class Tool(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", ta
     function: FunctionDefinition
 
 
+class NamedFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedToolChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    function: NamedFunction
+
+
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None  # as `Tool`, but kept as the client wrote them: templates print them
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -269,22 +325,54 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
                 param="max_tokens",
             )
         check_tools(self.tools)
+        self._check_tool_choice()
+        check_final_message(self.continue_final_message, self.add_generation_prompt)
         for i, message in enumerate(self.messages):
             if isinstance(message, AssistantMessage) and message.content is None and not message.tool_calls:
                 raise InvalidRequest(
                     "An assistant message needs `content` or `tool_calls`.", param=f"messages[{i}].content"
                 )
 
+    def _check_tool_choice(self) -> None:
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
+            return
+        if not self.tools:
+            raise InvalidRequest("`tool_choice` asks for a call, but there are no `tools`.", param="tool_choice")
+        names = [tool["function"]["name"] for tool in self.tools]
+        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+            raise InvalidRequest(
+                f"`tool_choice` names `{choice.function.name}`, and no tool does.", param="tool_choice.function.name"
+            )
+
+
+def check_final_message(continue_final_message: bool | None, add_generation_prompt: bool | None) -> None:
+    if continue_final_message and add_generation_prompt is not False:
+        raise InvalidRequest(
+            "`continue_final_message` needs `add_generation_prompt` to be false.", param="continue_final_message"
+        )
+
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | list[str | list[TokenId] | TokenId]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """How many are made of each prompt; the best `n` of them are the answer."""
+        return max(self.n or 1, self.best_of or 1)
 
     def check(self) -> None:
         super().check()
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest("`logprobs` of an echoed prompt are not supported.", param="logprobs")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise InvalidRequest("`best_of` must be at least `n`.", param="best_of")
+        if self.stream and self.num_choices > (self.n or 1):
+            raise InvalidRequest("The best of several can not be streamed.", param="best_of")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise InvalidRequest("`max_tokens` may be 0 only together with `echo`.", param="max_tokens")
 
 
 class EmbeddingRequest(Struct, frozen=True, kw_only=True):
@@ -301,6 +389,9 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     messages: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

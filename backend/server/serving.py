@@ -46,8 +46,9 @@ class Serving:
 
     async def prepare(self, size_bytes: int, work: Callable[[], T]) -> T:
         """Runs `work`, which renders and tokenises, where it holds nobody up. `size_bytes`: of the request's body."""
-        if size_bytes <= MAX_INLINE_BYTES:
-            return work()
+        return work() if size_bytes <= MAX_INLINE_BYTES else await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.executor, work)
 
     def submit(self, request: Request) -> AsyncIterator[StepOutput]:

@@ -48,8 +48,13 @@ class ChatTemplate:
         """Whether a variable of this name can change the prompt."""
         return variable in self._variables
 
+    @property
+    def text(self) -> str:
+        """All that the templates say, one after the other."""
+        return "\n".join(self._sources.values())
+
     def mentions(self, text: str) -> bool:
-        return any(text in source for source in self._sources.values())
+        return text in self.text
 
     def render(
         self,

@@ -24,6 +24,12 @@ class TextCodec:
     def vocab_size(self) -> int:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
+    def special_token_id(self, text: str) -> int | None:
+        """Of a token that is no text and that decoding leaves out; None if there is none that reads so."""
+        token_id = self.tokenizer.token_to_id(text)
+        added = self.tokenizer.get_added_tokens_decoder()
+        return token_id if token_id in added and added[token_id].special else None
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 

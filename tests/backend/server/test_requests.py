@@ -82,7 +82,16 @@ def test_a_field_with_one_supported_value_takes_it_and_null_and_nothing_else(nam
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include": True}}, "stream_options.include"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice.function.name",
+        ),
+        ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tools": [{"type": "custom"}]}, "tools[0].type"),
@@ -127,8 +136,16 @@ def test_the_forms_of_a_prompt(prompt: object) -> None:
     assert request.prompt == prompt
 
 
-def test_completions_refuse_the_logprobs_of_an_echoed_prompt() -> None:
-    request = decode(b'{"model": "m", "prompt": "a", "echo": true, "logprobs": 1}', CompletionRequest)
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"stream": True, "best_of": 2}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ],
+)
+def test_a_refusal_of_a_completion_names_the_field(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        request.check()
-    assert caught.value.param == "logprobs"
+        decode(json.dumps({"model": "m", "prompt": "a"} | fields).encode(), CompletionRequest).check()
+    assert caught.value.param == param

@@ -281,7 +281,6 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     (CHAT, {"max_completion_tokens": 8192}, 400, "max_completion_tokens", "context_length_exceeded"),
     (CHAT, {"messages": [{"role": "user", "content": "x " * 9000}]}, 400, "messages", "context_length_exceeded"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content", None),
-    (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format", None),
     (CHAT, {"tool_choice": "required"}, 400, "tool_choice", None),
     (CHAT, {"reasoning_effort": "low"}, 400, "reasoning_effort", None),
     (CHAT, {"logit_bias": {"512": 1}}, 400, "logit_bias", None),

@@ -1,0 +1,201 @@
+"""What an answer must look like, as one grammar: a format or schema, tool calls, and reasoning before either."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from backend.engine import grammar
+from backend.engine.grammar import CompiledGrammar, GrammarError
+from backend.parsers.base import Mark, Tool, ToolFormat, quoted
+from backend.parsers.thinking import ThinkingFormat
+from backend.server.errors import InvalidRequest
+from backend.server.model import ServedModel
+from backend.server.requests import (
+    ChatRequest,
+    GenerationRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedToolChoice,
+    StructuredOutputs,
+    TextFormat,
+)
+
+TEXT = "/(?s:.*)/"
+
+
+def is_constrained(request: GenerationRequest) -> bool:
+    """Whether anything but the model has a say in what the answer looks like."""
+    formats = (request.structured_outputs, request.guided_json, request.guided_regex, request.guided_choice)
+    if any(asked is not None for asked in (*formats, request.guided_grammar)):
+        return True
+    return not isinstance(request.response_format, TextFormat | None) or (
+        isinstance(request, ChatRequest) and (_is_forced(request) or _is_guided(request))
+    )
+
+
+def text_constraint(model: ServedModel, request: GenerationRequest) -> CompiledGrammar | None:
+    """What a completion must follow. Raises InvalidRequest, naming the field at fault."""
+    asked = _answer(request)
+    if asked is None:
+        return None
+    _check_beside(request)
+    return _compile(model, *asked)
+
+
+def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> CompiledGrammar | None:
+    """The same for a chat. `prompt`: as rendered; it may have begun the reasoning already."""
+    asked = _answer(request)
+    tools = callable_tools(request)
+    forced, guided = _is_forced(request), _is_forced(request) or _is_guided(request)
+    if asked is None and not guided:
+        return None
+    _check_beside(request)
+    if asked is not None:
+        _compile(model, *asked)  # by itself, so that what is wrong with it is said of it
+    if not guided and model.reasoning_format is None and asked is not None:
+        return _compile(model, *asked)
+    mark = _marks(model)
+    rules = [_thinking(model.reasoning_format, prompt, mark)]
+    if guided:
+        if model.tool_format is None:
+            raise InvalidRequest("How this model calls tools is not known; see --tool-parser.", param="tool_choice")
+        for i, tool in enumerate(tools):
+            if tool.parameters is not None:
+                _compile(model, grammar.json_schema(tool.parameters), _parameters_field(request, tool, i))
+        rules.append(model.tool_format.calls(tools, mark, parallel=request.parallel_tool_calls is not False))
+    if forced:
+        rules.append("start: thinking head calls")
+    elif guided and asked is None:
+        rules += _text_or_calls(model.tool_format, mark)
+    else:
+        rules.append("start: thinking (head calls | @answer)" if guided else "start: thinking @answer")
+    whole = "\n".join(rules)
+    return _compile(model, grammar.nested(whole, asked[0]) if asked and not forced else whole, "tools")
+
+
+def _is_forced(request: ChatRequest) -> bool:
+    return request.tool_choice == "required" or isinstance(request.tool_choice, NamedToolChoice)
+
+
+def _is_guided(request: ChatRequest) -> bool:
+    """Whether what is called must be called as it is written, though nothing need be."""
+    tools = callable_tools(request)
+    return bool(tools) and (request.parallel_tool_calls is False or any(tool.strict for tool in tools))
+
+
+def callable_tools(request: ChatRequest) -> list[Tool]:
+    """Those that the answer may call."""
+    if request.tool_choice == "none":
+        return []
+    functions = [tool["function"] for tool in request.tools or ()]
+    named = request.tool_choice.function.name if isinstance(request.tool_choice, NamedToolChoice) else None
+    return [
+        Tool(function["name"], function.get("parameters"), bool(function.get("strict")))
+        for function in functions
+        if named in (None, function["name"])
+    ]
+
+
+def _answer(request: GenerationRequest) -> tuple[str, str] | None:
+    """The grammar of the answer itself, and the field that asks for it."""
+    asked: list[tuple[str, str]] = []
+    format = request.response_format
+    if isinstance(format, JsonObjectFormat):
+        asked.append((grammar.json_object(), "response_format"))
+    if isinstance(format, JsonSchemaFormat):
+        schema = format.json_schema.schema
+        source = grammar.json_object() if schema is None else grammar.json_schema(schema)
+        asked.append((source, "response_format.json_schema.schema"))
+    guided = StructuredOutputs(
+        json=request.guided_json,
+        regex=request.guided_regex,
+        choice=request.guided_choice,
+        grammar=request.guided_grammar,
+    )
+    asked += _structured(guided, "guided_")
+    if request.structured_outputs is not None:
+        found = _structured(request.structured_outputs, "structured_outputs.")
+        if not found:
+            raise InvalidRequest("`structured_outputs` asks for nothing.", param="structured_outputs")
+        asked += found
+    if len(asked) > 1:
+        fields = " and ".join(f"`{field}`" for _, field in asked)
+        raise InvalidRequest(f"An answer can not follow {fields} at once.", param=asked[1][1])
+    return asked[0] if asked else None
+
+
+def _structured(asked: StructuredOutputs, prefix: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    if asked.json is not None:
+        found.append((grammar.json_schema(_schema(asked.json, f"{prefix}json")), f"{prefix}json"))
+    if asked.regex is not None:
+        found.append((grammar.regex(asked.regex), f"{prefix}regex"))
+    if asked.choice is not None:
+        choices = " | ".join(quoted(choice) for choice in asked.choice)
+        found.append((grammar.lark(f"start: {choices}"), f"{prefix}choice"))
+    if asked.grammar is not None:
+        found.append((grammar.lark(asked.grammar), f"{prefix}grammar"))
+    if asked.json_object:
+        found.append((grammar.json_object(), f"{prefix}json_object"))
+    return found
+
+
+def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any] | bool:
+    """vLLM takes a schema as text, too."""
+    if not isinstance(given, str):
+        return given
+    try:
+        schema = json.loads(given)
+    except ValueError as error:
+        raise InvalidRequest(f"`{field}` is not JSON: {error}.", param=field) from error
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"`{field}` is no JSON schema.", param=field)
+    return schema
+
+
+def _check_beside(request: GenerationRequest) -> None:
+    """What can not be had together with a grammar, which alone says where an answer ends."""
+    for field, asked in (("ignore_eos", request.ignore_eos), ("min_tokens", request.min_tokens)):
+        if asked:
+            raise InvalidRequest(f"`{field}` can not be combined with an answer that follows a grammar.", param=field)
+
+
+def _compile(model: ServedModel, source: str, field: str) -> CompiledGrammar:
+    try:
+        return model.grammars.compile(source)
+    except GrammarError as error:
+        raise InvalidRequest(f"`{field}` can not be followed: {error}.", param=field) from error
+
+
+def _parameters_field(request: ChatRequest, tool: Tool, index: int) -> str:
+    names = [given["function"]["name"] for given in request.tools or ()]
+    return f"tools[{names.index(tool.name) if tool.name in names else index}].function.parameters"
+
+
+def _thinking(format: ThinkingFormat | None, prompt: str, mark: Mark) -> str:
+    return 'thinking: ""' if format is None else format.rules(prompt, mark)
+
+
+def _text_or_calls(format: ToolFormat | None, mark: Mark) -> Sequence[str]:
+    """An answer that may be text; but what it calls, it calls as it is written."""
+    begins = format.begins if format else ""
+    if not begins:  # a call is told by its first character
+        return ["start: thinking (TEXT | head calls)", r"TEXT: /([^{\s](?s:.*))?/"]
+    if mark(begins) != quoted(begins):  # a special token, which no text contains
+        return ["start: thinking TEXT (head calls)?", f"TEXT: {TEXT}"]
+    pattern = begins.replace("[", r"\[").replace("]", r"\]")
+    return [
+        "start: thinking (TEXT | before calls)",
+        f"TEXT: {TEXT} & ~/(?s:.*){pattern}(?s:.*)/",
+        f"before[suffix={quoted(begins)}]: {TEXT}",
+    ]
+
+
+def _marks(model: ServedModel) -> Mark:
+    def mark(text: str) -> str:
+        token_id = model.codec.special_token_id(text)
+        return quoted(text) if token_id is None else f"<[{token_id}]>"
+
+    return mark

@@ -1,0 +1,87 @@
+"""POST /v1/chat/completions/render and /v1/completions/render: what a request would ask of the engine, and no more.
+
+In the shape of vLLM, which routers ask for the tokens of a prompt: its `GenerateRequest`, one for each prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from backend.server import replies
+from backend.server.asgi import Door, Exchange
+from backend.server.chat import ChatCompletions
+from backend.server.completions import Completions
+from backend.server.generation import Task
+from backend.server.prompts import split_prompts
+from backend.server.replies import Json
+from backend.server.requests import ChatRequest, CompletionRequest, GenerationRequest, decode
+from backend.server.serving import Serving
+
+
+class RenderChat(Door):
+    def __init__(self, serving: Serving, closing: asyncio.Future[None]) -> None:
+        self._serving = serving
+        self._chat = ChatCompletions(serving, closing)
+        self.closing = closing
+
+    async def answer(self, exchange: Exchange, body: bytes) -> None:
+        request = decode(body, ChatRequest)
+        request.check()
+        self._serving.check_model(request.model)
+        task = await self._chat.task(request, len(body))
+        (rendered,) = _rendered(f"chatcmpl-{exchange.request_id}", request, task)
+        await exchange.reply(replies.encode(rendered))
+
+
+class RenderCompletions(Door):
+    def __init__(self, serving: Serving, closing: asyncio.Future[None]) -> None:
+        self._serving = serving
+        self._completions = Completions(serving, closing)
+        self.closing = closing
+
+    async def answer(self, exchange: Exchange, body: bytes) -> None:
+        request = decode(body, CompletionRequest)
+        request.check()
+        self._serving.check_model(request.model)
+        task = await self._completions.task(request, split_prompts(request.prompt, "prompt"), len(body))
+        await exchange.reply(replies.encode(_rendered(f"cmpl-{exchange.request_id}", request, task)))
+
+
+def _rendered(request_id: str, request: GenerationRequest, task: Task) -> list[Json]:
+    sampling = task.samplings[0]
+    params = {
+        "n": len(task.samplings),
+        "max_tokens": sampling.max_tokens,
+        "min_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logit_bias": {str(token_id): bias for token_id, bias in sampling.logit_bias.items()} or None,
+        "seed": request.seed,
+        "stop": task.stop,
+        "stop_token_ids": sorted(sampling.stop_token_ids),
+        "ignore_eos": bool(request.ignore_eos),
+        "logprobs": sampling.logprobs,
+        "prompt_logprobs": sampling.prompt_logprobs,
+        "skip_special_tokens": task.skip_special_tokens,
+        "include_stop_str_in_output": task.include_stop_string,
+    }
+    return [
+        {
+            "request_id": request_id,
+            "token_ids": token_ids,
+            "features": None,
+            "sampling_params": params,
+            "model": request.model,
+            "stream": bool(request.stream),
+            "stream_options": None,
+            "cache_salt": request.cache_salt,
+            "priority": task.priority,
+            "kv_transfer_params": None,
+        }
+        for token_ids in task.prompts
+    ]
