@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import time
 from typing import Any
@@ -136,7 +137,7 @@ class Gateway:
             keyring=Keyring(self._storage, pepper),
             limits_of=lambda tenant, keys: what_is_left(tenant, keys, LIMITS, self._counters, now=time.time()),
             state=self._state,
-            routes=(),
+            routes=_usage_routes(settings),
         )
         self._take_over(policies.current)
         policies.subscribe(self._take_over, refused=self._telemetry.policy_rejected)
@@ -338,6 +339,14 @@ class Gateway:
     async def _metrics(self, _: Request) -> Response:
         content, content_type = self._telemetry.render_metrics()
         return Response(content, headers={"content-type": content_type})
+
+
+def _usage_routes(settings: Settings) -> list[Route]:
+    """Those bring DuckDB with them: only a gateway that has an admin API pays for it."""
+    if settings.admin_port is None:
+        return []
+    routes: list[Route] = importlib.import_module("gateway.admin.usage").usage_routes(settings.ledger_dir)
+    return routes
 
 
 def _loop_time() -> float:

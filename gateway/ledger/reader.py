@@ -28,9 +28,11 @@ DIMENSIONS = {
     "tier": "service_tier",
     "day": "finished[:10]",
     "hour": "finished[:13] || ':00'",
+    "minute": "finished[:16]",
     "deployment": "deployment",
     "operation": "operation",
     "outcome": "outcome",
+    "batch": "if(latency_class = 'batch', 'true', 'false')",
 }
 TOKENS = (
     "input_uncached", "cache_read", "cache_write", "output", "reasoning", "audio_input", "audio_output",
@@ -102,10 +104,12 @@ class Period(NamedTuple):
 EVERYTHING = Period()
 
 
-def summarise(ledger: Path, *, by: Sequence[str] = (), period: Period = EVERYTHING) -> list[UsageLine]:
+def summarise(
+    ledger: Path, *, by: Sequence[str] = (), period: Period = EVERYTHING, threads: int | None = None
+) -> list[UsageLine]:
     """One line per group, in order; `by` names `DIMENSIONS`. Raises `UnreadableLedger`."""
     dimensions = [f"{DIMENSIONS[name]} AS dimension_{name}" for name in by]
-    with connect(ledger) as connection:
+    with connect(ledger, threads=threads) as connection:
         found = connection.execute(_summary(connection, dimensions, period), period.parameters).fetchall()
     # One row per group, currency and price -> one line per group.
     groups: dict[tuple[str | None, ...], list[tuple[Any, ...]]] = defaultdict(list)

@@ -1,0 +1,202 @@
+"""GET /v1/organization/usage/completions and /v1/organization/costs, as OpenAI has them, for the tools that read those.
+
+OpenAI's words for ours: a project is a tenant, a user is the end user that requests name, a line item is the model that
+was asked for, and batch is the latency class of that name. Days, hours and minutes are UTC; a call belongs to the one
+in which it ended. A currency is a result of its own.
+
+The ledger is read by DuckDB on one thread beside the event loop, one question at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.errors import BadRequest, InternalError, Overloaded
+from gateway.ledger.reader import Period, UnreadableLedger, UsageLine, summarise
+from gateway.shell import json_reply
+
+MAX_ASKED = 8  # questions that wait for the ledger; one more is refused
+RETRY_SECONDS = 5.0
+
+log = logging.getLogger("warmpath")
+
+
+class _Width(NamedTuple):
+    seconds: int
+    dimension: str  # of the ledger's reader
+    limit: int  # of buckets on a page, where none is asked for
+    limit_max: int
+
+
+_WIDTHS = {
+    "1m": _Width(60, "minute", 60, 1440),
+    "1h": _Width(3600, "hour", 24, 168),
+    "1d": _Width(86_400, "day", 7, 31),
+}
+_COST_WIDTHS = {"1d": _Width(86_400, "day", 7, 180)}
+
+# OpenAI's parameter -> the ledger's dimension
+_USAGE_GROUPS = {
+    "project_id": "tenant", "user_id": "user", "api_key_id": "key", "model": "model", "batch": "batch",
+    "service_tier": "tier",
+}  # fmt: skip
+_COST_GROUPS = {"project_id": "tenant", "line_item": "model", "api_key_id": "key"}
+_FILTERS = {"project_ids": "tenant", "user_ids": "user", "api_key_ids": "key", "models": "model"}
+_COMPLETIONS = ("chat/completions", "completions", "responses", "messages")
+
+
+class _Asked(NamedTuple):
+    width: _Width
+    start: int  # the first bucket's
+    end: int
+    limit: int
+    groups: dict[str, str]
+    only: dict[str, list[str]]
+
+
+def usage_routes(ledger: Path) -> list[Route]:
+    """To be mounted behind the admin key."""
+    reports = _Reports(ledger)
+    return [
+        Route("/v1/organization/usage/completions", reports.completions),
+        Route("/v1/organization/costs", reports.costs),
+    ]
+
+
+class _Reports:
+    def __init__(self, ledger: Path) -> None:
+        self._ledger = ledger
+        self._reading = asyncio.Lock()
+        self._asked = 0
+
+    async def completions(self, request: Request) -> Response:
+        asked = _read(request, _WIDTHS, _USAGE_GROUPS)
+        asked.only["operation"] = list(_COMPLETIONS)
+        return await self._page(asked, lambda line, group: [_completions_result(line, group)])
+
+    async def costs(self, request: Request) -> Response:
+        return await self._page(_read(request, _COST_WIDTHS, _COST_GROUPS), _cost_results)
+
+    async def _page(
+        self, asked: _Asked, results: Callable[[UsageLine, dict[str, Any]], list[dict[str, Any]]]
+    ) -> Response:
+        width = asked.width.seconds
+        starts = range(asked.start, asked.end, width)
+        page = starts[: asked.limit]
+        found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        if page:
+            period = Period(_text(page[0]), _text(page[-1] + width), asked.only)
+            by = [asked.width.dimension, *asked.groups.values()]
+            for line in await self._summarise(by, period):
+                start = datetime.fromisoformat(str(line.group[asked.width.dimension])).replace(tzinfo=UTC)
+                found[int(start.timestamp())] += results(line, _group_of(line, asked.groups))
+        more = len(starts) > len(page)
+        buckets = [
+            {"object": "bucket", "start_time": start, "end_time": start + width, "results": found[start]}
+            for start in page
+        ]
+        next_page = f"page_{page[-1] + width}" if more else None
+        return json_reply(200, {"object": "page", "data": buckets, "has_more": more, "next_page": next_page})
+
+    async def _summarise(self, by: Sequence[str], period: Period) -> list[UsageLine]:
+        if self._asked > MAX_ASKED:
+            raise Overloaded("the ledger is being read for others", retry_after_seconds=RETRY_SECONDS)
+        self._asked += 1
+        try:
+            async with self._reading:
+                return await asyncio.to_thread(summarise, self._ledger, by=by, period=period, threads=1)
+        except UnreadableLedger as error:
+            log.error("the ledger can not be read: %s", error)
+            raise InternalError("the ledger can not be read; `warmpath usage verify` names the row") from error
+        finally:
+            self._asked -= 1
+
+
+def _completions_result(line: UsageLine, group: dict[str, Any]) -> dict[str, Any]:
+    names = dict.fromkeys(_USAGE_GROUPS)
+    return {
+        "object": "organization.usage.completions.result",
+        "input_tokens": line.input_uncached + line.cache_read + line.cache_write,
+        "input_uncached_tokens": line.input_uncached,
+        "input_cached_tokens": line.cache_read,
+        "input_cache_write_tokens": line.cache_write,
+        "output_tokens": line.output,
+        "input_audio_tokens": line.audio_input,
+        "output_audio_tokens": line.audio_output,
+        "num_model_requests": line.requests - line.cache_hits,
+        **names,
+        **group,
+    }
+
+
+def _cost_results(line: UsageLine, group: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "object": "organization.costs.result",
+            "amount": {"value": float(amount), "currency": currency.lower()},
+            **dict.fromkeys(_COST_GROUPS),
+            **group,
+        }
+        for currency, amount in line.cost.items()
+    ]
+
+
+def _group_of(line: UsageLine, groups: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {name: line.group[dimension] for name, dimension in groups.items()}
+    if "batch" in values:
+        values["batch"] = values["batch"] == "true"
+    return values
+
+
+def _read(request: Request, widths: Mapping[str, _Width], groups: Mapping[str, str]) -> _Asked:
+    """Raises `BadRequest`, which names the parameter."""
+    width = widths.get(name := request.query_params.get("bucket_width", "1d"))
+    if width is None:
+        raise BadRequest(f"bucket_width: {name!r} is none of {', '.join(widths)}", param="bucket_width")
+    limit = _number(request, "limit", width.limit)
+    if not 1 <= limit <= width.limit_max:
+        raise BadRequest(f"limit: from 1 to {width.limit_max} buckets of {name}", param="limit")
+    start, end = _number(request, "start_time", None), _number(request, "end_time", int(time.time()))
+    if page := request.query_params.get("page"):
+        if not (page.startswith("page_") and page[5:].isdigit()):
+            raise BadRequest("page: what `next_page` said before", param="page")
+        start = int(page[5:])
+    asked = {}
+    for group in _list(request, "group_by"):
+        if group not in groups:
+            raise BadRequest(f"group_by: {group!r} is none of {', '.join(groups)}", param="group_by")
+        asked[group] = groups[group]
+    only = {dimension: values for name, dimension in _FILTERS.items() if (values := _list(request, name))}
+    if batch := request.query_params.get("batch"):
+        only["batch"] = [batch.lower()]
+    return _Asked(width, start - start % width.seconds, end, limit, asked, only)
+
+
+def _number(request: Request, name: str, default: int | None) -> int:
+    text = request.query_params.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdigit() or int(text) > 2**33:
+        raise BadRequest(f"{name}: a whole number is needed", param=name)
+    return int(text)
+
+
+def _list(request: Request, name: str) -> list[str]:
+    """Clients write a list as `name=a&name=b` or as `name[]=a&name[]=b`."""
+    query = request.query_params
+    return [*query.getlist(name), *query.getlist(f"{name}[]")]
+
+
+def _text(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.000000Z")
