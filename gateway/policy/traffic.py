@@ -133,6 +133,14 @@ class Cache(Frozen):
     max_answer_bytes: Count = Field(1_000_000, description="Longer answers are not kept.")
 
 
+class Routing(Frozen):
+    strategy: Literal["prefix_affinity", "least_busy", "round_robin"] = Field(
+        "prefix_affinity",
+        description="prefix_affinity: where the prompt is warm, unless waiting there costs more than computing anew; "
+        "least_busy and round_robin look at no prompt.",
+    )
+
+
 class Tracing(Frozen):
     sample: Share = Field(1.0, description="Share of requests traced when the caller has not decided.")
 

@@ -15,7 +15,16 @@ from gateway.policy.findings import Finding, Path, choices
 from gateway.policy.prices import Price, PriceList
 from gateway.policy.servers import Deployment, Model
 from gateway.policy.tenants import Key, Limits, StorageOutage, Tenant
-from gateway.policy.traffic import BUILT_IN_CLASSES, Cache, Canonicalise, Diagnosis, LatencyClass, Rule, Tracing
+from gateway.policy.traffic import (
+    BUILT_IN_CLASSES,
+    Cache,
+    Canonicalise,
+    Diagnosis,
+    LatencyClass,
+    Routing,
+    Rule,
+    Tracing,
+)
 
 
 class Policy(Frozen):
@@ -30,6 +39,7 @@ class Policy(Frozen):
     rules: tuple[Rule, ...] = Field((), description="Which calls get which class; the first match decides.")
     canonicalise: Canonicalise = Field(Canonicalise(), description="Making prompts cache-friendly.")
     cache: Cache = Field(Cache(), description="The exact response cache.")
+    routing: Routing = Field(Routing(), description="How the server of a call is chosen.")
     tracing: Tracing = Field(Tracing(), description="Traces.")
     diagnosis: Diagnosis = Field(Diagnosis(), description="What breaks prefixes, for `warmpath doctor`.")
     batches: Batches = Field(Batches(), description="The Batch API.")

@@ -67,7 +67,7 @@ class _Opening:
 
 
 class Router:
-    def __init__(self, fleet: Fleet, strategies: Mapping[Operation, Strategy]) -> None:
+    def __init__(self, fleet: Fleet, strategies: Mapping[str, Mapping[Operation, Strategy]]) -> None:
         self._fleet = fleet
         self._strategies = strategies
         self._budgets: dict[str, RetryBudget] = {}  # by class, of which a policy has a handful
@@ -81,7 +81,8 @@ class Router:
 
     def order(self, call: Call) -> list[Candidate]:
         """The model's servers, best first, then those of its fallbacks. Also what `explain` shows."""
-        now, strategy = asyncio.get_running_loop().time(), self._strategies[call.operation]
+        now = asyncio.get_running_loop().time()
+        strategy = self._strategies[call.policy.routing.strategy][call.operation]
         if not call.model.fallbacks:
             return strategy.order(call, self._fleet.servers_of(call.model), now)
         ordered: list[Candidate] = []

@@ -1,0 +1,80 @@
+"""Conversations to replay, and what an infinite cache would have of them.
+
+Recorded ones are tau-bench's airline sessions: several turns of a customer, an agent and its tools. Where the trace is
+not at hand, others of the same shape are made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SHARED = Path(os.environ.get("WARMPATH_SHARED", ROOT.parent / "shared"))
+TRACE = SHARED / "traces" / "taubench_gpt-4o-airline.json"
+BLOCK_TOKENS = 16  # of the engines' blocks
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Its requests are its beginnings: everything up to where the assistant spoke."""
+
+    tenant: str
+    messages: tuple[Message, ...]
+
+    def turns(self) -> Iterator[list[Message]]:
+        for i, message in enumerate(self.messages):
+            if message["role"] == "assistant" and i:
+                yield list(self.messages[:i])
+
+
+def conversations(count: int, seed: int) -> tuple[str, list[Conversation]]:
+    """Where they are from, and `count` of them, in an order that mixes their tenants: a tenant for each task."""
+    if TRACE.exists():
+        sessions = [(f"t{session['task_id']}", session["traj"]) for session in json.loads(TRACE.read_bytes())]
+        source = TRACE.name
+    else:
+        sessions = [(f"t{i % 50}", _made_up(i)) for i in range(200)]
+        source = "generated"
+    random.Random(seed).shuffle(sessions)
+    return source, [Conversation(tenant, tuple(messages)) for tenant, messages in sessions[:count]]
+
+
+def _made_up(number: int) -> list[Message]:
+    rng = random.Random(number)
+
+    def text(words: int) -> str:
+        return " ".join("".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 9))) for _ in range(words))
+
+    messages: list[Message] = [{"role": "system", "content": text(1000)}]
+    for _ in range(rng.randint(6, 16)):
+        messages.append({"role": "user", "content": text(rng.randint(5, 120))})
+        messages.append({"role": "assistant", "content": text(rng.randint(10, 60))})
+    return messages
+
+
+class InfiniteCache:
+    """Every tenant's full blocks, for ever."""
+
+    def __init__(self) -> None:
+        self._known: set[bytes] = set()
+
+    def serve(self, tenant: str, token_ids: Sequence[int]) -> int:
+        """How many of a prompt's tokens it has; afterwards it has them all. The last one is always computed."""
+        cached = 0
+        digest = tenant.encode()
+        for end in range(BLOCK_TOKENS, len(token_ids) + 1, BLOCK_TOKENS):
+            block = json.dumps(token_ids[end - BLOCK_TOKENS : end]).encode()
+            digest = hashlib.sha256(digest + block).digest()
+            if digest in self._known and cached == end - BLOCK_TOKENS and end < len(token_ids):
+                cached = end
+            self._known.add(digest)
+        return cached

@@ -1,0 +1,111 @@
+"""Real processes: bundled engines, and the gateway before them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gateway.keys import hash_key
+from gateway.ledger.chain import chains, segments
+
+ROOT = Path(__file__).parents[2]
+DEMO_WEIGHTS = ROOT / "backend" / "demo_model" / "weights"
+MODEL = "demo"
+CONTEXT_TOKENS = 16_384
+START_SECONDS_MAX = 120.0
+STOP_SECONDS_MAX = 30.0
+
+
+def key_of(tenant: str) -> str:
+    return f"wp-{tenant}-0123456789abcdef"
+
+
+def long_demo_model(folder: Path) -> Path:
+    """The demo model with a longer context than it was trained for: what it says is worse, what it costs is not."""
+    made = folder / "model"
+    shutil.copytree(DEMO_WEIGHTS, made)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT_TOKENS}))
+    return made
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], folder: Path, ready: str, **settings: str) -> Iterator[str]:
+    """A process from its ready line, whose first group is its URL, to SIGTERM."""
+    folder.mkdir(parents=True)
+    out, log = folder / "stdout", folder / "stderr"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("WARMPATH_", "OTEL_"))}
+    with out.open("wb") as stdout, log.open("wb") as stderr:
+        env = clean | {"PYTHONPATH": str(ROOT)} | settings
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env, cwd=folder)
+    try:
+        end = time.monotonic() + START_SECONDS_MAX
+        while not (found := re.search(ready, out.read_text())):
+            if process.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"{' '.join(command)} did not start:\n{log.read_text()}")
+            time.sleep(0.05)
+        yield found[1]
+        process.send_signal(signal.SIGTERM)
+        process.wait(STOP_SECONDS_MAX)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def engine(folder: Path, model: Path, num_blocks: int) -> Iterator[dict[str, Any]]:
+    """A deployment, as a policy names it."""
+    command = [sys.executable, "-m", "backend", "--model", str(model), "--served-model-name", MODEL, "--port", "0"]
+    command += ["--num-threads", "1", "--num-blocks", str(num_blocks)]
+    events, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
+    command += ["--kv-events", events, "--kv-events-replay", replay]
+    with running(command, folder, r"engine ready on (\S+) model") as url:
+        yield {
+            "name": folder.name,
+            "provider": "warmpath",
+            "base_url": f"{url}/v1",
+            "model": MODEL,
+            "kv_events": events,
+            "kv_events_replay": replay,
+            "metrics": True,
+        }
+
+
+@contextlib.contextmanager
+def gateway(
+    folder: Path, deployments: Sequence[Mapping[str, Any]], tenants: Sequence[str], **policy: Any
+) -> Iterator[str]:
+    folder.mkdir(parents=True)
+    file = folder / "policy.yaml"
+    whole = {
+        "deployments": [dict(deployment) for deployment in deployments],
+        "models": [{"name": MODEL, "deployments": [deployment["name"] for deployment in deployments]}],
+        "cache": {"scope": "off"},
+        "tenants": [{"name": t, "keys": [{"id": t, "hash": hash_key(key_of(t), "")}]} for t in tenants],
+        **policy,
+    }
+    file.write_text(yaml.safe_dump(whole))
+    command = [sys.executable, "-m", "gateway", "serve", "--policy", str(file), "--port", "0"]
+    settings = {"WARMPATH_DATA_DIR": str(folder / "data"), "WARMPATH_STORAGE": "memory://", "WARMPATH_REPLICA": "gw"}
+    with running(command, folder / "process", r"warmpath ready on (\S+) policy", **settings) as url:
+        yield url
+
+
+def receipts(folder: Path) -> list[dict[str, Any]]:
+    """All of a gateway's, in the order in which they were written."""
+    files = [file for chain in chains(folder / "data" / "ledger") for file in segments(chain)]
+    rows = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+    return [row for row in rows if row["kind"] == "receipt"]

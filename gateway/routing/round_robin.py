@@ -1,0 +1,24 @@
+"""Each server in its turn, whatever it holds or has to do: what the others are measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.fleet import Server
+from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.prefix.working_set import Prompt
+from gateway.routing.base import Candidate
+
+
+class RoundRobin:
+    """The server that was sent a call the longest time ago is the next."""
+
+    def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
+        turns = sorted(servers, key=lambda server: (server.cooling(now), server.estimate.cache.clock))
+        return [self._candidate(call, server, now) for server in turns]
+
+    def _candidate(self, call: Prompt, server: Server, now: float) -> Candidate:
+        estimate, prompt = server.estimate, call.prompt_tokens_estimate
+        matched = min(estimate.cache.match(call.fingerprint) * BLOCK_TOKENS, prompt)
+        queued = estimate.queued_tokens(now)
+        return Candidate(server, 0.0, prompt, matched, queued, estimate.in_flight)
