@@ -153,6 +153,29 @@ class Settings(BaseSettings):
         return value
 
 
+class Account(BaseSettings):
+    """How a verb that is a client finds its gateway: by the variables that OpenAI's own clients read."""
+
+    model_config = SettingsConfigDict(env_ignore_empty=True, extra="forbid", frozen=True, populate_by_name=True)
+
+    base_url: str = Field(
+        f"http://127.0.0.1:{DEFAULT_PORT}/v1",
+        pattern=r"^https?://",
+        validation_alias="OPENAI_BASE_URL",
+        description="The gateway's base URL, /v1 included.",
+    )
+    api_key: SecretStr = Field(validation_alias="OPENAI_API_KEY", description="The key to call it with.")
+
+
+def load_account(**options: Any) -> Account:
+    """As `load_settings`."""
+    try:
+        return Account(**{name: value for name, value in options.items() if value is not None})
+    except ValidationError as error:
+        problems = [f"{detail['loc'][0]}: {detail['msg'].lower()}" for detail in error.errors(include_url=False)]
+        raise SettingsError("\n".join(problems)) from None
+
+
 def load_settings(**options: Any) -> Settings:
     """From the environment; an option that is not None wins. Raises `SettingsError`."""
     given = {name: value for name, value in options.items() if value is not None}
@@ -215,9 +238,11 @@ def _also_known_as(alias: str) -> str:
 
 
 __all__ = [
+    "Account",
     "Settings",
     "SettingsError",
     "likely_typos",
+    "load_account",
     "load_settings",
     "missing_secrets",
     "resolve_secret",
