@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,74 +23,97 @@ from tests.redis_server import RedisServer, redis_server
 
 __all__ = ["redis_server"]
 
-TOKENS, PERIOD_SECONDS, PLACES, BUDGET = 16, 4.0, 3, 60
+PERIOD_SECONDS = 4.0
 LEASE_SECONDS = 8.0  # longer than the period: calls outlive what they poured in
 START = 1_800_000_000.0  # all times are quarters of a second from here: exact as floats
 NEVER_SECONDS = 1e9
 PATIENT_SECONDS = 60.0  # a busy machine is not what is tested
 
 
+@dataclass(frozen=True)
+class Scope:
+    """A tenant, one of its keys, or a part of its calls: each has limits of its own."""
+
+    part: str
+    tokens: int
+    places: int
+    budget: int
+
+
+SCOPES = (Scope("", 16, 3, 60), Scope("key%20ci/", 10, 2, 40), Scope("model%20m/", 12, 3, 50))
+MOST = SCOPES[0]
+
+
 @dataclass
 class Held:
-    tokens: int | None  # the index in `BookKeeper.poured`; None where no tokens were asked for
-    places: int
-    money: int
+    charges: list[Charge]
+    poured: list[int | None]  # the index of each rate in its key's pourings
     expires: float
     forgotten: float
-    settles_money: bool
+    left: bool = False
 
 
 @dataclass
 class BookKeeper:
     """Remembers everything and recomputes it each time. A refund rewrites history: the call only took what it used."""
 
-    poured: list[tuple[float, int]] = field(default_factory=list)
-    spent: int = 0
+    poured: defaultdict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    spent: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     held: dict[str, Held] = field(default_factory=dict)
 
-    def left(self, now: float) -> tuple[Fraction, int, int]:
-        level, time = Fraction(0), Fraction(0)
-        for poured_at, amount in [*self.poured, (now, 0)]:
-            leaked = (Fraction(poured_at) - time) * TOKENS / int(PERIOD_SECONDS)
-            level, time = max(Fraction(0), level - leaked) + amount, Fraction(poured_at)
-        holding = [held for held in self.held.values() if held.expires > now]
-        return (
-            TOKENS - level,
-            PLACES - sum(held.places for held in holding),
-            BUDGET - self.spent - sum(held.money for held in holding),
-        )
-
-    def reserve(self, name: str, tokens: int | None, place: bool, money: int | None, now: float) -> list[int] | None:
-        """What is left of each charge, or None for a refusal."""
-        free = self.left(now)
-        wanted: list[tuple[int | None, Fraction | int]] = [
-            (tokens, free[0]),
-            (1 if place else None, free[1]),
-            (money, free[2]),
+    def room(self, charge: Charge, now: float) -> Fraction | int:
+        if isinstance(charge, RateCharge):
+            level, time = Fraction(0), Fraction(0)
+            for poured_at, amount in [*self.poured[charge.key], (now, 0)]:
+                leaked = (Fraction(poured_at) - time) * charge.limit / int(PERIOD_SECONDS)
+                level, time = max(Fraction(0), level - leaked) + amount, Fraction(poured_at)
+            return charge.limit - level
+        holding = [
+            each.amount
+            for held in self.held.values()
+            if held.expires > now
+            for each in held.charges
+            if each.key == charge.key and not (held.left and isinstance(each, LeaseCharge))
         ]
-        left = [room - amount for amount, room in wanted if amount is not None]
+        return charge.limit - self.spent[charge.key] - sum(holding)
+
+    def reserve(self, name: str, charges: list[Charge], now: float) -> list[int] | None:
+        """What is left of each charge, or None for a refusal."""
+        left = [self.room(charge, now) - charge.amount for charge in charges]
         if any(room < 0 for room in left):
             return None
-        if tokens is not None:
-            self.poured.append((now, tokens))
-        index = None if tokens is None else len(self.poured) - 1
-        expires = now + LEASE_SECONDS
-        self.held[name] = Held(
-            index, int(place), money or 0, expires, expires + REMEMBER_SECONDS, settles_money=money is not None
-        )
+        self.hold(name, charges, now)
         return [int(room) for room in left]
 
-    def settle(self, name: str, tokens: int, money: int, now: float) -> bool:
+    def hold(self, name: str, charges: list[Charge], now: float) -> None:
+        poured: list[int | None] = []
+        for charge in charges:
+            poured.append(len(self.poured[charge.key]) if isinstance(charge, RateCharge) else None)
+            if isinstance(charge, RateCharge):
+                self.poured[charge.key].append((now, charge.amount))
+        expires = now + LEASE_SECONDS
+        self.held[name] = Held(charges, poured, expires, expires + REMEMBER_SECONDS)
+
+    def settle(self, name: str, actual: list[int], now: float) -> bool:
         held = self.held.pop(name, None)
         if held is None or held.forgotten <= now:
             return False
-        if held.tokens is not None:
-            poured_at, reserved = self.poured[held.tokens]
-            self.poured[held.tokens] = (poured_at, min(reserved, tokens))
-            if tokens > reserved:
-                self.poured.append((now, tokens - reserved))
-        self.spent += money if held.settles_money else 0
+        for charge, index, used in zip(held.charges, held.poured, actual, strict=True):
+            if index is not None:
+                poured_at, reserved = self.poured[charge.key][index]
+                self.poured[charge.key][index] = (poured_at, min(reserved, used))
+                if used > reserved:
+                    self.poured[charge.key].append((now, used - reserved))
+            elif isinstance(charge, SpendCharge):
+                self.spent[charge.key] += used
         return True
+
+    def leave(self, name: str, now: float) -> bool:
+        held = self.held.get(name)
+        if held is None or held.expires <= now or held.left:
+            return False
+        held.left = any(isinstance(charge, LeaseCharge) for charge in held.charges)
+        return held.left
 
     def extend(self, name: str, now: float) -> bool:
         held = self.held.get(name)
@@ -110,6 +134,8 @@ class Reserve:
     tokens: int | None
     place: bool
     money: int | None
+    scopes: frozenset[Scope]
+    granted_elsewhere: bool = False  # and now adopted, whether it fits or not
 
 
 @dataclass(frozen=True)
@@ -125,6 +151,11 @@ class Extend:
 
 
 @dataclass(frozen=True)
+class Leave:
+    which: int
+
+
+@dataclass(frozen=True)
 class Wait:
     quarters: int
 
@@ -134,16 +165,19 @@ class Crash:
     """The process is killed, and comes back under its old name."""
 
 
-Step = Reserve | Settle | Extend | Wait | Crash
-amounts = st.integers(0, TOKENS)
-busy = st.builds(Reserve, st.integers(1, TOKENS), st.just(False), st.none())
-mixed = st.builds(Reserve, st.none() | amounts, st.booleans(), st.none() | amounts)
+Step = Reserve | Settle | Extend | Leave | Wait | Crash
+amounts = st.integers(0, MOST.tokens)
+scopes = st.frozensets(st.sampled_from(SCOPES), min_size=1)
+busy = st.builds(Reserve, st.integers(1, MOST.tokens), st.just(False), st.none(), scopes)
+mixed = st.builds(
+    Reserve, st.none() | amounts, st.booleans(), st.none() | amounts, scopes, st.sampled_from([False] * 5 + [True])
+)
 settles = st.builds(Settle, st.integers(0, 5), amounts, amounts)
-extends = st.builds(Extend, st.integers(0, 5))
+others = st.builds(Extend, st.integers(0, 5)) | st.builds(Leave, st.integers(0, 5)) | st.builds(Crash)
 waits = st.builds(Wait, st.integers(1, 24) | st.just(4 * (int(REMEMBER_SECONDS) - 4)))
 short_waits = st.builds(Wait, st.integers(1, 4))
 histories = st.one_of(
-    st.lists(st.one_of(mixed, settles, extends, waits, st.builds(Crash)), min_size=10, max_size=40),
+    st.lists(st.one_of(mixed, settles, others, waits), min_size=10, max_size=40),
     st.lists(st.one_of(busy, settles, short_waits), min_size=10, max_size=40),
 )
 
@@ -166,37 +200,55 @@ def opened(engine: str, folder: Path, server: RedisServer) -> Iterator[tuple[asy
             runner.run(storage.close())
 
 
-def charges(tenant: str, tokens: int | None, place: bool, money: int | None) -> list[Charge]:
-    asked: list[Charge] = []
-    if tokens is not None:
-        asked.append(RateCharge(f"{tenant}/tokens", tokens, TOKENS, PERIOD_SECONDS))
-    if place:
-        asked.append(LeaseCharge(f"{tenant}/concurrency", PLACES))
-    if money is not None:
-        asked.append(SpendCharge(f"{tenant}/budget/total", money, BUDGET, NEVER_SECONDS))
-    return asked
+def charges(tenant: str, asked: Reserve) -> list[Charge]:
+    """Of every scope that the call is in, all in one step."""
+    found: list[Charge] = []
+    for scope in SCOPES:
+        if scope in asked.scopes:
+            prefix = f"{tenant}/{scope.part}"
+            if asked.tokens is not None:
+                found.append(RateCharge(f"{prefix}tokens", asked.tokens, scope.tokens, PERIOD_SECONDS))
+            if asked.place:
+                found.append(LeaseCharge(f"{prefix}concurrency", scope.places))
+            if asked.money is not None:
+                found.append(SpendCharge(f"{prefix}budget/total", asked.money, scope.budget, NEVER_SECONDS))
+    return found
+
+
+def used(charges: list[Charge], tokens: int, money: int) -> list[int]:
+    return [
+        tokens if isinstance(charge, RateCharge) else money if isinstance(charge, SpendCharge) else 0
+        for charge in charges
+    ]
 
 
 async def play(storage: Storage, tenant: str, history: list[Step]) -> None:
-    book, now, made = BookKeeper(), START, list[tuple[str, Reserve]]()
+    book, now, made = BookKeeper(), START, list[tuple[str, list[Charge]]]()
     for step in history:
         match step:
-            case Reserve(tokens, place, money):
-                name = f"{tenant}/{len(made)}"
-                expected = book.reserve(name, tokens, place, money, now)
-                asked = charges(tenant, tokens, place, money)
+            case Reserve(granted_elsewhere=True):
+                name, asked = f"{tenant}/{len(made)}", charges(tenant, step)
+                book.hold(name, asked, now)
+                await storage.adopt(name, asked, lease_seconds=LEASE_SECONDS, now=now)
+                made.append((name, asked))
+            case Reserve():
+                name, asked = f"{tenant}/{len(made)}", charges(tenant, step)
+                expected = book.reserve(name, asked, now)
                 verdict = await storage.reserve(name, asked, lease_seconds=LEASE_SECONDS, now=now)
                 assert (list(verdict.remaining) if isinstance(verdict, Granted) else None) == expected
                 if isinstance(verdict, Granted):
-                    made.append((name, step))
+                    made.append((name, asked))
             case Settle(which, tokens, money) if which < len(made):
-                name, of = made[-1 - which]
-                used = [tokens] * (of.tokens is not None) + [0] * of.place + [money] * (of.money is not None)
-                assert await storage.settle(name, used, now=now) == book.settle(name, tokens, money, now)
+                name, asked = made[-1 - which]
+                actual = used(asked, tokens, money)
+                assert await storage.settle(name, actual, now=now) == book.settle(name, actual, now)
             case Extend(which) if which < len(made):
                 name, _ = made[-1 - which]
                 extended = await storage.extend(name, lease_seconds=LEASE_SECONDS, now=now)
                 assert extended == book.extend(name, now)
+            case Leave(which) if which < len(made):
+                name, _ = made[-1 - which]
+                assert await storage.leave(name, now=now) == book.leave(name, now)
             case Wait(quarters):
                 now += quarters / 4
             case Crash():
@@ -205,12 +257,10 @@ async def play(storage: Storage, tenant: str, history: list[Step]) -> None:
 
 
 async def nothing_sticks(storage: Storage, tenant: str, book: BookKeeper, much_later: float) -> None:
-    """All that was not really spent is there again, whole."""
-    unspent = max(0, BUDGET - book.spent)
-    if book.spent <= BUDGET:
-        asked = charges(tenant, TOKENS, True, unspent)
-        verdict = await storage.reserve(f"{tenant}/last", asked, lease_seconds=LEASE_SECONDS, now=much_later)
-        assert verdict == Granted((0, PLACES - 1, 0))
+    """All that was not really spent is there again, whole, to the last unit."""
+    everything = charges(tenant, Reserve(0, True, 0, frozenset(SCOPES)))
+    expected = [max(0, charge.limit - book.spent[charge.key]) for charge in everything]
+    assert list(await storage.left(everything, now=much_later)) == expected
 
 
 @pytest.mark.parametrize(("engine", "examples"), [("memory", 600), ("sqlite", 150), ("redis", 100)])
