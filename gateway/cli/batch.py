@@ -39,9 +39,7 @@ def submit(
         str | None, typer.Option(help="The file has a prompt on each line; each becomes a chat with this model.")
     ] = None,
     window: Annotated[str, typer.Option(help="How long it may take, at most 24h.")] = "24h",
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Print the batch's id, and do not wait for its end.")
-    ] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Print the batch's id, and do not wait.")] = False,
     output: Output = None,
     errors: Errors = None,
     url: Url = None,

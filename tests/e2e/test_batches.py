@@ -264,3 +264,28 @@ def test_another_replica_takes_over_from_a_killed_one(
         receipts = [receipt for front in fronts for receipt in front.receipts(outcome="complete")]
         assert fronts[1 - owner].receipts(outcome="complete")
         check_books(batch_id, receipts, answers(clients[1 - owner], ended.output_file_id))
+
+
+def test_the_command_submits_watches_and_fetches(front: Gateway, tmp_path: Path) -> None:
+    where = ("--url", f"{front.url}/v1", "--key", "wp-dev-0123456789abcdef")
+    (tmp_path / "prompts.txt").write_text("What is a token?\n\nWhat is a KV cache?\n")
+    submit_prompts = ("batch", "submit", "prompts.txt", "--model", DEMO, *where)
+    done = warmpath(*submit_prompts, "--output", "answers.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("is completed: 2 answered, 0 failed\n")
+    rows = [json.loads(row) for row in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [row["custom_id"] for row in rows] == ["line-1", "line-3"]
+
+    (tmp_path / "lines.jsonl").write_bytes(jsonl([line(1, **{**chat(), "model": "nobody"})]))
+    detached = warmpath("batch", "submit", "lines.jsonl", "--detach", *where, cwd=tmp_path)
+    assert detached.returncode == 0, detached.stderr
+    watched = warmpath("batch", "watch", detached.stdout.strip(), *where, cwd=tmp_path)
+    assert watched.returncode == 1
+    assert "is failed: 0 answered, 0 failed\nline 1: the model 'nobody' does not exist" in watched.stdout
+
+    refused = warmpath("batch", "submit", "prompts.txt", *where, cwd=tmp_path)
+    assert (refused.returncode, "give --model" in refused.stderr) == (2, True)
+    nowhere = warmpath(
+        "batch", "watch", "batch_1", "--url", f"http://127.0.0.1:{free_port()}/v1", *where[2:], cwd=tmp_path
+    )
+    assert (nowhere.returncode, "can not be reached" in nowhere.stderr) == (1, True)
