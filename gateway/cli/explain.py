@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from gateway.canonicaliser import Canonicaliser, new_call_id
+from gateway.canonicaliser import Canonicaliser, join, new_call_id
 from gateway.cli.common import AsJson, fail, policy_or_exit, say, say_json, say_table, settings_or_exit, verb_app
 from gateway.doors import DOORS
 from gateway.errors import GatewayError
 from gateway.fleet import Fleet
 from gateway.policy import Policy, Tenant
+from gateway.policy.traffic import Canonicalise
 from gateway.policy_checks import ANYWHERE
 from gateway.prefix.fingerprint import BLOCK_BYTES
 from gateway.providers.base import Unasked
@@ -24,6 +28,8 @@ from gateway.routing.router import Router
 from gateway.types import Call, Operation, Principal, Trace
 
 app = verb_app()
+
+MAX_DIFF_LINES = 200
 
 
 @app.command()
@@ -40,7 +46,8 @@ def explain(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the rule that matches a request, its class, the candidates with their predicted cost, and who wins.
+    """Show the rule that matches a request, its class, what its canonical form changes in body and prefix, the
+    candidates with their predicted cost, and who wins.
 
     Nothing is sent. Caches are taken to be cold and servers idle, but for what --after sends before.
     """
@@ -60,28 +67,31 @@ async def _story(
     policy: Policy, principal: Principal, headers: dict[bytes, bytes], operation: Operation, bodies: list[bytes]
 ) -> dict[str, Any]:
     """Every body goes through the gateway's own canonicaliser and router; the last one is told about."""
-    canonicaliser = Canonicaliser(settings_or_exit().key_pepper.get_secret_value().encode())
+    secret = settings_or_exit().key_pepper.get_secret_value().encode()
+    canonicaliser = Canonicaliser(secret)
     fleet = Fleet(lambda deployment: Unasked())
     fleet.apply(policy)
     router = Router(fleet, STRATEGIES)
     door = next(door for door in DOORS if door.operation is operation)
+    context: dict[str, Any] = {
+        "call_id": new_call_id(), "principal": principal,
+        "now": asyncio.get_running_loop().time(), "trace": Trace(trace_id=1, parent_span_id=0, sampled=False),
+    }  # fmt: skip
     for body in bodies:
         started = time.perf_counter()
         try:
-            call = canonicaliser.canonicalise(
-                door, body, headers,
-                call_id=new_call_id(), principal=principal, policy=policy,
-                now=asyncio.get_running_loop().time(), trace=Trace(trace_id=1, parent_span_id=0, sampled=False),
-            )  # fmt: skip
+            call = canonicaliser.canonicalise(door, body, headers, policy=policy, **context)
         except GatewayError as error:
             fail(f"it is refused with {error.status} {error.code or error.type}: {error.message}")
         seconds = time.perf_counter() - started
         candidates = router.order(call)
         candidates[0].server.cache.add(call.fingerprint)
-    return _outline(policy, call, candidates, seconds)
+    untouched = policy.model_copy(update={"canonicalise": Canonicalise(level="off")})
+    as_sent = Canonicaliser(secret).canonicalise(door, bodies[-1], headers, policy=untouched, **context)
+    return _outline(policy, call, as_sent, candidates, seconds)
 
 
-def _outline(policy: Policy, call: Call, candidates: list[Candidate], seconds: float) -> dict[str, Any]:
+def _outline(policy: Policy, call: Call, as_sent: Call, candidates: list[Candidate], seconds: float) -> dict[str, Any]:
     rule = None if call.class_rule is None else policy.rules[call.class_rule]
     return {
         "model": {"asked": call.asked_model, "served": call.model.name},
@@ -94,6 +104,8 @@ def _outline(policy: Policy, call: Call, candidates: list[Candidate], seconds: f
             "blocks": len(call.fingerprint),
             "block_bytes": BLOCK_BYTES,
             "canonical_steps": call.canonical_steps,
+            "diff": _diff(as_sent, call),
+            "fingerprint": _fingerprints(as_sent, call),
             "seconds": round(seconds, 6),
         },
         "candidates": [
@@ -107,6 +119,36 @@ def _outline(policy: Policy, call: Call, candidates: list[Candidate], seconds: f
         ],
         "why": _why(candidates),
     }  # fmt: skip
+
+
+def _diff(as_sent: Call, call: Call) -> list[str]:
+    """A unified diff of what the two bodies say: one line for each value, and for each line of a text."""
+    before, after = ([*_lines("", msgspec.json.decode(join(c.fields)))] for c in (as_sent, call))
+    lines = list(difflib.unified_diff(before, after, "as sent", "canonical", lineterm="", n=1))
+    more = len(lines) - MAX_DIFF_LINES
+    return lines if more <= 0 else [*lines[:MAX_DIFF_LINES], f"and {more} lines more"]
+
+
+def _lines(path: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _lines(f"{path}.{key}" if path else key, item)
+    elif isinstance(value, list) and value:
+        for i, item in enumerate(value):
+            yield from _lines(f"{path}[{i}]", item)
+    elif isinstance(value, str):
+        for line in value.split("\n"):
+            yield f"{path}: {line}"
+    else:
+        yield f"{path}: {msgspec.json.encode(value).decode()}"
+
+
+def _fingerprints(as_sent: Call, call: Call) -> dict[str, Any]:
+    """The prefix by which servers are chosen, with and without the canonical form; 16 hex digits a block."""
+    before, after = ([f"{block:016x}" for block in c.fingerprint] for c in (as_sent, call))
+    pairs = zip(before, after, strict=False)
+    equal = next((i for i, (b, a) in enumerate(pairs) if b != a), min(len(before), len(after)))
+    return {"as_sent": before, "canonical": after, "equal_blocks": equal}
 
 
 def _why(candidates: list[Candidate]) -> str:
@@ -135,6 +177,8 @@ def _tell(story: dict[str, Any]) -> None:
         f"prompt  about {prompt['tokens_estimate']} tokens, "
         f"{prompt['blocks']} blocks of {prompt['block_bytes']} bytes; {steps}"
     )
+    if prompt["canonical_steps"]:
+        _tell_form(prompt["diff"], prompt["fingerprint"])
     say()
     say_table(
         ("", "DEPLOYMENT", "PREDICTED COST", "WHY"),
@@ -145,6 +189,22 @@ def _tell(story: dict[str, Any]) -> None:
     )
     say()
     say(story["why"])
+
+
+def _tell_form(diff: list[str], prints: dict[str, Any]) -> None:
+    before, after, equal = prints["as_sent"], prints["canonical"], prints["equal_blocks"]
+    if not diff:
+        say("body    says the same as was sent, in other bytes")
+    if before == after:
+        say("prefix  is what it was as sent")
+    elif equal < min(len(before), len(after)):
+        say(f"prefix  block {equal + 1} of {len(after)} is {after[equal]} and was {before[equal]} as sent")
+    else:
+        say(f"prefix  {len(after)} blocks, which were {len(before)} as sent")
+    if diff:
+        say()
+    for line in diff:
+        say(line, style={"+": "green", "-": "red"}.get(line[:1], ""))
 
 
 def _tenant(policy: Policy, name: str | None) -> Tenant:

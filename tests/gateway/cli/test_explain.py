@@ -1,0 +1,66 @@
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.gateway.calls import a_policy
+from tests.gateway.cli.conftest import Warmpath
+
+STABLE = "You are an airline agent.\n" + "Be brief. " * 60
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    file = tmp_path / "policy.yaml"
+    form = {"level": "full", "opt_in": ["volatile_to_end"]}
+    content = json.loads(a_policy(canonicalise=form).model_dump_json(exclude_defaults=True, by_alias=True))
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def request(folder: Path, **body: object) -> Path:
+    file = folder / "request.json"
+    file.write_text(json.dumps({"model": "m", **body}))
+    return file
+
+
+def test_the_diff_of_body_and_prefix(warmpath: Warmpath, policy: Path, tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": f"Current time: 09:41\n{STABLE}"}, {"role": "user", "content": "hi"}]
+    file = request(tmp_path, messages=messages)
+    told = warmpath("explain", str(policy), "--request", str(file))
+    assert told.exit_code == 0, told.stderr
+    assert "json_form, volatile_to_end" in told.stdout
+    lines = told.stdout.splitlines()
+    assert "-messages[0].content: Current time: 09:41" in lines
+    assert "+messages[0].content: Current time: 09:41" in lines
+    assert any(line.startswith("prefix  block 1 of 2 is ") for line in lines)
+
+    prompt = json.loads(warmpath("explain", str(policy), "--request", str(file), "--json").stdout)["prompt"]
+    prints = prompt["fingerprint"]
+    assert prints["equal_blocks"] == 0
+    assert len(prints["as_sent"]) == len(prints["canonical"]) == prompt["blocks"] == 2
+    assert prompt["diff"][0] == "--- as sent"
+
+
+def test_other_bytes_that_say_the_same(warmpath: Warmpath, policy: Path, tmp_path: Path) -> None:
+    file = request(tmp_path, messages=[{"role": "user", "content": STABLE}])
+    told = warmpath("explain", str(policy), "--request", str(file)).stdout
+    assert "body    says the same as was sent, in other bytes" in told
+    assert "prefix  is what it was as sent" in told
+
+
+def test_a_canonical_request_has_no_diff(warmpath: Warmpath, policy: Path, tmp_path: Path) -> None:
+    file = tmp_path / "compact.json"
+    file.write_text('{"model":"m","messages":[{"role":"user","content":"hi"}]}')
+    told = warmpath("explain", str(policy), "--request", str(file)).stdout
+    assert "it is canonical already" in told
+    assert "prefix" not in told
+
+
+def test_a_long_diff_is_cut(warmpath: Warmpath, policy: Path, tmp_path: Path) -> None:
+    clocks = "\n".join(f"Current time: 09:{i % 60:02d}\nline {i}" for i in range(500))
+    file = request(tmp_path, messages=[{"role": "system", "content": clocks}])
+    diff = json.loads(warmpath("explain", str(policy), "--request", str(file), "--json").stdout)["prompt"]["diff"]
+    assert len(diff) == 201
+    assert diff[-1].endswith("lines more")
