@@ -125,21 +125,25 @@ class Lines(Generic[W]):
         return len(line) if line else 0
 
     def at_once(self, call: Queued, now: float) -> Place | None:
-        """A place, if there is one and nobody waits whose turn comes before this call's."""
-        if self._lines and self._someone_before(call):
-            return None
-        return self._place(call, now)
-
-    def _someone_before(self, call: Queued) -> bool:
-        """Of its own line, a call that may be held passes those that are: whose turn it is, `serve` says."""
+        """A place, if there is one and nobody waits whose turn comes before this call's. Of its own line, a call that
+        may be held passes the others if its conversation is under way: who waits there is not."""
+        if not self._lines:
+            return self._place(call, now)
         priority, model = call.latency_class.priority, call.model.name
-        return any(waits <= priority and name == model for waits, _, name in self._lines)
+        before = [waits for waits, _, name in self._lines if waits <= priority and name == model]
+        if not before:
+            return self._place(call, now)
+        if call.may_be_held and min(before) == priority:
+            return self._place(call, now, goes_on=True)
+        return None
 
-    def _place(self, call: Queued, now: float) -> Place | None:
+    def _place(self, call: Queued, now: float, *, goes_on: bool = False) -> Place | None:
+        """`goes_on`: only for a conversation that has its room already."""
         servers = self._fleet.servers_of(call.model)
         if call.may_be_held:
             servers = [server for server in servers if server.has_place]
-            if not servers or not self._fleet.working_set.admit(call, [server.estimate for server in servers], now):
+            homes = [server.estimate for server in servers]
+            if not homes or not self._fleet.working_set.admit(call, homes, now, goes_on=goes_on):
                 return None
         return self._fleet.take(servers)
 

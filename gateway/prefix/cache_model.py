@@ -5,9 +5,10 @@ equal prefixes, so that a tree of *runs* (blocks that always came together) is e
 steps as it has branches, and not blocks. The runs are kept in order of use. A use touches a chain from its end to its
 beginning, as the engines do, so that the oldest run never has a younger one behind it.
 
-What has had to make way is remembered for as long again: a server that still has it has more room than we thought.
+What has had to make way is remembered for `REMEMBERED` times as long: a server that still has it has more room than
+we thought.
 Replies teach the capacity (`learn`), events correct the content (`add`, `remove`, `clear`), and an engine that tells
-its size is believed (`resize`). Memory is bounded by the capacity: some 40 bytes per block, twice.
+its size is believed (`resize`). Memory is bounded by the capacity: some 40 bytes per block, `1 + REMEMBERED` times.
 """
 
 from __future__ import annotations
@@ -18,27 +19,30 @@ from typing import NamedTuple
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
+REMEMBERED = 3  # times the capacity
 SHRINK_AT_MOST = 0.1  # of the learned capacity, by one reply: a restarted server has lost its content, not its size
 GROW_AT_MOST = 0.1
 CAPACITY_MAX_TOKENS = 64_000_000  # up to which a capacity is learned
 
 
 class _Run:
-    """Blocks of a chain that follow each other without a branch. `used` is the model's clock at their last use."""
+    """Blocks of a chain that follow each other without a branch. `used` is the model's clock at their last use;
+    `evicted` is how many blocks had been evicted in all when these were."""
 
-    __slots__ = ("blocks", "children", "held", "parent", "used")
+    __slots__ = ("blocks", "children", "evicted", "held", "parent", "used")
 
     def __init__(self, parent: _Run | None, blocks: list[int], used: int) -> None:
         self.parent = parent
         self.blocks = blocks
         self.children: dict[int, _Run] = {}  # by their first block
         self.used = used
+        self.evicted = 0
         self.held = True  # else only remembered
 
 
 class Recall(NamedTuple):
-    """What was believed of a chain at one moment. `ages`: for each run on its path, where it ends and when it was
-    used last; the first runs that are `held` make up `matched`, the others have been evicted since."""
+    """What was believed of a chain at one moment. `ages`: for each run on its path, where it ends, and when it was used
+    last; or, of those that have been evicted (from `matched` to `remembered`), how many blocks were so since."""
 
     matched: int
     remembered: int
@@ -55,6 +59,7 @@ class CacheModel:
         self._remembered: OrderedDict[_Run, None] = OrderedDict()  # from the first to the last evicted
         self._held_blocks = 0
         self._remembered_blocks = 0
+        self._evicted = 0  # blocks, ever
         self.clock = 0  # counts additions
         self._told = False
 
@@ -76,7 +81,7 @@ class CacheModel:
         ages: list[tuple[int, int]] = []
         for run in path:
             end = min(end + len(run.blocks), depth)
-            ages.append((end, run.used))
+            ages.append((end, run.used if run.held else self._evicted - run.evicted))
             if run.held:
                 matched = end
         return Recall(matched, depth, tuple(ages))
@@ -147,9 +152,10 @@ class CacheModel:
             self._evict_older(missing)
             smaller = max(self._held_blocks, int(self.capacity * (1 - SHRINK_AT_MOST)))
             self._learn_capacity(min(self.capacity, smaller))
-        elif believed.matched < believed.remembered and reported > believed.matched:
-            more = min(reported, believed.remembered) - believed.matched
-            self._learn_capacity(self.capacity + min(more, int(self.capacity * GROW_AT_MOST)))
+        elif believed.matched < reported:
+            evicted = [since for end, since in believed.ages if believed.matched < end <= reported]
+            if evicted:
+                self._learn_capacity(self.capacity + min(max(evicted), int(self.capacity * GROW_AT_MOST)))
 
     def _learn_capacity(self, capacity: int) -> None:
         if not self._told:
@@ -172,7 +178,7 @@ class CacheModel:
         """Cut a run after `length` blocks. `run` itself becomes the tail and keeps its place in the order."""
         assert run.parent is not None
         head = _Run(run.parent, run.blocks[:length], run.used)
-        head.held = run.held
+        head.held, head.evicted = run.held, run.evicted
         run.parent.children[head.blocks[0]] = head
         run.parent = head
         del run.blocks[:length]
@@ -199,7 +205,7 @@ class CacheModel:
                 head = self._split(run, len(run.blocks) - excess)
                 self._held.move_to_end(head, last=False)
             self._evict(run)
-        while self._remembered_blocks > self.capacity:
+        while self._remembered_blocks > REMEMBERED * self.capacity:
             self._drop(next(iter(self._remembered)))
 
     def _evict_older(self, used: int) -> None:
@@ -209,6 +215,8 @@ class CacheModel:
 
     def _evict(self, run: _Run) -> None:
         run.held = False
+        self._evicted += len(run.blocks)
+        run.evicted = self._evicted
         del self._held[run]
         self._remembered[run] = None
         self._held_blocks -= len(run.blocks)

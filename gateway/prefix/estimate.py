@@ -15,6 +15,7 @@ from gateway.prefix.fingerprint import BLOCK_TOKENS
 RATE_WEIGHT = 0.2  # of the newest observation in the learned prefill speed
 RATE_MIN_TOKENS = 64  # shorter prefills tell more about the network than about the server
 SCALE_WEIGHT = 0.05  # of the newest prompt in the learned tokens per estimated token
+HELD_WEIGHT = 0.1  # of the newest reply in `evicted_share_held`
 MISPREDICTED_SHARE = 0.1  # of a prediction that may be missing without meaning that anything was evicted
 MISPREDICTED_BLOCKS = 2
 LOAD_VALID_SECONDS = 15.0  # after which a reported load says nothing any more
@@ -32,7 +33,9 @@ class Load(NamedTuple):
 class Sent:
     """One prompt at one server, until its end; `missing` tokens are to be computed, as was believed when it went."""
 
-    __slots__ = ("at", "believed", "chain", "clock", "missing", "prompt_tokens", "streams", "unsure_from")
+    __slots__ = (
+        "at", "believed", "chain", "clock", "missing", "prefill_seconds", "prompt_tokens", "streams", "unsure_from",
+    )  # fmt: skip
 
     def __init__(
         self, chain: Sequence[int], prompt_tokens: int, believed: Recall, at: float, clock: int, streams: bool
@@ -44,6 +47,7 @@ class Sent:
         self.at = at
         self.clock = clock  # of the cache model, when it was added there
         self.streams = streams
+        self.prefill_seconds = 0.0  # known from its first chunk on
         self.unsure_from = clock  # what was added at this clock or later was being computed when this was sent
 
 
@@ -56,10 +60,17 @@ class Estimate:
         self.prefill_tokens_queued = 0  # sent, and not yet answered by a first chunk
         self.tokens_scale = 1.0  # the engine's tokens per estimated token
         self.reports_cached = False  # whether it has ever said that tokens came from its cache
+        self.evicted_share_held = 0.5  # of what should have been evicted, how much turned out to be there
         self.load: Load | None = None
         self.in_flight = 0  # calls that were sent and are not answered to the end
+        self.prompt_tokens_in_flight = 0  # of these calls
         self._prefills: dict[Sent, None] = {}  # in the order in which they were sent
         self._prefilling_since = 0.0  # when the first of them could begin
+
+    def warm_tokens(self, chain: Sequence[int]) -> float:
+        """How many tokens of a prompt's beginning are expected to be found, evicted ones by their probability."""
+        matched, remembered, _ = self.cache.recall(chain)
+        return (matched + self.evicted_share_held * (remembered - matched)) * BLOCK_TOKENS
 
     def begin(self, chain: Sequence[int], prompt_tokens: int, now: float, *, streams: bool = True) -> Sent:
         """A prompt is sent. It counts as cached at once: what comes meanwhile with the same prefix follows it."""
@@ -73,6 +84,7 @@ class Estimate:
         self._prefills[sent] = None
         self.prefill_tokens_queued += sent.missing
         self.in_flight += 1
+        self.prompt_tokens_in_flight += prompt_tokens
         return sent
 
     def first_chunk(self, sent: Sent, now: float) -> None:
@@ -80,7 +92,9 @@ class Estimate:
         if sent not in self._prefills:
             return
         if sent.streams and sent is next(iter(self._prefills)):
-            self.learn_prefill(sent.missing, now - self._prefilling_since)
+            sent.prefill_seconds = now - self._prefilling_since
+            if not self.reports_cached:
+                self.learn_prefill(sent.missing, sent.prefill_seconds)
         self._leave(sent, now)
 
     def end(self, sent: Sent, now: float, *, answered: bool = True) -> None:
@@ -88,6 +102,7 @@ class Estimate:
         if sent in self._prefills:
             self._leave(sent, now)
         self.in_flight -= 1
+        self.prompt_tokens_in_flight -= sent.prompt_tokens
         if not answered:
             self.cache.remove(sent.chain[: sent.believed.matched + 1])
 
@@ -126,9 +141,14 @@ class Estimate:
         if not self.reports_cached or not sent.chain or not input_tokens:
             return
         self.tokens_scale += SCALE_WEIGHT * (input_tokens / max(1, sent.prompt_tokens) - self.tokens_scale)
+        computed = sent.prompt_tokens * (1 - cached_tokens / input_tokens)
+        self.learn_prefill(int(computed), sent.prefill_seconds)
         believed = sent.believed
         reported = round(cached_tokens / input_tokens * sent.prompt_tokens / BLOCK_TOKENS)
         tolerated = MISPREDICTED_BLOCKS + int(MISPREDICTED_SHARE * believed.matched)
+        if (evicted := believed.remembered - believed.matched) > 0:
+            held = max(0, min(reported, believed.remembered) - believed.matched)
+            self.evicted_share_held += HELD_WEIGHT * (held / evicted - self.evicted_share_held)
         if reported < believed.matched:
             if reported + tolerated >= believed.matched:
                 return

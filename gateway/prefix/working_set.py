@@ -17,7 +17,8 @@ from typing import Protocol
 
 from gateway.prefix.estimate import Estimate
 
-IDLE_SECONDS = 300.0  # without a call, after which a conversation counts as over
+IDLE_SECONDS = 330.0  # without a call, after which a conversation counts as over
+CHECKPOINT_BLOCKS = 8
 RESUME_SHARE = 0.85  # of the room for batch, up to which one that has no place yet may take one
 RESERVE_SHARE = 0.1  # of each cache, for real-time conversations that may come, where there have been any
 CONTINUES_WEIGHT = 0.05  # of the newest conversation in the learned share of those that have a second turn
@@ -41,10 +42,11 @@ class Prompt(Protocol):
 class Conversation:
     """`tokens` is its length so far, all of which its next turn will want to find at `home`."""
 
-    __slots__ = ("held", "home", "key", "running", "started", "tokens", "turns", "urgent", "used")
+    __slots__ = ("checkpoint", "held", "home", "key", "running", "started", "tokens", "turns", "urgent", "used")
 
     def __init__(self, key: Hashable, home: Estimate, started: float, *, urgent: bool) -> None:
         self.key = key
+        self.checkpoint: int | None = None  # its chain, seven eighths down: agents edit what they said last
         self.home = home
         self.started = started
         self.used = started
@@ -59,6 +61,7 @@ class WorkingSet:
     """All conversations at the servers of one fleet."""
 
     def __init__(self) -> None:
+        self._by_checkpoint: dict[int, Conversation] = {}
         self._by_key: OrderedDict[Hashable, Conversation] = OrderedDict()  # by their last use
         self._at: dict[Estimate, dict[Conversation, None]] = {}
         self._continues = 0.5
@@ -68,14 +71,22 @@ class WorkingSet:
         """The conversation that a prompt continues, as far as that can be told."""
         if prompt.session is not None:
             return self._by_key.get(prompt.session)
-        for home in homes:
-            depth = home.cache.recall(prompt.fingerprint).remembered
-            if depth and (known := self._by_key.get(prompt.fingerprint[depth - 1])) is not None:
-                return known
+        chain = prompt.fingerprint
+        if not chain:
+            return None
+        if (same := self._by_key.get(chain[-1])) is not None:
+            return same
+        depth = max(home.cache.recall(chain).remembered for home in homes)
+        if depth and (longer := self._by_key.get(chain[depth - 1])) is not None:
+            return longer
+        for checkpoint in range(depth - depth % CHECKPOINT_BLOCKS, depth * 3 // 4, -CHECKPOINT_BLOCKS):
+            if (edited := self._by_checkpoint.get(chain[checkpoint - 1])) is not None:
+                return edited
         return None
 
-    def admit(self, prompt: Prompt, homes: Sequence[Estimate], now: float) -> bool:
-        """Whether the call may go now. If so its conversation has its room, which is lost again by idling."""
+    def admit(self, prompt: Prompt, homes: Sequence[Estimate], now: float, *, goes_on: bool = False) -> bool:
+        """Whether the call may go now. If so its conversation has its room, which is lost again by idling. `goes_on`:
+        only one that has its room already is to be considered."""
         if not prompt.may_be_held or not prompt.fingerprint:
             return True
         self._expire(now)
@@ -84,6 +95,8 @@ class WorkingSet:
             if self._may_go_on(known, tokens):
                 return True
             known.held = True
+            return False
+        if goes_on:
             return False
         fitting = [home for home in homes if self._has_room(home, tokens)]
         if not fitting:
@@ -142,10 +155,16 @@ class WorkingSet:
         if known is None:
             known = Conversation(key, home, now, urgent=urgent)
         else:
-            self._by_key.pop(known.key, None)
-            self._at.get(known.home, {}).pop(known, None)
+            self._forget(known)
             known.key, known.home = key, home
+        if (other := self._by_key.get(key)) is not None:
+            self._forget(other)
         known.tokens, known.used, known.held = prompt.prompt_tokens_estimate, now, False
+        known.checkpoint = None
+        depth = len(prompt.fingerprint) * 7 // 8
+        if prompt.session is None and depth >= CHECKPOINT_BLOCKS:
+            known.checkpoint = prompt.fingerprint[depth - depth % CHECKPOINT_BLOCKS - 1]
+            self._by_checkpoint[known.checkpoint] = known
         self._by_key[key] = known
         self._at.setdefault(home, {})[known] = None
         if urgent:
@@ -164,7 +183,13 @@ class WorkingSet:
                     oldest.used = now
                     self._by_key.move_to_end(oldest.key)
                     continue
-            del self._by_key[oldest.key]
-            self._at[oldest.home].pop(oldest, None)
+            self._forget(oldest)
             if oldest.turns == 1:
                 self._continues -= CONTINUES_WEIGHT * self._continues
+
+    def _forget(self, one: Conversation) -> None:
+        if self._by_key.get(one.key) is one:
+            del self._by_key[one.key]
+        if one.checkpoint is not None and self._by_checkpoint.get(one.checkpoint) is one:
+            del self._by_checkpoint[one.checkpoint]
+        self._at.get(one.home, {}).pop(one, None)

@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.fleet import Server
-from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.working_set import Prompt
 from gateway.routing.base import Candidate
 
-MISS_WEIGHT = 4.0
+MISS_WEIGHT = 6.0
 LOAD_SECONDS = 0.5  # what a server with all places taken adds to an answer's time, compared with an idle one
 PIN_SECONDS = 0.25  # the most that a conversation's name, or its being known, may cost
 
@@ -33,8 +32,8 @@ class PrefixAffinity:
 
     def _candidate(self, call: Prompt, server: Server, now: float) -> Candidate:
         estimate, prompt = server.estimate, call.prompt_tokens_estimate
-        matched = min(estimate.cache.match(call.fingerprint) * BLOCK_TOKENS, prompt)
+        warm = estimate.warm_tokens(call.fingerprint)
         rate, queued = estimate.prefill_tokens_per_second, estimate.queued_tokens(now)
         load = LOAD_SECONDS * estimate.in_flight / server.deployment.max_concurrency
-        cost_seconds = (MISS_WEIGHT * (prompt - matched) + queued) / rate + load
-        return Candidate(server, cost_seconds, prompt, matched, queued, estimate.in_flight)
+        cost_seconds = (MISS_WEIGHT * (prompt - warm) + queued) / rate + load
+        return Candidate(server, cost_seconds, prompt, int(warm), queued, estimate.in_flight)
