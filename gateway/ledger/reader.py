@@ -8,7 +8,6 @@ not summed, as no engine worked for them; `cache_hits` counts the calls.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -38,7 +37,8 @@ TOKENS = (
     "input_uncached", "cache_read", "cache_write", "output", "reasoning", "audio_input", "audio_output",
 )  # fmt: skip
 
-_PRICE_EXPONENT = 6  # prices are per million tokens
+_CHECKS = ("inexact", "unpriced")
+_MILLIONTH = "0.000001::DECIMAL(7, 6)"  # prices are per million tokens
 _PRICE = "DECIMAL(18, 9)"  # times a count of tokens it still fits in 38 digits
 _FETCH_ROWS = 10_000
 
@@ -111,12 +111,18 @@ def summarise(
     dimensions = [f"{DIMENSIONS[name]} AS dimension_{name}" for name in by]
     with connect(ledger, threads=threads) as connection:
         found = connection.execute(_summary(connection, dimensions, period), period.parameters).fetchall()
-    # One row per group, currency and price -> one line per group.
-    groups: dict[tuple[str | None, ...], list[tuple[Any, ...]]] = defaultdict(list)
+    lines: dict[tuple[str | None, ...], UsageLine] = {}
     for row in found:
-        groups[row[: len(by)]].append(row[len(by) :])
-    in_order = sorted(groups.items(), key=lambda item: [value or "" for value in item[0]])
-    return [_line(dict(zip(by, group, strict=True)), rows) for group, rows in in_order]
+        group, currency, counts, cost, saved = row[: len(by)], row[len(by)], row[len(by) + 1 : -2], row[-2], row[-1]
+        line = lines.get(group)
+        if line is None:
+            line = lines[group] = UsageLine._make([dict(zip(by, group, strict=True)), *counts, {}, {}])
+        else:  # in another currency, too
+            sums = [before + more for before, more in zip(line[1:-2], counts, strict=True)]
+            line = lines[group] = UsageLine._make([line.group, *sums, line.cost, line.saved])
+        if currency is not None:
+            line.cost[currency], line.saved[currency] = cost, saved
+    return [lines[group] for group in sorted(lines, key=lambda group: [value or "" for value in group])]
 
 
 def latest(ledger: Path, count: int) -> list[dict[str, Any]]:
@@ -204,9 +210,11 @@ def _summary(connection: duckdb.DuckDBPyConnection, dimensions: Sequence[str], p
     worked = "source <> 'cache'"
     tokens = [f"sum({name}) FILTER ({worked}) AS {name}" for name in TOKENS]
     names = "".join(f"{dimension.rpartition(' ')[2]}, " for dimension in dimensions)
+    counts = ", ".join(f"coalesce(sum({name}), 0)" for name in ("requests", "cache_hits", *TOKENS, *_CHECKS))
+    cheaper = f"now_price_input::{_PRICE} - coalesce(now_price_cached_input, now_price_input)::{_PRICE}"
     return f"""
-        SELECT {names} now_currency, requests, cache_hits, {", ".join(TOKENS)}, inexact, unpriced, cost,
-               cache_read * (now_price_input::{_PRICE} - coalesce(now_price_cached_input, now_price_input)::{_PRICE})
+        SELECT {names} now_currency, {counts}, coalesce(sum(cost), 0),
+               coalesce(sum(cache_read * ({cheaper})) * {_MILLIONTH}, 0)
         FROM (
             SELECT {", ".join([*dimensions, *prices])},
                    count(*) FILTER (kind = 'receipt') AS requests,
@@ -217,17 +225,8 @@ def _summary(connection: duckdb.DuckDBPyConnection, dimensions: Sequence[str], p
                    sum(cost) AS cost
             FROM {rows} WHERE {period.condition} GROUP BY ALL
         )
+        GROUP BY ALL ORDER BY now_currency
     """
-
-
-def _line(group: dict[str, str | None], rows: list[tuple[Any, ...]]) -> UsageLine:
-    cost, saved = defaultdict[str, Decimal](Decimal), defaultdict[str, Decimal](Decimal)
-    for currency, *_, spent, saved_per_million in rows:
-        if currency is not None:
-            cost[currency] += spent or Decimal(0)
-            saved[currency] += (saved_per_million or Decimal(0)).scaleb(-_PRICE_EXPONENT)
-    counts = [sum(int(count or 0) for count in column) for column in zip(*(row[1:-2] for row in rows), strict=True)]
-    return UsageLine._make([group, *counts, dict(sorted(cost.items())), dict(sorted(saved.items()))])
 
 
 __all__ = [

@@ -1,0 +1,145 @@
+"""How long summing up a large ledger takes: as the lines that the gateway writes, and compacted to Parquet.
+
+    python benchmarks/usage.py [--receipts 10000000] [--directory DIR] [--output FILE]
+
+The receipts are written by the ledger's own code, chain and all: forty tenants, two hundred keys, six models, thirty
+days. Every sum is then asked for as `warmpath usage` asks for it, from a process that has nothing in its memory; the
+files may be in the page cache, as those of a ledger in use are. The sums of both forms must be equal. Ten million
+receipts take some 12 GB as lines, a third of it as Parquet, and both are there for a moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import msgspec
+
+from gateway.ids import new_event_id
+from gateway.ledger.chain import GENESIS, encode_row, segment_name
+from gateway.ledger.compaction import KEPT_AS_LINES, compact
+from gateway.ledger.reader import UsageLine, summarise
+from gateway.money import text_of
+from gateway.types import AttemptRow, Receipt
+
+SEGMENT_BYTES = 32 * 1024 * 1024  # as the gateway's
+DAYS = 30
+QUESTIONS: dict[str, list[str]] = {
+    "everything": [],
+    "by tenant": ["tenant"],
+    "by tenant and day": ["tenant", "day"],
+    "by key, model, class and day": ["key", "model", "class", "day"],
+}
+ASKED_OF_LINES = "by tenant and day"  # any other takes as long: the lines are parsed whole
+ATTEMPT = AttemptRow("h200-a", "ok", 200, "2026-11-20T10:00:00.000001Z", "2026-11-20T10:00:01.000001Z", "0" * 16, 64)
+TYPICAL = Receipt(
+    event_id="", call_id="", tenant="", key_id="", end_user=None, operation="chat/completions", model_asked="",
+    model_served="qwen3-32b", deployment="h200-a", latency_class="realtime", service_tier=None, started="", finished="",
+    ttft_seconds=0.25, outcome="complete", source="engine", exact=True, input_uncached=0, cache_read=0, cache_write=0,
+    output=0, reasoning=0, price_version="2026-11", price_input="0.10", price_cached_input="0.01", price_output="0.40",
+    cost="", currency="USD", attempts=(ATTEMPT,), policy_hash="0123456789abcdef", trace_id="",
+)  # fmt: skip
+
+
+def write(ledger: Path, count: int) -> None:
+    """A chain as the gateway would have written it in a month."""
+    chance = random.Random(1)
+    chain = ledger / "benchmark"
+    chain.mkdir(parents=True)
+    start, step = datetime(2026, 11, 1, tzinfo=UTC), timedelta(days=DAYS) / count
+    head, number, size = GENESIS, 1, 0
+    segment = (chain / segment_name(number)).open("wb")
+    for i in range(count):
+        line, head = encode_row(_receipt(chance, start + step * i), head)
+        if size + len(line) > SEGMENT_BYTES:
+            segment.close()
+            number, size = number + 1, 0
+            segment = (chain / segment_name(number)).open("wb")
+        segment.write(line)
+        size += len(line)
+    segment.close()
+
+
+def _receipt(chance: random.Random, finished: datetime) -> Receipt:
+    tenant, bits = chance.randrange(40), chance.getrandbits(128)
+    computed, cached, output = chance.randrange(2000), 64 * chance.randrange(100), chance.randrange(500)
+    text = f"{finished:%Y-%m-%dT%H:%M:%S.%fZ}"
+    return msgspec.structs.replace(
+        TYPICAL,
+        event_id=new_event_id(),
+        call_id=f"req_{bits >> 32:024x}",
+        tenant=f"tenant-{tenant}",
+        key_id=f"key_{tenant}_{bits % 5}",
+        model_asked=f"model-{bits % 6}",
+        latency_class="batch" if bits % 7 == 0 else "realtime",
+        started=text,
+        finished=text,
+        ttft_seconds=(bits % 1000) / 1000,
+        input_uncached=computed,
+        cache_read=cached,
+        output=output,
+        cost=text_of((computed * 100 + cached * 10 + output * 400) * 10**6),
+        trace_id=f"{bits:032x}",
+    )
+
+
+def ask(ledger: Path, *names: str) -> tuple[dict[str, float], dict[str, list[UsageLine]]]:
+    seconds, sums = dict[str, float](), dict[str, list[UsageLine]]()
+    for name in names:
+        sums[name], seconds[name] = timed(partial(summarise, ledger, by=QUESTIONS[name]))
+        print(f"  {name:34} {seconds[name]:7.2f} s   {len(sums[name])} groups", flush=True)
+    return seconds, sums
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    started = time.perf_counter()
+    return work(), time.perf_counter() - started
+
+
+def room_mib(ledger: Path) -> int:
+    return sum(file.stat().st_size for file in ledger.rglob("*") if file.is_file()) >> 20
+
+
+def measure(ledger: Path, count: int) -> dict[str, Any]:
+    processor = platform.processor() or platform.machine()
+    machine = f"{os.cpu_count()} cores, {processor}, Python {platform.python_version()}, DuckDB {duckdb.__version__}"
+    print(machine)
+    _, writing = timed(lambda: write(ledger, count))
+    print(f"{count} receipts, {room_mib(ledger)} MiB, written in {writing:.0f} s\nas lines", flush=True)
+    result: dict[str, Any] = {"machine": machine, "receipts": count, "lines_mib": room_mib(ledger)}
+    result["lines_seconds"], expected = ask(ledger, ASKED_OF_LINES)
+    done, result["compact_seconds"] = timed(lambda: compact(ledger, before=math.inf))
+    result["parquet_mib"] = room_mib(ledger)
+    print(f"compacted in {result['compact_seconds']:.0f} s: {len(done)} segments, {result['parquet_mib']} MiB")
+    print(f"as Parquet (but the newest {KEPT_AS_LINES} segments)")
+    result["parquet_seconds"], found = ask(ledger, *QUESTIONS)
+    assert found[ASKED_OF_LINES] == expected[ASKED_OF_LINES], "the sums differ"
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--receipts", type=int, default=10_000_000)
+    parser.add_argument("--directory", type=Path, help="where to write; left out: a temporary folder")
+    parser.add_argument("--output", type=Path, help="a file for the result, as JSON")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
+        result = measure(Path(folder), arguments.receipts)
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
