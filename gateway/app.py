@@ -94,6 +94,7 @@ class Gateway:
         self._quiet = asyncio.Event()  # set when no call is in flight any more
         self._draining = False
         self._ledger = Ledger(settings.ledger_dir, settings.replica)
+        self._recovery = Recovery(self._ledger, self._fleet, policies)
         limiter = Limiter(self._counters, LIMITS)
         pepper = settings.key_pepper.get_secret_value()
         self.house = House(
@@ -105,7 +106,7 @@ class Gateway:
             queue=Queue(self._fleet),
             router=Router(self._fleet, STRATEGIES),
             ledger=self._ledger,
-            settler=Settler(limiter, self._ledger),
+            settler=Settler(limiter, self._ledger, in_vain=self._recovery.add),
             telemetry=self._telemetry,
             diagnosis=Watcher(Journal(settings.data_dir / "diagnosis", settings.replica)),
             max_body_bytes=settings.max_body_bytes,
@@ -195,7 +196,7 @@ class Gateway:
             opened.callback(self.house.diagnosis.close)
             self._ledger.open()
             opened.push_async_callback(self._ledger.close)
-            recovery = Recovery(self._ledger, self._fleet, self._policies)
+            self._recovery.take_over()
             await self._telemetry.start()
             opened.push_async_callback(self._telemetry.shutdown)
             await self._counters.start()
@@ -206,7 +207,7 @@ class Gateway:
             opened.push_async_callback(self._transport.aclose)
             await self._batches.open()
             opened.push_async_callback(self._batches.close)
-            recovering = asyncio.create_task(recovery.run(), name="ledger recovery")
+            recovering = asyncio.create_task(self._recovery.run(), name="ledger recovery")
             recovering.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, recovering)
             watching = asyncio.create_task(self._policies.watch(), name="policy watch")

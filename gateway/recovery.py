@@ -1,4 +1,5 @@
 """The calls that a killed gateway has left open: each gets its receipt, by the record of the server that worked for it.
+And attempts that were made in vain, by this gateway or by one that was killed, are noted as what they were.
 
     opened, and no receipt --> ask the servers that had been asked, the last one first --> a receipt, `gateway_lost`
 
@@ -7,7 +8,7 @@ billed, by what can be learnt:
 
   the server's record of the call            its numbers, exact
   a server that keeps records, and has none  nothing, as an estimate: it was killed as well, or was never reached
-  no record can be had                       the prompt's estimate, as an estimate
+  no record can be had                       the prompt's estimate, as an estimate; of an attempt in vain, nothing
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from datetime import datetime
 
 from gateway.errors import LedgerUnavailable
 from gateway.fleet import Fleet, Server
-from gateway.ledger import Ledger, Opened
-from gateway.metering import Meter, bill_of, make_receipt
+from gateway.ids import new_event_id
+from gateway.ledger import Ledger, Opened, Unbilled
+from gateway.metering import Meter, bill_of, make_receipt, rfc3339
 from gateway.policy import LatencyClass, Model, Policy, Tenant
 from gateway.policy_file import PolicyHolder
 from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Trace, Usage
@@ -30,68 +33,116 @@ from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, T
 ASK_SECONDS = 20.0  # for how long servers are asked that do not answer, or do not know yet
 ASK_AGAIN_SECONDS = 1.0
 ASKED_AT_ONCE = 16
+MAX_DUE = 10_000
 
 log = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Made when the ledger has been opened and nothing was written to it; `run` once, and `stop` before it closes."""
+    """Closes what nobody else closes: also the attempts in vain of calls that ended well (`add`)."""
 
-    def __init__(self, ledger: Ledger, fleet: Fleet, policies: PolicyHolder) -> None:
+    def __init__(
+        self, ledger: Ledger, fleet: Fleet, policies: PolicyHolder, *, ask_seconds: float = ASK_SECONDS
+    ) -> None:
+        self._ask_seconds = ask_seconds
         self._ledger = ledger
         self._fleet = fleet
         self._policies = policies
-        self._unfinished = ledger.unfinished()
+        self._due: deque[Sequence[Opened]] = deque()  # by call
+        self._some = asyncio.Event()
+
+    def take_over(self) -> None:
+        """What the life before has left open. Right after the ledger was opened."""
+        self._due.extend(self._ledger.unfinished())
+        if self._due:
+            log.warning("%d calls were open when the gateway ended: they get their receipts now", len(self._due))
+
+    def add(self, opened: Opened) -> None:
+        """An attempt in vain, of a call that has its receipt. Beyond MAX_DUE it waits for the next start."""
+        if len(self._due) < MAX_DUE:
+            self._due.append((opened,))
+            self._some.set()
 
     async def run(self) -> None:
-        if self._unfinished:
-            log.warning("%d calls were open when the gateway ended: they get their receipts now", len(self._unfinished))
-        rest = iter(self._unfinished)
-        await asyncio.gather(*[self._close_each(rest) for _ in range(min(ASKED_AT_ONCE, len(self._unfinished)))])
+        """For ever. What is then left stays open in the ledger, for the next start."""
+        while True:
+            await self.catch_up()
+            self._some.clear()
+            await self._some.wait()
 
-    async def _close_each(self, calls: Iterator[Sequence[Opened]]) -> None:
-        for attempts in calls:
+    async def catch_up(self) -> None:
+        """Close all that is due."""
+        await asyncio.gather(*[self._close_some() for _ in range(min(ASKED_AT_ONCE, len(self._due)))])
+
+    async def _close_some(self) -> None:
+        while self._due:
+            attempts = self._due.popleft()
             with contextlib.suppress(LedgerUnavailable):  # which is in the log; the next start tries again
-                await self._close(attempts)
+                if not attempts[0].in_vain:
+                    await self._close(attempts)
+                    attempts = list(self._ledger.open_attempts(attempts[0].call_id))
+                for each in attempts:
+                    await self._close_in_vain(each)
 
     async def _close(self, attempts: Sequence[Opened]) -> None:
         last = attempts[-1]
-        marks = Marks()
-        marks.started_ns = _nanoseconds(last.started)
         policy = self._policies.current
         call = call_of(last, policy)
         usage, server = await self._ask(call, attempts)
         deployment = server.deployment if server is not None else None
+        marks = Marks()
+        marks.started_ns = _nanoseconds(last.started)
         marks.end()
         bill = bill_of(call, usage, deployment, arrived_ns=marks.started_ns, service_tier=call.service_tier)
-        outcome = Outcome.GATEWAY_LOST
-        tried = [
-            Attempt(each.deployment, outcome.value, marks.started_ns, marks.ended_ns, span_id=0) for each in attempts
-        ]
-        receipt = make_receipt(
-            call, usage, outcome=outcome, marks=marks, bill=bill, attempts=tried, deployment=deployment
+        lost = Outcome.GATEWAY_LOST
+        tried = [Attempt(each.deployment, lost.value, marks.started_ns, marks.ended_ns, span_id=0) for each in attempts]
+        self._ledger.append(
+            make_receipt(call, usage, outcome=lost, marks=marks, bill=bill, attempts=tried, deployment=deployment)
         )
-        self._ledger.append(receipt)
+
+    async def _close_in_vain(self, opened: Opened) -> None:
+        usage, server = await self._ask(call_of(opened, self._policies.current), [opened])
+        if server is None or not usage.exact:
+            usage = Usage()
+        self._ledger.append(
+            Unbilled(
+                event_id=new_event_id(),
+                call_id=opened.call_id,
+                attempt=opened.attempt,
+                tenant=opened.tenant,
+                key_id=opened.key_id,
+                model_asked=opened.model_asked,
+                deployment=opened.deployment,
+                started=opened.started,
+                finished=rfc3339(time.time_ns()),
+                exact=usage.exact,
+                input_uncached=usage.input_uncached,
+                cache_read=usage.cache_read,
+                cache_write=usage.cache_write,
+                output=usage.output,
+                reasoning=usage.reasoning,
+                trace_id=opened.trace_id,
+            )
+        )
 
     async def _ask(self, call: Call, attempts: Sequence[Opened]) -> tuple[Usage, Server | None]:
-        """What was used, and whose work it was."""
-        names = list(dict.fromkeys(opened.deployment for opened in reversed(attempts)))
-        deadline = time.monotonic() + ASK_SECONDS
+        """What was used, and whose work it was; the last attempt that has a record."""
+        deadline = time.monotonic() + self._ask_seconds
         while True:
             servers = {server.name: server for server in self._fleet}
-            asked = [servers[name] for name in names if name in servers]
-            for server in asked:
-                if (record := await server.provider.usage_of(call.id)) is not None:
+            asked = [(servers[each.deployment], each) for each in reversed(attempts) if each.deployment in servers]
+            for server, opened in asked:
+                if (record := await server.provider.usage_of(opened.request_id)) is not None:
                     meter = Meter(call)
                     meter.watch_record(record)
                     return meter.usage, server
-            if time.monotonic() >= deadline or not any(server.provider.keeps_records for server in asked):
+            if time.monotonic() >= deadline or not any(server.provider.keeps_records for server, _ in asked):
                 break
             await asyncio.sleep(ASK_AGAIN_SECONDS)
-        for server in asked:
+        for server, _ in asked:
             if server.provider.keeps_records and await server.provider.healthy():
                 return Usage(), server
-        return Usage(input_uncached=call.prompt_tokens_estimate), asked[0] if asked else None
+        return Usage(input_uncached=call.prompt_tokens_estimate), asked[0][0] if asked else None
 
 
 def call_of(opened: Opened, policy: Policy) -> Call:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -28,7 +27,7 @@ from gateway.replies import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, Client
 from gateway.routing.attempts import Attempts
 from gateway.routing.router import Router
 from gateway.routing.upstream import Upstream
-from gateway.settlement import Books, Settlement, Settler, open_in
+from gateway.settlement import Books, Opening, Settlement, Settler
 from gateway.telemetry import CallRecord, Telemetry
 from gateway.types import Call, Marks, Outcome
 
@@ -70,19 +69,20 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
     marks.enter("cache.lookup")
     task = exchange.watch()
     found = await house.cache.lookup(call)
+    opening = Opening(house.ledger, call, marks)
     attempts = Attempts(
         house.telemetry.new_span_id,
-        # By the call's id the server can be asked afterwards what it did for it.
-        lambda span: {"x-request-id": call_id, **house.telemetry.outgoing(record.trace, span)},
+        lambda span: {"x-request-id": opening.request_id, **house.telemetry.outgoing(record.trace, span)},
         task,
-        partial(open_in, house.ledger, call, marks),
+        opening,
     )
     if isinstance(found, Answer):
         record.cache = found.kind
         marks.enter("chat")
         account = Settlement(
-            call, UNLIMITED, UNRECORDED, attempts, exchange, record, house.ledger, house.settler, from_cache=True
-        )
+            call, UNLIMITED, UNRECORDED, attempts, exchange, record, house.ledger, house.settler, opening,
+            from_cache=True,
+        )  # fmt: skip
         try:
             async with account, found:
                 await relay(call, found, account, exchange)
@@ -100,7 +100,7 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
         exchange.reply_headers.update(reservation.headers)
 
         async with Settlement(
-            call, reservation, found, attempts, exchange, record, house.ledger, house.settler
+            call, reservation, found, attempts, exchange, record, house.ledger, house.settler, opening
         ) as account:
             marks.enter("queue")
             async with house.queue.turn(call) as place:

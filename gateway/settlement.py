@@ -48,11 +48,36 @@ class Books(Protocol):
     def append(self, receipt: Receipt) -> None: ...
 
 
-def open_in(books: Books, call: Call, marks: Marks, server: Server) -> None:
-    """Note in the books that the server is about to be asked."""
-    opened = Opened(
+class Opening:
+    """Notes in the books, for one call, each server that is about to be asked."""
+
+    __slots__ = ("_books", "_call", "_marks", "opened")
+
+    def __init__(self, books: Books, call: Call, marks: Marks) -> None:
+        self._books = books
+        self._call = call
+        self._marks = marks
+        self.opened: list[Opened] = []
+
+    @property
+    def request_id(self) -> str:
+        """Of the attempt that was opened last: by it the server can be asked afterwards what it did."""
+        return self.opened[-1].request_id
+
+    def request_id_at(self, server: Server) -> str:
+        return next(each.request_id for each in reversed(self.opened) if each.deployment == server.name)
+
+    def __call__(self, server: Server) -> None:
+        opened = opened_by(self._call, self._marks, server, len(self.opened) + 1)
+        self._books.open_call(opened)
+        self.opened.append(opened)
+
+
+def opened_by(call: Call, marks: Marks, server: Server, attempt: int) -> Opened:
+    return Opened(
         event_id=new_event_id(),
         call_id=call.id,
+        attempt=attempt,
         tenant=call.principal.tenant.name,
         key_id=call.principal.key_id,
         end_user=call.end_user,
@@ -66,7 +91,6 @@ def open_in(books: Books, call: Call, marks: Marks, server: Server) -> None:
         policy_hash=call.policy.hash,
         trace_id=f"{call.trace.trace_id:032x}",
     )
-    books.open_call(opened)
 
 
 class Settler:
@@ -76,8 +100,11 @@ class Settler:
     refused for these: `admit` waits for them first. What can not be made durable is not settled: its lease runs out.
     """
 
-    def __init__(self, limiter: Limiter, ledger: Ledger) -> None:
+    def __init__(
+        self, limiter: Limiter, ledger: Ledger, *, in_vain: Callable[[Opened], None] = lambda opened: None
+    ) -> None:
         self._limiter = limiter
+        self._in_vain = in_vain
         self._ledger = ledger  # which bounds how much can be due
         self._due: list[tuple[Reservation, Usage, int, str]] = []
         self._unsettled = Counter[str]()  # by tenant
@@ -101,6 +128,11 @@ class Settler:
         self._unsettled[tenant] += 1
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._settle_due(), name="ledger settle")
+
+    def audit(self, call_id: str) -> None:
+        """The call's receipt is written; what other servers did for it is to be noted as well."""
+        for opened in self._ledger.open_attempts(call_id):
+            self._in_vain(opened)
 
     async def stop(self) -> None:
         """Settle what is left."""
@@ -150,6 +182,7 @@ class Settlement:
         record: CallRecord,
         ledger: Books,
         settler: Settler,
+        opening: Opening,
         *,
         from_cache: bool = False,
     ) -> None:
@@ -162,6 +195,7 @@ class Settlement:
         self._record = record
         self._ledger = ledger
         self._settler = settler
+        self._opening = opening
         self._from_cache = from_cache
         self._upstream: Upstream | None = None
         self._worker: Server | None = None  # whose work is billed
@@ -263,6 +297,8 @@ class Settlement:
         self._cost = bill.cost or 0
         self._ledger.append(receipt)
         record.event_id = receipt.event_id
+        if len(self._opening.opened) > 1:
+            self._settler.audit(self._call.id)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -304,7 +340,9 @@ class Settlement:
     async def _ask_who_worked(self) -> None:
         """The answer ended early; the server that worked on it may know how far it came."""
         server = self._attempts.asked
-        if server is not None and (told := await server.provider.usage_of(self._call.id)) is not None:
+        if server is None or not self._opening.opened:
+            return
+        if (told := await server.provider.usage_of(self._opening.request_id_at(server))) is not None:
             self.meter.watch_record(told)
             self._worker = server
 

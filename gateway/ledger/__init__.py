@@ -5,7 +5,7 @@ DuckDB with it, so it is imported by whoever reads and not from here.
 """
 
 from gateway.ledger.chain import BrokenRow, Verification, verify
-from gateway.ledger.rows import Correction, Opened
+from gateway.ledger.rows import Correction, Opened, Unbilled
 from gateway.ledger.writer import Ledger
 
-__all__ = ["BrokenRow", "Correction", "Ledger", "Opened", "Verification", "verify"]
+__all__ = ["BrokenRow", "Correction", "Ledger", "Opened", "Unbilled", "Verification", "verify"]

@@ -19,7 +19,7 @@ from gateway.errors import LedgerUnavailable
 from gateway.ids import event_seconds, new_event_id
 from gateway.ledger.chain import GENESIS, RowError, UnknownVersion, check_row, encode_row, segment_name, segments
 from gateway.ledger.room import give_back_room, take_room
-from gateway.ledger.rows import Carried, Opened, Row, decode, decode_head
+from gateway.ledger.rows import Carried, Correction, Opened, Row, Unbilled, decode, decode_head, left_open
 from gateway.types import Receipt
 
 SEGMENT_BYTES = 32 * 1024 * 1024  # about 20,000 calls; the last segment is read whole when the chain is opened
@@ -106,8 +106,18 @@ class Appender:
         self.size += len(line)
         if type(row) is Opened:
             self._open.setdefault(row.call_id, []).append(row)
-        elif type(row) is Receipt:
-            self._open.pop(row.call_id, None)
+        elif isinstance(row, Receipt | Unbilled):
+            self._note_closed(row)
+
+    def open_attempts(self, call_id: str) -> list[Opened]:
+        return self._open.get(call_id, [])
+
+    def _note_closed(self, row: Receipt | Unbilled) -> None:
+        opened = self._open.pop(row.call_id, None)
+        if opened is not None and len(opened) > 1 and type(row) is not Correction:
+            by, attempt = ("unbilled", row.attempt) if isinstance(row, Unbilled) else ("receipt", 0)
+            if left := left_open(opened, by=by, attempt=attempt, deployment=row.deployment):
+                self._open[row.call_id] = left
 
     def look_at_age(self, now: float) -> None:
         self.is_old = now >= self._began + SEGMENT_SECONDS
@@ -202,8 +212,10 @@ def _still_open(segment: Path) -> tuple[float, dict[str, list[Opened]]]:
                     for opened in row.opened if isinstance(row, Carried) else (row,):
                         assert isinstance(opened, Opened)
                         still_open.setdefault(opened.call_id, []).append(opened)
-                elif head.kind == "receipt" and head.call_id is not None:
-                    still_open.pop(head.call_id, None)
+                elif head.kind in ("receipt", "unbilled") and head.call_id in still_open:
+                    before = still_open.pop(head.call_id)
+                    left = left_open(before, by=head.kind, attempt=head.attempt, deployment=head.deployment)
+                    still_open.update({head.call_id: left} if left else {})
             except (msgspec.MsgspecError, ValueError) as error:
                 log.error("%s: a row that can not be read (`warmpath usage verify` names it): %s", segment, error)
     return began, still_open

@@ -33,7 +33,7 @@ import msgspec
 from gateway.errors import LedgerUnavailable
 from gateway.ledger.appender import SEGMENT_BYTES, Appender, sync
 from gateway.ledger.retention import drop_old_segments
-from gateway.ledger.rows import Correction, Opened
+from gateway.ledger.rows import Correction, Opened, Unbilled
 from gateway.types import Receipt
 
 GROUP_COMMIT_SECONDS = 0.05  # how long rows wait for neighbours to share an fsync with; a power cut reaches back so far
@@ -130,8 +130,12 @@ class Ledger:
             self._fail(error)
         self._wrote()
 
-    def append(self, row: Receipt | Correction) -> None:
-        """Write a row, which closes its call. It outlives this process from here on, and a power cut once `durable`.
+    def open_attempts(self, call_id: str) -> list[Opened]:
+        """Those of a call that no row has closed: once its receipt is written, what was done in vain."""
+        return self._chain.open_attempts(call_id)
+
+    def append(self, row: Receipt | Unbilled | Correction) -> None:
+        """Write a row, which closes what was opened for it. It outlives this process, and a power cut once `durable`.
 
         Raises `LedgerUnavailable` where it could not be written: then there is no trace of it in the ledger, and all
         of it in the log.
@@ -143,7 +147,7 @@ class Ledger:
         except LedgerUnavailable as error:
             log.error("a receipt is not in the ledger: %s", msgspec.json.encode(row).decode())
             self._fail(error)
-        self._receipts += 1
+        self._receipts += type(row) is Receipt
         self._wrote()
 
     def _wrote(self) -> None:

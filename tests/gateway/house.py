@@ -23,7 +23,7 @@ from gateway.doors import DOORS
 from gateway.errors import LedgerUnavailable
 from gateway.fleet import Fleet
 from gateway.keys import hash_key
-from gateway.ledger import Correction, Ledger
+from gateway.ledger import Correction, Ledger, Opened, Unbilled
 from gateway.ledger.chain import segments
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
@@ -31,6 +31,7 @@ from gateway.policy import Deployment
 from gateway.policy_file import PolicyHolder
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.queueing import Queue
+from gateway.recovery import Recovery
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
 from gateway.serve import House, handle
@@ -130,6 +131,7 @@ class Scripted:
         self.replies: list[Told] = []
         self.record: bytes | None = None
         self.asked_for_records = asyncio.Event()
+        self.asked_for: list[str] = []  # by which ids
         self.record_may_come: asyncio.Event | None = None
 
     def render(self, call: Call) -> bytes:
@@ -146,6 +148,7 @@ class Scripted:
 
     async def usage_of(self, call_id: str) -> bytes | None:
         self.asked_for_records.set()
+        self.asked_for.append(call_id)
         if self.record_may_come is not None:
             await self.record_may_come.wait()
         return self.record
@@ -251,7 +254,7 @@ class FaultyLedger(Ledger):
     fault_ahead = False
     has_failed = False
 
-    def append(self, row: Receipt | Correction) -> None:
+    def append(self, row: Receipt | Unbilled | Correction) -> None:
         if self.fault_ahead:
             self.has_failed = True
             raise LedgerUnavailable("the disk is full")
@@ -291,13 +294,17 @@ class Rig:
             queue=Queue(self.fleet),
             router=Router(self.fleet, STRATEGIES),
             ledger=self.ledger,
-            settler=Settler(limiter, self.ledger),
+            settler=Settler(limiter, self.ledger, in_vain=self._note_in_vain),
             telemetry=self.telemetry,
             diagnosis=Watcher(Journal(directory / "diagnosis", "r")),
             max_body_bytes=MAX_BODY_BYTES,
         )
+        self.recovery = Recovery(self.ledger, self.fleet, self.house.policies, ask_seconds=0.0)
         self.fleet.apply(self.house.policies.current)
         self.house.policies.subscribe(self.fleet.apply)
+
+    def _note_in_vain(self, opened: Opened) -> None:
+        self.recovery.add(opened)
 
     def write_policy(self, policy: dict[str, Any]) -> None:
         self.policy_file.write_text(yaml.safe_dump(policy))
@@ -341,6 +348,7 @@ class Rig:
     async def check_at_rest(self) -> None:
         """Nothing is held by anybody any more, and everything was ended once."""
         await self.house.settler.stop()
+        await self.recovery.catch_up()
         await self.house.limiter.retry_unsettled()
         await settle()
         for server in self.fleet:

@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from gateway import recovery
 from gateway.ids import new_event_id
 from gateway.ledger import Opened, verify
 from gateway.recovery import Recovery
 from tests.gateway.house import Rig, a_rig, counted, in_time, policy_of
+from tests.gateway.ledger.receipts import a_receipt
 
 
 def opened(call_id: str = "req_1", **changes: Any) -> Opened:
@@ -34,15 +32,10 @@ async def left_behind(directory: Path, *rows: Opened) -> None:
 
 
 async def recover(rig: Rig) -> list[dict[str, Any]]:
-    recovering = Recovery(rig.ledger, rig.fleet, rig.house.policies)
-    await in_time(recovering.run())
+    recovering = Recovery(rig.ledger, rig.fleet, rig.house.policies, ask_seconds=0.0)
+    recovering.take_over()
+    await in_time(recovering.catch_up())
     return rig.receipts()
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "ASK_SECONDS", 0.0)
-    monkeypatch.setattr(recovery, "ASK_AGAIN_SECONDS", 0.0)
 
 
 async def test_the_servers_record_is_billed(tmp_path: Path) -> None:
@@ -62,13 +55,29 @@ async def test_the_servers_record_is_billed(tmp_path: Path) -> None:
 
 
 async def test_the_last_server_that_was_asked_is_asked_first(tmp_path: Path) -> None:
-    await left_behind(tmp_path, opened(), opened(deployment="c"))
+    await left_behind(tmp_path, opened(), opened(deployment="c", attempt=2))
     async with a_rig(tmp_path) as rig:
         rig.servers["a"].record = json.dumps({"usage": counted(1, 1)}).encode()
         rig.servers["c"].record = json.dumps({"usage": counted(2, 2)}).encode()
         (receipt,) = await recover(rig)
         assert (receipt["deployment"], receipt["output"]) == ("c", 2)
         assert [attempt["deployment"] for attempt in receipt["attempts"]] == ["a", "c"]
+        assert rig.servers["c"].asked_for == ["req_1-2"] and rig.servers["a"].asked_for == ["req_1"]
+        in_vain = rig.rows()[-1]
+        assert (in_vain["kind"], in_vain["deployment"], in_vain["output"]) == ("unbilled", "a", 1)
+
+
+async def test_an_attempt_in_vain_is_noted_after_a_crash_too(tmp_path: Path) -> None:
+    await left_behind(tmp_path, opened(), opened(deployment="c", attempt=2))
+    killed = Rig(tmp_path, policy_of())
+    async with killed.ledger:
+        killed.ledger.append(a_receipt(call_id="req_1", deployment="c"))
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(1, 1)}).encode()
+        await recover(rig)
+        assert [(row["kind"], row["deployment"]) for row in rig.rows()[2:]] == [("receipt", "c"), ("unbilled", "a")]
+        await recover(rig)
+        assert len(rig.rows()) == 4
 
 
 async def test_a_server_that_keeps_records_and_has_none_was_never_reached(tmp_path: Path) -> None:

@@ -180,6 +180,18 @@ async def test_each_attempt_is_opened_and_one_receipt_closes_them(tmp_path: Path
         assert [(row["kind"], row["deployment"]) for row in rig.rows()] == [
             ("opened", "a"), ("opened", "b"), ("opened", "c"), ("receipt", "c"),
         ]  # fmt: skip
+        rig.servers["a"].record = json.dumps({"usage": counted(10, 4)}).encode()
+        await rig.recovery.catch_up()
+        in_vain = rig.rows()[4:]
+        assert [(row["kind"], row["deployment"], row["attempt"]) for row in in_vain] == [
+            ("unbilled", "a", 1), ("unbilled", "b", 2),
+        ]  # fmt: skip
+        assert [(row["exact"], row["input_uncached"], row["output"]) for row in in_vain] == [
+            (True, 10, 4),
+            (False, 0, 0),
+        ]
+        call_id = rig.rows()[0]["call_id"]
+        assert rig.servers["a"].asked_for == [call_id] and rig.servers["b"].asked_for[0] == f"{call_id}-2"
 
 
 async def test_what_can_not_be_opened_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
