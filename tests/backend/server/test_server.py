@@ -274,6 +274,128 @@ def test_tools_and_tool_history_reach_the_prompt(server: RunningServer) -> None:
     assert with_tools.usage.prompt_tokens > without.usage.prompt_tokens
 
 
+def test_an_echoed_prompt_has_logprobs_too(server: RunningServer) -> None:
+    def create(**options: Any) -> Any:
+        client = server.client(strict=False)
+        return client.completions.create(
+            model=server.model, prompt="The quick brown", temperature=0, echo=True, logprobs=2, **options
+        )
+
+    choice = create(max_tokens=3).choices[0]
+    prompt = httpx2.post(f"{server.url}/tokenize", json={"prompt": "The quick brown"}).json()
+    logprobs = choice.logprobs
+    assert len(logprobs.tokens) == prompt["count"] + 3 == len(logprobs.text_offset)
+    assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+    assert all(value < 0 for value in logprobs.token_logprobs[1:])
+    assert all(token in top for token, top in zip(logprobs.tokens[1:], logprobs.top_logprobs[1:], strict=True))
+    assert "".join(logprobs.tokens) == "<s>" + choice.text
+    # To score a text and generate nothing, as evaluation harnesses do.
+    scored = create(max_tokens=0)
+    assert scored.choices[0].text == "The quick brown"
+    assert scored.choices[0].logprobs.token_logprobs == logprobs.token_logprobs[: prompt["count"]]
+    assert (scored.usage.completion_tokens, scored.choices[0].finish_reason) == (0, "length")
+    chunks = [chunk.choices[0] for chunk in create(max_tokens=3, stream=True)]
+    assert "".join(chunk.text for chunk in chunks) == choice.text
+    for name in ("tokens", "text_offset"):
+        assert [value for c in chunks if c.logprobs for value in getattr(c.logprobs, name)] == getattr(logprobs, name)
+
+
+def test_prompt_logprobs_and_token_ids_as_vllm_tells_them(server: RunningServer) -> None:
+    extra = {"prompt_logprobs": 1, "return_token_ids": True}
+    chat = server.client().chat.completions.create(model=server.model, messages=MESSAGES, extra_body=extra, **GREEDY)
+    told = chat.model_extra or {}
+    assert chat.usage is not None
+    assert len(told["prompt_token_ids"]) == len(told["prompt_logprobs"]) == chat.usage.prompt_tokens
+    assert told["prompt_logprobs"][0] is None
+    for token_id, scored in zip(told["prompt_token_ids"][1:], told["prompt_logprobs"][1:], strict=True):
+        assert scored[str(token_id)]["logprob"] <= max(entry["logprob"] for entry in scored.values()) <= 0
+    text = server.client().completions.create(model=server.model, prompt=[5, 6, 7], extra_body=extra, **GREEDY)
+    told = text.choices[0].model_extra or {}
+    assert told["prompt_token_ids"] == [5, 6, 7]
+    assert len(told["token_ids"]) == 12
+    stream = server.client(strict=False).completions.create(
+        model=server.model, prompt=[5, 6, 7], extra_body={"return_token_ids": True}, stream=True, **GREEDY
+    )
+    extras = [chunk.choices[0].model_extra or {} for chunk in stream]
+    assert [token for extra in extras for token in extra["token_ids"]] == told["token_ids"]
+    assert [extra.get("prompt_token_ids") for extra in extras] == [[5, 6, 7]] + [None] * (len(extras) - 1)
+
+
+def test_the_best_of_several(server: RunningServer) -> None:
+    def create(**options: Any) -> Any:
+        return server.client().completions.create(
+            model=server.model, prompt=["Hello", "The"], temperature=1.2, max_tokens=6, seed=4, **options
+        )
+
+    every = create(n=6, logprobs=0).choices
+    best = create(n=2, best_of=6)
+    assert best.usage.completion_tokens == create(n=6).usage.completion_tokens
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert all(choice.logprobs is None for choice in best.choices)
+    for first in (0, 6):
+        of_prompt = every[first : first + 6]
+        means = {c.text: sum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs) for c in of_prompt}
+        ranked = sorted(means, key=lambda text: -means[text])[:2]
+        assert [choice.text for choice in best.choices[first // 3 : first // 3 + 2]] == ranked
+
+
+def test_a_stop_string_may_be_kept(server: RunningServer) -> None:
+    def text(**options: Any) -> str:
+        reply = server.client().completions.create(model=server.model, prompt="The quick", **GREEDY, **options)
+        return reply.choices[0].text
+
+    stop = text()[4:7]
+    kept = text(stop=stop, extra_body={"include_stop_str_in_output": True})
+    assert kept == text(stop=stop) + stop
+
+
+def test_a_final_message_is_continued(server: RunningServer) -> None:
+    messages: Any = [*MESSAGES, {"role": "assistant", "content": "I would say "}]
+    extra = {"add_generation_prompt": False, "continue_final_message": True}
+    body = {"messages": messages, **extra}
+    tokens = httpx2.post(f"{server.url}/tokenize", json=body).json()["tokens"]
+    rendered = httpx2.post(f"{server.url}/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert rendered.endswith("<|im_start|>assistant\nI would say")
+    reply = server.client().chat.completions.create(model=server.model, messages=messages, extra_body=extra, **GREEDY)
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == len(tokens)
+    refused = httpx2.post(f"{server.url}/tokenize", json={"messages": messages, "continue_final_message": True})
+    assert refused.json()["error"]["param"] == "continue_final_message"
+
+
+def test_what_is_rendered_is_what_is_computed(server: RunningServer) -> None:
+    body: Any = {"model": server.model, "messages": MESSAGES, "seed": 3, "stop": "x", "priority": 4, "n": 2}
+    rendered = httpx2.post(f"{server.base_url}/chat/completions/render", json=body).json()
+    assert rendered["token_ids"] == httpx2.post(f"{server.url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+    params = rendered["sampling_params"]
+    assert (params["n"], params["seed"], params["stop"], rendered["priority"]) == (2, 3, ["x"], 4)
+    assert params["max_tokens"] == 8192 - len(rendered["token_ids"])
+    # A prompt of token ids comes to the same answer as the messages.
+    chat = server.client().chat.completions.create(model=server.model, messages=MESSAGES, **GREEDY)
+    text = server.client().completions.create(model=server.model, prompt=rendered["token_ids"], **GREEDY)
+    assert text.choices[0].text == chat.choices[0].message.content
+    several = httpx2.post(f"{server.base_url}/completions/render", json={"model": server.model, "prompt": [[5, 6], [7]]})
+    assert [len(one["token_ids"]) for one in several.json()] == [2, 1]
+    wrong = httpx2.post(f"{server.base_url}/chat/completions/render", json=body | {"top_p": 3})
+    assert wrong.json()["error"]["param"] == "top_p"
+
+
+def test_a_deadline_stops_the_work(server: RunningServer) -> None:
+    body = {"model": server.model, "messages": MESSAGES, "ignore_eos": True, "max_tokens": 8000}
+    headers = {"x-request-deadline-ms": "150"}
+    reply = httpx2.post(f"{server.base_url}/chat/completions", json=body, headers=headers, timeout=60)
+    assert reply.status_code == 504
+    assert reply.json()["error"]["code"] == "deadline_exceeded"
+    streamed = httpx2.post(
+        f"{server.base_url}/chat/completions", json=body | {"stream": True}, headers=headers, timeout=60
+    )
+    *_, error, rest = streamed.text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    assert rest == ""
+    assert server.metric("vllm:num_requests_running") == 0
+    assert server.metric("warmpath:num_free_blocks") == 1024
+
+
 CHAT = "/v1/chat/completions"
 REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     (CHAT, {"model": "other"}, 404, "model", "model_not_found"),

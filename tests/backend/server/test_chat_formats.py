@@ -1,0 +1,216 @@
+"""Chats whose model says what the test wants, token by token, read by OpenAI's own client and its accumulators."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import httpx2
+import openai
+import pytest
+
+from backend.engine.async_engine import AsyncEngine
+from backend.engine.request import FinishReason, Request, StepOutput, Timing, TokenLogprob
+from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
+from backend.server.app import create_app
+from backend.server.metrics import Metrics
+from backend.server.model import ServedModel, load_model
+from backend.server.serving import Serving
+from backend.server.tracing import Tracer
+
+DEMO = Path("backend/demo_model/weights")
+MESSAGES: Any = [{"role": "user", "content": "Rain?"}]
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("weather", "now")
+]
+ZIP, NONE = '{"zip": "8004", "tags": ["é", {"a": "}"}]}', "{}"
+CALLS = {
+    "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ZIP}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama3": f'{{"name": "weather", "parameters": {ZIP}}}; {{"name": "now", "parameters": {{}}}}',
+    "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {ZIP}}}, {{"name": "now", "arguments": {{}}}}]',
+}
+
+
+class Scripted:
+    """An engine that says one text, some tokens at a time, whatever it is asked."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.text = ""
+        self.tokens_per_step = 1
+        self.ends = FinishReason.STOP
+        self.healthy, self.error = True, None
+        self.asked: list[Request] = []
+        self._model = model
+
+    def submit(self, request: Request) -> AsyncIterator[StepOutput]:
+        self.asked.append(request)
+        return self._say(request)
+
+    async def _say(self, request: Request) -> AsyncIterator[StepOutput]:
+        now = time.time()
+        timing = request.timing = Timing(now, now, now, now)
+        tokens = self._model.codec.encode(self.text, add_special_tokens=False)
+        for start in range(0, len(tokens), self.tokens_per_step):
+            step = tokens[start : start + self.tokens_per_step]
+            logprobs = tuple(TokenLogprob(token, -0.5) for token in step)
+            yield StepOutput(request.request_id, tuple(step), logprobs=logprobs)
+        (eos, *_) = self._model.eos_token_ids
+        last = (eos,) if self.ends is FinishReason.STOP else ()
+        yield StepOutput(request.request_id, last, self.ends, timing=timing)
+
+    def abort(self, request_id: str) -> None: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+@asynccontextmanager
+async def serve(tools: str, reasoning: str | None = None) -> AsyncIterator[tuple[Scripted, openai.AsyncOpenAI]]:
+    model = replace(
+        load_model(DEMO, "m", "m", 512),
+        tool_format=TOOL_FORMATS[tools],
+        reasoning_format=REASONING_FORMATS[reasoning] if reasoning else None,
+    )
+    scripted = Scripted(model)
+    engine = cast(AsyncEngine, scripted)
+    with ThreadPoolExecutor(1) as executor:
+        serving = Serving(model, engine, 64, Metrics(engine, "m", 16), Tracer(None), executor)
+        transport = httpx2.ASGITransport(create_app(serving, asyncio.get_running_loop().create_future()))
+        async with (
+            httpx2.AsyncClient(transport=transport) as http,
+            openai.AsyncOpenAI(base_url="http://engine/v1", api_key="none", http_client=http, max_retries=0) as client,
+        ):
+            yield scripted, client
+
+
+async def both(client: openai.AsyncOpenAI, **options: Any) -> tuple[Any, Any]:
+    """The same call whole, and streamed through the client's accumulator."""
+    whole = await client.chat.completions.create(model="m", messages=MESSAGES, **options)
+    async with client.chat.completions.stream(
+        model="m", messages=MESSAGES, stream_options={"include_usage": True}, **options
+    ) as stream:
+        streamed = await stream.get_final_completion()
+    assert streamed.usage == whole.usage
+    return whole, streamed
+
+
+def calls_of(completion: Any) -> list[tuple[str, str]]:
+    return [(c.function.name, c.function.arguments) for c in completion.choices[0].message.tool_calls or ()]
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 50])
+@pytest.mark.parametrize("tools", [*TOOL_FORMATS])
+async def test_tool_calls(tools: str, tokens_per_step: int) -> None:
+    async with serve(tools) as (engine, client):
+        engine.text, engine.tokens_per_step = CALLS[tools], tokens_per_step
+        for completion in await both(client, tools=TOOLS):
+            assert calls_of(completion) == [("weather", ZIP), ("now", NONE)]
+            assert completion.choices[0].finish_reason == "tool_calls"
+            assert not completion.choices[0].message.content
+            first, second = completion.choices[0].message.tool_calls
+            assert first.id != second.id
+            if tools == "mistral":
+                assert len(first.id) == 9
+
+
+@pytest.mark.parametrize("tools", [*TOOL_FORMATS])
+async def test_without_tools_or_with_none_wanted_the_text_is_text(tools: str) -> None:
+    async with serve(tools) as (engine, client):
+        engine.text = CALLS[tools]
+        for options in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            for completion in await both(client, **options):
+                assert completion.choices[0].message.content == CALLS[tools]
+                assert completion.choices[0].finish_reason == "stop"
+
+
+async def test_a_call_that_is_cut_off_is_no_reason_to_call() -> None:
+    async with serve("hermes") as (engine, client):
+        engine.text, engine.ends = CALLS["hermes"][:60], FinishReason.LENGTH
+        whole = await client.chat.completions.create(model="m", messages=MESSAGES, tools=TOOLS)
+        assert whole.choices[0].finish_reason == "length"
+        assert ZIP.startswith(calls_of(whole)[0][1])
+
+
+@pytest.mark.parametrize("tools", [*TOOL_FORMATS])
+async def test_reasoning_text_and_calls(tools: str) -> None:
+    async with serve(tools, "think") as (engine, client):
+        said = "" if tools == "llama3" else "I look it up.\n"
+        engine.text = f"<think>\nRain, or\nsun?\n</think>\n\n{said}{CALLS[tools]}"
+        for completion in await both(client, tools=TOOLS):
+            message = completion.choices[0].message
+            assert message.model_extra["reasoning_content"] == "Rain, or\nsun?"
+            assert (message.content or "") == said.strip()
+            assert calls_of(completion) == [("weather", ZIP), ("now", NONE)]
+            details = completion.usage.completion_tokens_details
+            assert 5 < details.reasoning_tokens < completion.usage.completion_tokens
+        hidden = await client.chat.completions.create(
+            model="m", messages=MESSAGES, tools=TOOLS, extra_body={"include_reasoning": False}
+        )
+        assert "reasoning_content" not in (hidden.choices[0].message.model_extra or {})
+        assert calls_of(hidden) == [("weather", ZIP), ("now", NONE)]
+
+
+async def test_logprobs_and_token_ids_lose_nothing_to_the_parsers() -> None:
+    async with serve("hermes", "think") as (engine, client):
+        engine.text = f"<think>a b c</think>Here: {CALLS['hermes']}"
+        options: Any = {"tools": TOOLS, "logprobs": True, "extra_body": {"return_token_ids": True}}
+        whole = await client.chat.completions.create(model="m", messages=MESSAGES, **options)
+        token_ids = whole.choices[0].model_extra["token_ids"]  # type: ignore[index]
+        logprobs = whole.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert len(logprobs.content) == len(token_ids) == whole.usage.completion_tokens - 1  # type: ignore[union-attr]
+        assert whole.model_extra is not None
+        assert whole.model_extra["prompt_token_ids"] == engine.asked[0].prompt_token_ids
+        streamed: list[int] = []
+        tokens: list[str] = []
+        stream: Any = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True, **options)
+        async for chunk in stream:
+            streamed += (chunk.choices[0].model_extra or {}).get("token_ids", [])
+            tokens += [
+                t.token for t in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else None) or ()
+            ]
+        assert streamed == token_ids
+        assert tokens == [token.token for token in logprobs.content]
+
+
+async def test_priority_salt_and_deadline_reach_the_engine() -> None:
+    async with serve("hermes") as (engine, client):
+        engine.text = "Yes."
+        before = time.time()
+        await client.chat.completions.create(
+            model="m",
+            messages=MESSAGES,
+            extra_body={"priority": 10, "cache_salt": "s"},
+            extra_headers={"x-request-deadline-ms": "1500"},
+        )
+        (asked,) = engine.asked
+        assert (asked.priority, asked.cache_salt, asked.is_background) == (10, "s", True)
+        assert before + 1.5 <= asked.deadline <= time.time() + 1.5
+
+
+async def test_a_deadline_that_comes_first_is_an_error_that_nobody_retries() -> None:
+    async with serve("hermes") as (engine, client):
+        engine.text, engine.ends = "I beg", FinishReason.DEADLINE
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(model="m", messages=MESSAGES)
+        assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
+        assert caught.value.response.headers["x-should-retry"] == "false"
+        stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        with pytest.raises(openai.APIError) as failed:
+            _ = [chunk async for chunk in stream]
+        assert failed.value.code == "deadline_exceeded"
+        for wrong in ("0", "-5", "soon", "1e3", str(10**12)):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(
+                    model="m", messages=MESSAGES, extra_headers={"x-request-deadline-ms": wrong}
+                )
+            assert refused.value.param == "x-request-deadline-ms"

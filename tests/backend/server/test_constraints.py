@@ -1,0 +1,193 @@
+"""Grammars of whole answers: what they let a model say is what the parsers read, in every format."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from backend.engine.grammar import CompiledGrammar, GrammarCompiler, MaskFiller
+from backend.engine.request import Request, SamplingParams
+from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
+from backend.parsers.base import CallArguments, CallStarted, Text
+from backend.parsers.reply import ReplyParser
+from backend.server.constraints import callable_tools, chat_constraint, is_constrained
+from backend.server.model import ServedModel, load_model
+from backend.server.requests import ChatRequest, decode
+from backend.server.tokenizer import TextCodec
+
+DEMO = Path("backend/demo_model/weights")
+ZIP = {
+    "type": "object",
+    "properties": {"zip": {"type": "string", "pattern": "^[0-9]{4}$"}},
+    "required": ["zip"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": ZIP, "strict": True}}
+NOW = {
+    "type": "function",
+    "function": {"name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
+}
+FORMATS = [(tools, reasoning) for tools in TOOL_FORMATS for reasoning in (None, "think")]
+
+
+@pytest.fixture(scope="module")
+def demo() -> ServedModel:
+    return load_model(DEMO, "m", "m", 512)
+
+
+def make_model(demo: ServedModel, tools: str, reasoning: str | None) -> ServedModel:
+    return replace(
+        demo,
+        tool_format=TOOL_FORMATS[tools],
+        reasoning_format=REASONING_FORMATS[reasoning] if reasoning else None,
+    )
+
+
+def make_request(**fields: Any) -> ChatRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Rain?"}], "tools": [NOW, WEATHER]} | fields
+    request = decode(json.dumps(body).encode(), ChatRequest)
+    request.check()
+    assert is_constrained(request)
+    return request
+
+
+def random_walk(model: ServedModel, grammar: CompiledGrammar, seed: int) -> str | None:
+    """An answer of any tokens that the grammar allows; None if it does not end in time."""
+    rng, walk, tokens = random.Random(seed), grammar.start(), list[int]()
+    asked = Request("r", [0], SamplingParams(max_tokens=1), grammar=walk)
+    masks = MaskFiller(model.vocab_size, torch.device("cpu"))
+    for _ in range(300):
+        filled = masks.start([asked])
+        assert filled is not None
+        words = filled.result().bitmask[0].tolist()
+        allowed = [token for token in range(model.vocab_size) if words[token // 32] >> (token % 32) & 1]
+        ends = model.eos_token_ids & set(allowed)
+        if ends and (len(ends) == len(allowed) or rng.random() < 0.3):
+            return model.codec.decode(tokens, skip_special_tokens=False)
+        # Thoughts and texts would go on for ever: their closing marker is what a model has in mind.
+        tokens.append(rng.choice(sorted(set(allowed) - ends)))
+        walk.accept(tokens[-1])
+    return None
+
+
+def accepts(model: ServedModel, grammar: CompiledGrammar, text: str) -> bool:
+    """Whether the whole text may be an answer."""
+    matcher = grammar._matcher.deep_copy()
+    tokens = model.codec.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_whatever_a_required_call_says_is_read_as_calls(
+    demo: ServedModel, tools: str, reasoning: str | None, parallel: bool
+) -> None:
+    model = make_model(demo, tools, reasoning)
+    request = make_request(tool_choice="required", parallel_tool_calls=parallel)
+    prompt = "<think>\n\n</think>\n" if reasoning else ""
+    grammar = chat_constraint(model, request, prompt)
+    assert grammar is not None
+    counts = set()
+    for seed in range(12):
+        text = random_walk(model, grammar, seed)
+        if text is None:
+            continue
+        assert model.tool_format is not None
+        parser = ReplyParser(None, model.tool_format.parser(callable_tools(request)))
+        events = parser.push(text) + parser.finish()
+        assert not [event for event in events if isinstance(event, Text)]
+        calls = [event for event in events if isinstance(event, CallStarted)]
+        counts.add(len(calls))
+        for call in calls:
+            pieces = [e.text for e in events if isinstance(e, CallArguments) and e.index == call.index]
+            arguments = json.loads("".join(pieces))
+            jsonschema_rs.validate(ZIP if call.name == "weather" else {"type": "object"}, arguments)
+    assert counts
+    assert 0 not in counts
+    assert parallel or counts == {1}
+
+
+@pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
+def test_reasoning_may_come_before_what_is_constrained(demo: ServedModel, tools: str, reasoning: str | None) -> None:
+    model = make_model(demo, tools, reasoning)
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": ZIP}}
+    request = make_request(tools=None, response_format=format)
+    answer = '{"zip": "8004"}'
+    fresh = chat_constraint(model, request, "<|im_start|>assistant\n")
+    begun = chat_constraint(model, request, "<|im_start|>assistant\n<think>\n")
+    over = chat_constraint(model, request, "<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert fresh and begun and over
+    thought = "It is {near} </thi.\n</think>\n\n"
+    assert accepts(model, fresh, answer)
+    assert accepts(model, fresh, f"<think>{thought}{answer}") is (reasoning is not None)
+    assert accepts(model, begun, f"{thought}{answer}") is (reasoning is not None)
+    assert accepts(model, begun, answer) is (reasoning is None)
+    assert accepts(model, over, answer)
+    assert not accepts(model, over, f"<think>{thought}{answer}")
+    assert not accepts(model, fresh, answer + "!")
+
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
+    "llama3": '{"name": "weather", "parameters": %s}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": %s}]',
+}
+
+
+@pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
+def test_a_strict_tool_is_called_as_it_is_written_or_not_at_all(
+    demo: ServedModel, tools: str, reasoning: str | None
+) -> None:
+    model = make_model(demo, tools, reasoning)
+    grammar = chat_constraint(model, make_request(tool_choice="auto"), "")
+    assert grammar is not None
+    before = "" if tools == "llama3" else "Let me see [1] <b>.\n"
+    assert accepts(model, grammar, "It rains, {yes}. 1 < 2")
+    assert accepts(model, grammar, before + CALLS[tools] % '{"zip": "8004"}')
+    assert not accepts(model, grammar, before + CALLS[tools] % '{"zip": "80"}')
+    assert not accepts(model, grammar, before + CALLS[tools] % "{}")
+    if reasoning:
+        assert accepts(model, grammar, "<think>Hm.</think>\n\n" + CALLS[tools] % '{"zip": "8004"}')
+
+
+@pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
+def test_an_answer_in_a_format_or_a_strict_call(demo: ServedModel, tools: str, reasoning: str | None) -> None:
+    model = make_model(demo, tools, reasoning)
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["sun", "rain"]}}}
+    grammar = chat_constraint(model, make_request(response_format=format), "")
+    assert grammar is not None
+    assert accepts(model, grammar, '"rain"')
+    assert accepts(model, grammar, CALLS[tools] % '{"zip": "8004"}')
+    assert not accepts(model, grammar, "rain")
+
+
+def test_a_marker_that_is_a_special_token_is_that_token_and_no_text(demo: ServedModel) -> None:
+    tokenizer = Tokenizer.from_str(demo.codec.tokenizer.to_str())
+    tokenizer.add_special_tokens(["[TOOL_CALLS]"])
+    size = tokenizer.get_vocab_size()
+    grammars = GrammarCompiler(tokenizer.to_str(), size, demo.eos_token_ids)
+    model = replace(
+        make_model(demo, "mistral", None), codec=TextCodec(tokenizer, {}), vocab_size=size, grammars=grammars
+    )
+    text = CALLS["mistral"] % '{"zip": "8004"}'
+    assert (
+        model.codec.special_token_id("[TOOL_CALLS]")
+        == size - 1
+        == model.codec.encode(text, add_special_tokens=False)[0]
+    )
+    for choice in ("required", "auto"):
+        grammar = chat_constraint(model, make_request(tool_choice=choice), "")
+        assert grammar is not None
+        assert accepts(model, grammar, text)
+        spelled = demo.codec.encode(text, add_special_tokens=False)
+        matcher = grammar._matcher.deep_copy()
+        # As text, the marker is but text, behind which a call is none.
+        assert (matcher.try_consume_tokens(spelled) == len(spelled)) is (choice == "auto")
