@@ -6,10 +6,12 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
 import pytest
+import redis
 
 from tests.e2e.processes import (
     DEMO,
@@ -31,6 +33,16 @@ CALLS = 200
 PLACES = 5
 REQUESTS = 30
 TOKENS = 3000
+TEAM_LIMITS = {
+    "requests": "1k/1h",
+    "tokens": "1M/1h",
+    "concurrency": CALLS,
+    "parts": [
+        {"match": {"model": DEMO}, "requests": "40/1h"},
+        {"match": {"model": "demo", "class": "realtime"}, "input_tokens": "450/1h"},
+    ],
+}
+OF_LITTLE_OUTPUT = {**tenant("team")["keys"][0], "limits": {"output_tokens": "1200/1h"}}
 BUDGET = "0.0002"  # of which a call of 100 output tokens reserves 0.00004 and more
 
 
@@ -46,6 +58,10 @@ def twins(
             tenant("tokens", limits={"tokens": f"{TOKENS}/1h"}),
             tenant("places", limits={"concurrency": PLACES}),
             tenant("money", limits={"budget": {"amount": BUDGET, "per": "total"}}),
+            tenant("known", limits={"tokens": "100/1h"}),
+            {**tenant("team", limits=TEAM_LIMITS), "keys": [OF_LITTLE_OUTPUT, tenant("team_two")["keys"][0]]},
+            tenant("counted", limits={**TEAM_LIMITS, "budget": {"amount": 5}, "concurrency": None}),
+            tenant("counted_places", limits={"requests": "1k/1m", "concurrency": CALLS}),
         ],
     )
     with (
@@ -69,6 +85,14 @@ async def at_once(
             for number in range(CALLS)
         ]
         return await asyncio.gather(*calls)
+
+
+def assert_granted(replies: list[httpx2.Response], granted: int) -> None:
+    """Exactly so many; on a machine that is too busy to ask Redis in time, fewer and a 503."""
+    count = statuses(replies)
+    assert set(count) <= {200, 429, 503}
+    assert count[200] <= granted
+    assert count[200] == granted or count[503]
 
 
 def statuses(replies: list[httpx2.Response]) -> Counter[int]:
@@ -95,6 +119,70 @@ async def test_tokens(twins: list[Gateway]) -> None:
     assert {reply.json()["usage"]["total_tokens"] for reply in replies if reply.status_code == 200} == {75}
     receipts = [row for front in twins for row in front.receipts(tenant="tokens")]
     assert sum(row["input_uncached"] + row["cache_read"] + row["output"] for row in receipts) == TOKENS
+
+
+async def test_the_case_in_which_another_gateway_granted_663_tokens_of_100(twins: list[Gateway]) -> None:
+    """Seventeen calls of 39 tokens at once, as in BerriAI/litellm#18730: two of them fit."""
+    body = {"model": DEMO, "prompt": list(range(100, 115)), "max_tokens": 24, "ignore_eos": True}
+    replies = await at_once(twins, "known", body, "completions")
+    assert_granted(replies, 2)
+    granted = [reply.json()["usage"]["total_tokens"] for reply in replies if reply.status_code == 200]
+    assert sum(granted) == 39 * len(granted) <= 100
+    receipts = [row for front in twins for row in front.receipts(tenant="known")]
+    assert sum(row["input_uncached"] + row["cache_read"] + row["output"] for row in receipts) == sum(granted)
+
+
+async def test_tenant_part_and_key_in_one_step(twins: list[Gateway]) -> None:
+    """The tightest decides: 450 input tokens of the part, at 15 a call; 1200 output tokens of the key, at 60."""
+    body = {"model": DEMO, "prompt": list(range(100, 115)), "max_tokens": 60, "ignore_eos": True}
+    replies = await at_once(twins, "team", body, "completions")
+    assert_granted(replies, 20)
+    refusals = [reply.json()["error"]["message"] for reply in replies if reply.status_code == 429]
+    assert all("key team of tenant team may use 1200 output tokens per 1h0m0s" in message for message in refusals)
+    least = min(int(reply.headers["x-ratelimit-remaining-tokens"]) for reply in replies if reply.status_code == 200)
+    assert least == 0  # of the key's
+    assert {reply.headers["x-ratelimit-limit-requests"] for reply in replies if reply.status_code == 200} == {"40"}
+    # What was refused was charged to no scope: ten more fit into the part's 450, and twenty into its requests.
+    replies = await at_once(twins, "team_two", {**body, "max_tokens": 1}, "completions")
+    assert_granted(replies, 10)
+    refusals = [reply.json()["error"]["message"] for reply in replies if reply.status_code == 429]
+    assert all("model demo and class realtime of tenant team may use 450 input tokens" in each for each in refusals)
+
+
+@pytest.mark.parametrize(("who", "afterwards"), [("counted", {"settle"}), ("counted_places", {"settle", "leave"})])
+def test_one_command_before_the_answer_however_many_limits_there_are(
+    twins: list[Gateway], redis_server: RedisServer, who: str, afterwards: set[str]
+) -> None:
+    """And one to settle them all behind it; where places are limited, one more gives the place back before."""
+    body = {"model": DEMO, "prompt": [100, 101], "max_tokens": 1}
+    times = 20
+    front = twins[0]
+    assert front.post("completions", body, who).status_code == 200  # the gateway knows this tenant now
+    with redis_server.client() as client, client.monitor() as monitor, ThreadPoolExecutor(1) as thread:
+        watched = thread.submit(commands_until_said, monitor, "that is all")
+        for _ in range(times):
+            assert front.post("completions", body, who).status_code == 200
+        until(lambda: not client.keys(f"wp:{{{who}}}:reservation:*"))
+        client.echo("that is all")
+        sent = watched.result(PATIENCE_SECONDS)
+    of_gateways = [command.split() for command in sent if not command.startswith(("KEYS", "ECHO"))]
+    scripts = [words for words in of_gateways if words[0] == "EVALSHA" and words[3] == f"wp:{{{who}}}"]
+    assert len(of_gateways) - len(scripts) < times / 2  # what they say now and then, whoever asks
+    operations = Counter(words[4] for words in scripts)
+    assert operations["reserve"] == times
+    assert set(operations) == {"reserve"} | afterwards
+    assert all(times <= operations[name] <= times + 1 for name in afterwards)  # the first one's, maybe
+
+
+def commands_until_said(monitor: redis.client.Monitor, word: str) -> list[str]:
+    """What clients sent to Redis; what its scripts do is not among it."""
+    sent: list[str] = []
+    for command in monitor.listen():
+        if command["client_type"] != "lua":
+            sent.append(command["command"])
+        if command["command"].endswith(word):
+            return sent
+    raise AssertionError("the monitor ended")
 
 
 async def test_concurrency(twins: list[Gateway], local_engine: Running) -> None:

@@ -1,0 +1,112 @@
+"""The admin API of two gateways on one Redis: a key that is made, rotated or revoked at one of them is so at both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.e2e.processes import (
+    DEMO,
+    PATIENCE_SECONDS,
+    Gateway,
+    Running,
+    free_port,
+    gateway,
+    simple_policy,
+    tenant,
+    until,
+    warmpath,
+)
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.e2e
+
+ADMIN_KEY = "an-admin-key-of-some-length"
+BODY = {"model": DEMO, "prompt": [100, 101], "max_tokens": 1}
+
+
+@dataclass(frozen=True)
+class Front:
+    gateway: Gateway
+    admin_url: str
+
+    def admin(self, method: str, path: str, *, key: str = ADMIN_KEY, **body: Any) -> tuple[int, Any]:
+        headers = {"authorization": f"Bearer {key}"}
+        reply = httpx2.request(
+            method, f"{self.admin_url}{path}", json=body or None, headers=headers, timeout=PATIENCE_SECONDS
+        )
+        return reply.status_code, reply.json()
+
+    def status_for(self, key: str, **changes: Any) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        url = f"{self.gateway.url}/v1/completions"
+        return httpx2.post(url, json=BODY | changes, headers=headers, timeout=PATIENCE_SECONDS).status_code
+
+
+@pytest.fixture(scope="module")
+def fronts(
+    tmp_path_factory: pytest.TempPathFactory, local_engine: Running, redis_server: RedisServer
+) -> Iterator[list[Front]]:
+    folder = tmp_path_factory.mktemp("fronts")
+    policy = simple_policy(local_engine.url, tenants=[tenant("dev", limits={"requests": "100/1h"})])
+    common = {"storage": redis_server.url, "admin_key": ADMIN_KEY, "admin_port": "0"}
+    with (
+        gateway(folder / "a", policy, replica="a", **common) as a,
+        gateway(folder / "b", policy, replica="b", **common) as b,
+    ):
+        yield [Front(one, admin_url(one.log)) for one in (a, b)]
+
+
+def admin_url(log: Path) -> str:
+    found = re.search(r"the admin API listens on (http://[\d.:]+)", log.read_text())
+    assert found, log.read_text()
+    return found[1]
+
+
+def test_a_key_s_life_is_the_same_at_both(fronts: list[Front]) -> None:
+    here, there = fronts
+    limits = {"requests": "50/1h"}
+    status, made = here.admin("POST", "/admin/keys", tenant="dev", id="life", classes=["realtime"], limits=limits)
+    assert status == 201
+    assert there.status_for(made["key"]) == 200
+    assert there.status_for(made["key"], service_tier="flex") == 200  # no rule makes another class of it here
+    status, rotated = there.admin("POST", "/admin/keys/life/rotate", overlap="1h")
+    assert status == 200
+    until(lambda: here.status_for(rotated["key"]) == 200)
+    assert here.status_for(made["key"]) == 200  # for an hour
+    status, left = here.admin("GET", "/admin/limits/dev")
+    assert status == 200
+    of_key = next(entry for entry in left["limits"] if entry["scope"] == "key life of tenant dev")
+    assert of_key["left"] < 50
+    status, revoked = here.admin("DELETE", "/admin/keys/life")
+    assert revoked["state"] == "revoked"
+    for front in fronts:
+        until(lambda front=front: front.status_for(rotated["key"]) == 401)
+        assert front.status_for(made["key"]) == 401
+
+
+def test_the_two_listeners_are_apart(fronts: list[Front]) -> None:
+    front = fronts[0]
+    assert front.admin("GET", "/admin/state", key="wp-dev-0123456789abcdef")[0] == 401
+    assert front.admin("GET", "/v1/models")[0] == 404
+    status, state = front.admin("GET", "/admin/state")
+    assert (status, state["status"]) == (200, "ready")
+    on_the_other = httpx2.get(f"{front.gateway.url}/admin/state", headers={"authorization": f"Bearer {ADMIN_KEY}"})
+    assert on_the_other.status_code == 404
+
+
+def test_a_policy_is_reloaded_at_once(fronts: list[Front]) -> None:
+    status, body = fronts[0].admin("POST", "/admin/policy/reload")
+    assert (status, set(body)) == (200, {"policy"})
+
+
+def test_an_admin_port_needs_a_key(tmp_path: Path) -> None:
+    result = warmpath("serve", "--port", "0", cwd=tmp_path, admin_port=str(free_port()))
+    assert result.returncode == 2
+    assert "WARMPATH_ADMIN_KEY" in result.stderr
