@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
-import orjson
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -26,6 +25,7 @@ from gateway.errors import BadRequest, BodyTooLarge, Conflict, NotFound, Overloa
 from gateway.policy import Policy
 from gateway.policy.fields import Seconds
 from gateway.policy_file import PolicyHolder
+from gateway.shell import json_reply
 from gateway.types import Principal
 
 UPLOADS_AT_ONCE = 16
@@ -114,7 +114,7 @@ class BatchApi:
                 f"the tenant's files may have {policy.batches.max_stored_bytes} bytes together: delete some",
                 param="file",
             )
-        return _json(file.shown())
+        return json_reply(200, file.shown())
 
     async def _list_files(self, request: Request) -> Response:
         principal, _ = await self._whose(request)
@@ -142,7 +142,7 @@ class BatchApi:
         return file
 
     async def _show_file(self, request: Request) -> Response:
-        return _json((await self._file_of(request)).shown())
+        return json_reply(200, (await self._file_of(request)).shown())
 
     async def _delete_file(self, request: Request) -> Response:
         file = await self._file_of(request)
@@ -150,7 +150,7 @@ class BatchApi:
             if batch.input_file_id == file.id:
                 raise Conflict(f"{file.id} is the input of {batch.id}, which is not over: cancel that first")
         await self._store.delete_file(file)
-        return _json({"id": file.id, "object": "file", "deleted": True})
+        return json_reply(200, {"id": file.id, "object": "file", "deleted": True})
 
     async def _content(self, request: Request) -> Response:
         file = await self._file_of(request)
@@ -192,7 +192,7 @@ class BatchApi:
         if not await self._store.add_batch(batch, max_open=policy.batches.max_open):
             raise Conflict(f"{policy.batches.max_open} batches are under way: wait for one of them, or cancel one")
         self._worker.wake()
-        return _json(batch.shown())
+        return json_reply(200, batch.shown())
 
     async def _list_batches(self, request: Request) -> Response:
         principal, _ = await self._whose(request)
@@ -210,7 +210,7 @@ class BatchApi:
         return batch
 
     async def _show_batch(self, request: Request) -> Response:
-        return _json((await self._batch_of(request)).shown())
+        return json_reply(200, (await self._batch_of(request)).shown())
 
     async def _cancel(self, request: Request) -> Response:
         batch = await self._batch_of(request)
@@ -220,7 +220,7 @@ class BatchApi:
             if changed.status not in (Status.CANCELLING, Status.CANCELLED):
                 raise Conflict(f"{batch.id} is {changed.status.value}: it can not be cancelled any more")
         self._worker.wake()
-        return _json(changed.shown())
+        return json_reply(200, changed.shown())
 
 
 def _file_of(file_id: str, form: Form, stored: int, principal: Principal, policy: Policy) -> File:
@@ -281,8 +281,4 @@ def _page(shown: Sequence[dict[str, Any]], limit: int) -> Response:
     """One more than the limit was asked for, to know whether there are more."""
     data = shown[:limit]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-    return _json({"object": "list", "data": data, **ends, "has_more": len(shown) > limit})
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")
+    return json_reply(200, {"object": "list", "data": data, **ends, "has_more": len(shown) > limit})

@@ -1,0 +1,171 @@
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.applications import Starlette
+
+from gateway.batches import uploads as uploads_module
+from gateway.batches.api import BatchApi
+from gateway.batches.store import CHUNK_BYTES
+from gateway.batches.worker import Worker
+from gateway.shell import EXCEPTION_HANDLERS
+from tests.gateway.batches.test_lines import raw
+from tests.gateway.batches.workshops import Bench, a_bench
+from tests.gateway.house import KEY, PATIENCE_SECONDS
+
+MAX_FILE_BYTES = 3 * CHUNK_BYTES
+
+
+@asynccontextmanager
+async def an_api(directory: Path, **changes: Any) -> AsyncIterator[tuple[httpx2.AsyncClient, Bench]]:
+    """The routes, and nobody who works on the batches."""
+    async with a_bench(directory, **changes) as bench:
+        house = bench.rig.house
+        api = BatchApi(
+            house.authenticator, house.policies, bench.store, Worker(bench.shop),
+            max_file_bytes=MAX_FILE_BYTES, max_line_bytes=house.max_body_bytes,
+        )  # fmt: skip
+        app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
+        headers = {"authorization": f"Bearer {KEY}"}
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app), base_url="http://x/v1", headers=headers, timeout=PATIENCE_SECONDS
+        ) as client:
+            yield client, bench
+
+
+async def upload(client: httpx2.AsyncClient, content: bytes, **fields: str) -> httpx2.Response:
+    return await client.post("files", data={"purpose": "batch", **fields}, files={"file": ("in.jsonl", content)})
+
+
+def message(reply: httpx2.Response) -> tuple[int, str]:
+    return reply.status_code, reply.json()["error"]["message"]
+
+
+async def test_a_file_goes_to_the_disk_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with an_api(tmp_path) as (client, bench):
+        sizes: list[int] = []
+        append = bench.store.append
+
+        async def noting(content: str, chunk: bytes) -> None:
+            sizes.append(len(chunk))
+            await append(content, chunk)
+
+        monkeypatch.setattr(bench.store, "append", noting)
+        line = raw(body={"model": "m", "messages": [{"role": "user", "content": "x" * 8000}]}).replace(
+            b'"a"', b'"%04d"'
+        )
+        content = b"\n".join(line % number for number in range(70))
+        shown = (await upload(client, content)).json()
+        assert sizes == [CHUNK_BYTES, CHUNK_BYTES, len(content) - 2 * CHUNK_BYTES]
+        assert (shown["bytes"], shown["filename"], shown["status"]) == (len(content), "in.jsonl", "processed")
+        assert (await client.get(f"files/{shown['id']}/content")).content == content
+
+
+async def test_what_is_refused_is_not_kept(tmp_path: Path) -> None:
+    async with an_api(tmp_path, batches={"max_lines": 5, "max_stored_bytes": "1k"}) as (client, bench):
+        too_big = raw() + b"\n" + b"\n" * (MAX_FILE_BYTES + 2 * 65536)
+        assert message(await upload(client, too_big)) == (413, f"a file may have {MAX_FILE_BYTES} bytes")
+        status, told = message(await upload(client, b"\n".join([raw()] * 6)))
+        assert (status, told) == (400, "line 6: a file may have 5 lines")
+        assert (await upload(client, raw())).status_code == 200
+        status, told = message(await upload(client, raw(custom_id="b" * 900)))
+        assert (status, "may have 1000 bytes together" in told) == (413, True)
+        assert len((await client.get("files")).json()["data"]) == 1
+        kept = [row async for row in contents(bench)]
+        assert len(kept) == 1
+
+
+async def contents(bench: Bench) -> AsyncIterator[str]:
+    """The ids under which anything is stored."""
+    for (file,) in await bench.store._do(lambda db: db.execute("SELECT DISTINCT file FROM contents").fetchall()):
+        yield file
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"purpose": "vision"}, "purpose: it must be batch"),
+        ({"colour": "red"}, "the form's field 'colour' is not known"),
+        ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "5"}, "seconds must be from 3600"),
+        ({"expires_after[seconds]": "5000"}, "the anchor must be created_at"),
+        ({"long": "x" * 5000}, "the field 'long' is too long"),
+    ],
+)
+async def test_the_forms_fields_are_checked_by_name(tmp_path: Path, fields: dict[str, str], told: str) -> None:
+    async with an_api(tmp_path) as (client, _):
+        status, said = message(await upload(client, raw(), **fields))
+        assert (status, told in said) == (400, True), said
+
+
+async def test_what_is_no_form_is_refused(tmp_path: Path) -> None:
+    async with an_api(tmp_path) as (client, _):
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+        for content, headers in [
+            (b"{}", {"content-type": "application/json"}),
+            (b"no form", kind),
+            (b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\ncut', kind),
+            (b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n', kind),
+        ]:
+            reply = await client.post("files", content=content, headers=headers)
+            assert reply.status_code == 400, reply.text
+
+
+async def test_an_upload_that_stalls_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads_module, "STALL_SECONDS", 0.01)
+
+    async def stalls() -> AsyncIterator[bytes]:
+        yield b"--b\r\n"
+        await asyncio.Event().wait()
+
+    async with an_api(tmp_path) as (client, _):
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+        reply = await client.post("files", content=stalls(), headers=kind)
+        assert reply.status_code == 408
+
+
+async def test_a_files_own_date_counts(tmp_path: Path) -> None:
+    async with an_api(tmp_path) as (client, _):
+        given = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "7200"}
+        shown = (await upload(client, raw(), **given)).json()
+        assert shown["expires_at"] - shown["created_at"] == 7200
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"endpoint": "/v1/files"}, "endpoint"),
+        ({"completion_window": "25h"}, "completion_window"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"input_file_id": "file-none"}, "input_file_id"),
+        ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
+    ],
+)
+async def test_a_batch_that_can_not_be_is_refused_by_the_name_of_its_field(
+    tmp_path: Path, changes: dict[str, Any], param: str
+) -> None:
+    async with an_api(tmp_path) as (client, _):
+        file = (await upload(client, raw())).json()
+        asked = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        reply = await client.post("batches", content=json.dumps({**asked, **changes}).encode())
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_tenant_has_so_many_batches_and_no_more(tmp_path: Path) -> None:
+    async with an_api(tmp_path, batches={"max_open": 1}) as (client, _):
+        file = (await upload(client, raw())).json()
+        asked = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        first = await client.post("batches", json=asked)
+        assert (first.status_code, (await client.post("batches", json=asked)).status_code) == (200, 409)
+        assert (await client.delete(f"files/{file['id']}")).status_code == 409
+        assert (await client.post(f"batches/{first.json()['id']}/cancel")).json()["status"] == "cancelling"
+        for path in ("batches?limit=0", "batches?limit=101", "files?order=up", "files?limit=x"):
+            assert (await client.get(path)).status_code == 400
+        assert (await client.get("batches/batch_none")).status_code == 404
+        wrong_key = {"authorization": "Bearer wp-dev-ffffffffffffffff"}
+        assert (await client.get("batches", headers=wrong_key)).status_code == 401
