@@ -1,0 +1,94 @@
+"""Two gateways, and their Redis hangs or is killed under them: calls go on by shares, or are told why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.e2e.processes import DEMO, Gateway, Running, gateway, simple_policy, tenant, until
+from tests.redis_server import RedisServer, own_redis_server
+
+__all__ = ["own_redis_server"]
+pytestmark = pytest.mark.e2e
+
+REQUESTS = 40
+BODY = {"model": DEMO, "prompt": [100, 101], "max_tokens": 1}
+
+
+@contextmanager
+def gateways(folder: Path, engine: Running, server: RedisServer, **outage: Any) -> Iterator[list[Gateway]]:
+    policy = simple_policy(
+        engine.url,
+        tenants=[tenant("dev", limits={"requests": f"{REQUESTS}/1d"}), tenant("free")],
+        storage_outage=outage,
+    )
+    with ExitStack() as started:
+        yield [
+            started.enter_context(gateway(folder / name, policy, storage=server.url, replica=name))
+            for name in ("a", "b")
+        ]
+
+
+def ask(fronts: list[Gateway], times: int, who: str = "dev") -> Counter[int]:
+    """So often at each."""
+    with ThreadPoolExecutor(8) as threads:
+        replies = threads.map(lambda number: fronts[number % 2].post("completions", BODY, who), range(2 * times))
+        return Counter(reply.status_code for reply in replies)
+
+
+def settled(front: Gateway) -> bool:
+    return all(front.metric(f"warmpath_limits_{what}") == 0 for what in ("local", "untold", "unsettled"))
+
+
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+def test_calls_go_on_by_shares_and_are_accounted_for(
+    tmp_path: Path, local_engine: Running, own_redis_server: RedisServer, how: str
+) -> None:
+    with own_redis_server.client() as client:
+        client.config_set("appendfsync", "always")
+    with gateways(tmp_path, local_engine, own_redis_server, limits="local_share", replicas=2) as fronts:
+        assert ask(fronts, 5) == {200: 10}
+        for front in fronts:
+            until(lambda front=front: settled(front))
+        if how == "frozen":
+            own_redis_server.freeze()
+        else:
+            own_redis_server.stop()
+        count = ask(fronts, REQUESTS)
+        # Each has half of the thirty that were left; or of as many as when it last heard.
+        assert 30 <= count[200] <= 30 + 10
+        assert count[200] + count[429] == 2 * REQUESTS
+        for front in fronts:
+            assert front.metric("warmpath_limits_local") == 1
+            assert httpx2.get(f"{front.url}/ready").json()["status"] == "ready"
+        if how == "frozen":
+            own_redis_server.thaw()
+        else:
+            own_redis_server.start()
+        for front in fronts:
+            until(lambda front=front: settled(front))
+        granted = sum(front.metric("warmpath_limits_local_calls_total", verdict="granted") for front in fronts)
+        assert granted >= 30 - 2  # one of each may have been decided by Redis
+        assert ask(fronts, 5)[200] == 0  # all forty are used up, and Redis knows
+        assert sum(len(front.receipts(tenant="dev")) for front in fronts) == 10 + count[200]
+
+
+def test_or_they_are_refused_and_nobody_hangs(
+    tmp_path: Path, local_engine: Running, own_redis_server: RedisServer
+) -> None:
+    with gateways(tmp_path, local_engine, own_redis_server, limits="refuse") as fronts:
+        own_redis_server.freeze()
+        try:
+            assert ask(fronts, 5) == {503: 10}
+            assert ask(fronts, 5, "free") == {200: 10}  # who has no limits needs no storage
+            assert httpx2.get(f"{fronts[0].url}/ready").status_code == 503
+        finally:
+            own_redis_server.thaw()
+        until(lambda: ask(fronts, 1) == {200: 2})
