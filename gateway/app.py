@@ -41,6 +41,7 @@ from gateway.policy_file import PolicyHolder
 from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
+from gateway.reconciliation import Reconciliation
 from gateway.recovery import Recovery
 from gateway.reports import Reports
 from gateway.routing import STRATEGIES
@@ -59,6 +60,7 @@ from gateway.telemetry import (
     KV_BLOCKS,
     KV_CALLS,
     KV_EVENT_BATCHES,
+    LEDGER_DRIFT,
     LEDGER_OK,
     LEDGER_ROWS,
     LIMITS_LOCAL,
@@ -110,6 +112,9 @@ class Gateway:
             telemetry=self._telemetry,
             diagnosis=Watcher(Journal(settings.data_dir / "diagnosis", settings.replica)),
             max_body_bytes=settings.max_body_bytes,
+        )
+        self._reconciliation = Reconciliation(
+            self._fleet, settings.ledger_dir / settings.replica, every_seconds=settings.reconcile_seconds
         )
         self._batches = Batches(
             settings,
@@ -216,6 +221,9 @@ class Gateway:
             reporting = asyncio.create_task(self._reports.run(), name="reports")
             reporting.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, reporting)
+            noting = asyncio.create_task(self._reconciliation.run(), name="reconciliation")
+            noting.add_done_callback(_tell_why_it_ended)
+            opened.push_async_callback(_end, noting)
             checking = asyncio.create_task(HealthChecks(self._fleet).run(), name="health checks")
             checking.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, checking)
@@ -248,6 +256,7 @@ class Gateway:
         watch(LIMITS_LOCAL_CALLS, lambda: {("granted",): shared.granted_here, ("refused",): shared.refused_here})
         watch(LIMITS_UNTOLD, lambda: shared.untold)
         watch(LEDGER_ROWS, lambda: self._ledger.receipts_written)
+        watch(LEDGER_DRIFT, lambda: self._reconciliation.drift)
         watch(LEDGER_OK, lambda: float(self._ledger.ok))
 
     def _show_reports(self) -> None:

@@ -18,6 +18,7 @@ from gateway.prefix.fingerprint import text_bytes_of
 from gateway.prefix.token_counts import TokenCounts
 from gateway.prefix.working_set import Conversation, Prompt, WorkingSet
 from gateway.providers.base import Provider
+from gateway.types import Usage
 
 FIRST_CHUNKS = 32  # of streams, remembered to compare servers by
 
@@ -70,6 +71,8 @@ class Server:
         self.cache = self.estimate.cache
         self.token_counts = TokenCounts()
         self.blocks: BlockIndex | None = None  # of a server that publishes KV events
+        self.input_billed = 0  # tokens in the receipts of this gateway, to be held against the server's own count
+        self.output_billed = 0
         self.places_taken = 0  # by calls whose turn it is; of these are in flight:
         self.breaker = Breaker()
         self.asked_at = 0.0  # by a call or a health check; event-loop seconds
@@ -78,6 +81,10 @@ class Server:
     @property
     def name(self) -> str:
         return self.deployment.name
+
+    def billed(self, usage: Usage) -> None:
+        self.input_billed += usage.input
+        self.output_billed += usage.output
 
     @property
     def has_place(self) -> bool:

@@ -113,6 +113,12 @@ class Settings(BaseSettings):
     max_body_bytes: ByteSize = Field(
         ByteSize(32 * 1024 * 1024), gt=0, description="Longer requests are refused; 1000000, 64MiB."
     )
+    reconcile_seconds: float = Field(
+        3600.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="How often the engines' own counters are noted beside the ledger, for `warmpath usage reconcile`.",
+    )
     max_file_bytes: ByteSize = Field(
         ByteSize(200 * 1024 * 1024), gt=0, description="Longer files for batches are refused; 1000000, 64MiB."
     )

@@ -296,6 +296,8 @@ class Settlement:
         )
         self._cost = bill.cost or 0
         self._ledger.append(receipt)
+        if self._worker is not None:
+            self._worker.billed(record.usage)
         record.event_id = receipt.event_id
         if len(self._opening.opened) > 1:
             self._settler.audit(self._call.id)

@@ -14,6 +14,7 @@ from gateway.cli.common import AsJson, fail, say, say_json, say_table, verb_app,
 from gateway.cli.usage_change import compact, reprice
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
 from gateway.cli.usage_export import export
+from gateway.cli.usage_reconcile import reconcile
 from gateway.ledger import verify as verify_ledger
 from gateway.ledger.compaction import lines_of
 from gateway.ledger.reader import DIMENSIONS, TOKENS, UsageLine, latest, summarise, unpriced
@@ -113,6 +114,7 @@ def receipts(
 app.command()(export)
 app.command()(reprice)
 app.command()(compact)
+app.command()(reconcile)
 
 
 def _name_unpriced(found: list[tuple[str, str | None, int]]) -> None:

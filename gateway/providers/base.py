@@ -102,6 +102,9 @@ class Provider(Protocol):
         None where it keeps no record, or does not tell within a named bound. Never raises.
         """
 
+    async def token_counters(self) -> tuple[int, int] | None:
+        """(input, output) tokens that the server has worked on since it started, by its own count. None as above."""
+
 
 class Unasked:
     """A provider for what only reasons about servers and sends nothing: asking it is a mistake of the program."""
@@ -118,4 +121,7 @@ class Unasked:
         return False
 
     async def usage_of(self, call_id: str) -> bytes | None:
+        return None
+
+    async def token_counters(self) -> tuple[int, int] | None:
         return None

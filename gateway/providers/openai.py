@@ -66,6 +66,7 @@ class OpenAI:
             operation: b"POST %b/%b HTTP/1.1\r\n%b" % (self._base_path, operation.value.encode(), self._header_lines)
             for operation in Operation
         }
+        self._served = deployment.model
         self._model = msgspec.Raw(_raw.encode(deployment.model))
         self._names_calls = deployment.kv_events is not None  # its events then say which call's blocks they tell of
         self._usage_options = {"include_usage": _TRUE}
@@ -111,14 +112,17 @@ class OpenAI:
     async def usage_of(self, call_id: str) -> bytes | None:
         return None  # this dialect has no such question
 
-    async def _get(self, path: bytes) -> bytes | None:
-        """A short body, within HEALTH_TIMEOUT_SECONDS; None unless the status is good."""
+    async def token_counters(self) -> tuple[int, int] | None:
+        return None
+
+    async def _get(self, path: bytes, max_bytes: int = MAX_ERROR_BYTES) -> bytes | None:
+        """A body of at most `max_bytes`, within HEALTH_TIMEOUT_SECONDS; None unless the status is good."""
         head = b"GET %b HTTP/1.1\r\n%b" % (path, self._header_lines)
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_SECONDS):
                 answer = await self._transport.send(self._origin, head, b"")
                 try:
-                    body = await _read(answer, MAX_ERROR_BYTES)  # to its end where it is short, to keep the connection
+                    body = await _read(answer, max_bytes)  # to its end where it is short, to keep the connection
                 finally:
                     await answer.aclose()
         except (httpx2.TransportError, TimeoutError):

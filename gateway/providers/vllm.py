@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from functools import lru_cache
 
 import msgspec
@@ -14,6 +15,10 @@ from gateway.types import Call, Operation
 # Fields by which a client would reach past the gateway: into other tenants' caches, ahead of their requests, and, as
 # `kv_transfer_params` names hosts to fetch KV blocks from, into the network.
 _RESERVED = ("cache_salt", "priority", "kv_transfer_params")
+
+
+MAX_METRICS_BYTES = 8 * 1024 * 1024
+_COUNTER = re.compile(rb"^vllm:(prompt|generation)_tokens_total(?:\{(.*)\})? +(\S+)", re.MULTILINE)
 
 
 @lru_cache(maxsize=10_000)  # a salt for each tenant
@@ -37,6 +42,10 @@ class VLLM(OpenAI):
         """Where the server has what is not OpenAI's: beside /v1."""
         return self._base_path.removesuffix(b"/v1")
 
+    async def token_counters(self) -> tuple[int, int] | None:
+        metrics = await self._get(self.root_path + b"/metrics", MAX_METRICS_BYTES)
+        return None if metrics is None else read_counters(metrics, self._served.encode())
+
     def fields(self, call: Call) -> dict[str, msgspec.Raw]:
         fields = super().fields(call)
         for name in _RESERVED:
@@ -44,6 +53,17 @@ class VLLM(OpenAI):
         if call.operation is not Operation.EMBEDDING and call.cache_salt:
             fields["cache_salt"] = _encoded(call.cache_salt)
         return fields
+
+
+def read_counters(metrics: bytes, model: bytes) -> tuple[int, int] | None:
+    """(input, output) tokens in Prometheus's text: of `model` where it is named there, else of all; of each rank."""
+    found = [(kind, labels, int(float(value))) for kind, labels, value in _COUNTER.findall(metrics)]
+    named = b'model_name="%b"' % model
+    own = [one for one in found if named in one[1]] or found
+    if not own:
+        return None
+    sums = {kind: sum(value for of, _, value in own if of == kind) for kind in (b"prompt", b"generation")}
+    return sums[b"prompt"], sums[b"generation"]
 
 
 RECORD_MAX_SECONDS = 2.0  # in all: a caller waits for it to be told of a failure

@@ -59,6 +59,11 @@ QUEUE_DEPTH = Watched("warmpath_queue_depth", "Calls that wait for their turn.",
 DEPLOYMENT_INFLIGHT = Watched("warmpath_deployment_inflight", "Calls that a deployment is busy with.", ("deployment",))
 DEPLOYMENT_AVAILABLE = Watched("warmpath_deployment_available", "1 where calls are sent, 0 where not.", ("deployment",))
 LEDGER_ROWS = Watched("warmpath_ledger_rows", "Receipts written since the start.", kind="counter")
+LEDGER_DRIFT = Watched(
+    "warmpath_ledger_drift_tokens",
+    "Tokens that the engine counted between the last two hourly notes, less those that this gateway has billed.",
+    ("deployment", "kind"),
+)
 LEDGER_OK = Watched("warmpath_ledger_ok", "1 while receipts can be written.")
 LIMITS_LOST = Watched(
     "warmpath_limits_lost",

@@ -8,6 +8,7 @@ import pytest
 from gateway.policy import Deployment
 from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
+from gateway.providers.vllm import read_counters
 from gateway.types import Operation
 from tests.contract.test_providers import call, resolve_nothing
 
@@ -41,3 +42,34 @@ def test_a_stream_is_asked_for_usage_at_its_end() -> None:
 
 def test_plain_openai_passes_on_what_it_does_not_know() -> None:
     assert rendered("openai") == {"model": "m", **msgspec.json.decode(FORGED)}
+
+
+METRICS = b"""# HELP vllm:prompt_tokens_total Number of prefill tokens processed.
+# TYPE vllm:prompt_tokens_total counter
+vllm:prompt_tokens_total{engine="0",model_name="m"} 1.25e+06
+vllm:prompt_tokens_total{engine="1",model_name="m"} 7
+vllm:prompt_tokens_total{engine="0",model_name="other"} 3.0
+vllm:prompt_tokens_created{engine="0",model_name="m"} 1.7e9
+vllm:generation_tokens_total{engine="0",model_name="m"} 46.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("metrics", "model", "expected"),
+    [
+        (METRICS, b"m", (1_250_007, 46)),
+        (METRICS, b"other", (3, 0)),
+        (METRICS, b"an alias", (1_250_010, 46)),
+        (b"vllm:prompt_tokens_total 5\nvllm:generation_tokens_total 6\n", b"m", (5, 6)),
+        (b"process_cpu_seconds_total 5\n", b"m", None),
+    ],
+)
+def test_the_counters_of_a_server(metrics: bytes, model: bytes, expected: tuple[int, int] | None) -> None:
+    assert read_counters(metrics, model) == expected
+
+
+def test_counts_in_every_chunk_are_asked_for_where_the_policy_says_so() -> None:
+    deployment = Deployment(name="d", provider="vllm", base_url="http://x/v1", model="m", continuous_usage=True)
+    body = make_provider(deployment, HTTPTransport(), resolve_nothing).render(call(FORGED, stream=True))
+    options = msgspec.json.decode(body)["stream_options"]
+    assert options == {"include_usage": True, "continuous_usage_stats": True}

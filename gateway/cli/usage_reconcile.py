@@ -1,0 +1,140 @@
+"""`warmpath usage reconcile`: the ledger held against what the engines counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gateway.cli.common import (
+    PROBLEM,
+    AsJson,
+    complain,
+    fail,
+    policy_or_exit,
+    say,
+    say_json,
+    say_table,
+    settings_or_exit,
+)
+from gateway.cli.usage_common import LedgerOption, Since, Until, folder_of, readable
+from gateway.fleet import Fleet
+from gateway.ledger.engine_counters import note, read_marks, spans
+from gateway.ledger.reconcile import Compared, compare, share, total
+from gateway.policy import Policy
+from gateway.policy.fields import parse_share
+from gateway.providers import make_provider
+from gateway.providers.transport import HTTPTransport
+from gateway.reconciliation import marks_of, read_counters
+from gateway.settings import SettingsError, resolve_secret
+
+NOTED_IN = "reconciliation"  # beside the replicas' folders
+
+
+def _share(text: str) -> str:
+    try:
+        parse_share(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
+
+
+def reconcile(
+    since: Since = None,
+    until: Until = None,
+    policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Whose deployments are asked; left out: WARMPATH_POLICY.")
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Ask no server: only what has been noted.")] = False,
+    tolerance: Annotated[
+        str, typer.Option(callback=_share, metavar="SHARE", help="A drift above this is a problem: exit code 1.")
+    ] = "0.1%",
+    ledger: LedgerOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the receipts' tokens with the engines' own counters, by deployment and hour.
+
+    A running gateway notes the counters on the hour. This reads them once more, unless --offline, and notes them too:
+    the first time, that is the mark to start from. Of vLLM and the bundled engine the counters are known.
+
+    DRIFT is the engine's count less the ledger's: positive where work was done that nobody was billed for. A call that
+    runs across a mark is in one span for its engine and in the next for the ledger; the total is what counts.
+    """
+    folder = folder_of(ledger)
+    if not offline:
+        named = policy_or_exit(settings_or_exit(policy=policy).policy)
+        try:
+            asyncio.run(_note_now(named, folder / NOTED_IN))
+        except (OSError, SettingsError) as error:
+            fail(str(error))
+    try:
+        found = spans(read_marks(folder), since, until)
+    except ValueError as error:
+        fail(str(error))
+    if not found and not as_json:
+        say("there are no two marks to compare between: a running gateway notes one each hour, and so does this")
+        return
+    with readable():
+        compared = compare(folder, found)
+    whole = total(compared)
+    if as_json:
+        hours = [_as_json(one) for one in compared]
+        say_json({"spans": hours, "total": [_as_json(one) for one in whole]})
+    else:
+        _print_table(compared, whole)
+    limit = float(parse_share(tolerance))
+    drifted = [one for one in whole if _worst(one) > limit]
+    for one in drifted:
+        complain(f"{one.span.deployment} drifts by {_worst(one):.2%}, more than {tolerance}")
+    if drifted:
+        raise typer.Exit(PROBLEM)
+
+
+async def _note_now(policy: Policy, folder: Path) -> None:
+    transport = HTTPTransport()
+    try:
+        fleet = Fleet(lambda deployment: make_provider(deployment, transport, resolve_secret))
+        fleet.apply(policy)
+        note(folder, marks_of(await read_counters(fleet)))
+    finally:
+        await transport.aclose()
+
+
+def _worst(one: Compared) -> float:
+    return max(share(one.input_drift, one.span.input), share(one.output_drift, one.span.output))
+
+
+def _as_json(one: Compared) -> dict[str, Any]:
+    return {
+        "deployment": one.span.deployment,
+        "model": one.span.model,
+        "since": one.span.since,
+        "until": one.span.until,
+        "engine": {"input": one.span.input, "output": one.span.output},
+        "ledger": {"input": one.input, "output": one.output},
+        "drift": {"input": one.input_drift, "output": one.output_drift},
+        "restarted": one.span.restarted,
+    }
+
+
+def _print_table(compared: Sequence[Compared], whole: Sequence[Compared]) -> None:
+    columns = ("DEPLOYMENT", "MODEL", "SINCE", "UNTIL", "ENGINE IN", "LEDGER IN", "DRIFT", "ENGINE OUT", "LEDGER OUT")
+    rows = [_row(one, _minute(one.span.since), _minute(one.span.until)) for one in compared]
+    rows += [_row(one, "total", "") for one in whole]
+    say_table((*columns, "DRIFT"), rows)
+
+
+def _row(one: Compared, since: str, until: str) -> list[str]:
+    restarted = " (restarted)" if one.span.restarted else ""
+    span = one.span
+    counts = (span.input, one.input, one.input_drift, span.output, one.output, one.output_drift)
+    return [span.deployment, span.model, since, until + restarted, *map(str, counts)]
+
+
+def _minute(text: str) -> str:
+    """To the minute that is nearest."""
+    return f"{datetime.fromisoformat(text) + timedelta(seconds=30):%Y-%m-%dT%H:%M}"

@@ -1,0 +1,83 @@
+"""What engines themselves have counted, noted beside the ledger: `<ledger>/<replica>/engine-counters.jsonl`.
+
+A line is a mark: the counters of one deployment at one moment. They grow for as long as a server lives; between two
+marks they say what it has done, whoever asked it to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+FILE = "engine-counters.jsonl"
+
+
+class Mark(msgspec.Struct, frozen=True):
+    at: str  # RFC 3339, as in receipts
+    deployment: str
+    model: str
+    input: int
+    output: int
+
+
+class Span(msgspec.Struct, frozen=True):
+    """What an engine did from one mark to the next. `restarted`: its counters began anew meanwhile, and what they had
+    counted since the first mark is lost.
+    """
+
+    deployment: str
+    model: str
+    since: str
+    until: str
+    input: int
+    output: int
+    restarted: bool
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Mark).decode
+
+
+def note(folder: Path, marks: Iterable[Mark]) -> None:
+    """Append to the file in `folder`, which is made. Raises `OSError`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / FILE).open("ab") as file:
+        file.write(b"".join(_encode(mark) + b"\n" for mark in marks))
+
+
+def read_marks(ledger: Path) -> list[Mark]:
+    """Of all replicas, in the order of time. Raises `ValueError`, which names the file and the line."""
+    marks = []
+    for file in ledger.glob(f"*/{FILE}"):
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+            try:
+                marks.append(_decode(line))
+            except msgspec.MsgspecError as error:
+                raise ValueError(f"{file}:{number}: {error}") from error
+    return sorted(marks, key=lambda mark: mark.at)
+
+
+def spans(marks: Iterable[Mark], since: str | None = None, until: str | None = None) -> list[Span]:
+    """By deployment, between neighbouring marks that both lie within the period."""
+    by_deployment: dict[str, list[Mark]] = {}
+    for mark in marks:
+        if (since is None or mark.at >= since) and (until is None or mark.at <= until):
+            by_deployment.setdefault(mark.deployment, []).append(mark)
+    return [_span(first, second) for own in by_deployment.values() for first, second in pairwise(own)]
+
+
+def _span(first: Mark, second: Mark) -> Span:
+    restarted = second.input < first.input or second.output < first.output
+    before = (0, 0) if restarted else (first.input, first.output)
+    return Span(
+        deployment=second.deployment,
+        model=second.model,
+        since=first.at,
+        until=second.at,
+        input=second.input - before[0],
+        output=second.output - before[1],
+        restarted=restarted,
+    )

@@ -1,0 +1,76 @@
+"""The ledger held against what the engines counted. See `engine_counters` for the marks.
+
+A call that runs across a mark was counted by its engine on both sides, and by the ledger when it ended: single spans
+may differ by what was in flight, and their sum does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from gateway.ledger.engine_counters import Span
+from gateway.ledger.tables import connect
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """A span, and the tokens of the receipts (and corrections) of calls that ended in it. Drift is the engine's count
+    less the ledger's: positive where work was done that nobody was billed for.
+    """
+
+    span: Span
+    input: int
+    output: int
+
+    @property
+    def input_drift(self) -> int:
+        return self.span.input - self.input
+
+    @property
+    def output_drift(self) -> int:
+        return self.span.output - self.output
+
+
+def share(drift: int, counted: int) -> float:
+    """Of what the engine counted; 1 where it counted nothing, and the ledger did."""
+    return abs(drift) / counted if counted else float(bool(drift))
+
+
+def compare(ledger: Path, spans: Sequence[Span]) -> list[Compared]:
+    """Raises `UnreadableLedger`."""
+    if not spans:
+        return []
+    with connect(ledger) as connection:
+        connection.execute("CREATE TABLE spans (number INTEGER, deployment VARCHAR, since VARCHAR, until VARCHAR)")
+        connection.executemany(
+            "INSERT INTO spans VALUES (?, ?, ?, ?)",
+            [(number, span.deployment, span.since, span.until) for number, span in enumerate(spans)],
+        )
+        found = connection.execute(
+            "SELECT number, sum(input_uncached + cache_read + cache_write), sum(output) FROM bills JOIN spans "
+            "ON bills.deployment = spans.deployment AND finished >= since AND finished < spans.until "
+            "WHERE source <> 'cache' GROUP BY number"
+        ).fetchall()
+    billed = {number: (int(tokens_in), int(tokens_out)) for number, tokens_in, tokens_out in found}
+    return [Compared(span, *billed.get(number, (0, 0))) for number, span in enumerate(spans)]
+
+
+def total(compared: Sequence[Compared]) -> list[Compared]:
+    """One for each deployment, over all of its spans."""
+    found: dict[str, Compared] = {}
+    for one in compared:
+        before = found.get(one.span.deployment)
+        if before is None:
+            found[one.span.deployment] = one
+            continue
+        span = msgspec.structs.replace(
+            before.span,
+            until=one.span.until,
+            input=before.span.input + one.span.input,
+            output=before.span.output + one.span.output,
+            restarted=before.span.restarted or one.span.restarted,
+        )
+        found[one.span.deployment] = Compared(span, before.input + one.input, before.output + one.output)
+    return list(found.values())

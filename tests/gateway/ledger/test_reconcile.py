@@ -1,0 +1,50 @@
+"""Spans between marks of the engines' counters, and the receipts that belong to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gateway.ledger.engine_counters import Mark, spans
+from gateway.ledger.reconcile import compare, share, total
+from tests.gateway.ledger.receipts import a_correction, a_receipt, write_chain
+
+
+def mark(hour: int, input_tokens: int, output_tokens: int, deployment: str = "a") -> Mark:
+    return Mark(f"2026-11-20T{hour:02}:00:00.000000Z", deployment, "m", input_tokens, output_tokens)
+
+
+MARKS = [mark(9, 1000, 100), mark(9, 5, 5, "b"), mark(10, 1100, 110), mark(11, 30, 8), mark(12, 90, 10)]
+
+
+def test_a_span_is_what_was_counted_between_two_marks() -> None:
+    found = [(span.since[11:13], span.until[11:13], span.input, span.output, span.restarted) for span in spans(MARKS)]
+    assert found == [("09", "10", 100, 10, False), ("10", "11", 30, 8, True), ("11", "12", 60, 2, False)]
+    assert [span.since[11:13] for span in spans(MARKS, since="2026-11-20T10")] == ["10", "11"]
+    assert [span.since[11:13] for span in spans(MARKS, until="2026-11-20T11:00:00.000000Z")] == ["09", "10"]
+
+
+def test_a_receipt_belongs_to_the_span_in_which_its_call_ended(tmp_path: Path) -> None:
+    counts = {"input_uncached": 10, "cache_read": 80, "cache_write": 5, "output": 9, "reasoning": 0}
+    first = a_receipt(**counts, deployment="a", finished="2026-11-20T09:00:00.000000Z")
+    write_chain(
+        tmp_path / "replica",
+        [
+            first,
+            a_correction(first, output=1),
+            a_receipt(**counts, deployment="a", finished="2026-11-20T10:00:00.000000Z"),
+            a_receipt(**counts, deployment="a", finished="2026-11-20T12:00:00.000000Z"),
+            a_receipt(**counts, deployment="b", finished="2026-11-20T09:30:00.000000Z"),
+            a_receipt(**counts, deployment=None, source="cache", finished="2026-11-20T09:30:00.000000Z"),
+        ],
+    )
+    compared = compare(tmp_path, spans(MARKS))
+    assert [(one.input, one.output) for one in compared] == [(95, 10), (95, 9), (0, 0)]
+    assert [(one.input_drift, one.output_drift) for one in compared] == [(5, 0), (-65, -1), (60, 2)]
+    (whole,) = total(compared)
+    assert (whole.span.input, whole.input, whole.input_drift, whole.output_drift) == (190, 190, 0, 1)
+    assert whole.span.restarted
+
+
+def test_the_share_of_a_drift() -> None:
+    assert (share(-1, 1000), share(0, 0), share(-5, 0)) == (0.001, 0.0, 1.0)
+    assert compare(Path("nowhere"), []) == []

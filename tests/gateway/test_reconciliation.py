@@ -1,0 +1,82 @@
+"""What the engines counted, noted and held against what was billed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.fleet import Fleet
+from gateway.ledger.engine_counters import FILE, Mark, read_marks
+from gateway.policy import Deployment, Policy
+from gateway.providers.base import Unasked
+from gateway.reconciliation import Reconciliation
+from gateway.types import Usage
+
+
+class Telling(Unasked):
+    def __init__(self, deployment: Deployment) -> None:
+        self.counted: tuple[int, int] | None = (1000, 100) if deployment.name == "a" else None
+
+    async def token_counters(self) -> tuple[int, int] | None:
+        return self.counted
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    fleet = Fleet(Telling)
+    fleet.apply(
+        Policy.model_validate(
+            {
+                "deployments": [
+                    {"name": name, "base_url": f"http://{name}/v1", "model": f"model-{name}"}
+                    for name in ("a", "silent")
+                ],
+                "models": [{"name": "m", "deployments": ["a", "silent"]}],
+                "tenants": [{"name": "t"}],
+            }
+        )
+    )
+    return fleet
+
+
+async def test_drift_is_what_was_done_and_not_billed(fleet: Fleet, tmp_path: Path) -> None:
+    reconciliation = Reconciliation(fleet, tmp_path / "replica", every_seconds=3600)
+    server = next(iter(fleet))
+    assert isinstance(server.provider, Telling)
+    await reconciliation.note()
+    assert reconciliation.drift == {}  # the mark to start from
+    server.billed(Usage(50, 20, 10, output=9))
+    server.provider.counted = (1100, 110)
+    await reconciliation.note()
+    assert reconciliation.drift == {("a", "input"): 20, ("a", "output"): 1}
+    server.provider.counted = (7, 7)  # it has restarted: nothing can be said
+    await reconciliation.note()
+    assert reconciliation.drift == {}
+    marks = read_marks(tmp_path)
+    assert [(mark.deployment, mark.model, mark.input, mark.output) for mark in marks] == [
+        ("a", "model-a", 1000, 100), ("a", "model-a", 1100, 110), ("a", "model-a", 7, 7),
+    ]  # fmt: skip
+
+
+async def test_a_note_that_can_not_be_written_costs_the_note_alone(
+    fleet: Fleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "replica").write_text("in the way")
+    await Reconciliation(fleet, tmp_path / "replica", every_seconds=3600).note()
+    assert "can not be noted" in caplog.text
+
+
+def test_a_broken_mark_is_named(tmp_path: Path) -> None:
+    (tmp_path / "replica").mkdir()
+    (tmp_path / "replica" / FILE).write_text('{"at":"2026"}\n')
+    with pytest.raises(ValueError, match=rf"{FILE}:1: .*deployment"):
+        read_marks(tmp_path)
+
+
+def test_marks_come_from_all_replicas_in_the_order_of_time(tmp_path: Path) -> None:
+    for replica, at in (("a", "2026-11-20T11"), ("b", "2026-11-20T10")):
+        (tmp_path / replica).mkdir()
+        line = f'{{"at":"{at}","deployment":"d","model":"m","input":1,"output":2}}\n'
+        (tmp_path / replica / FILE).write_text(line)
+    assert read_marks(tmp_path) == [Mark("2026-11-20T10", "d", "m", 1, 2), Mark("2026-11-20T11", "d", "m", 1, 2)]
