@@ -374,7 +374,8 @@ def test_what_is_rendered_is_what_is_computed(server: RunningServer) -> None:
     chat = server.client().chat.completions.create(model=server.model, messages=MESSAGES, **GREEDY)
     text = server.client().completions.create(model=server.model, prompt=rendered["token_ids"], **GREEDY)
     assert text.choices[0].text == chat.choices[0].message.content
-    several = httpx2.post(f"{server.base_url}/completions/render", json={"model": server.model, "prompt": [[5, 6], [7]]})
+    of_ids = {"model": server.model, "prompt": [[5, 6], [7]]}
+    several = httpx2.post(f"{server.base_url}/completions/render", json=of_ids)
     assert [len(one["token_ids"]) for one in several.json()] == [2, 1]
     wrong = httpx2.post(f"{server.base_url}/chat/completions/render", json=body | {"top_p": 3})
     assert wrong.json()["error"]["param"] == "top_p"
