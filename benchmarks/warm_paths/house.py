@@ -42,8 +42,10 @@ def long_demo_model(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], folder: Path, ready: str, **settings: str) -> Iterator[str]:
-    """A process from its ready line, whose first group is its URL, to SIGTERM."""
+def running(
+    command: Sequence[str], folder: Path, ready: str, *, seconds: float = START_SECONDS_MAX, **settings: str
+) -> Iterator[str]:
+    """A process from its ready line on either output, whose first group is what it is known by, to SIGTERM."""
     folder.mkdir(parents=True)
     out, log = folder / "stdout", folder / "stderr"
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("WARMPATH_", "OTEL_"))}
@@ -51,10 +53,10 @@ def running(command: Sequence[str], folder: Path, ready: str, **settings: str) -
         env = clean | {"PYTHONPATH": str(ROOT)} | settings
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env, cwd=folder)
     try:
-        end = time.monotonic() + START_SECONDS_MAX
-        while not (found := re.search(ready, out.read_text())):
+        end = time.monotonic() + seconds
+        while not (found := re.search(ready, out.read_text() + log.read_text())):
             if process.poll() is not None or time.monotonic() > end:
-                raise SystemExit(f"{' '.join(command)} did not start:\n{log.read_text()}")
+                raise SystemExit(f"{' '.join(command)} did not start:\n{out.read_text()}{log.read_text()}")
             time.sleep(0.05)
         yield found[1]
         process.send_signal(signal.SIGTERM)

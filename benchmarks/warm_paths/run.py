@@ -149,21 +149,26 @@ def measure(
         began = time.monotonic()
         served = asyncio.run(replay(url, work, concurrency))
         seconds = time.monotonic() - began
-        metrics = httpx2.get(f"{url}/metrics").text
-        ideal = ideal_share(served, tokenizer)
-        needed = working_set_tokens(work, tokenizer)
+        told = figures(served, work, tokenizer, receipts(folder / "gw"), httpx2.get(f"{url}/metrics").text)
+    cache_tokens = ENGINES * num_blocks * BLOCK_TOKENS
+    return {"strategy": strategy, "cache_tokens": cache_tokens, "seconds": round(seconds, 1), **told}
+
+
+def figures(
+    served: list[Served], work: list[Conversation], tokenizer: Tokenizer, rows: list[dict[str, Any]], metrics: str
+) -> dict[str, Any]:
+    """What one replay comes to, by its client, the gateway's receipts (`rows`), and its metrics."""
     ttfts = sorted(one.ttft_seconds for one in served)
     return {
-        "strategy": strategy,
-        "cache_tokens": ENGINES * num_blocks * BLOCK_TOKENS,
-        "working_set_tokens": needed,
+        "working_set_tokens": working_set_tokens(work, tokenizer),
         "requests": len(served),
-        "seconds": round(seconds, 1),
         "cached": round(sum(one.cached_tokens for one in served) / sum(one.prompt_tokens for one in served), 4),
-        "ideal": round(ideal, 4),
+        "ideal": round(ideal_share(served, tokenizer), 4),
         "ttft_p50_ms": round(statistics.median(ttfts) * 1000, 1),
         "ttft_p90_ms": round(ttfts[int(0.9 * len(ttfts))] * 1000, 1),
-        **predictions(receipts(folder / "gw")),
+        **predictions(rows),
+        "kv_batches": _sum(metrics, "warmpath_kv_event_batches_total", 'kind="batches"'),
+        "kv_gaps": _sum(metrics, "warmpath_kv_event_batches_total", 'kind="gaps"'),
         "kv_calls_known": _sum(metrics, "warmpath_kv_calls_total", 'blocks="known"'),
         "kv_calls_unknown": _sum(metrics, "warmpath_kv_calls_total", 'blocks="unknown"'),
     }

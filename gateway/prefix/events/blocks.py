@@ -159,6 +159,11 @@ class BlockIndex:
         if not call.chain or not call.prompt_tokens:
             return
         self.calls_ended += 1
+        if self._block_tokens:
+            blocks, cached = self._shape(call)
+            if blocks <= cached:  # it was all there: nothing is told of it
+                self.calls_attributed += 1
+                return
         _remember(self._calls, call.id, call, CALLS_MAX)
         tip = self._tips.pop(call.id, None)
         if tip is not None:

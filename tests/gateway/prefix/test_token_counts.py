@@ -53,12 +53,20 @@ def test_where_an_earlier_prompt_ended_its_tokens_are_known() -> None:
     whole = first + words("b", 5)
     assert engine.predicted(whole, 10) == 1234
     assert engine.predicted(whole, 12) == 1234 + int(2 * engine.counts.tokens_per_block)
-    assert engine.predicted(whole, 9) == int(9 * engine.counts.tokens_per_block)
+    assert engine.predicted(whole, 9) == int(9 / 10 * 1234)  # where it was evicted in part
     assert engine.predicted(whole, 0) == 0
 
 
+def test_between_two_ends_tokens_and_text_are_proportional() -> None:
+    engine = Engine()
+    engine.answered(first := words("a", 10), tokens=1000)
+    engine.answered(second := first + words("b", 10), tokens=5000)
+    assert engine.predicted(second + words("c", 4), 15) == 3000
+    assert engine.predicted(first, 5) == 500
+
+
 def test_the_end_of_a_long_branch_is_not_sought_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_counts, "LOOK_BACK_BLOCKS", 3)
+    monkeypatch.setattr(token_counts, "LOOK_BLOCKS", 3)
     engine = Engine()
     first = words("a", 10)
     engine.answered(first, tokens=1234)
@@ -99,13 +107,24 @@ def test_no_more_is_predicted_than_the_prompt_has() -> None:
     assert engine.predicted(short, 10) <= 11.5 * engine.counts.tokens_per_block
 
 
+def test_predictions_are_whole_blocks_once_their_size_is_known() -> None:
+    engine = Engine()
+    engine.answered(words("a", 10), tokens=1234)
+    whole = words("a", 10) + words("b", 5)
+    for cached in (256, 256, 512, 1408):
+        engine.answered(words(f"{cached}", 20), tokens=3000, cached=cached)
+        assert engine.predicted(whole, 10) == 1234
+    engine.answered(words("d", 20), tokens=3000, cached=128)
+    assert engine.predicted(whole, 10) == 1152
+
+
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_counts, "ENDS_MAX", 2)
     engine = Engine()
-    for name in "abc":
-        engine.answered(words(name, 10), tokens=1234)
-    assert engine.predicted(words("c", 10), 10) == engine.predicted(words("b", 10), 10) == 1234
-    assert engine.predicted(words("a", 10), 10) != 1234
+    for name, tokens in (("a", 1000), ("b", 2000), ("c", 4000)):
+        engine.answered(words(name, 10), tokens=tokens)
+    assert [engine.predicted(words(name, 10), 10) for name in "bc"] == [2000, 4000]
+    assert engine.predicted(words("a", 10), 10) != 1000
 
 
 def test_what_has_no_prefix_teaches_nothing() -> None:

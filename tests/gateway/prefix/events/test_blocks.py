@@ -142,6 +142,13 @@ def test_a_conversation_shares_its_beginning(house: House) -> None:
     assert house.index.calls_attributed == 9
 
 
+def test_nothing_is_told_of_what_was_all_there(house: House) -> None:
+    house.call(text := words("a", 5_010))
+    house.call(text)
+    assert house.index.calls_attributed == house.index.calls_ended == 2
+    assert len(house.index._calls) == 0
+
+
 def test_an_answer_that_became_a_prompt_is_followed(house: House) -> None:
     """Its blocks have no place in the text of the call that they came with."""
     question, answer = words("q", 3_000), words("answer", 6_000)
