@@ -1,0 +1,56 @@
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gateway.admin.keys import key_routes
+from gateway.keyring import Keyring
+from gateway.limits import LIMITS
+from gateway.limits.budget import PERIODS
+from gateway.policy import Policy
+from gateway.storage.memory import MemoryStorage
+from tests.docs.markdown import ROOT, blocks, code_spans, section, table_rows
+from tests.e2e.processes import warmpath
+
+PAGE = ROOT / "docs" / "limits.md"
+AROUND: dict[str, Any] = {
+    "deployments": [{"name": "a", "base_url": "http://a.invalid/v1", "model": "served"}],
+    "models": [{"name": "big-model", "deployments": ["a"]}],
+    "tenants": [{"name": "dev"}],
+}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_examples_are_policy(number: int) -> None:
+    examples = [yaml.safe_load(block.text) for block in blocks(PAGE) if block.language == "yaml"]
+    assert len(examples) == 2
+    Policy.model_validate(AROUND | examples[number])
+
+
+def test_every_limit_and_period_is_named() -> None:
+    said = section(PAGE, "What can be limited")
+    assert all(f"{limit.kind}:" in said for limit in LIMITS)
+    assert PERIODS.keys() <= set(code_spans(said))
+
+
+def test_the_admin_api_is_the_one_that_is_served() -> None:
+    routes = key_routes(Keyring(MemoryStorage(), ""), lambda: Policy.model_validate(AROUND))
+    served = {f"{method} {route.path}" for route in routes for method in (route.methods or set()) - {"HEAD"}}
+    source = (ROOT / "gateway" / "admin" / "__init__.py").read_text()
+    for path, rest in re.findall(r'Route\("([^"]+)"(.*)\)', source):
+        served.add(f"{'POST' if 'POST' in rest else 'GET'} {path.replace(':path', '')}")
+    told = {code_spans(row[0])[0] for row in table_rows(section(PAGE, "The admin API"))}
+    assert told == served
+
+
+@pytest.mark.e2e
+def test_the_commands_do_as_told(tmp_path: Path) -> None:
+    (block,) = (block for block in blocks(PAGE) if block.language == "bash")
+    commands = [shlex.split(line) for line in block.text.splitlines()]
+    assert [command[2] for command in commands] == ["create", "rotate", "list", "revoke"]
+    for command in commands:
+        result = warmpath(*command[1:], cwd=tmp_path, storage=f"sqlite:///{tmp_path / 'keys.db'}")
+        assert result.returncode == 0, result.stderr
