@@ -35,6 +35,9 @@ from gateway.settings import SettingsError, resolve_secret
 NOTED_IN = "reconciliation"  # beside the replicas' folders
 
 
+_COUNTS = ("ENGINE", "BILLED", "VAIN", "DRIFT")
+
+
 def _share(text: str) -> str:
     try:
         parse_share(text)
@@ -61,7 +64,8 @@ def reconcile(
     A running gateway notes the counters on the hour. This reads them once more, unless --offline, and notes them too:
     the first time, that is the mark to start from. Of vLLM and the bundled engine the counters are known.
 
-    DRIFT is the engine's count less the ledger's: positive where work was done that nobody was billed for. A call that
+    BILLED is in receipts, and VAIN what servers did for attempts that lost or failed. DRIFT is the engine's count less
+    both: positive where work was done that the ledger does not know of. A call that
     runs across a mark is in one span for its engine and in the next for the ledger; the total is what counts.
     """
     folder = folder_of(ledger)
@@ -116,23 +120,25 @@ def _as_json(one: Compared) -> dict[str, Any]:
         "until": one.span.until,
         "engine": {"input": one.span.input, "output": one.span.output},
         "ledger": {"input": one.input, "output": one.output},
+        "unbilled": {"input": one.unbilled_input, "output": one.unbilled_output},
         "drift": {"input": one.input_drift, "output": one.output_drift},
         "restarted": one.span.restarted,
     }
 
 
 def _print_table(compared: Sequence[Compared], whole: Sequence[Compared]) -> None:
-    columns = ("DEPLOYMENT", "MODEL", "SINCE", "UNTIL", "ENGINE IN", "LEDGER IN", "DRIFT", "ENGINE OUT", "LEDGER OUT")
+    columns = ("DEPLOYMENT", "MODEL", "SINCE", "UNTIL", *(f"{what} IN" for what in _COUNTS))
     rows = [_row(one, _minute(one.span.since), _minute(one.span.until)) for one in compared]
     rows += [_row(one, "total", "") for one in whole]
-    say_table((*columns, "DRIFT"), rows)
+    say_table((*columns, *(f"{what} OUT" for what in _COUNTS)), rows)
 
 
 def _row(one: Compared, since: str, until: str) -> list[str]:
     restarted = " (restarted)" if one.span.restarted else ""
     span = one.span
-    counts = (span.input, one.input, one.input_drift, span.output, one.output, one.output_drift)
-    return [span.deployment, span.model, since, until + restarted, *map(str, counts)]
+    input_counts = (span.input, one.input, one.unbilled_input, one.input_drift)
+    output_counts = (span.output, one.output, one.unbilled_output, one.output_drift)
+    return [span.deployment, span.model, since, until + restarted, *map(str, input_counts + output_counts)]
 
 
 def _minute(text: str) -> str:

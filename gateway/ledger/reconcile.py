@@ -14,23 +14,27 @@ import msgspec
 from gateway.ledger.engine_counters import Span
 from gateway.ledger.tables import connect
 
+_BILLED_OR_NOT = ("kind <> 'unbilled'", "kind = 'unbilled'")
+
 
 class Compared(msgspec.Struct, frozen=True):
-    """A span, and the tokens of the receipts (and corrections) of calls that ended in it. Drift is the engine's count
-    less the ledger's: positive where work was done that nobody was billed for.
+    """A span, and what the ledger has of it: tokens of calls that ended in it, and, `unbilled`, of attempts that were
+    made in vain. Drift is the engine's count less both: positive where work was done that the ledger does not know of.
     """
 
     span: Span
     input: int
     output: int
+    unbilled_input: int = 0
+    unbilled_output: int = 0
 
     @property
     def input_drift(self) -> int:
-        return self.span.input - self.input
+        return self.span.input - self.input - self.unbilled_input
 
     @property
     def output_drift(self) -> int:
-        return self.span.output - self.output
+        return self.span.output - self.output - self.unbilled_output
 
 
 def share(drift: int, counted: int) -> float:
@@ -48,13 +52,15 @@ def compare(ledger: Path, spans: Sequence[Span]) -> list[Compared]:
             "INSERT INTO spans VALUES (?, ?, ?, ?)",
             [(number, span.deployment, span.since, span.until) for number, span in enumerate(spans)],
         )
+        tokens = ("input_uncached + cache_read + cache_write", "output")
+        sums = [f"coalesce(sum({of}) FILTER ({which}), 0)" for which in _BILLED_OR_NOT for of in tokens]
         found = connection.execute(
-            "SELECT number, sum(input_uncached + cache_read + cache_write), sum(output) FROM bills JOIN spans "
-            "ON bills.deployment = spans.deployment AND finished >= since AND finished < spans.until "
-            "WHERE source <> 'cache' GROUP BY number"
+            f"SELECT number, {', '.join(sums)} FROM work JOIN spans ON work.deployment = spans.deployment "
+            "AND finished >= since AND finished < spans.until "
+            "WHERE source IS DISTINCT FROM 'cache' GROUP BY number"
         ).fetchall()
-    billed = {number: (int(tokens_in), int(tokens_out)) for number, tokens_in, tokens_out in found}
-    return [Compared(span, *billed.get(number, (0, 0))) for number, span in enumerate(spans)]
+    counts = {number: [int(count) for count in row] for number, *row in found}
+    return [Compared(span, *counts.get(number, (0, 0))) for number, span in enumerate(spans)]
 
 
 def total(compared: Sequence[Compared]) -> list[Compared]:
@@ -72,5 +78,11 @@ def total(compared: Sequence[Compared]) -> list[Compared]:
             output=before.span.output + one.span.output,
             restarted=before.span.restarted or one.span.restarted,
         )
-        found[one.span.deployment] = Compared(span, before.input + one.input, before.output + one.output)
+        found[one.span.deployment] = Compared(
+            span,
+            before.input + one.input,
+            before.output + one.output,
+            before.unbilled_input + one.unbilled_input,
+            before.unbilled_output + one.unbilled_output,
+        )
     return list(found.values())

@@ -1,6 +1,7 @@
 """The ledger as DuckDB's tables, whatever its segments are: lines of JSON, or compacted to Parquet.
 
-bills        receipts and corrections, `COLUMNS` and those of corrections, `cost` as a decimal
+work         receipts, corrections, and attempts in vain that nobody is billed for: what the servers have done
+bills        of these, receipts and corrections: `COLUMNS` and those of corrections, `cost` as a decimal
 receipts     of these, the receipts
 corrections  of these, the corrections; kept in memory, as they are few
 """
@@ -90,7 +91,8 @@ def connect(ledger: Path, *, threads: int | None = None) -> Iterator[duckdb.Duck
     compacted = [file for file in files if file.suffix == ".parquet"]
     try:
         with database(threads) as connection:
-            connection.execute(f"CREATE VIEW bills AS {_rows(lines, compacted)}")
+            connection.execute(f"CREATE VIEW work AS {_rows(lines, compacted)}")
+            connection.execute("CREATE VIEW bills AS FROM work WHERE kind <> 'unbilled'")
             connection.execute("CREATE VIEW receipts AS FROM bills WHERE kind = 'receipt'")
             with_corrections = _rows([file for file in lines if _has_correction(file)], compacted)
             connection.execute(f"CREATE TABLE corrections AS FROM ({with_corrections}) WHERE kind = 'correction'")
@@ -109,7 +111,7 @@ def _rows(lines: list[Path], compacted: list[Path]) -> str:
     if compacted:
         columns = ", ".join("line::JSON->'attempts'" if name == "attempts" else name for name in ROW_COLUMNS)
         parts.append(f"SELECT {columns} FROM read_parquet({_sql_list(compacted)})")
-    return f"SELECT * FROM ({' UNION ALL '.join(parts)}) WHERE kind IN ('receipt', 'correction')"
+    return f"SELECT * FROM ({' UNION ALL '.join(parts)}) WHERE kind IN ('receipt', 'correction', 'unbilled')"
 
 
 def _sql_list(files: list[Path]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gateway.ids import new_event_id
 from gateway.ledger.engine_counters import Mark, spans
 from gateway.ledger.reconcile import compare, share, total
+from gateway.ledger.rows import Unbilled
 from tests.gateway.ledger.receipts import a_correction, a_receipt, write_chain
 
 
@@ -34,14 +36,30 @@ def test_a_receipt_belongs_to_the_span_in_which_its_call_ended(tmp_path: Path) -
             a_receipt(**counts, deployment="a", finished="2026-11-20T10:00:00.000000Z"),
             a_receipt(**counts, deployment="a", finished="2026-11-20T12:00:00.000000Z"),
             a_receipt(**counts, deployment="b", finished="2026-11-20T09:30:00.000000Z"),
+            Unbilled(
+                event_id=new_event_id(),
+                call_id="req_2",
+                attempt=1,
+                tenant="acme",
+                key_id="k",
+                model_asked="m",
+                deployment="a",
+                started="",
+                finished="2026-11-20T11:30:00.000000Z",
+                exact=True,
+                trace_id="",
+                **counts,
+            ),
             a_receipt(**counts, deployment=None, source="cache", finished="2026-11-20T09:30:00.000000Z"),
         ],
     )
     compared = compare(tmp_path, spans(MARKS))
     assert [(one.input, one.output) for one in compared] == [(95, 10), (95, 9), (0, 0)]
-    assert [(one.input_drift, one.output_drift) for one in compared] == [(5, 0), (-65, -1), (60, 2)]
+    assert [(one.unbilled_input, one.unbilled_output) for one in compared] == [(0, 0), (0, 0), (95, 9)]
+    assert [(one.input_drift, one.output_drift) for one in compared] == [(5, 0), (-65, -1), (-35, -7)]
     (whole,) = total(compared)
-    assert (whole.span.input, whole.input, whole.input_drift, whole.output_drift) == (190, 190, 0, 1)
+    assert (whole.span.input, whole.input, whole.unbilled_input, whole.input_drift) == (190, 190, 95, -95)
+    assert (whole.unbilled_output, whole.output_drift) == (9, -8)
     assert whole.span.restarted
 
 
