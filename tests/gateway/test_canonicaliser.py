@@ -5,10 +5,11 @@ import json
 import msgspec
 import pytest
 
-from gateway.canonicaliser import join
+from gateway.canonicaliser import Canonicaliser, join
+from gateway.doors import DOORS
 from gateway.errors import BadRequest, Forbidden, ModelNotFound
-from gateway.types import Operation
-from tests.gateway.calls import a_call, a_policy, chat
+from gateway.types import Call, Operation, Principal
+from tests.gateway.calls import UNTRACED, a_call, a_policy, chat
 
 
 def test_what_is_not_known_is_kept_byte_for_byte() -> None:
@@ -127,6 +128,24 @@ def test_a_difference_changes_every_block_from_there_on() -> None:
     one, other = a_call(chat(LONG)).fingerprint, a_call(chat("X" + LONG[1:])).fingerprint
     assert len(one) == len(other)
     assert not set(one) & set(other)
+
+
+def test_a_key_may_be_for_some_classes_only() -> None:
+    call = a_call()
+    for classes, may in ((frozenset({"realtime"}), True), (frozenset({"batch"}), False)):
+        principal = msgspec.structs.replace(call.principal, classes=classes)
+        if may:
+            assert canonicalised(principal).class_name == "realtime"
+        else:
+            with pytest.raises(Forbidden, match="the key 'k' may not use the class 'realtime'"):
+                canonicalised(principal)
+
+
+def canonicalised(principal: Principal) -> Call:
+    return Canonicaliser(b"secret").canonicalise(
+        DOORS[0], json.dumps(chat()).encode(), {}, call_id="id", principal=principal, policy=a_policy(), now=0.0,
+        trace=UNTRACED,
+    )  # fmt: skip
 
 
 def test_single_text_parts_become_text_but_never_in_forbidden_ground() -> None:

@@ -160,3 +160,36 @@ def test_prices_have_no_more_digits_than_the_ledgers_reader_keeps(price: str) ->
 def test_names_go_into_headers_and_hold_no_control_characters() -> None:
     with pytest.raises(ValidationError):
         Deployment.model_validate({"name": "a\r\nx-forged: 1", "base_url": "http://a/v1", "model": "m"})
+
+
+@pytest.mark.parametrize(
+    ("limits", "complaint"),
+    [
+        ({"parts": [{"match": {}}]}, "name a model or a class"),
+        ({"parts": [{"requests": "1/1m"}]}, "match"),
+        ({"parts": [{"match": {"model": "x"}}]}, "there is no model 'x'"),
+        ({"parts": [{"match": {"class": "x"}}]}, "there is no class 'x'"),
+        ({"parts": [{"match": {"model": ["m", "n"]}}, {"match": {"model": ["n", "m"]}}]}, "is used twice"),
+        ({"parts": [{"match": {"model": "m"}, "default_output_tokens": 5}]}, "default_output_tokens"),
+        ({"cached_input_weight": "200%"}, "cached_input_weight"),
+        ({"budget": {"amount": 1, "per": "year"}}, "'hour', 'day', 'week', 'month' or 'total'"),
+    ],
+)
+def test_limits_of_parts_are_checked(limits: dict[str, Any], complaint: str) -> None:
+    assert complaint in complaints(least(tenants=[{"name": "t", "limits": limits}]))
+
+
+def test_a_key_s_classes_and_limits_are_checked() -> None:
+    key = {"id": "k", "hash": f"hmac-sha256:{'0' * 64}"}
+
+    def of(**more: Any) -> dict[str, Any]:
+        return least(tenants=[{"name": "t", "keys": [{**key, **more}]}])
+
+    Policy.model_validate(of(classes=["batch"], limits={"requests": "1/1m"}))
+    assert "there is no class 'x'" in complaints(of(classes=["x"]))
+    assert "parts" in complaints(of(limits={"parts": []}))  # a key is a scope of its own
+    document = of(limits={"budget": {"amount": 1}})
+    for name, currency in (("a", "USD"), ("b", "EUR")):
+        price = {"input": 1, "currency": currency}
+        document["deployments"].append({"name": f"{name}2", "base_url": "http://a/v1", "model": "m", "price": price})
+    assert "tenants.0.keys.0.limits.budget: a budget needs all prices in one currency" in complaints(document)

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from msgspec import structs
 
 from gateway.errors import BadRequest, BudgetSpent, GatewayError, LimitReached
 from gateway.limits import LIMITS
 from gateway.limits.base import estimate_of
 from gateway.limits.headers import go_duration
-from gateway.limits.limiter import Limiter
+from gateway.limits.limiter import UNLIMITED, Limiter
+from gateway.limits.report import what_is_left
+from gateway.limits.scope import Scope
+from gateway.limits.tokens import InputTokens
+from gateway.policy import Limits
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Call, Operation, Usage
 from tests.gateway.calls import a_call, a_policy, chat
@@ -36,13 +41,16 @@ def limiter(clock: Clock) -> Limiter:
     return Limiter(MemoryStorage(clock=clock), LIMITS, clock=clock)
 
 
-def limited(limits: dict[str, Any], *, price: dict[str, str] | None = None, **body: Any) -> Call:
+def limited(
+    limits: dict[str, Any], *, price: dict[str, str] | None = None, key_limits: Limits | None = None, **body: Any
+) -> Call:
     deployments = [
         {"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "price": price},
         {"name": "b", "base_url": "http://b.invalid/v1", "model": "served"},
     ]
     policy = a_policy(deployments=deployments, tenants=[{"name": "t", "limits": limits}])
-    return a_call(chat(**body), policy)
+    call = a_call(chat(**body), policy)
+    return structs.replace(call, principal=structs.replace(call.principal, limits=key_limits))
 
 
 async def refusal(limiter: Limiter, call: Call) -> GatewayError:
@@ -123,6 +131,105 @@ class TestTokens:
         assert (estimate.output_tokens, estimate.output_is_guessed) == (0, False)
 
 
+class TestInputAndOutput:
+    async def test_they_are_limited_apart(self, limiter: Limiter) -> None:
+        limits = {"input_tokens": "100/1m", "output_tokens": "50/1m"}
+        first = await limiter.admit(limited(limits, max_tokens=30))
+        error = await refusal(limiter, limited(limits, max_tokens=30))
+        assert error.message == (
+            "rate limit reached: tenant t may use 50 output tokens per 1m0s; 20 are left and this request may need 30; "
+            "try again in 12s"
+        )
+        await first.settle(Usage(input_uncached=90, output=5, exact=True), 0)
+        error = await refusal(limiter, limited(limits, content="word " * 20, max_tokens=1))
+        assert "tenant t may use 100 input tokens per 1m0s; 10 are left" in error.message
+        await limiter.admit(limited(limits, max_tokens=45))
+
+    async def test_a_guess_of_the_output_ends_where_the_limit_does(self, limiter: Limiter) -> None:
+        reservation = await limiter.admit(limited({"output_tokens": "50/1m"}))
+        assert reservation.headers["x-ratelimit-remaining-tokens"] == "0"
+        assert isinstance(await refusal(limiter, limited({"output_tokens": "50/1m"}, max_tokens=51)), BadRequest)
+
+    @pytest.mark.parametrize(
+        ("weight", "tokens_left", "input_left"),
+        [(None, 1000 - 130, 1000 - 110), ("10%", 1000 - 40, 1000 - 20), (0, 1000 - 30, 1000 - 10)],
+    )
+    async def test_cached_input_may_count_less(
+        self, limiter: Limiter, weight: Any, tokens_left: int, input_left: int
+    ) -> None:
+        limits = {"tokens": "1000/1m", "input_tokens": "1000/1m", "cached_input_weight": weight}
+        reservation = await limiter.admit(limited(limits, max_tokens=20))
+        await reservation.settle(Usage(input_uncached=10, cache_read=100, output=20, exact=True), 0)
+        assert await left_of(limiter, limits) == {"tokens": tokens_left, "input_tokens": input_left}
+
+    def test_what_counts_is_rounded_up(self) -> None:
+        limits = Limits.model_validate({"input_tokens": "9/1m", "cached_input_weight": "10%"})
+        limit = InputTokens.of(limits, Scope("t"))
+        assert limit is not None
+        counted = [limit.actual(Usage(cache_read=tokens), 0) for tokens in (0, 1, 10, 11, 10**9 + 1)]
+        assert counted == [0, 1, 1, 2, 10**8 + 1]
+
+
+class TestScopes:
+    PARTS: ClassVar = [
+        {"match": {"model": "alias"}, "requests": "5/1m"},
+        {"match": {"class": "batch"}, "requests": "1/1m"},
+        {"match": {"model": "m", "class": "realtime"}, "concurrency": 2},
+    ]
+
+    async def test_a_call_falls_under_all_that_match(self, limiter: Limiter) -> None:
+        limits = {"requests": "10/1m", "parts": self.PARTS}
+        key_limits = Limits.model_validate({"requests": "3/1m", "concurrency": 9})
+        first = await limiter.admit(limited(limits, key_limits=key_limits))
+        assert first.headers["x-ratelimit-limit-requests"] == "3"  # the one that has the least left
+        assert first.headers["x-ratelimit-remaining-requests"] == "2"
+        await limiter.admit(limited(limits, key_limits=key_limits))
+        error = await refusal(limiter, limited(limits, key_limits=key_limits))
+        assert error.message == ("model m and class realtime of tenant t may have 2 calls in flight at once, and has")
+        await first.leave()
+        third = await limiter.admit(limited(limits, key_limits=key_limits))
+        await third.settle(Usage(), 0)
+        error = await refusal(limiter, limited(limits, key_limits=key_limits))
+        assert "rate limit reached: key k of tenant t may make 3 requests" in error.message
+        other = await limiter.admit(limited(limits))  # with another key of the tenant
+        assert other.headers["x-ratelimit-remaining-requests"] == "1"  # of the model's five
+
+    async def test_another_class_is_another_part(self, limiter: Limiter) -> None:
+        limits = {"requests": "10/1m", "parts": self.PARTS}
+        call = structs.replace(limited(limits), class_name="batch")
+        reservation = await limiter.admit(call)
+        assert reservation.headers["x-ratelimit-limit-requests"] == "1"
+        error = await refusal(limiter, structs.replace(call, id="another"))
+        assert "class batch of tenant t may make 1 requests" in error.message
+
+    async def test_a_key_s_new_limits_hold_at_once(self, limiter: Limiter) -> None:
+        call = limited({}, key_limits=Limits.model_validate({"requests": "1/1m"}))
+        await limiter.admit(call)
+        await refusal(limiter, structs.replace(call, id="2"))
+        freed = structs.replace(call.principal, limits=Limits.model_validate({"requests": "9/1m"}))
+        await limiter.admit(structs.replace(call, id="3", principal=freed))
+        unlimited = structs.replace(call.principal, limits=None)
+        assert await limiter.admit(structs.replace(call, id="4", principal=unlimited)) is UNLIMITED
+
+    async def test_the_tenant_s_weight_holds_for_its_keys_too(self, limiter: Limiter) -> None:
+        key_limits = Limits.model_validate({"tokens": "100/1m"})
+        call = limited({"cached_input_weight": 0}, key_limits=key_limits, max_tokens=1)
+        reservation = await limiter.admit(call)
+        await reservation.settle(Usage(cache_read=1000, output=1, exact=True), 0)
+        again = await limiter.admit(structs.replace(call, id="2"))
+        assert int(again.headers["x-ratelimit-remaining-tokens"]) > 80
+
+    async def test_parts_of_odd_names_stay_apart(self, limiter: Limiter) -> None:
+        keys = {Scope(tenant, part).key("requests") for tenant in ("t", "t/key a") for part in ("", "key a", "key/a")}
+        assert len(keys) == 6
+
+
+async def left_of(limiter: Limiter, limits: dict[str, Any]) -> dict[str, int]:
+    tenant = limited(limits).principal.tenant
+    left = await what_is_left(tenant, {}, LIMITS, limiter._counters, now=NOW)
+    return {entry["limit"]: entry["left"] for entry in left}
+
+
 class TestConcurrency:
     async def test_places_return(self, limiter: Limiter) -> None:
         first = await limiter.admit(limited({"concurrency": 1}))
@@ -167,7 +274,10 @@ class TestBudget:
         await reservation.settle(Usage(output=5), 1)
         assert isinstance(await refusal(limiter, limited(limits, price=PRICE)), BudgetSpent)
 
-    @pytest.mark.parametrize(("per", "seconds"), [("day", 86_400), ("month", 11 * 86_400)])
+    @pytest.mark.parametrize(
+        ("per", "seconds"),  # the test begins on a Friday
+        [("hour", 3_600), ("day", 86_400), ("week", 3 * 86_400), ("month", 11 * 86_400)],
+    )
     async def test_a_new_period_is_a_new_account(
         self, limiter: Limiter, clock: Clock, per: str, seconds: float
     ) -> None:
