@@ -21,15 +21,26 @@ class AttentionMetadata:
     block_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one layer sees, and how sharply."""
+
+    window: int | None = None  # the last so many tokens, itself included; None: all
+    softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
+
+
+EVERYTHING = Span()
+
+
 class StepAttention(ABC):
     """Attention as every layer of one step uses it."""
 
     @abstractmethod
-    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
         """query: [T, Hq, D]; caches: [num_blocks, block_size, Hkv, D] -> [T, Hq, D].
 
-        A sequence's i-th new token sees the cached tokens up to and including itself, and nothing else: neither
-        other sequences nor what an unfilled or reused block happens to hold.
+        A sequence's i-th new token sees the cached tokens up to and including itself, as far back as the span goes,
+        and nothing else: neither other sequences nor what an unfilled or reused block happens to hold.
         """
 
 

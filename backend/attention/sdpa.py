@@ -3,7 +3,7 @@
 The query heads that share a key/value head are folded into the query length of a decode, [B, Hkv, Hq/Hkv, D], which
 the kernel takes as one small matrix. Its own `enable_gqa` computes the same three to four times slower for a single
 query token (measured on a CPU). Decodes of similar length are batched behind a mask; the copy that gathering costs
-is what a paged kernel saves.
+is what a paged kernel saves. Of a layer with a window only the blocks that it sees are gathered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backend.attention.base import Attention, AttentionMetadata, StepAttention
+from backend.attention.base import EVERYTHING, Attention, AttentionMetadata, Span, StepAttention
 
 MAX_DECODE_GROUP = 16  # sequences per batched decode: beyond it, padding costs more than a second call
 
@@ -26,10 +26,12 @@ class _Decodes:
 
     rows: Tensor  # [B]: where their tokens stand in the step
     blocks: Tensor  # [B * blocks_per_sequence]
-    padding: Tensor  # [P]: which of the gathered B * L positions lie beyond their sequence's end
+    padding: Tensor  # [P]: which of the gathered B * L positions are not seen
     mask: Tensor  # [B, 1, 1, L], 0 or -inf
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
         size, (kv_heads, head_dim) = len(self.rows), key_cache.shape[2:]
         folded = query[self.rows].view(size, kv_heads, -1, head_dim)  # [B, Hkv, G, D]
         keys, values = (
@@ -41,7 +43,7 @@ class _Decodes:
             .transpose(1, 2)  # [B, Hkv, L, D]
             for cache in (key_cache, value_cache)
         )
-        return F.scaled_dot_product_attention(folded, keys, values, self.mask, scale=scale).flatten(1, 2)
+        return _attend(folded, keys, values, self.mask, scale, softcap).flatten(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,72 +52,109 @@ class _Prefill:
 
     rows: Tensor  # [Lq]
     blocks: Tensor  # [blocks_per_sequence]
-    seq_len: int
+    num_keys: int  # of the gathered ones, those that are written
     mask: Tensor | None  # [Lq, L], 0 or -inf; None: plainly causal, nothing was cached before
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
         kv_heads, head_dim = key_cache.shape[2:]
         grouped = query[self.rows].view(len(self.rows), kv_heads, -1, head_dim)
         grouped = grouped.permute(1, 2, 0, 3)  # [Hkv, G, Lq, D]
         keys, values = (
             cache.index_select(0, self.blocks)
-            .flatten(0, 1)[: self.seq_len]
+            .flatten(0, 1)[: self.num_keys]
             .transpose(0, 1)  # [Hkv, L, D]
             .unsqueeze(1)
             .expand(-1, grouped.shape[1], -1, -1)
             for cache in (key_cache, value_cache)
         )
-        causal = self.mask is None
-        attended = F.scaled_dot_product_attention(grouped, keys, values, self.mask, is_causal=causal, scale=scale)
-        return attended.permute(2, 0, 1, 3).flatten(1, 2)
+        return _attend(grouped, keys, values, self.mask, scale, softcap).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    if softcap is None:
+        causal = mask is None
+        return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=causal, scale=scale)
+    assert mask is not None  # as it always is beside a cap, which the kernel does not know
+    scores = torch.tanh((query @ keys.transpose(-1, -2)) * (scale / softcap)) * softcap
+    return torch.softmax(scores + mask, dim=-1, dtype=torch.float32).to(values.dtype) @ values
 
 
 class _Step(StepAttention):
-    def __init__(self, groups: list[_Decodes | _Prefill], scale: float) -> None:
-        self._groups = groups
+    def __init__(self, metadata: AttentionMetadata, like: Tensor, scale: float) -> None:
+        self._metadata = metadata
+        self._like = like
         self._scale = scale
+        self._groups: dict[Span, list[_Decodes | _Prefill]] = {}  # a model has one span or two
 
-    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
+        groups = self._groups.get(span)
+        if groups is None:
+            groups = self._groups[span] = _make_groups(self._metadata, self._like, span)
         output = torch.empty_like(query)
-        for group in self._groups:
-            output[group.rows] = group.attend(query, key_cache, value_cache, self._scale)
+        for group in groups:
+            output[group.rows] = group.attend(query, key_cache, value_cache, self._scale, span.softcap)
         return output
 
 
 class SdpaAttention(Attention):
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
-        starts = [*accumulate(metadata.query_lens, initial=0)]
-        decodes = sorted(
-            (i for i, length in enumerate(metadata.query_lens) if length == 1), key=metadata.seq_lens.__getitem__
-        )
-        groups: list[_Decodes | _Prefill] = [
-            _decodes(metadata, starts, decodes[i : i + MAX_DECODE_GROUP], like)
-            for i in range(0, len(decodes), MAX_DECODE_GROUP)
-        ]
-        groups += [_prefill(metadata, starts, i, like) for i, length in enumerate(metadata.query_lens) if length > 1]
-        return _Step(groups, self.scale)
+        return _Step(metadata, like, self.scale)
 
 
-def _decodes(metadata: AttentionMetadata, starts: list[int], members: list[int], like: Tensor) -> _Decodes:
-    seq_lens = torch.tensor([metadata.seq_lens[i] for i in members], device=like.device)
-    num_blocks = -(-metadata.seq_lens[members[-1]] // metadata.block_size)
-    visible = torch.arange(num_blocks * metadata.block_size, device=like.device) < seq_lens[:, None]  # [B, L]
+def _make_groups(metadata: AttentionMetadata, like: Tensor, span: Span) -> list[_Decodes | _Prefill]:
+    starts = [*accumulate(metadata.query_lens, initial=0)]
+    decodes = sorted(
+        (i for i, length in enumerate(metadata.query_lens) if length == 1), key=metadata.seq_lens.__getitem__
+    )
+    groups: list[_Decodes | _Prefill] = [
+        _decodes(metadata, starts, decodes[i : i + MAX_DECODE_GROUP], like, span.window)
+        for i in range(0, len(decodes), MAX_DECODE_GROUP)
+    ]
+    return groups + [_prefill(metadata, starts, i, like, span) for i, n in enumerate(metadata.query_lens) if n > 1]
+
+
+def _decodes(
+    metadata: AttentionMetadata, starts: list[int], members: list[int], like: Tensor, window: int | None
+) -> _Decodes:
+    lens, size = [metadata.seq_lens[i] for i in members], metadata.block_size
+    first_blocks = [0 if window is None else max(0, length - window) // size for length in lens]
+    num_blocks = max(-(-length // size) - first for length, first in zip(lens, first_blocks, strict=True))
+    device = like.device
+    first = torch.tensor(first_blocks, device=device)[:, None]  # [B, 1]
+    columns = first + torch.arange(num_blocks, device=device)  # [B, blocks], some of them behind the table's end
+    positions = first * size + torch.arange(num_blocks * size, device=device)  # [B, L]
+    seq_lens = torch.tensor(lens, device=device)[:, None]
+    visible = positions < seq_lens
+    if window is not None:
+        visible &= positions >= seq_lens - window
+    tables = metadata.block_tables[members]
     return _Decodes(
-        rows=torch.tensor([starts[i] for i in members], device=like.device),
-        blocks=metadata.block_tables[members, :num_blocks].flatten(),
+        rows=torch.tensor([starts[i] for i in members], device=device),
+        blocks=tables.gather(1, columns.clamp(max=tables.shape[1] - 1)).flatten(),
         padding=(~visible).flatten().nonzero().squeeze(-1),
         mask=_additive(visible, like)[:, None, None],
     )
 
 
-def _prefill(metadata: AttentionMetadata, starts: list[int], i: int, like: Tensor) -> _Prefill:
-    query_len, seq_len = metadata.query_lens[i], metadata.seq_lens[i]
-    positions = torch.arange(seq_len, device=like.device)
+def _prefill(metadata: AttentionMetadata, starts: list[int], i: int, like: Tensor, span: Span) -> _Prefill:
+    query_len, seq_len, size = metadata.query_lens[i], metadata.seq_lens[i], metadata.block_size
+    earliest = 0 if span.window is None else max(0, seq_len - query_len + 1 - span.window)  # that the first query sees
+    first_block = earliest // size
+    positions = torch.arange(first_block * size, seq_len, device=like.device)
+    queries = torch.arange(seq_len - query_len, seq_len, device=like.device)[:, None]
+    visible = positions <= queries
+    if span.window is not None:
+        visible &= positions > queries - span.window
+    plain = query_len == seq_len and span.softcap is None and (span.window is None or span.window >= seq_len)
     return _Prefill(
         rows=torch.arange(starts[i], starts[i + 1], device=like.device),
-        blocks=metadata.block_tables[i, : -(-seq_len // metadata.block_size)],
-        seq_len=seq_len,
-        mask=None if query_len == seq_len else _additive(positions <= positions[-query_len:, None], like),
+        blocks=metadata.block_tables[i, first_block : -(-seq_len // size)],
+        num_keys=len(positions),
+        mask=None if plain else _additive(visible, like),
     )
 
 

@@ -165,9 +165,3 @@ def _check_context(model: ModelConfig, max_model_len: int) -> None:
             f"max_model_len {max_model_len} exceeds the model's own {model.max_position_embeddings}",
             param="max_model_len",
         )
-    if model.sliding_window is not None and max_model_len > model.sliding_window:
-        raise ConfigError(
-            f"the model attends in a sliding_window of {model.sliding_window} tokens, which is not supported: "
-            f"set max_model_len to at most that",
-            param="max_model_len",
-        )

@@ -17,8 +17,8 @@ from backend.engine.sampler import sample, score
 from backend.engine.sampling_batch import make_sampling_batch
 from backend.engine.scheduler import Computed, Scheduled
 from backend.layers.loader import LayerLoader
+from backend.layers.step import LayerCache
 from backend.models import architecture
-from backend.models.decoder import LayerCache
 from backend.models.weights import Checkpoint
 from backend.ops import create_ops
 from backend.quantization import create_quantization
@@ -38,7 +38,7 @@ class Runner:
             model_class = architecture(config.model.architecture)
             self._model = model_class(config.model, loader, config.max_model_len, config.device)
             checkpoint.finish()
-        self._attention = create_attention(config.attention, scale=config.model.head_dim**-0.5)
+        self._attention = create_attention(config.attention, scale=config.model.attention_scale)
         self._masks = MaskFiller(config.model.vocab_size, config.device)
         # Zeros, since attention multiplies masked values by zero and an uninitialised NaN would survive that.
         model = config.model

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,9 +20,13 @@ class LayerLoader:
     ops: Ops
     quantization: Quantization
     prefix: str = ""
+    norm_offset: float = 0.0  # that a family adds to the weights of its norms
+
+    def of_family(self, *, norm_offset: float) -> LayerLoader:
+        return replace(self, norm_offset=norm_offset)
 
     def below(self, name: str) -> LayerLoader:
-        return LayerLoader(self.checkpoint, self.ops, self.quantization, f"{self.prefix}{name}.")
+        return replace(self, prefix=f"{self.prefix}{name}.")
 
     def linear(self, outs: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False) -> Linear:
         """One product for all the named (name, out_features) that share an input: one read of it, one launch."""
@@ -31,7 +35,12 @@ class LayerLoader:
         return self.quantization.linear(torch.cat(weights), torch.cat(biases) if bias else None)
 
     def rms_norm(self, name: str, size: int, eps: float) -> RmsNorm:
-        return RmsNorm(self.ops, self.tensor(f"{name}.weight", size), eps)
+        if self.norm_offset:
+            # Added in float32: near one, bfloat16 has no room for what the checkpoint says of the difference.
+            weight = self.checkpoint.take(f"{self.prefix}{name}.weight", size, dtype=torch.float32) + self.norm_offset
+        else:
+            weight = self.tensor(f"{name}.weight", size)
+        return RmsNorm(self.ops, weight, eps)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         return self.checkpoint.take(self.prefix + name, *shape)

@@ -7,29 +7,36 @@ import math
 import torch
 from torch import Tensor
 
-from backend.models.config import LinearScaling, Llama3Scaling, RopeConfig
+from backend.models.config import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
 
 
 class RopeTable:
-    def __init__(self, config: RopeConfig, head_dim: int, num_positions: int, device: torch.device) -> None:
-        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies(config, head_dim)
-        self._cos = angles.cos().to(device)  # [num_positions, head_dim / 2], float32
-        self._sin = angles.sin().to(device)
+    def __init__(self, config: RopeConfig, num_positions: int, device: torch.device) -> None:
+        frequencies, scale = inverse_frequencies(config, num_positions)
+        angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
+        self._cos = (angles.cos() * scale).to(device)  # [num_positions, dim / 2], float32
+        self._sin = (angles.sin() * scale).to(device)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: [T] -> cos, sin: [T, head_dim / 2]."""
+        """positions: [T] -> cos, sin: [T, dim / 2]."""
         return self._cos[positions], self._sin[positions]
 
 
-def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    frequencies = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def inverse_frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
+    """The frequencies, [dim / 2], and what the rotated vectors are multiplied with."""
+    dim = config.dim
+    frequencies = 1.0 / config.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     match config.scaling:
         case None:
-            return frequencies
+            return frequencies, 1.0
         case LinearScaling(factor):
-            return frequencies / factor
+            return frequencies / factor, 1.0
         case Llama3Scaling() as scaling:
-            return _llama3(frequencies, scaling)
+            return _llama3(frequencies, scaling), 1.0
+        case LongRopeScaling() as scaling:
+            return _long_rope(frequencies, scaling, num_positions)
+        case YarnScaling() as scaling:
+            return _yarn(frequencies, scaling, config), scaling.attention_factor
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -39,3 +46,29 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     blend = (num_fits - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
     return blend * frequencies + (1.0 - blend) * frequencies / scaling.factor
+
+
+def _long_rope(frequencies: Tensor, scaling: LongRopeScaling, num_positions: int) -> tuple[Tensor, float]:
+    """One factor for each frequency, from one of two lists: which, is decided by how long a context may become, once
+    for all requests, since what is cached was rotated by the same list (as vLLM does; transformers changes over when
+    a sequence grows past the original context, and then reads a cache that was rotated otherwise)."""
+    long = num_positions > scaling.original_max_position_embeddings
+    factors = torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=torch.float32)
+    return frequencies / factors, scaling.attention_factor
+
+
+def _yarn(frequencies: Tensor, scaling: YarnScaling, config: RopeConfig) -> Tensor:
+    """Dimensions that turn more than `beta_fast` times within the original context stay, those that turn less than
+    `beta_slow` times are stretched, and between them it goes over evenly (arXiv 2309.00071, section 3.2)."""
+
+    def dimension(turns: float) -> float:
+        turn_length = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return config.dim * math.log(turn_length) / (2 * math.log(config.theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.dim - 1)
+    ramp = (torch.arange(config.dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    keep = 1.0 - ramp.clamp(0.0, 1.0)
+    return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor

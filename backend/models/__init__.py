@@ -10,10 +10,18 @@ if TYPE_CHECKING:
     from backend.models.decoder import Decoder
 
 ARCHITECTURES = {
+    "Gemma2ForCausalLM": "backend.models.gemma:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": "backend.models.gemma:Gemma3ForCausalLM",
+    "GraniteForCausalLM": "backend.models.granite:GraniteForCausalLM",
     "LlamaForCausalLM": "backend.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "backend.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "backend.models.mixtral:MixtralForCausalLM",
+    "Olmo2ForCausalLM": "backend.models.olmo2:Olmo2ForCausalLM",
+    "Phi3ForCausalLM": "backend.models.phi3:Phi3ForCausalLM",
     "Qwen2ForCausalLM": "backend.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "backend.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "backend.models.qwen3:Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM": "backend.models.llama:LlamaForCausalLM",
 }
 
 

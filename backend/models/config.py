@@ -14,29 +14,39 @@ from typing import Any
 
 from backend.engine.errors import ConfigError, UnsupportedModel
 from backend.models import ARCHITECTURES
+from backend.models.rope_config import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+    read_ropes,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by the checkpoints' names
+# Architectures whose heads are tied where config.json does not say: it leaves out what is the default.
+TIED = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "SmolLM3ForCausalLM"})
+GEMMA2_PATTERN, GEMMA3_PATTERN = 2, 6  # every so many layers one sees everything, where layer_types is left out
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Llama 3.1's stretching of the low frequencies; the names are the checkpoint's."""
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True, slots=True)
-class LinearScaling:
-    factor: float
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    normalise: bool  # whether the chosen experts' shares are made to add up to one
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    theta: float
-    scaling: Llama3Scaling | LinearScaling | None
+class LayerConfig:
+    """Where one layer differs from the next."""
+
+    window: int | None  # how many tokens it sees, itself included; None: all
+    rope_index: int | None  # which of the model's rotations; None: it has no positions
+    experts: ExpertsConfig | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +61,19 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
-    sliding_window: int | None  # an attention span that no model here implements: the context must stay within it
+    layers: tuple[LayerConfig, ...]
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    rope: RopeConfig
+    activation: str  # "silu" or "gelu_tanh"
+    ropes: tuple[RopeConfig, ...]
+    rope_dim: int  # of each head, the first so many dimensions are rotated
+    attention_scale: float
+    attention_softcap: float | None
+    logits_softcap: float | None
+    embedding_scale: float
+    residual_scale: float
+    logits_scale: float
     dtype: str  # of the checkpoint, as it says itself
     eos_token_ids: frozenset[int]
 
@@ -77,6 +95,9 @@ class ModelConfig:
         num_kv_heads = raw.get("num_key_value_heads") or num_heads
         if num_heads % num_kv_heads:
             raise UnsupportedModel(f"{num_heads} attention heads cannot share {num_kv_heads} key/value heads evenly")
+        head_dim = raw.get("head_dim") or raw["hidden_size"] // num_heads
+        layer_types = _layer_types(name, raw)
+        ropes, rope_of_layer = read_ropes(raw, layer_types, head_dim)
         eos = raw.get("eos_token_id")
         return cls(
             architecture=name,
@@ -86,14 +107,29 @@ class ModelConfig:
             num_layers=raw["num_hidden_layers"],
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
+            head_dim=head_dim,
             rms_norm_eps=raw["rms_norm_eps"],
             max_position_embeddings=raw["max_position_embeddings"],
-            sliding_window=_sliding_window(raw),
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            layers=tuple(
+                LayerConfig(
+                    window=raw["sliding_window"] if kind == "sliding_attention" else None,
+                    rope_index=rope_of_layer[i],
+                    experts=_experts(raw, i),
+                )
+                for i, kind in enumerate(layer_types)
+            ),
+            tie_word_embeddings=raw.get("tie_word_embeddings", name in TIED),
             attention_bias=raw.get("attention_bias", False),
             mlp_bias=raw.get("mlp_bias", False),
-            rope=_rope(raw),
+            activation=ACTIVATIONS[_activation(raw)],
+            ropes=ropes,
+            rope_dim=ropes[0].dim,
+            attention_scale=_attention_scale(raw, head_dim),
+            attention_softcap=raw.get("attn_logit_softcapping"),
+            logits_softcap=raw.get("final_logit_softcapping"),
+            embedding_scale=raw.get("embedding_multiplier", 1.0),
+            residual_scale=raw.get("residual_multiplier", 1.0),
+            logits_scale=1.0 / raw.get("logits_scaling", 1.0),
             dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
             eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or []),
         )
@@ -109,41 +145,65 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _activation(raw: Mapping[str, Any]) -> str:
+    return str(raw.get("hidden_activation") or raw.get("hidden_act") or "silu")
+
+
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if (activation := raw.get("hidden_act", "silu")) != "silu":
-        raise UnsupportedModel(f"hidden_act {activation!r} is not supported, only 'silu'")
+    if (activation := _activation(raw)) not in ACTIVATIONS:
+        raise UnsupportedModel(f"hidden_act {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     if raw.get("quantization_config"):
         raise UnsupportedModel("quantization_config: checkpoints that are already quantised are not supported")
-    if (partial := raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedModel(f"partial_rotary_factor {partial} is not supported, only 1.0")
+    if raw.get("use_bidirectional_attention"):
+        raise UnsupportedModel("use_bidirectional_attention is not supported")
     if (dtype := raw.get("dtype") or raw.get("torch_dtype") or "float32") not in DTYPES:
         raise UnsupportedModel(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if others := set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModel(f"layer_types {sorted(others)} are not supported, only full attention")
+        raise UnsupportedModel(f"layer_types {sorted(others)} are not supported, only full and sliding attention")
 
 
-def _sliding_window(raw: Mapping[str, Any]) -> int | None:
-    window: int | None = raw.get("sliding_window")
-    slides = "sliding_attention" in (raw.get("layer_types") or ["sliding_attention"])
-    return window if slides and raw.get("use_sliding_window", True) else None
+def _layer_types(architecture: str, raw: Mapping[str, Any]) -> list[str]:
+    """What each layer sees, as the architectures derive it where config.json does not list it."""
+    num_layers = raw["num_hidden_layers"]
+    if raw.get("sliding_window") is None or not raw.get("use_sliding_window", True):
+        return ["full_attention"] * num_layers
+    if raw.get("layer_types"):
+        return list(raw["layer_types"])
+    first, pattern = 0, 0  # from which layer on they slide, and every how many one does not
+    match architecture:
+        case "Gemma2ForCausalLM":
+            pattern = GEMMA2_PATTERN
+        case "Gemma3ForCausalLM":
+            pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or GEMMA3_PATTERN
+        case "Qwen2ForCausalLM" | "Qwen3ForCausalLM":
+            first = raw.get("max_window_layers", num_layers)
+    return [
+        "full_attention" if i < first or (pattern and (i + 1) % pattern == 0) else "sliding_attention"
+        for i in range(num_layers)
+    ]
 
 
-def _rope(raw: Mapping[str, Any]) -> RopeConfig:
-    # transformers 5 writes rope_parameters; before it, rope_theta stood alone beside an optional rope_scaling.
-    parameters = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
-    theta = parameters.get("rope_theta") or raw.get("rope_theta") or 10_000.0
-    match kind := parameters.get("rope_type") or parameters.get("type") or "default":
-        case "default":
-            return RopeConfig(theta, None)
-        case "linear":
-            return RopeConfig(theta, LinearScaling(parameters["factor"]))
-        case "llama3":
-            scaling = Llama3Scaling(
-                factor=parameters["factor"],
-                low_freq_factor=parameters["low_freq_factor"],
-                high_freq_factor=parameters["high_freq_factor"],
-                original_max_position_embeddings=parameters["original_max_position_embeddings"],
-            )
-            return RopeConfig(theta, scaling)
-        case _:
-            raise UnsupportedModel(f"rope_type {kind!r} is not supported, only 'default', 'linear' and 'llama3'")
+def _attention_scale(raw: Mapping[str, Any], head_dim: int) -> float:
+    if (scalar := raw.get("query_pre_attn_scalar")) is not None:
+        return float(float(scalar) ** -0.5)
+    return float(raw.get("attention_multiplier", head_dim**-0.5))
+
+
+def _experts(raw: Mapping[str, Any], layer: int) -> ExpertsConfig | None:
+    num_experts = raw.get("num_experts") or raw.get("num_local_experts")
+    if num_experts is None or layer in (raw.get("mlp_only_layers") or ()):
+        return None
+    if (layer + 1) % raw.get("decoder_sparse_step", 1):
+        return None
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw.get("moe_intermediate_size") or raw["intermediate_size"],
+        normalise=raw.get("norm_topk_prob", raw["architectures"] == ["MixtralForCausalLM"]),
+    )
+
+
+__all__ = [
+    "ExpertsConfig", "LayerConfig", "LinearScaling", "Llama3Scaling", "LongRopeScaling", "ModelConfig", "RopeConfig",
+    "YarnScaling",
+]  # fmt: skip

@@ -1,11 +1,11 @@
-"""The decoder that Llama and its relatives share: pre-norm, rotary attention over a paged cache, a gated MLP.
+"""The decoder that Llama and its relatives share: rotary attention over a paged cache, a gated MLP, and norms.
 
-A family member says where it differs, by the three marks at the top of `Decoder`.
+A family member says where it differs, by the marks at the top of `Decoder` and by the kind of its layers: each is one
+of `backend.models.layers`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -13,33 +13,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.attention.base import StepAttention
+from backend.layers.attention import PagedAttention
 from backend.layers.loader import LayerLoader
-from backend.layers.norm import RmsNorm
+from backend.layers.mlp import PLAIN_NAMES, GatedMlp, SparseMlp
 from backend.layers.rope import RopeTable
-from backend.models.config import ModelConfig
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    key: Tensor  # [num_blocks, block_size, Hkv, D]
-    value: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderStep:
-    """What every layer of one step needs to know. T tokens, over all requests."""
-
-    cos: Tensor  # [T, D / 2] float32
-    sin: Tensor
-    slot_mapping: Tensor  # [T] int64: where each token's key and value go
-    attend: StepAttention
+from backend.layers.step import LayerCache, Step
+from backend.models.config import LayerConfig, ModelConfig
+from backend.models.layers import DecoderLayer, PreNormLayer
 
 
 class Decoder:
     """Weights and how they are arranged. `forward` ends with the final norm; `logits` is separate, since only the
     last token of each request needs them."""
 
-    has_qk_norm: ClassVar[bool] = False  # a norm on every query and key head, before they are rotated
+    layer_kind: ClassVar[type[DecoderLayer]] = PreNormLayer
+    qk_norm: ClassVar[str | None] = None  # a norm on every query and key "head" before rotation, or on "all" of them
+    norm_offset: ClassVar[float] = 0.0
+    packed_qkv: ClassVar[str | None] = None  # the checkpoint's name for the three projections, where they are one
+    mlp_names: ClassVar[tuple[str, ...]] = PLAIN_NAMES
+    expert_names: ClassVar[tuple[str, ...]] = PLAIN_NAMES
+    sparse_name: ClassVar[str] = "mlp"
 
     @staticmethod
     def has_qkv_bias(config: ModelConfig) -> bool:
@@ -49,17 +42,44 @@ class Decoder:
     def has_output_bias(config: ModelConfig) -> bool:
         return config.attention_bias
 
+    @staticmethod
+    def embedding_scale(config: ModelConfig) -> float:
+        return config.embedding_scale
+
     def __init__(self, config: ModelConfig, loader: LayerLoader, max_model_len: int, device: torch.device) -> None:
+        loader = loader.of_family(norm_offset=self.norm_offset)
         model = loader.below("model")
+        self._config = config
         self._embedding = model.tensor("embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._layers = [DecoderLayer(type(self), config, model.below(f"layers.{i}")) for i in range(config.num_layers)]
+        self._embedding_scale = self.embedding_scale(config)
+        self._layers = [
+            self.layer_kind(config, model.below(f"layers.{i}"), *self._sublayers(config, layer, model, i))
+            for i, layer in enumerate(config.layers)
+        ]
         self._norm = model.rms_norm("norm", config.hidden_size, config.rms_norm_eps)
-        self._rope = RopeTable(config.rope, config.head_dim, max_model_len, device)
+        self._ropes = [RopeTable(rope, max_model_len, device) for rope in config.ropes]
         if config.tie_word_embeddings:
             loader.checkpoint.skip("lm_head.weight")
             self._lm_head = loader.quantization.linear(self._embedding, None)
         else:
             self._lm_head = loader.linear([("lm_head", config.vocab_size)], config.hidden_size)
+
+    def _sublayers(
+        self, config: ModelConfig, layer: LayerConfig, model: LayerLoader, index: int
+    ) -> tuple[PagedAttention, GatedMlp | SparseMlp]:
+        loader = model.below(f"layers.{index}")
+        attention = PagedAttention(
+            config,
+            layer,
+            loader.below("self_attn"),
+            qkv_bias=self.has_qkv_bias(config),
+            output_bias=self.has_output_bias(config),
+            qk_norm=self.qk_norm,
+            packed=self.packed_qkv,
+        )
+        if layer.experts is not None:
+            return attention, SparseMlp(config, layer.experts, loader.below(self.sparse_name), self.expert_names)
+        return attention, GatedMlp(config, loader.below("mlp"), config.intermediate_size, self.mlp_names)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,8 +89,10 @@ class Decoder:
         self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, cache: list[LayerCache], attend: StepAttention
     ) -> Tensor:
         """input_ids, positions, slot_mapping: [T] -> final hidden states: [T, hidden_size]."""
-        step = DecoderStep(*self._rope(positions), slot_mapping, attend)
+        step = Step(tuple(rope(positions) for rope in self._ropes), slot_mapping, attend)
         delta = F.embedding(input_ids, self._embedding)
+        if self._embedding_scale != 1.0:
+            delta = delta * torch.tensor(self._embedding_scale, dtype=delta.dtype)  # rounded first, as in training
         residual = torch.zeros_like(delta)
         for layer, layer_cache in zip(self._layers, cache, strict=True):
             delta, residual = layer(delta, residual, layer_cache, step)
@@ -79,60 +101,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [N, hidden_size] -> [N, vocab_size] float32."""
-        return self._lm_head(hidden).float()
-
-
-class DecoderLayer:
-    def __init__(self, family: type[Decoder], config: ModelConfig, loader: LayerLoader) -> None:
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self._input_norm = loader.rms_norm("input_layernorm", size, eps)
-        self._attention = DecoderAttention(family, config, loader.below("self_attn"))
-        self._mlp_norm = loader.rms_norm("post_attention_layernorm", size, eps)
-        self._mlp = GatedMlp(config, loader.below("mlp"))
-
-    def __call__(self, delta: Tensor, residual: Tensor, cache: LayerCache, step: DecoderStep) -> tuple[Tensor, Tensor]:
-        """Takes and gives the last sublayer's result apart from the residual, so that each sum is fused with a norm."""
-        normed, residual = self._input_norm.add(delta, residual)
-        delta = self._attention(normed, cache, step)
-        normed, residual = self._mlp_norm.add(delta, residual)
-        return self._mlp(normed), residual
-
-
-class DecoderAttention:
-    def __init__(self, family: type[Decoder], config: ModelConfig, loader: LayerLoader) -> None:
-        self._ops = loader.ops
-        self._head_dim = config.head_dim
-        self._q_size = config.num_heads * config.head_dim
-        self._kv_size = config.num_kv_heads * config.head_dim
-        outs = [("q_proj", self._q_size), ("k_proj", self._kv_size), ("v_proj", self._kv_size)]
-        self._qkv = loader.linear(outs, config.hidden_size, bias=family.has_qkv_bias(config))
-        self._output = loader.linear(
-            [("o_proj", config.hidden_size)], self._q_size, bias=family.has_output_bias(config)
-        )
-        self._q_norm: RmsNorm | None = None
-        self._k_norm: RmsNorm | None = None
-        if family.has_qk_norm:
-            self._q_norm = loader.rms_norm("q_norm", config.head_dim, config.rms_norm_eps)
-            self._k_norm = loader.rms_norm("k_norm", config.head_dim, config.rms_norm_eps)
-
-    def __call__(self, hidden: Tensor, cache: LayerCache, step: DecoderStep) -> Tensor:
-        query, key, value = (
-            part.view(len(hidden), -1, self._head_dim)  # [T, H, D]
-            for part in torch.split(self._qkv(hidden), [self._q_size, self._kv_size, self._kv_size], dim=-1)
-        )
-        if self._q_norm and self._k_norm:
-            query, key = self._q_norm(query), self._k_norm(key)
-        query, key = self._ops.rope(query, step.cos, step.sin), self._ops.rope(key, step.cos, step.sin)
-        self._ops.store_kv(key, value, cache.key, cache.value, step.slot_mapping)
-        return self._output(step.attend(query, cache.key, cache.value).flatten(1))
-
-
-class GatedMlp:
-    def __init__(self, config: ModelConfig, loader: LayerLoader) -> None:
-        size, inner = config.hidden_size, config.intermediate_size
-        self._ops = loader.ops
-        self._gate_up = loader.linear([("gate_proj", inner), ("up_proj", inner)], size, bias=config.mlp_bias)
-        self._down = loader.linear([("down_proj", size)], inner, bias=config.mlp_bias)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return self._down(self._ops.silu_mul(self._gate_up(hidden)))
+        logits = self._lm_head(hidden).float()
+        if self._config.logits_scale != 1.0:
+            logits = logits * self._config.logits_scale
+        if self._config.logits_softcap is not None:
+            logits = torch.tanh(logits / self._config.logits_softcap) * self._config.logits_softcap
+        return logits

@@ -4,4 +4,5 @@ from backend.models.decoder import Decoder
 
 
 class LlamaForCausalLM(Decoder):
-    """Llama, and Mistral within its attention window: the shared decoder as it stands."""
+    """Llama 2 and 3, Mistral with its sliding window, and SmolLM3, some of whose layers have no positions: what they
+    have of their own stands in config.json."""

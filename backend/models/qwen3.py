@@ -4,4 +4,6 @@ from backend.models.decoder import Decoder
 
 
 class Qwen3ForCausalLM(Decoder):
-    has_qk_norm = True
+    """Dense, and as a mixture of experts."""
+
+    qk_norm = "head"

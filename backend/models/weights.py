@@ -47,14 +47,15 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._sources
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Raises `WeightsError` if there is no such tensor, or not of this shape."""
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """In the checkpoint's target dtype, or another. Raises `WeightsError` if there is no such tensor, or not of
+        this shape."""
         if name not in self._sources:
             raise WeightsError(f"tensor {name} is missing from {self._model_dir}; not taken so far: {self._left()}")
         tensor: Tensor = self._sources.pop(name).get_tensor(name)  # type: ignore[no-untyped-call]
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"tensor {name} has shape {tuple(tensor.shape)}, and {shape} is expected")
-        return tensor.to(self._device, self._dtype)
+        return tensor.to(self._device, dtype or self._dtype)
 
     def skip(self, name: str) -> None:
         """Leaves a tensor out on purpose. Skipping what is not there is safe and does nothing."""

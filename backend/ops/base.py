@@ -18,7 +18,7 @@ class Ops(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x: [..., D], weight: [D]: x / sqrt(mean(x²) + eps) * weight."""
+        """x: [..., D], weight: [D]: x / sqrt(mean(x²) + eps) * weight. A weight in float32 is applied in float32."""
 
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -31,6 +31,10 @@ class Ops(ABC):
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up: [T, 2I] -> silu(gate) * up: [T, I]."""
+
+    @abstractmethod
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [T, 2I] -> gelu(gate) * up: [T, I], by the tanh approximation that Gemma was trained with."""
 
     @abstractmethod
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

@@ -34,16 +34,54 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": False},
     "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 24, "tie_word_embeddings": False},
+    "mistral-sliding": {"model_type": "mistral", "sliding_window": 20, "tie_word_embeddings": False},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2-sliding": {
+        "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
-}
+    "qwen3-moe": {
+        "model_type": "qwen3_moe", "head_dim": 32, "moe_intermediate_size": 48, "num_experts": 6,
+        "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3,
+        "tie_word_embeddings": False,
+    },
+    "phi3": {"model_type": "phi3", "sliding_window": 40, "tie_word_embeddings": False},
+    "phi3-longrope": {
+        "model_type": "phi3", "tie_word_embeddings": True, "original_max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        },
+    },
+    "gemma2": {
+        "model_type": "gemma2", "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 20,
+        "num_hidden_layers": 3, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0,
+        "tie_word_embeddings": False,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 20,
+        "num_hidden_layers": 7,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+        },
+    },
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "tie_word_embeddings": True},
+    "olmo2": {"model_type": "olmo2", "tie_word_embeddings": False},
+    "granite": {
+        "model_type": "granite", "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
+        "logits_scaling": 2.0, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 
 
 def build_model(name: str) -> PreTrainedModel:
     """Random weights, but none that would hide a fault: biases and norms are random too, and scaled embeddings put
     a gap between the first and the second token, so that rounding decides nothing."""
     torch.manual_seed(sum(name.encode()))
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE, **CHECKPOINTS[name]))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SHAPE, **CHECKPOINTS[name]}))
     model = model.float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -52,7 +90,8 @@ def build_model(name: str) -> PreTrainedModel:
             elif "norm" in parameter_name:
                 parameter.uniform_(0.5, 1.5)
             elif parameter_name.endswith(("lm_head.weight", "embed_tokens.weight")):
-                parameter.normal_(std=0.5)
+                # Gemma multiplies its embeddings by 8 here: larger ones would drown everything else.
+                parameter.normal_(std=0.1 if name.startswith("gemma") else 0.5)
             else:
                 parameter.normal_(std=0.3)
     return model

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backend.attention import ATTENTIONS, create_attention
-from backend.attention.base import AttentionMetadata
+from backend.attention.base import AttentionMetadata, Span
 
 NUM_BLOCKS = 192
 HEAD_DIM = 16
@@ -26,25 +26,46 @@ STEPS = {
 }
 
 
-def exact(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+SPANS = {
+    "everything": Span(),
+    "a window": Span(window=5),
+    "a window within a block": Span(window=1),
+    "a cap": Span(softcap=1.5),
+    "both": Span(window=9, softcap=0.7),
+}
+
+
+def exact(query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
     """query: [Lq, Hq, D], keys, values: [L, Hkv, D]."""
     output = torch.empty_like(query, dtype=torch.float64)
     group = query.shape[1] // keys.shape[1]
     for i in range(len(query)):
         end = len(keys) - len(query) + i + 1
+        begin = 0 if span.window is None else max(0, end - span.window)
         for head in range(query.shape[1]):
-            scores = keys[:end, head // group].double() @ query[i, head].double() * SCALE
-            output[i, head] = scores.softmax(0) @ values[:end, head // group].double()
+            scores = keys[begin:end, head // group].double() @ query[i, head].double() * SCALE
+            if span.softcap is not None:
+                scores = span.softcap * torch.tanh(scores / span.softcap)
+            output[i, head] = scores.softmax(0) @ values[begin:end, head // group].double()
     return output
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("span_name", SPANS)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize(("block_size", "dtype", "tolerance"), [(8, torch.float32, 1e-5), (4, torch.bfloat16, 2e-2)])
 def test_attention_is_exact(
-    name: str, step: str, num_heads: int, num_kv_heads: int, block_size: int, dtype: torch.dtype, tolerance: float
+    name: str,
+    step: str,
+    span_name: str,
+    num_heads: int,
+    num_kv_heads: int,
+    block_size: int,
+    dtype: torch.dtype,
+    tolerance: float,
 ) -> None:
+    span = SPANS[span_name]
     generator = torch.Generator().manual_seed(1)
     shuffled = random.Random(2)
     lens = STEPS[step]
@@ -63,7 +84,7 @@ def test_attention_is_exact(
             block, offset = tables[-1][position // block_size], position % block_size
             caches[0][block, offset], caches[1][block, offset] = keys[position], values[position]
         queries.append(query)
-        expected.append(exact(query, keys, values))
+        expected.append(exact(query, keys, values, span))
     width = max(map(len, tables))
     metadata = AttentionMetadata(
         query_lens=tuple(query_len for query_len, _ in lens),
@@ -73,6 +94,6 @@ def test_attention_is_exact(
         block_size=block_size,
     )
     attend = create_attention(name, SCALE).prepare(metadata, like=caches[0])
-    output = attend(torch.cat(queries), *caches)
+    output = attend(torch.cat(queries), *caches, span)
     assert output.dtype == dtype
     assert (output.double() - torch.cat(expected)).abs().max().item() < tolerance

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from backend.engine.config import EngineConfig
 from backend.engine.errors import ConfigError, UnsupportedModel
 from backend.layers.rope import inverse_frequencies
 from backend.models.config import ModelConfig
@@ -24,14 +23,14 @@ def raw(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not one of LlamaForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not one of Gemma2ForCausalLM"),
         ({"architectures": None}, "none named"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"dtype": "float64"}, "dtype 'float64'"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types .'linear_attention'."),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
     ],
 )
@@ -40,31 +39,53 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> 
         ModelConfig.parse(raw(**changes))
 
 
+GEMMA = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 7}
+
+
 @pytest.mark.parametrize(
-    ("changes", "window"),
+    ("changes", "windows"),
     [
-        ({"sliding_window": 64}, 64),
-        ({"sliding_window": None}, None),
-        ({"sliding_window": 64, "use_sliding_window": False}, None),
-        ({"sliding_window": 64, "layer_types": ["full_attention", "full_attention"]}, None),
-        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
+        ({"sliding_window": 64}, [64, 64]),
+        ({"sliding_window": None}, [None, None]),
+        ({"sliding_window": 64, "use_sliding_window": False}, [None, None]),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "full_attention"]}, [None, None]),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, [None, 64]),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "max_window_layers": 1}, [None, 64]),
+        ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 64}, [64, None]),
+        ({**GEMMA, "sliding_window": 64}, [64, 64, 64, 64, 64, None, 64]),
+        ({**GEMMA, "sliding_window": 64, "sliding_window_pattern": 2}, [64, None, 64, None, 64, None, 64]),
     ],
 )
-def test_a_sliding_window_counts_only_where_it_is_active(changes: dict[str, Any], window: int | None) -> None:
-    assert ModelConfig.parse(raw(**changes)).sliding_window == window
+def test_which_layers_slide(changes: dict[str, Any], windows: list[int | None]) -> None:
+    assert [layer.window for layer in ModelConfig.parse(raw(**changes)).layers] == windows
+
+
+def test_layers_that_slide_may_turn_at_another_speed() -> None:
+    older = {**GEMMA, "sliding_window": 64, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    newer = {
+        **GEMMA,
+        "sliding_window": 64,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    }
+    for changes in (older, newer):
+        config = ModelConfig.parse(raw(**changes))
+        thetas = [config.ropes[layer.rope_index or 0].theta for layer in config.layers]
+        assert thetas == [1e4] * 5 + [1e6, 1e4]
+
+
+def test_which_layers_have_experts() -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 4}
+    config = ModelConfig.parse(raw(**experts, decoder_sparse_step=2, mlp_only_layers=[3]))
+    assert [layer.experts is not None for layer in config.layers] == [False, True, False, False]
+    assert config.layers[1].experts is not None and not config.layers[1].experts.normalise
 
 
 def write(directory: Path, **changes: Any) -> Path:
     (directory / "config.json").write_text(json.dumps(raw(**changes)))
     return directory
-
-
-def test_a_context_beyond_the_sliding_window_is_refused_and_one_within_it_is_not(tmp_path: Path) -> None:
-    write(tmp_path, sliding_window=64)
-    with pytest.raises(ConfigError, match="sliding_window of 64") as caught:
-        EngineConfig(model_dir=tmp_path).resolve()
-    assert caught.value.param == "max_model_len"
-    assert EngineConfig(model_dir=tmp_path, max_model_len=64).resolve().max_model_len == 64
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]"])
@@ -90,23 +111,50 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path: Pat
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
         LLAMA3_ROPE,
         {**LLAMA3_ROPE, "factor": 32.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5},
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
     ],
 )
 def test_rotary_frequencies_are_those_of_transformers(parameters: dict[str, Any]) -> None:
     config = AutoConfig.for_model("llama", **{**SHAPE, "head_dim": 128, "rope_parameters": parameters})
-    ours = inverse_frequencies(ModelConfig.parse(raw(rope_parameters=parameters)).rope, 128)
+    (rope,) = ModelConfig.parse(raw(head_dim=128, rope_parameters=parameters)).ropes
+    ours, factor = inverse_frequencies(rope, SHAPE["max_position_embeddings"])
     if parameters["rope_type"] == "default":
-        expected = 1.0 / 5e5 ** (torch.arange(0, 128, 2) / 128)
+        expected, expected_factor = 1.0 / 5e5 ** (torch.arange(0, 128, 2) / 128), 1.0
     else:
-        expected, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+        expected, expected_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
     torch.testing.assert_close(ours, expected)
+    assert factor == pytest.approx(expected_factor)
+
+
+@pytest.mark.parametrize("num_positions", [128, 512])
+def test_phi3_picks_its_list_by_the_longest_context(num_positions: int) -> None:
+    parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+        "short_factor": [1.0 + i / 8 for i in range(4)], "long_factor": [2.0 + i for i in range(4)],
+    }  # fmt: skip
+    shape = {**SHAPE, "original_max_position_embeddings": 128, "rope_parameters": parameters}
+    config = AutoConfig.for_model("phi3", **shape)
+    (rope,) = ModelConfig.parse({**raw(), **shape}).ropes
+    ours, factor = inverse_frequencies(rope, num_positions)
+    expected, expected_factor = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=num_positions)
+    torch.testing.assert_close(ours, expected)
+    assert factor == pytest.approx(expected_factor)
 
 
 def test_the_older_form_of_rope_settings_means_the_same() -> None:
     old = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     assert (
-        ModelConfig.parse(raw(rope_theta=10_000.0, rope_scaling=old)).rope
-        == ModelConfig.parse(raw(rope_parameters=LLAMA3_ROPE)).rope
+        ModelConfig.parse(raw(rope_theta=10_000.0, rope_scaling=old)).ropes
+        == ModelConfig.parse(raw(rope_parameters=LLAMA3_ROPE)).ropes
     )
 
 

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backend.attention.base import Span
+from backend.layers.loader import LayerLoader
+from backend.layers.norm import RmsNorm
+from backend.layers.step import LayerCache, Step
+from backend.models.config import LayerConfig, ModelConfig
+
+
+class PagedAttention:
+    """Projections, rotation and the paged cache around `Attention`. What a family has of its own, it says by the
+    arguments: `qk_norm` is a norm of each query and key "head", or of all heads as one vector ("all"); `packed` is
+    the name under which a checkpoint keeps the three projections as one."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: LayerConfig,
+        loader: LayerLoader,
+        *,
+        qkv_bias: bool,
+        output_bias: bool,
+        qk_norm: str | None,
+        packed: str | None,
+    ) -> None:
+        self._ops = loader.ops
+        self._head_dim = config.head_dim
+        self._rope_index = layer.rope_index
+        self._rope_dim = config.rope_dim
+        self._span = Span(layer.window, config.attention_softcap)
+        self._q_size = config.num_heads * config.head_dim
+        self._kv_size = config.num_kv_heads * config.head_dim
+        outs = [("q_proj", self._q_size), ("k_proj", self._kv_size), ("v_proj", self._kv_size)]
+        if packed is not None:
+            outs = [(packed, self._q_size + 2 * self._kv_size)]
+        self._qkv = loader.linear(outs, config.hidden_size, bias=qkv_bias)
+        self._output = loader.linear([("o_proj", config.hidden_size)], self._q_size, bias=output_bias)
+        self._whole_norm = qk_norm == "all"
+        self._q_norm: RmsNorm | None = None
+        self._k_norm: RmsNorm | None = None
+        if qk_norm is not None:
+            sizes = (self._q_size, self._kv_size) if self._whole_norm else (config.head_dim, config.head_dim)
+            self._q_norm = loader.rms_norm("q_norm", sizes[0], config.rms_norm_eps)
+            self._k_norm = loader.rms_norm("k_norm", sizes[1], config.rms_norm_eps)
+
+    def __call__(self, hidden: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """hidden: [T, hidden_size] -> [T, hidden_size]."""
+        query, key, value = torch.split(self._qkv(hidden), [self._q_size, self._kv_size, self._kv_size], dim=-1)
+        if self._q_norm and self._k_norm and self._whole_norm:
+            query, key = self._q_norm(query), self._k_norm(key)
+        query, key, value = (part.view(len(hidden), -1, self._head_dim) for part in (query, key, value))  # [T, H, D]
+        if self._q_norm and self._k_norm and not self._whole_norm:
+            query, key = self._q_norm(query), self._k_norm(key)
+        if self._rope_index is not None:
+            cos, sin = step.rope[self._rope_index]
+            query, key = self._rotated(query, cos, sin), self._rotated(key, cos, sin)
+        self._ops.store_kv(key, value, cache.key, cache.value, step.slot_mapping)
+        return self._output(step.attend(query, cache.key, cache.value, self._span).flatten(1))
+
+    def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self._rope_dim == self._head_dim:
+            return self._ops.rope(heads, cos, sin)
+        turning, still = heads[..., : self._rope_dim], heads[..., self._rope_dim :]
+        return torch.cat((self._ops.rope(turning, cos, sin), still), dim=-1)

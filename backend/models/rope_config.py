@@ -1,0 +1,134 @@
+"""How config.json describes rotations: one for all layers, or one for those that slide and one for the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from backend.engine.errors import UnsupportedModel
+
+DEFAULT_THETA = 10_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1's stretching of the low frequencies; the names are the checkpoint's."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """Phi-3's: a factor for each frequency, in two lists."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    truncate: bool
+
+
+Scaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    dim: int
+    theta: float
+    scaling: Scaling | None
+
+
+def read_ropes(
+    raw: Mapping[str, Any], layer_types: Sequence[str], head_dim: int
+) -> tuple[tuple[RopeConfig, ...], list[int | None]]:
+    """The model's rotations, and of each layer the index of its own; None where it has none."""
+    by_type = {kind: _read(parameters, raw, head_dim) for kind, parameters in _parameters(raw, layer_types).items()}
+    ropes = tuple(dict.fromkeys(by_type.values()))
+    rotated = raw.get("no_rope_layers") or [1] * len(layer_types)  # SmolLM3 marks those that are rotated with a 1
+    return ropes, [
+        ropes.index(by_type[kind]) if wanted else None for kind, wanted in zip(layer_types, rotated, strict=True)
+    ]
+
+
+def _parameters(raw: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    # transformers 5 writes rope_parameters; before it, rope_theta stood alone beside an optional rope_scaling.
+    given = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
+    kinds = dict.fromkeys(layer_types)
+    if kinds.keys() <= given.keys():
+        return {kind: given[kind] for kind in kinds}
+    local = raw.get("rope_local_base_freq")  # Gemma 3, before transformers 5
+    return {
+        kind: {"rope_theta": local} if local is not None and kind == "sliding_attention" else given for kind in kinds
+    }
+
+
+def _read(parameters: Mapping[str, Any], raw: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    share = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    theta = parameters.get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA
+    return RopeConfig(int(head_dim * share), float(theta), _scaling(parameters, raw))
+
+
+def _scaling(parameters: Mapping[str, Any], raw: Mapping[str, Any]) -> Scaling | None:
+    original = parameters.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    match kind := parameters.get("rope_type") or parameters.get("type") or "default":
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(parameters["factor"])
+        case "llama3":
+            return Llama3Scaling(
+                factor=parameters["factor"],
+                low_freq_factor=parameters["low_freq_factor"],
+                high_freq_factor=parameters["high_freq_factor"],
+                original_max_position_embeddings=parameters["original_max_position_embeddings"],
+            )
+        case "longrope" | "su":
+            longest, original = raw["max_position_embeddings"], original or raw["max_position_embeddings"]
+            stretch = parameters.get("factor") or longest / original
+            by_default = 1.0 if stretch <= 1.0 else math.sqrt(1.0 + math.log(stretch) / math.log(original))
+            return LongRopeScaling(
+                short_factor=tuple(parameters["short_factor"]),
+                long_factor=tuple(parameters["long_factor"]),
+                original_max_position_embeddings=original,
+                attention_factor=parameters.get("attention_factor") or by_default,
+            )
+        case "yarn":
+            return _yarn(parameters, original or raw["max_position_embeddings"])
+        case _:
+            raise UnsupportedModel(
+                f"rope_type {kind!r} is not supported, only 'default', 'linear', 'llama3', 'longrope' and 'yarn'"
+            )
+
+
+def _yarn(parameters: Mapping[str, Any], original: int) -> YarnScaling:
+    if parameters.get("mscale") or parameters.get("mscale_all_dim"):
+        raise UnsupportedModel("rope mscale is not supported")
+    factor = parameters["factor"]
+    by_default = 1.0 if factor <= 1.0 else 0.1 * math.log(factor) + 1.0
+    return YarnScaling(
+        factor=factor,
+        beta_fast=parameters.get("beta_fast") or 32.0,
+        beta_slow=parameters.get("beta_slow") or 1.0,
+        original_max_position_embeddings=original,
+        attention_factor=parameters.get("attention_factor") or by_default,
+        truncate=parameters.get("truncate", True),
+    )
