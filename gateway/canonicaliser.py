@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.canonical import VERSION, Canon, NotInMemory, Plan, SharedMemory
+from gateway.canonical import VERSION, Canon, Form, NotInMemory, Plan, SharedMemory
 from gateway.deadlines import patience_seconds, whole_seconds
 from gateway.doors.base import MAX_TOKENS, Asked, Door, Fields, read_fields
 from gateway.errors import Forbidden, ModelNotFound
@@ -82,9 +82,9 @@ class Canonicaliser:
             plan = self._canon.plans.plan_for(
                 self._plan(policy, principal.tenant.name, model.name), principal.tenant.name, model.name, asked.messages
             )
-            canonical, steps = self._canon.form(fields, asked.messages, plan, salt)
-            if steps:
-                asked = _read_again(door, asked, canonical)
+            form = self._canon.form(fields, asked.messages, plan, salt, plain=asked.plain)
+            if form is not None:
+                asked, steps = in_form(door, asked, form), form.steps
         tokens = _prompt_tokens(asked)
         rule, class_name = choose_class(policy, principal, asked, tokens, headers)
         if principal.classes is not None and class_name not in principal.classes:
@@ -141,13 +141,15 @@ class Canonicaliser:
         return self._salts[owner]
 
 
-def _read_again(door: Door, asked: Asked, fields: Fields) -> Asked:
-    """What the canonical form says. Where only tools changed, the rest of the prompt has been read already."""
-    before = asked.fields
-    if fields["messages"] is before["messages"] and "tools" in before:
-        tools = tuple(bytes(tool) for tool in _list.decode(fields["tools"]) or ())
-        return msgspec.structs.replace(asked, fields=fields, pieces=tools + asked.pieces[asked.tools :])
-    return door.read(fields, join(fields))
+def in_form(door: Door, asked: Asked, form: Form) -> Asked:
+    """What a body says in its canonical form, of which only what is now otherwise has to be read."""
+    if form.reworded is None:
+        return door.read(form.fields, join(form.fields))
+    tools = [bytes(tool) for tool in _list.decode(form.fields.get("tools", b"null")) or ()]
+    pieces = [*tools, *asked.pieces[asked.tools :]]
+    for number, message in form.reworded.items():
+        pieces[len(tools) + number] = asked.piece_of(message)
+    return msgspec.structs.replace(asked, fields=form.fields, pieces=tuple(pieces))
 
 
 def join(fields: Fields) -> bytes:

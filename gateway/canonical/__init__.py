@@ -13,7 +13,7 @@ from functools import lru_cache
 import msgspec
 import xxhash
 
-from gateway.canonical.base import Context, Fields, Plan, Safety, Transform
+from gateway.canonical.base import Context, Fields, Message, MessagesTransform, Plan, Safety, Transform, View
 from gateway.canonical.json_form import JSONForm
 from gateway.canonical.memory import NotInMemory, SharedMemory
 from gateway.canonical.moving import VolatileToEnd, VolatileToUser
@@ -26,10 +26,11 @@ from gateway.canonical.tool_order import ToolOrder
 from gateway.types import Said
 
 VERSION = 1
+_NOISE, _TEXT_PARTS = Noise(), TextParts()
 VERSIONS: dict[int, tuple[Transform, ...]] = {  # `safe` is P0 to P2, in this order; `full` adds what is opted in
     1: (
-        JSONForm(), Noise(), TextParts(), OrderMemo(),
-        VolatileToEnd(), VolatileToUser(), Noise(), TextParts(),  # what is moved may leave noise, or one part
+        JSONForm(), _NOISE, _TEXT_PARTS, OrderMemo(),
+        VolatileToEnd(), VolatileToUser(), _NOISE, _TEXT_PARTS,  # what is moved may leave noise, or one part
         ToolOrder(), TemplateDate(),
     ),
 }  # fmt: skip
@@ -40,6 +41,17 @@ _HEAD_BYTES = 64
 _KEPT_FORMS = 1024
 _KEPT_FORMS_BYTES = 16 * 2**20
 _NULL = b"null"
+
+_messages = msgspec.json.Decoder(list[Message])
+_encode = msgspec.json.encode
+
+
+class Form(msgspec.Struct, frozen=True):
+    """A body in another form than it came in."""
+
+    fields: Fields
+    steps: tuple[str, ...]  # names of the transforms that changed something
+    reworded: dict[int, bytes] | None  # the messages that say it otherwise, by number; None: perhaps all of them
 
 
 class Canon:
@@ -53,38 +65,43 @@ class Canon:
         )
         self._forms_bytes = 0
         self._generation = memory.generation
+        self._context = Context(Plan(VERSION, "off"), "", memory)
 
-    def form(self, fields: Fields, messages: Sequence[Said], plan: Plan, scope: str) -> tuple[Fields, tuple[str, ...]]:
-        """The body in its canonical form, and the names of the transforms that changed something. Given no changes,
-        `fields` itself comes back. Raises `NotInMemory`, and has then changed nothing.
+    def form(
+        self, fields: Fields, messages: Sequence[Said], plan: Plan, scope: str, *, plain: bool = False
+    ) -> Form | None:
+        """The body in its canonical form; None where it is that already. `plain`: as in `View`. Raises `NotInMemory`,
+        and has then changed nothing.
         """
         if plan.level == "off":
-            return fields, ()
-        context = Context(plan, scope, self.memory)
+            return None
+        context = self._context
+        if plan is not context.plan or scope != context.scope:  # as is so where one application calls again and again
+            context = self._context = Context(plan, scope, self.memory)
         changes: Fields = {}
-        applied: tuple[str, ...] = ()
+        steps: tuple[str, ...] = ()
         for name in _KEPT_FIELDS:
             if name in fields:
                 form, names = self._kept_form(name, bytes(fields[name]), context)
                 if form is not None:
                     changes[name] = msgspec.Raw(form)
-                    applied += names
-        raw = fields.get("messages")
-        if raw is not None:
-            head = bytes(memoryview(raw)[:_HEAD_BYTES])
-            wanting = transforms(plan, "messages")
-            while wanting and not wanting[0].sees(messages, head):  # behind the first that does, none is asked
-                wanting = wanting[1:]
-            form, names = _apply(wanting, bytes(raw), context) if wanting else (None, ())
-            if form is not None:
-                changes["messages"] = msgspec.Raw(form)
-                applied += names
-        for transform in transforms(plan, "chat_template_kwargs"):
-            form = transform.apply(bytes(fields.get("chat_template_kwargs", _NULL)), context)
+                    steps += names
+        reworded: dict[int, bytes] | None = {}
+        if "messages" in fields:
+            raw = fields["messages"]
+            if wanting := _wanting(transforms(plan, "messages"), messages, plain, raw):
+                form, names, reworded = _with_messages(wanting, bytes(raw), context, plain)
+                if form is not None:
+                    changes["messages"] = msgspec.Raw(form)
+                    steps += names
+        if plan.template_date is not None:
+            form, names = _apply(
+                transforms(plan, "chat_template_kwargs"), bytes(fields.get("chat_template_kwargs", _NULL)), context
+            )
             if form is not None:
                 changes["chat_template_kwargs"] = msgspec.Raw(form)
-                applied += (transform.name,)
-        return ({**fields, **changes}, tuple(dict.fromkeys(applied))) if changes else (fields, ())
+                steps += names
+        return Form({**fields, **changes}, tuple(dict.fromkeys(steps)), reworded) if changes else None
 
     def _kept_form(self, name: str, raw: bytes, context: Context) -> tuple[bytes | None, tuple[str, ...]]:
         """As `_apply`, which is asked once for as long as the result is kept."""
@@ -122,6 +139,49 @@ def _apply(wanting: Sequence[Transform], raw: bytes, context: Context) -> tuple[
     return (form, tuple(names)) if names else (None, ())
 
 
+def _with_messages(
+    wanting: Sequence[Transform], raw: bytes, context: Context, plain: bool
+) -> tuple[bytes | None, tuple[str, ...], dict[int, bytes] | None]:
+    """As `_apply`, for messages, and what `Form.reworded` is to be. They are taken apart and put together once."""
+    first, *others = wanting
+    names: list[str] = []
+    form = None
+    if not isinstance(first, MessagesTransform):
+        form, applied = _apply([first], raw, context)
+        names += applied
+    else:
+        others = [first, *others]
+    rewritten = form is not None
+    try:
+        messages = _messages.decode(form or raw) if others else []
+        changed: set[int] = set()
+        for transform in others:
+            assert isinstance(transform, MessagesTransform), "those that go by bytes stand before the others"
+            if numbers := set(transform.change(messages)):
+                changed |= numbers
+                names.append(transform.name)
+        if changed:
+            form = _encode(messages)
+    except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
+        return None, (), {}
+    reworded = None if rewritten and not plain else {i: _encode(messages[i]) for i in changed}
+    return form, tuple(names), reworded
+
+
+def _wanting(
+    candidates: Sequence[Transform], messages: Sequence[Said], plain: bool, raw: msgspec.Raw
+) -> list[Transform]:
+    """Those that see something in the messages, and all behind one that may bring forth more than was to be seen."""
+    wanting: list[Transform] = []
+    stirred = False
+    view = View(messages, plain, bytes(memoryview(raw)[:_HEAD_BYTES]))
+    for transform in candidates:
+        if stirred or (transform not in wanting and transform.sees(view)):
+            wanting.append(transform)
+            stirred = stirred or transform.safety > Safety.P0
+    return wanting
+
+
 @lru_cache(maxsize=1024)
 def transforms(plan: Plan, field: str) -> tuple[Transform, ...]:
     """Those of a plan that may change a field of the body, in order."""
@@ -140,5 +200,5 @@ def can_do(plan: Plan) -> bool:
     return bool(names) and names.issuperset(plan.opt_in)
 
 
-__all__ = ["OPT_IN", "VERSION", "VERSIONS", "Canon", "Fields", "NotInMemory", "Plan", "Safety", "SharedMemory",
+__all__ = ["OPT_IN", "VERSION", "VERSIONS", "Canon", "Fields", "Form", "NotInMemory", "Plan", "Safety", "SharedMemory",
            "Transform", "transforms"]  # fmt: skip

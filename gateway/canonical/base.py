@@ -12,8 +12,8 @@ carries a vendor's cache breakpoint. P0 may write their JSON in another way; the
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from gateway.canonical.memory import SharedMemory
 from gateway.types import Said
 
 Fields = dict[str, msgspec.Raw]
+Message = dict[str, msgspec.Raw]  # its top-level values
 
 SYSTEM_ROLES = frozenset({b'"system"', b'"developer"'})
 BREAKPOINT = b'"cache_control"'  # Anthropic's, and of those who took it over
@@ -50,20 +51,43 @@ class Context(msgspec.Struct, frozen=True):
     memory: SharedMemory
 
 
-class Transform(Protocol):
-    """One way to make a body more canonical. It sees one top-level value of the body at a time."""
+class View(msgspec.Struct, frozen=True):
+    """A chat's messages as their door has read them, for a look before they are taken apart."""
+
+    messages: Sequence[Said]
+    plain: bool  # all of them are text: no parts, and no tool calls
+    head: bytes  # the first bytes of their JSON
+
+
+class Transform:
+    """One way to make a body more canonical. It sees one top-level value of the body at a time.
+
+    A transform of what messages say has `change`, one of anything else has `apply`. Applied to its own result, it
+    changes nothing. What is not of the shape that a field has is left as it is, for the server to judge: msgspec's
+    errors may be raised.
+    """
 
     name: ClassVar[str]
     safety: ClassVar[Safety]
     fields: ClassVar[tuple[str, ...]]  # the top-level values that it may change
 
-    def sees(self, messages: Sequence[Said], head: bytes) -> bool:
+    def sees(self, view: View) -> bool:
         """Whether `messages` may hold something for it. Near free: asked of every request whose messages it may
-        change. `head` is the first bytes of the messages' JSON.
+        change.
         """
+        return False
 
     def apply(self, raw: bytes, context: Context) -> bytes | None:
         """The value with the transform applied; None where it would change nothing.
 
-        Applying it to its own result gives None. Raises `NotInMemory` where the storage has to be asked first.
+        Raises `NotInMemory` where the storage has to be asked first.
         """
+        raise NotImplementedError
+
+
+class MessagesTransform(Transform):
+    fields: ClassVar[tuple[str, ...]] = ("messages",)
+
+    def change(self, messages: list[Message]) -> Iterable[int]:
+        """Change messages in place; the numbers of those that are now others."""
+        raise NotImplementedError

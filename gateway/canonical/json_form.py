@@ -8,39 +8,43 @@ printed as 1.5, but 1.0 not as 1), so keys stay in their order, and numbers as t
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from itertools import islice
 from typing import ClassVar
 
 import msgspec
 
-from gateway.canonical.base import Context, Safety
-from gateway.types import Said
+from gateway.canonical.base import Context, Safety, Transform, View
 
+SEEN_PARTS = 16
+SEEN_BYTES = 1024  # of each of these parts: who escapes, escapes everywhere
+SEARCHED_BYTES = 64 * 1024  # for escapes: who needs none here will hardly need them further on
 _ESCAPED = re.compile(rb"\\u(?!00[01])|\\/")  # control characters have no other form
 _decoder = msgspec.json.Decoder(float_hook=lambda digits: msgspec.Raw(digits.encode()))
 _encode = msgspec.json.encode
-_SPACES = (b'": ', b'" :', b"[ ", b"{ ", b"\n", b"\t")
+_SPACED = re.compile(rb'": |" :|[\[{] |[\n\t]')
 
 
-class JSONForm:
+class JSONForm(Transform):
     name: ClassVar[str] = "json_form"
     safety: ClassVar[Safety] = Safety.P0
     fields: ClassVar[tuple[str, ...]] = ("messages", "tools", "functions", "response_format")
 
-    def sees(self, messages: Sequence[Said], head: bytes) -> bool:
+    def sees(self, view: View) -> bool:
         """Who writes spaces writes them from the first key on. That text was escaped is not worth a search of all of
         it: strings are fingerprinted decoded. Parts and tool calls are fingerprinted as they are written.
         """
-        if any(space in head for space in _SPACES):
+        if _SPACED.search(view.head):
             return True
-        return any(
-            type(message.content) is list and any(b"\\u" in part for part in map(bytes, message.content))
-            for message in messages
-        )
+        if view.plain:
+            return False
+        parts = (part for message in view.messages if type(message.content) is list for part in message.content)
+        return any(b"\\u" in bytes(memoryview(part)[:SEEN_BYTES]) for part in islice(parts, SEEN_PARTS))
 
     def apply(self, raw: bytes, context: Context) -> bytes | None:
         try:
-            written = _encode(_decoder.decode(raw)) if _ESCAPED.search(raw) else msgspec.json.format(raw, indent=-1)
+            written = msgspec.json.format(raw, indent=-1)
+            if _ESCAPED.search(written, 0, SEARCHED_BYTES):
+                written = _encode(_decoder.decode(written))
         except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
             return None  # half a surrogate pair, or depths and numbers beyond reason: the server is to judge
         return None if written == raw else written

@@ -12,14 +12,12 @@ user message: right for a clock, which at the end of the system message would st
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.canonical.base import BREAKPOINT, SYSTEM_ROLES, Context, Safety
+from gateway.canonical.base import BREAKPOINT, SYSTEM_ROLES, Message, MessagesTransform, Safety, View
 from gateway.canonical.volatile import KINDS
-from gateway.types import Said
 
 MAX_LINE_CHARACTERS = 200  # longer ones are prose, which can not be taken apart
 
@@ -31,36 +29,35 @@ _ID_WORD = re.compile(
 _PLACE_WORD = re.compile(r"(?i)(?<![a-z])(?:cwd|pwd|directory|dir|folder|workspace|root|path)(?![a-z])")
 _WORDS = {"uuid": _ID_WORD, "clock": _TIME_WORD, "date": _TIME_WORD, "request_id": _ID_WORD, "cwd": _PLACE_WORD}
 
-_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _parts = msgspec.json.Decoder(list[msgspec.Raw])
 _any = msgspec.json.Decoder()
 _encode = msgspec.json.encode
-Message = dict[str, msgspec.Raw]
 
 
-class _Moving:
+class _Moving(MessagesTransform):
     safety: ClassVar[Safety] = Safety.P3
-    fields: ClassVar[tuple[str, ...]] = ("messages",)
     everywhere: ClassVar[bool]
 
-    def sees(self, messages: Sequence[Said], head: bytes) -> bool:
-        return any(message.role in ("system", "developer") for message in messages)
+    def sees(self, view: View) -> bool:
+        return any(message.role in ("system", "developer") for message in view.messages)
 
-    def apply(self, raw: bytes, context: Context) -> bytes | None:
-        messages = _messages.decode(raw)
+    def change(self, messages: list[Message]) -> list[int]:
         moved: list[str] = []
-        changed = False
-        for message in messages:
-            if bytes(message.get("role", b"")) not in SYSTEM_ROLES or "cache_control" in message:
-                continue
-            content, lines = _split(bytes(message.get("content", b"")), everywhere=self.everywhere)
-            if lines:
-                after = self.place(content, lines, moved)
-                changed = changed or after != bytes(message["content"])
-                message["content"] = msgspec.Raw(after)
-        if moved and not _append_to_last_user(messages, moved):
-            return None
-        return _encode(messages) if changed else None
+        contents: dict[int, bytes] = {}
+        for i, message in enumerate(messages):
+            if bytes(message.get("role", b"")) in SYSTEM_ROLES and "cache_control" not in message:
+                content, lines = _split(bytes(message.get("content", b"")), everywhere=self.everywhere)
+                if lines:
+                    contents[i] = self.place(content, lines, moved)
+        if moved:
+            last = _last_user(messages)
+            if last is None:
+                return []
+            contents[last] = _appended(bytes(messages[last]["content"]), "\n".join(moved), "\n\n")
+        changed = [i for i, content in contents.items() if content != bytes(messages[i]["content"])]
+        for i in changed:
+            messages[i]["content"] = msgspec.Raw(contents[i])
+        return changed
 
     def place(self, content: bytes, lines: list[str], moved: list[str]) -> bytes:
         """The system message's content without the `lines`, which go to its end or into `moved`."""
@@ -136,15 +133,12 @@ def _split_text(text: str) -> tuple[str, list[str]]:
     return "\n".join(line for line in lines if not is_volatile(line)), volatile
 
 
-def _append_to_last_user(messages: list[Message], lines: list[str]) -> bool:
-    for message in reversed(messages):
-        if bytes(message.get("role", b"")) == b'"user"' and "cache_control" not in message:
-            content = bytes(message.get("content", b""))
-            if content[:1] in (b'"', b"["):
-                message["content"] = msgspec.Raw(_appended(content, "\n".join(lines), "\n\n"))
-                return True
-            return False
-    return False
+def _last_user(messages: list[Message]) -> int | None:
+    """The number of the last user message, if its content can be added to."""
+    for i in reversed(range(len(messages))):
+        if bytes(messages[i].get("role", b"")) == b'"user"' and "cache_control" not in messages[i]:
+            return i if bytes(messages[i].get("content", b""))[:1] in (b'"', b"[") else None
+    return None
 
 
 def _appended(content: bytes, text: str, separator: str) -> bytes:

@@ -14,13 +14,12 @@ is left out, unless it is all that the message has.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.canonical.base import BREAKPOINT, SYSTEM_ROLES, Context, Safety
-from gateway.types import Said
+from gateway.canonical.base import BREAKPOINT, SYSTEM_ROLES, Message, MessagesTransform, Safety, View
 
 SIGNATURES: dict[str, str] = {
     "anthropic_header": r"x-anthropic-[a-z0-9-]+:[^\n]*",
@@ -31,19 +30,17 @@ _NOISE = re.compile(r"(?:(?:" + "|".join(SIGNATURES.values()) + r")\r?(?:\n|\Z))
 _BEGINNINGS = ("x-anthropic-", "x-request-id:", "x-correlation-id:", "x-trace-id:", "traceparent:")
 _MARKS = tuple(b'"' + beginning.encode() for beginning in _BEGINNINGS)
 
-_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _parts = msgspec.json.Decoder(list[msgspec.Raw])
 _any = msgspec.json.Decoder()
 _encode = msgspec.json.encode
 
 
-class Noise:
+class Noise(MessagesTransform):
     name: ClassVar[str] = "noise"
     safety: ClassVar[Safety] = Safety.P2
-    fields: ClassVar[tuple[str, ...]] = ("messages",)
 
-    def sees(self, messages: Sequence[Said], head: bytes) -> bool:
-        for message in messages:
+    def sees(self, view: View) -> bool:
+        for message in view.messages:
             if message.role not in ("system", "developer"):
                 continue
             content = message.content
@@ -54,13 +51,11 @@ class Noise:
                 return True
         return False
 
-    def apply(self, raw: bytes, context: Context) -> bytes | None:
-        messages, changed = _messages.decode(raw), False
-        for message in messages:
+    def change(self, messages: list[Message]) -> Iterator[int]:
+        for i, message in enumerate(messages):
             if bytes(message.get("role", b"")) in SYSTEM_ROLES and (quiet := _without_noise(message)) is not None:
                 message["content"] = msgspec.Raw(quiet)
-                changed = True
-        return _encode(messages) if changed else None
+                yield i
 
 
 def _without_noise(message: dict[str, msgspec.Raw]) -> bytes | None:

@@ -13,14 +13,12 @@ every other list is kept: of `enum`, `anyOf`, `prefixItems`, and of whatever sta
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.canonical.base import BREAKPOINT, Context, Safety
+from gateway.canonical.base import BREAKPOINT, Context, Safety, Transform
 from gateway.canonical.memory import NotInMemory
-from gateway.types import Said
 
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _DATA = frozenset({"enum", "const", "default", "examples", "example"})
@@ -32,13 +30,10 @@ _any = msgspec.json.Decoder()
 _sorted = msgspec.json.Encoder(order="sorted")
 
 
-class OrderMemo:
+class OrderMemo(Transform):
     name: ClassVar[str] = "order_memo"
     safety: ClassVar[Safety] = Safety.P1
     fields: ClassVar[tuple[str, ...]] = ("tools", "functions", "response_format")
-
-    def sees(self, messages: Sequence[Said], head: bytes) -> bool:
-        return False
 
     def apply(self, raw: bytes, context: Context) -> bytes | None:
         if not raw.startswith(b"["):  # a response_format

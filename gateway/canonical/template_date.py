@@ -7,25 +7,20 @@ that the policy names, unless the client has given one. Only for servers that kn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
 
-from gateway.canonical.base import Context, Safety
-from gateway.types import Said
+from gateway.canonical.base import Context, Safety, Transform
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _encode = msgspec.json.encode
 
 
-class TemplateDate:
+class TemplateDate(Transform):
     name: ClassVar[str] = "template_date"
     safety: ClassVar[Safety] = Safety.P3
     fields: ClassVar[tuple[str, ...]] = ("chat_template_kwargs",)
-
-    def sees(self, messages: Sequence[Said], head: bytes) -> bool:
-        return False
 
     def apply(self, raw: bytes, context: Context) -> bytes | None:
         try:

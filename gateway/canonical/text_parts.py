@@ -8,47 +8,43 @@ further key (a cache breakpoint, say).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import ClassVar
 
 import msgspec
 
-from gateway.canonical.base import Context, Safety
-from gateway.types import Said
+from gateway.canonical.base import Message, MessagesTransform, Safety, View
 
-_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
-_parts = msgspec.json.Decoder(list[dict[str, Any]])
-_encode = msgspec.json.encode
+_parts = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _FORBIDDEN_ROLES = {b'"assistant"', b'"tool"', b'"function"'}  # history and tool results stay as they came
 
 
-class TextParts:
+class TextParts(MessagesTransform):
     name: ClassVar[str] = "text_parts"
     safety: ClassVar[Safety] = Safety.P0
-    fields: ClassVar[tuple[str, ...]] = ("messages",)
 
-    def sees(self, messages: Sequence[Said], head: bytes) -> bool:
-        return any(type(message.content) is list for message in messages)
+    def sees(self, view: View) -> bool:
+        return not view.plain and any(type(message.content) is list for message in view.messages)
 
-    def apply(self, raw: bytes, context: Context) -> bytes | None:
-        messages = _messages.decode(raw)
-        changed = False
-        for message in messages:
+    def change(self, messages: list[Message]) -> Iterator[int]:
+        for i, message in enumerate(messages):
+            if bytes(message.get("role", b"")) in _FORBIDDEN_ROLES:
+                continue
             text = _single_text(message.get("content"))
-            if text is not None and bytes(message.get("role", b"")) not in _FORBIDDEN_ROLES:
-                message["content"] = msgspec.Raw(_encode(text))
-                changed = True
-        return _encode(messages) if changed else None
+            if text is not None:
+                message["content"] = text
+                yield i
 
 
-def _single_text(content: msgspec.Raw | None) -> str | None:
-    if content is None or not bytes(content).lstrip().startswith(b"["):
+def _single_text(content: msgspec.Raw | None) -> msgspec.Raw | None:
+    """The JSON string that is all of the content."""
+    if content is None or bytes(memoryview(content)[:1]) != b"[":
         return None
     try:
         parts = _parts.decode(content)
     except (msgspec.MsgspecError, RecursionError):  # no such parts: the server is to judge them
         return None
-    if len(parts) != 1 or parts[0].keys() != {"type", "text"} or parts[0]["type"] != "text":
+    if len(parts) != 1 or parts[0].keys() != {"type", "text"} or bytes(parts[0]["type"]) != b'"text"':
         return None
     text = parts[0]["text"]
-    return text if isinstance(text, str) else None
+    return text if bytes(memoryview(text)[:1]) == b'"' else None

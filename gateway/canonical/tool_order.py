@@ -6,25 +6,20 @@ the prompt and models are not quite blind to it, so this is asked for by name. T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.canonical.base import BREAKPOINT, Context, Safety
-from gateway.types import Said
+from gateway.canonical.base import BREAKPOINT, Context, Safety, Transform
 
 _list = msgspec.json.Decoder(list[msgspec.Raw])
 _any = msgspec.json.Decoder()
 
 
-class ToolOrder:
+class ToolOrder(Transform):
     name: ClassVar[str] = "tool_order"
     safety: ClassVar[Safety] = Safety.P3
     fields: ClassVar[tuple[str, ...]] = ("tools", "functions")
-
-    def sees(self, messages: Sequence[Said], head: bytes) -> bool:
-        return False
 
     def apply(self, raw: bytes, context: Context) -> bytes | None:
         if BREAKPOINT in raw:  # what stands before a breakpoint is what it covers

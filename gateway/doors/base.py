@@ -6,7 +6,7 @@ checked here, and a wrong type is refused with the name of the field.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
@@ -52,7 +52,9 @@ class Asked(msgspec.Struct, frozen=True):
     deterministic: bool = False
     prompt_tokens: int | None = None  # known only where the prompt came as token ids
     messages: Sequence[Said] = ()  # of a chat
-    tools: int = 0  # so many of the pieces, the first ones, are tools
+    piece_of: Callable[[bytes], bytes] = bytes  # a message's JSON as its piece
+    plain: bool = True  # every message is text, so that none of its pieces is JSON as the client wrote it
+    tools: int = 0  # so many of the pieces, the first ones, are tools; then there is one for each message
 
 
 class Door(Protocol):

@@ -28,6 +28,7 @@ class ChatBody(Common, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(ChatBody)
+_message = msgspec.json.Decoder(Message)
 
 
 class ChatDoor:
@@ -38,8 +39,11 @@ class ChatDoor:
         if not chat.messages:
             raise BadRequest("messages: at least one message is needed", param="messages")
         pieces: list[bytes] = [bytes(tool) for tool in chat.tools or ()]
+        plain = True
         for message in chat.messages:
-            pieces += _pieces(message)
+            calls = bytes(message.tool_calls)
+            plain = plain and not calls and type(message.content) is str
+            pieces.append(_piece(message, calls))
         return Asked(
             common=chat,
             fields=fields,
@@ -48,16 +52,21 @@ class ChatDoor:
             choices=chat.n or 1,
             deterministic=chat.temperature == 0 or chat.seed is not None,
             messages=chat.messages,
+            piece_of=_read_piece,
+            plain=plain,
             tools=len(chat.tools or ()),
         )
 
 
-def _pieces(message: Message) -> list[bytes]:
+def _piece(message: Message, calls: bytes) -> bytes:
     """A message as a template would lay it out: who speaks, what is said, which tools are called."""
-    pieces = [b"\x02", message.role.encode(), b"\x03"]
     if isinstance(message.content, str):
-        pieces.append(message.content.encode("utf-8", "surrogatepass"))
-    elif message.content:
-        pieces += [bytes(part) for part in message.content]
-    pieces.append(bytes(message.tool_calls))
-    return pieces
+        said = message.content.encode("utf-8", "surrogatepass")
+    else:
+        said = b"".join(map(bytes, message.content or ()))
+    return b"\x02%b\x03%b%b" % (message.role.encode(), said, calls)
+
+
+def _read_piece(message: bytes) -> bytes:
+    told = _message.decode(message)
+    return _piece(told, bytes(told.tool_calls))

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.canonical import OPT_IN, VERSION, VERSIONS, Canon, Fields, Plan, Safety, SharedMemory
-from gateway.canonical.base import Context
+from gateway.canonical.base import Context, Message, MessagesTransform
 from gateway.canonical.order_memo import digest
-from gateway.canonicaliser import join
+from gateway.canonicaliser import in_form, join
 from gateway.doors import DOORS
 from gateway.doors.base import read_fields
 from gateway.errors import BadRequest
@@ -27,8 +27,13 @@ PROVEN = [transform for transform in VERSIONS[VERSION] if transform.safety is Sa
 
 def canonical(body: bytes, plan: Plan, canon: Canon | None = None) -> bytes:
     fields = read_fields(body)
-    form, _ = (canon or Canon(SharedMemory())).form(fields, CHAT.read(fields, body).messages, plan, "salt")
-    return join(form)
+    asked = CHAT.read(fields, body)
+    form = (canon or Canon(SharedMemory())).form(fields, asked.messages, plan, "salt", plain=asked.plain)
+    if form is None:
+        return join(fields)
+    read_anew, patched = CHAT.read(form.fields, join(form.fields)), in_form(CHAT, asked, form)
+    assert patched.pieces == read_anew.pieces, "what is fingerprinted is what is sent"
+    return join(form.fields)
 
 
 def proven(body: bytes) -> bytes:
@@ -37,8 +42,11 @@ def proven(body: bytes) -> bytes:
     context = Context(EVERYTHING, "salt", SharedMemory())
     for transform in PROVEN:
         for name in fields.keys() & set(transform.fields):
-            form = transform.apply(bytes(fields[name]), context)
-            if form is not None:
+            if isinstance(transform, MessagesTransform):
+                messages = msgspec.json.decode(fields[name], type=list[Message])
+                if list(transform.change(messages)):
+                    fields[name] = msgspec.Raw(msgspec.json.encode(messages))
+            elif (form := transform.apply(bytes(fields[name]), context)) is not None:
                 fields[name] = msgspec.Raw(form)
     return join(fields)
 
