@@ -216,8 +216,11 @@ async def test_a_tenant_s_keys_lie_in_one_slot(cluster: RedisServer) -> None:
         for tenant in ("t", "u%7D", "%7B"):
             assert isinstance(await reserve(storage, f"{tenant}/a", *all_kinds(tenant)), Granted)
             assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=0.0)
+            assert len(await storage.left(all_kinds(tenant), now=0.0)) == 4
             assert await storage.settle(f"{tenant}/a", [1, 2, 0, 4], now=0.0)
-            await reserve(storage, f"{tenant}/b", *all_kinds(tenant))
+            await storage.adopt(f"{tenant}/b", all_kinds(tenant), lease_seconds=LEASE_SECONDS, now=0.0)
+            assert await storage.leave(f"{tenant}/b", now=0.0)
+        assert await storage.count_replicas(alive_seconds=9.0, now=0.0) == 1
         assert await storage.release_owner("me", now=0.0) == 3
         with cluster.client() as client:
             keys: list[bytes] = client.keys("wp:{t}*")
