@@ -78,11 +78,12 @@ class Recovery:
         while self._due:
             attempts = self._due.popleft()
             with contextlib.suppress(LedgerUnavailable):  # which is in the log; the next start tries again
-                if not attempts[0].in_vain:
+                if not (attempts[0].in_vain or attempts[0].held):
                     await self._close(attempts)
                     attempts = list(self._ledger.open_attempts(attempts[0].call_id))
                 for each in attempts:
-                    await self._close_in_vain(each)
+                    if each in self._ledger.open_attempts(each.call_id):
+                        await self._close_in_vain(each)
 
     async def _close(self, attempts: Sequence[Opened]) -> None:
         last = attempts[-1]

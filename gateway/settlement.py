@@ -132,6 +132,12 @@ class Settler:
     def audit(self, call_id: str) -> None:
         """The call's receipt is written; what other servers did for it is to be noted as well."""
         for opened in self._ledger.open_attempts(call_id):
+            if opened.in_vain:  # and not held: its receipt is yet to be written
+                self._in_vain(opened)
+
+    def abandon(self, call_id: str) -> None:
+        """There will be no receipt: whatever was done for the call was in vain."""
+        for opened in self._ledger.open_attempts(call_id):
             self._in_vain(opened)
 
     async def stop(self) -> None:

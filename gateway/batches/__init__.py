@@ -37,6 +37,7 @@ class Batches:
 
     async def open(self) -> None:
         await self._store.open()
+        await self._worker.take_over()
         self._worker.start()
 
     def drain(self) -> None:

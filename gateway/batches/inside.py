@@ -61,7 +61,8 @@ class Held:
         self._books.check()
 
     def open_call(self, opened: Opened) -> None:
-        """The line is open in the batch's own store: what is lost there is asked again."""
+        """Nobody is billed for what is opened here, unless the receipt closes it."""
+        self._books.open_call(msgspec.structs.replace(opened, held=True))
 
     def append(self, receipt: Receipt) -> None:
         self.receipt = receipt

@@ -91,7 +91,7 @@ class Run:
         """Until the batch is over, or somebody else's. Raises `LeaseLost` or `StorageUnavailable`, maybe in a group."""
         if self.batch.status is Status.VALIDATING:
             await self._validate()
-        await self._take_over_receipts()
+        await self.take_over_receipts()
         if self.batch.status is Status.IN_PROGRESS and self._ending is None:
             await self._work()
         if self.batch.over or self._draining:
@@ -217,15 +217,17 @@ class Run:
                 continue
             call_id = f"{self.batch.id}-{number}-{random_bytes(3).hex()}"
             reply = await self._call(number, line, call_id)
-            if reply.headers.get("x-should-retry") != "true":
+            failures += reply.status not in WAIT_STATUSES
+            if (
+                reply.headers.get("x-should-retry") != "true"
+                or failures >= self._shop.house.policies.current.batches.attempts
+            ):
                 return _result(number, line, call_id, reply)
+            self._shop.house.settler.abandon(call_id)
             if reply.status in WAIT_STATUSES:
                 self._resume_at = asyncio.get_running_loop().time() + _retry_after_seconds(reply)
-                continue
-            failures += 1
-            if failures >= self._shop.house.policies.current.batches.attempts:
-                return _result(number, line, call_id, reply)
-            await asyncio.sleep(min(BACKOFF_FIRST_SECONDS * 2 ** (failures - 1), BACKOFF_MAX_SECONDS))
+            else:
+                await asyncio.sleep(min(BACKOFF_FIRST_SECONDS * 2 ** (failures - 1), BACKOFF_MAX_SECONDS))
         raise _Later
 
     async def _call(self, number: int, line: Line, call_id: str) -> Reply:
@@ -238,6 +240,8 @@ class Run:
             if self._ending is not None and reply.receipt is not None:  # nobody will call it again
                 content = unanswered_line(line.custom_id, call_id, self._ending)
                 self._unwritten.append(_with_receipt(number, False, content, reply.receipt))
+            else:
+                self._shop.house.settler.abandon(call_id)
             raise
         return reply
 
@@ -258,8 +262,14 @@ class Run:
             while self._unwritten:
                 results, self._unwritten = self._unwritten, []
                 paid, self._paid = self._paid, []
-                await self._update(partial(self._with_results, results), results, paid)
-                self._owed |= {each.line: _receipt(each.receipt) for each in results if each.receipt}
+                receipts = {each.line: _receipt(each.receipt) for each in results if each.receipt}
+                try:
+                    await self._update(partial(self._with_results, results), results, paid)
+                except LeaseLost:  # another gateway has called these lines again
+                    for receipt in receipts.values():
+                        self._shop.house.settler.abandon(receipt.call_id)
+                    raise
+                self._owed |= receipts
                 self._pay()
         finally:
             self._writer = None
@@ -290,10 +300,11 @@ class Run:
                 self._shop.house.ledger.append(receipt)
             except LedgerUnavailable:
                 return
+            self._shop.house.settler.audit(receipt.call_id)
             del self._owed[line]
             self._paid.append(line)
 
-    async def _take_over_receipts(self) -> None:
+    async def take_over_receipts(self) -> None:
         """The last owner may have been killed between a result and its receipt's coming into the ledger."""
         owed = {line: _receipt(content) for line, content in (await self._store.owed(self.batch.id)).items()}
         events = [receipt.event_id for receipt in owed.values()]

@@ -43,6 +43,14 @@ class Worker:
     def runs(self) -> int:
         return len(self._runs)
 
+    async def take_over(self) -> None:
+        """Write the receipts that a gateway of this name owed when it was killed: before the ledger's own recovery
+        takes their calls for lost.
+        """
+        for batch in await self._shop.store.open_batches():
+            if batch.owner == self._shop.owner:
+                await Run(self._shop, batch).take_over_receipts()
+
     def start(self) -> None:
         if self._task is None:
             self._task = asyncio.create_task(self._loop(), name="batches")

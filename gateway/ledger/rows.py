@@ -26,6 +26,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     call_id: str
     attempt: int = 1
     in_vain: bool = False  # the call's receipt is written, and is another attempt's
+    held: bool = False  # its receipt comes with the result of a batch's line, or never: then it was in vain
     tenant: str
     key_id: str
     end_user: str | None
