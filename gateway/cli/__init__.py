@@ -17,7 +17,7 @@ from typer.main import get_command
 from gateway import __version__
 from gateway.cli.common import verb_app
 
-VERBS = ("up", "serve", "engine", "check", "explain", "batch", "keys", "usage", "doctor")  # in the order of the help
+VERBS = ("up", "serve", "engine", "check", "explain", "simulate", "batch", "keys", "usage", "doctor")  # in the order of the help
 
 
 class _Verbs(TyperGroup):

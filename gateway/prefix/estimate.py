@@ -57,6 +57,7 @@ class Estimate:
     def __init__(self, cache_tokens: int, prefill_tokens_per_second: float) -> None:
         self.cache = CacheModel(cache_tokens)
         self.prefill_tokens_per_second = prefill_tokens_per_second
+        self.speed_is_learnt = False  # else it is a first guess
         self.prefill_tokens_queued = 0  # sent, and not yet answered by a first chunk
         self.tokens_scale = 1.0  # the engine's tokens per estimated token
         self.reports_cached = False  # whether it has ever said that tokens came from its cache
@@ -133,6 +134,7 @@ class Estimate:
         """`computed_tokens` took it `seconds`."""
         if computed_tokens >= RATE_MIN_TOKENS and seconds > 0:
             observed = computed_tokens / seconds
+            self.speed_is_learnt = True
             self.prefill_tokens_per_second += RATE_WEIGHT * (observed - self.prefill_tokens_per_second)
 
     def learn_cached(self, sent: Sent, input_tokens: int, cached_tokens: int) -> None:

@@ -20,20 +20,35 @@ from gateway.fleet import Server
 from gateway.prefix.working_set import Prompt
 from gateway.routing.base import Candidate
 
-MISS_WEIGHT = 6.0
+EVICTION_WEIGHT = 5.0
 LOAD_SECONDS = 0.5  # what a server with all places taken adds to an answer's time, compared with an idle one
 PIN_SECONDS = 0.25  # the most that a conversation's name, or its being known, may cost
 
 
 class PrefixAffinity:
     def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
-        candidates = [self._candidate(call, server, now) for server in servers]
+        warm = [server.estimate.warm_tokens(call.fingerprint) for server in servers]
+        common, guess = sorted(warm)[(len(warm) - 1) // 2], _learnt_speed(servers)
+        candidates = [
+            self._candidate(call, server, warm_tokens, common, now, guess)
+            for server, warm_tokens in zip(servers, warm, strict=True)
+        ]
         return sorted(candidates, key=lambda c: (c.server.cooling(now), c.cost_seconds, c.in_flight))
 
-    def _candidate(self, call: Prompt, server: Server, now: float) -> Candidate:
+    def _candidate(
+        self, call: Prompt, server: Server, warm: float, common: float, now: float, guess: float | None
+    ) -> Candidate:
         estimate, prompt = server.estimate, call.prompt_tokens_estimate
-        warm = estimate.warm_tokens(call.fingerprint)
-        rate, queued = estimate.prefill_tokens_per_second, estimate.queued_tokens(now)
+        rate = guess if guess and not estimate.speed_is_learnt else estimate.prefill_tokens_per_second
+        queued = estimate.queued_tokens(now)
         load = LOAD_SECONDS * estimate.in_flight / server.deployment.max_concurrency
-        cost_seconds = (MISS_WEIGHT * (prompt - warm) + queued) / rate + load
+        missing, own = prompt - warm, prompt - max(warm, common)
+        cost_seconds = (missing + EVICTION_WEIGHT * own + queued) / rate + load
         return Candidate(server, cost_seconds, prompt, int(warm), queued, estimate.in_flight)
+
+
+def _learnt_speed(servers: Sequence[Server]) -> float | None:
+    """The mean of those whose speed is known, which the others are taken to have: one that nobody has asked yet would
+    never be asked if its first guess were too low."""
+    learnt = [s.estimate.prefill_tokens_per_second for s in servers if s.estimate.speed_is_learnt]
+    return sum(learnt) / len(learnt) if learnt else None

@@ -6,7 +6,7 @@ from gateway.fleet import Fleet, Server
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import Unasked
 from gateway.routing.least_busy import LeastBusy
-from gateway.routing.prefix_affinity import MISS_WEIGHT, PrefixAffinity
+from gateway.routing.prefix_affinity import EVICTION_WEIGHT, PrefixAffinity
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
 
@@ -37,13 +37,13 @@ def test_the_server_that_holds_the_prefix_wins() -> None:
 
 
 def test_enough_queued_work_outweighs_a_warm_prefix() -> None:
-    """What a miss costs is its own time, and `MISS_WEIGHT` times that for what it does to others."""
+    """What a miss costs is its own time, and `EVICTION_WEIGHT` times that for what it does to others."""
     a, b = servers()
     call = a_call(LONG)
     b.cache.add(call.fingerprint)
     b.send(prompt_of(int(2 * call.prompt_tokens_estimate)), now=0.0)
     assert PrefixAffinity().order(call, [a, b], now=0.0)[0].server is b  # recomputing would cost more than waiting
-    b.send(prompt_of(int(MISS_WEIGHT * call.prompt_tokens_estimate)), now=0.0)
+    b.send(prompt_of(int(EVICTION_WEIGHT * call.prompt_tokens_estimate)), now=0.0)
     assert PrefixAffinity().order(call, [a, b], now=0.0)[0].server is a
 
 

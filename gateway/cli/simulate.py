@@ -1,0 +1,171 @@
+"""`warmpath simulate`: how would this traffic fare on so many servers with such caches?"""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gateway.cli.common import AsJson, complain, fail, policy_or_exit, say, say_json, say_table, verb_app
+from gateway.policy import Policy
+from gateway.policy.fields import parse_count
+from gateway.policy_checks import ANYWHERE
+from gateway.simulator import generate
+from gateway.simulator.compare import STRATEGIES, Summary, compare, policy_for, prefill_rate_for_load
+from gateway.simulator.plot import bar_chart
+from gateway.simulator.replay import Site
+from gateway.simulator.traces import Trace, TraceError, read_trace, staggered
+
+app = verb_app()
+
+LOAD = 0.75
+PREFILL_TOKENS_PER_SECOND = 8_000
+BARE_POLICY = {
+    "deployments": [
+        {"name": "s", "base_url": "http://simulated.invalid/v1", "model": "m", "max_concurrency": 256,
+         "cache_tokens": 1_000_000}
+    ],
+    "models": [{"name": "m", "deployments": ["s"]}],
+    "tenants": [{"name": "t"}],
+}  # fmt: skip
+
+
+class Kind(Enum):
+    CONVERSATION = "conversation"
+    AGENTS = "agents"
+
+
+def _tokens(text: str) -> int:
+    """`64k`, `1.5M`, as in a policy."""
+    try:
+        count = parse_count(text)
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem)) from None
+    if not isinstance(count, int) or count < 1:
+        raise typer.BadParameter("a count is a whole number above 0")
+    return count
+
+
+@app.command()
+def simulate(
+    trace: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Recorded traffic, JSON lines; docs/routing.md.")
+    ] = None,
+    made_up: Annotated[Kind | None, typer.Option("--generate", help="Traffic that is made up, instead.")] = None,
+    deployments: Annotated[int, typer.Option(min=1, max=1024, help="How many servers.")] = 4,
+    capacity: Annotated[str, typer.Option(help="Tokens that each one's prefix cache holds, as in 1M.")] = "1M",
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Whose first deployment and model are simulated; left out: a plain one."
+        ),
+    ] = None,
+    load: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=10, help="Open loop: share of its time that prefilling everything takes a server."),
+    ] = None,
+    prefill_rate: Annotated[int | None, typer.Option(min=1, help="Prompt tokens per second of a server.")] = None,
+    sessions: Annotated[int | None, typer.Option(min=1, help="Closed loop: so many sessions of the trace.")] = None,
+    start_every: Annotated[float, typer.Option(min=0.001, help="Closed loop: seconds between their starts.")] = 20.0,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Closed loop: at most so many of each.")] = None,
+    realtime_every: Annotated[
+        int | None, typer.Option(min=1, help="Closed loop: one session in so many is real-time, the others are batch.")
+    ] = None,
+    hints: Annotated[bool, typer.Option("--hints", help="Clients name their sessions (prompt_cache_key).")] = False,
+    seed: Annotated[int, typer.Option(help="Of all that is random.")] = 1,
+    only: Annotated[list[str] | None, typer.Option(help="Only this strategy; may be given again.")] = None,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Also write a chart there, as SVG.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay traffic through the router in virtual time, beside other ways of routing and one pooled cache.
+
+    Servers prefill one prompt at a time and keep the least recently used blocks. The router is told nothing that a
+    running gateway would not know: sizes and speeds are learnt from replies.
+    """
+    traffic = _traffic(trace, made_up, seed)
+    if traffic.closed_loop:
+        traffic = staggered(
+            traffic, seed=seed, sessions=sessions, start_every_seconds=start_every, max_requests=max_requests,
+            urgent_every=realtime_every,
+        )  # fmt: skip
+    names = only or list(STRATEGIES)
+    for name in names:
+        if name not in STRATEGIES:
+            fail(f"there is no strategy {name!r}; there is: {', '.join(STRATEGIES)}")
+    capacity_tokens = _tokens(capacity)
+    rate = _rate(traffic, deployments, load, prefill_rate)
+    base = Policy.model_validate(BARE_POLICY) if policy is None else policy_or_exit(policy, checks=ANYWHERE)
+    site = Site(policy_for(base, deployments), capacity_tokens, rate)
+    summaries: list[Summary] = []
+    for summary in compare(traffic, site, names, hints=hints):
+        summaries.append(summary)
+        complain(f"{len(summaries)} of {len(names)}: {summary.strategy}", style="")
+    title = (
+        f"{traffic.name}: {traffic.requests} requests, {deployments} servers, caches of {capacity_tokens:,} tokens, "
+        f"{rate:,.0f} prompt tokens/s"
+    )
+    if plot is not None:
+        plot.write_text(bar_chart(title, summaries), encoding="utf-8")
+    if as_json:
+        say_json({"trace": traffic.name, "requests": traffic.requests, "deployments": deployments,
+                  "capacity_tokens": capacity_tokens, "prefill_tokens_per_second": rate,
+                  "strategies": [dataclasses.asdict(summary) for summary in summaries]})  # fmt: skip
+        return
+    say(title)
+    say()
+    _tell(summaries)
+
+
+def _traffic(trace: Path | None, made_up: Kind | None, seed: int) -> Trace:
+    if (trace is None) == (made_up is None):
+        fail("say where the traffic comes from: either --trace FILE or --generate conversation|agents")
+    if made_up is not None:
+        return generate.conversation(seed) if made_up is Kind.CONVERSATION else generate.agents(seed)
+    assert trace is not None
+    try:
+        return read_trace(trace)
+    except TraceError as problem:
+        fail(str(problem))
+
+
+def _rate(traffic: Trace, deployments: int, load: float | None, prefill_rate: int | None) -> float:
+    if load is not None and (prefill_rate is not None or traffic.closed_loop):
+        fail("--load says how fast servers are in an open loop; it goes neither with --prefill-rate nor with sessions")
+    if prefill_rate is not None or traffic.closed_loop:
+        return float(prefill_rate or PREFILL_TOKENS_PER_SECOND)
+    return prefill_rate_for_load(traffic, deployments, LOAD if load is None else load)
+
+
+def _tell(summaries: list[Summary]) -> None:
+    mixed = any(summary.urgent_hit_rate is not None for summary in summaries)
+    columns = ("STRATEGY", "CACHED", "TTFT MEAN", "P50", "P99", "DONE AFTER", "BUSIEST")
+    say_table(
+        (*columns, "REALTIME CACHED", "P99", "HELD") if mixed else columns,
+        [
+            (
+                summary.strategy,
+                f"{100 * summary.hit_rate:.1f} %",
+                f"{summary.ttft_mean_seconds:.2f} s",
+                f"{summary.ttft_p50_seconds:.2f} s",
+                f"{summary.ttft_p99_seconds:.2f} s",
+                f"{summary.makespan_seconds / 60:.0f} min",
+                f"{summary.load_ratio:.2f} x mean",
+                *(
+                    (
+                        f"{100 * (summary.urgent_hit_rate or 0):.1f} %",
+                        f"{summary.urgent_ttft_p99_seconds or 0:.2f} s",
+                        str(summary.urgent_held),
+                    )
+                    if mixed
+                    else ()
+                ),
+            )
+            for summary in summaries
+        ],
+    )
+
+
+__all__ = ["app"]

@@ -1,0 +1,102 @@
+"""One trace through several strategies, beside each other, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from gateway.policy import Policy
+from gateway.routing.base import Strategy
+from gateway.routing.prefix_affinity import PrefixAffinity
+from gateway.routing.round_robin import RoundRobin
+from gateway.simulator import baselines
+from gateway.simulator.replay import Outcome, Replay, Served, Site
+from gateway.simulator.traces import Trace
+
+OURS, POOLED = "warmpath", "pooled cache (bound)"
+STRATEGIES: dict[str, Callable[[baselines.Truth], Strategy]] = {
+    OURS: lambda _: PrefixAffinity(),
+    "round robin": lambda _: RoundRobin(),
+    "least busy": lambda _: baselines.FewestCalls(),
+    "consistent hash": lambda _: baselines.ConsistentHash(),
+    "sglang's rule": lambda _: baselines.SGLangRule(),
+    "dynamo's cost": baselines.DynamoCost,
+    POOLED: lambda _: baselines.ShortestQueue(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of one strategy. Seconds are virtual. TTFT counts from a request's arrival, being held included; what was held
+    is counted for batch, and for real-time (`urgent`), which never should be."""
+
+    strategy: str
+    requests: int
+    hit_rate: float  # share of prompt tokens
+    urgent_hit_rate: float | None
+    ttft_mean_seconds: float
+    ttft_p50_seconds: float
+    ttft_p99_seconds: float
+    urgent_ttft_p99_seconds: float | None
+    urgent_held: int
+    held_p99_seconds: float
+    makespan_seconds: float
+    load_ratio: float  # of the server that was busiest with prefilling, to the mean
+    predicted_ratio: float | None  # predicted to really cached tokens; of routers that predict
+
+
+def policy_for(policy: Policy, deployments: int) -> Policy:
+    """The policy with so many copies of its first deployment, and with its first model there alone."""
+    document = policy.model_dump(by_alias=True)
+    copies = [{**document["deployments"][0], "name": f"s{number}"} for number in range(deployments)]
+    model = {**document["models"][0], "deployments": [copy["name"] for copy in copies], "fallbacks": []}
+    return Policy.model_validate({**document, "deployments": copies, "models": [model], "rules": ()})
+
+
+def compare(trace: Trace, site: Site, names: Sequence[str], *, hints: bool = False) -> Iterator[Summary]:
+    """Replay the trace through each of the strategies named. Only ours holds calls back; the pooled one has a single
+    cache of the size of all."""
+    for name in names:
+        replay = Replay(trace, site, STRATEGIES[name], holds=name == OURS, hints=hints, pooled=name == POOLED)
+        yield _summary(name, replay.run(), predicts=name == OURS)
+
+
+def prefill_rate_for_load(trace: Trace, deployments: int, load: float) -> float:
+    """Tokens per second of each server at which the trace, all of it computed, keeps them busy for that share."""
+    return trace.prompt_tokens / max(trace.duration_seconds, 1e-9) / deployments / load
+
+
+def _summary(name: str, outcome: Outcome, *, predicts: bool) -> Summary:
+    served = outcome.served
+    waits = sorted(one.first_chunk - one.came for one in served)
+    holds = sorted(one.sent - one.came for one in served)
+    urgent = [one for one in served if one.urgent]
+    some_are_batch = 0 < len(urgent) < len(served)
+    busy = [server.busy_seconds for server in outcome.servers]
+    cached = sum(one.cached_tokens for one in served)
+    return Summary(
+        strategy=name,
+        requests=len(served),
+        hit_rate=_hit_rate(served),
+        urgent_hit_rate=_hit_rate(urgent) if some_are_batch else None,
+        ttft_mean_seconds=fmean(waits),
+        ttft_p50_seconds=_quantile(waits, 0.5),
+        ttft_p99_seconds=_quantile(waits, 0.99),
+        urgent_ttft_p99_seconds=(
+            _quantile(sorted(one.first_chunk - one.came for one in urgent), 0.99) if some_are_batch else None
+        ),
+        urgent_held=sum(one.sent > one.came for one in urgent),
+        held_p99_seconds=_quantile(holds, 0.99),
+        makespan_seconds=max(one.finished for one in served),
+        load_ratio=max(busy) / fmean(busy) if any(busy) else 1.0,
+        predicted_ratio=sum(one.predicted_tokens for one in served) / cached if predicts and cached else None,
+    )
+
+
+def _hit_rate(served: Sequence[Served]) -> float:
+    return sum(one.cached_tokens for one in served) / sum(one.prompt_tokens for one in served)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

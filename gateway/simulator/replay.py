@@ -1,0 +1,222 @@
+"""Virtual time: a heap of what happens next. The gateway's parts are told the time and do not know that it is not real.
+
+A request comes, waits for its turn as `gateway.queueing` orders the waiting, goes where a strategy of
+`gateway.routing` sends it, and its answer teaches `gateway.prefix` what a real one would: when the first chunk came,
+and how many tokens were cached. A strategy sees of the servers what the gateway would see, and nothing else.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from gateway.errors import GatewayError
+from gateway.fleet import Fleet, Place, SentCall
+from gateway.policy import LatencyClass, Model, Policy
+from gateway.prefix.cache_model import CacheModel
+from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.providers.base import Unasked
+from gateway.queueing import HELD_LOOK_SECONDS, Lines
+from gateway.routing.base import Strategy
+from gateway.simulator.baselines import Truth
+from gateway.simulator.servers import SimulatedServer, Work
+from gateway.simulator.traces import Session, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What is simulated: servers of one kind behind a gateway with this policy."""
+
+    policy: Policy
+    capacity_tokens: int  # of each server's cache
+    prefill_tokens_per_second: float
+    decode_seconds: float = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCall:
+    """What a strategy and the queue have to know of a call, as `gateway.types.Call` has it."""
+
+    fingerprint: tuple[int, ...]
+    prompt_tokens_estimate: int
+    session: str | None
+    latency_class: LatencyClass
+    class_name: str
+    model: Model
+    may_be_held: bool
+
+
+@dataclass(slots=True, eq=False)
+class Served:
+    """One request's story, in seconds of virtual time."""
+
+    urgent: bool
+    prompt_tokens: int
+    came: float
+    server: int = -1
+    sent: float = 0.0
+    first_chunk: float = 0.0
+    finished: float = 0.0
+    cached_tokens: int = 0
+    predicted_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request on its way: a `Waiter` of the gateway's lines, as long as it stands there."""
+
+    replay: Replay
+    session: Session
+    turn: int
+    call: SimulatedCall
+    served: Served
+    place: Place | None = None
+    sent: SentCall | None = None
+    gone: bool = False  # nobody leaves here
+
+    def grant(self, place: Place) -> None:
+        self.replay.wake(self, place)
+
+    def refuse(self, error: GatewayError) -> None:
+        raise AssertionError(error.message)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All that was served, and what each server did for it."""
+
+    served: list[Served] = field(default_factory=list)
+    servers: list[SimulatedServer] = field(default_factory=list)
+    capacity_tokens_believed: list[int] = field(default_factory=list)
+
+
+class Replay:
+    """One trace through one strategy. `holds`: whether the working set decides who may go, as far as the policy lets
+    it. `hints`: whether clients name their conversations. `pooled`: one cache of all their capacity, the bound."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        site: Site,
+        make_strategy: Callable[[Truth], Strategy],
+        *,
+        holds: bool,
+        hints: bool = False,
+        pooled: bool = False,
+    ) -> None:
+        self._trace = trace
+        self._policy = site.policy
+        self._holds = holds
+        self._hints = hints
+        self._decode_seconds = site.decode_seconds
+        self._fleet = Fleet(lambda deployment: Unasked())
+        self._fleet.apply(site.policy)
+        self._servers = self._fleet.servers_of(site.policy.models[0])
+        self._lines: Lines[_Running] = Lines(self._fleet)
+        self._fleet.on_free = lambda: self._serve(self._now)
+        shared = CacheModel(site.capacity_tokens * len(self._servers)) if pooled else None
+        self._simulated = [
+            SimulatedServer(
+                CacheModel(site.capacity_tokens) if shared is None else shared, site.prefill_tokens_per_second
+            )
+            for _ in self._servers
+        ]
+        caches = {
+            server.name: simulated.cache for server, simulated in zip(self._servers, self._simulated, strict=True)
+        }
+        self._strategy = make_strategy(lambda server: caches[server.name])
+        self._work: dict[Work, _Running] = {}
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._numbers = count()
+        self._looking = False
+        self._now = 0.0
+        self.outcome = Outcome(servers=self._simulated)
+
+    def run(self) -> Outcome:
+        for session in self._trace.sessions:
+            self._at(session.starts_at_seconds, partial(self._come, session, 0))
+        while self._events:
+            self._now, _, happen = heapq.heappop(self._events)
+            happen(self._now)
+        self.outcome.capacity_tokens_believed = [server.cache.capacity_tokens for server in self._servers]
+        return self.outcome
+
+    def _at(self, when: float, happen: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), happen))
+
+    def _come(self, session: Session, turn: int, now: float) -> None:
+        request = session.requests[turn]
+        class_name = "realtime" if session.urgent else "batch"
+        call = SimulatedCall(
+            request.chain,
+            request.prompt_tokens,
+            session.name if self._hints else None,
+            self._policy.classes[class_name],
+            class_name,
+            self._policy.models[0],
+            self._holds and self._policy.classes[class_name].hold,
+        )
+        running = _Running(self, session, turn, call, Served(session.urgent, request.prompt_tokens, now))
+        place = self._lines.at_once(call, now)
+        if place is not None:
+            self._granted(running, place, now)
+        else:
+            self._lines.join(running, now)
+            self._serve(now)
+
+    def _serve(self, now: float) -> None:
+        self._lines.serve(now)
+        if self._lines.someone_is_held and not self._looking:
+            self._looking = True
+            self._at(now + HELD_LOOK_SECONDS, self._look_again)
+
+    def _look_again(self, now: float) -> None:
+        self._looking = False
+        self._serve(now)
+
+    def wake(self, running: _Running, place: Place) -> None:
+        """Its turn has come: it goes on when whoever said so is done, as a task would."""
+        self._at(self._now, partial(self._granted, running, place))
+
+    def _granted(self, running: _Running, place: Place, now: float) -> None:
+        """What the router does, and then what the server does."""
+        call = running.call
+        for candidate in self._strategy.order(call, self._servers, now):
+            if place.move_to(candidate.server):
+                break
+        server = candidate.server
+        running.place = place
+        running.sent = server.send(call, now)
+        served = running.served
+        served.sent, served.server = now, self._servers.index(server)
+        served.predicted_tokens = running.sent.note.believed.matched * BLOCK_TOKENS
+        work = Work(call.fingerprint, call.prompt_tokens_estimate)
+        self._work[work] = running
+        seconds = self._simulated[served.server].submit(work)
+        if seconds is not None:
+            self._at(now + seconds, partial(self._first_chunk, served.server))
+
+    def _first_chunk(self, index: int, now: float) -> None:
+        work, seconds = self._simulated[index].first_chunk()
+        if seconds is not None:
+            self._at(now + seconds, partial(self._first_chunk, index))
+        running = self._work.pop(work)
+        running.served.first_chunk, running.served.cached_tokens = now, work.cached_tokens
+        assert running.sent is not None
+        running.sent.first_chunk(now)
+        output_tokens = running.session.requests[running.turn].output_tokens
+        self._at(now + output_tokens * self._decode_seconds, partial(self._finish, running))
+
+    def _finish(self, running: _Running, now: float) -> None:
+        served, session, turn = running.served, running.session, running.turn + 1
+        assert running.sent is not None and running.place is not None
+        served.finished = now
+        running.sent.learn_cached(served.prompt_tokens, served.cached_tokens)
+        running.sent.end(now)
+        self.outcome.served.append(served)
+        if turn < len(session.requests):
+            self._at(now + session.requests[turn].after_seconds, partial(self._come, session, turn))
+        running.place.release()  # which serves who waits

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+
+from gateway.cli.simulate import BARE_POLICY
+from gateway.policy import Policy
+from gateway.prefix.cache_model import CacheModel
+from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.routing.round_robin import RoundRobin
+from gateway.simulator import generate
+from gateway.simulator.compare import (
+    OURS,
+    POOLED,
+    STRATEGIES,
+    Summary,
+    compare,
+    policy_for,
+    prefill_rate_for_load,
+)
+from gateway.simulator.plot import bar_chart
+from gateway.simulator.replay import Replay, Site
+from gateway.simulator.servers import SimulatedServer, Work
+from gateway.simulator.traces import Request, Session, Trace, staggered
+
+BLOCKS = range(10)
+BASELINES = [name for name in STRATEGIES if name not in (OURS, POOLED)]
+
+
+def a_site(servers: int, capacity_tokens: int, rate: float, **deployment: object) -> Site:
+    policy = Policy.model_validate(BARE_POLICY).model_dump(by_alias=True)
+    policy["deployments"] = [{**policy["deployments"][0], **deployment}]
+    return Site(policy_for(Policy.model_validate(policy), servers), capacity_tokens, rate)
+
+
+def alone(at: float, tokens: int = 640, blocks: range = BLOCKS, output: int = 50) -> Session:
+    return Session("s", at, (Request(0.0, tokens, output, (blocks,)),))
+
+
+def test_a_server_prefills_one_prompt_after_the_other_and_keeps_what_it_computed() -> None:
+    server = SimulatedServer(CacheModel(100 * BLOCK_TOKENS), prefill_tokens_per_second=100)
+    chain = tuple(BLOCKS)
+    assert server.submit(Work(chain, 650)) == 6.5
+    assert server.submit(Work(chain, 650)) is None
+    _, seconds = server.first_chunk()
+    assert seconds == pytest.approx(0.1), "ten tokens behind the last full block"
+    work, nothing = server.first_chunk()
+    assert (work.cached_tokens, nothing) == (640, None)
+    assert server.submit(Work(chain, 640)) == 0.64, "the last block of what is cached to its end is computed again"
+
+
+def test_times_are_those_of_a_queue_worked_out_by_hand() -> None:
+    """Two equal prompts at once, on one server: 6.4 s, and then the last block again; 20 ms per token of output."""
+    trace = Trace("t", [alone(0.0), alone(0.0)], closed_loop=False)
+    outcome = Replay(trace, a_site(1, 10**6, 100.0), lambda _: RoundRobin(), holds=False).run()
+    assert [one.first_chunk for one in outcome.served] == pytest.approx([6.4, 7.04])
+    assert [one.finished for one in outcome.served] == pytest.approx([7.4, 8.04])
+
+
+def test_a_session_asks_again_when_it_has_been_answered_and_has_thought() -> None:
+    requests = [Request(0.0, 640, 50, (BLOCKS,)), Request(30.0, 1280, 50, (range(20),))]
+    trace = Trace("t", [Session("s", 5.0, requests)], closed_loop=True)
+    outcome = Replay(trace, a_site(1, 10**6, 100.0), lambda _: RoundRobin(), holds=False).run()
+    assert [one.came for one in outcome.served] == pytest.approx([5.0, 5.0 + 6.4 + 1.0 + 30.0])
+    assert outcome.served[1].cached_tokens == 640
+
+
+def test_who_finds_no_place_waits_for_one() -> None:
+    trace = Trace("t", [alone(0.0), alone(0.0, blocks=range(50, 60))], closed_loop=False)
+    outcome = Replay(trace, a_site(1, 10**6, 100.0, max_concurrency=1), lambda _: RoundRobin(), holds=False).run()
+    assert [one.sent for one in outcome.served] == pytest.approx([0.0, 7.4])
+
+
+def summaries(trace: Trace, site: Site, *names: str) -> dict[str, Summary]:
+    return {summary.strategy: summary for summary in compare(trace, site, names or list(STRATEGIES))}
+
+
+@pytest.mark.parametrize(("seed", "servers"), [(1, 4), (2, 8)])
+def test_on_chats_we_come_close_to_one_pooled_cache_and_answer_first(seed: int, servers: int) -> None:
+    trace = generate.conversation(seed, chats=1200, duration_seconds=600.0)
+    by_name = summaries(trace, a_site(servers, 500_000, prefill_rate_for_load(trace, servers, 0.75)))
+    ours = by_name[OURS]
+    assert ours.hit_rate >= by_name[POOLED].hit_rate - 0.02
+    assert ours.ttft_mean_seconds <= min(by_name[name].ttft_mean_seconds for name in BASELINES)
+    assert ours.load_ratio <= 1.3
+
+
+@pytest.mark.parametrize("urgent_every", [None, 10])
+def test_agents_whose_contexts_do_not_fit_are_held_and_done_sooner(urgent_every: int | None) -> None:
+    made = generate.agents(1, sessions=60, max_requests=40)
+    trace = staggered(made, seed=1, start_every_seconds=5.0, urgent_every=urgent_every)
+    by_name = summaries(trace, a_site(2, 600_000, 8_000.0), OURS, "round robin", "sglang's rule")
+    ours = by_name[OURS]
+    assert ours.hit_rate >= 0.88
+    assert ours.makespan_seconds < by_name["sglang's rule"].makespan_seconds < by_name["round robin"].makespan_seconds
+    assert ours.load_ratio <= 1.3
+    assert ours.urgent_held == 0
+    if urgent_every:
+        assert ours.urgent_hit_rate is not None and ours.urgent_hit_rate >= 0.88
+
+
+def test_a_wrong_guess_of_size_and_speed_costs_little() -> None:
+    trace = generate.conversation(3, chats=1200, duration_seconds=600.0)
+    rate = prefill_rate_for_load(trace, 4, 0.75)
+    rates = [
+        summaries(trace, a_site(4, 1_000_000, rate, cache_tokens=guess, prefill_tokens_per_second=speed), OURS)[OURS]
+        for guess, speed in ((1_000_000, int(rate)), (100_000, 100), (20_000_000, 10**6))
+    ]
+    told, *guessed = rates
+    assert all(one.hit_rate >= told.hit_rate - 0.015 for one in guessed)
+
+
+def test_the_chart_has_a_bar_for_every_strategy() -> None:
+    trace = generate.conversation(1, chats=50, duration_seconds=60.0)
+    made = list(compare(trace, a_site(2, 10**6, 8_000.0), list(STRATEGIES)))
+    chart = bar_chart("<title>", made)
+    assert chart.startswith("<svg ") and "&lt;title&gt;" in chart
+    assert chart.count("<rect ") == 1 + 3 * len(STRATEGIES)

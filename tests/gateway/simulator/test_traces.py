@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.simulator import generate
+from gateway.simulator.traces import THINK_MAX_SECONDS, Trace, TraceError, read_trace, staggered
+
+
+def written(directory: Path, *rows: object) -> Path:
+    path = directory / "trace.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def test_a_conversation_trace_is_an_open_loop_of_chains(tmp_path: Path) -> None:
+    rows = (
+        {"timestamp": 2000, "input_length": 1100, "output_length": 5, "hash_ids": [0, 1, 3]},
+        {"timestamp": 1000, "input_length": 1024, "output_length": 7, "hash_ids": [0, 2]},
+    )
+    trace = read_trace(written(tmp_path, *rows))
+    assert not trace.closed_loop
+    assert [session.starts_at_seconds for session in trace.sessions] == [1.0, 2.0]
+    one, other = (session.requests[0].chain for session in trace.sessions)
+    assert (len(one), len(other)) == (1024 // BLOCK_TOKENS, 1100 // BLOCK_TOKENS)
+    shared = 512 // BLOCK_TOKENS
+    assert one[:shared] == other[:shared] and not set(one[shared:]) & set(other[shared:])
+
+
+def test_agents_are_sessions_whose_blocks_are_their_own(tmp_path: Path) -> None:
+    rows = (
+        {"s": "a", "in": 200, "out": 5, "think": 0, "rl": [[1, 3]]},
+        {"s": "b", "in": 200, "out": 5, "think": 0, "rl": [[1, 3]]},
+        {"s": "a", "in": 330, "out": 5, "think": 900, "rl": [[1, 3], [7, 2]]},
+    )
+    trace = read_trace(written(tmp_path, *rows))
+    assert trace.closed_loop
+    a, b = trace.sessions
+    first, second = (request.chain for request in a.requests)
+    assert second[:3] == first and len(second) == 5
+    assert not set(b.requests[0].chain) & set(second)
+    begun = staggered(trace, seed=1, max_requests=2, urgent_every=2)
+    assert sorted(session.urgent for session in begun.sessions) == [False, True]
+    assert max(r.after_seconds for session in begun.sessions for r in session.requests) == THINK_MAX_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("{", "trace.jsonl:2: not JSON"),
+        ("3", "trace.jsonl:2: not a JSON object"),
+        ({"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": [1]}, "2: input_length: a whole number"),
+        ({"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": ["x"]}, "2: hash_ids: a list of whole"),
+    ],
+)
+def test_what_is_no_trace_is_told_by_its_line(tmp_path: Path, row: object, problem: str) -> None:
+    good = {"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}
+    with pytest.raises(TraceError, match=problem):
+        read_trace(written(tmp_path, good, row))
+
+
+def test_what_is_no_session_is_told_by_its_line(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"trace.jsonl:1: rl: a list of \[first, count\]"):
+        read_trace(written(tmp_path, {"s": "a", "in": 1, "out": 1, "rl": "all"}))
+    with pytest.raises(TraceError, match="the trace is empty"):
+        read_trace(written(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "made", [lambda seed: generate.conversation(seed, chats=50), lambda seed: generate.agents(seed, sessions=20)]
+)
+def test_traffic_that_is_made_up_is_the_same_for_the_same_seed(made: type[Trace]) -> None:
+    assert made(7) == made(7) != made(8)  # type: ignore[call-arg, arg-type, comparison-overlap]
+    for session in made(7).sessions:  # type: ignore[call-arg, arg-type]
+        for request in session.requests:
+            assert len(request.chain) == len(set(request.chain)) == request.prompt_tokens // BLOCK_TOKENS
