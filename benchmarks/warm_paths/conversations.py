@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("WARMPATH_SHARED", ROOT.parent / "shared"))
 TRACE = SHARED / "traces" / "taubench_gpt-4o-airline.json"
 BLOCK_TOKENS = 16  # of the engines' blocks
+CHARACTERS_MAX = 24_000  # of a conversation's JSON: some 8,000 tokens of the demo model's
 
 Message = dict[str, Any]
 
@@ -37,13 +38,17 @@ class Conversation:
 
 
 def conversations(count: int, seed: int) -> tuple[str, list[Conversation]]:
-    """Where they are from, and `count` of them, in an order that mixes their tenants: a tenant for each task."""
+    """Where they are from, and `count` of them, in an order that mixes their tenants: a tenant for each task.
+
+    The longest are left out: a small cache must hold each of them whole.
+    """
     if TRACE.exists():
         sessions = [(f"t{session['task_id']}", session["traj"]) for session in json.loads(TRACE.read_bytes())]
         source = TRACE.name
     else:
         sessions = [(f"t{i % 50}", _made_up(i)) for i in range(200)]
         source = "generated"
+    sessions = [session for session in sessions if len(json.dumps(session[1])) <= CHARACTERS_MAX]
     random.Random(seed).shuffle(sessions)
     return source, [Conversation(tenant, tuple(messages)) for tenant, messages in sessions[:count]]
 

@@ -193,9 +193,9 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--conversations", type=int, default=40)
-    parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--blocks", type=int, nargs="*", default=[16_000, 800], help="of each engine, for each size")
+    parser.add_argument("--conversations", type=int, default=12)
+    parser.add_argument("--concurrency", type=int, default=6)
+    parser.add_argument("--blocks", type=int, nargs="*", default=[6000, 640], help="of each engine, for each size")
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="where the results go; left out: benchmarks/warm_paths/results")

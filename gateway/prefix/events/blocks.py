@@ -47,35 +47,56 @@ class Ended(NamedTuple):
 
 
 class _Text:
-    """A prompt's fingerprint, shared by the blocks that hold it. It grows with its conversation."""
+    """A prompt's fingerprint, shared by the blocks that hold it. It grows with its conversation.
 
-    __slots__ = ("chain",)
+    `ends` are points where both are known, in tokens and in bytes: the beginning, and where its prompts ended.
+    """
 
-    def __init__(self, chain: Sequence[int]) -> None:
+    __slots__ = ("chain", "ends")
+
+    def __init__(self, chain: Sequence[int], ends: list[tuple[float, float]]) -> None:
         self.chain = chain
+        self.ends = ends
+
+    @property
+    def tokens(self) -> float:
+        """Of all of it that the fingerprint covers."""
+        tokens, text_bytes = self.ends[-1]
+        whole = len(self.chain) * BLOCK_BYTES
+        return tokens * whole / text_bytes if text_bytes > whole else tokens
+
+    def bytes_at(self, token: float) -> float:
+        """Where in the text a token begins."""
+        before, after = (0.0, 0.0), self.ends[-1]
+        for end in self.ends:
+            if end[0] > token:
+                after = end
+                break
+            before = end
+        tokens, text_bytes = after[0] - before[0], after[1] - before[1]
+        return before[1] + (token - before[0]) * text_bytes / tokens if tokens > 0 else before[1]
 
     def grows_into(self, chain: Sequence[int]) -> bool:
         return len(chain) >= len(self.chain) and chain[len(self.chain) - 1] == self.chain[-1]
+
+    def up_to(self, token: float) -> list[tuple[float, float]]:
+        """The points of what comes before a token, where another text leaves this one."""
+        ends = [end for end in self.ends if end[0] < token]
+        return [*ends, (token, self.bytes_at(token))]
 
 
 class _Block:
     """`depth` counts blocks from the prompt's beginning, this one included; 0: unknown, its parent never was told.
 
-    Once attributed, `text` is the prompt that it is part of, and `start` and `end` are where in it, in bytes.
+    Once attributed, `text` is the prompt that it is part of; or an answer to it, behind its end.
     """
 
-    __slots__ = ("depth", "end", "parent", "start", "text")
+    __slots__ = ("depth", "parent", "text")
 
     def __init__(self, parent: BlockHash | None, depth: int) -> None:
         self.parent = parent
         self.depth = depth
         self.text: _Text | None = None
-        self.start = self.end = 0.0
-
-    @property
-    def placed(self) -> bool:
-        """Whether it holds text that is known. An answer's blocks do once the next turn of a conversation tells it."""
-        return self.text is not None and self.end <= len(self.text.chain) * BLOCK_BYTES
 
 
 class BlockIndex:
@@ -107,7 +128,7 @@ class BlockIndex:
             _remember(self._tips, event.session, tip, SESSIONS_MAX)
             if (call := self._calls.get(event.session)) is not None:
                 self._attribute(call, tip)
-        elif not self._tells_sessions and not self._blocks[tip].placed:
+        elif not self._tells_sessions and not self._placed(self._blocks[tip]):
             _remember(self._unclaimed, tip, None, UNCLAIMED_MAX)
             depth = self._blocks[tip].depth
             self._claim([call for call in self._calls.values() if self._shape(call)[0] == depth])
@@ -137,10 +158,10 @@ class BlockIndex:
             if block is None:
                 continue
             self.blocks_removed += 1
-            if block.text is not None:
-                kept = int(block.start) // BLOCK_BYTES
-                if kept < len(block.text.chain):
-                    self._cache.remove(block.text.chain[: kept + 1])
+            if (text := block.text) is not None:
+                kept = int(text.bytes_at((block.depth - 1) * self._block_tokens)) // BLOCK_BYTES
+                if kept < len(text.chain):
+                    self._cache.remove(text.chain[: kept + 1])
 
     def cleared(self) -> None:
         self.lost()
@@ -171,45 +192,51 @@ class BlockIndex:
         elif not self._tells_sessions:
             self._claim([call])
 
+    def _placed(self, block: _Block) -> bool:
+        """Whether it holds text that is known. An answer's blocks do once the next turn of a conversation tells it."""
+        return block.text is not None and block.depth * self._block_tokens <= block.text.tokens
+
     def _attribute(self, call: Ended, tip: BlockHash) -> None:
-        """The path to `tip` is this call's, once it is as long as the prompt: give each of its blocks that has no
-        place in a text one in the call's."""
+        """The path to `tip` is this call's, once it is as long as the prompt: its blocks that hold no known text hold
+        the call's."""
         path, above = self._unplaced(tip)
-        depth, start = (above.depth, above.end) if above else (0, 0.0)
         if above is None and path and path[0].parent is not None:  # it begins in what we never were told of
             depth = call.cached_tokens // self._block_tokens
-            start = depth * self._block_tokens * call.text_bytes / call.prompt_tokens
+        else:
+            depth = above.depth if above else 0
         if depth + len(path) < call.prompt_tokens // self._block_tokens:
             return
         del self._calls[call.id]
         self.calls_attributed += 1
-        tokens = call.prompt_tokens - depth * self._block_tokens
-        if path and tokens > 0 and call.text_bytes > start:  # else all of it is answer
-            self._place(path, self._text_of(call, above), depth, start, (call.text_bytes - start) / tokens)
+        if path:
+            text = self._text_of(call, above)
+            for i, block in enumerate(path, start=depth + 1):
+                block.text, block.depth = text, i
         if self._cache.match(call.chain) < len(call.chain):  # a removal of before was told while this was computed
             self._cache.add(call.chain)
 
-    def _place(self, path: list[_Block], text: _Text, depth: int, start: float, bytes_per_token: float) -> None:
-        block_bytes = bytes_per_token * self._block_tokens
-        for i, block in enumerate(path):
-            block.text = text
-            block.depth = depth + i + 1
-            block.start, block.end = start + i * block_bytes, start + (i + 1) * block_bytes
-
-    @staticmethod
-    def _text_of(call: Ended, above: _Block | None) -> _Text:
-        if above is None or above.text is None or not above.text.grows_into(call.chain):
-            return _Text(call.chain)
-        above.text.chain = call.chain
-        return above.text
+    def _text_of(self, call: Ended, above: _Block | None) -> _Text:
+        """The call's, joined to what is known of its beginning."""
+        end = (float(call.prompt_tokens), float(call.text_bytes))
+        if above is None or above.text is None:
+            return _Text(call.chain, [(0.0, 0.0), end])
+        text = above.text
+        if text.grows_into(call.chain):
+            text.chain = call.chain
+        else:
+            text = _Text(call.chain, text.up_to(above.depth * self._block_tokens))
+        if end[0] > text.ends[-1][0] and end[1] > text.ends[-1][1]:
+            text.ends.append(end)
+        return text
 
     def _unplaced(self, tip: BlockHash) -> tuple[list[_Block], _Block | None]:
-        """The blocks that lead to `tip` and have no place in a text, from the first one on; and the one before them."""
+        """The blocks that lead to `tip` and hold no known text, from the first one on; and the one before them."""
         path: list[_Block] = []
-        block = self._blocks.get(tip)
-        while block is not None and not block.placed and len(path) < BLOCKS_MAX:
+        blocks = self._blocks
+        block = blocks.get(tip)
+        while block is not None and (block.text is None or not self._placed(block)) and len(path) < BLOCKS_MAX:
             path.append(block)
-            block = self._blocks.get(block.parent) if block.parent is not None else None
+            block = blocks.get(block.parent) if block.parent is not None else None
         return path[::-1], block
 
     def _claim(self, calls: Sequence[Ended]) -> None:
