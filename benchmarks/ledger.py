@@ -1,27 +1,37 @@
-"""What metering costs: CPU per chunk watched, per receipt made and written, and the time until it is durable.
+"""What metering costs: CPU per chunk watched, per call opened, per receipt made and written, and the time until it is
+durable and its reservation settled.
 
-    python benchmarks/ledger.py [--receipts 20000] [--rate 2000] [--directory DIR]
+    python benchmarks/ledger.py [--receipts 20000] [--rate 2000] [--directory DIR] [--result FILE]
 
 The gateway's own share of the machine is what counts, so times are CPU times of the whole process, the thread that
-calls fsync included. At `--rate` receipts a second each one waits for its fsync, as settling does; the latency shown
-is from `append` to `durable`, off the client's path.
+calls fsync included. At `--rate` calls a second each is opened, has its receipt, and is settled when that is durable,
+by the gateway's own `Settler`; the latency shown is from the receipt to the settlement, off the client's path. What
+pacing costs is measured in a run that does nothing else, and taken off.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
+from gateway.fleet import Fleet
 from gateway.ledger import Ledger, verify
 from gateway.ledger.reader import summarise
+from gateway.limits import LIMITS
+from gateway.limits.limiter import Limiter, Reservation
 from gateway.metering import Meter, bill_of, make_receipt
 from gateway.policy import Policy
+from gateway.providers.base import Unasked
+from gateway.settlement import Settler, opened_by
+from gateway.storage.memory import MemoryStorage
 from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Receipt, Trace, Usage
 
 WATCHED_CHUNKS = 200_000
@@ -60,10 +70,15 @@ CALL = Call(
     trace=Trace(trace_id=1 << 100, parent_span_id=0, sampled=False),
 )
 USAGE = Usage(input_uncached=36, cache_read=64, output=3, exact=True)
+FLEET = Fleet(lambda deployment: Unasked())
+FLEET.apply(POLICY)
+(SERVER,) = FLEET
+MARKS = Marks()
 CHUNK = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1790000000,"model":"m",'
     b'"choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,"finish_reason":null}]}\n\n'
 )
+COUNTED_CHUNK = CHUNK[:-3] + b',"usage":{"prompt_tokens":100,"total_tokens":109,"completion_tokens":9}}\n\n'
 
 
 def a_receipt() -> Receipt:
@@ -84,15 +99,20 @@ def cpu_us(work: Callable[[], object], times: int) -> float:
     return (time.process_time() - started) / times * 1e6
 
 
-async def write_at_rate(ledger: Ledger, receipts: int, per_second: int) -> tuple[float, list[float]]:
-    """CPU microseconds per receipt beyond what pacing the loop costs, and seconds until each was durable."""
+async def at_rate(ledger: Ledger, receipts: int, per_second: int) -> tuple[float, list[float]]:
+    """CPU microseconds per call beyond what pacing the loop costs, and seconds from each receipt to its settlement."""
     latencies: list[float] = []
+    settler = Settler(Limiter(MemoryStorage(), LIMITS), ledger)
 
-    async def settle() -> None:
-        appended = time.perf_counter()
+    def one_call() -> None:
+        ledger.open_call(opened_by(CALL, MARKS, SERVER, 1))
         ledger.append(a_receipt())
-        await ledger.durable()
-        latencies.append(time.perf_counter() - appended)
+        appended = time.perf_counter()
+
+        async def settled(actual: Sequence[int]) -> None:
+            latencies.append(time.perf_counter() - appended)
+
+        settler.settle(Reservation(settled, (), {}), USAGE, 0, "acme")
 
     async def paced(work: Callable[[], object]) -> float:
         cpu, started = time.process_time(), time.perf_counter()
@@ -101,29 +121,38 @@ async def write_at_rate(ledger: Ledger, receipts: int, per_second: int) -> tuple
             await asyncio.sleep(max(0.0, started + (number + 1) / per_second - time.perf_counter()))
         return (time.process_time() - cpu) / receipts * 1e6
 
-    async with asyncio.TaskGroup() as group:
-        pacing = await paced(lambda: None)
-        settling = await paced(lambda: group.create_task(settle()))
-    return settling - pacing, latencies
+    pacing = await paced(lambda: None)
+    working = await paced(one_call)
+    await settler.stop()
+    return working - pacing, latencies
 
 
-async def measure(directory: Path, receipts: int, per_second: int) -> None:
-    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, {directory}")
+async def measure(directory: Path, receipts: int, per_second: int) -> list[str]:
+    lines: list[str] = []
+
+    def say(what: str, value: float, unit: str, more: str = "") -> None:
+        lines.append(f"{what:40}{value:8.2f} {unit}{more}")
+        print(lines[-1], flush=True)
+
     meter = Meter(CALL)
-    print(f"watch a chunk of {len(CHUNK)} bytes   {cpu_us(lambda: meter.watch(CHUNK), WATCHED_CHUNKS):8.2f} us CPU")
-    print(f"make a receipt               {cpu_us(a_receipt, receipts):8.2f} us CPU")
+    say(f"watch a chunk of {len(CHUNK)} bytes", cpu_us(lambda: meter.watch(CHUNK), WATCHED_CHUNKS), "us CPU")
+    meter.strip_every_usage = True  # as where the policy says `continuous_usage`
+    meter.watch(CHUNK)
+    say("and take its counts out", cpu_us(lambda: meter.watch(COUNTED_CHUNK), WATCHED_CHUNKS), "us CPU")
+    say("make a receipt", cpu_us(a_receipt, receipts), "us CPU")
     async with Ledger(directory, "benchmark") as ledger:
         receipt = a_receipt()
-        print(f"append it                    {cpu_us(lambda: ledger.append(receipt), receipts):8.2f} us CPU")
+        say("append it", cpu_us(lambda: ledger.append(receipt), receipts), "us CPU")
         await ledger.durable()
-        cpu, latencies = await write_at_rate(ledger, receipts, per_second)
-    print(f"all of it, {per_second} a second    {cpu:8.2f} us CPU")
+        cpu, latencies = await at_rate(ledger, receipts, per_second)
+    say(f"open, receipt, settle: {per_second} a second", cpu, "us CPU a call")
     quantiles = statistics.quantiles(latencies, n=100)
-    print(f"until durable                {quantiles[49] * 1e3:8.2f} ms p50, {quantiles[98] * 1e3:.2f} ms p99")
-    assert verify(directory).broken is None
-    rows = verify(directory).rows
-    print(f"verify, a row of {rows}       {cpu_us(lambda: verify(directory), 1) / rows:8.2f} us CPU")
-    print(f"summarise, a row             {cpu_us(lambda: summarise(directory, by=['day']), 1) / rows:8.2f} us CPU")
+    say("until settled", quantiles[49] * 1e3, "ms p50", f", {quantiles[98] * 1e3:.2f} ms p99")
+    rows, _, broken = verify(directory)
+    assert broken is None
+    say(f"verify, a row of {rows}", cpu_us(lambda: verify(directory), 1) / rows, "us CPU")
+    say("summarise, a row", cpu_us(lambda: summarise(directory, by=["day"]), 1) / rows, "us CPU")
+    return lines
 
 
 def main() -> None:
@@ -131,9 +160,15 @@ def main() -> None:
     parser.add_argument("--receipts", type=int, default=20_000)
     parser.add_argument("--rate", type=int, default=2_000)
     parser.add_argument("--directory", type=Path, help="where to write; left out: a temporary folder")
+    parser.add_argument("--result", type=Path, help="a file to keep what is printed in")
     arguments = parser.parse_args()
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
+    print(machine)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
-        asyncio.run(measure(Path(folder), arguments.receipts, arguments.rate))
+        lines = asyncio.run(measure(Path(folder), arguments.receipts, arguments.rate))
+    if arguments.result:
+        title = f"benchmarks/ledger.py, {datetime.now(UTC):%Y-%m-%d}: {machine}, {arguments.receipts} receipts"
+        arguments.result.write_text("\n".join([title, "", *lines, ""]))
 
 
 if __name__ == "__main__":

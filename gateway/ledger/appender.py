@@ -71,10 +71,11 @@ class Appender:
 
     def close(self) -> None:
         """Let go of the folder. Safe to call twice."""
-        for file in (*self.full_segments, self.segment):
-            if file >= 0:
-                give_back_room(file)
-                os.close(file)
+        for file in self.full_segments:
+            os.close(file)
+        if self.segment >= 0:
+            give_back_room(self.segment)
+            os.close(self.segment)
         if self._lock >= 0:
             os.close(self._lock)
         self.full_segments, self.segment, self._lock = [], -1, -1
@@ -102,6 +103,8 @@ class Appender:
         if written != len(line):
             self._cut_off()
             raise LedgerUnavailable("the ledger can not be written: no room for a whole row")
+        if not self.size:
+            self._began = time.time()
         self._head = digest
         self.size += len(line)
         if type(row) is Opened:
@@ -156,6 +159,7 @@ class Appender:
             os.close(segment)
             path.unlink()
             raise
+        give_back_room(self.segment)
         self.full_segments.append(self.segment)
         self.segment, self.size, self._head = segment, len(carried), head
         self.segment_number += 1
@@ -254,7 +258,6 @@ def _open_to_append(file: Path, flags: int = 0) -> int:
 def sync(full: list[int], segment: int, folder: Path) -> None:
     """Make everything that was written durable; `full` segments are closed behind it."""
     for file in full:
-        give_back_room(file)
         os.fsync(file)
         os.close(file)
     os.fsync(segment)

@@ -32,6 +32,7 @@ MAX_CONNECTIONS_PER_ORIGIN = 1024  # a backstop: deployments have their own, sma
 POOL_TIMEOUT_SECONDS = 1.0
 CONNECT_TIMEOUT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 4.0  # below the 5 s after which uvicorn, and with it vLLM and SGLang, closes an idle connection
+STALE_SECONDS = 0.002  # an end that comes sooner after a request had been on its way before it
 MAX_HEAD_BYTES = 64 * 1024
 MAX_BUFFERED_BYTES = 256 * 1024  # received but not yet asked for; beyond it the socket is not read
 NO_TIMEOUTS: Mapping[str, float | None] = MappingProxyType({})
@@ -82,11 +83,15 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         await origin.take_slot(timeouts.get("pool", self._pool_timeout_seconds))
         try:
             if (reused := origin.take_idle()) is not None:
+                asked_at = asyncio.get_running_loop().time()
                 try:
                     await reused.exchange(head, body, read_timeout_seconds)
                     return Answer(reused, origin, read_timeout_seconds)
                 except httpx2.ReadError:
-                    if reused.answered:
+                    # A server that closes later may have begun to work: to ask once more is then another attempt, with
+                    # a bill of its own, and the caller's to make (RFC 9110, 9.2.2).
+                    late = asyncio.get_running_loop().time() > asked_at + STALE_SECONDS
+                    if reused.answered or (late and not head.startswith(b"GET ")):
                         raise
             fresh = await origin.connect(timeouts.get("connect", self._connect_timeout_seconds))
             await fresh.exchange(head, body, read_timeout_seconds)

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from gateway.providers import transport as module
-from gateway.providers.transport import HTTPTransport
+from gateway.providers.transport import STALE_SECONDS, HTTPTransport
 from tests.gateway.providers.scripted import (
     STREAM_HEAD,
     TIMEOUT_SECONDS,
@@ -111,6 +111,21 @@ async def test_a_request_that_crossed_the_close_of_its_connection_is_sent_again(
         await fetch(transport, post(server, b"second"))
         assert [r.body for r in server.requests] == [b"first", b"second", b"second"]
         assert [r.connection for r in server.requests] == [0, 0, 1]
+
+
+async def test_but_not_work_that_may_have_been_begun(transport: HTTPTransport) -> None:
+    async def closes_on_the_second(received: Received, writer: asyncio.StreamWriter) -> None:
+        if len(server.requests) == 2:
+            await asyncio.sleep(2 * STALE_SECONDS)
+            writer.close()
+        else:
+            writer.write(json_answer(b"{}"))
+
+    async with ScriptedServer(closes_on_the_second) as server:
+        await fetch(transport, post(server, b"first"))
+        with pytest.raises(httpx2.ReadError):
+            await fetch(transport, post(server, b"second"))
+        assert [r.connection for r in server.requests] == [0, 0]
 
 
 async def test_but_not_once_a_byte_of_the_answer_came(transport: HTTPTransport) -> None:

@@ -1,0 +1,373 @@
+"""Many requests with random faults, and what the books say afterwards.
+
+    python -m benchmarks.ledger_faults [--requests 20000] [--clients 24] [--seed 1] [--result FILE]
+
+Two gateways share one Redis, and one bundled engine behind a relay. Clients leave at a random chunk, or before the
+first; the relay cuts connections to the engine at a random moment; every few seconds a gateway or the Redis is killed
+(kill -9) and started again. Afterwards:
+
+* the tokens of the ledgers, receipts and attempts in vain together, are the engine's own count, to the token;
+* no event id stands twice, no call has two receipts, and each chain verifies;
+* once the leases are over, no reservation holds anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis
+
+from gateway.ledger import verify
+from gateway.ledger.chain import chains, segments
+from gateway.ledger.rows import Opened, left_open
+from gateway.ledger.rows import decode as decode_row
+from gateway.limits.limiter import LEASE_SECONDS
+from tests.e2e.processes import (
+    DEMO,
+    Gateway,
+    Running,
+    deployment,
+    engine,
+    free_port,
+    gateway,
+    key,
+    simple_policy,
+    tenant,
+)
+from tests.redis_server import RedisServer
+
+CUT_SHARE = 0.005  # of the pieces that the relay passes on to a gateway
+LEAVE_SHARE = 0.3  # of streams, whose client leaves on the way
+LEAVE_AT_ONCE_SHARE = 0.03  # of all requests, whose client leaves before the first byte
+FAULT_SECONDS = (2.0, 6.0)  # between two kills
+MAX_TOKENS = 12
+REQUEST_SECONDS = 60.0
+QUIET_SECONDS = 180.0  # for everything that is open to be closed at the end
+
+
+@dataclass
+class Findings:
+    requests: int
+    seconds: float = 0.0
+    ends: Counter[str] = field(default_factory=Counter)  # as the clients saw them
+    kills: Counter[str] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=Counter)  # by kind
+    outcomes: Counter[str] = field(default_factory=Counter)  # of receipts
+    estimated: int = 0  # receipts
+    cuts: int = 0
+    ledger_tokens: tuple[int, int] = (0, 0)  # prompt, generation
+    engine_tokens: tuple[int, int] = (0, 0)
+    event_ids_twice: int = 0
+    calls_twice: int = 0
+    left_open: int = 0
+    broken: str | None = None
+    held: int = 0  # by reservations, after the lease time
+
+    @property
+    def good(self) -> bool:
+        faults = (self.event_ids_twice, self.calls_twice, self.left_open, self.held)
+        return self.ledger_tokens == self.engine_tokens and not any(faults) and self.broken is None
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.requests} requests in {self.seconds:.0f} s: {told(self.ends)}"
+        yield f"kills: {told(self.kills)}; connections to the engine cut: {self.cuts}"
+        yield f"rows: {told(self.rows)}; receipts: {told(self.outcomes)}; {self.estimated} estimated"
+        yield f"tokens of the ledgers {self.ledger_tokens}, of the engine {self.engine_tokens} (prompt, generation)"
+        yield f"event ids twice {self.event_ids_twice}, calls billed twice {self.calls_twice}, open {self.left_open}"
+        yield f"chains: {self.broken or 'whole'}; held by reservations after the lease time: {self.held}"
+        yield "all of it holds" if self.good else "IT DOES NOT HOLD"
+
+
+def told(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
+
+
+class Cutter:
+    """A relay that breaks a connection now and then."""
+
+    def __init__(self, url: str, dice: random.Random) -> None:
+        address = urlsplit(url)
+        self._host, self._port = address.hostname, address.port
+        self._dice = dice
+        self.cuts = 0
+        self.cutting = True
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()[:2]
+        try:
+            yield f"http://{host}:{port}"
+        finally:
+            server.close()
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            engine_reader, engine_writer = await asyncio.open_connection(self._host, self._port)
+        except OSError:
+            writer.transport.abort()
+            return
+        both = [
+            asyncio.create_task(self._pass_on(reader, engine_writer, 0.0)),
+            asyncio.create_task(self._pass_on(engine_reader, writer, CUT_SHARE)),
+        ]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        for each in both:
+            each.cancel()
+        await asyncio.wait(both)
+        for end in (writer, engine_writer):
+            end.transport.abort()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, share: float) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                if self.cutting and self._dice.random() < share:
+                    self.cuts += 1
+                    return
+                writer.write(data)
+                await writer.drain()
+
+
+class Replica:
+    """One gateway, at the same address and with the same ledger in each of its lives."""
+
+    def __init__(self, name: str, folder: Path, policy: dict[str, Any], storage: str) -> None:
+        self.name = name
+        self._start = lambda: gateway(
+            folder / name, policy, storage=storage, port=self.port, replica=name, ledger_dir=str(folder / "ledger"),
+            log_level="error",
+        )  # fmt: skip
+        self.port = free_port()
+        self._life = ExitStack()
+        self.front: Gateway | None = None
+
+    def start(self) -> None:
+        self.front = self._life.enter_context(self._start())
+
+    def kill(self) -> None:
+        assert self.front is not None
+        self.front.kill()
+        self._life.close()
+
+    def stop(self) -> None:
+        """In order: the exit must be a clean one."""
+        self._life.close()
+
+
+async def ask(port: int, number: int, dice: random.Random, ends: Counter[str]) -> None:
+    """One request, however it ends."""
+    stream = dice.random() < 0.7
+    body = {
+        "model": DEMO, "stream": stream, "max_tokens": dice.randint(1, MAX_TOKENS), "ignore_eos": True,
+        "messages": [
+            {"role": "system", "content": f"You are assistant {number % 7}. Be brief, be kind, and count well."},
+            {"role": "user", "content": f"Question {number}"},
+        ],
+    }  # fmt: skip
+    leave_after = 0 if dice.random() < LEAVE_AT_ONCE_SHARE else None
+    if stream and leave_after is None and dice.random() < LEAVE_SHARE:
+        leave_after = dice.randint(1, MAX_TOKENS)
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key('dev')}\r\n"
+    head += f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(REQUEST_SECONDS):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head.encode() + content)
+            if leave_after == 0:
+                await asyncio.sleep(dice.random() * 0.05)
+                ends["left at once"] += 1
+                return
+            received = b""
+            while data := await reader.read(65536):
+                received += data
+                if leave_after is not None and received.count(b"data: ") >= leave_after:
+                    ends["left on the way"] += 1
+                    return
+            ends[_end_of(received)] += 1
+    except (OSError, asyncio.IncompleteReadError):
+        ends["gateway away"] += 1
+        await asyncio.sleep(0.3)
+    except TimeoutError:
+        ends["NO ANSWER IN TIME"] += 1
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+
+
+def _end_of(received: bytes) -> str:
+    status = received[9:12].decode()
+    if status != "200":
+        return f"status {status}" if status else "gateway away"
+    if b"data: [DONE]" in received or received.rstrip().endswith(b"}"):
+        return "answered"
+    return "error in the stream" if b'"error"' in received else "cut off"
+
+
+async def make_trouble(replicas: list[Replica], store: RedisServer, dice: random.Random, kills: Counter[str]) -> None:
+    while True:
+        await asyncio.sleep(dice.uniform(*FAULT_SECONDS))
+        if dice.random() < 0.25:
+            kills["redis"] += 1
+            await asyncio.to_thread(store.stop)
+            await asyncio.sleep(dice.random() * 0.5)
+            await asyncio.to_thread(store.start)
+        else:
+            replica = dice.choice(replicas)
+            kills["gateway"] += 1
+            await asyncio.to_thread(replica.kill)
+            await asyncio.to_thread(replica.start)
+
+
+async def run(folder: Path, requests: int, clients: int, seed: int) -> Findings:
+    findings, dice, began = Findings(requests), random.Random(seed), time.monotonic()
+    with ExitStack() as stack:
+        served = stack.enter_context(engine(folder / "engine", "--max-num-seqs", "16"))
+        store_folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="wp"))  # a socket's path is short
+        store = RedisServer(Path(store_folder), durable=True)
+        store.start()
+        stack.callback(store.stop)
+        cutter = Cutter(served.url, dice)
+        async with cutter.listening() as url:
+            limits = {"concurrency": 10 * clients, "tokens": "100M/1m", "budget": {"amount": "1000", "per": "total"}}
+            policy = simple_policy(url, deployments=[deployment("local", url)], tenants=[tenant("dev", limits=limits)])
+            replicas = [Replica(name, folder, policy, store.url) for name in ("one", "two")]
+            for replica in replicas:
+                await asyncio.to_thread(replica.start)
+            await _requests(replicas, store, requests, clients, dice, findings)
+            cutter.cutting, findings.cuts = False, cutter.cuts
+            findings.seconds = time.monotonic() - began
+            await asyncio.to_thread(_wait_until_closed, folder / "ledger", served)
+            await asyncio.sleep(LEASE_SECONDS)
+            await asyncio.gather(*(ask(replica.port, 0, random.Random(0), Counter()) for replica in replicas))
+            await asyncio.to_thread(_wait_until_closed, folder / "ledger", served)
+            for replica in replicas:
+                await asyncio.to_thread(replica.stop)
+        look(folder / "ledger", served, store, findings)
+    return findings
+
+
+async def _requests(
+    replicas: list[Replica], store: RedisServer, requests: int, clients: int, dice: random.Random, findings: Findings
+) -> None:
+    numbers = iter(range(requests))
+
+    async def client() -> None:
+        for number in numbers:
+            await ask(dice.choice(replicas).port, number, dice, findings.ends)
+            if number and number % 1000 == 0:
+                print(f"{number} requests, {told(findings.kills)} killed", flush=True)
+
+    trouble = asyncio.create_task(make_trouble(replicas, store, dice, findings.kills))
+    await asyncio.gather(*(client() for _ in range(clients)))
+    while not trouble.done():  # not in the middle of a restart
+        if all(replica.front is not None and replica.front.process.poll() is None for replica in replicas):
+            with contextlib.suppress(redis.RedisError), store.client() as connection:
+                connection.ping()
+                trouble.cancel()
+                break
+        await asyncio.sleep(0.01)
+    with contextlib.suppress(asyncio.CancelledError):
+        await trouble
+
+
+def rows_of(ledger: Path) -> Iterator[Any]:
+    for chain in chains(ledger):
+        for segment in segments(chain):
+            yield from (
+                decode_row(line) for line in segment.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")
+            )
+
+
+def open_attempts(ledger: Path) -> int:
+    opened: dict[str, list[Opened]] = {}
+    for row in rows_of(ledger):
+        if isinstance(row, Opened):
+            opened.setdefault(row.call_id, []).append(row)
+        elif getattr(row, "call_id", None) in opened:
+            by = "unbilled" if type(row).__name__ == "Unbilled" else "receipt"
+            opened[row.call_id] = left_open(
+                opened[row.call_id], by=by, attempt=getattr(row, "attempt", 0), deployment=row.deployment
+            )
+    return sum(map(len, opened.values()))
+
+
+def _wait_until_closed(ledger: Path, served: Running) -> None:
+    deadline = time.monotonic() + QUIET_SECONDS
+    while time.monotonic() < deadline:
+        running = served.metric("vllm:num_requests_running") + served.metric("vllm:num_requests_waiting")
+        if not running and not open_attempts(ledger):
+            return
+        time.sleep(0.5)
+
+
+def look(ledger: Path, served: Running, store: RedisServer, findings: Findings) -> None:
+    event_ids, calls = Counter[str](), Counter[str]()
+    prompt = generation = 0
+    for row in rows_of(ledger):
+        kind = type(row).__name__.lower()
+        findings.rows[kind] += 1
+        event_ids[row.event_id] += 1
+        if kind == "receipt":
+            calls[row.call_id] += 1
+            findings.outcomes[row.outcome] += 1
+            findings.estimated += row.source == "estimate"
+        if kind in ("receipt", "unbilled"):
+            prompt += row.input_uncached + row.cache_read + row.cache_write
+            generation += row.output
+    findings.ledger_tokens = (prompt, generation)
+    findings.engine_tokens = (
+        int(served.metric("vllm:prompt_tokens_total")),
+        int(served.metric("vllm:generation_tokens_total")),
+    )
+    findings.event_ids_twice = sum(count > 1 for count in event_ids.values())
+    findings.calls_twice = sum(count > 1 for count in calls.values())
+    findings.left_open = open_attempts(ledger)
+    broken = verify(ledger).broken
+    findings.broken = str(broken) if broken else None
+    with store.client() as connection:
+        for name in connection.scan_iter("wp:*:account:*"):
+            findings.held += int(connection.hget(name, "held") or 0)
+        for name in connection.scan_iter("wp:*:leases:*"):
+            findings.held += int(connection.zcard(name))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="an empty folder for ledgers and logs, to be looked at afterwards")
+    parser.add_argument("--result", type=Path, help="a file to keep what is printed in")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.keep or Path(temporary)
+        findings = asyncio.run(run(folder, arguments.requests, arguments.clients, arguments.seed))
+    lines = list(findings.lines())
+    print("\n".join(lines))
+    if arguments.result:
+        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"
+        title = f"benchmarks/ledger_faults.py, {datetime.now(UTC):%Y-%m-%d}: {machine}, seed {arguments.seed}"
+        arguments.result.write_text("\n".join([title, "", *lines, ""]))
+    raise SystemExit(not findings.good)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""The fault run of the benchmarks, with as many requests as a test has time for: real processes, killed and cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import ledger_faults
+
+pytestmark = pytest.mark.e2e
+
+REQUESTS = 300
+
+
+async def test_the_books_say_what_the_engine_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_faults, "FAULT_SECONDS", (0.5, 1.5))
+    monkeypatch.setattr(ledger_faults, "CUT_SHARE", 0.02)
+    findings = await ledger_faults.run(tmp_path, REQUESTS, clients=12, seed=1)
+    assert findings.good, "\n".join(findings.lines())
+    assert findings.kills and findings.cuts and findings.ends["answered"] and findings.ends["left on the way"]
+    assert findings.outcomes["complete"] and findings.outcomes["client_gone"]
