@@ -1,8 +1,7 @@
 """Output that follows a grammar: JSON schemas, regular expressions and Lark grammars, by llguidance.
 
-A grammar is compiled once, in the server, and every sequence walks through its own copy. The engine asks each copy
-which tokens may come next while the model computes on another thread (llguidance lets go of the GIL), and hands the
-answers to the sampler as one bitmask.
+A grammar is compiled once, in the server, and every sequence walks through its own copy. The engine knows no more of
+that than `Grammar` in request.py, and runs without llguidance.
 """
 
 from __future__ import annotations
@@ -10,17 +9,12 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from llguidance import LLMatcher, LLTokenizer
-from torch import Tensor
-
-from backend.engine.request import Request
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -35,18 +29,9 @@ class GrammarError(Exception):
     """What was asked for is no grammar, or none that can be followed."""
 
 
-@dataclass(frozen=True, slots=True)
-class AllowedTokens:
-    """The G rows of a batch that follow a grammar, and the tokens that may come next in each."""
-
-    rows: Tensor  # [G] int64
-    bitmask: Tensor  # [G, ceil(vocab_size / 32)] int32: token i is bit i % 32 of word i // 32
-    errors: dict[int, str]  # by row: grammars that cannot go on
-
-
 def nested(rules: str, answer: str) -> str:
     """A Lark grammar in which `@answer` stands for what another grammar allows."""
-    inner = json.loads(answer)["grammars"][0] if answer.startswith("{") else {"lark_grammar": answer}
+    (inner,) = json.loads(answer)["grammars"]
     return json.dumps({"grammars": [{"lark_grammar": rules}, {**inner, "name": "answer"}]})
 
 
@@ -64,7 +49,11 @@ def regex(pattern: str) -> str:
 
 
 def lark(grammar: str) -> str:
-    return LLMatcher.grammar_from_lark(grammar)
+    """Raises GrammarError if it is GBNF, which llama.cpp and xgrammar read, and cannot be put as Lark."""
+    try:
+        return json.dumps({"grammars": [{"lark_grammar": any_to_lark(grammar)}]})
+    except GbnfToLarkError as error:
+        raise GrammarError(str(error)) from error
 
 
 class GrammarCompiler:
@@ -125,26 +114,3 @@ class GrammarWalk:
         # Behind the end only the token that ends the sequence can come, and there is nothing left to walk.
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token_id)
-
-
-class MaskFiller:
-    """Computes masks on a thread of its own, beside the forward pass."""
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._num_words = -(-vocab_size // 32)
-        self._device = device
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-
-    def start(self, requests: Sequence[Request]) -> Future[AllowedTokens] | None:
-        """For one row per request; None if none of them follows a grammar. The requests must not change meanwhile."""
-        grammars = {row: request.grammar for row, request in enumerate(requests) if request.grammar}
-        return self._thread.submit(self._fill, grammars) if grammars else None
-
-    def _fill(self, grammars: Mapping[int, Any]) -> AllowedTokens:
-        bitmask = torch.zeros((len(grammars), self._num_words), dtype=torch.int32)
-        errors = {}
-        for index, (row, grammar) in enumerate(grammars.items()):
-            words = bitmask[index]
-            if error := grammar.fill_mask(words.data_ptr(), words.nbytes):
-                errors[row] = error
-        return AllowedTokens(torch.tensor([*grammars], device=self._device), bitmask.to(self._device), errors)

@@ -11,7 +11,7 @@ from torch import Tensor
 from backend.attention import create_attention
 from backend.engine.batch import make_batch
 from backend.engine.config import ResolvedConfig
-from backend.engine.grammar import MaskFiller
+from backend.engine.masks import MaskFiller
 from backend.engine.request import TokenLogprob
 from backend.engine.sampler import sample, score
 from backend.engine.sampling_batch import make_sampling_batch

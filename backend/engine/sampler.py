@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backend.engine.grammar import AllowedTokens
+from backend.engine.masks import AllowedTokens
 from backend.engine.request import TokenLogprob
 from backend.engine.sampling_batch import Bias, Filters, Penalties, RandomRows, SamplingBatch, WantedLogprobs
 

@@ -69,9 +69,9 @@ class ChatCompletions(Door):
 
     def _parser_maker(self, request: ChatRequest, prompt: str) -> Callable[[], ReplyParser]:
         tools, thinking = self._formats(request)
-        callable = callable_tools(request)
+        offered = callable_tools(request)
         return lambda: ReplyParser(
-            thinking.parser(prompt) if thinking else None, tools.parser(callable) if tools else None
+            thinking.parser(prompt) if thinking else None, tools.parser(offered) if tools else None
         )
 
     def _choices(self, request: ChatRequest, generation: Generation) -> list[ChatChoice]:

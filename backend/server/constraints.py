@@ -72,7 +72,7 @@ def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> Co
     else:
         rules.append("start: thinking (head calls | @answer)" if guided else "start: thinking @answer")
     whole = "\n".join(rules)
-    return _compile(model, grammar.nested(whole, asked[0]) if asked and not forced else whole, "tools")
+    return _compile(model, grammar.nested(whole, asked[0]) if asked and not forced else grammar.lark(whole), "tools")
 
 
 def _is_forced(request: ChatRequest) -> bool:
@@ -136,7 +136,10 @@ def _structured(asked: StructuredOutputs, prefix: str) -> list[tuple[str, str]]:
         choices = " | ".join(quoted(choice) for choice in asked.choice)
         found.append((grammar.lark(f"start: {choices}"), f"{prefix}choice"))
     if asked.grammar is not None:
-        found.append((grammar.lark(asked.grammar), f"{prefix}grammar"))
+        try:
+            found.append((grammar.lark(asked.grammar), f"{prefix}grammar"))
+        except GrammarError as error:
+            raise _unfit(f"{prefix}grammar", error) from error
     if asked.json_object:
         found.append((grammar.json_object(), f"{prefix}json_object"))
     return found
@@ -166,7 +169,11 @@ def _compile(model: ServedModel, source: str, field: str) -> CompiledGrammar:
     try:
         return model.grammars.compile(source)
     except GrammarError as error:
-        raise InvalidRequest(f"`{field}` can not be followed: {error}.", param=field) from error
+        raise _unfit(field, error) from error
+
+
+def _unfit(field: str, error: GrammarError) -> InvalidRequest:
+    return InvalidRequest(f"`{field}` can not be followed: {error}.", param=field)
 
 
 def _parameters_field(request: ChatRequest, tool: Tool, index: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from backend.engine import grammar
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.grammar import GrammarCompiler, GrammarError, MaskFiller
+from backend.engine.grammar import GrammarCompiler, GrammarError
+from backend.engine.masks import MaskFiller
 from backend.engine.request import FinishReason, Request, SamplingParams
 from tests.backend.checkpoints import VOCAB_SIZE
 
@@ -229,6 +231,39 @@ def test_a_grammar_that_fails_ends_its_own_request_and_no_other(
     while engine.has_unfinished:
         engine.step()
     assert other.finish_reason is FinishReason.STOP
+
+
+def test_masks_are_computed_while_the_model_computes(
+    load: Callable[..., Engine], compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load()
+    computing, asked = threading.Event(), threading.Event()
+
+    class Patient:
+        """Answers only once the model computes; and the model, here, ends only once it was asked."""
+
+        def __init__(self) -> None:
+            self.walk = compiler.compile(grammar.regex("[a-c]{3}")).start()
+
+        def fill_mask(self, address: int, num_bytes: int) -> str:
+            assert computing.wait(60)
+            asked.set()
+            return self.walk.fill_mask(address, num_bytes)
+
+        def accept(self, token_id: int) -> None:
+            self.walk.accept(token_id)
+
+    forward = engine.runner._model.forward
+
+    def observed(*args: Any) -> Any:
+        computing.set()
+        assert asked.wait(60)
+        return forward(*args)
+
+    monkeypatch.setattr(engine.runner._model, "forward", observed)
+    request = make_request("r", compiler, None)
+    request.grammar = Patient()
+    assert run(engine, [request])[0].finish_reason is FinishReason.STOP
 
 
 def test_compiled_grammars_are_kept_within_a_bound(compiler: GrammarCompiler) -> None:

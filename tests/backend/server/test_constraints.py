@@ -13,7 +13,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from backend.engine.grammar import CompiledGrammar, GrammarCompiler, MaskFiller
+from backend.engine.grammar import CompiledGrammar, GrammarCompiler
+from backend.engine.masks import MaskFiller
 from backend.engine.request import Request, SamplingParams
 from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
 from backend.parsers.base import CallArguments, CallStarted, Text

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from backend.engine.grammar import GrammarCompiler
+from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
+from backend.server.constraints import chat_constraint
 from backend.server.errors import ContextLengthError, InvalidRequest
 from backend.server.model import ServedModel, load_model
 from backend.server.requests import ChatRequest, decode
@@ -76,3 +80,26 @@ def test_what_the_engine_refuses_names_the_field(directory: Path) -> None:
     with pytest.raises(InvalidRequest) as caught:
         load(directory).sampling(request(min_tokens=11), 10, None, 0)
     assert caught.value.param == "min_tokens"
+
+
+def test_formats_are_guessed_from_the_template_or_chosen(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{{ '<tool_call>' }}{{ '</think>' }}")
+    guessed = load(directory)
+    assert (guessed.tool_format, guessed.reasoning_format) == (TOOL_FORMATS["hermes"], REASONING_FORMATS["think"])
+    chosen = load_model(directory, "m", "m", 100, tool_parser="mistral", reasoning_parser="none")
+    assert (chosen.tool_format, chosen.reasoning_format) == (TOOL_FORMATS["mistral"], None)
+
+
+def test_a_model_whose_calls_nobody_can_read_is_not_made_to_call(directory: Path) -> None:
+    model = load_model(directory, "m", "m", 100, tool_parser="none")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(InvalidRequest, match="--tool-parser") as caught:
+        chat_constraint(model, request(tools=tools, tool_choice="required"), "")
+    assert caught.value.param == "tool_choice"
+
+
+def test_a_model_without_an_end_can_not_follow_a_grammar(directory: Path) -> None:
+    model = load(directory)
+    endless = replace(model, grammars=GrammarCompiler(model.codec.tokenizer.to_str(), model.vocab_size, []))
+    with pytest.raises(InvalidRequest, match="no token that ends an answer"):
+        chat_constraint(endless, request(guided_regex="a"), "")
