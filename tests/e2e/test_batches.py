@@ -203,6 +203,11 @@ def test_a_window_that_is_too_short_ends_as_expired(front: Gateway, validate: Va
         assert len(answers(client, ended.output_file_id)) + len(errors) == 41
 
 
+def worked(front: Gateway) -> list[dict[str, Any]]:
+    """The rows that say what servers have done."""
+    return [*front.receipts(kind="receipt"), *front.receipts(kind="unbilled")]
+
+
 LINES = 60
 KILLS = 6
 
@@ -222,6 +227,7 @@ def check_books(batch_id: str, receipts: list[dict[str, Any]], done: Mapping[str
 def test_killed_again_and_again_it_loses_no_line_and_bills_none_twice(tmp_path: Path, local_engine: Running) -> None:
     policy = simple_policy(local_engine.url, batches={"concurrency": 6})
     chance, port, batch_id = random.Random(8), free_port(), ""
+    generated = local_engine.metric("vllm:generation_tokens_total")
     for kill in range(KILLS + 1):
         with ExitStack() as stack:
             front = stack.enter_context(gateway(tmp_path, policy, port=port))
@@ -240,6 +246,10 @@ def test_killed_again_and_again_it_loses_no_line_and_bills_none_twice(tmp_path: 
         receipts = front.receipts(outcome="complete")
         assert len({receipt["event_id"] for receipt in receipts}) == len(receipts)
         check_books(batch_id, receipts, answers(client, ended.output_file_id))
+        # What the engine did for calls that were lost is in the ledger, too, and nobody is billed for it.
+        generated = local_engine.metric("vllm:generation_tokens_total") - generated
+        until(lambda: sum(row["output"] for row in worked(front)) == generated)
+        assert sum(receipt["output"] for receipt in receipts) == ended.usage.output_tokens
     verified = warmpath("usage", "verify", "--json", cwd=tmp_path, data_dir=str(tmp_path / "data"))
     assert verified.returncode == 0, verified.stderr
 
