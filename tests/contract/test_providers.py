@@ -188,6 +188,15 @@ async def test_json_comes_as_one_chunk_byte_for_byte(provider_for: ProviderFor) 
     assert received.headers["x-request-id"] == "call-1"
 
 
+async def test_a_call_is_named_to_servers_that_publish_events(kind: str, transport: HTTPTransport) -> None:
+    """By the name that their events then have; not to others, where a session may mean something else."""
+    async with ScriptedServer(answering(json_answer(ANSWER))) as server:
+        for kv_events in (None, "tcp://10.0.0.5:5557"):
+            deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m", kv_events=kv_events)
+            await answer(make_provider(deployment, transport, resolve_nothing), call())
+        assert [request.headers.get("x-session-id") for request in server.requests] == [None, call().id]
+
+
 @pytest.mark.parametrize("operation", Operation)
 async def test_each_operation_has_its_path(provider_for: ProviderFor, operation: Operation) -> None:
     async with ScriptedServer(answering(json_answer(ANSWER))) as server:
