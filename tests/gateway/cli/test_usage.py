@@ -131,3 +131,104 @@ def test_a_ledger_that_can_not_be_read(ledger: Path) -> None:
     (ledger / "replica" / "0000000001.jsonl").write_bytes(b"{\n")
     result = usage(ledger)
     assert result.exit_code == 1 and "warmpath usage verify" in result.stderr
+
+
+POLICY = """
+deployments:
+  - {name: h200-a, base_url: "http://127.0.0.1:9/v1", model: qwen3-32b, price: {input: 1, output: 2, version: new}}
+models: [{name: gpt-4o, deployments: [h200-a]}]
+tenants: [{name: acme}]
+"""
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    file = tmp_path / "policy.yaml"
+    file.write_text(POLICY)
+    return file
+
+
+def test_what_has_no_price_is_named(ledger: Path) -> None:
+    assert "unpriced: gpt-4o at h200-a, 1 calls" in usage(ledger).stderr
+    assert usage(ledger, "--tenant", "acme").stderr == ""
+
+
+def test_reprice_says_first_and_then_does(ledger: Path, policy: Path) -> None:
+    dates = ("--since", "2026-11-01", "--until", "2026-12-01", "--policy", str(policy))
+    result = usage(ledger, "reprice", *dates, "--dry-run")
+    assert result.exit_code == 0 and result.stdout.startswith("3 of 3 receipts would be corrected\n")
+    assert json.loads(usage(ledger, "--json").stdout)[0]["unpriced"] == 1
+    result = usage(ledger, "reprice", *dates, "--json")
+    # (36 + 64) * 1 + 3 * 2 millionths each, of which two had been billed 0.00000544
+    assert json.loads(result.stdout) == {
+        "receipts": 3, "corrected": 3, "unpriced": 0, "other_currency": 0, "difference": {"USD": "0.00030712"},
+    }  # fmt: skip
+    (line,) = json.loads(usage(ledger, "--json").stdout)
+    assert (line["cost"], line["unpriced"]) == ({"USD": "0.000318"}, 0)
+    assert "0 of 3" in usage(ledger, "reprice", *dates).stdout
+    assert usage(ledger, "verify").stdout.startswith("6 rows, none of them changed\n")
+
+
+def test_reprice_asks_for_a_period(ledger: Path, policy: Path) -> None:
+    result = usage(ledger, "reprice", "--since", "2026-11-01", "--policy", str(policy))
+    assert result.exit_code == 2 and "--until" in result.stderr
+
+
+def test_exports(ledger: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in usage(ledger, "export", "jsonl", "--tenant", "acme").stdout.splitlines()]
+    assert [(row["kind"], row["cost"]) for row in rows] == [("receipt", "0.00000544")] * 2
+    table = list(csv.DictReader(usage(ledger, "export", "csv").stdout.splitlines()))
+    assert [row["tenant"] for row in table] == ["acme", "acme", "other"] and table[2]["cost"] == ""
+    focus = usage(ledger, "export", "focus", "--provider", "Us")
+    assert {row["ProviderName"] for row in csv.DictReader(focus.stdout.splitlines())} == {"Us"}
+    assert "1 calls have no price" in focus.stderr
+    events = usage(
+        ledger, "export", "stripe", "--customer", "acme=cus_1", "--customer", "other=cus_2", "--value", "output"
+    )
+    assert [json.loads(line)["payload"]["value"] for line in events.stdout.splitlines()] == ["3"] * 3
+    result = usage(ledger, "export", "parquet", "--out", str(tmp_path / "rows.parquet"))
+    assert result.exit_code == 0 and "3 rows written" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["parquet"], 2, "--out FILE"),
+        (["xml"], 2, "xml"),
+        (["stripe"], 1, "the tenant 'acme' has no Stripe customer"),
+        (["stripe", "--customer", "acme"], 2, "as in acme=cus_123"),
+        (["stripe", "--value", "words"], 2, "none of total"),
+        (["csv", "--out", "/nowhere/at/all.csv"], 1, "/nowhere/at/all.csv"),
+    ],
+)
+def test_a_wrong_export_is_explained(ledger: Path, arguments: list[str], code: int, message: str) -> None:
+    result = usage(ledger, "export", *arguments)
+    assert result.exit_code == code and message in result.stderr
+
+
+def test_compact_with_nothing_to_do(ledger: Path) -> None:
+    assert "nothing to compact" in usage(ledger, "compact", "--older-than", "1ms").stdout
+    result = usage(ledger, "compact", "--older-than", "soon")
+    assert result.exit_code == 2 and "a duration" in result.stderr
+
+
+def test_reconcile_offline(ledger: Path) -> None:
+    assert "no two marks" in usage(ledger, "reconcile", "--offline").stdout
+    marks = [("2026-11-20T09:00:00.000000Z", 500, 50), ("2026-11-20T12:00:00.000000Z", 700, 57)]
+    lines = [
+        json.dumps({"at": at, "deployment": "h200-a", "model": "m", "input": tokens_in, "output": tokens_out})
+        for at, tokens_in, tokens_out in marks
+    ]
+    (ledger / "replica" / "engine-counters.jsonl").write_text("\n".join(lines) + "\n")
+    result = usage(ledger, "reconcile", "--offline")
+    assert result.exit_code == 1 and "drifts by 14.29%, more than 0.1%" in result.stderr
+    head, span, total = [line.split() for line in result.stdout.splitlines()]
+    assert span[2:] == ["2026-11-20T09:00", "2026-11-20T12:00", "200", "200", "0", "0", "7", "6", "0", "1"]
+    assert total[2:] == ["total", "200", "200", "0", "0", "7", "6", "0", "1"] and head[0] == "DEPLOYMENT"
+    assert usage(ledger, "reconcile", "--offline", "--tolerance", "15%").exit_code == 0
+    assert usage(ledger, "reconcile", "--offline", "--tolerance", "much").exit_code == 2
+
+
+def test_reconcile_without_a_server_that_answers(ledger: Path, policy: Path) -> None:
+    result = usage(ledger, "reconcile", "--policy", str(policy))
+    assert result.exit_code == 0 and "no two marks" in result.stdout
