@@ -88,6 +88,8 @@ class Journal:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._folder / CURRENT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._bytes = os.fstat(self._file).st_size
+        if self._bytes:  # whoever wrote it may have been killed within a row
+            self._bytes += os.write(self._file, b"\n")
 
     def close(self) -> None:
         """Safe to call twice; a later row opens it again."""

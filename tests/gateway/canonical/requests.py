@@ -132,5 +132,5 @@ def recorded() -> list[Body]:
     for session in json.loads(TAU_BENCH.read_text("utf-8")):
         told = session["traj"]
         answers = [i for i, message in enumerate(told) if message["role"] == "assistant"]
-        turns += [{"model": "m", "messages": told[:i]} for i in answers[::4] if i]
+        turns += [{"model": "m", "messages": told[:i]} for i in answers[::8] if i]
     return turns

@@ -1,0 +1,69 @@
+"""What is kept of calls: bounded, and never in the way of an answer."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from gateway.diagnosis import Journal, read_summaries
+from tests.gateway.diagnosis.test_breaks import STABLE, Desk, chat
+
+
+def rows(folder: Path, count: int, **options: int) -> Journal:
+    """So many rows, of some 700 bytes each."""
+    desk = Desk(folder)
+    journal = desk.watcher._journal = Journal(folder, "r", **options)
+    for n in range(count):
+        desk.call(chat(user=f"conversation {n}"))
+    return journal
+
+
+def test_the_newest_rows_are_kept_in_two_files_of_bounded_size(tmp_path: Path) -> None:
+    rows(tmp_path, 40, max_file_bytes=5000)
+    files = list(tmp_path.rglob("*.jsonl"))
+    assert sorted(file.name for file in files) == ["current.jsonl", "earlier.jsonl"]
+    assert all(file.stat().st_size <= 5000 for file in files)
+    kept = [row.call_id for row in read_summaries(tmp_path)]
+    assert kept == sorted(kept)
+    assert 5 <= len(kept) < 20
+
+
+def test_rows_of_several_gateways_are_read_together(tmp_path: Path) -> None:
+    for replica in ("one", "two/2"):
+        desk = Desk(tmp_path)
+        desk.watcher._journal = Journal(tmp_path, replica)
+        desk.call(chat())
+    assert len(list(read_summaries(tmp_path))) == 2
+
+
+def test_a_row_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+    rows(tmp_path, 3).close()
+    (file,) = tmp_path.rglob("*.jsonl")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    assert len(list(read_summaries(tmp_path))) == 2
+    rows(tmp_path, 1)
+    assert len(list(read_summaries(tmp_path))) == 3, "what comes behind it is read"
+
+
+def test_a_disk_that_takes_nothing_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    with caplog.at_level(logging.WARNING):
+        journal = rows(blocked, 3)
+    assert journal.rows_lost == 3
+    assert len(caplog.records) == 1
+
+
+def test_outlines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.diagnosis.watcher.MAX_OUTLINES_BYTES", 20 * len(STABLE))
+    desk = Desk(tmp_path)
+    for n in range(100):
+        desk.call(chat(user=f"conversation {n}"))
+    watcher = desk.watcher
+    assert watcher._bytes <= 20 * len(STABLE)
+    assert watcher._bytes == sum(outline.bytes for _, outline in watcher._outlines.values())
+    assert len(watcher._holders) <= 2 * len(watcher._outlines)
+    assert set(watcher._holders.values()) | set(watcher._last.values()) <= set(watcher._outlines)
