@@ -73,6 +73,13 @@ class Estimate:
         matched, remembered, _ = self.cache.recall(chain)
         return (matched + self.evicted_share_held * (remembered - matched)) * BLOCK_TOKENS
 
+    def under_way(self, now: float) -> int:
+        """Calls that it works on; those of others, too, where it has told of its load lately."""
+        load = self.load
+        if load is None or now - load.at > LOAD_VALID_SECONDS:
+            return self.in_flight
+        return max(self.in_flight, load.running + load.waiting)
+
     def begin(self, chain: Sequence[int], prompt_tokens: int, now: float, *, streams: bool = True) -> Sent:
         """A prompt is sent. It counts as cached at once: what comes meanwhile with the same prefix follows it."""
         believed = self.cache.recall(chain)

@@ -41,7 +41,7 @@ class PrefixAffinity:
         estimate, prompt = server.estimate, call.prompt_tokens_estimate
         rate = guess if guess and not estimate.speed_is_learnt else estimate.prefill_tokens_per_second
         queued = estimate.queued_tokens(now)
-        load = LOAD_SECONDS * estimate.in_flight / server.deployment.max_concurrency
+        load = LOAD_SECONDS * estimate.under_way(now) / server.deployment.max_concurrency
         missing, own = prompt - warm, prompt - max(warm, common)
         cost_seconds = (missing + EVICTION_WEIGHT * own + queued) / rate + load
         return Candidate(server, cost_seconds, prompt, int(warm), queued, estimate.in_flight)

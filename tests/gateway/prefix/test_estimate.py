@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gateway.prefix.estimate import RATE_MIN_TOKENS, Estimate
+from gateway.prefix.estimate import LOAD_VALID_SECONDS, RATE_MIN_TOKENS, Estimate, Load
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
 LONG = tuple(range(100))
@@ -110,3 +110,14 @@ def test_a_size_that_the_engine_tells_is_believed() -> None:
     replied(estimate, LONG, 0.0, cached_blocks=50)
     replied(estimate, LONG, 1.0, cached_blocks=0)
     assert estimate.cache.capacity == 50
+
+
+def test_what_a_server_tells_of_its_load_counts_while_it_is_new() -> None:
+    estimate = an_estimate()
+    estimate.begin(LONG, TOKENS, now=0.0)
+    assert estimate.under_way(0.0) == 1
+    estimate.load = Load(at=1.0, running=5, waiting=2)
+    assert estimate.under_way(1.0 + LOAD_VALID_SECONDS) == 7
+    assert estimate.under_way(1.1 + LOAD_VALID_SECONDS) == 1
+    estimate.load = Load(at=1.0, running=0, waiting=0)
+    assert estimate.under_way(1.0) == 1  # it has not told of this call yet
