@@ -353,6 +353,10 @@ class Settlement:
         if (told := await server.provider.usage_of(self._opening.request_id_at(server))) is not None:
             self.meter.watch_record(told)
             self._worker = server
+        elif self._exchange.client_gone and self.meter.estimates:  # nobody waits for this
+            tokens = await server.provider.prompt_tokens_of(self._call)
+            if tokens is not None:
+                self.meter.watch_prompt(tokens)
 
     async def settle(self) -> None:
         """Give its place back, and have the truth paid as soon as the receipt is durable. The first time counts."""

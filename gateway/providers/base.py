@@ -102,6 +102,11 @@ class Provider(Protocol):
         None where it keeps no record, or does not tell within a named bound. Never raises.
         """
 
+    async def prompt_tokens_of(self, call: Call) -> int | None:
+        """How long the call's prompt is by the server's own tokenizer: for a call that ended early and of which there
+        is no record. None as above.
+        """
+
     async def token_counters(self) -> tuple[int, int] | None:
         """(input, output) tokens that the server has worked on since it started, by its own count. None as above."""
 
@@ -121,6 +126,9 @@ class Unasked:
         return False
 
     async def usage_of(self, call_id: str) -> bytes | None:
+        return None
+
+    async def prompt_tokens_of(self, call: Call) -> int | None:
         return None
 
     async def token_counters(self) -> tuple[int, int] | None:

@@ -112,22 +112,31 @@ class OpenAI:
     async def usage_of(self, call_id: str) -> bytes | None:
         return None  # this dialect has no such question
 
+    async def prompt_tokens_of(self, call: Call) -> int | None:
+        return None
+
     async def token_counters(self) -> tuple[int, int] | None:
         return None
 
     async def _get(self, path: bytes, max_bytes: int = MAX_ERROR_BYTES) -> bytes | None:
         """A body of at most `max_bytes`, within HEALTH_TIMEOUT_SECONDS; None unless the status is good."""
-        head = b"GET %b HTTP/1.1\r\n%b" % (path, self._header_lines)
+        return await self._ask(b"GET %b HTTP/1.1\r\n%b" % (path, self._header_lines), b"", max_bytes)
+
+    async def _post(self, path: bytes, body: bytes, max_bytes: int) -> bytes | None:
+        head = b"POST %b HTTP/1.1\r\ncontent-length: %d\r\n%b" % (path, len(body), self._header_lines)
+        return await self._ask(head, body, max_bytes)
+
+    async def _ask(self, head: bytes, body: bytes, max_bytes: int) -> bytes | None:
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_SECONDS):
-                answer = await self._transport.send(self._origin, head, b"")
+                answer = await self._transport.send(self._origin, head, body)
                 try:
-                    body = await _read(answer, max_bytes)  # to its end where it is short, to keep the connection
+                    told = await _read(answer, max_bytes)  # to its end where it is short, to keep the connection
                 finally:
                     await answer.aclose()
         except (httpx2.TransportError, TimeoutError):
             return None
-        return body if 200 <= answer.status < 300 else None
+        return told if 200 <= answer.status < 300 else None
 
 
 class JSONReply(Reply):

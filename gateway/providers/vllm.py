@@ -18,7 +18,16 @@ _RESERVED = ("cache_salt", "priority", "kv_transfer_params")
 
 
 MAX_METRICS_BYTES = 8 * 1024 * 1024
+MAX_TOKENIZED_BYTES = 32 * 1024 * 1024  # it tells every token, too
+_PROMPT = ("prompt", "messages", "tools", "chat_template", "chat_template_kwargs")
 _COUNTER = re.compile(rb"^vllm:(prompt|generation)_tokens_total(?:\{(.*)\})? +(\S+)", re.MULTILINE)
+
+
+class _Tokenized(msgspec.Struct):
+    count: int
+
+
+_tokenized = msgspec.json.Decoder(_Tokenized).decode
 
 
 @lru_cache(maxsize=10_000)  # a salt for each tenant
@@ -41,6 +50,16 @@ class VLLM(OpenAI):
     def root_path(self) -> bytes:
         """Where the server has what is not OpenAI's: beside /v1."""
         return self._base_path.removesuffix(b"/v1")
+
+    async def prompt_tokens_of(self, call: Call) -> int | None:
+        """By /tokenize, which takes a call's own words for its prompt."""
+        asked = {name: call.fields[name] for name in _PROMPT if name in call.fields}
+        body = msgspec.json.encode({**asked, "model": self._model})
+        told = await self._post(self.root_path + b"/tokenize", body, MAX_TOKENIZED_BYTES)
+        try:
+            return None if told is None else _tokenized(told).count
+        except msgspec.MsgspecError:  # a list of prompts, or a server without this
+            return None
 
     async def token_counters(self) -> tuple[int, int] | None:
         metrics = await self._get(self.root_path + b"/metrics", MAX_METRICS_BYTES)

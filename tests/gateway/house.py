@@ -130,6 +130,7 @@ class Scripted:
         self.script: tuple[bytes | Exception | None, ...] = ()
         self.replies: list[Told] = []
         self.record: bytes | None = None
+        self.prompt_tokens: int | None = None  # as its tokenizer counts them
         self.asked_for_records = asyncio.Event()
         self.asked_for: list[str] = []  # by which ids
         self.record_may_come: asyncio.Event | None = None
@@ -152,6 +153,9 @@ class Scripted:
         if self.record_may_come is not None:
             await self.record_may_come.wait()
         return self.record
+
+    async def prompt_tokens_of(self, call: Call) -> int | None:
+        return self.prompt_tokens
 
 
 class Client:

@@ -446,6 +446,20 @@ async def test_what_ended_early_is_billed_by_the_engines_own_count(tmp_path: Pat
         assert (rig.receipts()[0]["output"], rig.receipts()[0]["exact"]) == (5, True)
 
 
+async def test_without_a_record_the_prompt_is_what_the_servers_tokenizer_says(tmp_path: Path) -> None:
+    async with a_rig(tmp_path) as rig:
+        for server in rig.servers.values():
+            server.prompt_tokens = 123
+        client = Client(STREAM)
+        serving = rig.begin(client)
+        (await rig.reply()).say(delta("one"), delta("two"))
+        await settle()
+        client.leave()
+        await in_time(serving)
+        (receipt,) = rig.receipts()
+        assert (receipt["input_uncached"], receipt["output"], receipt["source"]) == (123, 2, "estimate")
+
+
 async def test_a_client_that_leaves_while_its_failure_is_settled_is_billed_as_well(tmp_path: Path) -> None:
     async with a_rig(tmp_path, tenants=[tenant(concurrency=1)]) as rig:
         client = Client(STREAM)

@@ -10,7 +10,8 @@ from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.providers.vllm import read_counters
 from gateway.types import Operation
-from tests.contract.test_providers import call, resolve_nothing
+from tests.contract.test_providers import answering, call, resolve_nothing
+from tests.gateway.providers.scripted import ScriptedServer, json_answer
 
 FORGED = b'{"cache_salt": "of another tenant", "priority": -9, "kv_transfer_params": {"remote_host": "x"}}'
 
@@ -73,3 +74,29 @@ def test_counts_in_every_chunk_are_asked_for_where_the_policy_says_so() -> None:
     body = make_provider(deployment, HTTPTransport(), resolve_nothing).render(call(FORGED, stream=True))
     options = msgspec.json.decode(body)["stream_options"]
     assert options == {"include_usage": True, "continuous_usage_stats": True}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (json_answer(b'{"count":7,"max_model_len":4096,"tokens":[1,2,3,4,5,6,7]}'), 7),
+        (json_answer(b'{"detail":"Not Found"}', "404 Not Found"), None),
+        (json_answer(b"[]"), None),
+    ],
+)
+async def test_a_prompt_is_counted_by_the_servers_tokenizer(answer: bytes, expected: int | None) -> None:
+    fields = b'{"model": "ours", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}'
+    async with HTTPTransport() as transport, ScriptedServer(answering(answer)) as server:
+        deployment = Deployment(name="d", provider="vllm", base_url=server.base_url, model="m")
+        provider = make_provider(deployment, transport, resolve_nothing)
+        assert await provider.prompt_tokens_of(call(fields)) == expected
+    (received,) = server.requests
+    assert received.head == "POST /tokenize HTTP/1.1"
+    assert msgspec.json.decode(received.body) == {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_what_other_servers_are_not_asked() -> None:
+    deployment = Deployment(name="d", provider="openai", base_url="http://127.0.0.1:9/v1", model="m")
+    provider = make_provider(deployment, HTTPTransport(), resolve_nothing)
+    assert await provider.prompt_tokens_of(call()) is None
+    assert await provider.token_counters() is None
