@@ -65,8 +65,10 @@ def probabilities(logits: Tensor, random: RandomRows) -> Tensor:
     if not random.filters:
         return unfiltered
     rows = random.filters.rows
+    if len(rows) == len(unfiltered):
+        return unfiltered.masked_fill_(unfiltered < _threshold(unfiltered, random.filters), 0.0)
     filtered = unfiltered[rows]
-    return unfiltered.index_copy(0, rows, filtered.masked_fill(filtered < _threshold(filtered, random.filters), 0.0))
+    return unfiltered.index_copy_(0, rows, filtered.masked_fill_(filtered < _threshold(filtered, random.filters), 0.0))
 
 
 def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:
@@ -126,10 +128,14 @@ def _end_of_prefix(likely: Tensor, falling: Tensor, filters: Filters) -> tuple[T
     least = filters.min_p * falling[:, :1]
     keep = (ranks < filters.top_k) & (falling >= least)
     kept = falling * keep
-    # What top-k leaves is the head of `falling`; without it, what is left is summed where it stands. In double
-    # precision, so that it does not matter how many threads share a sum.
+    # What top-k leaves is the head of `falling`. Without it all is left, or what passes min-p, wherever it stands:
+    # summed in double precision, so that it does not matter how many threads share a sum.
     has_top_k = filters.top_k < likely.shape[-1]
-    everywhere = likely.masked_fill(likely < least, 0.0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    everywhere = torch.ones_like(least, dtype=torch.float64)
+    if summed := (~has_top_k & (filters.min_p > 0.0)).squeeze(-1).nonzero().squeeze(-1).tolist():
+        passing = likely[summed]
+        passing.masked_fill_(passing < least[summed], 0.0)
+        everywhere[summed] = passing.sum(dim=-1, keepdim=True, dtype=torch.float64)
     left = torch.where(has_top_k, kept.sum(dim=-1, keepdim=True, dtype=torch.float64), everywhere)
     is_all_left = ~has_top_k | (filters.top_k <= falling.shape[-1]) | (falling[:, -1:] < least)
     keep &= kept.cumsum(dim=-1) - kept < (filters.top_p * left).float()

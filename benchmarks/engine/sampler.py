@@ -1,0 +1,123 @@
+"""What choosing the next tokens costs per step, by what requests ask for, beside one look at all logits and one sort.
+
+    python benchmarks/engine/sampler.py [--rounds 7] [--vocab 151936] [--result FILE]
+
+For each number of rows, in interleaved rounds on one thread; a figure is the least of all rounds, in milliseconds of
+the thread's CPU time. LOOK is `argmax`, the least that anything can cost; SORT is one sort of all rows, which a plain
+top-p begins with. `peaked` logits are as a sure model has them, most of the mass on a few tokens; `flat` ones are as at
+a high temperature, with thousands in the nucleus. `grammar` applies a mask; `walk` is what one row's mask costs to
+find out, on the other thread, for a JSON schema with the demo model's vocabulary of 2048.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backend.engine import grammar
+from backend.engine.grammar import GrammarCompiler
+from backend.engine.masks import AllowedTokens
+from backend.engine.request import Request, SamplingParams
+from backend.engine.sampler import sample
+from backend.engine.sampling_batch import make_sampling_batch
+
+CPU = torch.device("cpu")
+ROWS = (1, 16)
+PROMPT_TOKENS, OUTPUT_TOKENS = 1000, 200
+TOKENIZER = Path(__file__).parents[2] / "backend" / "demo_model" / "weights" / "tokenizer.json"
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("peaked", {"temperature": 0.0}),
+    "temperature": ("peaked", {}),
+    "top_p": ("peaked", {"top_p": 0.9}),
+    "top_p, flat": ("flat", {"top_p": 0.9}),
+    "top_p and top_k": ("peaked", {"top_p": 0.9, "top_k": 40}),
+    "min_p": ("peaked", {"min_p": 0.05}),
+    "penalties": ("peaked", {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.1}),
+    "logprobs": ("peaked", {"temperature": 0.0, "logprobs": 5}),
+    "grammar": ("peaked", {"temperature": 0.0}),
+}
+
+
+def make_requests(count: int, vocab_size: int, sampling: dict[str, Any]) -> list[Request]:
+    requests = []
+    for seed in range(count):
+        prompt = [(seed + i * 7919) % vocab_size for i in range(PROMPT_TOKENS)]
+        request = Request(f"r{seed}", prompt, SamplingParams(max_tokens=1000, seed=seed, **sampling))
+        for i in range(OUTPUT_TOKENS):
+            request.append((seed * 31 + i * 104_729) % vocab_size)
+        requests.append(request)
+    return requests
+
+
+def cases(rows: int, vocab_size: int) -> dict[str, Callable[[], object]]:
+    generator = torch.Generator().manual_seed(rows)
+    noise = torch.randn(rows, vocab_size, generator=generator)
+    logits = {"peaked": noise * 2, "flat": noise * 3}
+    logits["peaked"][:, :40] += torch.linspace(22, 8, 40)
+    words = torch.randint(-(2**31), 2**31, (rows, -(-vocab_size // 32)), generator=generator).int()
+    allowed = AllowedTokens(torch.arange(rows), words, {})
+
+    def case(which: Tensor, requests: list[Request], mask: AllowedTokens | None) -> Callable[[], object]:
+        return lambda: sample(which, make_sampling_batch(requests, vocab_size, CPU), mask)
+
+    made: dict[str, Callable[[], object]] = {
+        "LOOK": lambda: logits["peaked"].argmax(dim=-1).tolist(),
+        "SORT": lambda: logits["peaked"].sort(dim=-1, descending=True),
+    }
+    for name, (which, sampling) in KINDS.items():
+        requests = make_requests(rows, vocab_size, sampling)
+        made[name] = case(logits[which], requests, allowed if name == "grammar" else None)
+    return made
+
+
+def walk() -> Callable[[], object]:
+    compiler = GrammarCompiler(TOKENIZER.read_text(encoding="utf-8"), 2048, [0])
+    begun = compiler.compile(grammar.json_schema(SCHEMA)).start()
+    words = torch.zeros(64, dtype=torch.int32)
+    return lambda: begun.fill_mask(words.data_ptr(), words.nbytes)
+
+
+def measure(made: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    least = dict.fromkeys(made, float("inf"))
+    for _ in range(rounds):
+        for name, run in made.items():
+            started = time.thread_time()
+            run()
+            least[name] = min(least[name], time.thread_time() - started)
+    return {name: round(seconds * 1e3, 3) for name, seconds in least.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What choosing the next tokens costs per step.")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--vocab", type=int, default=151_936, help="tokens in the vocabulary (default: Qwen's)")
+    parser.add_argument("--result", type=Path, help="a file for the figures")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, torch {torch.__version__}"
+    print(f"{machine}; ms of CPU per step, vocabulary of {args.vocab}")
+    figures = {str(rows): measure(cases(rows, args.vocab), args.rounds) for rows in ROWS}
+    figures["1"] |= measure({"walk": walk()}, 10 * args.rounds)
+    print(f"{'':18}" + "".join(f"{rows + ' rows':>12}" for rows in figures))
+    for name in figures["1"]:
+        print(f"{name:18}" + "".join(f"{of_rows.get(name, float('nan')):12.3f}" for of_rows in figures.values()))
+    if args.result:
+        date = datetime.now(UTC).date().isoformat()
+        result = {"machine": machine, "date": date, "unit": "ms", "vocab": args.vocab, "rows": figures}
+        args.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
