@@ -32,6 +32,7 @@ from gateway.fleet import Fleet
 from gateway.health import HealthChecks
 from gateway.keyring import Keyring
 from gateway.ledger import Ledger
+from gateway.ledger.shipping import Shipper
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.limits.local_share import StoreOrShare
@@ -95,7 +96,9 @@ class Gateway:
         self._in_flight = 0
         self._quiet = asyncio.Event()  # set when no call is in flight any more
         self._draining = False
-        self._ledger = Ledger(settings.ledger_dir, settings.replica)
+        self._ledger = Ledger(settings.ledger_dir, settings.replica, keep_days=settings.ledger_keep_days)
+        self._ship_to = settings.ledger_ship
+        self._replica = settings.replica
         self._recovery = Recovery(self._ledger, self._fleet, policies)
         limiter = Limiter(self._counters, LIMITS)
         pepper = settings.key_pepper.get_secret_value()
@@ -215,6 +218,11 @@ class Gateway:
             recovering = asyncio.create_task(self._recovery.run(), name="ledger recovery")
             recovering.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, recovering)
+            if self._ship_to is not None:
+                shipper = Shipper(self._ship_to, self._ledger, self._replica)
+                shipping = asyncio.create_task(shipper.run(), name="ledger shipping")
+                shipping.add_done_callback(_tell_why_it_ended)
+                opened.push_async_callback(_end, shipping)
             watching = asyncio.create_task(self._policies.watch(), name="policy watch")
             watching.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, watching)

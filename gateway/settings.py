@@ -92,6 +92,15 @@ class Settings(BaseSettings):
     ledger_dir: Path = Field(
         default_factory=lambda data: data["data_dir"] / "ledger", description="The ledger's folder; DATA_DIR/ledger."
     )
+    ledger_keep_days: int | None = Field(
+        None, ge=1, description="How long rows are kept, by whole segments of at most a day; left out: for ever."
+    )
+    ledger_ship: str | None = Field(
+        None,
+        pattern="^(redis|rediss|unix)://",
+        repr=False,
+        description="A Redis to whose streams rows are sent, for `warmpath usage collect`; left out: none.",
+    )
     replica: str = Field(
         default_factory=socket.gethostname,
         min_length=1,

@@ -12,6 +12,7 @@ import typer
 
 from gateway.cli.common import AsJson, fail, say, say_json, say_table, verb_app, warn
 from gateway.cli.usage_change import compact, reprice
+from gateway.cli.usage_collect import collect
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
 from gateway.cli.usage_export import export
 from gateway.cli.usage_reconcile import reconcile
@@ -115,6 +116,7 @@ app.command()(export)
 app.command()(reprice)
 app.command()(compact)
 app.command()(reconcile)
+app.command()(collect)
 
 
 def _name_unpriced(found: list[tuple[str, str | None, int]]) -> None:
