@@ -209,7 +209,7 @@ def worked(front: Gateway) -> list[dict[str, Any]]:
 
 
 LINES = 60
-KILLS = 6
+KILLS = 4
 
 
 def check_books(batch_id: str, receipts: list[dict[str, Any]], done: Mapping[str, Any]) -> None:
@@ -264,7 +264,7 @@ def test_another_replica_takes_over_from_a_killed_one(
             for name in ("left", "right")
         ]
         clients = [stack.enter_context(front.client()) for front in fronts]
-        lines = [line(number, **chat(f"Count to {number}.", max_tokens=40, ignore_eos=True)) for number in range(LINES)]
+        lines = [line(number, **chat(f"Count to {number}.", max_tokens=16, ignore_eos=True)) for number in range(LINES)]
         batch_id = submit(clients[0], lines).id
         until(lambda: clients[1].batches.retrieve(batch_id).request_counts.completed >= LINES // 6)
         owner = 0 if fronts[0].receipts(outcome="complete") else 1
