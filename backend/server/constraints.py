@@ -30,9 +30,12 @@ def is_constrained(request: GenerationRequest) -> bool:
     formats = (request.structured_outputs, request.guided_json, request.guided_regex, request.guided_choice)
     if any(asked is not None for asked in (*formats, request.guided_grammar)):
         return True
-    return not isinstance(request.response_format, TextFormat | None) or (
-        isinstance(request, ChatRequest) and (_is_forced(request) or _is_guided(request))
-    )
+    if not isinstance(request.response_format, TextFormat | None):
+        return True
+    if not isinstance(request, ChatRequest) or not request.tools:
+        return False
+    strict = any(tool.strict for tool in callable_tools(request))
+    return _is_forced(request) or strict or request.parallel_tool_calls is False
 
 
 def text_constraint(model: ServedModel, request: GenerationRequest) -> CompiledGrammar | None:
@@ -47,42 +50,41 @@ def text_constraint(model: ServedModel, request: GenerationRequest) -> CompiledG
 def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> CompiledGrammar | None:
     """The same for a chat. `prompt`: as rendered; it may have begun the reasoning already."""
     asked = _answer(request)
-    tools = callable_tools(request)
-    forced, guided = _is_forced(request), _is_forced(request) or _is_guided(request)
-    if asked is None and not guided:
+    calls = _calls(model, request, or_answer=asked is not None)
+    if asked is None and calls is None:
         return None
     _check_beside(request)
     if asked is not None:
-        _compile(model, *asked)  # by itself, so that what is wrong with it is said of it
-    if not guided and model.reasoning_format is None and asked is not None:
-        return _compile(model, *asked)
+        alone = _compile(model, *asked)  # so that what is wrong with it is said of it
+        if calls is None and model.reasoning_format is None:
+            return alone
     mark = _marks(model)
-    rules = [_thinking(model.reasoning_format, prompt, mark)]
-    if guided:
-        if model.tool_format is None:
-            raise InvalidRequest("How this model calls tools is not known; see --tool-parser.", param="tool_choice")
-        for i, tool in enumerate(tools):
-            if tool.parameters is not None:
-                _compile(model, grammar.json_schema(tool.parameters), _parameters_field(request, tool, i))
-        rules.append(model.tool_format.calls(tools, mark, parallel=request.parallel_tool_calls is not False))
-    if forced:
-        rules.append("start: thinking head calls")
-    elif guided and asked is None:
-        rules += _text_or_calls(model.tool_format, mark)
-    else:
-        rules.append("start: thinking (head calls | @answer)" if guided else "start: thinking @answer")
-    whole = "\n".join(rules)
-    return _compile(model, grammar.nested(whole, asked[0]) if asked and not forced else grammar.lark(whole), "tools")
+    rules = [_thinking(model.reasoning_format, prompt, mark), *([calls] if calls else ())]
+    if calls is not None and _is_forced(request):
+        return _compile(model, grammar.lark("\n".join([*rules, "start: thinking head calls"])), "tools")
+    if asked is not None:
+        start = "start: thinking (head calls | @answer)" if calls else "start: thinking @answer"
+        return _compile(model, grammar.nested("\n".join([*rules, start]), asked[0]), asked[1])
+    return _compile(model, grammar.lark("\n".join([*rules, *_text_or_calls(model.tool_format, mark)])), "tools")
+
+
+def _calls(model: ServedModel, request: ChatRequest, *, or_answer: bool) -> str | None:
+    """The rules of calls, where there must be some, or where what is called must be called as it is written."""
+    tools = callable_tools(request)
+    must_fit = _is_forced(request) or any(tool.strict for tool in tools)
+    if model.tool_format is None and must_fit:
+        field = "tool_choice" if _is_forced(request) else "tools"
+        raise InvalidRequest(f"`{field}`: how this model calls tools is not known; see --tool-parser.", param=field)
+    if model.tool_format is None or not (must_fit or (tools and (or_answer or request.parallel_tool_calls is False))):
+        return None
+    for tool in tools:
+        if tool.parameters is not None:
+            _compile(model, grammar.json_schema(tool.parameters), _parameters_field(request, tool))
+    return model.tool_format.calls(tools, _marks(model), parallel=request.parallel_tool_calls is not False)
 
 
 def _is_forced(request: ChatRequest) -> bool:
     return request.tool_choice == "required" or isinstance(request.tool_choice, NamedToolChoice)
-
-
-def _is_guided(request: ChatRequest) -> bool:
-    """Whether what is called must be called as it is written, though nothing need be."""
-    tools = callable_tools(request)
-    return bool(tools) and (request.parallel_tool_calls is False or any(tool.strict for tool in tools))
 
 
 def callable_tools(request: ChatRequest) -> list[Tool]:
@@ -176,9 +178,9 @@ def _unfit(field: str, error: GrammarError) -> InvalidRequest:
     return InvalidRequest(f"`{field}` can not be followed: {error}.", param=field)
 
 
-def _parameters_field(request: ChatRequest, tool: Tool, index: int) -> str:
+def _parameters_field(request: ChatRequest, tool: Tool) -> str:
     names = [given["function"]["name"] for given in request.tools or ()]
-    return f"tools[{names.index(tool.name) if tool.name in names else index}].function.parameters"
+    return f"tools[{names.index(tool.name)}].function.parameters"
 
 
 def _thinking(format: ThinkingFormat | None, prompt: str, mark: Mark) -> str:

@@ -20,6 +20,7 @@ from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
 from backend.parsers.base import CallArguments, CallStarted, Text
 from backend.parsers.reply import ReplyParser
 from backend.server.constraints import callable_tools, chat_constraint, is_constrained
+from backend.server.errors import InvalidRequest
 from backend.server.model import ServedModel, load_model
 from backend.server.requests import ChatRequest, decode
 from backend.server.tokenizer import TextCodec
@@ -31,7 +32,7 @@ ZIP = {
     "required": ["zip"],
     "additionalProperties": False,
 }
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": ZIP, "strict": True}}
+WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "weather", "parameters": ZIP, "strict": True}}
 NOW = {
     "type": "function",
     "function": {"name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
@@ -160,10 +161,12 @@ def test_a_strict_tool_is_called_as_it_is_written_or_not_at_all(
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
-def test_an_answer_in_a_format_or_a_strict_call(demo: ServedModel, tools: str, reasoning: str | None) -> None:
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_answer_in_a_format_or_a_call(demo: ServedModel, tools: str, reasoning: str | None, strict: bool) -> None:
     model = make_model(demo, tools, reasoning)
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["sun", "rain"]}}}
-    grammar = chat_constraint(model, make_request(response_format=format), "")
+    weather = {"type": "function", "function": {**WEATHER["function"], "strict": strict}}
+    grammar = chat_constraint(model, make_request(response_format=format, tools=[weather]), "")
     assert grammar is not None
     assert accepts(model, grammar, '"rain"')
     assert accepts(model, grammar, CALLS[tools] % '{"zip": "8004"}')
@@ -192,3 +195,23 @@ def test_a_marker_that_is_a_special_token_is_that_token_and_no_text(demo: Served
         matcher = grammar._matcher.deep_copy()
         # As text, the marker is but text, behind which a call is none.
         assert (matcher.try_consume_tokens(spelled) == len(spelled)) is (choice == "auto")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER]}, "tools"),
+        ({"tools": [NOW], "parallel_tool_calls": False}, None),
+    ],
+)
+def test_where_nobody_knows_how_a_model_calls_it_is_not_made_to(
+    demo: ServedModel, fields: dict[str, Any], param: str | None
+) -> None:
+    model = replace(demo, tool_format=None)
+    if param is None:  # what is not read as calls need not be bounded in their number
+        assert chat_constraint(model, make_request(**fields), "") is None
+        return
+    with pytest.raises(InvalidRequest, match="--tool-parser") as caught:
+        chat_constraint(model, make_request(**fields), "")
+    assert caught.value.param == param
