@@ -30,6 +30,7 @@ from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.providers.sse import ends_stream, has_output
 from gateway.routing.attempts import CLIENT_GONE, Attempts
 from gateway.routing.base import Candidate, Strategy
+from gateway.routing.following import follow
 from gateway.routing.hedging import Hedging
 from gateway.routing.poison import Suspects
 from gateway.routing.retries import RetryBudget, backoff_seconds
@@ -146,12 +147,12 @@ class Router:
             if attempts.done and not budget.take(now):
                 raise _nobody_answered(call, attempts, _soonest(candidates) - now)
             late_after = None
-            if hedge is not None:
+            if hedge is not None and hedge.budget and len(candidates) > 1:
                 self._hedging.note_call(hedge)
                 late_after = self._hedging.delay_seconds(hedge, call.model.name, call.stream)
             floor = call.latency_class.floor
-            if floor is not None and not any(other.server is not server for other in candidates):
-                floor = None  # nobody would be faster
+            if floor is not None and (floor.chunks == 1 or len(candidates) == 1):
+                floor = None  # it says nothing, or nobody would be faster
             if late_after is None:
                 upstream = await self._attempt(call, candidate, deadline, attempts, floor)
             else:
@@ -174,6 +175,7 @@ class Router:
         """One server's answer up to its first useful chunk, or None where another is to be asked. `racing`: in a task
         of its own, which whoever started it may cancel."""
         server, loop = candidate.server, asyncio.get_running_loop()
+        await follow(call, server, deadline)
         attempts.ask(server)
         span_id, started_ns, started = attempts.new_span_id(), time.time_ns(), loop.time()
         reply: Reply | None = None

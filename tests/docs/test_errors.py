@@ -10,7 +10,7 @@ from gateway.storage.base import RateCharge
 from tests.docs.markdown import ROOT, code_spans, section, table_rows
 
 PAGE = ROOT / "docs" / "errors.md"
-RECEIVED = {"x-api-key"}
+RECEIVED = {"x-api-key", "x-warmpath-timeout", "x-stainless-read-timeout", "x-stainless-timeout", "x-anthropic-"}
 A_CHARGE = RateCharge("dev/requests", amount=1, limit=1, period_seconds=1.0)
 
 

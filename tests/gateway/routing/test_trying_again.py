@@ -201,7 +201,7 @@ async def test_a_hedge_that_fails_leaves_the_first_its_time() -> None:
 async def test_without_budget_nobody_is_asked_twice() -> None:
     late = asyncio.Event()
     asyncio.get_running_loop().call_later(0.05, late.set)
-    rig = Rig(two_servers(hedge={"after": "10ms", "budget": 0}), a=Script(late, TEXT, DONE), b=Script(TEXT))
+    rig = Rig(two_servers(hedge={"after": "10ms", "budget": 0.01}), a=Script(late, TEXT, DONE), b=Script(TEXT))
     rig.router._hedging._pot = 0.0
     assert await rig.chunks() == [TEXT, DONE]
     assert rig.outcomes == [("a", "ok")]
