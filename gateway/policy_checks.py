@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gateway.policy import Check, Finding, Policy, choices
-from gateway.providers import PROVIDERS
+from gateway.providers import PROVIDERS, SALTED
 from gateway.settings import missing_secrets
 
 
@@ -16,7 +16,16 @@ def known_providers(policy: Policy) -> Iterator[Finding]:
             yield ("deployments", i, "provider"), message
 
 
+def shared_caches(policy: Policy) -> Iterator[Finding]:
+    """Where tenants could learn of each other's prompts. It may be meant so."""
+    if len({tenant.cache_group or ("alone", tenant.name) for tenant in policy.tenants}) > 1:
+        for i, deployment in enumerate(policy.deployments):
+            if deployment.provider not in SALTED:
+                message = "this dialect has no cache_salt: tenants can tell by time and counts what others have sent"
+                yield ("deployments", i, "provider"), message
+
+
 ANYWHERE: tuple[Check, ...] = (known_providers,)
 IN_SERVICE: tuple[Check, ...] = (known_providers, missing_secrets)  # where the gateway itself runs
 
-__all__ = ["ANYWHERE", "IN_SERVICE", "known_providers"]
+__all__ = ["ANYWHERE", "IN_SERVICE", "known_providers", "shared_caches"]

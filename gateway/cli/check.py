@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from gateway.cli.common import PROBLEM, AsJson, complain, say, say_json, say_table, settings_or_exit, verb_app, warn
-from gateway.policy import Deployment, Limits, Policy, TenantLimits
-from gateway.policy_checks import ANYWHERE
+from gateway.policy import Check, Deployment, Limits, Policy, TenantLimits
+from gateway.policy_checks import ANYWHERE, shared_caches
 from gateway.policy_file import PolicyError, Problem, load_policy, policy_schema
 from gateway.settings import missing_secrets
 
@@ -49,14 +49,19 @@ def check(
         say_json({"ok": True, "file": str(path), **_outline(policy), "warnings": [w._asdict() for w in warnings]})
         return
     for problem in warnings:
-        warn(f"{problem} here")
+        warn(str(problem))
     _sum_up(path, policy)
 
 
 def _warnings(path: Path) -> tuple[Problem, ...]:
-    """A secret may be missing here and be there where the gateway runs."""
+    """What may be meant so. A secret may be missing here and be there where the gateway runs."""
+    missing = [problem._replace(message=f"{problem.message} here") for problem in _problems(path, missing_secrets)]
+    return (*missing, *_problems(path, shared_caches))
+
+
+def _problems(path: Path, check: Check) -> tuple[Problem, ...]:
     try:
-        load_policy(path, checks=(missing_secrets,))
+        load_policy(path, checks=(check,))
     except PolicyError as error:
         return error.problems
     return ()

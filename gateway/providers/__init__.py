@@ -16,6 +16,8 @@ PROVIDERS = {
     "warmpath": "gateway.providers.vllm:Warmpath",
 }
 
+SALTED = frozenset({"vllm", "warmpath"})  # those that keep the prefix caches of tenants apart, by `cache_salt`
+
 
 class UnknownProvider(ValueError):
     """A policy names a provider that does not exist."""
@@ -35,4 +37,4 @@ def make_provider(
     return provider
 
 
-__all__ = ["PROVIDERS", "Fault", "Provider", "ProviderFailure", "Reply", "UnknownProvider", "make_provider"]
+__all__ = ["PROVIDERS", "SALTED", "Fault", "Provider", "ProviderFailure", "Reply", "UnknownProvider", "make_provider"]

@@ -1,6 +1,9 @@
 import json
 from pathlib import Path
 
+import pytest
+import yaml
+
 from gateway.policy_file import load_policy, policy_schema
 from tests.gateway.cli.conftest import Warmpath
 
@@ -67,11 +70,32 @@ def test_a_secret_that_is_missing_here_is_only_a_warning(warmpath: Warmpath) -> 
     result = warmpath("check", str(path), OPENAI_API_KEY="")
     assert result.exit_code == 0
     assert "deployments.1.api_key.env: the environment variable OPENAI_API_KEY is not set here" in result.stderr
-    assert warmpath("check", str(path), OPENAI_API_KEY="sk-x").stderr == ""
+    assert "OPENAI_API_KEY" not in warmpath("check", str(path), OPENAI_API_KEY="sk-x").stderr
 
 
 def test_the_schema_is_printed_byte_for_byte(warmpath: Warmpath) -> None:
     assert warmpath("check", "--schema").stdout == policy_schema()
+
+
+@pytest.mark.parametrize(
+    ("tenants", "provider", "warned"),
+    [
+        ([{"name": "a"}, {"name": "b"}], "openai", True),
+        ([{"name": "a"}, {"name": "b"}], "vllm", False),
+        ([{"name": "a"}], "openai", False),
+        ([{"name": "a", "cache_group": "g"}, {"name": "b", "cache_group": "g"}], "openai", False),
+        ([{"name": "a", "cache_group": "g"}, {"name": "g"}], "openai", True),
+    ],
+)
+def test_a_cache_that_tenants_share_is_warned_of(
+    warmpath: Warmpath, tmp_path: Path, tenants: list[dict[str, str]], provider: str, warned: bool
+) -> None:
+    deployment = {"name": "s", "provider": provider, "base_url": "http://s.invalid/v1", "model": "m"}
+    policy = {"deployments": [deployment], "models": [{"name": "m", "deployments": ["s"]}], "tenants": tenants}
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(policy))
+    told = warmpath("check", "p.yaml")
+    assert told.exit_code == 0
+    assert ("deployments.0.provider: this dialect has no cache_salt" in told.stderr) is warned
 
 
 def test_a_file_that_is_not_there_is_misuse(warmpath: Warmpath) -> None:
