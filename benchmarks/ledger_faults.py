@@ -8,7 +8,8 @@ first; the relay cuts connections to the engine at a random moment; every few se
 
 * the tokens of the ledgers, receipts and attempts in vain together, are the engine's own count, to the token;
 * no event id stands twice, no call has two receipts, and each chain verifies;
-* once the leases are over, no reservation holds anything.
+* once the leases are over, no reservation holds anything;
+* what was shipped through the Redis and is collected from it is these ledgers again, byte for byte.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import redis
 
 from gateway.ledger import verify
 from gateway.ledger.chain import chains, segments
+from gateway.ledger.collecting import collect
 from gateway.ledger.rows import Opened, left_open
 from gateway.ledger.rows import decode as decode_row
 from gateway.limits.limiter import LEASE_SECONDS
@@ -78,11 +80,13 @@ class Findings:
     left_open: int = 0
     broken: str | None = None
     held: int = 0  # by reservations, after the lease time
+    collected: bool = False
 
     @property
     def good(self) -> bool:
         faults = (self.event_ids_twice, self.calls_twice, self.left_open, self.held)
-        return self.ledger_tokens == self.engine_tokens and not any(faults) and self.broken is None
+        tokens_agree = self.ledger_tokens == self.engine_tokens
+        return tokens_agree and not any(faults) and self.broken is None and self.collected
 
     def lines(self) -> Iterator[str]:
         yield f"{self.requests} requests in {self.seconds:.0f} s: {told(self.ends)}"
@@ -91,6 +95,7 @@ class Findings:
         yield f"tokens of the ledgers {self.ledger_tokens}, of the engine {self.engine_tokens} (prompt, generation)"
         yield f"event ids twice {self.event_ids_twice}, calls billed twice {self.calls_twice}, open {self.left_open}"
         yield f"chains: {self.broken or 'whole'}; held by reservations after the lease time: {self.held}"
+        yield f"collected from the streams: {'the same rows' if self.collected else 'OTHER ROWS'}"
         yield "all of it holds" if self.good else "IT DOES NOT HOLD"
 
 
@@ -151,7 +156,7 @@ class Replica:
         self.name = name
         self._start = lambda: gateway(
             folder / name, policy, storage=storage, port=self.port, replica=name, ledger_dir=str(folder / "ledger"),
-            log_level="error",
+            log_level="error", ledger_ship=storage,
         )  # fmt: skip
         self.port = free_port()
         self._life = ExitStack()
@@ -255,9 +260,8 @@ async def run(folder: Path, requests: int, clients: int, seed: int) -> Findings:
             cutter.cutting, findings.cuts = False, cutter.cuts
             findings.seconds = time.monotonic() - began
             await asyncio.to_thread(_wait_until_closed, folder / "ledger", served)
-            await asyncio.sleep(LEASE_SECONDS)
-            await asyncio.gather(*(ask(replica.port, 0, random.Random(0), Counter()) for replica in replicas))
-            await asyncio.to_thread(_wait_until_closed, folder / "ledger", served)
+            await asyncio.to_thread(_wait_until_released, store)
+            await asyncio.to_thread(_wait_until_collected, folder / "ledger", folder / "collected", store)
             for replica in replicas:
                 await asyncio.to_thread(replica.stop)
         look(folder / "ledger", served, store, findings)
@@ -318,6 +322,38 @@ def _wait_until_closed(ledger: Path, served: Running) -> None:
         time.sleep(0.5)
 
 
+def held_by_reservations(store: RedisServer) -> int:
+    held = 0
+    with store.client() as connection:
+        for name in connection.scan_iter("wp:*:account:*"):
+            held += int(connection.hget(name, "held") or 0)
+        for name in connection.scan_iter("wp:*:leases:*"):
+            held += int(connection.zcard(name))
+    return held
+
+
+def _wait_until_released(store: RedisServer) -> None:
+    deadline = time.monotonic() + LEASE_SECONDS
+    while time.monotonic() < deadline and held_by_reservations(store):
+        time.sleep(0.5)
+
+
+def _wait_until_collected(ledger: Path, into: Path, store: RedisServer) -> None:
+    deadline = time.monotonic() + QUIET_SECONDS
+    while time.monotonic() < deadline and not _same_rows(ledger, into):
+        collect(store.url, into)
+        time.sleep(0.5)
+
+
+def _same_rows(ledger: Path, collected: Path) -> bool:
+    """Each chain again, under its name and its id."""
+    return [_bytes_of(chain) for chain in chains(ledger)] == [_bytes_of(chain) for chain in chains(collected)]
+
+
+def _bytes_of(chain: Path) -> list[bytes]:
+    return [segment.read_bytes() for segment in segments(chain)]
+
+
 def look(ledger: Path, served: Running, store: RedisServer, findings: Findings) -> None:
     event_ids, calls = Counter[str](), Counter[str]()
     prompt = generation = 0
@@ -342,11 +378,8 @@ def look(ledger: Path, served: Running, store: RedisServer, findings: Findings) 
     findings.left_open = open_attempts(ledger)
     broken = verify(ledger).broken
     findings.broken = str(broken) if broken else None
-    with store.client() as connection:
-        for name in connection.scan_iter("wp:*:account:*"):
-            findings.held += int(connection.hget(name, "held") or 0)
-        for name in connection.scan_iter("wp:*:leases:*"):
-            findings.held += int(connection.zcard(name))
+    findings.held = held_by_reservations(store)
+    findings.collected = _same_rows(ledger, ledger.parent / "collected")
 
 
 def main() -> None:

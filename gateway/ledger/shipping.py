@@ -31,7 +31,7 @@ STREAM_ROWS_MAX = 1_000_000  # then it waits for a collector
 BATCH_ROWS = 500
 BATCH_BYTES = 2 * 1024 * 1024
 LOOK_SECONDS = 1.0  # how often it looks for new rows
-AGAIN_MAX_SECONDS = 30.0  # between two tries of a Redis that is away: from LOOK_SECONDS on, doubling
+AGAIN_MAX_SECONDS = 8.0  # between two tries of a Redis that is away: from LOOK_SECONDS on, doubling
 OPERATION_SECONDS = 10.0
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from benchmarks import ledger_faults
 
 pytestmark = pytest.mark.e2e
 
-REQUESTS = 300
+REQUESTS = 200
 
 
 async def test_the_books_say_what_the_engine_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
