@@ -139,14 +139,16 @@ def test_corrections_are_added_to_the_day_and_the_money_of_their_receipts(tmp_pa
         [
             a_correction(priced, cost="-0.00000044", output=-1),
             a_correction(unknown, cost="2", **new_price),
-            a_correction(unknown, cost="0.5", corrected="2026-11-22T00:00:00.000000Z", **new_price),
+            a_correction(
+                unknown, cost="0.5", corrected="2026-11-22T00:00:00.000000Z", **{**new_price, "price_input": "3"}
+            ),
         ],
         replica="repricing",
     )
     (line,) = summarise(tmp_path, by=["day"])
     assert (line.group, line.requests, line.unpriced, line.output) == ({"day": "2026-11-20"}, 2, 0, 5)
     assert line.cost == {"USD": Decimal("0.000005") + Decimal("2.5")}
-    assert line.saved == {"USD": 64 * (Decimal("0.09") + Decimal("0.5")) / 1_000_000}
+    assert line.saved == {"USD": 64 * (Decimal("0.09") + Decimal("2.5")) / 1_000_000}
     assert unpriced(tmp_path) == []
     assert [(row["cost"], row["output"], row["currency"]) for row in standing(tmp_path)] == [
         (Decimal("0.000005"), 2, "USD"),
