@@ -66,13 +66,16 @@ async def test_a_lease_is_kept_while_the_work_goes_on_and_a_cancelled_batch_is_s
 async def test_tenants_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "RUNS_MAX", 2)
     async with a_bench(tmp_path) as bench:
-        mine = [await bench.add([ask(f"{number}")]) for number in range(3)]
-        other = await bench.add([ask("other")], tenant="u")
         worker = Worker(bench.shop)
+        first = await bench.add([ask("first")])
         worker.start()
+        await reply_of(bench, 0)
+        await bench.add([ask("second")])
+        other = await bench.add([ask("other")], tenant="u")
+        worker.wake()
         await reply_of(bench, 1)
         running = [batch.id for batch in await bench.store.open_batches() if batch.owner == "me"]
-        assert running == [mine[0].id, other.id]
+        assert running == [first.id, other.id]
         await worker.close()
 
 
