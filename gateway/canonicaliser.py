@@ -26,6 +26,7 @@ from gateway.types import Call, Operation, Principal, Trace
 
 Headers = Mapping[bytes, bytes]
 SALT_BYTES = 16
+MAX_RECALLS = 6  # a plan, a conversation, and what three fields hold
 MAX_NAME_CHARACTERS = 200  # of a name that is told back; no policy has longer ones
 MESSAGE_TOKENS = 4  # what a chat template adds around each message, roughly
 
@@ -52,11 +53,14 @@ class Canonicaliser:
 
     async def canonicalised(self, door: Door, body: bytes, headers: Headers, **context: Any) -> Call:
         """`canonicalise`, after asking the storage for what this process does not know: once for each schema."""
-        while True:
+        memory = self._canon.memory
+        for _ in range(MAX_RECALLS):
             try:
                 return self.canonicalise(door, body, headers, **context)
             except NotInMemory as unknown:
-                await self._canon.memory.recall(unknown.keys)
+                await memory.recall(unknown.keys)
+        with memory.alone():  # so much is going on that what was fetched is crowded out again
+            return self.canonicalise(door, body, headers, **context)
 
     def canonicalise(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from gateway.errors import StorageUnavailable
@@ -38,16 +38,26 @@ class SharedMemory:
         self._bytes = 0
         self._entries: OrderedDict[str, bytes | None] = OrderedDict()  # None: the storage does not have it
         self._tasks: set[asyncio.Task[None]] = set()
+        self._alone = False
         self.generation = 0  # counts what was replaced by another's decision
 
     def find(self, key: str) -> bytes | None:
         """What was decided, or None. Raises `NotInMemory`."""
         if key not in self._entries:
-            if self._blobs is None:
+            if self._blobs is None or self._alone:
                 return None
             raise NotInMemory([key])
         self._entries.move_to_end(key)
         return self._entries[key]
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within this, what is not in memory is taken to be nowhere. Nothing may be awaited in it."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
 
     async def recall(self, keys: Sequence[str]) -> None:
         """Ask the storage for all at once, within its own bound. `find` knows them afterwards, also where the storage

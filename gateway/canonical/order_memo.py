@@ -24,6 +24,7 @@ _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "
 _DATA = frozenset({"enum", "const", "default", "examples", "example"})
 _SETS = frozenset({"required", "type"})
 _EXACT_FLOAT_MAX = 2**53
+MAX_TOOLS = 1024  # of one request; more would crowd out what others remember
 
 _list = msgspec.json.Decoder(list[msgspec.Raw])
 _any = msgspec.json.Decoder()
@@ -40,6 +41,8 @@ class OrderMemo(Transform):
             first = self._first_form(raw, context) if b'"json_schema"' in raw else raw
             return None if first == raw else first
         tools = [bytes(tool) for tool in _list.decode(raw)]
+        if len(tools) > MAX_TOOLS:
+            return None
         firsts: list[bytes] = []
         unknown: list[str] = []
         for tool in tools:

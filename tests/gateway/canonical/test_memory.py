@@ -175,3 +175,23 @@ async def test_a_version_that_is_gone_is_not_followed(storage: MemoryStorage) ->
     replica = Canonicaliser(b"secret", storage)
     assert steps(await ask(replica, a_policy(canonicalise=NEW), {"messages": ANSWERED}))
     await replica.close()
+
+
+async def test_a_memory_that_holds_nothing_is_asked_no_more_than_its_bound() -> None:
+    """What is fetched is crowded out before it can be used: the request is served all the same."""
+    storage, policy = Away(), a_policy()
+    replica = Canonicaliser(b"secret", storage)
+    replica._canon.memory._max_bytes = 1
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(5)]
+    call = await asyncio.wait_for(ask(replica, policy, {"messages": HELLO, "tools": tools}), 10)
+    assert json.loads(bytes(call.fields["tools"])) == tools
+    await replica.close()
+
+
+async def test_more_tools_than_can_be_remembered_go_as_they_came() -> None:
+    policy, replica = a_policy(), Canonicaliser(b"secret", Away())
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(5000)]
+    call = await ask(replica, policy, {"messages": HELLO, "tools": tools})
+    assert json.loads(bytes(call.fields["tools"])) == tools
+    assert len(replica._canon.memory._entries) < 10
+    await replica.close()
