@@ -26,6 +26,7 @@ from gateway.types import Call, Operation, Principal, Trace
 
 Headers = Mapping[bytes, bytes]
 SALT_BYTES = 16
+SESSION_HEADERS = (b"x-session-id", b"x-claude-code-session-id", b"session-id", b"session_id", b"x-session-affinity")
 MAX_RECALLS = 6  # a plan, a conversation, and what three fields hold
 MAX_NAME_CHARACTERS = 200  # of a name that is told back; no policy has longer ones
 MESSAGE_TOKENS = 4  # what a chat template adds around each message, roughly
@@ -122,6 +123,7 @@ class Canonicaliser:
             deadline=now + min(latency_class.total, whole_seconds(headers), patience if not stream else math.inf),
             patience_seconds=patience,
             trace=trace,
+            session=_session(common.prompt_cache_key, headers, salt),
         )
 
     def _plan(self, policy: Policy, tenant: str, model: str) -> Plan:
@@ -205,6 +207,16 @@ def _model(policy: Policy, principal: Principal, asked: str) -> Model:
     if not principal.may_use(model):
         raise Forbidden(f"the key {principal.key_id!r} may not use the model {asked!r}", param="model")
     return model
+
+
+def _session(prompt_cache_key: str | None, headers: Headers, salt: str) -> str | None:
+    """The name that a client gives to its conversation, apart from the same name given by another tenant."""
+    if prompt_cache_key:
+        return f"{salt}:{prompt_cache_key[:MAX_NAME_CHARACTERS]}"
+    for header in SESSION_HEADERS:
+        if header in headers:
+            return f"{salt}:{headers[header][:MAX_NAME_CHARACTERS].decode('latin-1')}"
+    return None
 
 
 def _output_bound(asked: Asked) -> int | None:

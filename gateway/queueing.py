@@ -24,7 +24,7 @@ from gateway.types import Call
 RETRY_AFTER_MIN_SECONDS = 1.0
 RETRY_AFTER_MAX_SECONDS = 30.0
 HELD_LOOK_SECONDS = 1.0  # how often it is looked whether those that are held may go: conversations end in silence
-HELD_LOOK_AT = 8  # calls that may not go, after which those behind them are not looked at
+HELD_LOOK_AT = 4  # calls that may not go, after which those behind them are not looked at
 GROUP_BLOCKS = 16  # of a prompt's beginning, by which calls are grouped
 GROUP_SECONDS = 60.0  # in which a group takes others in: who comes later goes behind the groups that came meanwhile
 

@@ -33,6 +33,7 @@ class Common(msgspec.Struct):
     model: str
     user: str | None = None
     safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     service_tier: str | None = None
     metadata: dict[str, Any] | None = None
     temperature: float | None = None

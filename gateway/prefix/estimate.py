@@ -6,7 +6,7 @@ Tokens are the fingerprint's: estimates by the length of text. Replies give the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gateway.prefix.cache_model import CacheModel, Recall
@@ -35,6 +35,7 @@ class Sent:
 
     __slots__ = (
         "at", "believed", "chain", "clock", "missing", "prefill_seconds", "prompt_tokens", "streams", "unsure_from",
+        "when_prefilled",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +48,7 @@ class Sent:
         self.at = at
         self.clock = clock  # of the cache model, when it was added there
         self.streams = streams
+        self.when_prefilled: list[Callable[[], None]] = []  # called once, also if it fails
         self.prefill_seconds = 0.0  # known from its first chunk on
         self.unsure_from = clock  # what was added at this clock or later was being computed when this was sent
 
@@ -118,6 +120,8 @@ class Estimate:
         del self._prefills[sent]
         self.prefill_tokens_queued -= sent.missing
         self._prefilling_since = now
+        for tell in sent.when_prefilled:
+            tell()
 
     def queued_tokens(self, now: float) -> float:
         """What it has yet to prefill, given what it must have done since it was last heard of."""

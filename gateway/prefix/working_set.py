@@ -6,19 +6,21 @@ let fewer of them run. So a call whose class may be held waits at its turn, betw
 until its conversation fits; the oldest conversations go on, so that they come to an end and make room. Real-time calls
 never wait: what they hold counts first, and a share of each cache is left to those that may come.
 
-A conversation is known by the name its client gives it, or by its last prompt being the beginning of the next one.
+A conversation is known by its last prompt being the beginning of the next one, or most of it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from gateway.prefix.estimate import Estimate
 
 IDLE_SECONDS = 330.0  # without a call, after which a conversation counts as over
+SECOND_TURN_SECONDS = 10.0  # without one, after which a first turn counts as a single question
 CHECKPOINT_BLOCKS = 8
+FILL_SHARE = 0.9  # of a cache that conversations may claim: they grow between two turns
 RESUME_SHARE = 0.85  # of the room for batch, up to which one that has no place yet may take one
 RESERVE_SHARE = 0.1  # of each cache, for real-time conversations that may come, where there have been any
 CONTINUES_WEIGHT = 0.05  # of the newest conversation in the learned share of those that have a second turn
@@ -42,9 +44,21 @@ class Prompt(Protocol):
 class Conversation:
     """`tokens` is its length so far, all of which its next turn will want to find at `home`."""
 
-    __slots__ = ("checkpoint", "held", "home", "key", "running", "started", "tokens", "turns", "urgent", "used")
+    __slots__ = (
+        "checkpoint",
+        "held",
+        "home",
+        "key",
+        "running",
+        "single",
+        "started",
+        "tokens",
+        "turns",
+        "urgent",
+        "used",
+    )
 
-    def __init__(self, key: Hashable, home: Estimate, started: float, *, urgent: bool) -> None:
+    def __init__(self, key: int, home: Estimate, started: float, *, urgent: bool) -> None:
         self.key = key
         self.checkpoint: int | None = None  # its chain, seven eighths down: agents edit what they said last
         self.home = home
@@ -54,6 +68,7 @@ class Conversation:
         self.turns = 0
         self.running = 0  # calls
         self.held = False  # its next call waits: it claims no room meanwhile
+        self.single = False  # a question that nobody came back to
         self.urgent = urgent
 
 
@@ -61,16 +76,16 @@ class WorkingSet:
     """All conversations at the servers of one fleet."""
 
     def __init__(self) -> None:
+        self._homes: dict[str, Estimate] = {}  # by the names that clients give, the latest last
         self._by_checkpoint: dict[int, Conversation] = {}
-        self._by_key: OrderedDict[Hashable, Conversation] = OrderedDict()  # by their last use
+        self._by_key: OrderedDict[int, Conversation] = OrderedDict()  # by their last use
+        self._first_turns: dict[Conversation, float] = {}  # that are over, and until when a second one is expected
         self._at: dict[Estimate, dict[Conversation, None]] = {}
         self._continues = 0.5
         self._urgent_seen_until = 0.0
 
     def of(self, prompt: Prompt, homes: Sequence[Estimate]) -> Conversation | None:
         """The conversation that a prompt continues, as far as that can be told."""
-        if prompt.session is not None:
-            return self._by_key.get(prompt.session)
         chain = prompt.fingerprint
         if not chain:
             return None
@@ -84,10 +99,15 @@ class WorkingSet:
                 return edited
         return None
 
+    def home_of(self, session: str) -> Estimate | None:
+        """Where a call was last that its client gave this name. Several conversations may have one name, so it says
+        where to look, and not whose room a call may have."""
+        return self._homes.get(session)
+
     def admit(self, prompt: Prompt, homes: Sequence[Estimate], now: float, *, goes_on: bool = False) -> bool:
         """Whether the call may go now. If so its conversation has its room, which is lost again by idling. `goes_on`:
         only one that has its room already is to be considered."""
-        if not prompt.may_be_held or not prompt.fingerprint:
+        if not prompt.may_be_held or not prompt.fingerprint or not any(_can_hold(home, prompt) for home in homes):
             return True
         self._expire(now)
         known, tokens = self.of(prompt, homes), prompt.prompt_tokens_estimate
@@ -106,14 +126,22 @@ class WorkingSet:
         return True
 
     def begin(self, prompt: Prompt, home: Estimate, now: float) -> Conversation | None:
-        """A call is sent to a server. None where it is too short to be anybody's conversation."""
-        if not prompt.fingerprint:
+        """A call is sent to a server. None where it is too short to be anybody's conversation, or too long for the
+        cache to hold."""
+        if not prompt.fingerprint or not _can_hold(home, prompt):
             return None
         self._expire(now)
+        if prompt.session is not None:
+            self._homes.pop(prompt.session, None)
+            self._homes[prompt.session] = home
+            if len(self._homes) > MAX_CONVERSATIONS:
+                del self._homes[next(iter(self._homes))]
         conversation = self._take_up(prompt, self.of(prompt, [home]), home, now)
         conversation.turns += 1
         conversation.running += 1
         if conversation.turns == 2:
+            self._first_turns.pop(conversation, None)
+            conversation.single = False
             self._continues += CONTINUES_WEIGHT * (1 - self._continues)
         return conversation
 
@@ -121,6 +149,8 @@ class WorkingSet:
         """Its call is over."""
         conversation.running -= 1
         conversation.used = now
+        if conversation.turns == 1:
+            self._first_turns[conversation] = now + SECOND_TURN_SECONDS
         if conversation.key in self._by_key:
             self._by_key.move_to_end(conversation.key)
 
@@ -129,7 +159,7 @@ class WorkingSet:
         return sum(self._claim(one) for one in self._at.get(home, ()) if one is not but)
 
     def _claim(self, one: Conversation) -> int:
-        if one.held:
+        if one.held or one.single:
             return 0
         return one.tokens if one.running or one.turns != 1 else int(one.tokens * self._continues)
 
@@ -146,11 +176,11 @@ class WorkingSet:
         return self.claimed(home) + tokens <= RESUME_SHARE * self._limit(home)
 
     def _limit(self, home: Estimate) -> float:
-        return home.cache.capacity_tokens * (1 - RESERVE_SHARE if self._urgent_seen_until else 1)
+        return home.cache.capacity_tokens * (FILL_SHARE - RESERVE_SHARE if self._urgent_seen_until else FILL_SHARE)
 
     def _take_up(self, prompt: Prompt, known: Conversation | None, home: Estimate, now: float) -> Conversation:
         """Note the prompt as its conversation's newest turn, at this server."""
-        key: Hashable = prompt.session if prompt.session is not None else prompt.fingerprint[-1]
+        key = prompt.fingerprint[-1]
         urgent = not prompt.may_be_held
         if known is None:
             known = Conversation(key, home, now, urgent=urgent)
@@ -162,7 +192,7 @@ class WorkingSet:
         known.tokens, known.used, known.held = prompt.prompt_tokens_estimate, now, False
         known.checkpoint = None
         depth = len(prompt.fingerprint) * 7 // 8
-        if prompt.session is None and depth >= CHECKPOINT_BLOCKS:
+        if depth >= CHECKPOINT_BLOCKS:
             known.checkpoint = prompt.fingerprint[depth - depth % CHECKPOINT_BLOCKS - 1]
             self._by_checkpoint[known.checkpoint] = known
         self._by_key[key] = known
@@ -174,6 +204,10 @@ class WorkingSet:
     def _expire(self, now: float) -> None:
         if self._urgent_seen_until < now:
             self._urgent_seen_until = 0.0
+        while self._first_turns and self._first_turns[first := next(iter(self._first_turns))] <= now:
+            del self._first_turns[first]
+            first.single = not first.running
+            self._continues -= CONTINUES_WEIGHT * self._continues
         while self._by_key:
             oldest = next(iter(self._by_key.values()))
             if len(self._by_key) <= MAX_CONVERSATIONS:
@@ -184,8 +218,6 @@ class WorkingSet:
                     self._by_key.move_to_end(oldest.key)
                     continue
             self._forget(oldest)
-            if oldest.turns == 1:
-                self._continues -= CONTINUES_WEIGHT * self._continues
 
     def _forget(self, one: Conversation) -> None:
         if self._by_key.get(one.key) is one:
@@ -193,3 +225,7 @@ class WorkingSet:
         if one.checkpoint is not None and self._by_checkpoint.get(one.checkpoint) is one:
             del self._by_checkpoint[one.checkpoint]
         self._at.get(one.home, {}).pop(one, None)
+
+
+def _can_hold(home: Estimate, prompt: Prompt) -> bool:
+    return len(prompt.fingerprint) <= home.cache.capacity

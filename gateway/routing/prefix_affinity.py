@@ -2,14 +2,15 @@
 
 The cost is one number in predicted seconds, without thresholds and without a switch that drops affinity:
 
-    cost = MISS_WEIGHT * missing / rate          what has to be computed, and what that drives out of the cache
-         + queued prefill / rate                 what is computed before it
+    cost = missing / speed                       what has to be computed
+         + EVICTION_WEIGHT * own missing / speed what that drives out of the cache, and others will miss
+         + queued / speed                        what is computed before it
          + calls under way / places * LOAD_SECONDS
-         - PIN_SECONDS, where its conversation was before
+         - PIN_SECONDS, where the conversation that its client names has been before
 
-A miss counts more than its own seconds, because it also evicts and delays what comes later. A prefix that every
-candidate holds distinguishes none of them, so only what differs weighs. A hot prefix comes to be held by a second
-server as soon as waiting for the first one costs more than computing it there.
+`own missing` leaves out what half of the servers hold: that is not lost if it is evicted here, and one copy more costs
+little. So a prefix that everybody holds distinguishes nobody, and a hot one comes to be held by another server as soon
+as waiting costs more than computing it there.
 """
 
 from __future__ import annotations
@@ -22,21 +23,31 @@ from gateway.routing.base import Candidate
 
 EVICTION_WEIGHT = 5.0
 LOAD_SECONDS = 0.5  # what a server with all places taken adds to an answer's time, compared with an idle one
-PIN_SECONDS = 0.25  # the most that a conversation's name, or its being known, may cost
+PIN_SECONDS = 0.25  # the most that a client's word may cost: a hint, and never a command
 
 
 class PrefixAffinity:
     def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
         warm = [server.estimate.warm_tokens(call.fingerprint) for server in servers]
-        common, guess = sorted(warm)[(len(warm) - 1) // 2], _learnt_speed(servers)
+        common = sorted(warm)[(len(warm) - 1) // 2] if warm else 0.0
+        guess = _learnt_speed(servers)
+        home = servers[0].working_set.home_of(call.session) if call.session is not None and servers else None
         candidates = [
-            self._candidate(call, server, warm_tokens, common, now, guess)
+            self._candidate(call, server, warm_tokens, common, now, guess, pinned=server.estimate is home)
             for server, warm_tokens in zip(servers, warm, strict=True)
         ]
         return sorted(candidates, key=lambda c: (c.server.cooling(now), c.cost_seconds, c.in_flight))
 
     def _candidate(
-        self, call: Prompt, server: Server, warm: float, common: float, now: float, guess: float | None
+        self,
+        call: Prompt,
+        server: Server,
+        warm: float,
+        common: float,
+        now: float,
+        guess: float | None,
+        *,
+        pinned: bool,
     ) -> Candidate:
         estimate, prompt = server.estimate, call.prompt_tokens_estimate
         rate = guess if guess and not estimate.speed_is_learnt else estimate.prefill_tokens_per_second
@@ -44,6 +55,8 @@ class PrefixAffinity:
         load = LOAD_SECONDS * estimate.under_way(now) / server.deployment.max_concurrency
         missing, own = prompt - warm, prompt - max(warm, common)
         cost_seconds = (missing + EVICTION_WEIGHT * own + queued) / rate + load
+        if pinned:
+            cost_seconds -= PIN_SECONDS
         return Candidate(server, cost_seconds, prompt, int(warm), queued, estimate.in_flight)
 
 

@@ -1,0 +1,140 @@
+"""The router in the simulator, beside other rules and one pooled cache, against the bars that we hold it to.
+
+Chats come in an open loop at an uncached load of 0.75, to 4 and 8 servers with caches of 1M to 4M tokens. Coding agents
+come in a closed loop: 200 sessions starting every 20 s on average, at most 150 requests each, thinking at most 300 s,
+to 4 servers with caches of 1M tokens that prefill 8,000 tokens a second; once all of them batch, once every tenth
+real-time. Traffic is made up; `--recorded` replays the recordings beside the repository, where they are.
+Everything is in virtual time: results do not depend on the machine, except for the CPU seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gateway.cli.simulate import BARE_POLICY
+from gateway.policy import Policy
+from gateway.simulator import generate
+from gateway.simulator.compare import OURS, POOLED, STRATEGIES, Summary, compare, policy_for, prefill_rate_for_load
+from gateway.simulator.plot import bar_chart
+from gateway.simulator.replay import Site
+from gateway.simulator.traces import Trace, read_trace, staggered
+
+HERE = Path(__file__).parent
+SHARED = Path(os.environ.get("WARMPATH_SHARED", HERE.parents[2] / "shared")) / "traces"
+LOAD = 0.75
+AGENT_PREFILL_TOKENS_PER_SECOND = 8_000
+BASELINES = [name for name in STRATEGIES if name not in (OURS, POOLED)]
+
+
+def chats(trace: Trace, capacities: Sequence[int]) -> Iterator[dict[str, Any]]:
+    for servers in (4, 8):
+        for capacity_tokens in capacities:
+            rate = prefill_rate_for_load(trace, servers, LOAD)
+            made = _run(trace, servers, capacity_tokens, rate)
+            by_name = {summary.strategy: summary for summary in made["summaries"]}
+            best = min(by_name[name].ttft_mean_seconds for name in BASELINES)
+            yield _row(made, {
+                "hit rate within 1.5 points of the pooled cache":
+                    by_name[OURS].hit_rate >= by_name[POOLED].hit_rate - 0.015,
+                "mean TTFT no worse than the best baseline": by_name[OURS].ttft_mean_seconds <= best,
+                "no server above 1.3 times the mean load": by_name[OURS].load_ratio <= 1.3,
+            })  # fmt: skip
+
+
+def agents(trace: Trace, seed: int) -> Iterator[dict[str, Any]]:
+    for urgent_every in (None, 10):
+        traffic = staggered(trace, seed=seed, sessions=200, max_requests=150, urgent_every=urgent_every)
+        made = _run(traffic, 4, 1_000_000, AGENT_PREFILL_TOKENS_PER_SECOND)
+        by_name = {summary.strategy: summary for summary in made["summaries"]}
+        ours = by_name[OURS]
+        bars = {
+            "hit rate at least 0.90": ours.hit_rate >= 0.90,
+            "done before every baseline": ours.makespan_seconds < min(by_name[b].makespan_seconds for b in BASELINES),
+            "no server above 1.3 times the mean load": ours.load_ratio <= 1.3,
+        }
+        if urgent_every:
+            bars["real-time hit rate at least 0.90"] = (ours.urgent_hit_rate or 0) >= 0.90
+            bars["real-time never held"] = ours.urgent_held == 0
+        yield _row({**made, "real-time": f"one in {urgent_every}" if urgent_every else "none"}, bars)
+
+
+def _run(trace: Trace, servers: int, capacity_tokens: int, rate: float) -> dict[str, Any]:
+    started = time.process_time()
+    site = Site(policy_for(Policy.model_validate(BARE_POLICY), servers), capacity_tokens, rate)
+    summaries = list(compare(trace, site, list(STRATEGIES)))
+    return {
+        "trace": trace.name, "requests": trace.requests, "servers": servers, "capacity_tokens": capacity_tokens,
+        "prefill_tokens_per_second": round(rate), "cpu_seconds": round(time.process_time() - started, 1),
+        "summaries": summaries,
+    }  # fmt: skip
+
+
+def _row(made: dict[str, Any], bars: dict[str, bool]) -> dict[str, Any]:
+    summaries: list[Summary] = made.pop("summaries")
+    title = f"{made['trace']}, {made['servers']} servers, caches of {made['capacity_tokens']:,} tokens"
+    print(title, flush=True)
+    for summary in summaries:
+        print(
+            f"  {summary.strategy:22} cached {summary.hit_rate:6.1%}  TTFT mean {summary.ttft_mean_seconds:8.2f} s  "
+            f"p99 {summary.ttft_p99_seconds:8.2f} s  done after {summary.makespan_seconds / 60:5.0f} min  "
+            f"busiest {summary.load_ratio:.2f} x mean"
+        )
+    for bar, holds in bars.items():
+        print(f"  {'holds' if holds else 'FAILS'}: {bar}", flush=True)
+    return {
+        **made,
+        "bars": bars,
+        "strategies": [_rounded(summary) for summary in summaries],
+        "chart": (title, summaries),
+    }
+
+
+def _rounded(summary: Summary) -> dict[str, Any]:
+    return {
+        name: round(value, 4) if isinstance(value, float) else value
+        for name, value in dataclasses.asdict(summary).items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recorded", action="store_true", help="replay the recordings, where they are")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kind", choices=("chats", "agents"), help="only these")
+    parser.add_argument("--write", action="store_true", help=f"write the result and charts into {HERE.name}/results")
+    arguments = parser.parse_args()
+    if arguments.recorded and not SHARED.is_dir():
+        raise SystemExit(f"there are no recordings in {SHARED.name}")
+    rows: list[dict[str, Any]] = []
+    if arguments.kind != "agents":
+        trace = (
+            read_trace(SHARED / "mooncake_conversation_trace.jsonl")
+            if arguments.recorded
+            else generate.conversation(arguments.seed)
+        )
+        rows += chats(trace, (1_000_000, 2_000_000, 4_000_000))
+    if arguments.kind != "chats":
+        trace = (
+            read_trace(SHARED / "claude_code_sessions.jsonl") if arguments.recorded else generate.agents(arguments.seed)
+        )
+        rows += agents(trace, arguments.seed)
+    charts = [row.pop("chart") for row in rows]
+    if arguments.write:
+        name = f"{'recorded' if arguments.recorded else 'made-up'}-{arguments.kind or 'all'}-seed-{arguments.seed}"
+        folder = HERE / "results"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        for number, (title, summaries) in enumerate(charts):
+            if number in (0, len(charts) - 1):
+                (folder / f"{name}-{number}.svg").write_text(bar_chart(title, summaries), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Of a burst of calls with one beginning, the first computes it, and the others wait for that before they are sent.
+
+Sent at once they would all compute it, since an engine shares what it has computed and not what it is computing. The
+wait ends with the first one's first chunk, and is bounded by the time that its prompt is predicted to take, twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.fleet import Server
+from gateway.prefix.estimate import shared_blocks
+from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.types import Call
+
+FOLLOW_MIN_SECONDS = 0.1  # of computing that is spared: for less, nobody waits
+FOLLOW_AT_MOST = 2.0  # times what is predicted
+
+
+async def follow(call: Call, server: Server, deadline: float) -> None:
+    """Wait while the server computes what this call would otherwise compute, too. `deadline`: event-loop seconds."""
+    estimate = server.estimate
+    if not estimate.prefill_tokens_queued or not call.fingerprint:
+        return
+    leader = estimate.prefill_under_way(call.fingerprint)
+    if leader is None:
+        return
+    loop, rate = asyncio.get_running_loop(), estimate.prefill_tokens_per_second
+    spared = shared_blocks(leader.chain, call.fingerprint) - leader.believed.matched
+    if spared * BLOCK_TOKENS / rate < FOLLOW_MIN_SECONDS:
+        return
+    ahead_seconds = estimate.queued_tokens(loop.time()) / rate
+    prefilled: asyncio.Future[None] = loop.create_future()
+    leader.when_prefilled.append(lambda: None if prefilled.done() else prefilled.set_result(None))
+    await asyncio.wait([prefilled], timeout=max(0.0, min(FOLLOW_AT_MOST * ahead_seconds, deadline - loop.time())))
