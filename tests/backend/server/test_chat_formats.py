@@ -73,9 +73,13 @@ class Scripted:
 
 
 @asynccontextmanager
-async def serve(tools: str, reasoning: str | None = None) -> AsyncIterator[tuple[Scripted, openai.AsyncOpenAI]]:
+async def serve(
+    tools: str, reasoning: str | None = None, special_tokens: tuple[str, ...] = ()
+) -> AsyncIterator[tuple[Scripted, openai.AsyncOpenAI]]:
+    demo = load_model(DEMO, "m", "m", 512)
+    demo.codec.tokenizer.add_special_tokens([*special_tokens])
     model = replace(
-        load_model(DEMO, "m", "m", 512),
+        demo,
         tool_format=TOOL_FORMATS[tools],
         reasoning_format=REASONING_FORMATS[reasoning] if reasoning else None,
     )
@@ -119,6 +123,17 @@ async def test_tool_calls(tools: str, tokens_per_step: int) -> None:
             assert first.id != second.id
             if tools == "mistral":
                 assert len(first.id) == 9
+
+
+@pytest.mark.parametrize("tools", [*TOOL_FORMATS])
+async def test_markers_that_are_special_tokens_are_seen_by_the_parsers_and_by_nobody_else(tools: str) -> None:
+    markers = (*TOOL_FORMATS[tools].markers, "<think>", "</think>")
+    async with serve(tools, "think", markers) as (engine, client):
+        engine.text = f"<think>Hm.</think>{CALLS[tools]}"
+        for completion in await both(client, tools=TOOLS):
+            assert calls_of(completion) == [("weather", ZIP), ("now", NONE)]
+            assert completion.choices[0].message.model_extra["reasoning_content"] == "Hm."
+            assert not completion.choices[0].message.content
 
 
 @pytest.mark.parametrize("tools", [*TOOL_FORMATS])
