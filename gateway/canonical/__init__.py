@@ -187,11 +187,13 @@ def transforms(plan: Plan, field: str) -> tuple[Transform, ...]:
     """Those of a plan that may change a field of the body, in order."""
     if plan.level == "off":
         return ()
-    return tuple(
+    chosen = [
         transform
         for transform in VERSIONS[plan.version]
         if field in transform.fields and (transform.safety < Safety.P3 or transform.name in plan.opt_in)
-    )
+    ]
+    moving = any(transform.safety is Safety.P3 for transform in chosen)
+    return tuple(chosen if moving else dict.fromkeys(chosen))  # where nothing moves, none is needed again
 
 
 def can_do(plan: Plan) -> bool:
