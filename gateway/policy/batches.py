@@ -11,7 +11,9 @@ class Batches(Frozen):
     """How /v1/batches works through its lines."""
 
     latency_class: Name = Field("batch", alias="class", description="The latency class of every line.")
-    concurrency: Count = Field(16, description="Lines that one gateway has in flight, of all batches together; as it is at its start.")
+    concurrency: Count = Field(
+        16, description="Lines that one gateway has in flight, of all batches together; as it is at its start."
+    )
     attempts: Count = Field(4, description="How often a line is tried whose server fails; waiting for room is no try.")
     max_lines: Count = Field(50_000, description="Lines of one file.")
     max_open: Count = Field(100, description="Batches of one tenant that are not over.")
