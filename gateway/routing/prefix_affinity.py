@@ -6,7 +6,7 @@ The cost is one number in predicted seconds, without thresholds and without a sw
          + EVICTION_WEIGHT * own missing / speed what that drives out of the cache, and others will miss
          + queued / speed                        what is computed before it
          + calls under way / places * LOAD_SECONDS
-         - PIN_SECONDS, where the conversation that its client names has been before
+         - PIN_SECONDS, where the conversation that its client names was, or would be
 
 `own missing` leaves out what half of the servers hold: that is not lost if it is evicted here, and one copy more costs
 little. So a prefix that everybody holds distinguishes nobody, and a hot one comes to be held by another server as soon
@@ -17,7 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import xxhash
+
 from gateway.fleet import Server
+from gateway.prefix.estimate import Estimate
 from gateway.prefix.working_set import Prompt
 from gateway.routing.base import Candidate
 
@@ -31,7 +34,7 @@ class PrefixAffinity:
         warm = [server.estimate.warm_tokens(call.fingerprint) for server in servers]
         common = sorted(warm)[(len(warm) - 1) // 2] if warm else 0.0
         guess = _learnt_speed(servers)
-        home = servers[0].working_set.home_of(call.session) if call.session is not None and servers else None
+        home = _home(call.session, servers) if call.session is not None and servers else None
         candidates = [
             self._candidate(call, server, warm_tokens, common, now, guess, pinned=server.estimate is home)
             for server, warm_tokens in zip(servers, warm, strict=True)
@@ -58,6 +61,14 @@ class PrefixAffinity:
         if pinned:
             cost_seconds -= PIN_SECONDS
         return Candidate(server, cost_seconds, prompt, int(warm), queued, estimate.in_flight)
+
+
+def _home(session: str, servers: Sequence[Server]) -> Estimate:
+    """Where the conversation of this name was; of one that is new here, where every gateway would look for it."""
+    known = servers[0].working_set.home_of(session)
+    if known is not None:
+        return known
+    return max(servers, key=lambda server: xxhash.xxh3_64_intdigest(f"{session}@{server.name}".encode())).estimate
 
 
 def _learnt_speed(servers: Sequence[Server]) -> float | None:

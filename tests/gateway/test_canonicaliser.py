@@ -189,3 +189,11 @@ def test_embeddings_have_no_prefix_to_reuse() -> None:
     assert call.fingerprint == ()
     assert call.deterministic
     assert not call.stream
+
+
+def test_a_conversation_has_the_name_that_its_client_gives_and_no_other_tenant_can_give() -> None:
+    key, header = chat(prompt_cache_key="k"), {b"x-session-id": b"k"}
+    assert a_call(chat()).session is None
+    assert a_call(key).session == a_call(chat(), headers=header).session is not None
+    assert a_call(key, headers={b"x-session-id": b"other"}).session == a_call(key).session
+    assert a_call(key).session != a_call(key, tenant="u").session

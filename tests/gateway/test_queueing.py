@@ -4,9 +4,11 @@ import asyncio
 
 import pytest
 
+from gateway import queueing
 from gateway.errors import Overloaded
 from gateway.fleet import Fleet, Place
 from gateway.policy import Policy
+from gateway.prefix import working_set
 from gateway.providers.base import Unasked
 from gateway.queueing import Queue
 from gateway.types import Call
@@ -228,3 +230,72 @@ async def test_a_reload_keeps_what_is_known_of_servers_that_stay() -> None:
         assert after["a"].cache.match([1, 2, 3]) == 3
         assert after["a"].deployment.max_concurrency == 9
         assert after["b"] is not b
+
+
+PROMPT = "All the world is a stage, and all the men and women merely players. " * 20
+
+
+def small_caches() -> Policy:
+    """Two servers whose caches hold a prompt of some 380 tokens once, and not twice."""
+    return a_policy(
+        deployments=[
+            {"name": name, "base_url": f"http://{name}.invalid/v1", "model": "served", "cache_tokens": 600}
+            for name in ("a", "b")
+        ],
+        rules=[{"match": {"service_tier": "flex"}, "class": "batch"}],
+    )
+
+
+def converse(fleet: Fleet, policy: Policy, text: str, now: float) -> None:
+    """Two turns of a conversation, on the server where there is room for it."""
+    for turn in (text, text + " And then?"):
+        call = call_now(policy, messages=[{"role": "user", "content": turn}], service_tier="flex")
+        homes = [server.estimate for server in fleet]
+        assert fleet.working_set.admit(call, homes, now)
+        known = fleet.working_set.of(call, homes)
+        assert known is not None
+        next(server for server in fleet if server.estimate is known.home).send(call, now).end(now)
+
+
+async def test_a_conversation_that_does_not_fit_waits_although_there_are_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = small_caches()
+    queue, fleet = a_queue(policy)
+    now = asyncio.get_running_loop().time()
+    converse(fleet, policy, "One. " + PROMPT, now)
+    converse(fleet, policy, "Two. " + PROMPT, now)
+    monkeypatch.setattr(queueing, "HELD_LOOK_SECONDS", 0.001)
+    third = call_now(policy, messages=[{"role": "user", "content": "Three. " + PROMPT}], service_tier="flex")
+    leave, order = asyncio.Event(), list[str]()
+    leave.set()
+    waiting = asyncio.create_task(hold(queue, third, order, "third", leave))
+    await settle()
+    assert queue.depth("batch") == 1
+    going_on = call_now(
+        policy, messages=[{"role": "user", "content": "Two. " + PROMPT + " And then? Really?"}], service_tier="flex"
+    )
+    await hold(queue, going_on, order, "going on", leave)
+    realtime = call_now(policy, messages=[{"role": "user", "content": "Four. " + PROMPT}])
+    await hold(queue, realtime, order, "realtime", leave)
+    assert order == ["going on", "realtime"]
+    monkeypatch.setattr(working_set, "IDLE_SECONDS", 0.0)  # the others have ended
+    await asyncio.wait_for(waiting, 5.0)
+    assert order[-1] == "third" and not any(server.places_taken for server in fleet)
+
+
+async def test_batch_prompts_that_begin_alike_go_one_after_the_other() -> None:
+    policy = one_place()
+    queue, _ = a_queue(policy)
+    leave, order = asyncio.Event(), list[str]()
+    first = asyncio.create_task(hold(queue, call_now(policy), order, "first", leave))
+    await settle()
+    tasks = []
+    for number in range(6):
+        text = ("Even. " if number % 2 == 0 else "Odd. ") + PROMPT * 4 + str(number)
+        call = call_now(policy, messages=[{"role": "user", "content": text}], service_tier="flex")
+        tasks.append(asyncio.create_task(hold(queue, call, order, "even" if number % 2 == 0 else "odd", leave)))
+        await settle()
+    leave.set()
+    await asyncio.gather(first, *tasks)
+    assert order == ["first", "even", "even", "even", "odd", "odd", "odd"]

@@ -6,7 +6,8 @@ from gateway.fleet import Fleet, Server
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import Unasked
 from gateway.routing.least_busy import LeastBusy
-from gateway.routing.prefix_affinity import EVICTION_WEIGHT, PrefixAffinity
+from gateway.routing.prefix_affinity import EVICTION_WEIGHT, PIN_SECONDS, PrefixAffinity
+from gateway.routing.round_robin import RoundRobin
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
 
@@ -78,3 +79,39 @@ def test_ordering_changes_nothing() -> None:
     call = a_call(LONG)
     assert PrefixAffinity().order(call, [a, b], 0.0) == PrefixAffinity().order(call, [a, b], 0.0)
     assert len(a.cache) == len(b.cache) == 0
+
+
+def test_a_name_pins_a_conversation_within_a_bound() -> None:
+    a, b = servers()
+    named = msgspec.structs.replace(a_call(chat("short")), session="s")
+    a.send(named, now=0.0).end(now=0.0)
+    assert PrefixAffinity().order(named, [b, a], now=1.0)[0].server is a
+    a.send(prompt_of(int(2 * PIN_SECONDS * a.estimate.prefill_tokens_per_second)), now=1.0)
+    assert PrefixAffinity().order(named, [b, a], now=1.0)[0].server is b
+
+
+def test_gateways_that_do_not_know_of_each_other_agree_on_a_named_conversation() -> None:
+    for number in range(20):
+        named = msgspec.structs.replace(a_call(), session=f"s{number}")
+        chosen = {PrefixAffinity().order(named, one_gateways, now=0.0)[0].server.name
+                  for one_gateways in (servers(), servers()[::-1])}  # fmt: skip
+        assert len(chosen) == 1
+
+
+def test_a_server_whose_speed_nobody_knows_is_taken_to_be_like_the_others() -> None:
+    """Its first guess is ten times too low: it would never be asked, and never be known."""
+    a, b = servers()
+    for _ in range(50):
+        a.estimate.learn_prefill(20_000, 1.0)
+    a.send(prompt_of(1000), now=0.0)
+    assert PrefixAffinity().order(a_call(LONG), [a, b], now=0.0)[0].server is b
+
+
+def test_round_robin_takes_turns() -> None:
+    a, b = servers()
+    chosen = []
+    for now in range(4):
+        server = RoundRobin().order(a_call(LONG), [a, b], now=float(now))[0].server
+        server.send(a_call(LONG), float(now))
+        chosen.append(server)
+    assert chosen == [a, b, a, b]
