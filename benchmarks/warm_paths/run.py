@@ -186,6 +186,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model,
         "cpus": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 1),  # of the last minute: what else it had to do
         "python": platform.python_version(),
         "commit": commit.stdout.strip(),
     }
@@ -193,9 +194,9 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--conversations", type=int, default=12)
-    parser.add_argument("--concurrency", type=int, default=6)
-    parser.add_argument("--blocks", type=int, nargs="*", default=[6000, 640], help="of each engine, for each size")
+    parser.add_argument("--conversations", type=int, default=10)
+    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--blocks", type=int, nargs="*", default=[6000, 576], help="of each engine, for each size")
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="where the results go; left out: benchmarks/warm_paths/results")

@@ -50,6 +50,7 @@ def vllm(command: str, folder: Path, model: Path, num_blocks: int) -> Iterator[d
     options = ["serve", str(model), "--served-model-name", MODEL, "--dtype", "bfloat16", "--host", "127.0.0.1"]
     options += ["--port", str(port), "--max-model-len", str(CONTEXT_TOKENS), "--enable-prompt-tokens-details"]
     options += ["--num-gpu-blocks-override", str(num_blocks), "--kv-events-config", json.dumps(config)]
+    options += ["--enforce-eager"]  # compiling takes minutes, and changes nothing here
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with running([command, *options], folder, READY, seconds=600, **settings):
         yield {
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--vllm", required=True, help="the command, as in /opt/vllm/bin/vllm")
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=3)
-    parser.add_argument("--blocks", type=int, nargs="*", default=[8000, 1500], help="of its KV cache, for each size")
+    parser.add_argument("--blocks", type=int, nargs="*", default=[1000, 130], help="of 128 tokens, for each size")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="where the results go; left out: benchmarks/warm_paths/results")
     args = parser.parse_args()
