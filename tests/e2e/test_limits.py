@@ -167,7 +167,8 @@ def test_one_command_before_the_answer_however_many_limits_there_are(
         sent = watched.result(PATIENCE_SECONDS)
     of_gateways = [command.split() for command in sent if not command.startswith(("KEYS", "ECHO"))]
     scripts = [words for words in of_gateways if words[0] == "EVALSHA" and words[3] == f"wp:{{{who}}}"]
-    assert len(of_gateways) - len(scripts) < times / 2  # what they say now and then, whoever asks
+    others = [words for words in of_gateways if words not in scripts]  # what they say now and then, whoever asks
+    assert not any(who in " ".join(words) for words in others)
     operations = Counter(words[4] for words in scripts)
     assert operations["reserve"] == times
     assert set(operations) == {"reserve"} | afterwards
@@ -218,7 +219,7 @@ async def test_concurrency(twins: list[Gateway], local_engine: Running) -> None:
 async def test_money(twins: list[Gateway]) -> None:
     replies = await at_once(twins, "money", chat(max_tokens=100, ignore_eos=True))
     count = statuses(replies)
-    assert set(count) == {200, 429}
+    assert {200, 429} <= set(count) <= {200, 429, 503}
     spent = sum(float(row["cost"]) for front in twins for row in front.receipts(tenant="money"))
     assert 0 < spent <= float(BUDGET)
     # Some found the rest merely held by calls in flight, and may come again; in the end nothing fits any more.
