@@ -39,6 +39,7 @@ class ZmqSource:
 
     async def run(self) -> None:
         context = zmq.asyncio.Context()
+        context.setsockopt(zmq.IPV6, True)  # as well: names and addresses of version 4 go on as they are
         subscriber = context.socket(zmq.SUB)
         try:
             subscriber.set_hwm(RECEIVE_QUEUE_MAX)
