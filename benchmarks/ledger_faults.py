@@ -58,6 +58,7 @@ CUT_SHARE = 0.005  # of the pieces that the relay passes on to a gateway
 LEAVE_SHARE = 0.3  # of streams, whose client leaves on the way
 LEAVE_AT_ONCE_SHARE = 0.03  # of all requests, whose client leaves before the first byte
 FAULT_SECONDS = (2.0, 6.0)  # between two kills
+STARTS_MAX = 5
 MAX_TOKENS = 12
 REQUEST_SECONDS = 60.0
 QUIET_SECONDS = 180.0  # for everything that is open to be closed at the end
@@ -163,6 +164,11 @@ class Replica:
         self.front: Gateway | None = None
 
     def start(self) -> None:
+        """As a supervisor does: a start that fails, since the Redis is slow just then, is tried again."""
+        for _ in range(STARTS_MAX - 1):
+            with contextlib.suppress(AssertionError):
+                self.front = self._life.enter_context(self._start())
+                return
         self.front = self._life.enter_context(self._start())
 
     def kill(self) -> None:
