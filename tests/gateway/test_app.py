@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import yaml
 
@@ -329,3 +332,22 @@ async def test_a_client_that_is_slow_on_the_way_loses_nothing(tmp_path: Path) ->
         client = Slow(chat(stream=True))
         await in_time(app.begin(client))
         assert client.whole and client.content == b"".join(frames) + DONE
+
+
+async def test_the_admin_api_reports_usage(tmp_path: Path) -> None:
+    key = "an-admin-key-of-some-length"
+    async with running(tmp_path, policy_for("http://127.0.0.1:9/v1"), admin_port=0, admin_key=key) as app:
+        transport = httpx2.ASGITransport(app=app.gateway.admin)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://admin/v1/organization") as admin:
+            asked = {"start_time": 1_795_132_800, "end_time": 1_795_132_801}
+            for path in ("usage/completions", "costs"):
+                refused = await admin.get(path, params=asked)
+                told = await admin.get(path, params=asked, headers={"authorization": f"Bearer {key}"})
+                assert (refused.status_code, told.status_code) == (401, 200)
+                assert [bucket["results"] for bucket in told.json()["data"]] == [[]]
+
+
+def test_a_gateway_reads_no_ledger_unless_it_is_asked_to() -> None:
+    """DuckDB would cost every gateway its memory."""
+    program = "import sys, gateway.app; sys.exit('duckdb' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
