@@ -99,14 +99,18 @@ def cpu_us(work: Callable[[], object], times: int) -> float:
     return (time.process_time() - started) / times * 1e6
 
 
+def one_call(ledger: Ledger) -> None:
+    ledger.open_call(opened_by(CALL, MARKS, SERVER, 1))
+    ledger.append(a_receipt())
+
+
 async def at_rate(ledger: Ledger, receipts: int, per_second: int) -> tuple[float, list[float]]:
     """CPU microseconds per call beyond what pacing the loop costs, and seconds from each receipt to its settlement."""
     latencies: list[float] = []
     settler = Settler(Limiter(MemoryStorage(), LIMITS), ledger)
 
-    def one_call() -> None:
-        ledger.open_call(opened_by(CALL, MARKS, SERVER, 1))
-        ledger.append(a_receipt())
+    def settle_one() -> None:
+        one_call(ledger)
         appended = time.perf_counter()
 
         async def settled(actual: Sequence[int]) -> None:
@@ -122,7 +126,7 @@ async def at_rate(ledger: Ledger, receipts: int, per_second: int) -> tuple[float
         return (time.process_time() - cpu) / receipts * 1e6
 
     pacing = await paced(lambda: None)
-    working = await paced(one_call)
+    working = await paced(settle_one)
     await settler.stop()
     return working - pacing, latencies
 
@@ -143,6 +147,7 @@ async def measure(directory: Path, receipts: int, per_second: int) -> list[str]:
     async with Ledger(directory, "benchmark") as ledger:
         receipt = a_receipt()
         say("append it", cpu_us(lambda: ledger.append(receipt), receipts), "us CPU")
+        say("open, make and append in a row", cpu_us(lambda: one_call(ledger), receipts), "us CPU a call")
         await ledger.durable()
         cpu, latencies = await at_rate(ledger, receipts, per_second)
     say(f"open, receipt, settle: {per_second} a second", cpu, "us CPU a call")
