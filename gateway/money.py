@@ -37,11 +37,9 @@ def nanos_of(atoms: int) -> int:
 def atoms_of(text: str) -> int:
     """What `text_of` has written. Raises `ValueError` for what is no money, or finer than an atom."""
     try:
-        atoms = Decimal(text).scaleb(ATOM_DECIMALS, _EXACT)
-        whole = atoms.to_integral_exact(context=_EXACT)
-    except ArithmeticError as error:
+        return int(Decimal(text).scaleb(ATOM_DECIMALS, _EXACT).to_integral_exact(context=_EXACT))
+    except (ArithmeticError, ValueError) as error:
         raise ValueError(f"{text!r} is no amount of money") from error
-    return int(whole)
 
 
 def plain_text(amount: Decimal) -> str:
