@@ -33,8 +33,8 @@ AGENT_PREFILL_TOKENS_PER_SECOND = 8_000
 BASELINES = [name for name in STRATEGIES if name not in (OURS, POOLED)]
 
 
-def chats(trace: Trace, capacities: Sequence[int]) -> Iterator[dict[str, Any]]:
-    for servers in (4, 8):
+def chats(trace: Trace, server_counts: Sequence[int], capacities: Sequence[int]) -> Iterator[dict[str, Any]]:
+    for servers in server_counts:
         for capacity_tokens in capacities:
             rate = prefill_rate_for_load(trace, servers, LOAD)
             made = _run(trace, servers, capacity_tokens, rate)
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--recorded", action="store_true", help="replay the recordings, where they are")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kind", choices=("chats", "agents"), help="only these")
+    parser.add_argument("--servers", type=int, action="append", help="chats: only for so many; may be given again")
     parser.add_argument("--write", action="store_true", help=f"write the result and charts into {HERE.name}/results")
     arguments = parser.parse_args()
     if arguments.recorded and not SHARED.is_dir():
@@ -119,7 +120,7 @@ def main() -> None:
             if arguments.recorded
             else generate.conversation(arguments.seed)
         )
-        rows += chats(trace, (1_000_000, 2_000_000, 4_000_000))
+        rows += chats(trace, arguments.servers or (4, 8), (1_000_000, 2_000_000, 4_000_000))
     if arguments.kind != "chats":
         trace = (
             read_trace(SHARED / "claude_code_sessions.jsonl") if arguments.recorded else generate.agents(arguments.seed)
@@ -127,7 +128,8 @@ def main() -> None:
         rows += agents(trace, arguments.seed)
     charts = [row.pop("chart") for row in rows]
     if arguments.write:
-        name = f"{'recorded' if arguments.recorded else 'made-up'}-{arguments.kind or 'all'}-seed-{arguments.seed}"
+        kind = "-".join([arguments.kind or "all", *(f"{count}-servers" for count in arguments.servers or ())])
+        name = f"{'recorded' if arguments.recorded else 'made-up'}-{kind}-seed-{arguments.seed}"
         folder = HERE / "results"
         folder.mkdir(exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -18,7 +18,8 @@ from typing import Protocol
 from gateway.prefix.estimate import Estimate
 
 IDLE_SECONDS = 330.0  # without a call, after which a conversation counts as over
-SECOND_TURN_SECONDS = 10.0  # without one, after which a first turn counts as a single question
+SECOND_TURN_SECONDS = 30.0  # without one, after which a first turn counts as a single question
+FIRST_TURN_MIN_SHARE = 1 / 128  # of a cache, below which a first turn claims nothing
 CHECKPOINT_BLOCKS = 8
 FILL_SHARE = 0.9  # of a cache that conversations may claim: they grow between two turns
 RESUME_SHARE = 0.85  # of the room for batch, up to which one that has no place yet may take one
@@ -161,7 +162,11 @@ class WorkingSet:
     def _claim(self, one: Conversation) -> int:
         if one.held or one.single:
             return 0
-        return one.tokens if one.running or one.turns != 1 else int(one.tokens * self._continues)
+        if one.turns != 1:
+            return one.tokens
+        if one.tokens < FIRST_TURN_MIN_SHARE * one.home.cache.capacity_tokens:
+            return 0
+        return one.tokens if one.running else int(one.tokens * self._continues)
 
     def _may_go_on(self, one: Conversation, tokens: int) -> bool:
         here = self._at[one.home]
