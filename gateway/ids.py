@@ -32,23 +32,37 @@ random_bytes = _Entropy().take
 
 _BASE32 = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = [high + low for high in _BASE32 for low in _BASE32]
-_RANDOM_BITS = 80
-_RANDOM_CHARACTERS = _RANDOM_BITS // 5
+_DIGITS = bytes(_BASE32[byte & 31].encode()[0] for byte in range(256))  # of a byte, five bits
+_RANDOM_CHARACTERS = 16
+_COUNTED_CHARACTERS = 4  # of these, the last count within a millisecond
+_COUNTER_END = 32**_COUNTED_CHARACTERS
 
 
 class _Ulids:
-    """Event ids: 48 bits of milliseconds and 80 random ones, in Crockford's base 32 (github.com/ulid/spec).
+    """Event ids: 48 bits of milliseconds and 80 of chance, in Crockford's base 32 (github.com/ulid/spec).
 
-    Each is greater than the one before, within a millisecond and across a clock that steps back.
+    Each is greater than the one before, within a millisecond and across a clock that steps back: of the 80 bits, 60 are
+    drawn anew for each millisecond, and the others count on from a number that is drawn as well.
     """
 
     def __init__(self) -> None:
-        self._last = 0
+        self._milliseconds = 0
+        self._prefix = ""
+        self._counter = _COUNTER_END
 
     def next(self) -> str:
-        random = int.from_bytes(random_bytes(_RANDOM_BITS // 8))
-        self._last = max(self._last + 1, time.time_ns() // 1_000_000 << _RANDOM_BITS | random)
-        return "".join([_PAIRS[self._last >> shift & 1023] for shift in range(120, -1, -10)])
+        milliseconds = time.time_ns() // 1_000_000
+        self._counter += 1
+        if milliseconds > self._milliseconds or self._counter >= _COUNTER_END:
+            self._begin(max(milliseconds, self._milliseconds + 1))
+        return f"{self._prefix}{_PAIRS[self._counter >> 10]}{_PAIRS[self._counter & 1023]}"
+
+    def _begin(self, milliseconds: int) -> None:
+        self._milliseconds = milliseconds
+        drawn = random_bytes(_RANDOM_CHARACTERS - _COUNTED_CHARACTERS + 2)
+        time_part = "".join([_PAIRS[milliseconds >> shift & 1023] for shift in (40, 30, 20, 10, 0)])
+        self._prefix = time_part + drawn[2:].translate(_DIGITS).decode()
+        self._counter = int.from_bytes(drawn[:2]) << 3  # below half: room to count
 
 
 new_event_id = _Ulids().next

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import ClassVar
 
 import httpx2
 import msgspec
@@ -45,6 +46,8 @@ class OpenAI:
     """One deployment of any server that answers as OpenAI does."""
 
     keeps_records = False
+
+    knows_deadlines: ClassVar[bool] = False  # and stops working when the call's has passed
 
     def __init__(
         self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
@@ -92,6 +95,9 @@ class OpenAI:
         lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
             raise ValueError(f"a header would break out of its line: {headers}")
+        if self.knows_deadlines:
+            left_seconds = call.deadline - asyncio.get_running_loop().time()
+            lines += f"x-request-deadline-ms: {max(1, int(left_seconds * 1000))}\r\n"
         if self._names_calls:
             lines += f"x-session-id: {call.id}\r\n"
         head = b"%bcontent-length: %d\r\n%b" % (self._heads[call.operation], len(body), lines.encode("latin-1"))

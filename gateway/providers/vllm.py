@@ -95,6 +95,7 @@ class Warmpath(VLLM):
     """
 
     keeps_records = True
+    knows_deadlines = True
 
     async def usage_of(self, call_id: str) -> bytes | None:
         path = b"%b/requests/%b" % (self.root_path, call_id.encode())

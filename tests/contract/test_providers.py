@@ -197,6 +197,15 @@ async def test_a_call_is_named_to_servers_that_publish_events(kind: str, transpo
         assert [request.headers.get("x-session-id") for request in server.requests] == [None, call().id]
 
 
+async def test_the_deadline_goes_to_engines_that_stop_at_it(kind: str, transport: HTTPTransport) -> None:
+    async with ScriptedServer(answering(json_answer(ANSWER))) as server:
+        deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
+        limited = msgspec.structs.replace(call(), deadline=asyncio.get_running_loop().time() + 60)
+        await answer(make_provider(deployment, transport, resolve_nothing), limited)
+        told = server.requests[0].headers.get("x-request-deadline-ms")
+        assert told is None if kind != "warmpath" else 59_000 < int(told or 0) <= 60_000
+
+
 @pytest.mark.parametrize("operation", Operation)
 async def test_each_operation_has_its_path(provider_for: ProviderFor, operation: Operation) -> None:
     async with ScriptedServer(answering(json_answer(ANSWER))) as server:
