@@ -13,6 +13,7 @@ from gateway.batches.inside import AtBatchClass, KeyById
 from gateway.batches.records import Batch, File, Status, new_id
 from gateway.batches.run import Run, Workshop
 from gateway.batches.sqlite_store import SqliteStore
+from gateway.batches.store import CHUNK_BYTES
 from tests.gateway.house import PEPPER, Rig, a_rig, chat
 
 NOW = 1_000_000.0
@@ -40,7 +41,8 @@ class Bench:
             id=new_id("file-"), tenant="t", filename="f", purpose="batch", bytes=len(content), created_at=0,
             expires_at=int(NOW + 9999),
         )  # fmt: skip
-        await self.store.append(file.id, content)
+        for start in range(0, len(content), CHUNK_BYTES):
+            await self.store.append(file.id, content[start : start + CHUNK_BYTES])
         await self.store.add_file(file, max_stored_bytes=10**9)
         given: dict[str, Any] = {"tenant": "t", "created_at": int(NOW), "expires_at": int(NOW + 3600)} | fields
         batch = Batch(
