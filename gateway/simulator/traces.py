@@ -15,7 +15,6 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,10 @@ class Request:
     @property
     def chain(self) -> tuple[int, ...]:
         """The prompt's full blocks, as a fingerprint has them."""
-        return tuple(islice(chain.from_iterable(self.blocks), self.prompt_tokens // BLOCK_TOKENS))
+        blocks: list[int] = []
+        for several in self.blocks:
+            blocks += several
+        return tuple(blocks[: self.prompt_tokens // BLOCK_TOKENS])
 
 
 @dataclass(frozen=True, slots=True)
