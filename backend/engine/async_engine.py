@@ -227,7 +227,8 @@ class AsyncEngine:
             if waiters := self._take_idle_waiters():
                 self._loop.call_soon_threadsafe(self._release, waiters)
             if not self._changed.wait(QUIET_SECONDS if self._check_due else None):
-                return True
+                # Between the end of its patience and its turn at the lock, a command may have come.
+                return not (self._stopping or self._commands)
         return False
 
     def _take_idle_waiters(self) -> list[asyncio.Future[None]]:

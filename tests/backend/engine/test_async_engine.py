@@ -234,6 +234,37 @@ async def test_a_step_without_end_is_not_healthy(
             await asyncio.sleep(0.01)
 
 
+class LateCondition(threading.Condition):
+    """Loses one race: while a wait gives up, somebody else has the lock."""
+
+    meanwhile: Callable[[], None] | None = None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if self.meanwhile is None:
+            return super().wait(timeout)
+        meanwhile, self.meanwhile = self.meanwhile, None
+        meanwhile()
+        return False
+
+
+async def test_a_request_that_comes_as_the_engine_grows_quiet_is_served(engine: AsyncEngine) -> None:
+    condition = LateCondition()
+    await read(engine.submit(make_request()))
+    await engine.wait_idle()
+    streams: asyncio.Queue[OutputStream] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def submit() -> None:
+        loop.call_soon_threadsafe(streams.put_nowait, engine.submit(make_request("late")))
+
+    condition.meanwhile = submit
+    before, engine._changed = engine._changed, condition
+    with before:
+        before.notify()  # from here on the engine's thread is on the other condition
+    async with asyncio.timeout(WAIT_SECONDS):
+        assert len(await read(await streams.get())) == 5
+
+
 async def test_a_pool_that_contradicts_itself_ends_the_engine(engine: AsyncEngine) -> None:
     await read(engine.submit(make_request()))
     await engine.wait_idle()
