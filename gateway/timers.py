@@ -1,13 +1,17 @@
-"""One timer for many waits: bounds each wait of a task without a timer per wait.
+"""One timer for many waits: bounds each wait of each task without a timer per wait, or per task.
 
-`asyncio.timeout` costs two timer handles per use; a stream waits hundreds of times and hardly ever too long. Here the
-task notes when a wait begins and ends, and one handle looks now and then whether the present wait is too old.
+`asyncio.timeout` costs two timer handles per use; a stream waits hundreds of times and hardly ever too long. Here a
+task notes when a wait begins and ends, which costs next to nothing, and one tick looks now and then at all that wait.
+A bound is thus kept to within `TICK_SECONDS`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
+from weakref import WeakKeyDictionary
+
+TICK_SECONDS = 0.02
 
 
 class WaitBound:
@@ -17,7 +21,7 @@ class WaitBound:
     whoever turns it into an error calls `uncancel`. `close` ends the watching.
     """
 
-    __slots__ = ("_deadline", "_handle", "_loop", "_seconds", "_since", "_task", "expired")
+    __slots__ = ("_deadline", "_loop", "_seconds", "_since", "_task", "_ticker", "expired")
 
     def __init__(
         self, seconds: float, deadline: float = float("inf"), *, task: asyncio.Task[Any] | None = None
@@ -30,14 +34,15 @@ class WaitBound:
         self._seconds = seconds
         self._deadline = deadline
         self._since: float | None = None
+        self._ticker: _Ticker | None = None  # from the first wait on
         self.expired = False
-        self._handle: asyncio.TimerHandle | None = None  # from the first wait on
 
     def begin(self) -> None:
         """A wait begins; also where one ends and the next begins at once."""
-        self._since = since = self._loop.time()
-        if self._handle is None or since >= self._deadline:  # which may have passed between two waits
-            self._look_at(max(since, min(since + self._seconds, self._deadline)))
+        self._since = self._loop.time()
+        if self._ticker is None:
+            self._ticker = _ticker_of(self._loop)
+            self._ticker.watch(self)
 
     def end(self) -> None:
         self._since = None
@@ -47,24 +52,49 @@ class WaitBound:
         self._task.uncancel()
         self.expired = False
         self._since = None
-        self._look_at(self._loop.time() + self._seconds)
 
     def close(self) -> None:
         self._since = None
-        if self._handle is not None:
-            self._handle.cancel()
+        if self._ticker is not None:
+            self._ticker.watched.discard(self)
+            self._ticker = None
 
-    def _look(self) -> None:
-        now, since = self._loop.time(), self._since
-        if since is not None and now >= min(since + self._seconds, self._deadline):
+    def look(self, now: float) -> None:
+        since = self._since
+        if since is not None and not self.expired and (now - since >= self._seconds or now >= self._deadline):
             self.expired = True
             self._task.cancel()
-            return
-        begun = now if since is None else since
-        soonest = min(begun + self._seconds, self._deadline if self._deadline > now else begun + self._seconds)
-        self._look_at(soonest)
 
-    def _look_at(self, when: float) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-        self._handle = self._loop.call_at(when, self._look)
+
+class _Ticker:
+    """Looks at all that is watched on one event loop, as long as there is anything."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.watched: set[WaitBound] = set()  # bounded by the calls under way
+        self._loop = loop
+        self._ticking = False
+
+    def watch(self, bound: WaitBound) -> None:
+        self.watched.add(bound)
+        if not self._ticking:
+            self._ticking = True
+            self._loop.call_later(TICK_SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        for bound in list(self.watched):
+            bound.look(now)
+        if self.watched:
+            self._loop.call_later(TICK_SECONDS, self._tick)
+        else:
+            self._ticking = False
+
+
+_tickers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Ticker] = WeakKeyDictionary()
+
+
+def _ticker_of(loop: asyncio.AbstractEventLoop) -> _Ticker:
+    ticker = _tickers.get(loop)
+    if ticker is None:
+        ticker = _tickers[loop] = _Ticker(loop)
+    return ticker

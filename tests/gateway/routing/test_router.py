@@ -228,13 +228,13 @@ async def test_fallback_models_are_asked_last() -> None:
     assert rig.idle()
 
 
-async def test_a_closed_answer_leaves_no_timer() -> None:
+async def test_a_closed_answer_is_watched_no_more() -> None:
     rig = Rig(a=Script(b"1"), b=Script())
     call = a_call(chat(stream=True), rig.policy, now=asyncio.get_running_loop().time())
     async with rig.queue.turn(call) as place, rig.router.open(call, place, rig.attempts) as upstream:
         await upstream.pour(lambda chunk: True)
-    assert upstream._wait is not None and upstream._wait._handle is not None
-    assert upstream._wait._handle.cancelled()
+        assert upstream._wait is not None and upstream._wait._ticker is not None
+    assert upstream._wait._ticker is None
 
 
 async def test_a_bug_in_a_provider_is_not_blamed_on_the_client() -> None:
