@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import product
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,7 +43,7 @@ class PlainCache:
 
 
 texts = st.text(alphabet="ab", min_size=1, max_size=9)
-EVERY_TEXT = [""] + ["".join(t) for n in range(1, 10) for t in __import__("itertools").product("ab", repeat=n)]
+EVERY_TEXT = [""] + ["".join(t) for n in range(1, 10) for t in product("ab", repeat=n)]
 PARENTS = {chain_of(text)[-1]: set(chain_of(text)) for text in EVERY_TEXT[1:]}
 
 
