@@ -7,6 +7,7 @@ a policy reload for every deployment whose address and model stay the same.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -75,6 +76,7 @@ class Server:
         self.output_billed = 0
         self.places_taken = 0  # by calls whose turn it is; of these are in flight:
         self.breaker = Breaker()
+        self.cut_at = -math.inf  # when it last broke an answer that had begun
         self.asked_at = 0.0  # by a call or a health check; event-loop seconds
         self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, after how many seconds)
 

@@ -17,7 +17,8 @@ from typer.main import get_command
 from gateway import __version__
 from gateway.cli.common import verb_app
 
-VERBS = ("up", "serve", "engine", "check", "explain", "simulate", "batch", "keys", "usage", "doctor")  # in the order of the help
+# In the order of the help.
+VERBS = ("up", "serve", "engine", "check", "explain", "simulate", "batch", "keys", "usage", "doctor")
 
 
 class _Verbs(TyperGroup):

@@ -1,7 +1,7 @@
 """Requests that end the server that works on them: asked once, and not over and over until no server is left.
 
-When a server dies with calls of which it has not said a word yet, one of them may be why. Where it was the only one,
-it is refused from then on; where there were several, each may be asked once more, and the one that is there again
+When a server dies, one of the calls that it worked on may be why. Where there was only one, it is refused from then
+on; where there were several, those that it had not answered yet may be asked once more, and the one that is there again
 when a server dies is refused. That a server has died, and not just a connection, its health says right afterwards.
 """
 
@@ -35,14 +35,15 @@ class Suspects:
     def end(self, server: Server) -> None:
         self._unanswered[server.name] -= 1
 
-    def died(self, server: Server, call: Call, unanswered: int, now: float) -> None:
-        """The server has died while it worked on this call, and on `unanswered` ones in all."""
+    def died(self, server: Server, call: Call, under_way: int, now: float) -> None:
+        """The server has died while it worked on this call, and on `under_way` ones in all."""
         when, most = self._deaths.get(server.name, (-SAME_DEATH_SECONDS, 0))
-        most = max(unanswered, most) if now - when < SAME_DEATH_SECONDS else unanswered
+        most = max(under_way, most) if now - when < SAME_DEATH_SECONDS else under_way
         self._deaths[server.name] = (now, most)
+        alone = most == 1 and now - server.cut_at > SAME_DEATH_SECONDS
         digest = _digest(call)
         _, against = self._suspects.pop(digest, (0.0, 0))
-        self._suspects[digest] = (now + SUSPECT_SECONDS, against + (CONVICTED if most == 1 else 1))
+        self._suspects[digest] = (now + SUSPECT_SECONDS, against + (CONVICTED if alone else 1))
         while len(self._suspects) > SUSPECTS_MAX:
             self._suspects.popitem(last=False)
 

@@ -213,7 +213,7 @@ class Router:
             _rest(server, failure, loop.time())
         finally:
             wait.close()
-            unanswered = self._suspects.unanswered(server)
+            under_way = max(self._suspects.unanswered(server), server.in_flight)
             self._suspects.end(server)
             _judge(server, outcome, status, loop.time())
             if outcome != "ok":
@@ -222,7 +222,7 @@ class Router:
                 if reply is not None:
                     await reply.aclose()
         if outcome == Fault.CUT.value and not await server.provider.healthy():
-            self._suspects.died(server, call, unanswered, loop.time())
+            self._suspects.died(server, call, under_way, loop.time())
         if outcome != "ok":
             return None
         assert reply is not None

@@ -56,6 +56,7 @@ class Upstream:
             return await self.reply.pour(taking)
         except ProviderFailure as failure:
             self.fault = failure.fault
+            self.server.cut_at = asyncio.get_running_loop().time()
             raise UpstreamCut(f"{self.server.name}: {failure}") from None
         except asyncio.CancelledError:
             if not wait.expired:

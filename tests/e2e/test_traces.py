@@ -134,5 +134,5 @@ def test_no_prompt_and_no_key_is_in_any_span(local_gateway: Gateway, collector: 
     spans_of(collector, reply.headers["x-trace-id"])
     assert not any(canary.encode() in body or b"0123456789abcdef" in body for body in collector.bodies)
     ledger = b"".join(file.read_bytes() for file in local_gateway.ledger.rglob("*.jsonl"))
-    assert ledger.count(canary.encode()) == 1, "as the end user that the client named, and nowhere else"
+    assert ledger.count(canary.encode()) == 2, "as the end user of a call that was opened and ended, and nowhere else"
     assert canary not in local_gateway.log.read_text()
