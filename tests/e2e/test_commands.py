@@ -174,8 +174,10 @@ def test_usage_says_what_the_ledger_says(tmp_path: Path, local_engine: Running) 
 
     whole = warmpath("usage", cwd=tmp_path, data_dir=data)
     assert whole.stdout.split("\n")[1].split()[0] == "6"
-    assert warmpath("usage", "verify", cwd=tmp_path, data_dir=data).stdout.startswith("6 rows, none of them changed")
-    (file,) = (tmp_path / "data").rglob("*.jsonl")
+    (file,) = (tmp_path / "data" / "ledger" / "gw").glob("0*.jsonl")
+    rows = len(file.read_bytes().splitlines())  # those of calls that were opened, too
+    verified = warmpath("usage", "verify", cwd=tmp_path, data_dir=data).stdout
+    assert verified.startswith(f"{rows} rows, none of them changed")
     file.write_bytes(file.read_bytes().replace(b'"output":5', b'"output":4', 1))
     tampered = warmpath("usage", "verify", cwd=tmp_path, data_dir=data)
     assert tampered.returncode == 1

@@ -45,7 +45,13 @@ def test_what_the_engine_did_is_what_was_billed(tmp_path: Path) -> None:
 
             # Work that the gateway knows nothing of.
             subprocess.run(
-                [sys.executable, "-c", _ASK, f"{local_engine.url}/v1/chat/completions", json.dumps(chat(max_tokens=4, ignore_eos=True))],
+                [
+                    sys.executable,
+                    "-c",
+                    _ASK,
+                    f"{local_engine.url}/v1/chat/completions",
+                    json.dumps(chat(max_tokens=4, ignore_eos=True)),
+                ],
                 check=True,
             )
             code, found = reconcile()
