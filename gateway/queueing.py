@@ -19,6 +19,7 @@ from typing import Generic, Protocol, TypeVar
 from gateway.errors import GatewayError, Overloaded, shutting_down
 from gateway.fleet import Fleet, Place
 from gateway.policy import LatencyClass, Model
+from gateway.prefix.working_set import Prompt
 from gateway.types import Call
 
 RETRY_AFTER_MIN_SECONDS = 1.0
@@ -29,17 +30,9 @@ GROUP_BLOCKS = 16  # of a prompt's beginning, by which calls are grouped
 GROUP_SECONDS = 60.0  # in which a group takes others in: who comes later goes behind the groups that came meanwhile
 
 
-class Queued(Protocol):
+class Queued(Prompt, Protocol):
     """What the order has to know of a call."""
 
-    @property
-    def fingerprint(self) -> Sequence[int]: ...
-    @property
-    def prompt_tokens_estimate(self) -> int: ...
-    @property
-    def session(self) -> str | None: ...
-    @property
-    def may_be_held(self) -> bool: ...
     @property
     def latency_class(self) -> LatencyClass: ...
     @property

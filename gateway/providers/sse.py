@@ -138,7 +138,7 @@ def broken_at(frames: bytes) -> int | None:
             _skim(frames[6:])
             return None
         except msgspec.MsgspecError:
-            pass
+            pass  # it may still be one of several lines: look closely
     begin = 0
     for end in [*(blank.end() for blank in _BLANK_LINE.finditer(frames)), len(frames)]:
         data = b"\n".join(line[1] for line in _DATA_LINE.finditer(frames[begin:end])).strip()

@@ -24,7 +24,7 @@ from gateway.errors import (
     UpstreamTimeout,
     retry_after,
 )
-from gateway.fleet import Fleet, Place, Server
+from gateway.fleet import Fleet, Place, SentCall, Server
 from gateway.policy import Floor
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.providers.sse import ends_stream, has_output
@@ -106,6 +106,8 @@ class Router:
         if budget is None:
             budget = self._budgets[call.class_name] = RetryBudget()
         budget.note_call(limits.retries)
+        if limits.hedge is not None:
+            self._hedging.note_call(limits.hedge)
         rounds = 0
         while True:
             candidates = self.order(call)
@@ -148,7 +150,6 @@ class Router:
                 raise _nobody_answered(call, attempts, _soonest(candidates) - now)
             late_after = None
             if hedge is not None and hedge.budget and len(candidates) > 1:
-                self._hedging.note_call(hedge)
                 late_after = self._hedging.delay_seconds(hedge, call.model.name, call.stream)
             floor = call.latency_class.floor
             if floor is not None and (floor.chunks == 1 or len(candidates) == 1):
@@ -176,8 +177,11 @@ class Router:
         of its own, which whoever started it may cancel."""
         server, loop = candidate.server, asyncio.get_running_loop()
         await follow(call, server, deadline)
+        started = loop.time()
+        if not server.breaker.would_allow(started):
+            return None  # meanwhile it has failed others, or one of them has become its probe
         attempts.ask(server)
-        span_id, started_ns, started = attempts.new_span_id(), time.time_ns(), loop.time()
+        span_id, started_ns = attempts.new_span_id(), time.time_ns()
         reply: Reply | None = None
         server.breaker.allows(started)
         server.asked_at = started
@@ -197,9 +201,7 @@ class Router:
                 outcome = attempts.cancelled_as
                 raise
             wait.uncancel()
-            limit_seconds = call.latency_class.ttft if call.stream else call.latency_class.total
-            had_its_time = loop.time() - started >= FAIR_SHARE * limit_seconds
-            outcome = Fault.TIMEOUT.value if had_its_time else OUT_OF_TIME
+            outcome = _late(call, loop.time() - started)
         except TimeoutError:
             outcome = TOO_SLOW
         except StopAsyncIteration:
@@ -226,15 +228,17 @@ class Router:
         if outcome != "ok":
             return None
         assert reply is not None
-        now = loop.time()
-        first_chunk_seconds = now - started
-        if call.stream:
-            server.first_chunks.append((now, first_chunk_seconds))
-        sent.first_chunk(now)
-        if call.latency_class.hedge is not None:
-            self._hedging.note(call.model.name, call.stream, first_chunk_seconds)
+        self._learn(call, sent, started, loop.time())
         attempts.add(sent, outcome, started_ns, span_id, status)
         return Upstream(call, candidate, sent, reply, first, attempts.task)
+
+    def _learn(self, call: Call, sent: SentCall, started: float, now: float) -> None:
+        """From how long a first chunk took."""
+        if call.stream:
+            sent.server.first_chunks.append((now, now - started))
+        sent.first_chunk(now)
+        if call.latency_class.hedge is not None:
+            self._hedging.note(call.model.name, call.stream, now - started)
 
     def second_server(self, remaining: Iterator[Candidate]) -> tuple[Candidate, Place] | None:
         """For a hedge: the next that may be asked and has a place, where the budget has one left."""
@@ -324,6 +328,12 @@ async def _whole_opening(first: bytes, reply: Reply, floor: Floor | None) -> byt
                     break
                 first += await anext(reply)
     return first
+
+
+def _late(call: Call, seconds: float) -> str:
+    """Whose fault it is that nothing came for so long."""
+    limit_seconds = call.latency_class.ttft if call.stream else call.latency_class.total
+    return Fault.TIMEOUT.value if seconds >= FAIR_SHARE * limit_seconds else OUT_OF_TIME
 
 
 def _outcome(failure: ProviderFailure) -> str:

@@ -306,3 +306,23 @@ async def test_a_cut_connection_to_a_living_server_says_nothing_about_the_reques
     cut = ProviderFailure(Fault.CUT, "reset")
     rig = Rig(two_servers(), a=Turns(Script(opening=cut), Script(TEXT, DONE)), b=Script(opening=cut))
     assert (await rig.chunks())[-1] == DONE
+
+
+async def test_a_server_that_failed_others_meanwhile_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = Script(TEXT)
+    rig = Rig(two_servers(), a=a, b=Script(TEXT, DONE))
+
+    async def follow(call: Call, asked: Server, deadline: float) -> None:
+        if asked.name == "a":
+            asked.breaker.eject(asyncio.get_running_loop().time(), 30.0)
+
+    monkeypatch.setattr("gateway.routing.router.follow", follow)
+    assert await rig.chunks() == [TEXT, DONE]
+    assert (a.opened, rig.outcomes) == (0, [("b", "ok")])
+
+
+async def test_a_call_brings_its_share_of_a_hedge_once_however_often_it_is_tried() -> None:
+    rig = Rig(two_servers(hedge={"after": "60s", "budget": 0.1}), a=Script(opening=status(500)), b=Script(TEXT, DONE))
+    rig.router._hedging._pot = 0.0
+    assert await rig.chunks() == [TEXT, DONE]
+    assert rig.router._hedging._pot == pytest.approx(0.1)
