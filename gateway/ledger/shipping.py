@@ -3,10 +3,10 @@
     one stream for each chain   warmpath:ledger:<replica>.<chain id>   all of them are members of warmpath:ledgers
     one entry for each row      its id is <segment>-<end of the row in the segment's file>; fields `event_id` and `row`
 
-An entry's id is the row's place, so that Redis itself refuses a row that it has, and remembers how far it got. Rows are
-sent when they are durable, at least once: after a restart, and whenever Redis has forgotten some, from where the stream
-ends; where there is no stream, from the oldest row that is kept. The gateway never waits for any of this, and a segment
-is not removed for its age before it was sent.
+An entry's id is the row's place, so that Redis itself remembers how far it got. Rows are sent when they are durable, at
+least once: after a restart, and whenever Redis has forgotten some, from where the stream ends; where there is no stream,
+from the oldest row that is kept. The gateway never waits for any of this, and a segment is not removed for its age
+before it was sent.
 """
 
 from __future__ import annotations
@@ -34,6 +34,26 @@ LOOK_SECONDS = 1.0  # how often it looks for new rows
 AGAIN_MAX_SECONDS = 8.0  # between two tries of a Redis that is away: from LOOK_SECONDS on, doubling
 OPERATION_SECONDS = 10.0
 
+NO_ENTRY = "0-0"  # the newest id of a stream without any
+
+# Adds the rows if the stream ends where we left it, in one step; gives back where it ended. Behind a gap no entry could
+# be added any more: Redis wants rising ids.
+_ADD = """
+local last = '0-0'
+if redis.call('EXISTS', KEYS[1]) == 1 then
+    local told = redis.call('XINFO', 'STREAM', KEYS[1])
+    for i = 1, #told, 2 do
+        if told[i] == 'last-generated-id' then last = told[i + 1] end
+    end
+end
+if last == ARGV[1] then
+    for i = 2, #ARGV, 3 do
+        redis.call('XADD', KEYS[1], ARGV[i], 'event_id', ARGV[i + 1], 'row', ARGV[i + 2])
+    end
+end
+return last
+"""
+
 log = logging.getLogger(__name__)
 
 
@@ -56,6 +76,7 @@ class Shipper:
         self._ledger = ledger
         self._replica = replica
         self._place: Place | None = None  # up to where rows are in the stream, once that is known
+        self._last = NO_ENTRY  # the id of the stream's newest entry, as we left it
         ledger.may_remove = lambda segment: self._place is not None and segment < self._place.segment
 
     async def run(self) -> None:
@@ -83,8 +104,10 @@ class Shipper:
         try:
             told = await redis.xinfo_stream(stream)
         except ResponseError:  # there is none
+            self._last = NO_ENTRY
             return Place(int(oldest.stem), 0)
-        segment, _, offset = _text(told["last-generated-id"]).partition("-")
+        self._last = _text(told["last-generated-id"])
+        segment, _, offset = self._last.partition("-")
         return max(Place(int(segment), int(offset)), Place(int(oldest.stem), 0))
 
     async def _ship(self, redis: Redis, stream: str) -> bool:
@@ -94,14 +117,13 @@ class Shipper:
         rows = await asyncio.to_thread(rows_after, self._ledger.folder, self._place, end)
         if not rows or await redis.xlen(stream) + len(rows) > STREAM_ROWS_MAX:
             return False
-        async with redis.pipeline(transaction=False) as pipeline:
-            for place, row in rows:
-                pipeline.xadd(stream, {"event_id": decode_head(row).event_id, "row": row}, id=str(place))
-            answers = await pipeline.execute(raise_on_error=False)
-        for answer in answers:
-            if isinstance(answer, Exception) and "equal or smaller" not in str(answer):  # else it is there already
-                raise answer
+        entries = [part for place, row in rows for part in (str(place), decode_head(row).event_id, row)]
+        last = _text(await redis.eval(_ADD, 1, stream, self._last, *entries))
+        if last != self._last:  # Redis was restarted or emptied beside us, and what it lost is to be sent again
+            self._place = await self._begin(redis, stream)
+            return True
         self._place = rows[-1][0]
+        self._last = str(self._place)
         self.rows_shipped += len(rows)
         return True
 
