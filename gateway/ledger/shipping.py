@@ -3,10 +3,10 @@
     one stream for each chain   warmpath:ledger:<replica>.<chain id>   all of them are members of warmpath:ledgers
     one entry for each row      its id is <segment>-<end of the row in the segment's file>; fields `event_id` and `row`
 
-An entry's id is the row's place, so that Redis itself remembers how far it got. Rows are sent when they are durable, at
-least once: after a restart, and whenever Redis has forgotten some, from where the stream ends; where there is no stream,
-from the oldest row that is kept. The gateway never waits for any of this, and a segment is not removed for its age
-before it was sent.
+An entry's id is the row's place, so that Redis itself remembers how far it got. Rows are sent when they are durable,
+at least once: after a restart, and whenever Redis has forgotten some, from where the stream ends; where there is no
+stream, from the oldest row that is kept. The gateway never waits for any of this, and a segment is not removed for its
+age before it was sent.
 """
 
 from __future__ import annotations
