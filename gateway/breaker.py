@@ -105,6 +105,10 @@ class Breaker:
         self.asked_after = max(self.asked_after, now + min(seconds, REST_MAX_SECONDS))
         self.last_after = max(self.last_after, self.asked_after)
 
+    def doubt(self, now: float, seconds: float) -> None:
+        """Something other than a call says that it may not work: others go first, and it is not closed for that."""
+        self.last_after = max(self.last_after, now + seconds)
+
     def eject(self, now: float, seconds: float) -> None:
         """It answers, but so slowly that others should: open for a while, as if it had failed."""
         self._open = True

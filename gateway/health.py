@@ -1,7 +1,8 @@
 """How servers are, where calls alone do not tell: one task that asks them, and compares how long they take.
 
 * A server whose breaker is open is asked for its health once a second, so that it is used again as soon as it works.
-* One that has not been called for a while is asked now and then, so that a call need not find out that it is gone.
+* One that has not been called for a while is asked now and then; where it does not answer, others go first, so that a
+  call need not find out that it is gone.
 * One whose first chunks take several times as long as those of its peers is left out for a while, as long as most
   of its peers are not.
 """
@@ -61,8 +62,8 @@ class HealthChecks:
         if well:
             server.breaker.probe_now(now)
         elif not server.breaker.open:
-            log.warning("%s does not answer its health check", server.name)
-            server.breaker.failed(now)
+            # Calls decide: a server may answer them well and have no such endpoint.
+            server.breaker.doubt(now, IDLE_SECONDS + LOOK_SECONDS)
 
 
 def _peers(fleet: Iterable[Server]) -> list[list[Server]]:

@@ -80,6 +80,19 @@ async def test_a_silent_server_is_asked_now_and_then(fleet: Fleet, providers: di
     assert providers["b"].asked == 1
 
 
+async def test_a_server_without_a_health_check_is_never_closed_for_that(
+    fleet: Fleet, providers: dict[str, Patient]
+) -> None:
+    checks, b = HealthChecks(fleet), named(fleet, "b")
+    providers["b"].well = False
+    for _ in range(2 * FAILURES_TO_OPEN):
+        await checks.look()
+        b.asked_at -= IDLE_SECONDS
+    now = asyncio.get_running_loop().time()
+    assert providers["b"].asked > FAILURES_TO_OPEN and b.cooling(now)
+    assert not b.breaker.open and b.breaker.allows(now)
+
+
 def servers(*seconds: float, at: float = 100.0) -> list[Server]:
     made = []
     for number, each in enumerate(seconds):
