@@ -55,14 +55,10 @@ def _policy(url: str) -> dict[str, Any]:
             deployment("one-place", url, max_concurrency=1),
             deployment("down", nowhere),
             deployment("down-too", nowhere),
-            # Each looks fastest, and is tried by one test: a server that has failed is passed over for a while.
-            *(deployment(f"down-{n}", nowhere, prefill_tokens_per_second="1M") for n in range(4)),
         ],
         models=[
             {"name": DEMO, "aliases": ["demo"], "deployments": ["local"]},
             {"name": "one-at-a-time", "deployments": ["one-place"]},
-            *({"name": f"fails-over-{n}", "deployments": [f"down-{n}", "local"]} for n in (0, 1)),
-            *({"name": f"falls-back-{n}", "deployments": [f"down-{n}"], "fallbacks": [DEMO]} for n in (2, 3)),
             {"name": "dead", "deployments": ["down", "down-too"]},
         ],
         classes={

@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from tests.e2e.processes import DEMO, Gateway, chat, events, text_of
+from tests.e2e.processes import (
+    DEMO,
+    Gateway,
+    Running,
+    chat,
+    deployment,
+    events,
+    free_port,
+    gateway,
+    simple_policy,
+    text_of,
+)
 
 pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def fresh_gateway(tmp_path_factory: pytest.TempPathFactory, local_engine: Running) -> Iterator[Gateway]:
+    """One whose health checks have not found out yet: a server that does not answer them is asked after the others.
+
+    Each server that is down looks fastest, and is tried by one test: one that has failed is passed over for a while.
+    """
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    policy = simple_policy(
+        local_engine.url,
+        deployments=[
+            deployment("local", local_engine.url),
+            *(deployment(f"down-{n}", nowhere, prefill_tokens_per_second="1M") for n in range(4)),
+        ],
+        models=[
+            {"name": DEMO, "deployments": ["local"]},
+            *({"name": f"fails-over-{n}", "deployments": [f"down-{n}", "local"]} for n in (0, 1)),
+            *({"name": f"falls-back-{n}", "deployments": [f"down-{n}"], "fallbacks": [DEMO]} for n in (2, 3)),
+        ],
+    )
+    with gateway(tmp_path_factory.mktemp("failover"), policy) as started:
+        yield started
 
 
 @pytest.mark.parametrize(
     ("model", "stream"),
     [("fails-over-0", True), ("fails-over-1", False), ("falls-back-2", True), ("falls-back-3", False)],
 )
-def test_another_deployment_answers(local_gateway: Gateway, model: str, stream: bool) -> None:
+def test_another_deployment_answers(fresh_gateway: Gateway, model: str, stream: bool) -> None:
     body = chat("Who answers?", max_tokens=8, stream=stream) | {"model": model}
-    reply = local_gateway.post("chat/completions", body)
+    reply = fresh_gateway.post("chat/completions", body)
     assert reply.status_code == 200
     assert reply.headers["x-warmpath-deployment"] == "local"
     assert text_of(events(reply.text)) if stream else reply.json()["choices"][0]["message"]["content"]
-    receipt = local_gateway.receipt(reply.headers["x-request-id"])
+    receipt = fresh_gateway.receipt(reply.headers["x-request-id"])
     assert (receipt["outcome"], receipt["deployment"], receipt["exact"]) == ("complete", "local", True)
     assert (receipt["model_asked"], receipt["model_served"]) == (model, DEMO)
     tried = [(attempt["deployment"], attempt["outcome"], attempt["status"]) for attempt in receipt["attempts"]]
