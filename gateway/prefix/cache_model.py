@@ -72,7 +72,17 @@ class CacheModel:
 
     def match(self, chain: Sequence[int]) -> int:
         """How many leading blocks are believed to be there. Changes nothing."""
-        return self.recall(chain).matched
+        matched = 0
+        path, depth = self._walk(chain)
+        for run in path:
+            if not run.held:  # what is behind a run that is gone, is gone as well
+                return matched
+            matched += len(run.blocks)
+        return min(matched, depth)
+
+    def reach(self, chain: Sequence[int]) -> int:
+        """How many leading blocks are known, be they there or only remembered. Changes nothing."""
+        return self._walk(chain)[1]
 
     def recall(self, chain: Sequence[int]) -> Recall:
         """What is believed of a chain, in as much detail as `learn` wants it. Changes nothing."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gateway.prefix.estimate import Estimate
 
@@ -73,6 +73,14 @@ class Conversation:
         self.urgent = urgent
 
 
+class _Room(NamedTuple):
+    """What the conversations at one server come to, kept until one of them changes: who is held asks often."""
+
+    capacity_tokens: int  # of the cache, by which it was reckoned
+    claimed_tokens: int
+    runs_batch: bool  # some conversation there may be held, and is not
+
+
 class WorkingSet:
     """All conversations at the servers of one fleet."""
 
@@ -82,6 +90,7 @@ class WorkingSet:
         self._by_key: OrderedDict[int, Conversation] = OrderedDict()  # by their last use
         self._first_turns: dict[Conversation, float] = {}  # that are over, and until when a second one is expected
         self._at: dict[Estimate, dict[Conversation, None]] = {}
+        self._rooms: dict[Estimate, _Room] = {}
         self._continues = 0.5
         self._urgent_seen_until = 0.0
 
@@ -92,7 +101,7 @@ class WorkingSet:
             return None
         if (same := self._by_key.get(chain[-1])) is not None:
             return same
-        depth = max(home.cache.recall(chain).remembered for home in homes)
+        depth = max(home.cache.reach(chain) for home in homes)
         if depth and (longer := self._by_key.get(chain[depth - 1])) is not None:
             return longer
         for checkpoint in range(depth - depth % CHECKPOINT_BLOCKS, depth * 3 // 4, -CHECKPOINT_BLOCKS):
@@ -116,6 +125,7 @@ class WorkingSet:
             if self._may_go_on(known, tokens):
                 return True
             known.held = True
+            self._rooms.pop(known.home, None)
             return False
         if goes_on:
             return False
@@ -143,21 +153,36 @@ class WorkingSet:
         if conversation.turns == 2:
             self._first_turns.pop(conversation, None)
             conversation.single = False
-            self._continues += CONTINUES_WEIGHT * (1 - self._continues)
+            self._learn_continues(1.0)
+        self._rooms.pop(home, None)
         return conversation
 
     def end(self, conversation: Conversation, now: float) -> None:
         """Its call is over."""
         conversation.running -= 1
         conversation.used = now
+        self._rooms.pop(conversation.home, None)
         if conversation.turns == 1:
             self._first_turns[conversation] = now + SECOND_TURN_SECONDS
         if conversation.key in self._by_key:
             self._by_key.move_to_end(conversation.key)
 
-    def claimed(self, home: Estimate, but: Conversation | None = None) -> int:
+    def claimed(self, home: Estimate) -> int:
         """Tokens that the conversations at a server will want to find there."""
-        return sum(self._claim(one) for one in self._at.get(home, ()) if one is not but)
+        return self._room(home).claimed_tokens
+
+    def _room(self, home: Estimate) -> _Room:
+        room = self._rooms.get(home)
+        if room is None or room.capacity_tokens != home.cache.capacity_tokens:
+            here = self._at.get(home, {})
+            runs_batch = any(not one.urgent and not one.held for one in here)
+            room = _Room(home.cache.capacity_tokens, sum(map(self._claim, here)), runs_batch)
+            self._rooms[home] = room
+        return room
+
+    def _learn_continues(self, observed: float) -> None:
+        self._continues += CONTINUES_WEIGHT * (observed - self._continues)
+        self._rooms.clear()
 
     def _claim(self, one: Conversation) -> int:
         if one.held or one.single:
@@ -175,10 +200,8 @@ class WorkingSet:
         return not older or sum(map(self._claim, older + urgent)) + tokens <= self._limit(one.home)
 
     def _has_room(self, home: Estimate, tokens: int) -> bool:
-        here = self._at.get(home, {})
-        if not any(not o.urgent and not o.held for o in here):
-            return True
-        return self.claimed(home) + tokens <= RESUME_SHARE * self._limit(home)
+        room = self._room(home)
+        return not room.runs_batch or room.claimed_tokens + tokens <= RESUME_SHARE * self._limit(home)
 
     def _limit(self, home: Estimate) -> float:
         return home.cache.capacity_tokens * (FILL_SHARE - RESERVE_SHARE if self._urgent_seen_until else FILL_SHARE)
@@ -202,6 +225,7 @@ class WorkingSet:
             self._by_checkpoint[known.checkpoint] = known
         self._by_key[key] = known
         self._at.setdefault(home, {})[known] = None
+        self._rooms.pop(home, None)
         if urgent:
             self._urgent_seen_until = now + IDLE_SECONDS
         return known
@@ -212,7 +236,7 @@ class WorkingSet:
         while self._first_turns and self._first_turns[first := next(iter(self._first_turns))] <= now:
             del self._first_turns[first]
             first.single = not first.running
-            self._continues -= CONTINUES_WEIGHT * self._continues
+            self._learn_continues(0.0)
         while self._by_key:
             oldest = next(iter(self._by_key.values()))
             if len(self._by_key) <= MAX_CONVERSATIONS:
@@ -230,6 +254,7 @@ class WorkingSet:
         if one.checkpoint is not None and self._by_checkpoint.get(one.checkpoint) is one:
             del self._by_checkpoint[one.checkpoint]
         self._at.get(one.home, {}).pop(one, None)
+        self._rooms.pop(one.home, None)
 
 
 def _can_hold(home: Estimate, prompt: Prompt) -> bool:
