@@ -20,7 +20,8 @@ from typing import Self
 
 from backend.engine.engine import Engine, EngineStats
 from backend.engine.errors import ContextTooLong, EngineDead, EngineError, QueueFull, RequestRefused
-from backend.engine.request import FinishReason, Request, StepOutput
+from backend.engine.request import FinishReason, Request, Status, StepOutput
+from backend.engine.scheduler import urgency
 
 __all__ = ["AsyncEngine", "ContextTooLong", "EngineDead", "EngineError", "OutputStream", "QueueFull", "RequestRefused"]
 
@@ -39,8 +40,8 @@ class OutputStream(AsyncIterator[StepOutput]):
     it, as `contextlib.aclosing` does. It holds at most `max_tokens` outputs, however slow the reader.
     """
 
-    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
-        self.request_id = request_id
+    def __init__(self, request: Request, abort: Callable[[str], None]) -> None:
+        self.request = request
         self._abort = abort
         self._outputs: asyncio.Queue[StepOutput] = asyncio.Queue()
         self._ended = False
@@ -63,7 +64,7 @@ class OutputStream(AsyncIterator[StepOutput]):
         """Closing a stream that has ended is safe and does nothing."""
         if not self._ended:
             self._ended = True
-            self._abort(self.request_id)
+            self._abort(self.request.request_id)
 
     def deliver(self, output: StepOutput) -> None:
         if not self._ended:
@@ -119,18 +120,21 @@ class AsyncEngine:
 
     def submit(self, request: Request) -> OutputStream:
         """Raises `RequestRefused` (or `ContextTooLong`), `QueueFull` or `EngineDead` at once, and then nothing is left
-        behind. Otherwise the stream answers, and must be read to its end or closed."""
+        behind. Otherwise the stream answers, and must be read to its end or closed.
+
+        A full queue gives way to whoever is more urgent than the last in it, who ends with `FinishReason.DISPLACED`.
+        """
         self._engine.check(request)
         if request.request_id in self._streams:
             raise RequestRefused(f"request {request.request_id!r} is already here", param="request_id")
-        if len(self._streams) >= self._max_unfinished:
-            raise QueueFull(f"{len(self._streams)} requests are unfinished, and no more are taken")
         with self._changed:
             if not self._open:
                 raise EngineDead(self.error or "the engine is not running")
+            if len(self._streams) >= self._max_unfinished:
+                self._displace_for(request)
             self._commands.append(partial(self._add, request))
             self._changed.notify()
-        stream = self._streams[request.request_id] = OutputStream(request.request_id, self.abort)
+        stream = self._streams[request.request_id] = OutputStream(request, self.abort)
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -157,6 +161,17 @@ class AsyncEngine:
         return self._engine.stats()
 
     # -- the event loop's side, called from the thread -----------------------------------------------------------
+
+    def _displace_for(self, request: Request) -> None:
+        """Takes a place in the full queue from the least urgent who waits for a first token. Raises `QueueFull`."""
+        unfinished = (stream.request for stream in self._streams.values())
+        waiting = [other for other in unfinished if other.status is Status.WAITING and not other.num_output_tokens]
+        last = max(waiting, key=urgency, default=request)
+        if last.priority <= request.priority:
+            raise QueueFull(f"{len(self._streams)} requests are unfinished, and no more are taken")
+        # It may begin in this very moment; it is then given up with what little it has.
+        self._commands.append(partial(self._engine.abort, last.request_id, FinishReason.DISPLACED))
+        self._deliver([StepOutput(last.request_id, finish_reason=FinishReason.DISPLACED)])
 
     def _deliver(self, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:

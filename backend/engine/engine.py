@@ -92,9 +92,9 @@ class Engine:
         self.check(request)
         self.scheduler.add(request)
 
-    def abort(self, request_id: str) -> StepOutput | None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> StepOutput | None:
         """Ends a request between two steps. None if it is unknown or has ended already."""
-        return self.scheduler.abort(request_id)
+        return self.scheduler.abort(request_id, reason)
 
     def expire(self, now: float) -> list[StepOutput]:
         """Ends, between two steps, what has passed its deadline. `now`: seconds since the epoch."""

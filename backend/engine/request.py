@@ -27,6 +27,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     ABORT = "abort"
     DEADLINE = "deadline"
+    DISPLACED = "displaced"  # from a full queue, by more urgent work
     ERROR = "error"
 
 

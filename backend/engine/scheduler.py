@@ -183,10 +183,10 @@ class Scheduler:
                 outputs.append(self._accept(request, result))
         return outputs
 
-    def abort(self, request_id: str) -> StepOutput | None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> StepOutput | None:
         """Ends a request between two steps and takes its blocks back. None if it is unknown or has ended already."""
         request = self._requests.get(request_id)
-        return None if request is None else self._finish(request, FinishReason.ABORT)
+        return None if request is None else self._finish(request, reason)
 
     def expire(self, now: float) -> list[StepOutput]:
         """Ends, between two steps, every request whose deadline has come. `now`: seconds since the epoch."""

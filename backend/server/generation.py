@@ -294,6 +294,9 @@ class _Sequence:
         if reason is FinishReason.DEADLINE:
             self.finish_reason = reason.value
             raise DeadlineExceeded("The request's deadline came before the end of its answer.")
+        if reason is FinishReason.DISPLACED:
+            self.finish_reason = reason.value
+            raise self._serving.overloaded("The queue is full, and more urgent work has taken this request's place.")
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise EngineFailure(output.error or "The engine gave this request up.")
         # The token that made the engine stop is counted, and is no part of the text.

@@ -64,8 +64,11 @@ class Serving:
         if isinstance(error, RequestRefused):
             return InvalidRequest(error.message, param=error.param)
         if isinstance(error, QueueFull):
-            return Overloaded(error.message, retry_after_seconds=self._retry_after_seconds())
+            return self.overloaded(error.message)
         return EngineDead(self.engine.error or error.message)
+
+    def overloaded(self, message: str) -> Overloaded:
+        return Overloaded(message, retry_after_seconds=self._retry_after_seconds())
 
     def _retry_after_seconds(self) -> int:
         """About how long those who wait already will take."""

@@ -69,8 +69,8 @@ async def engine(runner: ScriptedRunner, checkpoint_dir: Callable[[str], Path]) 
     await engine.stop()
 
 
-def make_request(name: str = "r", first: int = 0, max_tokens: int = 5, **sampling: Any) -> Request:
-    return Request(name, [first], SamplingParams(max_tokens=max_tokens, **sampling))
+def make_request(name: str = "r", first: int = 0, max_tokens: int = 5, priority: int = 0, **sampling: Any) -> Request:
+    return Request(name, [first], SamplingParams(max_tokens=max_tokens, **sampling), priority=priority)
 
 
 async def read(stream: OutputStream) -> list[StepOutput]:
@@ -189,6 +189,30 @@ async def test_refusals_come_at_once_and_leave_nothing_behind(engine: AsyncEngin
     for stream in streams:
         assert len(await read(stream)) == 5
     assert len(await read(engine.submit(make_request("one too many")))) == 5
+
+
+async def test_a_full_queue_gives_way_to_more_urgent_work(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+    runner.hold(after=1)
+    running = [engine.submit(make_request(f"r{i}", priority=10)) for i in range(2)]
+    for stream in running:
+        await anext(stream)
+    waiting = [engine.submit(make_request(f"w{i}", priority=priority)) for i, priority in enumerate((10, 20))]
+    urgent = [engine.submit(make_request("urgent 0", priority=0))]
+    # The least urgent went, at once: its answer waits neither for a step nor for its turn.
+    assert [output.finish_reason for output in await read(waiting[1])] == [FinishReason.DISPLACED]
+    with pytest.raises(QueueFull):  # there is nobody less urgent than this one, who still waits
+        engine.submit(make_request("another", priority=10))
+    urgent.append(engine.submit(make_request("urgent 1", priority=0)))
+    assert [output.finish_reason for output in await read(waiting[0])] == [FinishReason.DISPLACED]
+    with pytest.raises(QueueFull):  # who has begun to answer is not displaced, though he may be preempted
+        engine.submit(make_request("urgent 2", priority=0))
+    runner.release()
+    assert [tokens(await read(stream)) for stream in urgent] == [[1, 2, 3, 4, 5]] * 2
+    assert [tokens(await read(stream)) for stream in running] == [[2, 3, 4, 5]] * 2
+    await asyncio.wait_for(engine.wait_idle(), WAIT_SECONDS)
+    stats = engine.stats()
+    assert stats.requests_finished[FinishReason.DISPLACED] == 2
+    assert (stats.num_free_blocks, stats.aborted_total) == (32, 0)
 
 
 async def test_an_error_in_a_step_answers_everyone_and_ends_the_engine(

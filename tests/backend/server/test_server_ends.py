@@ -118,6 +118,27 @@ async def test_a_client_that_leaves_while_it_waits_and_a_queue_that_is_full(star
         assert server.metric("vllm:generation_tokens_total") < generated + ENDLESS["max_tokens"]
 
 
+async def test_a_full_queue_refuses_its_least_urgent_for_a_more_urgent_request(start_server: StartServer) -> None:
+    with start_server("--max-num-seqs", "1", "--max-waiting", "1") as server:
+        running = Raw(server, "/v1/completions", ENDLESS | {"stream": True, "priority": 10})
+        await running.send()
+        await running.reader.readuntil(b"data: ")
+        waiting = Raw(server, "/v1/completions", ENDLESS | {"stream": True, "priority": 10})
+        await waiting.send()
+        await until(lambda: server.metric("vllm:num_requests_waiting") == 1)
+        body = {"model": server.model, "prompt": "The quick", "max_tokens": 3}
+        reply = await asyncio.to_thread(lambda: httpx2.post(f"{server.base_url}/completions", json=body, timeout=60))
+        assert reply.status_code == 200
+        head = (await waiting.reader.readuntil(b"\r\n\r\n")).lower()
+        assert head.startswith(b"http/1.1 503")
+        assert 1 <= int(head.split(b"retry-after: ")[1].split(b"\r\n")[0]) <= 120
+        assert b'"overloaded"' in await waiting.reader.readuntil(b"}}")
+        assert server.metric("vllm:request_success_total", finished_reason="displaced") == 1
+        await waiting.leave()
+        await running.leave()
+        await until(lambda: nothing_left(server))
+
+
 async def test_a_stop_sequence_ends_the_request_in_the_engine(server: RunningServer) -> None:
     generated = server.metric("vllm:generation_tokens_total")
     body = {"model": server.model, "stop": ["e", "o", "a"]} | ENDLESS
