@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gateway.breaker import Breaker
 from gateway.policy import Deployment, Model, Policy
+from gateway.prefix.cache_model import Recall
 from gateway.prefix.estimate import Estimate, Sent
 from gateway.prefix.events.blocks import BlockIndex, Ended
 from gateway.prefix.fingerprint import text_bytes_of
@@ -104,10 +105,13 @@ class Server:
         """Calls that were sent and are not answered to the end."""
         return self.estimate.in_flight
 
-    def send(self, call: Prompt, now: float, *, streams: bool = True) -> SentCall:
-        """A call goes to it now."""
-        conversation = self.working_set.begin(call, self.estimate, now)
-        note = self.estimate.begin(call.fingerprint, call.prompt_tokens_estimate, now, streams=streams)
+    def send(self, call: Prompt, now: float, *, streams: bool = True, believed: Recall | None = None) -> SentCall:
+        """A call goes to it now. `believed`: what its cache model said of the prompt when it was chosen."""
+        chain, estimate = call.fingerprint, self.estimate
+        if believed is None or believed.version != estimate.cache.version:
+            believed = estimate.cache.recall(chain)
+        conversation = self.working_set.begin(call, estimate, now, believed.remembered)
+        note = estimate.begin(chain, call.prompt_tokens_estimate, now, streams=streams, believed=believed)
         return SentCall(self, note, self.working_set, conversation)
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
@@ -40,13 +41,15 @@ class _Run:
         self.held = True  # else only remembered
 
 
-class Recall(NamedTuple):
+class Recall(msgspec.Struct, frozen=True, gc=False):
     """What was believed of a chain at one moment. `ages`: for each run on its path, where it ends, and when it was used
-    last; or, of those that have been evicted (from `matched` to `remembered`), how many blocks were so since."""
+    last; or, of those that have been evicted (from `matched` to `remembered`), how many blocks were so since.
+    `version` is the model's at that moment: while it is the same, so is what is believed."""
 
     matched: int
     remembered: int
     ages: tuple[tuple[int, int], ...]
+    version: int
 
 
 class CacheModel:
@@ -61,6 +64,7 @@ class CacheModel:
         self._remembered_blocks = 0
         self._evicted = 0  # blocks, ever
         self.clock = 0  # counts additions
+        self.version = 0  # counts changes of any kind
         self._told = False
 
     def __len__(self) -> int:
@@ -73,7 +77,7 @@ class CacheModel:
     def match(self, chain: Sequence[int]) -> int:
         """How many leading blocks are believed to be there. Changes nothing."""
         matched = 0
-        path, depth = self._walk(chain)
+        path, depth, _ = self._walk(chain)
         for run in path:
             if not run.held:  # what is behind a run that is gone, is gone as well
                 return matched
@@ -86,45 +90,53 @@ class CacheModel:
 
     def recall(self, chain: Sequence[int]) -> Recall:
         """What is believed of a chain, in as much detail as `learn` wants it. Changes nothing."""
-        path, depth = self._walk(chain)
+        path, depth, _ = self._walk(chain)
         matched, end = 0, 0
         ages: list[tuple[int, int]] = []
         for run in path:
-            end = min(end + len(run.blocks), depth)
-            ages.append((end, run.used if run.held else self._evicted - run.evicted))
+            end += len(run.blocks)
+            if end > depth:
+                end = depth
             if run.held:
                 matched = end
-        return Recall(matched, depth, tuple(ages))
+                ages.append((end, run.used))
+            else:
+                ages.append((end, self._evicted - run.evicted))
+        return Recall(matched, depth, tuple(ages), self.version)
 
     def add(self, chain: Sequence[int]) -> None:
         """The server computes this prompt, or has: it is the most recently used now."""
-        chain = chain[: self.capacity]
+        if len(chain) > self.capacity:
+            chain = chain[: self.capacity]
         self.clock += 1
-        path, depth = self._walk(chain)
-        end = sum(len(run.blocks) for run in path)
-        if end > depth:  # it leaves the last run, or ends, in its midst
-            path[-1] = self._split(path[-1], len(path[-1].blocks) - (end - depth))
-        rest = list(chain[depth:])
-        if rest:
-            tip = path[-1] if path else self._root
-            if tip.children or tip is self._root:
-                run = tip.children[rest[0]] = _Run(tip, rest, self.clock)
-                self._held[run] = None
-                self._held_blocks += len(rest)
-                path.append(run)
-            else:
-                self._use(tip)  # before it grows, so that each block is counted once
-                tip.blocks += rest
-                self._held_blocks += len(rest)
+        self.version += 1
+        path, depth, cut = self._walk(chain)
+        if cut:  # it leaves the last run, or ends, in its midst
+            path[-1] = self._split(path[-1], cut)
+        if depth < len(chain):
+            self._grow(path, list(chain[depth:]))
         for run in reversed(path):
             self._use(run)
         self._make_room()
 
+    def _grow(self, path: list[_Run], rest: list[int]) -> None:
+        """Put blocks that nobody knows behind the last run, or into it."""
+        tip = path[-1] if path else self._root
+        if tip.children or tip is self._root:
+            run = tip.children[rest[0]] = _Run(tip, rest, self.clock)
+            self._held[run] = None
+            path.append(run)
+        else:
+            self._use(tip)  # before it grows, so that each block is counted once
+            tip.blocks += rest
+        self._held_blocks += len(rest)
+
     def remove(self, chain: Sequence[int]) -> None:
         """The last block of this chain is gone, and so is whatever continued it."""
-        path, depth = self._walk(chain)
+        path, depth, _ = self._walk(chain)
         if not chain or depth < len(chain):
             return
+        self.version += 1
         tip, before = path[-1], sum(len(run.blocks) for run in path[:-1])
         gone = list(tip.children.values())
         for run in gone:
@@ -140,6 +152,7 @@ class CacheModel:
 
     def clear(self) -> None:
         """The server has restarted or dropped its cache. Its capacity is what it was."""
+        self.version += 1
         self._root.children.clear()
         self._held.clear()
         self._remembered.clear()
@@ -147,6 +160,7 @@ class CacheModel:
 
     def resize(self, capacity_tokens: int) -> None:
         """The engine has told its size: replies do not teach another one any more."""
+        self.version += 1
         self.capacity = _blocks(capacity_tokens)
         self._told = True
         self._make_room()
@@ -157,6 +171,7 @@ class CacheModel:
         Less than believed: what was used before the first missing run is gone as well, and the cache is smaller than
         it seemed. More: what had to make way here did not there, and it is larger.
         """
+        self.version += 1
         if reported < believed.matched:
             missing = next(used for end, used in believed.ages if end > reported)
             self._evict_older(missing)
@@ -172,17 +187,19 @@ class CacheModel:
             self.capacity = min(max(1, capacity), CAPACITY_MAX_TOKENS // BLOCK_TOKENS)
             self._make_room()
 
-    def _walk(self, chain: Sequence[int]) -> tuple[list[_Run], int]:
-        """The runs along a chain from its beginning, and how many of its blocks they cover; the last one in part."""
+    def _walk(self, chain: Sequence[int]) -> tuple[list[_Run], int, int]:
+        """The runs along a chain from its beginning, how many of its blocks they cover, and, where it covers the last
+        run in part, how many blocks of that."""
         path: list[_Run] = []
         run, depth, length = self._root, 0, len(chain)
         while depth < length and (child := run.children.get(chain[depth])) is not None:
             path.append(child)
             end = depth + len(child.blocks)
             if end > length or chain[end - 1] != child.blocks[-1]:
-                return path, depth + _in_common(child.blocks, chain, depth)
+                cut = _in_common(child.blocks, chain, depth)
+                return path, depth + cut, cut
             run, depth = child, end
-        return path, depth
+        return path, depth, 0
 
     def _split(self, run: _Run, length: int) -> _Run:
         """Cut a run after `length` blocks. `run` itself becomes the tail and keeps its place in the order."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from gateway.prefix.cache_model import CacheModel, Recall
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
@@ -30,27 +32,18 @@ class Load(NamedTuple):
     kv_usage: float = 0.0  # share of its KV blocks in use
 
 
-class Sent:
-    """One prompt at one server, until its end; `missing` tokens are to be computed, as was believed when it went."""
+class Sent(msgspec.Struct, eq=False, kw_only=True):
+    """One prompt at one server, until its end."""
 
-    __slots__ = (
-        "at", "believed", "chain", "clock", "missing", "prefill_seconds", "prompt_tokens", "streams", "unsure_from",
-        "when_prefilled",
-    )  # fmt: skip
-
-    def __init__(
-        self, chain: Sequence[int], prompt_tokens: int, believed: Recall, at: float, clock: int, streams: bool
-    ) -> None:
-        self.chain = chain
-        self.prompt_tokens = prompt_tokens
-        self.believed = believed
-        self.missing = max(0, prompt_tokens - believed.matched * BLOCK_TOKENS)
-        self.at = at
-        self.clock = clock  # of the cache model, when it was added there
-        self.streams = streams
-        self.when_prefilled: list[Callable[[], None]] = []  # called once, also if it fails
-        self.prefill_seconds = 0.0  # known from its first chunk on
-        self.unsure_from = clock  # what was added at this clock or later was being computed when this was sent
+    chain: Sequence[int]
+    prompt_tokens: int
+    believed: Recall
+    missing: int  # tokens to be computed, as was believed when it went
+    clock: int  # of the cache model, when it was added there
+    unsure_from: int  # what was added at this clock or later was being computed when this was sent
+    streams: bool
+    when_prefilled: list[Callable[[], None]] = []  # called once, also if it fails
+    prefill_seconds: float = 0.0  # known from its first chunk on
 
 
 class Estimate:
@@ -70,9 +63,9 @@ class Estimate:
         self._prefills: dict[Sent, None] = {}  # in the order in which they were sent
         self._prefilling_since = 0.0  # when the first of them could begin
 
-    def warm_tokens(self, chain: Sequence[int]) -> float:
+    def warm_tokens(self, believed: Recall) -> float:
         """How many tokens of a prompt's beginning are expected to be found, evicted ones by their probability."""
-        matched, remembered, _ = self.cache.recall(chain)
+        matched, remembered = believed.matched, believed.remembered
         return (matched + self.evicted_share_held * (remembered - matched)) * BLOCK_TOKENS
 
     def under_way(self, now: float) -> int:
@@ -82,16 +75,36 @@ class Estimate:
             return self.in_flight
         return max(self.in_flight, load.running + load.waiting)
 
-    def begin(self, chain: Sequence[int], prompt_tokens: int, now: float, *, streams: bool = True) -> Sent:
-        """A prompt is sent. It counts as cached at once: what comes meanwhile with the same prefix follows it."""
-        believed = self.cache.recall(chain)
-        self.cache.add(chain)
-        sent = Sent(chain, prompt_tokens, believed, now, self.cache.clock, streams)
-        if self._prefills:
-            sent.unsure_from = next(iter(self._prefills)).clock
+    def begin(
+        self,
+        chain: Sequence[int],
+        prompt_tokens: int,
+        now: float,
+        *,
+        streams: bool = True,
+        believed: Recall | None = None,
+    ) -> Sent:
+        """A prompt is sent. It counts as cached at once: what comes meanwhile with the same prefix follows it.
+        `believed`: what the cache model says of it now, where that has been asked already."""
+        cache, prefills = self.cache, self._prefills
+        if believed is None:
+            believed = cache.recall(chain)
+        cache.add(chain)
+        if prefills:
+            unsure_from = next(iter(prefills)).clock
         else:
-            self._prefilling_since = now
-        self._prefills[sent] = None
+            unsure_from, self._prefilling_since = cache.clock, now
+        missing = prompt_tokens - believed.matched * BLOCK_TOKENS
+        sent = Sent(
+            chain=chain,
+            prompt_tokens=prompt_tokens,
+            believed=believed,
+            missing=missing if missing > 0 else 0,
+            clock=cache.clock,
+            unsure_from=unsure_from,
+            streams=streams,
+        )
+        prefills[sent] = None
         self.prefill_tokens_queued += sent.missing
         self.in_flight += 1
         self.prompt_tokens_in_flight += prompt_tokens
@@ -120,8 +133,9 @@ class Estimate:
         del self._prefills[sent]
         self.prefill_tokens_queued -= sent.missing
         self._prefilling_since = now
-        for tell in sent.when_prefilled:
-            tell()
+        if sent.when_prefilled:
+            for tell in sent.when_prefilled:
+                tell()
 
     def queued_tokens(self, now: float) -> float:
         """What it has yet to prefill, given what it must have done since it was last heard of."""

@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
@@ -29,7 +30,7 @@ REUSE_MIN_TOKENS = 32  # of an answer: of shorter ones, blocks hide it
 REPORTS_MIN = 4  # of different counts, before their divisor is believed to be a block's size
 
 
-class _End(NamedTuple):
+class _End(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     output_tokens: int
 
@@ -50,6 +51,8 @@ class TokenCounts:
         """How many cached tokens the engine will report where the first `matched` blocks of a chain are there. Of a
         prompt of `prompt_tokens` (by estimate) that goes on where an earlier one ended: that one's, and what is reused
         of its answer."""
+        if not matched:
+            return 0
         tokens = int(self._of(chain, matched, prompt_tokens))
         return tokens // self._divisor * self._divisor if self._counts >= REPORTS_MIN else tokens
 
@@ -79,16 +82,16 @@ class TokenCounts:
         self._learned += 1
         weight = max(WEIGHT, 1 / self._learned)
         self.tokens_per_block += weight * (prompt_tokens / len(chain) - self.tokens_per_block)
-        self._ends[chain[-1]] = _End(prompt_tokens, output_tokens)
-        self._ends.move_to_end(chain[-1])
+        tip = chain[-1]
+        self._ends[tip] = _End(prompt_tokens, output_tokens)
+        self._ends.move_to_end(tip)
         if len(self._ends) > ENDS_MAX:
             self._ends.popitem(last=False)
 
     def _learn_reuse(self, chain: Sequence[int], matched: int, cached_tokens: int) -> None:
-        found = self._last_end(chain, matched)
-        if found is None or found[0] < matched or matched == len(chain):
+        end = self._ends.get(chain[matched - 1]) if 0 < matched < len(chain) else None
+        if end is None:
             return
-        end = found[1]
         if end.output_tokens >= REUSE_MIN_TOKENS and cached_tokens > end.prompt_tokens - REUSE_MIN_TOKENS:
             share = min(max(0.0, (cached_tokens - end.prompt_tokens) / end.output_tokens), 1.0)
             self.answer_reuse += REUSE_WEIGHT * (share - self.answer_reuse)

@@ -11,6 +11,7 @@ A conversation is known by its last prompt being the beginning of the next one, 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -93,6 +94,7 @@ class WorkingSet:
         self._rooms: dict[Estimate, _Room] = {}
         self._continues = 0.5
         self._urgent_seen_until = 0.0
+        self._followed_until = -math.inf  # then nobody who may be held will have come for long, and none is followed
 
     def of(self, prompt: Prompt, homes: Sequence[Estimate]) -> Conversation | None:
         """The conversation that a prompt continues, as far as that can be told."""
@@ -101,7 +103,10 @@ class WorkingSet:
             return None
         if (same := self._by_key.get(chain[-1])) is not None:
             return same
-        depth = max(home.cache.reach(chain) for home in homes)
+        return self._longer(chain, max(home.cache.reach(chain) for home in homes))
+
+    def _longer(self, chain: Sequence[int], depth: int) -> Conversation | None:
+        """The one that a chain continues, of which servers remember the first `depth` blocks."""
         if depth and (longer := self._by_key.get(chain[depth - 1])) is not None:
             return longer
         for checkpoint in range(depth - depth % CHECKPOINT_BLOCKS, depth * 3 // 4, -CHECKPOINT_BLOCKS):
@@ -119,6 +124,7 @@ class WorkingSet:
         only one that has its room already is to be considered."""
         if not prompt.may_be_held or not prompt.fingerprint or not any(_can_hold(home, prompt) for home in homes):
             return True
+        self._followed_until = now + IDLE_SECONDS
         self._expire(now)
         known, tokens = self.of(prompt, homes), prompt.prompt_tokens_estimate
         if known is not None and not known.held:
@@ -136,18 +142,23 @@ class WorkingSet:
         self._take_up(prompt, known, home, now)
         return True
 
-    def begin(self, prompt: Prompt, home: Estimate, now: float) -> Conversation | None:
-        """A call is sent to a server. None where it is too short to be anybody's conversation, or too long for the
-        cache to hold."""
-        if not prompt.fingerprint or not _can_hold(home, prompt):
-            return None
-        self._expire(now)
+    def begin(self, prompt: Prompt, home: Estimate, now: float, remembered: int) -> Conversation | None:
+        """A call is sent to a server, whose cache model remembers so many of its blocks. None where it is too short to
+        be anybody's conversation, or too long for the cache to hold; and while there is nobody who may be held."""
         if prompt.session is not None:
             self._homes.pop(prompt.session, None)
             self._homes[prompt.session] = home
             if len(self._homes) > MAX_CONVERSATIONS:
                 del self._homes[next(iter(self._homes))]
-        conversation = self._take_up(prompt, self.of(prompt, [home]), home, now)
+        if prompt.may_be_held:
+            self._followed_until = now + IDLE_SECONDS
+        elif now >= self._followed_until:
+            return None
+        if not prompt.fingerprint or not _can_hold(home, prompt):
+            return None
+        self._expire(now)
+        known = self._by_key.get(prompt.fingerprint[-1]) or self._longer(prompt.fingerprint, remembered)
+        conversation = self._take_up(prompt, known, home, now)
         conversation.turns += 1
         conversation.running += 1
         if conversation.turns == 2:

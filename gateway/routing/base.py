@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from gateway.fleet import Server
+from gateway.prefix.cache_model import Recall
 from gateway.prefix.working_set import Prompt
 
 
@@ -20,6 +21,7 @@ class Candidate(msgspec.Struct, frozen=True):
     matched_tokens: int
     queued_tokens: float  # uncached prompt tokens before it
     in_flight: int
+    believed: Recall | None = None  # of its cache, where the strategy has asked
 
     @property
     def reason(self) -> str:

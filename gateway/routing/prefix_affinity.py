@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import xxhash
 
 from gateway.fleet import Server
+from gateway.prefix.cache_model import Recall
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.working_set import Prompt
 from gateway.routing.base import Candidate
@@ -31,36 +32,31 @@ PIN_SECONDS = 0.25  # the most that a client's word may cost: a hint, and never 
 
 class PrefixAffinity:
     def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
-        warm = [server.estimate.warm_tokens(call.fingerprint) for server in servers]
+        chain, prompt = call.fingerprint, call.prompt_tokens_estimate
+        beliefs: list[Recall] = []
+        warm: list[float] = []
+        for server in servers:
+            estimate = server.estimate
+            beliefs.append(believed := estimate.cache.recall(chain))
+            warm.append(estimate.warm_tokens(believed))
         common = sorted(warm)[(len(warm) - 1) // 2] if warm else 0.0
-        guess = _learnt_speed(servers)
         home = _home(call.session, servers) if call.session is not None and servers else None
-        candidates = [
-            self._candidate(call, server, warm_tokens, common, now, guess, pinned=server.estimate is home)
-            for server, warm_tokens in zip(servers, warm, strict=True)
-        ]
-        return sorted(candidates, key=lambda c: (c.server.cooling(now), c.cost_seconds, c.in_flight))
-
-    def _candidate(
-        self,
-        call: Prompt,
-        server: Server,
-        warm: float,
-        common: float,
-        now: float,
-        guess: float | None,
-        *,
-        pinned: bool,
-    ) -> Candidate:
-        estimate, prompt = server.estimate, call.prompt_tokens_estimate
-        rate = guess if guess and not estimate.speed_is_learnt else estimate.prefill_tokens_per_second
-        queued = estimate.queued_tokens(now)
-        load = LOAD_SECONDS * estimate.under_way(now) / server.deployment.max_concurrency
-        missing, own = prompt - warm, prompt - max(warm, common)
-        cost_seconds = (missing + EVICTION_WEIGHT * own + queued) / rate + load
-        if pinned:
-            cost_seconds -= PIN_SECONDS
-        return Candidate(server, cost_seconds, prompt, int(warm), queued, estimate.in_flight)
+        candidates: list[Candidate] = []
+        for server, believed, warm_tokens in zip(servers, beliefs, warm, strict=True):
+            estimate = server.estimate
+            rate = estimate.prefill_tokens_per_second if estimate.speed_is_learnt else _first_guess(estimate, servers)
+            queued = estimate.queued_tokens(now)
+            missing, own = prompt - warm_tokens, prompt - max(warm_tokens, common)
+            load = LOAD_SECONDS * estimate.under_way(now) / server.deployment.max_concurrency
+            cost_seconds = (missing + EVICTION_WEIGHT * own + queued) / rate + load
+            if estimate is home:
+                cost_seconds -= PIN_SECONDS
+            candidates.append(
+                Candidate(server, cost_seconds, prompt, int(warm_tokens), queued, estimate.in_flight, believed)
+            )
+        if len(candidates) > 1:
+            candidates.sort(key=lambda c: (c.server.cooling(now), c.cost_seconds, c.in_flight))
+        return candidates
 
 
 def _home(session: str, servers: Sequence[Server]) -> Estimate:
@@ -71,8 +67,8 @@ def _home(session: str, servers: Sequence[Server]) -> Estimate:
     return max(servers, key=lambda server: xxhash.xxh3_64_intdigest(f"{session}@{server.name}".encode())).estimate
 
 
-def _learnt_speed(servers: Sequence[Server]) -> float | None:
-    """The mean of those whose speed is known, which the others are taken to have: one that nobody has asked yet would
-    never be asked if its first guess were too low."""
+def _first_guess(estimate: Estimate, servers: Sequence[Server]) -> float:
+    """The mean of those whose speed is known: one that nobody has asked yet would never be asked if the policy's guess
+    were too low."""
     learnt = [s.estimate.prefill_tokens_per_second for s in servers if s.estimate.speed_is_learnt]
-    return sum(learnt) / len(learnt) if learnt else None
+    return sum(learnt) / len(learnt) if learnt else estimate.prefill_tokens_per_second

@@ -185,7 +185,7 @@ class Router:
         reply: Reply | None = None
         server.breaker.allows(started)
         server.asked_at = started
-        sent = server.send(call, started, streams=call.stream)
+        sent = server.send(call, started, streams=call.stream, believed=candidate.believed)
         self._suspects.begin(server)
         wait = WaitBound(deadline - started, task=None if racing else attempts.task)
         wait.begin()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from gateway.fleet import Fleet, Place
 from gateway.policy import Deployment, Policy
 from gateway.providers.base import Provider, Unasked
@@ -41,3 +43,14 @@ def test_the_least_busy_by_share_gives_its_place_first() -> None:
         place.release()
         place.release()
     assert [server.places_taken for server in servers] == [0, 0] and len(freed) == 6
+
+
+def test_what_was_believed_counts_for_as_long_as_it_is_so() -> None:
+    known = Fleet(lambda deployment: Unasked())
+    known.apply(a_policy())
+    server, now = next(iter(known)), 1.0
+    call = SimpleNamespace(fingerprint=(1, 2, 3), prompt_tokens_estimate=200, session=None, may_be_held=False)
+    before = server.cache.recall(call.fingerprint)
+    first = server.send(call, now, believed=before)
+    assert first.note.believed is before
+    assert server.send(call, now, believed=before).note.believed.matched == 3, "it was sent meanwhile"

@@ -38,7 +38,7 @@ class Rig:
             return False
         known = self.set.of(turn, self.homes)
         home = known.home if known is not None else self.homes[0]
-        conversation = self.set.begin(turn, home, now)
+        conversation = self.set.begin(turn, home, now, home.cache.recall(turn.fingerprint).remembered)
         home.end(home.begin(turn.fingerprint, turn.prompt_tokens_estimate, now), now)
         if conversation is not None:
             self.set.end(conversation, now)
@@ -116,5 +116,14 @@ def test_the_name_that_a_client_gives_says_where_it_was() -> None:
     rig = Rig(servers=2)
     named = Turn(1, 20, session="s")
     assert rig.set.home_of("s") is None
-    rig.set.begin(named, rig.homes[1], 0.0)
+    rig.set.begin(named, rig.homes[1], 0.0, 0)
     assert rig.set.home_of("s") is rig.homes[1]
+
+
+def test_nobody_is_followed_while_there_is_nobody_who_may_be_held() -> None:
+    rig, urgent = Rig(), Turn(2, 60, may_be_held=False)
+    home = rig.homes[0]
+    assert rig.set.begin(urgent, home, 0.0, 0) is None
+    assert rig.asks(Turn(1, 10), now=1.0)
+    assert rig.set.begin(urgent, home, 2.0, 0) is not None
+    assert rig.set.begin(Turn(3, 20, may_be_held=False), home, 1.0 + IDLE_SECONDS, 0) is None
