@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -100,7 +101,7 @@ def simulate(
     base = Policy.model_validate(BARE_POLICY) if policy is None else policy_or_exit(policy, checks=ANYWHERE)
     site = Site(policy_for(base, deployments), capacity_tokens, rate)
     summaries: list[Summary] = []
-    for summary in compare(traffic, site, names, hints=hints):
+    for summary in compare(traffic, site, names, hints=hints, processes=os.cpu_count() or 1):
         summaries.append(summary)
         complain(f"{len(summaries)} of {len(names)}: {summary.strategy}", style="")
     title = (

@@ -57,6 +57,8 @@ class TokenCounts:
         return tokens // self._divisor * self._divisor if self._counts >= REPORTS_MIN else tokens
 
     def _of(self, chain: Sequence[int], matched: int, prompt_tokens: int) -> float:
+        if not self._ends:
+            return matched * self.tokens_per_block
         before, known = self._last_end(chain, matched) or (0, _End(0, 0))
         if before == matched and matched:
             whole = prompt_tokens * self.tokens_per_block / BLOCK_TOKENS

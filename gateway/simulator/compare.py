@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 from gateway.policy import Policy
@@ -24,6 +27,7 @@ STRATEGIES: dict[str, Callable[[baselines.Truth], Strategy]] = {
     "dynamo's cost": baselines.DynamoCost,
     POOLED: lambda _: baselines.ShortestQueue(),
 }
+REQUESTS_PER_PROCESS = 10_000  # which take a few seconds: for less, starting one more does not pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +58,24 @@ def policy_for(policy: Policy, deployments: int) -> Policy:
     return Policy.model_validate({**document, "deployments": copies, "models": [model], "rules": ()})
 
 
-def compare(trace: Trace, site: Site, names: Sequence[str], *, hints: bool = False) -> Iterator[Summary]:
-    """Replay the trace through each of the strategies named. Only ours holds calls back; the pooled one has a single
-    cache of the size of all."""
-    for name in names:
-        replay = Replay(trace, site, STRATEGIES[name], holds=name == OURS, hints=hints, pooled=name == POOLED)
-        yield _summary(name, replay.run(), predicts=name == OURS)
+def compare(
+    trace: Trace, site: Site, names: Sequence[str], *, hints: bool = False, processes: int = 1
+) -> Iterator[Summary]:
+    """Replay the trace through each of the strategies named, in their order. Only ours holds calls back; the pooled
+    one has a single cache of the size of all. Where there is much to replay, so many `processes` share the strategies.
+    """
+    replayed = partial(_replayed, trace, site, hints)
+    processes = min(processes, len(names), 1 + trace.requests * len(names) // REQUESTS_PER_PROCESS)
+    if processes == 1:
+        yield from map(replayed, names)
+        return
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(replayed, names)
+
+
+def _replayed(trace: Trace, site: Site, hints: bool, name: str) -> Summary:
+    replay = Replay(trace, site, STRATEGIES[name], holds=name == OURS, hints=hints, pooled=name == POOLED)
+    return _summary(name, replay.run(), predicts=name == OURS)
 
 
 def prefill_rate_for_load(trace: Trace, deployments: int, load: float) -> float:

@@ -109,6 +109,12 @@ def test_a_wrong_guess_of_size_and_speed_costs_little() -> None:
     assert all(one.hit_rate >= told.hit_rate - 0.015 for one in guessed)
 
 
+def test_strategies_in_processes_side_by_side_come_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.simulator.compare.REQUESTS_PER_PROCESS", 1)
+    trace, site = generate.conversation(1, chats=50, duration_seconds=60.0), a_site(2, 10**6, 8_000.0)
+    assert list(compare(trace, site, list(STRATEGIES), processes=2)) == list(compare(trace, site, list(STRATEGIES)))
+
+
 def test_the_chart_has_a_bar_for_every_strategy() -> None:
     trace = generate.conversation(1, chats=50, duration_seconds=60.0)
     made = list(compare(trace, a_site(2, 10**6, 8_000.0), list(STRATEGIES)))
