@@ -260,7 +260,7 @@ METRICS_OPENING = """# Metrics reference
 
 The gateway and the bundled engine each have `GET /metrics` in Prometheus' text format. It needs no key: do not publish
 it. No label takes its value from a client. For bills, use the ledger (`warmpath usage`): metrics begin again at zero
-with every start.
+with every start. Of several workers (`warmpath serve --workers`) each series has the label `worker` besides.
 
 The engine's metrics have vLLM's names where vLLM has the same figure, so one dashboard shows both. What has no
 counterpart begins with `warmpath:`.

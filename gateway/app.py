@@ -27,7 +27,7 @@ from gateway.cache import ResponseCache
 from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.diagnosis import Journal, Watcher
 from gateway.doors import DOORS, catalogue
-from gateway.errors import GatewayError, StorageUnavailable
+from gateway.errors import GatewayError, LedgerUnavailable, StorageUnavailable
 from gateway.fleet import Fleet
 from gateway.health import HealthChecks
 from gateway.keyring import Keyring
@@ -51,6 +51,7 @@ from gateway.serve import House, handle
 from gateway.settings import Settings, resolve_secret
 from gateway.settlement import Settler
 from gateway.shell import EXCEPTION_HANDLERS, json_reply
+from gateway.siblings import ALONE, Seat, Siblings, left_behind
 from gateway.storage import open_storage
 from gateway.storage.memory import MemoryStorage
 from gateway.telemetry import (
@@ -80,22 +81,34 @@ log = logging.getLogger("warmpath")
 
 
 class Gateway:
-    """The ASGI application. `policies` holds a valid policy already; everything else is opened in its lifespan."""
+    """The ASGI application. `policies` holds a valid policy already; everything else is opened in its lifespan.
 
-    def __init__(self, settings: Settings, policies: PolicyHolder) -> None:
+    `seat` is its own among the workers that share a machine; `settings.replica` is then a name of its own, too.
+    """
+
+    def __init__(self, settings: Settings, policies: PolicyHolder, seat: Seat = ALONE) -> None:
         self._policies = policies
+        self._seat = seat
+        self._machine = settings.replica
+        if seat.count > 1:
+            settings = settings.model_copy(update={"replica": seat.name(settings.replica)})
         self._storage = open_storage(settings.storage, owner=settings.replica)
         self._counters = StoreOrShare(self._storage, MemoryStorage, lambda: policies.current.storage_outage)
         self._transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
-        self._fleet = Fleet(lambda deployment: make_provider(deployment, self._transport, resolve_secret))
+        self._fleet = Fleet(
+            lambda deployment: make_provider(deployment, self._transport, resolve_secret), seat.share_of
+        )
         self._reports = Reports(self._fleet, self._transport, resolve_secret)
         self._telemetry = Telemetry(
             settings.otlp_endpoint, replica=settings.replica, otlp_headers=settings.otlp_headers
         )
+        self._siblings = Siblings(seat, lambda: self._telemetry.render_metrics()[0])
         self._created = int(time.time())
         self._in_flight = 0
         self._quiet = asyncio.Event()  # set when no call is in flight any more
+        self._leaving = False
         self._draining = False
+        self._ledger_dir = settings.ledger_dir
         self._ledger = Ledger(settings.ledger_dir, settings.replica, keep_days=settings.ledger_keep_days)
         self._ship_to = settings.ledger_ship
         self._replica = settings.replica
@@ -172,10 +185,16 @@ class Gateway:
             if not self._in_flight:
                 self._quiet.set()
 
-    def drain(self) -> None:
-        """No new calls: readiness goes off and whoever waits is refused; what is under way goes on."""
-        self._draining = True
+    def leave(self) -> None:
+        """Readiness goes off, and calls are still taken from whoever has not heard of that. No line of a batch is
+        begun."""
+        self._leaving = True
         self._batches.drain()
+
+    def drain(self) -> None:
+        """No new calls: whoever waits is refused; what is under way goes on."""
+        self.leave()
+        self._draining = True
         self.house.queue.close()
 
     def _take_over(self, policy: Policy) -> None:
@@ -207,6 +226,8 @@ class Gateway:
             self._recovery.take_over()
             await self._telemetry.start()
             opened.push_async_callback(self._telemetry.shutdown)
+            await self._siblings.start()
+            opened.push_async_callback(self._siblings.stop)
             await self._counters.start()
             opened.push_async_callback(self._counters.stop)
             await self.house.limiter.start()
@@ -215,7 +236,7 @@ class Gateway:
             opened.push_async_callback(self._transport.aclose)
             await self._batches.open()
             opened.push_async_callback(self._batches.close)
-            recovering = asyncio.create_task(self._recovery.run(), name="ledger recovery")
+            recovering = asyncio.create_task(self._recover(), name="ledger recovery")
             recovering.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, recovering)
             if self._ship_to is not None:
@@ -237,6 +258,16 @@ class Gateway:
             opened.push_async_callback(_end, checking)
             opened.push_async_callback(self._last_calls)
             return opened.pop_all()
+
+    async def _recover(self) -> None:
+        """For ever; before, what workers have left open that there are no more."""
+        for name in left_behind(self._ledger_dir, self._machine, self._seat) if self._seat.number == 0 else ():
+            with contextlib.suppress(LedgerUnavailable):  # another gateway is writing it
+                async with Ledger(self._ledger_dir, name) as ledger:
+                    recovery = Recovery(ledger, self._fleet, self._policies)
+                    recovery.take_over()
+                    await recovery.catch_up()
+        await self._recovery.run()
 
     async def _last_calls(self) -> None:
         """Those that the server cut off at the end of its patience still settle, into what is closed next."""
@@ -337,7 +368,7 @@ class Gateway:
         """Says nothing about other machines' health: a gateway whose servers are down must go on to answer, with the
         truth."""
         faults = []
-        if self._draining:
+        if self._leaving:
             faults.append("the gateway is shutting down")
         if not self._ledger.ok:
             faults.append("the ledger can not be written")
@@ -355,8 +386,8 @@ class Gateway:
         }
 
     async def _metrics(self, _: Request) -> Response:
-        content, content_type = self._telemetry.render_metrics()
-        return Response(content, headers={"content-type": content_type})
+        own, content_type = self._telemetry.render_metrics()
+        return Response(await self._siblings.metrics(own), headers={"content-type": content_type})
 
 
 def _usage_routes(settings: Settings) -> list[Route]:

@@ -145,10 +145,16 @@ class Place:
 
 
 class Fleet:
-    """All servers of the current policy. `on_free` is told whenever a server has a place again."""
+    """All servers of the current policy. `on_free` is told whenever a server has a place again.
 
-    def __init__(self, make_provider: Callable[[Deployment], Provider]) -> None:
+    `share_of` says how many of a server's places are ours, where several processes divide them.
+    """
+
+    def __init__(
+        self, make_provider: Callable[[Deployment], Provider], share_of: Callable[[int], int] = lambda places: places
+    ) -> None:
         self._make_provider = make_provider
+        self._share_of = share_of
         self._servers: dict[str, Server] = {}
         self.working_set = WorkingSet()
         self.on_free: Callable[[], None] = lambda: None
@@ -159,6 +165,9 @@ class Fleet:
         self.on_free()
 
     def _server_for(self, deployment: Deployment) -> Server:
+        places = self._share_of(deployment.max_concurrency)
+        if places != deployment.max_concurrency:
+            deployment = deployment.model_copy(update={"max_concurrency": places})
         known = self._servers.get(deployment.name)
         if known is None or (known.deployment.base_url, known.deployment.model) != (
             deployment.base_url,

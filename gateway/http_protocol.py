@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from gateway.replies import WIRE
 
@@ -24,6 +25,12 @@ MAX_HEAD_BYTES = 64 * 1024
 HEAD_SECONDS = 10.0  # from its first bytes to its end
 SILENT_SECONDS = 75.0  # of a new connection, before its first bytes: clients may open some in advance
 _BODILESS_STATUSES = frozenset({204, 304})
+
+
+class Connections(ServerState):
+    """What all connections of a server share. `leaving`: each is closed behind the reply that it waits for."""
+
+    leaving = False
 
 
 class JoinedCycle(RequestResponseCycle):
@@ -181,6 +188,8 @@ class JoinedProtocol(HttpToolsProtocol):
         # uvicorn has no place to name the class; nothing has run in the cycle yet, and a class adds no state.
         cycle.__class__ = JoinedCycle
         cycle.scope.setdefault("extensions", {})[WIRE] = cast(Any, cycle)
+        if isinstance(self.server_state, Connections) and self.server_state.leaving:
+            cycle.keep_alive = False
         super()._start_asgi_task(cycle, app)
 
     def _forget_deadline(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable, Generator
@@ -15,11 +16,12 @@ from typing import Any
 import uvicorn
 
 from gateway.app import Gateway
-from gateway.http_protocol import JoinedProtocol
+from gateway.http_protocol import Connections, JoinedProtocol
 from gateway.policy_checks import IN_SERVICE
 from gateway.policy_file import PolicyHolder
 from gateway.replies import STALL_SECONDS
 from gateway.settings import Settings
+from gateway.siblings import ALONE, Seat
 from gateway.telemetry import configure_logging
 
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which load balancers and clients give idle connections up
@@ -29,6 +31,7 @@ QUIET: dict[str, Any] = {
     "ws": "none", "log_config": None, "access_log": False, "server_header": False, "date_header": False,
     "proxy_headers": False,
 }  # fmt: skip
+OPEN_FILES = 65_536  # of one process: its connections to clients and servers, and some
 GC_THRESHOLDS = (10_000, 20, 50)  # requests make next to no cycles; looking for them often costs 5 % of a request
 
 
@@ -36,20 +39,30 @@ log = logging.getLogger("warmpath")
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server; `on_ready` gets the address once connections are taken."""
+    """uvicorn's server; `on_ready` gets the address once connections are taken.
+
+    Told to stop, it first says so for `lame_duck_seconds`, and serves on: at /ready, and by closing each connection
+    behind its reply, so that load balancers and clients go elsewhere before the listener closes.
+    """
 
     def __init__(
         self,
         config: uvicorn.Config,
         gateway: Gateway,
         on_ready: Callable[[str], None],
+        *,
+        lame_duck_seconds: float = 0.0,
         admin: tuple[AdminServer, socket.socket] | None = None,
+        lifeline: int | None = None,
     ) -> None:
         super().__init__(config)
+        self.server_state = self._connections = Connections()
         self._gateway = gateway
         self._on_ready = on_ready
+        self._lame_duck_seconds = lame_duck_seconds
         self._admin = admin
         self._admin_serving: asyncio.Task[None] | None = None
+        self._lifeline = lifeline  # a pipe that ends with the one who started us
         self._loop: asyncio.AbstractEventLoop | None = None  # until it runs
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -64,6 +77,8 @@ class Server(uvicorn.Server):
                 server, listener = self._admin
                 self._admin_serving = asyncio.create_task(server.serve([listener]), name="admin API")
                 log.info("the admin API listens on %s", url_of(listener))
+            if self._lifeline is not None:
+                self._loop.add_reader(self._lifeline, self._orphaned, self._lifeline)
             self._on_ready(url_of(sockets[0]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -73,10 +88,32 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # A signal comes between any two steps of the program: the loop drains when it is between two of its own.
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._gateway.drain)
-        super().handle_exit(sig, frame)
+        # A signal comes between any two steps of the program: the loop acts when it is between two of its own.
+        if self._loop is None or self.should_exit:
+            super().handle_exit(sig, frame)
+        else:
+            self._loop.call_soon_threadsafe(self._leave)
+
+    def _leave(self) -> None:
+        """Told once, it becomes a lame duck; told again, it has been one for long enough."""
+        assert self._loop is not None
+        if self._lame_duck_seconds and not self._connections.leaving:
+            log.info("shutting down: not ready any more; calls are taken for %g s", self._lame_duck_seconds)
+            self._connections.leaving = True
+            self._gateway.leave()
+            self._loop.call_later(self._lame_duck_seconds, self._stop)
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._gateway.drain()
+        self.should_exit = True
+
+    def _orphaned(self, lifeline: int) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(lifeline)
+        log.error("the supervisor of the workers is gone; this one shuts down")
+        self._leave()
 
 
 class AdminServer(uvicorn.Server):
@@ -87,10 +124,21 @@ class AdminServer(uvicorn.Server):
         yield
 
 
-def run(settings: Settings, *, on_ready: Callable[[str], None], json_logs: bool = True) -> bool:
-    """Serve until a signal says stop. False when the start failed. Raises `PolicyError`, `OSError`, `ValueError`."""
+def run(
+    settings: Settings,
+    *,
+    on_ready: Callable[[str], None],
+    json_logs: bool = True,
+    seat: Seat = ALONE,
+    lifeline: int | None = None,
+) -> bool:
+    """Serve until a signal says stop, or the `lifeline` ends. False when the start failed.
+
+    Raises `PolicyError`, `OSError`, `ValueError`.
+    """
     configure_logging(settings.log_level, json=json_logs)
-    gateway = Gateway(settings, PolicyHolder(settings.policy, checks=IN_SERVICE))
+    _raise_open_files()
+    gateway = Gateway(settings, PolicyHolder(settings.policy, checks=IN_SERVICE), seat)
     config = uvicorn.Config(
         gateway,
         loop="uvloop",
@@ -101,22 +149,32 @@ def run(settings: Settings, *, on_ready: Callable[[str], None], json_logs: bool 
         backlog=BACKLOG,
         **QUIET,
     )
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        # uvicorn handles both, and raises them once more when it is done: that must not end us as a crash.
-        signal.signal(sig, lambda *_: None)
     with contextlib.ExitStack() as listeners:
-        listener = listeners.enter_context(listen(settings.host, settings.port))
+        listener = listeners.enter_context(listen(settings.host, settings.port, shared=seat.count > 1))
         admin = None
-        if settings.admin_port is not None:
+        if settings.admin_port is not None and seat.number == 0:
             admin_config = uvicorn.Config(
                 gateway.admin, lifespan="off", timeout_graceful_shutdown=ADMIN_DRAIN_SECONDS, **QUIET
             )
             admin_listener = listeners.enter_context(listen(settings.admin_host, settings.admin_port))
             admin = (AdminServer(admin_config), admin_listener)
-        server = Server(config, gateway, on_ready, admin)
+        server = Server(
+            config, gateway, on_ready, lame_duck_seconds=settings.lame_duck_seconds, admin=admin, lifeline=lifeline
+        )
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            # uvicorn handles both, and raises what it got once more when it is done: that must not end us as a crash.
+            signal.signal(sig, lambda *_: None)
         with contextlib.suppress(SystemExit):  # of a start that failed
             server.run(sockets=[listener])
     return server.started
+
+
+def _raise_open_files() -> None:
+    """As many connections as the system lets us have: the soft limit is for programs that use `select`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def url_of(listener: socket.socket) -> str:
@@ -124,12 +182,17 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to the address; port 0 takes any free one. Raises OSError with the address in its words."""
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket bound to the address; port 0 takes any free one. Raises OSError with the address in its words.
+
+    `shared`: with others that say so, too; the kernel deals connections out to those that listen.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
             # A client that takes nothing more is dropped by the kernel: closing would first wait to send the rest.
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1000))

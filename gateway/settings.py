@@ -131,6 +131,16 @@ class Settings(BaseSettings):
     max_file_bytes: ByteSize = Field(
         ByteSize(200 * 1024 * 1024), gt=0, description="Longer files for batches are refused; 1000000, 64MiB."
     )
+    lame_duck_seconds: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="How long calls are still taken after a signal to stop, while /ready says no: as long as load "
+        "balancers take to notice.",
+    )
+    workers: int = Field(
+        1, ge=1, le=64, description="Processes of `warmpath serve` that share the port; the storage is then no memory."
+    )
     drain_seconds: float = Field(
         30.0, ge=0, allow_inf_nan=False, description="How long calls in flight may take to end on shutdown."
     )

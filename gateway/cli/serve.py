@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from gateway import workers as workers_of_one_machine
 from gateway.cli.common import MISUSE, fail, say, settings_or_exit, verb_app
 from gateway.policy_file import PolicyError
 from gateway.server import run
@@ -26,20 +27,25 @@ def serve(
     storage: Annotated[
         str | None, typer.Option(help="memory://, sqlite:///FILE or redis://HOST; else WARMPATH_STORAGE.")
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that share the port; else WARMPATH_WORKERS, 1.")
+    ] = None,
 ) -> None:
     """Serve the gateway until it is stopped (Ctrl-C, SIGTERM). SIGHUP, or a change of the file, reloads the policy.
 
-    On shutdown no new calls are taken, and those under way have WARMPATH_DRAIN_SECONDS to end.
+    On shutdown /ready says no, calls are taken for WARMPATH_LAME_DUCK_SECONDS more, and those under way then have
+    WARMPATH_DRAIN_SECONDS to end.
     """
-    settings = settings_or_exit(policy=policy, port=port, host=host, storage=storage)
+    settings = settings_or_exit(policy=policy, port=port, host=host, storage=storage, workers=workers)
+    serve_all = run if settings.workers == 1 else workers_of_one_machine.serve
     try:
-        started = run(settings, on_ready=lambda url: say(f"warmpath ready on {url} policy {settings.policy}"))
+        started = serve_all(settings, on_ready=lambda url: say(f"warmpath ready on {url} policy {settings.policy}"))
     except PolicyError as error:
         fail(str(error))
     except (OSError, ValueError) as error:
         fail(str(error), code=MISUSE)
     if not started:
-        fail("the gateway did not start; its log says why")
+        fail("the gateway did not start, or not stop; its log says why")
 
 
 __all__ = ["app"]

@@ -1,0 +1,148 @@
+"""The workers of one machine beside each other: which one this is, and what all of them have counted on one /metrics.
+
+Any worker may be the one that is asked for the metrics: it asks the others on their sockets, which their supervisor has
+made and which no other user can reach. Each series gets a label `worker`; one that does not answer has
+`warmpath_worker_up` 0 and no other series. Sums over the label are what a single process would have shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ANSWER_SECONDS = 1.0  # for a worker to tell what it has counted
+ANSWER_MAX_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One of `count` workers. Of several, each has a socket in `folder`, which outlives the worker."""
+
+    number: int = 0
+    count: int = 1
+    folder: Path = Path()
+    listener: socket.socket | None = None
+
+    def name(self, replica: str) -> str:
+        """Its own name, the same after a restart: of a chain in the ledger, of leases in the storage."""
+        return replica if self.count == 1 else worker_name(replica, self.number)
+
+    def share_of(self, places: int) -> int:
+        """Its part of what the machine may have at the same time. All parts make up the whole, where that is as much
+        as there are workers; nobody has less than one."""
+        whole, rest = divmod(places, self.count)
+        return max(1, whole + (self.number < rest))
+
+
+ALONE = Seat()
+
+
+def worker_name(replica: str, number: int) -> str:
+    return f"{replica}.w{number}"
+
+
+def left_behind(ledger: Path, replica: str, seat: Seat) -> list[str]:
+    """Names under which workers have written when there were more, or fewer, than now."""
+    if not ledger.is_dir():
+        return []
+    now = {seat.name(replica)} | {worker_name(replica, n) for n in range(seat.count) if seat.count > 1}
+    ours = [folder.name for folder in ledger.iterdir() if folder.is_dir() and _is_of(folder.name, replica)]
+    return sorted(set(ours) - now)
+
+
+def _is_of(name: str, replica: str) -> bool:
+    return name == replica or (name.startswith(f"{replica}.w") and name.removeprefix(f"{replica}.w").isdigit())
+
+
+class Siblings:
+    """Between start and stop, this worker tells the others what it has counted, and asks them."""
+
+    def __init__(self, seat: Seat, render: Callable[[], bytes]) -> None:
+        self._seat = seat
+        self._render = render
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        if self._seat.listener is not None:
+            self._server = await asyncio.start_unix_server(self._tell, sock=self._seat.listener)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def metrics(self, own: bytes) -> bytes:
+        """Prometheus' text, of all workers."""
+        if self._seat.count == 1:
+            return own
+        others = [number for number in range(self._seat.count) if number != self._seat.number]
+        texts = dict(zip(others, await asyncio.gather(*map(self._ask, others)), strict=True))
+        return merged({**texts, self._seat.number: own})
+
+    async def _tell(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError):
+            writer.write(self._render())
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await writer.drain()
+
+    async def _ask(self, number: int) -> bytes | None:
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                reader, writer = await asyncio.open_unix_connection(socket_path(self._seat.folder, number))
+                with contextlib.closing(writer):
+                    text = bytearray()
+                    while part := await reader.read(ANSWER_MAX_BYTES):
+                        text += part
+                        if len(text) > ANSWER_MAX_BYTES:
+                            return None
+                    return bytes(text) or None
+        except (OSError, TimeoutError):
+            return None
+
+
+def socket_path(folder: Path, number: int) -> Path:
+    return folder / str(number)
+
+
+def merged(texts: dict[int, bytes | None]) -> bytes:
+    """The texts as one: every family once, with the series of all workers."""
+    heads: dict[bytes, list[bytes]] = {}
+    series: dict[bytes, list[bytes]] = {}
+    for number, text in sorted(texts.items()):
+        label = b'worker="%d"' % number
+        for family, lines in _families(text or b""):
+            known = heads.setdefault(family, [])
+            known += [line for line in lines if line.startswith(b"#")] if family not in series else []
+            labelled = [_with_label(line, label) for line in lines if not line.startswith(b"#")]
+            series.setdefault(family, []).extend(labelled)
+    up = [b'warmpath_worker_up{worker="%d"} %d' % (number, text is not None) for number, text in sorted(texts.items())]
+    head = [b"# HELP warmpath_worker_up 1 where a worker has told what it counted.", b"# TYPE warmpath_worker_up gauge"]
+    lines = [line for family, known in heads.items() for line in (*known, *series[family])]
+    return b"\n".join([*lines, *head, *up]) + b"\n"
+
+
+def _families(text: bytes) -> Iterable[tuple[bytes, list[bytes]]]:
+    """The lines of each family, by its name."""
+    family, lines = b"", list[bytes]()
+    for line in text.splitlines():
+        if line.startswith(b"# HELP "):
+            if lines:
+                yield family, lines
+            family, lines = line.split(b" ", 3)[2], []
+        lines.append(line)
+    if lines:
+        yield family, lines
+
+
+def _with_label(line: bytes, label: bytes) -> bytes:
+    name, brace, labels = line.partition(b"{")
+    if brace:
+        return name + b"{" + label + b"," + labels
+    name, _, value = line.partition(b" ")
+    return name + b"{" + label + b"} " + value
+
+
+__all__ = ["ALONE", "Seat", "Siblings", "left_behind", "merged", "socket_path", "worker_name"]

@@ -1,0 +1,168 @@
+"""`warmpath serve --workers N`: several processes on one port that behave as one, and die one by one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.ledger.chain import segments
+from tests.e2e.processes import (
+    Gateway,
+    Running,
+    Wire,
+    chat,
+    endless,
+    gateway,
+    simple_policy,
+    tenant,
+    until,
+    warmpath,
+)
+
+pytestmark = pytest.mark.e2e
+
+WORKERS = 2
+
+
+@pytest.fixture
+def front(tmp_path: Path, local_engine: Running) -> Iterator[Gateway]:
+    policy = simple_policy(local_engine.url, tenants=[tenant("dev"), tenant("few", limits={"requests": "5/1h"})])
+    with gateway(tmp_path, policy, storage=f"sqlite:///{tmp_path / 'state.db'}", workers=str(WORKERS)) as started:
+        yield started
+
+
+def pids(front: Running) -> list[int]:
+    """Of the workers."""
+    pid = front.process.pid
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def lives(pid: int) -> bool:
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # of one that is dead and not yet buried: nothing
+    except FileNotFoundError:
+        return False
+
+
+def calls_of(front: Gateway, worker: int, kind: str) -> set[str]:
+    """The calls that a worker's own chain has rows of this kind for."""
+    files = segments(front.ledger / f"gw.w{worker}")
+    rows = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+    return {row["call_id"] for row in rows if row["kind"] == kind}
+
+
+def streams_on_all(front: Gateway, stack: ExitStack, body: dict[str, Any]) -> dict[str, Wire]:
+    """By call, streams that have begun: at least one at each worker. The kernel deals them out."""
+    streams: dict[str, Wire] = {}
+    while not all(calls_of(front, worker, "opened") for worker in range(WORKERS)):
+        assert len(streams) < 8, "the engine has no more places"
+        stream = stack.enter_context(Wire(front, "chat/completions", body))
+        stream.read_until(b"data: ")
+        streams[stream.header("x-request-id")] = stream
+    return streams
+
+
+def test_limits_hold_over_all_and_metrics_and_usage_add_up(front: Gateway, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as callers:
+        asked = [callers.submit(front.post, "chat/completions", chat(max_tokens=2), "few") for _ in range(16)]
+        statuses = [each.result().status_code for each in asked]
+    assert sorted(statuses) == [200] * 5 + [429] * 11
+    until(lambda: front.metric("warmpath_requests_total", status="200") == 5)
+    until(lambda: front.metric("warmpath_requests_total", status="429") == 11)
+    assert [front.metric("warmpath_worker_up", worker=str(n)) for n in range(WORKERS)] == [1, 1]
+    receipts = until(lambda: receipts if len(receipts := front.receipts(tenant="few")) == 5 else None)
+    usage = warmpath("usage", "--by", "tenant", "--json", cwd=tmp_path, ledger_dir=str(front.ledger))
+    assert usage.returncode == 0, usage.stderr
+    (line,) = json.loads(usage.stdout)
+    assert (line["requests"], line["output"]) == (5, sum(receipt["output"] for receipt in receipts))
+
+
+def test_a_killed_worker_loses_its_own_streams_and_nothing_else(front: Gateway, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        streams = streams_on_all(front, stack, chat(stream=True, max_tokens=400, ignore_eos=True))
+        lost = calls_of(front, 0, "opened")
+        os.kill(pids(front)[0], signal.SIGKILL)
+        for call_id, stream in streams.items():
+            if call_id in lost:
+                with pytest.raises((AssertionError, ConnectionError)):
+                    stream.read_until(b"[DONE]")
+            else:
+                assert b"data: [DONE]" in stream.read_to_end()
+        # Its successor closes what it has left open, and takes calls.
+        until(lambda: calls_of(front, 0, "receipt") >= lost)
+        until(lambda: front.metric("warmpath_worker_up") == WORKERS)
+        assert front.post("chat/completions", chat(max_tokens=2)).status_code == 200
+    assert {front.receipt(call_id)["outcome"] for call_id in lost} == {"gateway_lost"}
+    assert {front.receipt(call_id)["outcome"] for call_id in streams.keys() - lost} == {"complete"}
+    assert len(pids(front)) == WORKERS
+    assert "worker 0 was ended by SIGKILL" in front.log.read_text()
+    assert front.stop() == 0
+    verified = warmpath("usage", "verify", cwd=tmp_path, ledger_dir=str(front.ledger))
+    assert verified.returncode == 0, verified.stdout
+
+
+def test_all_finish_their_streams_when_they_are_told_to_stop(front: Gateway) -> None:
+    with ExitStack() as stack:
+        streams = streams_on_all(front, stack, chat(stream=True, max_tokens=150, ignore_eos=True))
+        front.process.send_signal(signal.SIGTERM)
+        for stream in streams.values():
+            assert b"data: [DONE]" in stream.read_to_end()
+    assert front.process.wait(60) == 0
+
+
+def test_sighup_reloads_all_of_them(front: Gateway, tmp_path: Path) -> None:
+    def all_rejected(times: int) -> bool:
+        name = "warmpath_policy_reloads_total"
+        return all(front.metric(name, worker=str(n), result="rejected") == times for n in range(WORKERS))
+
+    (tmp_path / "policy.yaml").write_text("no: policy")  # each sees that by itself, once
+    until(lambda: all_rejected(1))
+    front.process.send_signal(signal.SIGHUP)  # and is told to look again
+    until(lambda: all_rejected(2))
+    assert front.post("chat/completions", chat(max_tokens=2)).status_code == 200
+
+
+def test_what_workers_left_open_is_closed_when_there_are_fewer(tmp_path: Path, local_engine: Running) -> None:
+    policy, storage = simple_policy(local_engine.url), f"sqlite:///{tmp_path / 'state.db'}"
+    with gateway(tmp_path, policy, storage=storage, workers=str(WORKERS)) as front, ExitStack() as stack:
+        streams = streams_on_all(front, stack, endless())
+        workers = pids(front)
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)  # none is started again in the meantime
+        front.kill()
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+    with gateway(tmp_path, policy, storage=storage) as alone:
+        receipts = [alone.receipt(call_id) for call_id in streams]
+    assert {receipt["outcome"] for receipt in receipts} == {"gateway_lost"}
+
+
+def test_workers_leave_when_their_supervisor_is_killed(front: Gateway) -> None:
+    workers = pids(front)
+    front.kill()
+    for pid in workers:
+        until(
+            lambda pid=pid: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+
+
+def test_a_start_that_fails_is_told_once(tmp_path: Path, local_engine: Running) -> None:
+    policy = simple_policy(local_engine.url)
+    refused = warmpath("serve", "--workers", "2", "--port", "0", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "WARMPATH_STORAGE must be sqlite:///FILE or redis://HOST" in refused.stderr
+    with gateway(tmp_path, policy, workers="1") as other:
+        port = other.url.rpartition(":")[2]
+        taken = warmpath(
+            "serve", "--workers", "2", "--port", port, cwd=tmp_path, storage=f"sqlite:///{tmp_path / 'state.db'}"
+        )
+    assert taken.returncode == 2
+    assert f"can not listen on 127.0.0.1:{port}" in taken.stderr
