@@ -89,6 +89,18 @@ class Call(msgspec.Struct, frozen=True):
         """Between two turns, while the caches are full of others' conversations."""
         return self.latency_class.hold
 
+    @property
+    def tenant_name(self) -> str:
+        return self.principal.tenant.name
+
+    @property
+    def tokens_estimate(self) -> int:
+        """What it may use, input and output: by this tenants take turns."""
+        output_tokens = self.max_output_tokens
+        if output_tokens is None:
+            output_tokens = self.principal.tenant.limits.default_output_tokens
+        return self.prompt_tokens_estimate + output_tokens
+
 
 class Trace(msgspec.Struct, frozen=True):
     """W3C trace context: 128-bit trace id, the caller's span id (0: none), and the one sampling decision."""

@@ -31,9 +31,16 @@ class LatencyClass(Frozen):
     ttft: Seconds = Field(60.0, description="Until the first chunk of the answer.")
     inter_token: Seconds = Field(30.0, description="Between two chunks of a stream.")
     total: Seconds = Field(600.0, description="Until the end of the answer.")
-    max_queue: CountOrZero = Field(200, description="Calls that may wait for a deployment pool; one more is refused.")
+    max_queue: CountOrZero = Field(
+        200, description="Calls that may wait for a model; with one more, one of the tenant that has most gives way."
+    )
     max_wait: Seconds = Field(10.0, description="How long a call may wait for its turn.")
     priority: int = Field(0, description="Lower goes first; engines that know priorities are told.")
+    min_share: Share = Field(
+        0.0,
+        description="Of what a model's waiting calls are given, in tokens, so much goes to this class while it waits, "
+        "however urgent the others are.",
+    )
     hold: bool = Field(
         False, description="Its calls wait for their turn, too, while their conversations do not fit into the caches."
     )

@@ -62,7 +62,7 @@ class Policy(Frozen):
     @model_validator(mode="after")
     def _names_agree(self) -> Self:
         """Everything that is named exists, and nothing is named twice."""
-        findings = [*_twins(self), *_strangers(self), *_mixed_currencies(self)]
+        findings = [*_twins(self), *_strangers(self), *_mixed_currencies(self), *_more_than_all(self)]
         if findings:
             raise PolicyNameError(findings)
         return self
@@ -208,6 +208,14 @@ def _mixed_currencies(policy: Policy) -> Iterator[Finding]:
             if limits.budget:
                 message = f"a budget needs all prices in one currency; there are {' and '.join(currencies)}"
                 yield (*place, "budget"), message
+
+
+def _more_than_all(policy: Policy) -> Iterator[Finding]:
+    """Shares that no server could give."""
+    shares = {name: each.min_share for name, each in policy.classes.items() if each.min_share}
+    if sum(shares.values()) > 1.0:
+        place = ("classes", max(shares, key=lambda name: shares[name]), "min_share")
+        yield place, f"the min_share of {', '.join(shares)} add up to more than 100%"
 
 
 def _all_limits(policy: Policy) -> Iterator[tuple[Path, Limits]]:

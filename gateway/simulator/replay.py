@@ -19,7 +19,8 @@ from gateway.policy import LatencyClass, Model, Policy
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import Unasked
-from gateway.queueing import HELD_LOOK_SECONDS, Lines
+from gateway.queueing.lines import Lines
+from gateway.queueing.queue import HELD_LOOK_SECONDS
 from gateway.routing.base import Strategy
 from gateway.simulator.baselines import Truth
 from gateway.simulator.servers import SimulatedServer, Work
@@ -47,6 +48,11 @@ class SimulatedCall:
     class_name: str
     model: Model
     may_be_held: bool
+    tenant_name: str = "t"  # one for all
+
+    @property
+    def tokens_estimate(self) -> int:
+        return self.prompt_tokens_estimate
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +82,7 @@ class _Running:
     place: Place | None = None
     sent: SentCall | None = None
     gone: bool = False  # nobody leaves here
+    due: float = 0.0  # who came first goes first
 
     def grant(self, place: Place) -> None:
         self.replay.wake(self, place)

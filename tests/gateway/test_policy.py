@@ -133,6 +133,13 @@ def test_a_budget_needs_prices_in_one_currency() -> None:
     )
 
 
+def test_more_than_all_can_not_be_promised() -> None:
+    shares = {"realtime": {"min_share": "60%"}, "batch": {"min_share": "50%"}}
+    assert "classes.realtime.min_share: the min_share of realtime, batch add up to more than 100%" in complaints(
+        least(classes=shares)
+    )
+
+
 def test_the_hash_names_the_content() -> None:
     policy = Policy.model_validate(least())
     assert policy.hash == Policy.model_validate(least()).hash

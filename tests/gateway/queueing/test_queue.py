@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from gateway import queueing
 from gateway.errors import Overloaded
 from gateway.fleet import Fleet, Place
 from gateway.policy import Policy
@@ -265,7 +264,7 @@ async def test_a_conversation_that_does_not_fit_waits_although_there_are_places(
     now = asyncio.get_running_loop().time()
     converse(fleet, policy, "One. " + PROMPT, now)
     converse(fleet, policy, "Two. " + PROMPT, now)
-    monkeypatch.setattr(queueing, "HELD_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("gateway.queueing.queue.HELD_LOOK_SECONDS", 0.001)
     third = call_now(policy, messages=[{"role": "user", "content": "Three. " + PROMPT}], service_tier="flex")
     leave, order = asyncio.Event(), list[str]()
     leave.set()

@@ -1,0 +1,197 @@
+"""Who waits, and who is next: without an event loop, so that a simulator can use it.
+
+There is one line for each class of each model. The more urgent class goes first, but a class to which the policy gives
+a `min_share` is owed that much of what the model's waiting calls are given, in estimated tokens: as long as it has not
+had that and waits, it goes before all others. Inside a line, `gateway.queueing.line` decides.
+
+A class that may be held (`hold` in the policy, as batch) may have to wait although there are places: as long as
+`gateway.prefix.working_set` says that its conversation does not fit into the caches beside those that are under way.
+
+Bounds: `max_queue` calls in each line, and `WAITING_MAX` in all. Whoever comes beyond that stands in line like the
+others, and the least urgent call of the line, or of all lines, gives way; which may be the one that came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Generic
+
+from gateway.errors import Overloaded
+from gateway.fleet import Fleet, Place
+from gateway.policy import Model
+from gateway.queueing.line import Line, Queued, W
+
+WAITING_MAX = 10_000  # calls of one gateway: each has its connection, and its body in memory
+OWED_MAX_TOKENS = 1_000_000.0  # to a class that was held although it had its share: it does not get every turn then
+RETRY_AFTER_MIN_SECONDS = 1.0
+RETRY_AFTER_MAX_SECONDS = 30.0
+
+Key = tuple[int, str, str]  # priority, class, model
+
+
+class _Owed:
+    """What a class with a minimum share still has to get before the others of its model, in tokens; negative where it
+    has had more."""
+
+    __slots__ = ("share", "tokens")
+
+    def __init__(self) -> None:
+        self.share = 0.0  # as the newest call of the class says
+        self.tokens = 0.0
+
+
+class Lines(Generic[W]):
+    def __init__(self, fleet: Fleet, *, waiting_max: int = WAITING_MAX) -> None:
+        self._fleet = fleet
+        self._waiting_max = waiting_max
+        self._lines: dict[Key, Line[W]] = {}
+        self._owed: dict[Key, _Owed] = {}  # of models for which somebody waits
+        self.waiting = 0
+        self.someone_is_held = False  # although there are places
+
+    def __iter__(self) -> Iterator[W]:
+        return chain.from_iterable(list(line) for line in list(self._lines.values()))
+
+    def depth(self, class_name: str) -> int:
+        """How many calls of a class wait now."""
+        return sum(len(line) for (_, name, _), line in self._lines.items() if name == class_name)
+
+    def at_once(self, call: Queued, now: float) -> Place | None:
+        """A place, if there is one and nobody waits whose turn comes before this call's. Of its own line, a call that
+        may be held passes the others if its conversation is under way: who waits there is not."""
+        if not self._lines:
+            return self._place(call, now)
+        priority, model = call.latency_class.priority, call.model.name
+        before = [waits for waits, _, name in self._lines if waits <= priority and name == model]
+        if not before:
+            return self._place(call, now)
+        if not call.may_be_held or min(before) != priority:
+            return None
+        place = self._place(call, now, goes_on=True)
+        if place is not None:
+            self._charge(call)
+        return place
+
+    def _place(self, call: Queued, now: float, *, goes_on: bool = False) -> Place | None:
+        """`goes_on`: only for a conversation that has its room already."""
+        servers = self._fleet.servers_of(call.model)
+        if call.may_be_held:
+            servers = [server for server in servers if server.has_place]
+            homes = [server.estimate for server in servers]
+            if not homes or not self._fleet.working_set.admit(call, homes, now, goes_on=goes_on):
+                return None
+        return self._fleet.take(servers)
+
+    def join(self, waiter: W, now: float) -> None:
+        """Stand in line. Somebody may be refused for it, maybe `waiter` itself; `serve` may grant a place at once."""
+        call, key = waiter.call, _key(waiter.call)
+        limits, known = call.latency_class, None
+        if call.may_be_held:
+            homes = [server.estimate for server in self._fleet.servers_of(call.model)]
+            known = self._fleet.working_set.of(call, homes)
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = Line()
+        if limits.min_share or key in self._owed:
+            self._owed.setdefault(key, _Owed()).share = limits.min_share
+        line.join(waiter, known.started if known is not None else None, now)
+        self.waiting += 1
+        if len(line) > limits.max_queue:
+            self._give_way(line, f"{limits.max_queue} {call.class_name} calls already wait for {call.model.name}")
+        elif self.waiting > self._waiting_max:
+            least_urgent = max(self._lines, key=lambda each: (each[0], len(self._lines[each])))
+            self._give_way(self._lines[least_urgent], f"{self._waiting_max} calls already wait, others before this one")
+
+    def _give_way(self, line: Line[W], why: str) -> None:
+        last = line.last
+        self.leave(last)
+        last.refuse(Overloaded(why, retry_after_seconds=honest_wait_seconds(last.call.latency_class.max_wait)))
+
+    def leave(self, waiter: W) -> None:
+        """Whoever is not in line any more may say so again."""
+        key = _key(waiter.call)
+        line = self._lines.get(key)
+        if line is None:
+            return
+        self.waiting -= len(line)
+        line.leave(waiter)
+        self.waiting += len(line)
+        if not line:
+            del self._lines[key]
+            if self._owed and not any(model == key[2] for _, _, model in self._lines):
+                self._owed = {each: owed for each, owed in self._owed.items() if each[2] != key[2]}
+
+    def serve(self, now: float) -> None:
+        """Give free places away, in order. Called whenever a place comes free, when someone joins, and when the
+        policy changes; and now and then while someone is held."""
+        self.someone_is_held = False
+        held: set[W] = set()
+        over: set[Key] = set()  # lines of which nobody else may go
+        while self._serve_in_order(now, held, over):
+            pass
+
+    def _serve_in_order(self, now: float, held: set[W], over: set[Key]) -> bool:
+        """True where the order has to be looked at anew: a turn may have changed who is owed one."""
+        for key in sorted(self._lines, key=self._precedence) if self._owed else sorted(self._lines):
+            line = self._lines[key]
+            while key not in over:
+                if not self._serve_next(line, now, held):
+                    over.add(key)
+                elif self._owed:
+                    return True
+        return False
+
+    def _precedence(self, key: Key) -> tuple[bool, Key]:
+        owed = self._owed.get(key)
+        return owed is None or owed.tokens <= 0, key
+
+    def _serve_next(self, line: Line[W], now: float, held: set[W]) -> bool:
+        """Whether anybody has left the line. `held` are those that are known to have to wait."""
+        for waiter in line.heads():
+            if waiter in held:
+                continue
+            servers = self._fleet.servers_of(waiter.call.model)
+            if not servers:
+                waiter.refuse(nowhere_to_go(waiter.call.model))
+            elif not waiter.gone:
+                place = self._place(waiter.call, now)
+                if place is None:
+                    if not (waiter.call.may_be_held and any(server.has_place for server in servers)):
+                        return False
+                    self.someone_is_held = True
+                    held.add(waiter)
+                    continue
+                self._charge(waiter.call)
+                waiter.grant(place)
+            self.leave(waiter)
+            return True
+        return False
+
+    def _charge(self, call: Queued) -> None:
+        """A call has its turn while others wait."""
+        key, tokens = _key(call), max(1, call.tokens_estimate)
+        line = self._lines.get(key)
+        if line is not None:
+            line.charge(call)
+        for each, owed in self._owed.items():
+            if each[2] == key[2]:
+                owed.tokens += owed.share * tokens - (tokens if each == key else 0)
+                # Who does not wait wants nothing, and saves nothing up.
+                owed.tokens = min(owed.tokens, OWED_MAX_TOKENS if each in self._lines else 0.0)
+
+
+def _key(call: Queued) -> Key:
+    return call.latency_class.priority, call.class_name, call.model.name
+
+
+def honest_wait_seconds(max_wait_seconds: float) -> float:
+    """Nobody can promise that a place comes free sooner than the class itself was ready to wait."""
+    return min(max(max_wait_seconds, RETRY_AFTER_MIN_SECONDS), RETRY_AFTER_MAX_SECONDS)
+
+
+def nowhere_to_go(model: Model) -> Overloaded:
+    return Overloaded(
+        f"the policy has changed, and {model.name} has no deployment any more",
+        retry_after_seconds=RETRY_AFTER_MIN_SECONDS,
+    )

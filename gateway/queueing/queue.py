@@ -1,0 +1,124 @@
+"""Phase 5: waiting for one's turn.
+
+A call that finds a free place and nobody before it does not wait at all. Waiting costs one future: no thread, no
+upstream connection. It ends with a place, or after the class's `max_wait`, at the call's own deadline, when its client
+has lost patience, or because more urgent calls have come than may wait (`gateway.queueing.lines`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.errors import GatewayError, Overloaded, shutting_down
+from gateway.fleet import Fleet, Place
+from gateway.queueing.lines import Lines, honest_wait_seconds, nowhere_to_go
+from gateway.types import Call
+
+HELD_LOOK_SECONDS = 1.0  # how often it is looked whether those that are held may go: conversations end in silence
+
+
+class _Waiting:
+    """A call whose caller waits for `granted`."""
+
+    __slots__ = ("call", "due", "granted")
+
+    def __init__(self, call: Call, now: float) -> None:
+        self.call = call
+        self.due = min(now + min(call.latency_class.max_wait, call.patience_seconds), call.deadline)
+        self.granted: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+
+    @property
+    def gone(self) -> bool:
+        return self.granted.done()
+
+    def grant(self, place: Place) -> None:
+        self.granted.set_result(place)
+
+    def refuse(self, error: GatewayError) -> None:
+        if not self.granted.done():
+            self.granted.set_exception(error)
+
+    def decline(self) -> None:
+        """Give back a place that was granted in the very moment in which the caller stopped waiting."""
+        if self.granted.done() and not self.granted.cancelled() and self.granted.exception() is None:
+            self.granted.result().release()
+
+
+class _Turn:
+    __slots__ = ("_call", "_place", "_queue")
+
+    def __init__(self, queue: Queue, call: Call) -> None:
+        self._queue = queue
+        self._call = call
+
+    async def __aenter__(self) -> Place:
+        self._place = await self._queue.place_for(self._call)
+        return self._place
+
+    async def __aexit__(self, *_: object) -> None:
+        self._place.release()
+
+
+class Queue:
+    """The waiting calls of a running gateway."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._lines: Lines[_Waiting] = Lines(fleet)
+        self._look: asyncio.TimerHandle | None = None
+        self._closed = False
+        fleet.on_free = self._serve_waiting
+
+    def depth(self, class_name: str) -> int:
+        """How many calls of a class wait now."""
+        return self._lines.depth(class_name)
+
+    def turn(self, call: Call) -> _Turn:
+        """`async with` holds a place at one of the model's servers, waiting for it if need be. Raises `Overloaded`."""
+        return _Turn(self, call)
+
+    async def place_for(self, call: Call) -> Place:
+        if self._closed:
+            raise shutting_down()
+        if not self._fleet.servers_of(call.model):
+            raise nowhere_to_go(call.model)
+        now = asyncio.get_running_loop().time()
+        return self._lines.at_once(call, now) or await self._wait(_Waiting(call, now), now)
+
+    async def _wait(self, waiter: _Waiting, now: float) -> Place:
+        call = waiter.call
+        self._lines.join(waiter, now)
+        if call.may_be_held:
+            self._serve_waiting()
+        try:
+            async with asyncio.timeout_at(waiter.due):
+                return await waiter.granted
+        except TimeoutError:
+            waiter.decline()
+            raise Overloaded(
+                f"no server of {call.model.name} became free within {waiter.due - now:g} s",
+                retry_after_seconds=honest_wait_seconds(call.latency_class.max_wait),
+            ) from None
+        except asyncio.CancelledError:
+            waiter.decline()
+            raise
+        finally:
+            self._lines.leave(waiter)
+
+    def _serve_waiting(self) -> None:
+        if self._closed or not self._lines.waiting:
+            return
+        loop = asyncio.get_running_loop()
+        self._lines.serve(loop.time())
+        if self._lines.someone_is_held and self._look is None:
+            self._look = loop.call_later(HELD_LOOK_SECONDS, self._look_again)
+
+    def _look_again(self) -> None:
+        self._look = None
+        self._serve_waiting()
+
+    def close(self) -> None:
+        """Refuse whoever waits or comes: the gateway is shutting down."""
+        self._closed = True
+        for waiter in self._lines:
+            waiter.refuse(shutting_down())
