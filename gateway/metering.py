@@ -37,6 +37,7 @@ from gateway.policy import Deployment, Price
 from gateway.policy.prices import PerToken
 from gateway.types import Attempt, AttemptRow, Call, Marks, Outcome, Receipt, Usage
 
+_THREE_DIGITS = [f"{number:03d}" for number in range(1000)]
 _NO_PRICES = dict.fromkeys([f"price_{bucket}" for bucket in PerToken._fields])
 BYTES_PER_TOKEN = 4  # of English text, for answers whose engine did not count
 _BLANK_LINE = re.compile(rb"\n\r?\n")  # ends a frame; JSON has no raw newline, so text can not imitate it
@@ -332,53 +333,66 @@ def make_receipt(
     attempts: Sequence[Attempt] = (),
     deployment: Deployment | None = None,
     from_cache: bool = False,
+    started: str | None = None,
+    trace_id: str | None = None,
 ) -> Receipt:
-    """The record of a call that has ended. `deployment` is that of its `bill_of`."""
+    """The record of a call that has ended. `deployment` is that of its `bill_of`; `started` and `trace_id` are as the
+    row has them that was written when the call was opened, if one was.
+    """
     price = bill.price
+    prices = price.texts if price else _NO_PRICES
+    # In the order of the fields: forty names would cost more than all that is done here.
     return Receipt(
-        event_id=new_event_id(),
-        call_id=call.id,
-        tenant=call.principal.tenant.name,
-        key_id=call.principal.key_id,
-        end_user=call.end_user,
-        operation=call.operation.value,
-        model_asked=call.asked_model,
-        model_served=deployment.model if deployment else None,
-        deployment=deployment.name if deployment else None,
-        latency_class=call.class_name,
-        service_tier=bill.service_tier,
-        started=rfc3339(marks.started_ns),
-        finished=rfc3339(marks.ended_ns or time.time_ns()),
-        ttft_seconds=(marks.first_chunk_ns - marks.started_ns) / 1e9 if marks.first_chunk_ns else None,
-        outcome=outcome.value,
-        source="cache" if from_cache else "engine" if usage.exact else "estimate",
-        exact=usage.exact,
-        input_uncached=usage.input_uncached,
-        cache_read=usage.cache_read,
-        cache_write=usage.cache_write,
-        output=usage.output,
-        reasoning=usage.reasoning,
-        audio_input=usage.audio_input,
-        audio_output=usage.audio_output,
-        price_version=price.version if price else None,
-        cost=None if bill.cost is None else text_of(bill.cost),
-        currency=price.currency if price else None,
-        attempts=tuple([_attempt_row(attempt) for attempt in attempts]),
-        policy_hash=call.policy.hash,
-        trace_id=f"{call.trace.trace_id:032x}",
-        **(price.texts if price else _NO_PRICES),
+        new_event_id(),
+        call.id,
+        call.principal.tenant.name,
+        call.principal.key_id,
+        call.end_user,
+        call.operation.value,
+        call.asked_model,
+        deployment.model if deployment else None,
+        deployment.name if deployment else None,
+        call.class_name,
+        bill.service_tier,
+        started or rfc3339(marks.started_ns),
+        rfc3339(marks.ended_ns or time.time_ns()),
+        (marks.first_chunk_ns - marks.started_ns) / 1e9 if marks.first_chunk_ns else None,
+        outcome.value,
+        "cache" if from_cache else "engine" if usage.exact else "estimate",
+        usage.exact,
+        usage.input_uncached,
+        usage.cache_read,
+        usage.cache_write,
+        usage.output,
+        usage.reasoning,
+        price.version if price else None,
+        prices["price_input"],
+        prices["price_cached_input"],
+        prices["price_output"],
+        None if bill.cost is None else text_of(bill.cost),
+        price.currency if price else None,
+        tuple([_attempt_row(attempt) for attempt in attempts]),
+        call.policy.hash,
+        trace_id or f"{call.trace.trace_id:032x}",
+        prices["price_cache_write"],
+        prices["price_reasoning"],
+        prices["price_audio_input"],
+        prices["price_audio_output"],
+        usage.audio_input,
+        usage.audio_output,
     )
 
 
 def rfc3339(time_ns: int) -> str:
     """UTC with microseconds, always of the same length: the order of the texts is the order of the times."""
-    seconds, rest_ns = divmod(time_ns, 1_000_000_000)
-    return f"{_whole_seconds(seconds)}.{rest_ns // 1000:06d}Z"
+    microseconds = time_ns // 1000
+    whole = _whole_seconds(microseconds // 1_000_000)
+    return f"{whole}{_THREE_DIGITS[microseconds // 1000 % 1000]}{_THREE_DIGITS[microseconds % 1000]}Z"
 
 
 @functools.lru_cache(maxsize=64)  # a receipt has half a dozen times, mostly of the same few seconds
 def _whole_seconds(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()[:19]
+    return datetime.fromtimestamp(seconds, UTC).isoformat()[:19] + "."
 
 
 def _attempt_row(attempt: Attempt) -> AttemptRow:
@@ -388,6 +402,6 @@ def _attempt_row(attempt: Attempt) -> AttemptRow:
         attempt.status,
         rfc3339(attempt.started_ns),
         rfc3339(attempt.ended_ns),
-        f"{attempt.span_id:016x}",
+        "%016x" % attempt.span_id,  # noqa: UP031 (half of what a format specification takes)
         attempt.predicted_cached_tokens,
     )

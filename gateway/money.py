@@ -11,7 +11,6 @@ from decimal import Context, Decimal, Inexact, InvalidOperation
 
 PRICE_DECIMALS = 9
 ATOM_DECIMALS = PRICE_DECIMALS + 6  # prices are per million tokens
-_ATOMS_PER_UNIT: int = 10**ATOM_DECIMALS
 _ATOMS_PER_NANO: int = 10 ** (ATOM_DECIMALS - 9)
 _EXACT = Context(prec=100, traps=[Inexact, InvalidOperation])
 
@@ -25,8 +24,8 @@ def text_of(atoms: int) -> str:
     """Exact decimal text without exponent or trailing zeros: `0.00000544`, `12`, `0`, `-1.5`."""
     if atoms < 0:
         return f"-{text_of(-atoms)}"
-    whole, rest = divmod(atoms, _ATOMS_PER_UNIT)
-    return f"{whole}.{rest:0{ATOM_DECIMALS}d}".rstrip("0") if rest else str(whole)
+    digits = str(atoms).zfill(ATOM_DECIMALS + 1)
+    return f"{digits[:-ATOM_DECIMALS]}.{digits[-ATOM_DECIMALS:]}".rstrip("0").rstrip(".")
 
 
 def nanos_of(atoms: int) -> int:

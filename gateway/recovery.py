@@ -97,9 +97,11 @@ class Recovery:
         bill = bill_of(call, usage, deployment, arrived_ns=marks.started_ns, service_tier=call.service_tier)
         lost = Outcome.GATEWAY_LOST
         tried = [Attempt(each.deployment, lost.value, marks.started_ns, marks.ended_ns, span_id=0) for each in attempts]
-        self._ledger.append(
-            make_receipt(call, usage, outcome=lost, marks=marks, bill=bill, attempts=tried, deployment=deployment)
-        )
+        receipt = make_receipt(
+            call, usage, outcome=lost, marks=marks, bill=bill, attempts=tried, deployment=deployment,
+            started=last.started, trace_id=last.trace_id,
+        )  # fmt: skip
+        self._ledger.append(receipt)
 
     async def _close_in_vain(self, opened: Opened) -> None:
         usage, server = await self._ask(call_of(opened, self._policies.current), [opened])

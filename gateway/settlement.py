@@ -74,22 +74,22 @@ class Opening:
 
 
 def opened_by(call: Call, marks: Marks, server: Server, attempt: int) -> Opened:
-    return Opened(
-        event_id=new_event_id(),
-        call_id=call.id,
-        attempt=attempt,
-        tenant=call.principal.tenant.name,
-        key_id=call.principal.key_id,
-        end_user=call.end_user,
-        operation=call.operation.value,
-        model_asked=call.asked_model,
-        deployment=server.deployment.name,
-        latency_class=call.class_name,
-        service_tier=call.service_tier,
-        started=rfc3339(marks.started_ns),
-        prompt_tokens_estimate=call.prompt_tokens_estimate,
-        policy_hash=call.policy.hash,
-        trace_id=f"{call.trace.trace_id:032x}",
+    return Opened(  # in the order of the fields: names cost more than the row
+        new_event_id(),
+        call.id,
+        call.principal.tenant.name,
+        call.principal.key_id,
+        call.end_user,
+        call.operation.value,
+        call.asked_model,
+        server.deployment.name,
+        call.class_name,
+        call.service_tier,
+        rfc3339(marks.started_ns),
+        call.prompt_tokens_estimate,
+        call.policy.hash,
+        f"{call.trace.trace_id:032x}",
+        attempt,
     )
 
 
@@ -290,6 +290,7 @@ class Settlement:
         record.usage = self.meter.usage
         deployment = self._worker.deployment if self._worker else None
         bill = self._bill(record.usage)
+        opened = self._opening.opened
         receipt = make_receipt(
             self._call,
             record.usage,
@@ -299,13 +300,15 @@ class Settlement:
             attempts=self._attempts.done,
             deployment=deployment,
             from_cache=self._from_cache,
+            started=opened[0].started if opened else None,
+            trace_id=opened[0].trace_id if opened else None,
         )
         self._cost = bill.cost or 0
         self._ledger.append(receipt)
         if self._worker is not None:
             self._worker.billed(record.usage)
         record.event_id = receipt.event_id
-        if len(self._opening.opened) > 1:
+        if len(opened) > 1:
             self._settler.audit(self._call.id)
 
     async def __aexit__(

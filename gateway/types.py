@@ -202,7 +202,7 @@ class AttemptRow(msgspec.Struct, frozen=True):
     predicted_cached_tokens: int
 
 
-class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="receipt"):
+class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="receipt"):
     """The final record of one call: what finance bills from. One row of the ledger, never changed. What has a default
     is left out of the row where it has that value.
 
@@ -231,18 +231,18 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
     cache_write: int
     output: int
     reasoning: int
-    audio_input: int = 0
-    audio_output: int = 0
     price_version: str | None
     price_input: str | None
     price_cached_input: str | None
-    price_cache_write: str | None = None
     price_output: str | None
-    price_reasoning: str | None = None
-    price_audio_input: str | None = None
-    price_audio_output: str | None = None
     cost: str | None
     currency: str | None
     attempts: tuple[AttemptRow, ...]
     policy_hash: str
     trace_id: str
+    price_cache_write: str | None = None
+    price_reasoning: str | None = None
+    price_audio_input: str | None = None
+    price_audio_output: str | None = None
+    audio_input: int = 0
+    audio_output: int = 0

@@ -19,7 +19,7 @@ from gateway.errors import LedgerUnavailable
 from gateway.ids import event_seconds, new_event_id
 from gateway.ledger.chain import GENESIS, RowError, UnknownVersion, check_row, encode_row, segment_name, segments
 from gateway.ledger.room import give_back_room, take_room
-from gateway.ledger.rows import Carried, Correction, Opened, Row, Unbilled, decode, decode_head, left_open
+from gateway.ledger.rows import Carried, Opened, Row, Unbilled, decode, decode_head, left_open
 from gateway.types import Receipt
 
 SEGMENT_BYTES = 32 * 1024 * 1024  # about 20,000 calls; the last segment is read whole when the chain is opened
@@ -40,8 +40,7 @@ class Appender:
         self.segment_number = 0
         self.size = 0  # of the segment
         self.full_segments: list[int] = []  # still to be fsynced and closed
-        self.is_old = False  # the next row begins a segment, see `look_at_age`
-        self._segment_bytes = segment_bytes
+        self._segment_bytes = self._segment_end = segment_bytes  # the end is here where its age says so
         self._began = math.inf  # when the segment did
         self._room_end: float = 0  # how far into the segment room is taken
         self._head = GENESIS
@@ -93,7 +92,7 @@ class Appender:
     def append(self, row: Row) -> None:
         """Write the row at the end of the chain. It outlives this process from here on."""
         line, digest = encode_row(row, self._head)
-        if self.size and (self.is_old or self.size + len(line) > self._segment_bytes):
+        if self.size + len(line) > self._segment_end and self.size:
             self._start_segment(row)
             line, digest = encode_row(row, self._head)
         try:
@@ -109,7 +108,7 @@ class Appender:
         self.size += len(line)
         if type(row) is Opened:
             self._open.setdefault(row.call_id, []).append(row)
-        elif isinstance(row, Receipt | Unbilled):
+        elif type(row) is Receipt or type(row) is Unbilled:
             self._note_closed(row)
 
     def open_attempts(self, call_id: str) -> list[Opened]:
@@ -117,13 +116,14 @@ class Appender:
 
     def _note_closed(self, row: Receipt | Unbilled) -> None:
         opened = self._open.pop(row.call_id, None)
-        if opened is not None and len(opened) > 1 and type(row) is not Correction:
+        if opened is not None and len(opened) > 1:
             by, attempt = ("unbilled", row.attempt) if isinstance(row, Unbilled) else ("receipt", 0)
             if left := left_open(opened, by=by, attempt=attempt, deployment=row.deployment):
                 self._open[row.call_id] = left
 
     def look_at_age(self, now: float) -> None:
-        self.is_old = now >= self._began + SEGMENT_SECONDS
+        if now >= self._began + SEGMENT_SECONDS:
+            self._segment_end = 0
 
     def _cut_off(self) -> None:
         try:
@@ -163,7 +163,7 @@ class Appender:
         self.full_segments.append(self.segment)
         self.segment, self.size, self._head = segment, len(carried), head
         self.segment_number += 1
-        self.is_old, self._began = False, time.time()
+        self._segment_end, self._began = self._segment_bytes, time.time()
         self._room_end = room if taken else math.inf
 
     # Opening

@@ -15,9 +15,9 @@ is decimal text without exponents.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +25,8 @@ from gateway.ledger.rows import Row, encode
 
 SCHEMA_VERSION = 1
 GENESIS = "0" * 64  # `prev` of the first row of all
-_OPENING = f'{{"v":{SCHEMA_VERSION},"prev":"%s",'.encode()
-_CLOSING = b',"hash":"%s"}\n'
-_CLOSING_BYTES = len(_CLOSING) - len(b"%s") + 64
+_OPENING = f'{{"v":{SCHEMA_VERSION},"prev":"'.encode()
+_CLOSING_BYTES = len(b',"hash":""}\n') + 64
 _ROW = re.compile(rb'\{"v":(\d+),"prev":"([0-9a-f]{64})",.*,"hash":"([0-9a-f]{64})"\}\n', re.DOTALL)
 _SEGMENT = re.compile(r"\d{10}\.(jsonl|parquet)")
 
@@ -58,9 +57,9 @@ class Verification(NamedTuple):
 
 def encode_row(row: Row, prev: str) -> tuple[bytes, str]:
     """The row's line, newline included, and its hash."""
-    body = _OPENING % prev.encode() + encode(row)[1:-1]
-    digest = hashlib.sha256(body).hexdigest()
-    return body + _CLOSING % digest.encode(), digest
+    body = b'%b%b",%b' % (_OPENING, prev.encode(), encode(row)[1:-1])
+    digest = sha256(body).hexdigest()
+    return b'%b,"hash":"%b"}\n' % (body, digest.encode()), digest
 
 
 def check_row(line: bytes) -> tuple[str, str]:
@@ -73,7 +72,7 @@ def check_row(line: bytes) -> tuple[str, str]:
     if int(match[1]) != SCHEMA_VERSION:
         raise UnknownVersion(f"the row has schema version {int(match[1])}; this program knows {SCHEMA_VERSION}")
     prev, digest = match[2].decode(), match[3].decode()
-    if hashlib.sha256(line[:-_CLOSING_BYTES]).hexdigest() != digest:
+    if sha256(line[:-_CLOSING_BYTES]).hexdigest() != digest:
         raise RowError("the row was changed: its content does not have its hash")
     return prev, digest
 

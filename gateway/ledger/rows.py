@@ -19,14 +19,11 @@ import msgspec
 from gateway.types import Receipt
 
 
-class Opened(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="opened"):
+class Opened(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="opened"):
     """What is known of a call before a server is asked; fields as in `Receipt`."""
 
     event_id: str
     call_id: str
-    attempt: int = 1
-    in_vain: bool = False  # the call's receipt is written, and is another attempt's
-    held: bool = False  # its receipt comes with the result of a batch's line, or never: then it was in vain
     tenant: str
     key_id: str
     end_user: str | None
@@ -39,6 +36,9 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
     prompt_tokens_estimate: int
     policy_hash: str
     trace_id: str
+    attempt: int = 1
+    in_vain: bool = False  # the call's receipt is written, and is another attempt's
+    held: bool = False  # its receipt comes with the result of a batch's line, or never: then it was in vain
 
     @property
     def request_id(self) -> str:

@@ -17,7 +17,7 @@ import duckdb
 
 from gateway.ledger.chain import chains, segments
 
-# The receipt's fields.
+# The receipt's fields, in the order in which Parquet has had them from the beginning.
 COLUMNS = {
     "event_id": "VARCHAR",
     "call_id": "VARCHAR",

@@ -330,6 +330,84 @@ def test_receipt_of_a_finished_call() -> None:
     ]
 
 
+def test_every_field_of_a_receipt_is_in_its_place() -> None:
+    price = {
+        "input": "1", "cached_input": "2", "cache_write": "3", "output": "4", "reasoning": "5", "audio_input": "6",
+        "audio_output": "7", "version": "v7", "currency": "EUR",
+    }  # fmt: skip
+    deployment = {"name": "a", "base_url": "http://a/v1", "model": "served", "price": price}
+    policy = Policy.model_validate(
+        {"deployments": [deployment], "models": [{"name": "m", "deployments": ["a"]}], "tenants": [{"name": "acme"}]}
+    )
+    call = msgspec.structs.replace(
+        a_call(policy=policy, tenant="acme", key="key_1", operation=Operation.CHAT),
+        id="req_1", end_user="user_1", service_tier="flex", trace=Trace(0xABC, 0, sampled=False),
+    )  # fmt: skip
+    marks = Marks()
+    marks.started_ns, marks.first_chunk_ns, marks.ended_ns = 1_790_000_000_000_000_000, 1_790_000_000_500_000_000, (
+        1_790_000_001_000_000_000
+    )  # fmt: skip
+    usage = Usage(20, 30, 40, 50, 11, exact=True, audio_input=12, audio_output=13)
+    (served,) = policy.deployments
+    attempts = [Attempt("a", "ok", marks.started_ns, marks.ended_ns, span_id=16, status=200, predicted_cached_tokens=9)]
+    bill = bill_of(call, usage, served, arrived_ns=marks.started_ns, service_tier="flex")
+    receipt = make_receipt(
+        call, usage, outcome=Outcome.CLIENT_GONE, marks=marks, attempts=attempts, deployment=served, bill=bill
+    )
+    assert msgspec.to_builtins(receipt) == {
+        "kind": "receipt",
+        "event_id": receipt.event_id,
+        "call_id": "req_1",
+        "tenant": "acme",
+        "key_id": "key_1",
+        "end_user": "user_1",
+        "operation": "chat/completions",
+        "model_asked": "m",
+        "model_served": "served",
+        "deployment": "a",
+        "latency_class": "realtime",
+        "service_tier": "flex",
+        "started": "2026-09-21T14:13:20.000000Z",
+        "finished": "2026-09-21T14:13:21.000000Z",
+        "ttft_seconds": 0.5,
+        "outcome": "client_gone",
+        "source": "engine",
+        "exact": True,
+        "input_uncached": 20,
+        "cache_read": 30,
+        "cache_write": 40,
+        "output": 50,
+        "reasoning": 11,
+        "audio_input": 12,
+        "audio_output": 13,
+        "price_version": "v7",
+        "price_input": "1",
+        "price_cached_input": "2",
+        "price_cache_write": "3",
+        "price_output": "4",
+        "price_reasoning": "5",
+        "price_audio_input": "6",
+        "price_audio_output": "7",
+        "cost": "0.00051",  # 8*1 + 12*6 + 30*2 + 40*3 + 26*4 + 11*5 + 13*7 per million
+        "currency": "EUR",
+        "attempts": (
+            {
+                "deployment": "a",
+                "outcome": "ok",
+                "status": 200,
+                "started": "2026-09-21T14:13:20.000000Z",
+                "ended": "2026-09-21T14:13:21.000000Z",
+                "span_id": "0000000000000010",
+                "predicted_cached_tokens": 9,
+            },
+        ),
+        "policy_hash": policy.hash,
+        "trace_id": f"{0xABC:032x}",
+    }
+    again = make_receipt(call, usage, outcome=Outcome.COMPLETE, marks=marks, bill=bill, started="then", trace_id="it")
+    assert (again.started, again.trace_id) == ("then", "it")
+
+
 def costs(usage: Usage, outcome: Outcome, deployment: Deployment | None, from_cache: bool) -> tuple[str, str | None]:
     call = make_call()
     bill = bill_of(call, usage, deployment, arrived_ns=0, from_cache=from_cache)
