@@ -1,0 +1,151 @@
+"""Two replicas behind a load balancer, restarted one after the other under load: not one stream is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.e2e.processes import (
+    PATIENCE_SECONDS,
+    Gateway,
+    Running,
+    Wire,
+    chat,
+    deployment,
+    free_port,
+    gateway,
+    key,
+    simple_policy,
+    until,
+)
+
+pytestmark = pytest.mark.e2e
+
+LOOK_SECONDS = 0.05
+LAME_DUCK_SECONDS = "1.5"
+CLIENTS = 4
+
+
+class Balancer:
+    """Deals TCP connections out to the replicas that were ready when it last looked, as balancers do."""
+
+    def __init__(self, ports: list[int]) -> None:
+        self._ports = ports
+        self.ready: set[int] = set()
+        self.dealt: Counter[int] = Counter()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        looks = [asyncio.create_task(self._look(port)) for port in self._ports]
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            for look in looks:
+                look.cancel()
+            server.close()
+
+    async def _look(self, port: int) -> None:
+        while True:
+            (self.ready.add if await _is_ready(port) else self.ready.discard)(port)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        port = min(self.ready, key=lambda each: self.dealt[each])
+        self.dealt[port] += 1
+        upstream = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(_pump(reader, upstream[1]), _pump(upstream[0], writer))
+
+
+async def _is_ready(port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.closing(writer):
+            writer.write(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            return (await reader.readline()).startswith(b"HTTP/1.1 200")
+    except ConnectionError:
+        return False
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+        while part := await reader.read(65536):
+            writer.write(part)
+            await writer.drain()
+
+
+async def test_two_replicas_are_restarted_and_no_stream_is_lost(tmp_path: Path, local_engine: Running) -> None:
+    policy = simple_policy(local_engine.url, deployments=[deployment("local", local_engine.url, max_concurrency=8)])
+    storage, ports = f"sqlite:///{tmp_path / 'state.db'}", {"a": free_port(), "b": free_port()}
+
+    def replica(name: str) -> AbstractContextManager[Gateway]:
+        return gateway(
+            tmp_path / name, policy, storage=storage, port=ports[name], replica=name, drain_seconds="60",
+            lame_duck_seconds=LAME_DUCK_SECONDS, log_level="warning",
+        )  # fmt: skip
+
+    async def restart(name: str, running: AbstractContextManager[Gateway]) -> AbstractContextManager[Gateway]:
+        before = balancer.dealt[ports[name]]
+        await asyncio.to_thread(running.__exit__, None, None, None)  # SIGTERM; it must leave with 0
+        again = replica(name)
+        await asyncio.to_thread(again.__enter__)
+        while balancer.dealt[ports[name]] <= before:  # until its successor has been given some
+            await asyncio.sleep(LOOK_SECONDS)
+        return again
+
+    async def stream(client: httpx2.AsyncClient) -> str:
+        body = chat(stream=True, max_tokens=40, ignore_eos=True)
+        async with client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            assert reply.status_code == 200, await reply.aread()
+            return (await reply.aread()).decode()
+
+    async def streams(url: str, keeps: int) -> list[str]:
+        headers, limits = {"authorization": f"Bearer {key('dev')}"}, httpx2.Limits(max_keepalive_connections=keeps)
+        async with httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=PATIENCE_SECONDS) as client:
+            answers = []
+            while not restarted.is_set():
+                answers.append(await stream(client))
+            return answers
+
+    balancer, restarted = Balancer(list(ports.values())), asyncio.Event()
+    replicas = {name: replica(name) for name in ports}
+    fronts = [await asyncio.to_thread(each.__enter__) for each in replicas.values()]
+    async with balancer.serving() as url:
+        while len(balancer.ready) < len(ports):
+            await asyncio.sleep(LOOK_SECONDS)
+        clients = [
+            asyncio.create_task(streams(url, n % 2)) for n in range(CLIENTS)
+        ]  # every other one keeps its connection
+        for name, running in replicas.items():
+            replicas[name] = await restart(name, running)
+        restarted.set()
+        answers = [answer for answers in await asyncio.gather(*clients) for answer in answers]
+    for running in replicas.values():
+        await asyncio.to_thread(running.__exit__, None, None, None)
+    assert all(answer.endswith("data: [DONE]\n\n") for answer in answers)
+    receipts = [receipt for front in fronts for receipt in front.receipts()]
+    assert len(receipts) == len(answers)
+    assert {(receipt["outcome"], receipt["output"]) for receipt in receipts} == {("complete", 40)}
+
+
+def test_a_lame_duck_serves_on_and_says_that_it_is_leaving(tmp_path: Path, local_engine: Running) -> None:
+    settings = {"lame_duck_seconds": "60", "drain_seconds": "60"}
+    with gateway(tmp_path, simple_policy(local_engine.url), **settings) as front:
+        front.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx2.get(f"{front.url}/ready").status_code == 503)
+        assert httpx2.get(f"{front.url}/health").status_code == 200
+        reply = front.post("chat/completions", chat(max_tokens=2))
+        assert (reply.status_code, reply.headers["connection"]) == (200, "close")
+        with Wire(front, "chat/completions", chat(stream=True, max_tokens=100, ignore_eos=True)) as stream:
+            stream.read_until(b"data: ")
+            front.process.send_signal(signal.SIGTERM)  # it has been one for long enough
+            assert b"data: [DONE]" in stream.read_to_end()
+        assert front.process.wait(60) == 0
