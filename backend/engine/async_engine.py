@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -133,6 +134,8 @@ class AsyncEngine:
             if len(self._streams) >= self._max_unfinished:
                 self._displace_for(request)
             self._commands.append(partial(self._add, request))
+            interruption = self._engine.interruption
+            interruption.arriving = min(interruption.arriving, request.priority)
             self._changed.notify()
         stream = self._streams[request.request_id] = OutputStream(request, self.abort)
         return stream
@@ -219,6 +222,7 @@ class AsyncEngine:
             with self._changed:
                 quiet = self._sleep()
                 commands, self._commands = self._commands, []
+                self._engine.interruption.arriving = math.inf
             if quiet:
                 self._engine.check_integrity()  # every block must be free or cached now
                 self._check_due = False

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from backend.engine.block_pool import BlockListener, BlockPool
 from backend.engine.config import EngineConfig, ResolvedConfig
 from backend.engine.errors import RequestRefused
+from backend.engine.interruption import Interruption
 from backend.engine.request import FinishReason, Request, StepOutput
 from backend.engine.runner import Runner
 from backend.engine.scheduler import Scheduler
@@ -32,6 +33,7 @@ class EngineStats:
     prefix_cache_queries_total: int  # in tokens
     prefix_cache_hits_total: int  # in tokens
     preemptions_total: int
+    steps_given_up_total: int
     requests_finished: Mapping[FinishReason, int]
     aborted_total: int
     integrity_ok: bool
@@ -45,6 +47,7 @@ class Engine:
         self.config = config
         self.scheduler = scheduler
         self.runner = runner
+        self.interruption = Interruption()
         self._integrity_ok = True
         self._integrity_checks = 0
 
@@ -65,7 +68,9 @@ class Engine:
     def step(self) -> list[StepOutput]:
         plan = self.scheduler.schedule()
         assert plan, "a step with nothing to do: ask has_unfinished first"
-        computed = self.runner.run(plan)
+        computed = self.runner.run(plan, self.interruption.watch(plan))
+        if computed is None:
+            return []  # somebody more urgent waits: nobody has advanced
         outputs = self.scheduler.advance(plan, computed)
         self.scheduler.pool.step_over()
         return outputs
@@ -122,6 +127,7 @@ class Engine:
             prefix_cache_queries_total=counters.prefix_cache_queries,
             prefix_cache_hits_total=counters.prefix_cache_hits,
             preemptions_total=counters.preemptions,
+            steps_given_up_total=self.interruption.num_given_up,
             requests_finished=dict(counters.finished),
             aborted_total=counters.finished[FinishReason.ABORT],
             integrity_ok=self._integrity_ok,

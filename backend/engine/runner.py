@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from backend.attention import create_attention
+from backend.attention.base import EVERYTHING, Span, StepAttention
 from backend.engine.batch import make_batch
 from backend.engine.config import ResolvedConfig
 from backend.engine.masks import MaskFiller
@@ -24,6 +25,23 @@ from backend.ops import create_ops
 from backend.quantization import create_quantization
 
 PROMPT_LOGPROBS_ROWS = 64  # rows of logits that are held at once to score a prompt
+
+
+class _GivenUp(Exception):
+    pass
+
+
+class _Interruptible(StepAttention):
+    """Asks before the attention of each layer whether the step is still wanted. Raises `_GivenUp`."""
+
+    def __init__(self, attend: StepAttention, is_given_up: Callable[[], bool]) -> None:
+        self._attend = attend
+        self._is_given_up = is_given_up
+
+    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
+        if self._is_given_up():
+            raise _GivenUp
+        return self._attend(query, key_cache, value_cache, span)
 
 
 class Runner:
@@ -47,14 +65,22 @@ class Runner:
         self._cache = [LayerCache(key, value) for key, value in memory]
 
     @torch.inference_mode()
-    def run(self, plan: Sequence[Scheduled]) -> list[Computed]:
-        """Computes a non-empty plan: one result for each of its entries, in its order."""
+    def run(self, plan: Sequence[Scheduled], is_given_up: Callable[[], bool]) -> list[Computed] | None:
+        """Computes a non-empty plan: one result for each of its entries, in its order.
+
+        None if `is_given_up`, asked once per layer, said so: some slots have been written then, which will be again.
+        """
         device = self._config.device
         batch = make_batch(plan, self._config.block_size, device)
         requests = [plan[i].request for i in batch.sampled]
         masks = self._masks.start(requests)
-        attend = self._attention.prepare(batch.attention, like=self._cache[0].key)
-        hidden = self._model.forward(batch.input_ids, batch.positions, batch.slot_mapping, self._cache, attend)
+        attend = _Interruptible(self._attention.prepare(batch.attention, like=self._cache[0].key), is_given_up)
+        try:
+            hidden = self._model.forward(batch.input_ids, batch.positions, batch.slot_mapping, self._cache, attend)
+        except _GivenUp:
+            if masks:
+                masks.result()  # the walks must not change while they are asked
+            return None
 
         parts = torch.split(hidden, list(batch.attention.query_lens))
         computed = [self._of_hidden(scheduled, part) for scheduled, part in zip(plan, parts, strict=True)]

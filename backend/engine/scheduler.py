@@ -22,6 +22,8 @@ from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_bl
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
 from backend.engine.request import FinishReason, Request, Status, StepOutput, TokenLogprob
 
+BACKGROUND_PROMPTS_SHARE = 0.25  # of a step's tokens, beside somebody more urgent who is at his output
+
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
@@ -62,6 +64,40 @@ class Counters:
     prefix_cache_hits: int = 0  # in tokens
     preemptions: int = 0
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+
+@dataclass(slots=True)
+class _Budget:
+    """The tokens of one step that are still to be given out.
+
+    Beside more urgent output, prompts of background work are read in small pieces; beside a more urgent prompt, which
+    is somebody's time to the first token, not at all. Single tokens of background work hold a step up very little.
+    """
+
+    tokens: int
+    background_prompts: int = field(init=False)  # of these tokens, how many may be of background work's prompts
+    beside_output: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.background_prompts = self.tokens
+        self.beside_output = max(1, int(self.tokens * BACKGROUND_PROMPTS_SHARE))
+
+    def admits(self, request: Request) -> bool:
+        return not request.is_background or self.background_prompts > 0
+
+    def share(self, request: Request) -> int:
+        """How many tokens a request may advance by. It spends them all, or none."""
+        wanted = min(request.num_uncomputed_tokens, self.tokens)
+        is_held_back = request.is_background and request.num_uncomputed_tokens > 1
+        return min(wanted, self.background_prompts) if is_held_back else wanted
+
+    def spend(self, request: Request, num_tokens: int) -> None:
+        self.tokens -= num_tokens
+        is_prompt = request.num_uncomputed_tokens > 1
+        if not request.is_background:
+            self.background_prompts = 0 if is_prompt else min(self.background_prompts, self.beside_output)
+        elif is_prompt:
+            self.background_prompts -= num_tokens
 
 
 class _New(TypedDict, total=False):
@@ -151,21 +187,25 @@ class Scheduler:
 
     def schedule(self) -> tuple[Scheduled, ...]:
         """Spends one token budget, class by class: in each on what runs, then on what waits, the most urgent first."""
-        budget = self._max_num_batched_tokens
+        budget = _Budget(self._max_num_batched_tokens)
         plan: list[Scheduled] = []
-        while budget:
-            request = self.running[len(plan)] if len(plan) < len(self.running) else None
+        num_seen = 0
+        while budget.tokens:
+            request = self.running[num_seen] if num_seen < len(self.running) else None
             if self.waiting and (request is None or self.waiting[0].priority < request.priority):
                 request = self.waiting[0]
-                if not self._admit(request):
+                if not budget.admits(request) or not self._admit(request):
                     break  # nobody overtakes: what waits for blocks would wait for ever
             elif request is None:
                 break
-            num_tokens = min(request.num_uncomputed_tokens, budget)
+            num_seen += 1
+            num_tokens = budget.share(request)
+            if not num_tokens:
+                continue
             if not self._grow(request, num_tokens):
                 break  # it was last in line, and gave way itself
             plan.append(Scheduled(request, request.num_computed_tokens, num_tokens))
-            budget -= num_tokens
+            budget.spend(request, num_tokens)
         return tuple(plan)
 
     def advance(self, plan: Sequence[Scheduled], computed: Sequence[Computed]) -> list[StepOutput]:

@@ -116,6 +116,7 @@ class _EngineCollector(Collector):
             "vllm:prefix_cache_queries": ("Prompt tokens looked up.", stats.prefix_cache_queries_total),
             "vllm:prefix_cache_hits": ("Prompt tokens found cached.", stats.prefix_cache_hits_total),
             "vllm:num_preemptions": ("Requests put back to wait, to be recomputed.", stats.preemptions_total),
+            "warmpath:steps_given_up": ("Steps left for more urgent work.", stats.steps_given_up_total),
             "warmpath:integrity_checks": ("Times the block pool's books were balanced.", stats.integrity_checks_total),
             "warmpath:requests_aborted": ("Requests given up before their end.", stats.aborted_total),
         }

@@ -17,7 +17,7 @@ from backend.engine.block_pool import BlockPool
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import ContextTooLong, EngineDead, QueueFull, RequestRefused
-from backend.engine.request import FinishReason, Request, SamplingParams, StepOutput
+from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput
 from backend.engine.scheduler import Computed, Scheduled, Scheduler
 
 WAIT_SECONDS = 30  # only ever reached by a test that fails
@@ -29,6 +29,7 @@ class ScriptedRunner:
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self.num_steps = 0
+        self.num_given_up = 0
         self._gate = threading.Event()
         self._hold_after = math.inf
 
@@ -38,10 +39,13 @@ class ScriptedRunner:
     def release(self) -> None:
         self._gate.set()
 
-    def run(self, plan: Sequence[Scheduled]) -> list[Computed]:
+    def run(self, plan: Sequence[Scheduled], is_given_up: Callable[[], bool]) -> list[Computed] | None:
         assert self.num_steps < self._hold_after or self._gate.wait(WAIT_SECONDS)
         if self.failure:
             raise self.failure
+        if is_given_up():
+            self.num_given_up += 1
+            return None
         self.num_steps += 1
         return [Computed((scheduled.request.token_ids[-1] + 1,)) for scheduled in plan]
 
@@ -213,6 +217,23 @@ async def test_a_full_queue_gives_way_to_more_urgent_work(engine: AsyncEngine, r
     stats = engine.stats()
     assert stats.requests_finished[FinishReason.DISPLACED] == 2
     assert (stats.num_free_blocks, stats.aborted_total) == (32, 0)
+
+
+async def test_a_step_of_background_work_is_left_for_an_urgent_request(
+    engine: AsyncEngine, runner: ScriptedRunner
+) -> None:
+    runner.hold()
+    background = engine.submit(make_request("background", priority=10))
+    async with asyncio.timeout(WAIT_SECONDS):
+        while background.request.status is not Status.RUNNING:
+            await asyncio.sleep(0.001)
+    urgent = engine.submit(make_request("urgent", first=10))
+    equal = engine.submit(make_request("equal", priority=10))
+    runner.release()
+    assert tokens(await read(urgent)) == [11, 12, 13, 14, 15]
+    assert tokens(await read(background)) == tokens(await read(equal)) == [1, 2, 3, 4, 5]
+    assert runner.num_given_up == 1
+    assert engine.stats().steps_given_up_total == 1
 
 
 async def test_an_error_in_a_step_answers_everyone_and_ends_the_engine(

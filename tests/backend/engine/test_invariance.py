@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
+from backend.engine.interruption import Interruption
 from backend.engine.request import Request, SamplingParams, TokenLogprob
 from tests.backend.checkpoints import VOCAB_SIZE
 
@@ -104,6 +105,24 @@ def test_while_neighbours_are_aborted(load: Callable[..., Engine], alone: list[l
     survivors = [requests[i].token_ids[len(PROMPTS[i]) :] for i in (1, 3)]
     assert survivors == [alone[1], alone[3]]
     assert engine.stats().aborted_total == 3
+
+
+def test_beside_steps_that_are_given_up(load: Callable[..., Engine], alone: list[list[int]]) -> None:
+    class Impatience(Interruption):
+        """Leaves steps in every layer, many times each."""
+
+        num_asked = 0
+
+        def _is_due(self) -> bool:
+            self.num_asked += 1
+            self.num_given_up += self.num_asked % 3 == 0
+            return self.num_asked % 3 == 0
+
+    for options in ({"max_num_batched_tokens": 16}, {"num_blocks": 100, "block_size": 1}):
+        engine = load(**options)
+        engine.interruption = Impatience()
+        assert run(engine, make_requests()) == alone
+        assert engine.stats().steps_given_up_total > 20
 
 
 def test_embeddings(load: Callable[..., Engine]) -> None:

@@ -198,8 +198,28 @@ def test_an_urgent_request_goes_before_a_running_ones_prompt() -> None:
     scheduler.add(make_request("batch", list(range(100, 140)), arrived=1, priority=10))
     assert step(scheduler)[0] == {"batch": 8}
     scheduler.add(make_request("urgent", 6, arrived=2))
-    assert step(scheduler)[0] == {"urgent": 6, "batch": 2}
-    assert step(scheduler)[0] == {"urgent": 1, "batch": 7}
+    assert step(scheduler)[0] == {"urgent": 6}
+    assert step(scheduler)[0] == {"urgent": 1, "batch": 2}
+
+
+def test_background_work_goes_on_with_its_output_beside_an_urgent_prompt_and_begins_nothing() -> None:
+    scheduler = make_scheduler(budget=8, num_blocks=32)
+    scheduler.add(make_request("at its output", [1] * 4, arrived=1, priority=10))
+    step(scheduler)
+    scheduler.add(make_request("at its prompt", [2] * 14, arrived=2, priority=10))
+    assert step(scheduler)[0] == {"at its output": 1, "at its prompt": 7}
+    scheduler.add(make_request("new", [3] * 3, arrived=3, priority=10))
+    scheduler.add(make_request("urgent", [4] * 9, arrived=4))
+    assert step(scheduler)[0] == {"urgent": 8}
+    # Its last token of the prompt is one token like those of an output.
+    assert step(scheduler)[0] == {"urgent": 1, "at its output": 1, "at its prompt": 2}
+    assert step(scheduler)[0] == {"urgent": 1, "at its output": 1, "at its prompt": 2}
+    scheduler.add(make_request("urgent too", [5] * 3, arrived=5))
+    assert step(scheduler)[0] == {"urgent": 1, "urgent too": 3, "at its output": 1}
+    for name in ("urgent", "urgent too"):
+        scheduler.abort(name)
+    assert step(scheduler)[0] == {"at its output": 1, "at its prompt": 3, "new": 3}
+    run(scheduler)
 
 
 def test_an_urgent_request_takes_the_place_of_background_work() -> None:

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from backend.engine.interruption import MAX_CREDIT_SECONDS, Interruption
+from backend.engine.request import Request, SamplingParams
+from backend.engine.scheduler import Scheduled
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plan(*priorities: int) -> list[Scheduled]:
+    return [
+        Scheduled(Request(f"r{priority}", [1], SamplingParams(max_tokens=1), priority=priority), 0, 1)
+        for priority in priorities
+    ]
+
+
+def test_only_for_somebody_more_urgent_than_all_in_the_step() -> None:
+    interruption = Interruption(Clock())
+    is_due = interruption.watch(plan(10, 20))
+    assert not is_due()
+    interruption.arriving = 10
+    assert not is_due()
+    interruption.arriving = 0
+    assert is_due()
+    assert not interruption.watch(plan(0, 20))()
+    assert interruption.num_given_up == 1
+
+
+def test_only_a_share_of_the_time_is_spent_in_vain() -> None:
+    clock = Clock()
+    interruption = Interruption(clock)
+    interruption.arriving = 0
+    in_vain = 0.0
+    for _ in range(1000):
+        is_due = interruption.watch(plan(10))
+        clock.now += 0.5
+        if is_due():
+            in_vain += 0.5
+        else:
+            clock.now += 0.5
+    assert 0.09 * clock.now < in_vain < 0.1 * clock.now + MAX_CREDIT_SECONDS + 0.5
