@@ -140,8 +140,12 @@ def resolve_model(model: str) -> tuple[Path, str]:
     path = Path(model).expanduser()
     if path.is_dir():
         return path, path.resolve().name
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return path, path.stem
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise StartError(f"{model} is neither a directory, nor a hub id such as Qwen/Qwen3-0.6B, nor `{DEMO}`")
+        raise StartError(
+            f"{model} is neither a directory, nor a hub id such as Qwen/Qwen3-0.6B, nor a .gguf file, nor `{DEMO}`"
+        )
     try:
         with _progress(f"fetching {model} from the hub"):
             return Path(snapshot_download(model, allow_patterns=HUB_PATTERNS)), model
@@ -175,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Example: python -m backend --model demo --port 8000",
     )
     add = made.add_argument
-    add("--model", required=True, help=f"a model directory, a hub id such as Qwen/Qwen3-0.6B, or `{DEMO}`")
+    add("--model", required=True, help=f"a model directory, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, or `{DEMO}`")
     add("--served-model-name", metavar="NAME", help="what clients call it (default: the directory's name or hub id)")
     add("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
     add("--port", type=_port, default=8000, help="0 takes a free one; the ready line names it (default: %(default)s)")

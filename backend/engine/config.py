@@ -10,6 +10,7 @@ import torch
 
 from backend.attention import ATTENTIONS
 from backend.engine.errors import ConfigError
+from backend.model_files import open_model_files
 from backend.models.config import ModelConfig
 from backend.ops import OPS
 from backend.quantization import QUANTIZATIONS
@@ -121,7 +122,7 @@ class EngineConfig:
         )
 
     def _num_blocks(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-        memory = self.kv_cache_memory_bytes or self._free_memory_bytes(device)
+        memory = self.kv_cache_memory_bytes or self._free_memory_bytes(dtype, device)
         row_bytes = model.num_kv_heads * model.head_dim * dtype.itemsize
         block_bytes = 2 * model.num_layers * self.block_size * row_bytes
         if memory < block_bytes:
@@ -131,11 +132,11 @@ class EngineConfig:
             )
         return memory // block_bytes
 
-    def _free_memory_bytes(self, device: torch.device) -> int:
+    def _free_memory_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         if device.type == "cpu":
             return CPU_KV_CACHE_BYTES
         free, _ = torch.cuda.mem_get_info(device)
-        weights = sum(path.stat().st_size for path in self.model_dir.glob("*.safetensors"))
+        weights = open_model_files(self.model_dir).weights_bytes(dtype)
         return max(0, int((free - weights) * GPU_KV_CACHE_FRACTION))
 
 

@@ -6,13 +6,13 @@ worse than one that does not load.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.engine.errors import ConfigError, UnsupportedModel
+from backend.engine.errors import UnsupportedModel
+from backend.model_files import open_model_files
 from backend.models import ARCHITECTURES
 from backend.models.rope_config import (
     LinearScaling,
@@ -79,10 +79,9 @@ class ModelConfig:
 
     @classmethod
     def load(cls, model_dir: Path) -> ModelConfig:
-        """Raises `ConfigError` if there is no readable config.json, `UnsupportedModel` if it asks for too much."""
-        raw = _read_json(model_dir / "config.json")
-        generation_path = model_dir / "generation_config.json"
-        generation = _read_json(generation_path) if generation_path.exists() else {}
+        """Raises `ConfigError` if the model's files cannot be read, `UnsupportedModel` if they ask for too much."""
+        files = open_model_files(model_dir)
+        raw, generation = files.config(), files.generation_config()
         return cls.parse({**raw, **{k: v for k, v in generation.items() if k == "eos_token_id" and v is not None}})
 
     @classmethod
@@ -133,16 +132,6 @@ class ModelConfig:
             dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
             eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or []),
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", param="model_dir") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} does not hold an object", param="model_dir")
-    return value
 
 
 def _activation(raw: Mapping[str, Any]) -> str:

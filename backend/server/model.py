@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,11 +12,12 @@ from backend import parsers
 from backend.engine.errors import RequestRefused
 from backend.engine.grammar import GrammarCompiler
 from backend.engine.request import SamplingParams
+from backend.model_files import open_model_files
 from backend.parsers.base import ToolFormat
 from backend.parsers.thinking import ThinkingFormat
 from backend.server.errors import ContextLengthError, InvalidRequest
 from backend.server.requests import GenerationRequest
-from backend.server.templates import ChatTemplate, load_chat_template
+from backend.server.templates import ChatTemplate
 from backend.server.tokenizer import TextCodec, load_codec
 
 # What a checkpoint's generation_config.json may recommend, and the field of a request that overrules it.
@@ -116,13 +116,12 @@ def load_model(
     tool_parser: str = parsers.AUTO,
     reasoning_parser: str = parsers.AUTO,
 ) -> ServedModel:
-    """Raises FileNotFoundError if the directory lacks config.json or tokenizer.json."""
-    config = _read_json(model_dir / "config.json")
+    """Raises `ConfigError`, `UnsupportedModel` or `WeightsError` for files that cannot be read."""
+    files = open_model_files(model_dir)
+    config, generation = files.config(), files.generation_config()
     text_config = {**config, **config.get("text_config", {})}
-    codec = load_codec(model_dir)
-    generation_path = model_dir / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
-    template = load_chat_template(model_dir, codec.special_tokens)
+    codec = load_codec(files)
+    template = ChatTemplate(files.chat_templates(), codec.special_tokens)
     eos_token_ids = _eos_token_ids(text_config, generation, codec)
     vocab_size = int(text_config["vocab_size"])
     return ServedModel(
@@ -156,7 +155,3 @@ def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any], cod
     eos = codec.special_tokens.get("eos_token")
     eos_id = codec.tokenizer.token_to_id(eos) if eos is not None else None
     return frozenset(ids | ({eos_id} if eos_id is not None else set()))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8")))

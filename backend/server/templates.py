@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -84,24 +83,6 @@ class ChatTemplate:
         if DEFAULT_NAME in self._templates:
             return self._templates[DEFAULT_NAME]
         raise TemplateError("This model has no chat template; use /v1/completions.")
-
-
-def load_chat_template(model_dir: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """From `chat_template.jinja` (and `additional_chat_templates/`), else from `tokenizer_config.json`."""
-    file = model_dir / "chat_template.jinja"
-    extra = sorted((model_dir / "additional_chat_templates").glob("*.jinja"))
-    if file.exists() or extra:
-        sources = {path.stem: path.read_text(encoding="utf-8") for path in extra}
-        if file.exists():
-            sources[DEFAULT_NAME] = file.read_text(encoding="utf-8")
-        return ChatTemplate(sources, special_tokens)
-    config = model_dir / "tokenizer_config.json"
-    stored = json.loads(config.read_text(encoding="utf-8")).get("chat_template") if config.exists() else None
-    if stored is None:
-        return ChatTemplate({}, special_tokens)
-    if isinstance(stored, str):
-        return ChatTemplate({DEFAULT_NAME: stored}, special_tokens)
-    return ChatTemplate({entry["name"]: entry["template"] for entry in stored}, special_tokens)
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+
+from backend.model_files.base import ModelFiles
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -59,32 +59,15 @@ class TextCodec:
             return text.encode()
 
 
-def load_codec(model_dir: Path) -> TextCodec:
-    """Raises FileNotFoundError if the directory has no `tokenizer.json`.
-
-    That file's own post-processor decides about a leading bos token. `add_bos_token` in `tokenizer_config.json` does
-    not: transformers 5 drops it, too, where there is a tokenizer.json.
-    """
-    path = model_dir / "tokenizer.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{model_dir} has no tokenizer.json; only fast tokenizers can be served")
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    stored = {
-        **_read_json(model_dir / "special_tokens_map.json"),
-        **_read_json(model_dir / "tokenizer_config.json"),
-    }
+def load_codec(files: ModelFiles) -> TextCodec:
+    """Raises what the files raise where they have no tokenizer that can be read."""
+    stored = files.tokenizer_config()
     special = {name: _text(stored[name]) for name in NAMED_SPECIAL_TOKENS if stored.get(name) is not None}
-    return TextCodec(tokenizer, special)
+    return TextCodec(files.tokenizer(), special)
 
 
 def _text(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else str(token["content"])
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 def _byte_of_character() -> dict[str, int]:

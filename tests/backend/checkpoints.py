@@ -77,11 +77,13 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def build_model(name: str) -> PreTrainedModel:
+def build_model(name: str, **changes: Any) -> PreTrainedModel:
     """Random weights, but none that would hide a fault: biases and norms are random too, and scaled embeddings put
     a gap between the first and the second token, so that rounding decides nothing."""
     torch.manual_seed(sum(name.encode()))
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SHAPE, **CHECKPOINTS[name]}))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**SHAPE | CHECKPOINTS[name] | changes)
+    )
     model = model.float().eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from gguf import GGMLQuantizationType
 
-from backend.__main__ import StartError, parser, resolve_model
+from backend.__main__ import DEMO_DIR, StartError, parser, resolve_model
+from tests.backend.gguf_writer import as_type, tokenizer_fields, write_gguf
 
 if TYPE_CHECKING:
     from tests.backend.server.conftest import StartServer
@@ -63,6 +65,27 @@ def test_the_demo_model_answers_as_its_checkpoint_recommends(start_server: Start
         replies = [server.client().chat.completions.create(model=server.model, messages=messages) for _ in range(2)]
     assert replies[0].choices[0].message.content
     assert replies[0].choices == replies[1].choices  # greedy by generation_config.json
+
+
+@pytest.mark.e2e
+def test_a_gguf_file_is_served_with_its_own_vocabulary_and_template(start_server: StartServer, tmp_path: Path) -> None:
+    fields = tokenizer_fields(DEMO_DIR, pre="smollm") | {"general.sampling.temp": 0.0}
+    path = write_gguf(DEMO_DIR, tmp_path / "demo-q8.gguf", as_type(GGMLQuantizationType.Q8_0), fields)
+    messages: Any = [{"role": "user", "content": "What is 17 + 25?"}]
+    with start_server(model=str(path)) as server:
+        assert server.model == "demo-q8"
+        reply = server.client().chat.completions.create(model=server.model, messages=messages)
+    assert "42" in (reply.choices[0].message.content or "")
+    assert reply.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.e2e
+def test_a_broken_gguf_file_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    result = run("--model", str(tmp_path / "m.gguf"))
+    assert result.returncode == 1
+    assert "m.gguf is not a sound GGUF file: it is cut off" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from backend.model_files import open_model_files
 from backend.server.model import load_model
 from backend.server.prompts import render_chat
 from backend.server.requests import ChatRequest, decode
-from backend.server.templates import ChatTemplate, TemplateError, load_chat_template
+from backend.server.templates import ChatTemplate, TemplateError
 
 TOOLS = [
     {
@@ -97,18 +98,22 @@ def test_the_dialect_of_published_templates(checkpoint: Path, tmp_path: Path) ->
     assert not template.reads("reasoning_effort")
 
 
+def load(directory: Path) -> ChatTemplate:
+    return ChatTemplate(open_model_files(directory).chat_templates(), {})
+
+
 def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
     config = tmp_path / "tokenizer_config.json"
     messages = [{"role": "user", "content": "hi"}]
-    assert not load_chat_template(tmp_path, {})
+    assert not load(tmp_path)
     config.write_text(json.dumps({"chat_template": "one {{ messages[0].content }}"}))
-    assert load_chat_template(tmp_path, {}).render(messages) == "one hi"
+    assert load(tmp_path).render(messages) == "one hi"
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     config.write_text(json.dumps({"chat_template": named}))
-    assert load_chat_template(tmp_path, {}).render(messages) == "plain"
-    assert load_chat_template(tmp_path, {}).render(messages, TOOLS) == "with tools"
+    assert load(tmp_path).render(messages) == "plain"
+    assert load(tmp_path).render(messages, TOOLS) == "with tools"
     (tmp_path / "chat_template.jinja").write_text("the file wins")
-    assert load_chat_template(tmp_path, {}).render(messages) == "the file wins"
+    assert load(tmp_path).render(messages) == "the file wins"
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from backend.engine.errors import ConfigError
+from backend.model_files import open_model_files
 from backend.server.tokenizer import TextCodec, load_codec
 
 TEXT = "Hello, naïve 東京 🙂 ☃\n  <|im_end|>"
 
 
 def test_the_bytes_of_byte_level_tokens_add_up(checkpoint: Path) -> None:
-    codec = load_codec(checkpoint)
+    codec = load_codec(open_model_files(checkpoint))
     token_ids = codec.encode(TEXT, add_special_tokens=False)
     assert b"".join(map(codec.token_bytes, token_ids)) == TEXT.encode()
     assert any("\ufffd" in codec.token_text(token_id) for token_id in token_ids)
@@ -34,5 +36,5 @@ def test_the_bytes_of_sentencepiece_tokens_add_up() -> None:
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
-        load_codec(tmp_path)
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        load_codec(open_model_files(tmp_path))

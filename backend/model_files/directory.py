@@ -1,0 +1,109 @@
+"""A directory as transformers saves it: JSON files, and safetensors in one file or in the shards of an index."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from backend.engine.errors import ConfigError, WeightsError
+from backend.model_files.base import ModelFiles, Tensors
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DEFAULT_TEMPLATE = "default"
+
+
+class ModelDirectory(ModelFiles):
+    def config(self) -> dict[str, Any]:
+        return _read_object(self.path / "config.json")
+
+    def generation_config(self) -> dict[str, Any]:
+        return self._object_if_there("generation_config.json")
+
+    def tokenizer(self) -> Tokenizer:
+        """Of tokenizer.json, whose post-processor it is that decides. `add_bos_token` in tokenizer_config.json does
+        not: transformers 5 drops it, too, where there is a tokenizer.json."""
+        path = self.path / "tokenizer.json"
+        if not path.exists():
+            raise ConfigError(
+                f"{self.path} has no tokenizer.json; only fast tokenizers can be served", param="model_dir"
+            )
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        return self._object_if_there("special_tokens_map.json") | self._object_if_there("tokenizer_config.json")
+
+    def chat_templates(self) -> dict[str, str]:
+        """From `chat_template.jinja` (and `additional_chat_templates/`), else from `tokenizer_config.json`."""
+        file = self.path / "chat_template.jinja"
+        extra = sorted((self.path / "additional_chat_templates").glob("*.jinja"))
+        if file.exists() or extra:
+            sources = {path.stem: path.read_text(encoding="utf-8") for path in extra}
+            if file.exists():
+                sources[DEFAULT_TEMPLATE] = file.read_text(encoding="utf-8")
+            return sources
+        stored = self._object_if_there("tokenizer_config.json").get("chat_template") or {}
+        if isinstance(stored, str):
+            return {DEFAULT_TEMPLATE: stored}
+        return {entry["name"]: entry["template"] for entry in stored}
+
+    @contextmanager
+    def tensors(self) -> Iterator[Tensors]:
+        with ExitStack() as files:
+            yield {name: partial(file.get_tensor, name) for name, file in self._open(files).items()}
+
+    def weights_bytes(self, dtype: torch.dtype) -> int:
+        with ExitStack() as files:
+            sources = self._open(files).items()
+            shapes: list[list[int]] = [
+                file.get_slice(name).get_shape()  # type: ignore[no-untyped-call]
+                for name, file in sources
+            ]
+            return sum(map(math.prod, shapes)) * dtype.itemsize
+
+    def _open(self, files: ExitStack) -> dict[str, safe_open]:
+        """Of every tensor, the open file that has it."""
+        sources: dict[str, safe_open] = {}
+        try:
+            for path in self._paths():
+                file = files.enter_context(safe_open(path, framework="pt"))
+                sources.update(dict.fromkeys(file.keys(), file))
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"the weights in {self.path} cannot be read: {error}") from error
+        return sources
+
+    def _paths(self) -> list[Path]:
+        index = self.path / INDEX
+        if not index.exists():
+            return [self.path / SINGLE]
+        try:
+            weight_map: Mapping[str, str] = json.loads(index.read_bytes())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise WeightsError(f"{index} is not an index of shards: {error!r}") from error
+        return [self.path / name for name in sorted(set(weight_map.values()))]
+
+    def _object_if_there(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        return _read_object(path) if path.exists() else {}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", param="model_dir") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} does not hold an object", param="model_dir")
+    return value

@@ -1,0 +1,239 @@
+"""GGUF's names, told in transformers': of tensors, and of what config.json says. One more architecture is a row.
+
+What llama.cpp keeps otherwise than transformers is undone: rows of queries and keys that stand in the order of its
+rotation, norms with their offset already added, experts in one tensor, frequencies that are scaled by a tensor.
+Where GGUF says nothing because llama.cpp derives it, it is derived here alike (`src/llama-model.cpp`, late 2025).
+Raises `UnsupportedModel`, and `BrokenGguf` for metadata that cannot be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from backend.engine.errors import UnsupportedModel
+from backend.model_files.gguf_header import BrokenGguf, Header
+
+MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OUTER_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+Fields = Callable[[Header], dict[str, Any]]
+
+
+def _nothing(_: Header) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    transformers_name: str
+    fields: Fields = _nothing  # of config.json, beside those that all have
+    modules: Mapping[str, str] = field(default_factory=dict)  # where they are called otherwise than in MODULES
+    interleaved: bool = False  # whether rows of queries and keys stand in the order of ggml's "normal" rotation
+    norm_offset: float = 0.0  # that llama.cpp has added to the weights of norms
+
+
+def _key(header: Header, name: str) -> str:
+    """Of a field of the file's architecture."""
+    return f"{header.get('general.architecture', '')}.{name}"
+
+
+def _count(header: Header, name: str, default: int | None = None) -> int:
+    """A field that is a whole number above 0; or a list with one for each layer, as long as all are equal."""
+    key = _key(header, name)
+    if key not in header:
+        if default is None:
+            raise BrokenGguf(f"{key} is missing")
+        return default
+    if isinstance(values := header.metadata[key], list):
+        if len(set(values)) != 1:
+            raise UnsupportedModel(f"{key} differs from layer to layer: {values}")
+        header = Header({key: values[0]}, {})
+    return header.get(key, 0, above=0)
+
+
+def _factor(header: Header, name: str, default: float = 0.0) -> float:
+    """A field that is a number, above 0 if it is there."""
+    key = _key(header, name)
+    return header.get(key, default, above=0) if key in header else default
+
+
+def common_fields(header: Header) -> dict[str, Any]:
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise UnsupportedModel("there is no matrix token_embd.weight: not a language model")
+    num_heads, hidden_size = _count(header, "attention.head_count"), _count(header, "embedding_length")
+    num_layers = _count(header, "block_count")
+    if num_layers > len(header.tensors):
+        raise BrokenGguf(f"{num_layers} layers, and {len(header.tensors)} tensors")
+    head_dim = _count(header, "attention.key_length", max(1, hidden_size // num_heads))
+    if _count(header, "attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModel("attention.value_length is not attention.key_length")
+    return {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": _count(header, "feed_forward_length"),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": _count(header, "attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": _factor(header, "attention.layer_norm_rms_epsilon", 1e-5),
+        "max_position_embeddings": _count(header, "context_length"),
+        "rope_parameters": _rope(header, head_dim),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+        **_experts(header, num_layers),
+    }
+
+
+def _rope(header: Header, head_dim: int) -> dict[str, Any]:
+    parameters = {
+        "rope_type": "default",
+        "rope_theta": _factor(header, "rope.freq_base", 10_000.0),
+        "partial_rotary_factor": _count(header, "rope.dimension_count", head_dim) / head_dim,
+    }
+    scaling = header.get(_key(header, "rope.scaling.type"), "none")
+    factor = _factor(header, "rope.scaling.factor", 1.0)
+    if scaling == "linear":
+        return parameters | {"rope_type": "linear", "factor": factor}
+    if scaling == "yarn":
+        for name in ("rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor", "rope.scaling.attn_factor"):
+            if _key(header, name) in header:
+                raise UnsupportedModel(f"{_key(header, name)} is not supported")
+        return parameters | {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original_context(header),
+            "beta_fast": _factor(header, "rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": _factor(header, "rope.scaling.yarn_beta_slow", 1.0),
+        }
+    if scaling not in ("none", "longrope"):  # whose factors are a tensor
+        raise UnsupportedModel(f"rope.scaling.type {scaling!r} is not one of linear, yarn and longrope")
+    return parameters
+
+
+def original_context(header: Header) -> int:
+    return _count(header, "rope.scaling.original_context_length", _count(header, "context_length"))
+
+
+def long_rope(header: Header, short: list[float], long: list[float]) -> dict[str, Any]:
+    """Frequencies that are divided by factors: Phi-3's, and Llama 3's, which are the same at every length."""
+    return {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "original_max_position_embeddings": original_context(header),
+        "attention_factor": _factor(header, "rope.scaling.attn_factor", 1.0),
+    }
+
+
+def _experts(header: Header, num_layers: int) -> dict[str, Any]:
+    if not header.get(_key(header, "expert_count"), 0):
+        return {}
+    return {
+        "num_experts": _count(header, "expert_count"),
+        "num_experts_per_tok": _count(header, "expert_used_count"),
+        "moe_intermediate_size": _count(header, "expert_feed_forward_length", _count(header, "feed_forward_length")),
+        # Both of those that are supported do, and old files do not say.
+        "norm_topk_prob": header.get(_key(header, "expert_weights_norm"), True),
+        "mlp_only_layers": [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in header.tensors],
+    }
+
+
+def _window(header: Header) -> dict[str, Any]:
+    return {"sliding_window": header.get(_key(header, "attention.sliding_window"), 0) or None}
+
+
+def _gemma2(header: Header) -> dict[str, Any]:
+    return {
+        **_window(header),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _query_scalar(header, largest=46),
+        "attn_logit_softcapping": _factor(header, "attn_logit_softcapping") or None,
+        "final_logit_softcapping": _factor(header, "final_logit_softcapping") or None,
+    }
+
+
+def _gemma3(header: Header) -> dict[str, Any]:
+    local = {"rope_type": "default", "rope_theta": _factor(header, "rope.freq_base_swa", 10_000.0)}
+    everywhere = _rope(header, _count(header, "attention.key_length"))
+    return {
+        **_window(header),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": _query_scalar(header, largest=62),
+        "final_logit_softcapping": _factor(header, "final_logit_softcapping") or None,
+        "sliding_window_pattern": header.get(_key(header, "attention.sliding_window_pattern"), 6, above=0),
+        "rope_parameters": {"sliding_attention": local, "full_attention": everywhere},
+    }
+
+
+def _query_scalar(header: Header, largest: int) -> float:
+    """The head's width; but the 27B models, known by their number of layers, take the hidden state's share."""
+    if _count(header, "block_count") == largest:
+        return _count(header, "embedding_length") / _count(header, "attention.head_count")
+    return float(_count(header, "attention.key_length"))
+
+
+def _granite(header: Header) -> dict[str, Any]:
+    names = {
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "attention_multiplier": "attention.scale",
+        "logits_scaling": "logit_scale",
+    }
+    return {field: value for field, name in names.items() if (value := _factor(header, name))}
+
+
+def _smollm3(header: Header) -> dict[str, Any]:
+    return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(_count(header, "block_count"))]}
+
+
+GEMMA_MODULES = {"ffn_norm": "pre_feedforward_layernorm"}
+MIXTRAL_MODULES = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+# By `general.architecture`. Mistral and Mixtral say "llama" too; what tells them apart are their experts.
+ARCHITECTURES = {
+    "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, GEMMA_MODULES, norm_offset=1.0),
+    "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, GEMMA_MODULES, norm_offset=1.0),
+    "granite": Architecture("GraniteForCausalLM", _granite, interleaved=True),
+    "llama": Architecture("LlamaForCausalLM", interleaved=True),
+    "olmo2": Architecture("Olmo2ForCausalLM"),
+    "phi3": Architecture("Phi3ForCausalLM", _window, {"ffn_up": "mlp.gate_up_proj"}),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM"),
+    "smollm3": Architecture("SmolLM3ForCausalLM", _smollm3, interleaved=True),
+}
+MIXTRAL = Architecture("MixtralForCausalLM", modules=MIXTRAL_MODULES, interleaved=True)
+
+
+def architecture_of(header: Header) -> Architecture:
+    name = header.get("general.architecture", "")
+    if name not in ARCHITECTURES:
+        raise UnsupportedModel(f"general.architecture {name!r} is not one of {', '.join(ARCHITECTURES)}")
+    return MIXTRAL if name == "llama" and header.get("llama.expert_count", 0) else ARCHITECTURES[name]

@@ -1,0 +1,226 @@
+"""One GGUF file, or the first of several that llama.cpp has split a model into."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, dequantize
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from backend.engine.errors import UnsupportedModel, WeightsError
+from backend.model_files.base import ModelFiles, Tensors
+from backend.model_files.directory import DEFAULT_TEMPLATE
+from backend.model_files.gguf_architectures import (
+    MODULES,
+    OUTER_MODULES,
+    Architecture,
+    architecture_of,
+    common_fields,
+    long_rope,
+)
+from backend.model_files.gguf_header import BrokenGguf, Header, TensorInfo, read_header
+from backend.model_files.gguf_tokenizer import end_token_ids, make_tokenizer, special_tokens
+
+SPLIT_NAME = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
+LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+# Llama 3's and Phi-3's frequencies are divided by these. They stand in config.json there.
+FREQUENCIES, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+DERIVED = (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)
+PLAIN = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
+SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    data: mmap
+    header: Header
+
+
+class GgufFile(ModelFiles):
+    """Weights are dequantised as they are taken; how the engine then holds them is `quantization`'s to say."""
+
+    def config(self) -> dict[str, Any]:
+        return dict(self._config)
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        header, architecture = self._header, self._architecture
+        with _naming(self.path):
+            fields = common_fields(header) | architecture.fields(header)
+            if factors := self._frequency_factors():
+                fields["rope_parameters"] = fields["rope_parameters"] | long_rope(header, *factors)
+            return {
+                **fields,
+                "architectures": [architecture.transformers_name],
+                "dtype": self._dtype(),
+                "eos_token_id": end_token_ids(header),
+            }
+
+    def generation_config(self) -> dict[str, Any]:
+        keys = {name: f"general.sampling.{key}" for key, name in SAMPLING.items()}
+        with _naming(self.path):
+            return {name: self._header.get(key, 0.0) for name, key in keys.items() if key in self._header}
+
+    def tokenizer(self) -> Tokenizer:
+        with _naming(self.path):
+            return make_tokenizer(self._header)
+
+    def tokenizer_config(self) -> dict[str, Any]:
+        with _naming(self.path):
+            return dict(special_tokens(self._header))
+
+    def chat_templates(self) -> dict[str, str]:
+        header, key = self._header, "tokenizer.chat_template"
+        with _naming(self.path):
+            names = {name: f"{key}.{name}" for name in header.items(f"{key}s", str)} | {DEFAULT_TEMPLATE: key}
+            return {name: template for name, key in names.items() if (template := header.get(key, ""))}
+
+    @contextmanager
+    def tensors(self) -> Iterator[Tensors]:
+        with ExitStack() as opened:
+            sources: Tensors = {}
+            for part in self._open(opened):
+                for info in part.header.tensors.values():
+                    if info.name not in DERIVED:
+                        sources.update(self._sources(part.data, info))
+            yield sources
+
+    def weights_bytes(self, dtype: torch.dtype) -> int:
+        with ExitStack() as opened:
+            shapes = (info.shape for part in self._open(opened) for info in part.header.tensors.values())
+            return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+
+    @cached_property
+    def _header(self) -> Header:
+        """Of the whole model: the metadata stand in the first file, the tensors in all."""
+        with ExitStack() as opened:
+            parts = self._open(opened)
+            tensors = {name: info for part in parts for name, info in part.header.tensors.items()}
+            return Header(parts[0].header.metadata, tensors)
+
+    @cached_property
+    def _architecture(self) -> Architecture:
+        with _naming(self.path):
+            return architecture_of(self._header)
+
+    def _open(self, opened: ExitStack) -> list[_Part]:
+        return [_open_part(path, opened) for path in self._paths()]
+
+    def _paths(self) -> list[Path]:
+        if (split := SPLIT_NAME.fullmatch(self.path.name)) is None:
+            return [self.path]
+        stem, count = split.groups()
+        return [self.path.with_name(f"{stem}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1)]
+
+    def _dtype(self) -> str:
+        """What the weights were rounded to before they were quantised is not said; the embeddings show it."""
+        kind = self._header.tensors["token_embd.weight"].kind
+        return {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}.get(kind, "bfloat16")
+
+    def _frequency_factors(self) -> tuple[list[float], list[float]] | None:
+        """For contexts up to the original length, and beyond it."""
+        present = [name for name in DERIVED if name in self._header.tensors]
+        if not present:
+            return None
+        factors: dict[str, list[float]] = {}
+        with ExitStack() as opened:
+            for part in self._open(opened):
+                for name in part.header.tensors.keys() & set(present):
+                    factors[name] = _read(part.data, part.header.tensors[name]).tolist()
+        short = factors.get(SHORT_FACTORS) or factors.get(FREQUENCIES)
+        long = factors.get(LONG_FACTORS) or factors.get(FREQUENCIES)
+        if short is None or long is None:
+            raise BrokenGguf(f"of {SHORT_FACTORS} and {LONG_FACTORS} there is only one")
+        return short, long
+
+    def _sources(self, data: mmap, info: TensorInfo) -> Tensors:
+        """One tensor, by the name or names that transformers has for it."""
+        read = partial(_read, data, info)
+        outer, _, kind = info.name.rpartition(".")
+        if outer in OUTER_MODULES:
+            return {f"{OUTER_MODULES[outer]}.{kind}": self._undone(outer, read)}
+        if (parts := LAYER_TENSOR.fullmatch(info.name)) is None:
+            return {info.name: read}  # which no model knows, and the checkpoint will say so
+        layer, module, kind = parts.groups()
+        name = {**MODULES, **self._architecture.modules}.get(module)
+        if name is None:
+            return {info.name: read}
+        if "{}" not in name:
+            return {f"model.layers.{layer}.{name}.{kind}": self._undone(module, read)}
+        return {
+            f"model.layers.{layer}.{name.format(i)}.{kind}": partial(_read_expert, data, info, i)
+            for i in range(info.shape[0])
+        }
+
+    def _undone(self, module: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """What llama.cpp has changed about a tensor, changed back."""
+        architecture = self._architecture
+        if module.endswith("norm") and architecture.norm_offset:
+            return lambda: read() - architecture.norm_offset
+        if architecture.interleaved and module in ("attn_q", "attn_k"):
+            num_heads = self._config["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
+            return lambda: _halves(read(), num_heads)
+        return read
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Says of which file an error speaks."""
+    try:
+        yield
+    except BrokenGguf as error:
+        raise WeightsError(f"{path} is not a sound GGUF file: {error}") from error
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{path}: {error.message}") from error
+
+
+def _open_part(path: Path, opened: ExitStack) -> _Part:
+    try:
+        file = opened.enter_context(path.open("rb"))
+        data = opened.enter_context(mmap(file.fileno(), 0, access=ACCESS_READ))
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+    with _naming(path):
+        return _Part(data, read_header(data))
+
+
+def _read(data: mmap, info: TensorInfo) -> Tensor:
+    return _dequantised(data[info.start : info.start + info.num_bytes], info, info.shape)
+
+
+def _read_expert(data: mmap, info: TensorInfo, index: int) -> Tensor:
+    num_bytes = info.num_bytes // info.shape[0]
+    start = info.start + index * num_bytes
+    return _dequantised(data[start : start + num_bytes], info, info.shape[1:])
+
+
+def _dequantised(content: bytes, info: TensorInfo, shape: tuple[int, ...]) -> Tensor:
+    if info.kind in PLAIN:
+        values = np.frombuffer(content, PLAIN[info.kind])
+    else:
+        try:
+            rows = np.frombuffer(content, np.uint8).reshape(math.prod(shape[:-1]), -1)
+            values = dequantize(rows, info.kind)
+        except NotImplementedError as error:
+            raise WeightsError(f"tensor {info.name} is quantised as {info.kind.name}, which cannot be read") from error
+    return torch.from_numpy(values.reshape(shape).copy())
+
+
+def _halves(weight: Tensor, num_heads: int) -> Tensor:
+    """ggml's "normal" rotation turns neighbours, ours turns the two halves of a head. llama.cpp's converter has put
+    row i of the first half and row i of the second beside each other."""
+    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)

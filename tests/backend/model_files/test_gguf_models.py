@@ -1,0 +1,163 @@
+"""A model in a GGUF file is the model that it was made from: against transformers, as the checkpoints are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import PreTrainedModel
+
+from backend.engine.config import EngineConfig
+from backend.engine.engine import Engine
+from backend.engine.request import Request, SamplingParams
+from backend.model_files import open_model_files
+from tests.backend.checkpoints import VOCAB_SIZE, build_model, save
+from tests.backend.gguf_writer import Array, as_type, write_gguf
+
+PROMPT = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(150)]
+# As the tests' checkpoints, but for what a GGUF file cannot say: llama.cpp derives it.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-biased": {},
+    "mistral": {},
+    "mixtral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3-moe": {"mlp_only_layers": []},
+    "phi3": {},
+    "phi3-longrope": {},
+    "gemma2": {"query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "gemma3": {"query_pre_attn_scalar": 24},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
+    "olmo2": {},
+    "granite": {},
+}
+
+
+def next_logits(path: Path) -> torch.Tensor:
+    engine = Engine.load(EngineConfig(model_dir=path, dtype="float32", num_blocks=16, num_threads=1))
+    seen: list[torch.Tensor] = []
+    original = engine.runner._model.logits
+    engine.runner._model.logits = lambda hidden: seen.append(original(hidden)) or seen[-1]  # type: ignore[method-assign]
+    engine.add(Request("r", PROMPT, SamplingParams(max_tokens=1, temperature=0.0)))
+    engine.step()
+    return seen[0][0]
+
+
+def rounded(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> PreTrainedModel:
+    """The model with all its matrices changed, those of the routers excepted."""
+    model = copy.deepcopy(model)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and not name.endswith((".gate.weight", "router.weight")):
+            parameter.data = change(parameter.data)
+    return model
+
+
+def expected_logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([PROMPT])).logits[0, -1]
+    return logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = build_model(name, **MODELS[name])
+    path = write_gguf(save(model, tmp_path), tmp_path / "model.gguf", as_type(Kind.F16))
+    expected = expected_logits(rounded(model, lambda tensor: tensor.half().float()))
+    assert (next_logits(path) - expected).abs().max().item() < 1e-4
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.BF16, Kind.Q8_0, Kind.Q4_0])
+def test_quantised_weights_are_what_they_are_dequantised_to(kind: Kind, tmp_path: Path) -> None:
+    model = build_model("llama")
+    path = write_gguf(save(model, tmp_path), tmp_path / "model.gguf", as_type(kind))
+    back = rounded(model, lambda t: torch.from_numpy(gguf.dequantize(gguf.quantize(t.numpy(), kind), kind)))
+    assert (next_logits(path) - expected_logits(back)).abs().max().item() < 1e-4
+
+
+def q4_k(values: Array) -> Array:
+    """Each run of 32 values by its own smallest and largest, as ggml's `block_q4_K` lays 256 of them out: two float16
+    factors, twelve bytes of scales and minima in six bits each, and the values in four bits."""
+    runs = values.reshape(-1, 8, 32).astype(np.float64)
+    minima = np.maximum(-runs.min(-1), 0.0)
+    scales = np.maximum((runs.max(-1) + minima) / 15, 1e-6)
+    factor, min_factor = (part.max(-1).astype(np.float64) / 63 + 1e-9 for part in (scales, minima))
+    scale6, min6 = (np.clip(np.rint(p / f[:, None]), 0, 63) for p, f in ((scales, factor), (minima, min_factor)))
+    steps = np.maximum(scale6 * factor[:, None], 1e-9)[..., None]
+    nibbles = np.clip(np.rint((runs + (min6 * min_factor[:, None])[..., None]) / steps), 0, 15).astype(np.uint8)
+    packed = np.zeros((len(runs), 12), np.uint8)
+    s, m = scale6.astype(np.uint8), min6.astype(np.uint8)
+    packed[:, 0:4] = s[:, :4] | (s[:, 4:] >> 4 << 6)
+    packed[:, 4:8] = m[:, :4] | (m[:, 4:] >> 4 << 6)
+    packed[:, 8:12] = (s[:, 4:] & 15) | ((m[:, 4:] & 15) << 4)
+    quants = (nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)).reshape(len(runs), -1)
+    factors = np.stack([factor, min_factor], -1).astype(np.float16).view(np.uint8)
+    blocks = np.concatenate([factors, packed, quants], -1)
+    return blocks.reshape(*values.shape[:-1], -1)
+
+
+def test_q4_k_is_read_as_it_was_written(tmp_path: Path) -> None:
+    model = build_model("llama", hidden_size=256, intermediate_size=256)
+
+    def quantise(name: str, values: Array) -> tuple[Array, Kind]:
+        return (values, Kind.F32) if values.ndim == 1 else (q4_k(values), Kind.Q4_K)
+
+    path = write_gguf(save(model, tmp_path), tmp_path / "model.gguf", quantise)
+    back = rounded(model, lambda t: torch.from_numpy(gguf.dequantize(q4_k(t.numpy()), Kind.Q4_K)))
+    weight = "model.layers.0.mlp.down_proj.weight"
+    error = (back.get_parameter(weight) - model.get_parameter(weight)).abs().max().item()
+    assert error < 0.15, "four bits of values that go from -1 to 1: else this is no Q4_K"
+    assert (next_logits(path) - expected_logits(back)).abs().max().item() < 1e-4
+
+
+def test_rows_of_queries_may_be_quantised_in_their_other_order(tmp_path: Path) -> None:
+    """The order of rows is undone behind the quantisation: which values share a block does not change."""
+    model = build_model("llama")
+    path = write_gguf(save(model, tmp_path), tmp_path / "model.gguf", as_type(Kind.Q8_0))
+    with open_model_files(path).tensors() as tensors:
+        ours = tensors["model.layers.1.self_attn.k_proj.weight"]()
+    theirs = model.get_parameter("model.layers.1.self_attn.k_proj.weight")
+    assert torch.allclose(ours, theirs, atol=0.02)
+
+
+def test_a_model_in_several_files_is_read_whole(tmp_path: Path) -> None:
+    model = build_model("qwen3")
+    whole = write_gguf(save(model, tmp_path), tmp_path / "model.gguf", as_type(Kind.F16))
+    halves = [set[str](), set[str]()]
+    for i, tensor in enumerate(gguf.GGUFReader(whole).tensors):
+        halves[i % 2].add(tensor.name)
+    paths = [tmp_path / f"model-0000{i}-of-00002.gguf" for i in (1, 2)]
+    for path, half in zip(paths, halves, strict=True):
+        write_gguf(tmp_path, path, as_type(Kind.F16), only=half)
+    assert torch.equal(next_logits(paths[0]), next_logits(whole))
+
+
+def test_whatever_a_file_recommends_is_the_generation_config(tmp_path: Path) -> None:
+    directory = save(build_model("qwen3"), tmp_path)
+    fields = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
+    path = write_gguf(directory, tmp_path / "model.gguf", as_type(Kind.F16), fields)
+    assert open_model_files(path).generation_config() == {"temperature": pytest.approx(0.6), "top_k": 20}
+
+
+def test_the_dtype_is_that_of_the_embeddings(tmp_path: Path) -> None:
+    directory = save(build_model("qwen3"), tmp_path)
+    kinds: dict[Kind, str] = {Kind.F32: "float32", Kind.F16: "float16", Kind.Q8_0: "bfloat16"}
+    for kind, dtype in kinds.items():
+        path = write_gguf(directory, tmp_path / f"{kind.name}.gguf", as_type(kind))
+        assert open_model_files(path).config()["dtype"] == dtype
+
+
+def test_the_memory_of_the_weights_is_known_before_they_are_read(tmp_path: Path) -> None:
+    model = build_model("llama")
+    path = write_gguf(save(model, tmp_path), tmp_path / "model.gguf", as_type(Kind.Q8_0))
+    expected = 2 * model.num_parameters()
+    assert open_model_files(tmp_path).weights_bytes(torch.bfloat16) == expected
+    frequencies = 2 * 8  # of rope_freqs, half a head
+    assert open_model_files(path).weights_bytes(torch.bfloat16) == expected + frequencies
