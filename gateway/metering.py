@@ -99,7 +99,7 @@ class Meter:
 
     `complete`: it came to its own end, with `[DONE]` or a whole JSON body. `error`: instead, the upstream reported a
     failure in the reply itself. `service_tier`: the one in which it says that it was made. `strip_every_usage` is set
-    where every chunk has counts that only we have asked for.
+    where every chunk has counts that only we have asked for, and `is_estimated` where a count is not the engine's own.
     """
 
     __slots__ = (
@@ -113,6 +113,7 @@ class Meter:
         "_unread",
         "complete",
         "error",
+        "is_estimated",
         "service_tier",
         "strip_every_usage",
     )
@@ -122,6 +123,7 @@ class Meter:
         self.error = False
         self.service_tier = call.service_tier
         self.strip_every_usage = False
+        self.is_estimated = False
         self._stream = call.stream
         self._strip = not call.include_usage
         self._prompt_tokens_estimate = call.prompt_tokens_estimate
@@ -175,6 +177,8 @@ class Meter:
         if self._uncounted:
             output = self._counted.output + self._uncounted
             return msgspec.structs.replace(self._counted, output=output, exact=False)
+        if self.is_estimated:
+            return msgspec.structs.replace(self._counted, exact=False)
         return self._counted
 
     def _count(self) -> Usage | None:
@@ -404,4 +408,5 @@ def _attempt_row(attempt: Attempt) -> AttemptRow:
         rfc3339(attempt.ended_ns),
         "%016x" % attempt.span_id,  # noqa: UP031 (half of what a format specification takes)
         attempt.predicted_cached_tokens,
+        attempt.continues,
     )

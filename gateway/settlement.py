@@ -204,7 +204,7 @@ class Settlement:
         self._opening = opening
         self._from_cache = from_cache
         self._upstream: Upstream | None = None
-        self._worker: Server | None = None  # whose work is billed
+        self._recorded_at: Server | None = None  # who had a record of the call
         self._written = False
         self._settled = False
         self._cost = 0  # in atoms; unpriced work is charged to no budget
@@ -214,7 +214,7 @@ class Settlement:
 
     def answered_by(self, upstream: Upstream) -> None:
         """A server has given its first chunk: from here on its price holds."""
-        self._upstream, self._worker = upstream, upstream.server
+        self._upstream = upstream
         self.meter.strip_every_usage = upstream.server.deployment.continuous_usage and not self._call.continuous_usage
         self._record.deployment = upstream.server.name
         if self._record.trace.sampled:  # for the span; putting it into words costs
@@ -245,11 +245,17 @@ class Settlement:
             budget.check(nanos_of(self._bill(self.meter.usage).cost or 0))
         return passed_on
 
+    @property
+    def _worker(self) -> Server | None:
+        """Whose work is billed."""
+        return self._recorded_at or (self._upstream.server if self._upstream is not None else None)
+
     def _bill(self, usage: Usage) -> Bill:
+        worker = self._worker
         return bill_of(
             self._call,
             usage,
-            self._worker.deployment if self._worker else None,
+            worker.deployment if worker is not None else None,
             arrived_ns=self._record.marks.started_ns,
             service_tier=self.meter.service_tier,
             from_cache=self._from_cache,
@@ -282,13 +288,16 @@ class Settlement:
         if outcome is Outcome.COMPLETE and self._exchange.client_gone:  # completed for its followers
             outcome = Outcome.CLIENT_GONE
         self._written = True
-        record, upstream = self._record, self._upstream
-        if self._attempts.done and upstream is not None:
-            self._attempts.conclude("ok" if self.meter.complete else _fault(outcome, upstream.fault))
+        record, upstream, worker = self._record, self._upstream, self._worker
+        if upstream is not None:
+            record.deployment = upstream.server.name  # it may have gone on at another one
+            self.meter.is_estimated = upstream.is_estimated
+            if self._attempts.done:
+                self._attempts.conclude("ok" if self.meter.complete else _fault(outcome, upstream.fault))
         record.outcome = outcome
         record.attempts = self._attempts.done
         record.usage = self.meter.usage
-        deployment = self._worker.deployment if self._worker else None
+        deployment = worker.deployment if worker is not None else None
         bill = self._bill(record.usage)
         opened = self._opening.opened
         receipt = make_receipt(
@@ -305,8 +314,8 @@ class Settlement:
         )
         self._cost = bill.cost or 0
         self._ledger.append(receipt)
-        if self._worker is not None:
-            self._worker.billed(record.usage)
+        if worker is not None:
+            worker.billed(record.usage)
         record.event_id = receipt.event_id
         if len(opened) > 1:
             self._settler.audit(self._call.id)
@@ -354,8 +363,8 @@ class Settlement:
         if server is None or not self._opening.opened:
             return
         if (told := await server.provider.usage_of(self._opening.request_id_at(server))) is not None:
-            self.meter.watch_record(told)
-            self._worker = server
+            self.meter.watch_record(self._upstream.as_one(told) if self._upstream is not None else told)
+            self._recorded_at = server
         elif self._exchange.client_gone and self.meter.estimates:  # nobody waits for this
             tokens = await server.provider.prompt_tokens_of(self._call)
             if tokens is not None:

@@ -188,9 +188,10 @@ class Attempt(msgspec.Struct, frozen=True):
     span_id: int
     status: int | None = None
     predicted_cached_tokens: int = 0
+    continues: bool = False  # with the text of the answer that was cut before it
 
 
-class AttemptRow(msgspec.Struct, frozen=True):
+class AttemptRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """An attempt as its receipt has it."""
 
     deployment: str
@@ -200,6 +201,7 @@ class AttemptRow(msgspec.Struct, frozen=True):
     ended: str
     span_id: str  # 16 hex digits
     predicted_cached_tokens: int
+    continues: bool = False
 
 
 class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="receipt"):

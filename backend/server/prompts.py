@@ -16,6 +16,10 @@ from backend.server.tokenizer import TextCodec
 
 Prompt = str | list[int]
 
+# Marks the end of a final message that is to be continued: templates trim messages, and print text behind them in which
+# a short message can be found again.
+_GOES_ON = "<<the answer goes on here>>"
+
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
@@ -53,20 +57,21 @@ def render_chat(
     # Newer models know the developer role; for the others it is OpenAI's later word for the system's.
     keeps_developer = model.template.mentions("developer")
     plain = [_plain_message(message, f"messages[{i}]", keeps_developer) for i, message in enumerate(messages)]
+    if continue_final_message:
+        plain[-1]["content"] += _GOES_ON
     try:
         text = model.template.render(plain, tools or None, variables, add_generation_prompt=add_generation_prompt)
     except TemplateError as error:
         raise InvalidRequest(str(error), param="messages") from error
-    return _without_what_follows(text, plain[-1]["content"]) if continue_final_message else text
+    return _without_what_follows(text) if continue_final_message else text
 
 
-def _without_what_follows(text: str, final: str) -> str:
+def _without_what_follows(text: str) -> str:
     """Up to the end of the final message, so that the answer goes on in the middle of it."""
-    final = final.strip()
-    at = text.rfind(final)
-    if not final or at < 0:
+    message, mark, _ = text.rpartition(_GOES_ON)
+    if not mark:
         raise InvalidRequest("The chat template does not print the final message.", param="continue_final_message")
-    return text[: at + len(final)]
+    return message
 
 
 def split_prompts(given: str | list[str | list[int] | int], param: str) -> list[Prompt]:

@@ -56,5 +56,8 @@ class Model(Frozen):
     aliases: tuple[Name, ...] = Field((), description="Further names for it.")
     deployments: tuple[Name, ...] = Field(min_length=1, description="Where it is served, by deployment name.")
     fallbacks: tuple[Name, ...] = Field((), description="Models tried, in order, when none of its deployments answers.")
+    continue_cut_streams: bool | None = Field(
+        None, description="Whether its streams go on at another server when they are cut; left out: as the class says."
+    )
     price: Prices = Field((), description="What its tokens cost at deployments that have no price of their own.")
     cache_price: Prices = Field((), description="What answers from the response cache cost; left out: nothing.")

@@ -46,6 +46,11 @@ class LatencyClass(Frozen):
     )
     hedge: Hedge | None = Field(None, description="Ask a second server when the first is late; left out: never.")
     floor: Floor | None = Field(None, description="Replace streams that begin too slowly; left out: never.")
+    continue_cut_streams: bool = Field(
+        False,
+        description="A stream of text that a server breaks off goes on at another one, with what the client has got as "
+        "its beginning.",
+    )
     retries: Share = Field(
         0.2, description="Attempts beyond the first that calls of this class may cause, as a share of the calls."
     )

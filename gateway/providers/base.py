@@ -84,6 +84,11 @@ class Provider(Protocol):
     def keeps_records(self) -> bool:
         """Whether `usage_of` can ever know something."""
 
+    @property
+    def continues_messages(self) -> bool:
+        """Whether it goes on in the middle of an answer where the last message is its beginning, and the body says so
+        (`continue_final_message`)."""
+
     def render(self, call: Call) -> bytes:
         """The request body as this deployment gets it: its own model name, usage always asked for."""
 
@@ -115,6 +120,7 @@ class Unasked:
     """A provider for what only reasons about servers and sends nothing: asking it is a mistake of the program."""
 
     keeps_records = False
+    continues_messages = False
 
     def render(self, call: Call) -> bytes:
         raise AssertionError("nothing is sent here")

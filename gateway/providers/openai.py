@@ -46,6 +46,7 @@ class OpenAI:
     """One deployment of any server that answers as OpenAI does."""
 
     keeps_records = False
+    continues_messages = False
 
     knows_deadlines: ClassVar[bool] = False  # and stops working when the call's has passed
 

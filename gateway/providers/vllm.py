@@ -42,6 +42,8 @@ class VLLM(OpenAI):
     `priority` is not sent: vLLM refuses it unless its scheduler was started with `--scheduling-policy priority`.
     """
 
+    continues_messages = True
+
     @property
     def health_path(self) -> bytes:
         return self.root_path + b"/health"

@@ -52,12 +52,17 @@ class Attempts:
         )
 
     def conclude(self, outcome: str) -> None:
-        """The last attempt, which had answered, is over now, in this way."""
+        """The attempt that had answered is over now, in this way. It is the last one, or over already."""
         last = self.done[-1]
-        self.done[-1] = Attempt(
-            last.deployment, outcome, last.started_ns, time.time_ns(), last.span_id, last.status,
-            last.predicted_cached_tokens,
-        )  # fmt: skip
+        if last.outcome == "ok":
+            self.done[-1] = Attempt(
+                last.deployment, outcome, last.started_ns, time.time_ns(), last.span_id, last.status,
+                last.predicted_cached_tokens, last.continues,
+            )  # fmt: skip
+
+    def note_continuing(self) -> None:
+        """The last one goes on with the answer of one before."""
+        self.done[-1] = msgspec.structs.replace(self.done[-1], continues=True)
 
     def rename(self, deployment: str, outcome: str) -> None:
         """An attempt that answered as well was not needed."""

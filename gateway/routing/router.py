@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from gateway.errors import (
@@ -30,6 +31,7 @@ from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.providers.sse import ends_stream, has_output
 from gateway.routing.attempts import CLIENT_GONE, Attempts
 from gateway.routing.base import Candidate, Strategy
+from gateway.routing.continuing import Unbroken, may_go_on
 from gateway.routing.following import follow
 from gateway.routing.hedging import Hedging
 from gateway.routing.poison import Suspects
@@ -61,6 +63,8 @@ class _Opening:
 
     async def __aenter__(self) -> Upstream:
         self._upstream = await self._router.first_to_answer(self._call, self._place, self._attempts)
+        if may_go_on(self._call):
+            self._upstream = self._router.unbroken(self._upstream, self._call, self._place, self._attempts)
         return self._upstream
 
     async def __aexit__(self, *_: object) -> None:
@@ -74,6 +78,7 @@ class Router:
         self._budgets: dict[str, RetryBudget] = {}  # by class, of which a policy has a handful
         self._hedging = Hedging()
         self._suspects = Suspects()
+        self.cut_streams = Counter[str]()  # that were to go on at another server: whether they did
 
     @property
     def retries_refused(self) -> int:
@@ -96,6 +101,23 @@ class Router:
     def open(self, call: Call, place: Place, attempts: Attempts) -> _Opening:
         """`async with` gives the first server's reply that has a first chunk. Raises `UpstreamError` and its kin."""
         return _Opening(self, call, place, attempts)
+
+    def unbroken(self, begun: Upstream, call: Call, place: Place, attempts: Attempts) -> Upstream:
+        """What goes on at another server of the same model when it is cut."""
+        if begun.server.name not in call.model.deployments:  # a fallback's
+            return begun
+
+        def servers() -> list[Server]:
+            known = self._fleet.servers_of(call.model)
+            return [s for s in known if s.provider.continues_messages or call.operation is Operation.COMPLETION]
+
+        async def open_next(rest: Call) -> Upstream:
+            self.cut_streams["tried"] += 1
+            upstream = await self.first_to_answer(rest, place, attempts)
+            self.cut_streams["continued"] += 1
+            return upstream
+
+        return Unbroken(begun, call, attempts, servers, open_next)
 
     async def first_to_answer(self, call: Call, place: Place, attempts: Attempts) -> Upstream:
         limits, loop = call.latency_class, asyncio.get_running_loop()

@@ -30,14 +30,23 @@ class Upstream:
         self.chosen = chosen
         self.server = chosen.server
         self.matched_tokens = chosen.matched_tokens
+        self.begins_with = first
         self.fault: Fault | None = None  # why it broke, once it has
         self._call = call
-        self._first = first
         self._task = task
         self._wait: WaitBound | None = None
 
     async def first(self) -> bytes:
-        return self._first
+        return self.begins_with
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether what it counts is not the engines' own count alone."""
+        return False
+
+    def as_one(self, record: bytes) -> bytes:
+        """An engine's record of the call, as the usage of all that came from here."""
+        return record
 
     async def pour(self, sink: Sink) -> bool:
         """Give `sink` the chunks behind the first, as `Reply.pour` does, each within the class's time of the last."""
@@ -70,7 +79,10 @@ class Upstream:
 
     async def aclose(self) -> None:
         """The call is over at this server. Once."""
-        self.sent.end(asyncio.get_running_loop().time())
         if self._wait is not None:
             self._wait.close()
+        await self._leave()
+
+    async def _leave(self) -> None:
+        self.sent.end(asyncio.get_running_loop().time())
         await self.reply.aclose()

@@ -125,6 +125,7 @@ class Scripted:
     """A provider. `script` is what its replies say of themselves; without one, the test tells each what to say."""
 
     keeps_records = True
+    continues_messages = True
 
     def __init__(self) -> None:
         self.script: tuple[bytes | Exception | None, ...] = ()

@@ -59,9 +59,9 @@ cache: everything
         "p.yaml:9:5: models.0.deployments: must not be empty",
         "p.yaml:10:1: rules: is empty: give it a value, or leave the key out",
         "p.yaml:12:3: classes.fast: must be a mapping, with the keys ttft, inter_token, total, max_queue, max_wait, "
-        "priority, hold, hedge, floor, retries",
-        "p.yaml:13:14: classes.realtime.ttfd: unknown key 'ttfd'; known: floor, hedge, hold, inter_token, max_queue, "
-        "max_wait, priority, retries, total, ttft; did you mean 'ttft'?",
+        "priority, min_share, hold, hedge, floor, continue_cut_streams, retries",
+        "p.yaml:13:14: classes.realtime.ttfd: unknown key 'ttfd'; known: continue_cut_streams, floor, hedge, hold, "
+        "inter_token, max_queue, max_wait, min_share, priority, retries, total, ttft; did you mean 'ttft'?",
         "p.yaml:13:24: classes.realtime.total: should be greater than 0",
         "p.yaml:16:14: tenants.0.limits.requests: a rate is a count per duration, as in 600/1m or 1M/1m",
         "p.yaml:16:49: tenants.0.limits.budget.per: should be 'hour', 'day', 'week', 'month' or 'total'",

@@ -355,7 +355,7 @@ def test_a_final_message_is_continued(server: RunningServer) -> None:
     body = {"messages": messages, **extra}
     tokens = httpx2.post(f"{server.url}/tokenize", json=body).json()["tokens"]
     rendered = httpx2.post(f"{server.url}/detokenize", json={"tokens": tokens}).json()["prompt"]
-    assert rendered.endswith("<|im_start|>assistant\nI would say")
+    assert rendered.endswith("<|im_start|>assistant\nI would say ")
     reply = server.client().chat.completions.create(model=server.model, messages=messages, extra_body=extra, **GREEDY)
     assert reply.usage is not None
     assert reply.usage.prompt_tokens == len(tokens)

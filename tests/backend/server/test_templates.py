@@ -53,6 +53,23 @@ def as_transformers_wants(messages: list[dict[str, Any]]) -> list[dict[str, Any]
     return plain
 
 
+@pytest.mark.parametrize("final", ["I would say ", "e", "end", "im_", "\n\n"])
+def test_a_message_that_goes_on_equals_transformers(checkpoint: Path, final: str) -> None:
+    """Also one that can be found again in what the template prints behind it."""
+    messages = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": final}]
+    oracle = AutoTokenizer.from_pretrained(checkpoint)
+    wanted = oracle.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    request = decode(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
+    rendered = render_chat(
+        load_model(checkpoint, "m", "m", 256),
+        request.messages,
+        None,
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    assert rendered == wanted
+
+
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 def test_prompt_and_ids_equal_transformers(

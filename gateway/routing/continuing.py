@@ -1,0 +1,190 @@
+"""A stream that is cut goes on at another server, where the policy allows it (`continue_cut_streams`).
+
+What the client has got is put behind the prompt, as the beginning of the answer: a last message of the assistant that
+is to be continued, as vLLM and the bundled engine know it, or more text of a completion's prompt. What then comes is
+made to look like the rest of the first answer: its id, no second role, one sum of usage. Its first event says that it
+is not, under `warmpath`: a field that no client has to know, where comments trip some of them up.
+
+Only text goes on. Not an answer that has thought, called a tool or given logprobs, or that was asked for as several, as
+JSON or with tools: what a parser or a grammar was in the middle of, another server can not know. And it goes on once: a
+request that two servers have broken off at may be the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.errors import GatewayError, UpstreamCut
+from gateway.fleet import Server
+from gateway.providers.base import Sink
+from gateway.routing.attempts import Attempts
+from gateway.routing.so_far import Rest, SoFar
+from gateway.routing.upstream import Upstream
+from gateway.types import Call, Operation
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, where a completion sets no `max_tokens`
+
+_LIMITS = ("max_tokens", "max_completion_tokens")
+# Fields that say the same of the rest of an answer as of the whole; and those that do with these values only.
+_INDIFFERENT = frozenset(
+    {"model", "messages", "prompt", "stream", "stream_options", *_LIMITS, "temperature", "top_p", "top_k", "min_p",
+     "seed", "stop", "stop_token_ids", "ignore_eos", "repetition_penalty", "logit_bias", "skip_special_tokens",
+     "service_tier", "user", "safety_identifier", "prompt_cache_key", "metadata", "store"}
+)  # fmt: skip
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none",),
+    "parallel_tool_calls": (False, True), "response_format": ({"type": "text"},), "presence_penalty": (0,),
+    "frequency_penalty": (0,), "echo": (False,), "suffix": (), "modalities": (["text"],),
+}  # fmt: skip
+_fields = msgspec.json.Decoder(dict[str, Any]).decode
+_messages = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_encode = msgspec.json.encode
+
+OpenNext = Callable[[Call], Coroutine[Any, Any, Upstream]]
+
+
+def may_go_on(call: Call) -> bool:
+    """Whether its stream may go on elsewhere, by the policy and by what it asks for."""
+    model, limits = call.model, call.latency_class
+    allowed = limits.continue_cut_streams if model.continue_cut_streams is None else model.continue_cut_streams
+    return allowed and call.stream and _asks_for_text_alone(call)
+
+
+def _asks_for_text_alone(call: Call) -> bool:
+    for name in call.fields.keys() - _INDIFFERENT:
+        value = msgspec.json.decode(call.fields[name])
+        if value is not None and value not in _NEUTRAL.get(name, ()):
+            return False
+    return call.operation is Operation.CHAT or bytes(call.fields.get("prompt", b"")).startswith(b'"')
+
+
+class Unbroken(Upstream):
+    """An upstream that becomes another one when its stream is cut; to whoever reads it, one stream."""
+
+    def __init__(
+        self,
+        begun: Upstream,
+        call: Call,
+        attempts: Attempts,
+        servers: Callable[[], Sequence[Server]],
+        open_next: OpenNext,
+    ) -> None:
+        """`servers` may go on with it."""
+        super().__init__(call, begun.chosen, begun.sent, begun.reply, begun.begins_with, attempts.task)
+        self._attempts = attempts
+        self._servers = servers
+        self._open_next = open_next
+        self._so_far = SoFar()
+        self._so_far.add(begun.begins_with)
+        self._rest: Rest | None = None
+        self._left = False
+
+    @property
+    def is_estimated(self) -> bool:
+        return self._rest is not None and not self._rest.is_counted
+
+    def as_one(self, record: bytes) -> bytes:
+        if self._rest is None:
+            return record
+        told = _fields(record)
+        if isinstance(usage := told.get("usage"), dict):
+            told["usage"] = self._rest.as_one(usage)
+        return _encode(told)
+
+    async def pour(self, sink: Sink) -> bool:
+        try:
+            return await super().pour(self._noting(sink))
+        except UpstreamCut as cut:
+            if self.fault is None or self._rest is not None:  # not the server's fault; or it has gone on before
+                raise
+            rest = await self._go_on(cut)
+        begun = rest.rewritten(self.begins_with)
+        return (not begun or sink(begun)) and await self.pour(sink)
+
+    def _noting(self, sink: Sink) -> Sink:
+        so_far, rest = self._so_far, self._rest
+
+        def note(chunk: bytes) -> bool:
+            so_far.add(chunk)
+            return sink(chunk)
+
+        def rewrite(chunk: bytes) -> bool:
+            assert rest is not None
+            rewritten = rest.rewritten(chunk)
+            return not rewritten or sink(rewritten)
+
+        return note if rest is None else rewrite
+
+    async def _go_on(self, cut: UpstreamCut) -> Rest:
+        """Become the server at which the answer goes on. Raises `cut` where there is none."""
+        loop, so_far, attempts = asyncio.get_running_loop(), self._so_far, self._attempts
+        servers = self._servers()
+        others = [server for server in servers if server is not self.server] or servers
+        text = so_far.text
+        if not text or not so_far.plain or not others or loop.time() >= self._call.deadline:
+            raise cut
+        # Templates may take away the space behind it, and mostly it is a part of the next token.
+        goes_on_from = text.rstrip() or text
+        call = call_for_the_rest(self._call, goes_on_from, so_far.output_tokens, others)
+        if call is None:
+            raise cut
+        assert self.fault is not None
+        attempts.conclude(self.fault.value)
+        await self._leave()
+        asked = attempts.asked
+        with_counts = self.server.deployment.continuous_usage or call.continuous_usage
+        rest = self._rest = Rest(so_far, overlap=text[len(goes_on_from) :], with_counts=with_counts)
+        try:
+            upstream = await self._open_next(call)
+        except GatewayError:
+            self._rest, attempts.asked = None, asked  # who has worked on what there is
+            raise cut from None
+        self._become(upstream)
+        rest.deployment = self.server.name
+        attempts.note_continuing()
+        return rest
+
+    def _become(self, other: Upstream) -> None:
+        self.reply, self.sent, self.chosen, self.server = other.reply, other.sent, other.chosen, other.server
+        self.matched_tokens, self.begins_with = other.matched_tokens, other.begins_with
+        self.fault, self._left = None, False
+
+    async def _leave(self) -> None:
+        if not self._left:
+            self._left = True
+            await super()._leave()
+
+
+def call_for_the_rest(call: Call, text: str, output_tokens: int, servers: Sequence[Server]) -> Call | None:
+    """What is asked of one of `servers`; None where nothing more may be said. A pause in the middle of an answer may
+    be as long as the class lets it."""
+    fields, limits = dict(call.fields), call.latency_class
+    for name in _LIMITS:
+        limit = msgspec.json.decode(fields[name]) if name in fields else None
+        if limit is None and name == "max_tokens" and call.operation is Operation.COMPLETION:
+            limit = DEFAULT_COMPLETION_TOKENS
+        if limit is not None:
+            if limit <= output_tokens:
+                return None
+            fields[name] = _raw(limit - output_tokens)
+    if call.operation is Operation.CHAT:
+        said = _raw({"role": "assistant", "content": text})
+        fields["messages"] = _raw([*_messages(fields["messages"]), said])
+        fields |= {"add_generation_prompt": _raw(False), "continue_final_message": _raw(True)}
+    else:
+        fields["prompt"] = _raw(msgspec.json.decode(fields["prompt"]) + text)
+    names = tuple(server.name for server in servers)
+    return msgspec.structs.replace(
+        call,
+        fields=fields,
+        model=call.model.model_copy(update={"deployments": names, "fallbacks": ()}),
+        latency_class=limits.model_copy(update={"ttft": min(limits.ttft, limits.inter_token)}),
+    )
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(_encode(value))

@@ -1,0 +1,285 @@
+"""Streams that are cut and go on at another server, in the real house: what the client gets, and what is billed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.routing.so_far import HELD_MAX_BYTES, Rest, SoFar
+from tests.gateway.house import DONE, Client, Rig, a_rig, chat, counted, cut, delta, in_time, policy_of, settle
+
+CONTINUED = {"classes": {"realtime": {"continue_cut_streams": True}}}
+ROLE = {"role": "assistant", "content": ""}
+
+
+def event(name: str, delta: dict[str, Any] | None, finish: str | None = None, **more: Any) -> bytes:
+    choices = [] if delta is None else [{"index": 0, "delta": delta, "finish_reason": finish}]
+    whole = {"id": f"chatcmpl-{name}", "object": "chat.completion.chunk", "created": ord(name), "model": f"by-{name}"}
+    return b"data: " + json.dumps({**whole, "choices": choices, **more}).encode() + b"\n\n"
+
+
+def words(name: str, *texts: str) -> list[bytes]:
+    return [event(name, {"content": text}) for text in texts]
+
+
+def begun(*texts: str) -> list[bytes | Exception | None]:
+    return [event("a", ROLE), *words("a", *texts), cut()]
+
+
+def ended(*texts: str, prompt: int = 12, **more: Any) -> list[bytes | Exception | None]:
+    usage = {**counted(prompt, len(texts)), **more}
+    return [event("b", ROLE), *words("b", *texts), event("b", {}, "stop"), event("b", None, usage=usage), DONE]
+
+
+def events(client: Client) -> list[dict[str, Any]]:
+    frames = [frame.removeprefix(b"data: ") for frame in client.content.split(b"\n\n") if frame]
+    return [json.loads(frame) for frame in frames if frame != b"[DONE]"]
+
+
+def text_of(client: Client) -> str:
+    deltas = [choice["delta"] for event in events(client) for choice in event.get("choices", ())]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+async def ask(rig: Rig, body: bytes, path: str = "chat/completions") -> Client:
+    return await rig.ask(Client(body, path=f"/v1/{path}"))
+
+
+def asked_of(rig: Rig, name: str) -> dict[str, Any]:
+    (reply,) = rig.servers[name].replies
+    return {field: json.loads(bytes(value)) for field, value in reply.call.fields.items()}
+
+
+def attempts(rig: Rig) -> list[tuple[str, str, bool]]:
+    (receipt,) = rig.receipts()
+    return [(a["deployment"], a["outcome"], a.get("continues", False)) for a in receipt["attempts"]]
+
+
+async def test_it_is_one_answer(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = tuple(begun("one", " two"))
+        rig.servers["b"].script = tuple(ended(" three", " four"))
+        client = await ask(rig, chat(stream=True, max_tokens=10, stream_options={"include_usage": True}))
+        seen = events(client)
+        assert client.content.endswith(DONE) and client.content.count(DONE) == 1
+        assert text_of(client) == "one two three four"
+        assert {(e["id"], e["created"], e["model"]) for e in seen} == {("chatcmpl-a", ord("a"), "by-a")}
+        assert [e["choices"][0]["delta"].get("role") for e in seen if e["choices"]].count("assistant") == 1
+        assert [e["warmpath"] for e in seen if "warmpath" in e] == [{"continued_at": "b"}]
+        assert seen[-1]["usage"] == {"prompt_tokens": 10, "completion_tokens": 4, "total_tokens": 14}
+
+        rest = asked_of(rig, "b")
+        assert rest["messages"][-1] == {"role": "assistant", "content": "one two"}
+        assert (rest["continue_final_message"], rest["add_generation_prompt"]) == (True, False)
+        assert rest["max_tokens"] == 8
+        (receipt,) = rig.receipts()
+        assert (receipt["outcome"], receipt["deployment"]) == ("complete", "b")
+        assert (receipt["input_uncached"], receipt["output"], receipt["exact"]) == (10, 4, False)
+        assert attempts(rig) == [("a", "cut", False), ("b", "ok", True)]
+        assert rig.house.router.cut_streams == {"tried": 1, "continued": 1}
+
+
+async def test_a_completion_goes_on_behind_its_prompt(tmp_path: Path) -> None:
+    def text(*texts: str, finish: str | None = None) -> list[bytes]:
+        choices = [[{"index": 0, "text": text, "finish_reason": finish}] for text in texts]
+        return [b"data: " + json.dumps({"id": "x", "choices": each}).encode() + b"\n\n" for each in choices]
+
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = (*text("one", " two"), cut())
+        rig.servers["b"].continues_messages = False
+        rig.servers["b"].script = (*text(" three"), *text("", finish="stop"), DONE)
+        body = json.dumps({"model": "m", "prompt": "zero ", "stream": True}).encode()
+        client = await ask(rig, body, "completions")
+        assert "".join(choice["text"] for event in events(client) for choice in event["choices"]) == "one two three"
+        rest = asked_of(rig, "b")
+        assert (rest["prompt"], rest["max_tokens"]) == ("zero one two", 14)
+
+
+async def test_engines_that_count_in_every_chunk_are_believed(tmp_path: Path) -> None:
+    servers = [{**server, "continuous_usage": True} for server in policy_of()["deployments"]]
+    async with a_rig(tmp_path, deployments=servers, **CONTINUED) as rig:
+        details = {"prompt_tokens_details": {"cached_tokens": 4}}
+        rig.servers["a"].script = (
+            event("a", ROLE, usage=counted(10, 0)),
+            event("a", {"content": "one"}, usage={**counted(10, 1), **details}),
+            event("a", {"content": " two"}, usage={**counted(10, 2), **details}),
+            cut(),
+        )
+        rig.servers["b"].script = (
+            event("b", {"content": " three"}, usage=counted(12, 1)), event("b", {}, "stop", usage=counted(12, 1)),
+            event("b", None, usage=counted(12, 1)), DONE,
+        )  # fmt: skip
+        client = await ask(rig, chat(stream=True))
+        assert text_of(client) == "one two three" and not any("usage" in event for event in events(client))
+        (receipt,) = rig.receipts()
+        buckets = (receipt["input_uncached"], receipt["cache_read"], receipt["output"], receipt["exact"])
+        assert buckets == (6, 4, 3, True)
+
+
+async def test_space_at_the_end_is_written_once(tmp_path: Path) -> None:
+    """A template may take it away, and mostly it belongs to the next token."""
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = tuple(begun("one", " \n"))
+        rig.servers["b"].script = tuple(ended(" ", "\n two"))
+        assert text_of(await ask(rig, chat(stream=True))) == "one \n two"
+        assert asked_of(rig, "b")["messages"][-1]["content"] == "one"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2}, {"logprobs": True}, {"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}}, {"presence_penalty": 1}, {"max_tokens": 2},
+    ],
+)  # fmt: skip
+async def test_what_asks_for_more_than_text_does_not_go_on(tmp_path: Path, fields: dict[str, Any]) -> None:
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = tuple(begun("one", " two"))
+        client = await ask(rig, chat(stream=True, **fields))
+        assert events(client)[-1]["error"]["code"] == "upstream_cut" and DONE not in client.content
+        assert attempts(rig) == [("a", "cut", False)]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        event("a", {"reasoning_content": "hm"}),
+        event("a", {"reasoning": "hm"}),
+        event("a", {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{"}}]}),
+        event("a", {"refusal": "no"}),
+        event("a", {}, "stop"),
+    ],
+)
+async def test_what_has_said_more_than_text_does_not_go_on(tmp_path: Path, frame: bytes) -> None:
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = (*begun("one")[:-1], frame, cut())
+        client = await ask(rig, chat(stream=True))
+        assert events(client)[-1]["error"]["code"] == "upstream_cut"
+        assert attempts(rig) == [("a", "cut", False)]
+
+
+async def test_what_asks_for_the_usual_in_other_words_goes_on(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = tuple(begun("one"))
+        rig.servers["b"].script = tuple(ended(" two"))
+        usual = {"n": 1, "tools": [], "response_format": {"type": "text"}, "presence_penalty": 0.0, "logprobs": None}
+        assert text_of(await ask(rig, chat(stream=True, **usual))) == "one two"
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+async def test_a_models_own_word_counts_before_its_class(tmp_path: Path, allowed: bool) -> None:
+    models = [{"name": "m", "deployments": ["a", "b"], "continue_cut_streams": allowed}]
+    classes = {"realtime": {"continue_cut_streams": not allowed}}
+    async with a_rig(tmp_path, models=models, classes=classes) as rig:
+        rig.servers["a"].script = tuple(begun("one"))
+        rig.servers["b"].script = tuple(ended(" two"))
+        client = await ask(rig, chat(stream=True))
+        assert text_of(client) == ("one two" if allowed else "one")
+        assert client.content.endswith(DONE) is allowed
+
+
+async def test_not_at_a_server_that_would_answer_anew(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].continues_messages = rig.servers["b"].continues_messages = False
+        rig.servers["a"].script = tuple(begun("one"))
+        client = await ask(rig, chat(stream=True))
+        assert events(client)[-1]["error"]["code"] == "upstream_cut" and not rig.servers["b"].replies
+
+
+async def test_where_nobody_goes_on_the_client_is_told_that_it_was_cut(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = tuple(begun("one", " two"))
+        rig.servers["a"].record = json.dumps({"usage": counted(10, 2)}).encode()
+        rig.servers["b"].script = (cut(),)
+        client = await ask(rig, chat(stream=True))
+        assert text_of(client) == "one two" and events(client)[-1]["error"]["code"] == "upstream_cut"
+        (receipt,) = rig.receipts()
+        assert attempts(rig)[0] == ("a", "cut", False) and {a[1] for a in attempts(rig)} == {"cut"}
+        assert (receipt["outcome"], receipt["deployment"]) == ("upstream_cut", "a")
+        assert (receipt["input_uncached"], receipt["output"], receipt["exact"]) == (10, 2, True)
+        assert rig.house.router.cut_streams["continued"] == 0
+
+
+async def test_it_goes_on_once(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = tuple(begun("one"))
+        rig.servers["b"].script = (*words("b", " two"), cut())
+        client = await ask(rig, chat(stream=True))
+        assert text_of(client) == "one two" and events(client)[-1]["error"]["code"] == "upstream_cut"
+        assert attempts(rig) == [("a", "cut", False), ("b", "cut", True)]
+        assert rig.receipts()[0]["outcome"] == "upstream_cut"
+
+
+async def test_a_server_that_goes_on_with_something_else_is_cut_off(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = tuple(begun("one"))
+        rig.servers["b"].script = (*words("b", " two"), event("b", {"reasoning_content": "hm"}), *words("b", " three"))
+        client = await ask(rig, chat(stream=True))
+        assert text_of(client) == "one two" and events(client)[-1]["error"]["code"] == "upstream_cut"
+
+
+async def test_who_leaves_in_the_rest_pays_for_both_parts(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = tuple(begun("one", " two"))
+        rig.servers["b"].record = json.dumps({"usage": counted(12, 1)}).encode()
+        client = Client(chat(stream=True))
+        serving = rig.begin(client)
+        for _ in range(100):
+            await asyncio.sleep(0)
+            if rig.servers["b"].replies:
+                break
+        rig.servers["b"].replies[0].say(*words("b", " three"))
+        await settle()
+        client.leave()
+        await in_time(serving)
+        (receipt,) = rig.receipts()
+        assert receipt["outcome"] == "client_gone" and attempts(rig)[-1] == ("b", "client_gone", True)
+        assert (receipt["input_uncached"], receipt["output"], receipt["exact"]) == (10, 3, False)
+
+
+async def test_whoever_follows_gets_the_same_answer(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = tuple(begun("one"))
+        rig.servers["b"].script = tuple(ended(" two"))
+        body = chat(stream=True, temperature=0, stream_options={"include_usage": True})
+        first, second = await ask(rig, body), await ask(rig, body)
+        assert second.headers["x-warmpath-cache"] == "hit" and events(first) == events(second)
+        assert {r["output"] for r in rig.receipts()} == {2}
+
+
+async def test_a_long_stream_is_kept_as_text(tmp_path: Path) -> None:
+    so_far = SoFar()
+    frame = delta("word ")
+    for _ in range(10_000):
+        so_far.add(frame)
+    assert so_far._held_bytes <= HELD_MAX_BYTES + len(frame) and len(so_far._chunks) < 2000
+    assert so_far.text == "word " * 10_000 and so_far.output_tokens == 10_000
+
+
+pieces = st.lists(st.text(st.sampled_from('ab \né"\\東'), min_size=1, max_size=4), min_size=1, max_size=12)
+
+
+@given(pieces, st.data())
+def test_wherever_it_is_cut_nothing_is_lost_and_nothing_comes_twice(tokens: list[str], data: st.DataObject) -> None:
+    """The second server goes on from what it was given, in tokens and chunks of other sizes."""
+    at = data.draw(st.integers(1, len(tokens)))
+    so_far = SoFar()
+    for token in tokens[:at]:
+        so_far.add(event("a", {"content": token}))
+    text, whole = so_far.text, "".join(tokens)
+    known = text.rstrip() or text
+    rest = Rest(so_far, overlap=text[len(known) :], with_counts=False)
+    remaining, got = whole[len(known) :], text
+    while remaining:
+        size = data.draw(st.integers(1, 5))
+        chunk = rest.rewritten(event("b", {"content": remaining[:size]}))
+        for frame in filter(None, chunk.split(b"\n\n")):
+            got += json.loads(frame[6:])["choices"][0]["delta"]["content"]
+        remaining = remaining[size:]
+    assert got == whole
