@@ -25,6 +25,7 @@ from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import EngineError
+from backend.quantization import QUANTIZATIONS
 from backend.server.app import create_app
 from backend.server.kv_events import KVEventPublisher
 from backend.server.listener import Listener, bind, url_of
@@ -168,7 +169,12 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     return EngineConfig(
-        model_dir=model_dir, dtype=args.dtype, device=args.device, enable_prefix_caching=args.prefix_caching, **chosen
+        model_dir=model_dir,
+        dtype=args.dtype,
+        device=args.device,
+        enable_prefix_caching=args.prefix_caching,
+        quantization=args.quantization,
+        **chosen,
     )
 
 
@@ -185,6 +191,12 @@ def parser() -> argparse.ArgumentParser:
     add("--port", type=_port, default=8000, help="0 takes a free one; the ready line names it (default: %(default)s)")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto, the default: as saved")
     add("--device", default="auto", help="cpu, cuda or cuda:N; auto, the default: a GPU if there is one")
+    add(
+        "--quantization",
+        choices=tuple(QUANTIZATIONS),
+        default="none",
+        help="how weights are held: int8 and int4 are made on load, from a checkpoint of any dtype (default: none)",
+    )
     add("--max-model-len", type=_positive, metavar="TOKENS", help="longest prompt and answer (default: the model's)")
     memory = made.add_mutually_exclusive_group()
     memory.add_argument("--num-blocks", type=_positive, metavar="N", help="size of the KV cache, in blocks")

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from backend.attention.base import Attention
 
 ATTENTIONS = {
+    "native": "backend.attention.native:NativeAttention",
     "sdpa": "backend.attention.sdpa:SdpaAttention",
 }
 

@@ -12,6 +12,7 @@ from backend.attention import ATTENTIONS
 from backend.engine.errors import ConfigError
 from backend.model_files import open_model_files
 from backend.models.config import ModelConfig
+from backend.native import library
 from backend.ops import OPS
 from backend.quantization import QUANTIZATIONS
 
@@ -116,8 +117,8 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_waiting=self.max_waiting,
             enable_prefix_caching=self.enable_prefix_caching,
-            attention="sdpa" if self.attention == AUTO else self.attention,
-            ops="reference" if self.ops == AUTO else self.ops,
+            attention=_member(self.attention, fast="native", plain="sdpa", device=device),
+            ops=_member(self.ops, fast="native", plain="reference", device=device),
             quantization=self.quantization,
         )
 
@@ -138,6 +139,12 @@ class EngineConfig:
         free, _ = torch.cuda.mem_get_info(device)
         weights = open_model_files(self.model_dir).weights_bytes(dtype)
         return max(0, int((free - weights) * GPU_KV_CACHE_FRACTION))
+
+
+def _member(name: str, *, fast: str, plain: str, device: torch.device) -> str:
+    if name != AUTO:
+        return name
+    return fast if device.type == "cpu" and library.load() else plain
 
 
 def _device(name: str) -> torch.device:

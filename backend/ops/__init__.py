@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from backend.ops.base import Ops
 
 OPS = {
+    "native": "backend.ops.native:NativeOps",
     "reference": "backend.ops.reference:ReferenceOps",
 }
 

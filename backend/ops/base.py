@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+INT4_GROUP = 32  # weights that share a scale
+
 
 class Ops(ABC):
     """What a layer does besides attention. T is the number of tokens in the step, over all requests.
@@ -15,6 +17,16 @@ class Ops(ABC):
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x: [T, in], weight: [out, in], bias: [out] -> [T, out]."""
+
+    @abstractmethod
+    def linear_int8(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with a weight held in int8, [out, in], and scales in float32, [out]: weight * scales."""
+
+    @abstractmethod
+    def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with a weight held in groups of `INT4_GROUP` along its rows, [out, in / 2] uint8, and a scale for
+        each, [out, in / INT4_GROUP] bfloat16. A group's first half stands in the low four bits of its bytes and its
+        second half in the high ones, each number 8 more than it is: (number - 8) * scale."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,12 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backend.ops.base import Ops
+from backend.ops.base import INT4_GROUP, Ops
 
 
 class ReferenceOps(Ops):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
+
+    def linear_int8(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, (weight * scales[:, None]).to(x.dtype), bias)
+
+    def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        groups = weight.view(len(weight), -1, INT4_GROUP // 2)
+        numbers = torch.cat((groups & 15, groups >> 4), dim=-1).float() - 8  # [out, groups, INT4_GROUP]
+        return F.linear(x, (numbers * scales[..., None].float()).flatten(1).to(x.dtype), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)

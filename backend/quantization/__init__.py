@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from backend.quantization.base import Quantization
 
 QUANTIZATIONS = {
+    "int4": "backend.quantization.int4:Int4",
+    "int8": "backend.quantization.int8:Int8",
     "none": "backend.quantization.none:Unquantized",
 }
 

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from backend.attention import ATTENTIONS, create_attention
-from backend.attention.base import AttentionMetadata, Span
+from backend.attention.base import Attention, AttentionMetadata, Span
+from backend.attention.native import NativeAttention
+from backend.native import library
 
+LEVELS = loaded.level_names if (loaded := library.load()) else ()
+NAMES = [*(name for name in ATTENTIONS if LEVELS or name != "native"), *(f"native {level}" for level in LEVELS)]
 NUM_BLOCKS = 192
-HEAD_DIM = 16
 SCALE = 0.3
 
 STEPS = {
@@ -22,6 +25,7 @@ STEPS = {
     "more decodes than one group": [(1, n) for n in range(1, 21)],
     "whole prompts": [(5, 5), (9, 9), (2, 2)],
     "chunks": [(5, 12), (9, 10), (2, 30)],
+    "a chunk of many tiles": [(50, 190), (1, 40)],
     "all at once": [(1, 17), (6, 6), (1, 3), (4, 21), (1, 1)],
 }
 
@@ -50,18 +54,25 @@ def exact(query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
     return output
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
+def create(name: str) -> Attention:
+    name, _, level = name.partition(" ")
+    return NativeAttention(SCALE, level_name=level) if level else create_attention(name, SCALE)
+
+
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("span_name", SPANS)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize(("block_size", "dtype", "tolerance"), [(8, torch.float32, 1e-5), (4, torch.bfloat16, 2e-2)])
-def test_attention_is_exact(
-    name: str,
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "dtype", "tolerance"),
+    [(8, 16, torch.float32, 1e-5), (4, 24, torch.bfloat16, 2e-2), (16, 32, torch.bfloat16, 2e-2)],
+)
+def test_every_member_is_exact(
     step: str,
     span_name: str,
     num_heads: int,
     num_kv_heads: int,
     block_size: int,
+    head_dim: int,
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
@@ -70,13 +81,13 @@ def test_attention_is_exact(
     shuffled = random.Random(2)
     lens = STEPS[step]
     # What is not some sequence's own is no number: a single wrong position would spoil everything.
-    caches = [torch.full((NUM_BLOCKS, block_size, num_kv_heads, HEAD_DIM), torch.nan, dtype=dtype) for _ in range(2)]
+    caches = [torch.full((NUM_BLOCKS, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype) for _ in range(2)]
     free = list(range(NUM_BLOCKS))
     shuffled.shuffle(free)
     queries, expected, tables = [], [], []
     for query_len, seq_len in lens:
         query, keys, values = (
-            torch.randn(length, heads, HEAD_DIM, generator=generator).to(dtype)
+            torch.randn(length, heads, head_dim, generator=generator).to(dtype)
             for length, heads in ((query_len, num_heads), (seq_len, num_kv_heads), (seq_len, num_kv_heads))
         )
         tables.append([free.pop() for _ in range(-(-seq_len // block_size))])
@@ -93,7 +104,8 @@ def test_attention_is_exact(
         block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
         block_size=block_size,
     )
-    attend = create_attention(name, SCALE).prepare(metadata, like=caches[0])
-    output = attend(torch.cat(queries), *caches, span)
-    assert output.dtype == dtype
-    assert (output.double() - torch.cat(expected)).abs().max().item() < tolerance
+    for name in NAMES:
+        attend = create(name).prepare(metadata, like=caches[0])
+        output = attend(torch.cat(queries), *caches, span)
+        assert output.dtype == dtype
+        assert (output.double() - torch.cat(expected)).abs().max().item() < tolerance, name

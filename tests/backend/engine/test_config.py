@@ -10,6 +10,7 @@ import torch
 from backend.engine.config import EngineConfig
 from backend.engine.errors import ConfigError, RequestRefused
 from backend.engine.request import SamplingParams
+from backend.native import library
 
 
 @pytest.fixture
@@ -20,7 +21,8 @@ def directory(checkpoint_dir: Callable[[str], Path]) -> Path:
 def test_everything_left_open_is_decided(directory: Path) -> None:
     resolved = EngineConfig(model_dir=directory, device="cpu").resolve()
     assert (resolved.dtype, resolved.device) == (torch.float32, torch.device("cpu"))
-    assert (resolved.attention, resolved.ops) == ("sdpa", "reference")
+    fast = ("native", "native") if library.load() else ("sdpa", "reference")
+    assert (resolved.attention, resolved.ops) == fast
     assert resolved.num_threads >= 1
     assert resolved.max_model_len == 512
 

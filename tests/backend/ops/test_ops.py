@@ -6,15 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from backend.native import library
 from backend.ops import OPS, create_ops
-from backend.ops.base import Ops
+from backend.ops.base import INT4_GROUP, Ops
+from backend.ops.native import NativeOps
 
+LEVELS = loaded.level_names if (loaded := library.load()) else ()
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
-@pytest.fixture(params=OPS)
+@pytest.fixture(params=[*(name for name in OPS if LEVELS or name != "native"), *(f"native {n}" for n in LEVELS)])
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return create_ops(request.param)
+    """Every member, and the native one at every level of instructions that this CPU has."""
+    name, _, level = request.param.partition(" ")
+    return NativeOps(level_name=level) if level else create_ops(name)
 
 
 @pytest.fixture(params=TOLERANCES, ids=str)
@@ -43,7 +48,75 @@ def test_linear(ops: Ops, dtype: torch.dtype, with_bias: bool) -> None:
     assert_close(ops.linear(x, weight, bias if with_bias else None), exact)
 
 
-@pytest.mark.parametrize("shape", [(5, 32), (5, 3, 16)])
+# Few rows and many, whole tiles of AMX and their remainders, inputs that are no whole number of vectors.
+SHAPES = [(1, 32, 7), (2, 64, 33), (5, 96, 32), (16, 128, 80), (17, 40, 50), (64, 64, 64), (70, 96, 31)]
+
+
+@pytest.mark.parametrize(("rows", "ins", "outs"), SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_of_any_shape(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: int, with_bias: bool) -> None:
+    x = random(rows, 2 * ins, dtype=dtype)[:, ins:]  # rows apart from each other, as a part of a projection has them
+    weight, bias = random(outs, ins, dtype=dtype, seed=1) / ins**0.5, random(outs, dtype=dtype, seed=2)
+    exact = x.double() @ weight.double().T + (bias.double() if with_bias else 0.0)
+    assert_close(ops.linear(x, weight, bias if with_bias else None), exact)
+
+
+@pytest.mark.parametrize(("rows", "ins", "outs"), SHAPES)
+def test_linear_int8(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: int) -> None:
+    x, bias = random(rows, ins, dtype=dtype), random(outs, dtype=dtype, seed=2)
+    weight = torch.randint(-127, 128, (outs, ins), generator=torch.Generator().manual_seed(3)).to(torch.int8)
+    scales = torch.linspace(0.5, 1.0, outs) / 127 / ins**0.5
+    exact = x.double() @ (weight.double() * scales.double()[:, None]).T + bias.double()
+    assert_close(ops.linear_int8(x, weight, scales, bias), exact)
+
+
+@pytest.mark.parametrize(("rows", "ins", "outs"), [shape for shape in SHAPES if shape[1] % INT4_GROUP == 0])
+def test_linear_int4(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: int) -> None:
+    x, bias = random(rows, ins, dtype=dtype), random(outs, dtype=dtype, seed=2)
+    numbers = torch.randint(-8, 8, (outs, ins), generator=torch.Generator().manual_seed(3))
+    scales = (torch.rand(outs, ins // INT4_GROUP, generator=torch.Generator().manual_seed(4)) / 8 / ins**0.5).bfloat16()
+    packed = torch.empty(outs, ins // 2, dtype=torch.uint8)
+    for i in range(ins):  # one number at a time, as the port's docstring says
+        group, place = divmod(i, INT4_GROUP)
+        byte = group * INT4_GROUP // 2 + place % (INT4_GROUP // 2)
+        if place < INT4_GROUP // 2:
+            packed[:, byte] = numbers[:, i] + 8
+        else:
+            packed[:, byte] |= (numbers[:, i] + 8).to(torch.uint8) << 4
+    weight = numbers.double() * scales.double().repeat_interleave(INT4_GROUP, dim=1)
+    assert_close(ops.linear_int4(x, packed, scales, bias), x.double() @ weight.T + bias.double())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_row_in_float32_is_the_same_to_the_bit_in_every_batch(level: str) -> None:
+    ops = NativeOps(level_name=level)
+    x, weight = random(67, 200, dtype=torch.float32), random(83, 200, dtype=torch.float32, seed=1)
+    norm, cos, sin = (random(n, dtype=torch.float32, seed=n) for n in (200, 67 * 100, 67 * 100))
+    numbers, scales = (weight * 40).round().to(torch.int8), torch.rand(83)
+    for compute in (
+        lambda rows: ops.linear(x[rows], weight, None),
+        lambda rows: ops.linear_int8(x[rows], numbers, scales, None),
+        lambda rows: ops.rms_norm(x[rows], norm, 1e-6),
+        lambda rows: ops.rope(x[rows].unsqueeze(1), cos.view(67, 100)[rows], sin.view(67, 100)[rows]),
+        lambda rows: ops.silu_mul(x[rows]),
+    ):
+        together = compute(slice(0, 67))
+        for size in (1, 2, 3, 5, 16, 33):
+            for start in range(0, 67, size):
+                rows = slice(start, start + size)
+                assert torch.equal(compute(rows), together[rows])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_threads_change_nothing(level: str) -> None:
+    x, weight = random(33, 256, dtype=torch.bfloat16), random(700, 256, dtype=torch.bfloat16, seed=1)
+    assert loaded
+    one, two = NativeOps(loaded, level, num_threads=1), NativeOps(loaded, level, num_threads=2)
+    for rows in (1, 5, 33):
+        assert torch.equal(one.linear(x[:rows], weight, None), two.linear(x[:rows], weight, None))
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (5, 3, 16), (5, 41)])
 def test_rms_norm(ops: Ops, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
     assert_close(ops.rms_norm(x, weight, 1e-6), rms_norm(x.double(), weight.double(), 1e-6))
@@ -73,6 +146,26 @@ def test_silu_mul(ops: Ops, dtype: torch.dtype) -> None:
     gate_up = random(5, 24, dtype=dtype)
     gate, up = gate_up.double().chunk(2, -1)
     assert_close(ops.silu_mul(gate_up), gate * torch.sigmoid(gate) * up)
+
+
+def test_gelu_mul(ops: Ops, dtype: torch.dtype) -> None:
+    gate_up = random(5, 24, dtype=dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    gelu = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+    assert_close(ops.gelu_mul(gate_up), gelu * up)
+
+
+def test_activations_of_large_inputs(ops: Ops, dtype: torch.dtype) -> None:
+    gate = torch.tensor([-1e4, -200.0, -90.0, 90.0, 200.0, 1e4], dtype=dtype)
+    gate_up = torch.cat((gate, torch.ones_like(gate)))[None]
+    expected = gate.clamp(min=0).double()[None]
+    assert_close(ops.silu_mul(gate_up), expected)
+    assert_close(ops.gelu_mul(gate_up), expected)
+
+
+def test_a_norm_with_a_wide_weight(ops: Ops) -> None:
+    x, weight = random(5, 32, dtype=torch.bfloat16), random(32, dtype=torch.float32, seed=1)
+    assert_close(ops.rms_norm(x, weight, 1e-6), rms_norm(x.double(), weight.double(), 1e-6))
 
 
 def test_store_kv_writes_the_slots_and_nothing_else(ops: Ops, dtype: torch.dtype) -> None:

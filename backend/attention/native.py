@@ -1,0 +1,58 @@
+"""The kernels of backend/native: keys and values are read where they lie in the pool, once for all heads that share
+them. Long prompts take matrix products; on a CPU without AMX these are torch's, in bfloat16."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backend.attention.base import EVERYTHING, Attention, AttentionMetadata, Span, StepAttention
+from backend.attention.sdpa import SdpaAttention
+from backend.native import library
+from backend.native.library import Caller, Library
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+MAX_QUERY_LEN = 16  # of a sequence, beyond which one dot product after the other is slower than gathering
+
+
+class NativeAttention(Attention):
+    def __init__(
+        self, scale: float, native: Library | None = None, level_name: str | None = None, num_threads: int | None = None
+    ) -> None:
+        """As many threads as torch has now, unless told otherwise. Raises RuntimeError without the kernels."""
+        super().__init__(scale)
+        native = native or library.load()
+        if native is None:
+            raise RuntimeError("the native kernels cannot be compiled on this machine")
+        self._call = native.caller(num_threads or torch.get_num_threads(), level_name)
+        self._gathered = SdpaAttention(scale)
+
+    def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
+        has_tiles = self._call.level_name == "amx" and like.shape[-1] % 32 == 0 and metadata.block_size % 16 == 0
+        # In float32, what is exact to the bit in every batch is preferred to what is fast.
+        if like.dtype is torch.float32 or has_tiles or max(metadata.query_lens) <= MAX_QUERY_LEN:
+            return _Step(self._call, metadata, self.scale)
+        return self._gathered.prepare(metadata, like)
+
+
+class _Step(StepAttention):
+    def __init__(self, call: Caller, metadata: AttentionMetadata, scale: float) -> None:
+        self._call = call
+        self._scale = scale
+        self._tables = metadata.block_tables
+        self._starts = metadata.cu_seqlens_q
+        self._seq_lens = torch.tensor(metadata.seq_lens, dtype=torch.int32)
+        self._layout = (len(metadata.seq_lens), metadata.block_tables.shape[1], metadata.block_size)
+        self._max_seq_len = max(metadata.seq_lens)
+
+    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
+        query = query.contiguous()
+        output = torch.empty_like(query)
+        self._call(
+            library.ATTEND,
+            query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), output.data_ptr(),
+            self._tables.data_ptr(), self._starts.data_ptr(), self._seq_lens.data_ptr(),
+            *self._layout, query.shape[1], *key_cache.shape[2:], DTYPES[query.dtype],
+            span.window or 0, self._scale, span.softcap or 0.0, self._max_seq_len,
+        )  # fmt: skip
+        return output

@@ -1,0 +1,1 @@
+"""The CPU's own kernels: one C++ file, compiled by the system's compiler on first use."""

@@ -1,0 +1,998 @@
+// The engine's arithmetic on a CPU. backend/native/library.py compiles this file on first use.
+//
+// The kernels are written once, over vectors of floats, and compiled for several levels of instruction sets: the file
+// includes itself once per level, each time with another width and other target attributes. Which level runs is an
+// argument of `warmpath_run`. On ARM the base level is NEON. What only some CPUs can do stands apart: pairs of bfloat16
+// with AVX-512 (`Row::pairs`), and the matrix tiles of AMX (namespace `amx`).
+//
+// A call runs a list of operations on one team of threads. An operation shares its work out by `omp for`, whose end is
+// a barrier, so that each operation sees what those before it wrote. Every element of a result is summed by one thread,
+// in an order that depends on nothing outside its row: float32 results are bitwise independent of their neighbours.
+
+#ifndef LEVEL  // ==== the file as compiled: what all levels share, the levels, the interface ==========================
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct int4x32 {  // a group of 32 weights, each held as 8 more than it is: the first 16 in the bytes' low halves
+  uint8_t bytes[16];
+};
+constexpr int64_t GROUP = 32;
+
+enum Dtype : int64_t { FLOAT32, BFLOAT16 };
+enum Format : int64_t { PLAIN, INT8, INT4 };  // how a weight is held; PLAIN: in the dtype of the input
+
+// The operations, as Python packs them: eight bytes per field. Strides count elements. T rows, one per token.
+
+struct Linear {  // out[T, N] = x[T, K] w[N, K]^T + bias[N]
+  const void *x, *w, *scales, *bias;  // scales: of INT8 float32 [N], of INT4 bfloat16 [N, K / 32]; bias may be null
+  void* out;
+  int64_t rows, outs, ins, x_stride, dtype, format;
+};
+struct Expand {  // out[N, K]: a weight held as INT8 or INT4, in dtype
+  const void *w, *scales;
+  void* out;
+  int64_t outs, ins, dtype, format;
+};
+struct RmsNorm {  // sum = x + residual, out = norm(sum) * weight; without a residual, that of x
+  const void *x, *residual, *weight;
+  void *out, *sum;
+  int64_t rows, x_stride, inner, dim, dtype, weight_dtype;  // each row is `inner` vectors of `dim`
+  double eps;
+};
+struct Rope {  // out[T, H, D]: x with its pairs (i, i + D / 2) turned
+  const void* x;
+  const float *cos, *sin;  // [T, D / 2]
+  void* out;
+  int64_t rows, x_stride, heads, dim, dtype;
+};
+struct Gated {  // out[T, I] = activation(x[T, :I]) * x[T, I:]
+  const void* x;
+  void* out;
+  int64_t rows, inner, dtype, is_gelu;
+};
+struct StoreKv {  // strides and sizes in bytes
+  const char *key, *value;
+  char *key_cache, *value_cache;
+  const int64_t* slots;
+  int64_t rows, key_stride, value_stride, row_bytes;
+};
+struct Attend {
+  const void *query, *keys, *values;  // [T, Hq, D]; caches: [num_blocks, block_size, Hkv, D]
+  void* out;                          // [T, Hq, D]
+  const int32_t *tables, *starts, *seq_lens;  // [S, table_width]; [S + 1]: where queries begin; [S]
+  int64_t num_seqs, table_width, block_size, num_heads, num_kv_heads, head_dim, dtype, window;  // window 0: none
+  double scale, softcap;  // softcap 0: none
+  int64_t max_seq_len;
+};
+
+enum Code : int64_t { LINEAR, EXPAND, RMS_NORM, ROPE, GATED, STORE_KV, ATTEND };
+
+struct Op {
+  int64_t code;
+  union {
+    int64_t fields[19];
+    Linear linear;
+    Expand expand;
+    RmsNorm rms_norm;
+    Rope rope;
+    Gated gated;
+    StoreKv store_kv;
+    Attend attend;
+  };
+};
+static_assert(sizeof(Op) == 160, "as library.py packs it");
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline uint16_t to_bf16(float value) {  // to the nearest, ties to even
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  return value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline float to_float(bf16 value) {
+  uint32_t bits = uint32_t(value.bits) << 16;
+  float result;
+  __builtin_memcpy(&result, &bits, 4);
+  return result;
+}
+
+struct Scratch {  // memory of one thread: it grows to what was asked for, and stays
+  void* data = nullptr;
+  size_t size = 0;
+  void* get(size_t bytes) {
+    if (bytes > size) {
+      free(data);
+      size = (bytes + 4095) / 4096 * 4096;
+      data = aligned_alloc(4096, size);
+      if (!data) abort();  // rather than go on with wrong numbers
+    }
+    return data;
+  }
+  ~Scratch() { free(data); }
+};
+thread_local Scratch own_scratch;   // for what a thread does alone
+thread_local Scratch team_scratch;  // of the thread that calls: what its team shares
+
+}  // namespace
+
+#define LEVEL base
+#define WIDTH 16
+#include __FILE__
+#undef LEVEL
+#undef WIDTH
+
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#define LEVEL avx2
+#define WIDTH 32
+#include __FILE__
+#undef LEVEL
+#undef WIDTH
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
+                             apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#endif
+#define LEVEL avx512
+#define WIDTH 64
+#include __FILE__
+#undef LEVEL
+#undef WIDTH
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push( \
+    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16"))), \
+    apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
+#endif
+
+// ---- AMX: y^T = W x^T in tiles of 16 x 16 sums over 32 products each -------------------------------------------------
+//
+// The weight is the left operand, so that its tiles are read where they lie; the few rows of x are the right one and
+// are packed once per product: 16 rows of x as [K / 2][16] pairs. Attention is arranged alike: scores^T = K q^T reads
+// the keys in their blocks, and leaves sixteen queries side by side in a vector, so that maxima and sums of a softmax
+// take no step across lanes. Values are packed once per sequence, transposed, since they are the left operand then.
+
+namespace {
+namespace amx {
+
+using avx512::vf;
+
+constexpr int64_t TILE = 16;       // rows of a tile, and sums in one
+constexpr int64_t DEPTH = 32;      // products behind one step of a sum
+constexpr int64_t STEP_KEYS = 128;  // positions between two corrections of a running softmax
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
+};
+const TileConfig CONFIG;
+
+void begin() { _tile_loadconfig(&CONFIG); }
+void end() { _tile_release(); }
+
+// Before a tile is loaded: compilers do not know what the instruction reads, and would leave stores out.
+inline void written() { __asm__ volatile("" ::: "memory"); }
+
+// Sixteen rows of pairs, as the right operand of a product: packed[pair][row].
+void pack_pairs(const uint32_t* const* rows, int64_t num_rows, int64_t num_pairs, uint32_t* packed) {
+  for (int64_t i = 0; i < num_pairs; i++)
+    for (int64_t r = 0; r < TILE; r++) packed[i * TILE + r] = r < num_rows ? rows[r][i] : 0;
+  written();
+}
+
+template <class W>
+struct Panel {  // sixteen rows of a weight; what is not bfloat16 is made so, 32 columns at a time
+  avx512::Row<W> rows[TILE];
+  alignas(64) uint16_t expanded[TILE][DEPTH];
+  Panel(const Linear& a, int64_t n) {
+    for (int64_t i = 0; i < TILE; i++) rows[i] = avx512::Row<W>(a, n + i);
+  }
+  const void* tile(int64_t k) {
+    for (int64_t i = 0; i < TILE; i++) _mm512_store_si512(expanded[i], rows[i].pairs(k, DEPTH));
+    written();
+    return expanded;
+  }
+  int64_t stride(int64_t) const { return sizeof expanded[0]; }
+};
+template <>
+struct Panel<bf16> {
+  const bf16* rows;
+  int64_t ins;
+  Panel(const Linear& a, int64_t n) : rows(static_cast<const bf16*>(a.w) + n * a.ins), ins(a.ins) {}
+  const void* tile(int64_t k) const { return rows + k; }
+  int64_t stride(int64_t) const { return ins * sizeof(bf16); }
+};
+
+void put(const Linear& a, const float* sums, int64_t n, int64_t t) {  // sums: [16 outs][16 rows]
+  const __m512i column = _mm512_mullo_epi32(_mm512_set1_epi32(TILE),
+      _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
+  for (int64_t r = 0; r < least(TILE, a.rows - t); r++) {
+    vf y = (vf)_mm512_i32gather_ps(column, sums + r, 4);
+    if (a.format == INT8) y *= avx512::load(static_cast<const float*>(a.scales) + n);
+    if (a.bias) y += avx512::load(static_cast<const bf16*>(a.bias) + n);
+    avx512::store(static_cast<bf16*>(a.out) + (t + r) * a.outs + n, y);
+  }
+}
+
+template <class W>
+void two_panels(const Linear& a, const uint32_t* packed, int64_t n) {
+  Panel<W> first(a, n), second(a, n + TILE);
+  alignas(64) float sums[2][TILE * TILE];
+  const int64_t steps = a.ins / DEPTH, stride = first.stride(0);
+  for (int64_t t = 0; t < a.rows; t += 2 * TILE) {
+    const uint32_t *x0 = packed + t * a.ins / 2, *x1 = x0 + TILE * a.ins / 2;
+    const bool both = t + TILE < a.rows;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < steps; k++) {
+      _tile_loadd(4, first.tile(k * DEPTH), stride);
+      _tile_loadd(6, x0 + k * TILE * TILE, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, second.tile(k * DEPTH), stride);
+      _tile_dpbf16ps(1, 5, 6);
+      if (both) {
+        _tile_loadd(7, x1 + k * TILE * TILE, 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    put(a, sums[0], n, t);
+    put(a, sums[1], n + TILE, t);
+    if (!both) continue;
+    _tile_stored(2, sums[0], 64);
+    _tile_stored(3, sums[1], 64);
+    put(a, sums[0], n, t + TILE);
+    put(a, sums[1], n + TILE, t + TILE);
+  }
+}
+
+bool suits(const Linear& a) { return a.dtype == BFLOAT16 && a.rows > 1 && a.ins % DEPTH == 0; }
+
+template <class W>
+void linear(const Linear& a, uint32_t* packed) {
+  const int64_t tiles = ceil_div(a.rows, TILE), steps = a.ins / DEPTH;
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < tiles * steps; i++) {
+    const int64_t t = i / steps * TILE, k = i % steps;
+    const uint32_t* rows[TILE] = {};
+    const int64_t num_rows = least(TILE, a.rows - t);
+    for (int64_t r = 0; r < num_rows; r++)
+      rows[r] = reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(a.x) + (t + r) * a.x_stride) + k * TILE;
+    pack_pairs(rows, num_rows, TILE, packed + t * a.ins / 2 + k * TILE * TILE);
+  }
+  const int64_t panels = a.outs / (2 * TILE);
+#pragma omp for schedule(dynamic) nowait
+  for (int64_t i = 0; i < panels; i++) two_panels<W>(a, packed, i * 2 * TILE);
+  avx512::linear_columns<bf16, W>(a, panels * 2 * TILE, a.outs);
+}
+
+// One tile of attention: sixteen rows, being the heads that share a key/value head, token after token.
+struct QueryTile {
+  const Attend& a;
+  const int32_t* table;
+  const uint16_t* values;  // [positions / 32][D / 16][16][32], from position `begin` on
+  int64_t seq, head, row, begin, group, dim, query_len, num_rows;
+  alignas(64) int32_t first_seen[TILE], last_seen[TILE];
+  alignas(64) float scores[STEP_KEYS][TILE];
+  alignas(64) uint32_t weights[STEP_KEYS / 2][TILE];
+  alignas(64) float product[TILE][TILE];
+
+  QueryTile(const Attend& a, const uint16_t* values, int64_t seq, int64_t head, int64_t row, int64_t begin)
+      : a(a), table(a.tables + seq * a.table_width), values(values), seq(seq), head(head), row(row), begin(begin),
+        group(a.num_heads / a.num_kv_heads), dim(a.head_dim), query_len(a.starts[seq + 1] - a.starts[seq]),
+        num_rows(least(TILE, query_len * group - row)) {}
+
+  const bf16* query(int64_t lane) const {
+    const int64_t r = row + lane;
+    return static_cast<const bf16*>(a.query) +
+           ((a.starts[seq] + r / group) * a.num_heads + head * group + r % group) * dim;
+  }
+  const bf16* key(int64_t position) const {
+    const int64_t slot = int64_t(table[position / a.block_size]) * a.block_size + position % a.block_size;
+    return static_cast<const bf16*>(a.keys) + (slot * a.num_kv_heads + head) * dim;
+  }
+
+  // memory: room for the packed queries, D / 2 x 16 words, and the weighted values, D x 16 floats
+  void run(void* memory) {
+    uint32_t* queries = static_cast<uint32_t*>(memory);
+    float* output = reinterpret_cast<float*>(queries + dim / 2 * TILE);
+    const uint32_t* rows[TILE] = {};
+    for (int64_t i = 0; i < TILE; i++) {
+      const int64_t lane = least(i, num_rows - 1);
+      rows[i] = reinterpret_cast<const uint32_t*>(query(lane));
+      last_seen[i] = a.seq_lens[seq] - query_len + (row + lane) / group;
+      first_seen[i] = a.window ? most(0, last_seen[i] - a.window + 1) : 0;
+    }
+    pack_pairs(rows, num_rows, dim / 2, queries);
+    __builtin_memset(output, 0, dim * TILE * sizeof(float));
+    vf highest = avx512::all(-__builtin_inff()), total = avx512::all(0);
+    const int64_t end = last_seen[num_rows - 1] + 1;
+    for (int64_t p = first_seen[0] / DEPTH * DEPTH; p < end; p += STEP_KEYS) {
+      const int64_t count = least(STEP_KEYS, end - p);
+      score(queries, p, count);
+      const vf correction = soften(p, count, highest, total);
+      weigh(p, count, correction, output);
+    }
+    const vf inverse = avx512::all(1) / total;
+    const __m512i column = _mm512_mullo_epi32(_mm512_set1_epi32(TILE),
+        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
+    for (int64_t d = 0; d < dim; d++) avx512::store(output + d * TILE, avx512::load(output + d * TILE) * inverse);
+    for (int64_t i = 0; i < num_rows; i++) {
+      bf16* out = static_cast<bf16*>(a.out) + (query(i) - static_cast<const bf16*>(a.query));
+      for (int64_t d = 0; d < dim; d += TILE)
+        avx512::store(out + d, (vf)_mm512_i32gather_ps(column, output + d * TILE + i, 4));
+    }
+  }
+
+  void score(const uint32_t* queries, int64_t p, int64_t count) {
+    for (int64_t i = 0; i < count; i += TILE) {
+      _tile_zero(0);
+      for (int64_t k = 0; k < dim / DEPTH; k++) {
+        _tile_loadd(1, key(p + i) + k * DEPTH, a.num_kv_heads * dim * sizeof(bf16));
+        _tile_loadd(2, queries + k * TILE * TILE, 64);
+        _tile_dpbf16ps(0, 1, 2);
+      }
+      _tile_stored(0, scores[i], 64);
+    }
+  }
+
+  // From scores to weights, in pairs of positions; the result is by what the weighted values so far are too large.
+  vf soften(int64_t p, int64_t count, vf& highest, vf& total) {
+    const __m512i first = _mm512_load_si512(first_seen), last = _mm512_load_si512(last_seen);
+    const bool all_seen = p >= first_seen[TILE - 1] && p + count - 1 <= last_seen[0];
+    const vf scale = avx512::all(float(a.scale)), hidden = avx512::all(-__builtin_inff());
+    vf top = highest;
+    for (int64_t i = 0; i < count; i++) {
+      vf s = avx512::load(scores[i]) * scale;
+      if (a.softcap) s = avx512::capped(s, float(a.softcap));
+      if (!all_seen) {
+        const __m512i position = _mm512_set1_epi32(int32_t(p + i));
+        const __mmask16 seen = _mm512_cmple_epi32_mask(position, last) & _mm512_cmpge_epi32_mask(position, first);
+        s = (vf)_mm512_mask_mov_ps((__m512)hidden, seen, (__m512)s);
+      }
+      avx512::store(scores[i], s);
+      top = (vf)_mm512_max_ps((__m512)top, (__m512)s);
+    }
+    // A row that has seen nothing yet has no highest score: from zero, its weights are all exp(-inf).
+    const vf base = (vf)_mm512_maskz_mov_ps(_mm512_cmpneq_ps_mask((__m512)top, (__m512)hidden), (__m512)top);
+    const vf correction = avx512::exp(highest - base);
+    const int64_t padded = ceil_div(count, DEPTH) * DEPTH;
+    for (int64_t i = count; i < padded; i++) avx512::store(scores[i], hidden);
+    total *= correction;
+    for (int64_t i = 0; i < padded; i += 2) {
+      const vf even = avx512::exp(avx512::load(scores[i]) - base), odd = avx512::exp(avx512::load(scores[i + 1]) - base);
+      total += even + odd;
+      const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)even));
+      const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)odd));
+      _mm512_store_si512(weights[i / 2], _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+    written();
+    highest = top;
+    return correction;
+  }
+
+  void weigh(int64_t p, int64_t count, vf correction, float* output) {
+    const int64_t d_tiles = dim / TILE;
+    const uint16_t* packed = values + (p - begin) / DEPTH * dim * DEPTH;
+    for (int64_t d = 0; d < d_tiles; d++) {
+      _tile_zero(0);
+      for (int64_t i = 0; i < count; i += DEPTH) {
+        _tile_loadd(1, packed + (i / DEPTH * d_tiles + d) * TILE * DEPTH, 64);
+        _tile_loadd(2, weights[i / 2], 64);
+        _tile_dpbf16ps(0, 1, 2);
+      }
+      _tile_stored(0, product, 64);
+      for (int64_t i = 0; i < TILE; i++) {
+        float* sum = output + (d * TILE + i) * TILE;
+        avx512::store(sum, avx512::load(sum) * correction + avx512::load(product[i]));
+      }
+    }
+  }
+};
+
+// Sequences with enough new rows for a tile; the rest is done as without AMX.
+bool suits(const Attend& a, int64_t seq) {
+  const int64_t rows = (a.starts[seq + 1] - a.starts[seq]) * (a.num_heads / a.num_kv_heads);
+  return a.dtype == BFLOAT16 && a.head_dim % DEPTH == 0 && a.block_size % TILE == 0 && rows >= TILE;
+}
+
+void attend_sequence(const Attend& a, int64_t seq, uint16_t* packed) {
+  const int64_t heads = a.num_kv_heads, dim = a.head_dim, seq_len = a.seq_lens[seq];
+  const int64_t query_len = a.starts[seq + 1] - a.starts[seq];
+  const int64_t begin = a.window ? most(0, seq_len - query_len + 1 - a.window) / DEPTH * DEPTH : 0;
+  const int64_t steps = ceil_div(seq_len - begin, DEPTH), tiles = ceil_div(query_len * a.num_heads / heads, TILE);
+  const int32_t* table = a.tables + seq * a.table_width;
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < heads * steps; i++) {
+    const int64_t head = i / steps, p = begin + i % steps * DEPTH;
+    uint16_t* to = packed + i * dim * DEPTH;
+    for (int64_t j = 0; j < DEPTH; j++) {
+      const int64_t position = p + j;
+      if (position >= seq_len) {  // whatever a block holds behind its sequence's end must not be multiplied
+        for (int64_t d = 0; d < dim; d++) to[d * DEPTH + j] = 0;
+        continue;
+      }
+      const int64_t slot = int64_t(table[position / a.block_size]) * a.block_size + position % a.block_size;
+      const uint16_t* from = static_cast<const uint16_t*>(a.values) + (slot * heads + head) * dim;
+      for (int64_t d = 0; d < dim; d++) to[d * DEPTH + j] = from[d];
+    }
+  }
+#pragma omp for schedule(dynamic)
+  for (int64_t i = 0; i < heads * tiles; i++) {
+    const int64_t head = i % heads, tile = tiles - 1 - i / heads;  // the last ones see most: the longest work first
+    QueryTile query(a, packed + head * steps * dim * DEPTH, seq, head, tile * TILE, begin);
+    query.run(own_scratch.get(dim * TILE * 6));
+  }
+}
+
+size_t shared_bytes(const Op& op) {
+  if (op.code == LINEAR && suits(op.linear)) return ceil_div(op.linear.rows, TILE) * TILE * op.linear.ins * 2;
+  if (op.code == ATTEND)
+    return op.attend.num_kv_heads * op.attend.head_dim * (op.attend.max_seq_len + 2 * DEPTH) * sizeof(bf16);
+  return 0;
+}
+
+void run(const Op& op, void* shared) {
+  if (op.code == LINEAR && suits(op.linear)) {
+    const Linear& a = op.linear;
+    if (a.format == PLAIN) return linear<bf16>(a, static_cast<uint32_t*>(shared));
+    if (a.format == INT8) return linear<int8_t>(a, static_cast<uint32_t*>(shared));
+    return linear<int4x32>(a, static_cast<uint32_t*>(shared));
+  }
+  if (op.code != ATTEND) return avx512::run(op, shared);
+  for (int64_t seq = 0; seq < op.attend.num_seqs; seq++) {
+    if (suits(op.attend, seq)) attend_sequence(op.attend, seq, static_cast<uint16_t*>(shared));
+    else avx512::attend_sequence(op.attend, seq);
+  }
+#pragma omp barrier
+}
+
+}  // namespace amx
+}  // namespace
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif  // __x86_64__
+
+namespace {
+
+void nothing() {}
+size_t no_bytes(const Op&) { return 0; }
+
+struct Level {
+  const char* name;
+  void (*run)(const Op&, void* shared);
+  size_t (*shared_bytes)(const Op&);
+  void (*begin)();
+  void (*end)();
+};
+const Level LEVELS[] = {
+    {"base", base::run, no_bytes, nothing, nothing},
+#if defined(__x86_64__)
+    {"avx2", avx2::run, no_bytes, nothing, nothing},
+    {"avx512", avx512::run, no_bytes, nothing, nothing},
+    {"amx", amx::run, amx::shared_bytes, amx::begin, amx::end},
+#endif
+};
+
+#if defined(__x86_64__)
+bool has_amx() {  // and may use it: Linux gives the tiles' state to whoever asks
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const bool tiles = d >> 24 & 1, bf16_products = d >> 22 & 1;
+#if defined(__linux__)
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  return tiles && bf16_products && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
+}  // namespace
+
+extern "C" {
+
+// The highest level that this CPU has. Levels count from 0, in the order of their widths.
+int64_t warmpath_best_level() {
+#if defined(__x86_64__)
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+  if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
+      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512bf16"))
+    return 1;
+  return has_amx() ? 3 : 2;
+#else
+  return 0;
+#endif
+}
+
+const char* warmpath_level_name(int64_t level) {
+  return level >= 0 && level < int64_t(sizeof LEVELS / sizeof LEVELS[0]) ? LEVELS[level].name : nullptr;
+}
+
+void warmpath_run(const Op* ops, int64_t count, int64_t num_threads, int64_t level_index) {
+  const Level& level = LEVELS[level_index];
+  size_t bytes = 0;
+  for (int64_t i = 0; i < count; i++) bytes = most(bytes, level.shared_bytes(ops[i]));
+  void* shared = bytes ? team_scratch.get(bytes) : nullptr;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+    level.begin();
+    for (int64_t i = 0; i < count; i++) level.run(ops[i], shared);
+    level.end();
+  }
+}
+
+}  // extern "C"
+
+#else  // ==== one level: vectors of WIDTH bytes =======================================================================
+
+namespace {
+namespace LEVEL {
+
+constexpr int64_t LANES = WIDTH / 4;
+typedef float vf __attribute__((vector_size(WIDTH)));
+typedef int32_t vi __attribute__((vector_size(WIDTH)));
+typedef uint32_t vu __attribute__((vector_size(WIDTH)));
+typedef uint16_t vh __attribute__((vector_size(WIDTH / 2)));
+typedef int8_t vb __attribute__((vector_size(WIDTH / 4)));
+typedef uint8_t vub __attribute__((vector_size(WIDTH / 4)));
+
+template <class V>
+inline V read(const void* from) {
+  V v;
+  __builtin_memcpy(&v, from, sizeof v);
+  return v;
+}
+inline vf all(float value) { return value - vf{}; }
+inline vf load(const float* from) { return read<vf>(from); }
+inline vf load(const bf16* from) { return (vf)(__builtin_convertvector(read<vh>(from), vu) << 16); }
+inline vf load(const int8_t* from) {
+  return __builtin_convertvector(__builtin_convertvector(read<vb>(from), vi), vf);
+}
+template <class T>
+inline vf load(const T* from, int64_t left) {  // zeros behind the end
+  if (left >= LANES) return load(from);
+  T some[LANES] = {};
+  __builtin_memcpy(some, from, left * sizeof(T));
+  return load(some);
+}
+
+inline vf select(vi condition, vf yes, vf no) { return (vf)((condition & (vi)yes) | (~condition & (vi)no)); }
+inline vf max(vf a, vf b) { return select(a > b, a, b); }
+
+inline void store(float* to, vf v) { __builtin_memcpy(to, &v, sizeof v); }
+inline void store(bf16* to, vf v) {
+#if WIDTH == 64
+  const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)v);
+#else
+  const vu bits = (vu)select(v != v, all(__builtin_nanf("")), v);
+  const vh half = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, vh);
+#endif
+  __builtin_memcpy(to, &half, sizeof half);
+}
+template <class T>
+inline void store(T* to, vf v, int64_t left) {
+  if (left >= LANES) return store(to, v);
+  T some[LANES];
+  store(some, v);
+  __builtin_memcpy(to, some, left * sizeof(T));
+}
+
+inline float sum(vf v) {
+  float lanes[LANES];
+  store(lanes, v);
+  for (int64_t half = LANES / 2; half; half /= 2)
+    for (int64_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+inline vf exp(vf x) {  // Cephes' polynomial, within 2e-7 of the truth; exactly zero from -87 down
+  const vi vanishes = x < all(-87.0f);
+  x = select(x > all(88.0f), all(88.0f), x);
+  const vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest whole number
+  const vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
+  vf p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const vf power = (vf)((__builtin_convertvector(select(vanishes, vf{}, n), vi) + 127) << 23);
+  return select(vanishes, vf{}, p * power);
+}
+inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f); }
+inline vf capped(vf x, float cap) { return tanh(x / cap) * cap; }
+inline vf silu(vf x) { return x / (exp(-x) + 1.0f); }
+inline vf gelu(vf x) { return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x))); }
+
+// ---- products with weights ------------------------------------------------------------------------------------------
+
+// One row of a weight. `floats` is LANES of it; `pairs`, where there are products of pairs, 32 of it as bfloat16.
+template <class W>
+struct Row {
+  const W* from;
+  Row() = default;
+  template <class A>
+  Row(const A& a, int64_t n) : from(static_cast<const W*>(a.w) + n * a.ins) {}
+  vf floats(int64_t k, int64_t left) const { return load(from + k, left); }
+#if WIDTH == 64
+  __m512i pairs(int64_t k, int64_t left) const {
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)load(from + k + 16, most(left - 16, 0)), (__m512)load(from + k, left));
+  }
+#endif
+};
+
+#if WIDTH == 64
+template <>
+inline __m512i Row<bf16>::pairs(int64_t k, int64_t left) const {
+  return _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : (1u << left) - 1, from + k);
+}
+#endif
+
+template <>
+struct Row<int4x32> {
+  const int4x32* groups;
+  const bf16* scales;
+  Row() = default;
+  template <class A>
+  Row(const A& a, int64_t n)
+      : groups(static_cast<const int4x32*>(a.w) + n * (a.ins / GROUP)),
+        scales(static_cast<const bf16*>(a.scales) + n * (a.ins / GROUP)) {}
+  vf floats(int64_t k, int64_t) const {
+    const int64_t group = k / GROUP, at = k % GROUP;
+    const vu bytes = __builtin_convertvector(read<vub>(groups[group].bytes + at % 16), vu);
+    const vi values = (vi)(at < 16 ? bytes & 15 : bytes >> 4) - 8;
+    return __builtin_convertvector(values, vf) * to_float(scales[group]);
+  }
+#if WIDTH == 64
+  __m512i pairs(int64_t k, int64_t) const {  // by a table of the sixteen values that this group's weights can have
+    const vf numbers = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+    const __m256i values = (__m256i)_mm512_cvtneps_pbh((__m512)(numbers * to_float(scales[k / GROUP])));
+    const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)groups[k / GROUP].bytes));
+    const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi16(15)), high = _mm256_srli_epi16(bytes, 4);
+    return _mm512_permutexvar_epi16(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1),
+                                    _mm512_castsi256_si512(values));
+  }
+#endif
+};
+
+// What one step of a sum takes in: LANES products in general, 32 of bfloat16 where the CPU sums pairs.
+template <class X>
+struct Step {
+  static constexpr int64_t SIZE = LANES;
+  typedef vf V;
+  static V of_x(const X* x, int64_t left) { return load(x, left); }
+  template <class R>
+  static V of_w(const R& row, int64_t k, int64_t left) { return row.floats(k, left); }
+  static vf add(vf sum, V x, V w) { return sum + x * w; }
+};
+#if WIDTH == 64
+template <>
+struct Step<bf16> {
+  static constexpr int64_t SIZE = 32;
+  typedef __m512i V;
+  static V of_x(const bf16* x, int64_t left) {
+    return _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : (1u << left) - 1, x);
+  }
+  template <class R>
+  static V of_w(const R& row, int64_t k, int64_t left) { return row.pairs(k, left); }
+  static vf add(vf sum, V x, V w) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w); }
+};
+#endif
+
+// R rows of x by C rows of the weight, to columns n and on of rows t and on.
+template <class X, class W, int R, int C>
+inline void product(const Linear& a, int64_t t, int64_t n) {
+  vf sums[R][C] = {};
+  const X* x[R];
+  Row<W> w[C];
+  for (int r = 0; r < R; r++) x[r] = static_cast<const X*>(a.x) + (t + r) * a.x_stride;
+  for (int c = 0; c < C; c++) w[c] = Row<W>(a, n + c);
+  const auto step = [&](int64_t k, int64_t left) __attribute__((always_inline)) {
+    typename Step<X>::V xs[R];
+    for (int r = 0; r < R; r++) xs[r] = Step<X>::of_x(x[r] + k, left);
+    for (int c = 0; c < C; c++) {
+      const auto ws = Step<X>::of_w(w[c], k, left);
+      for (int r = 0; r < R; r++) sums[r][c] = Step<X>::add(sums[r][c], xs[r], ws);
+    }
+  };
+  const int64_t whole = a.ins / Step<X>::SIZE * Step<X>::SIZE;
+  for (int64_t k = 0; k < whole; k += Step<X>::SIZE) step(k, Step<X>::SIZE);
+  if (whole < a.ins) step(whole, a.ins - whole);
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) {
+      float y = sum(sums[r][c]);
+      if (a.format == INT8) y *= static_cast<const float*>(a.scales)[n + c];
+      if constexpr (sizeof(X) == 4) {
+        if (a.bias) y += static_cast<const float*>(a.bias)[n + c];
+        static_cast<float*>(a.out)[(t + r) * a.outs + n + c] = y;
+      } else {
+        if (a.bias) y += to_float(static_cast<const bf16*>(a.bias)[n + c]);
+        static_cast<bf16*>(a.out)[(t + r) * a.outs + n + c].bits = to_bf16(y);
+      }
+    }
+}
+
+template <class X, class W, int R>
+inline void rows_of_x(const Linear& a, int64_t t, int64_t n, int64_t end) {
+  constexpr int C = WIDTH == 64 ? 4 : 2;  // as many sums as there are registers for
+  for (; n + C <= end; n += C) product<X, W, R, C>(a, t, n);
+  for (; n < end; n++) product<X, W, R, 1>(a, t, n);
+}
+
+template <class X, class W>
+void linear_columns(const Linear& a, int64_t begin, int64_t end) {
+  constexpr int64_t CHUNK = 32;  // columns at a time: their weights stay near while all rows of x go by
+#pragma omp for schedule(dynamic)
+  for (int64_t i = 0; i < ceil_div(end - begin, CHUNK); i++) {
+    const int64_t n = begin + i * CHUNK, until = least(n + CHUNK, end);
+    int64_t t = 0;
+    for (; t + 4 <= a.rows; t += 4) rows_of_x<X, W, 4>(a, t, n, until);
+    if (t + 2 <= a.rows) rows_of_x<X, W, 2>(a, t, n, until), t += 2;
+    if (t < a.rows) rows_of_x<X, W, 1>(a, t, n, until);
+  }
+}
+
+template <class X, class W>
+void expand(const Expand& a) {
+#pragma omp for schedule(static)
+  for (int64_t n = 0; n < a.outs; n++) {
+    const Row<W> row(a, n);
+    const float scale = a.format == INT8 ? static_cast<const float*>(a.scales)[n] : 1.0f;
+    X* out = static_cast<X*>(a.out) + n * a.ins;
+    for (int64_t k = 0; k < a.ins; k += LANES) store(out + k, row.floats(k, a.ins - k) * scale, a.ins - k);
+  }
+}
+
+// ---- between the products -------------------------------------------------------------------------------------------
+
+template <class T, class W>
+void rms_norm(const RmsNorm& a) {
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < a.rows * a.inner; i++) {
+    const T* x = static_cast<const T*>(a.x) + i / a.inner * a.x_stride + i % a.inner * a.dim;
+    if (a.residual) {  // summed and rounded first: what is normed is what goes on
+      const T* residual = static_cast<const T*>(a.residual) + i * a.dim;
+      T* total = static_cast<T*>(a.sum) + i * a.dim;
+      for (int64_t k = 0; k < a.dim; k += LANES)
+        store(total + k, load(x + k, a.dim - k) + load(residual + k, a.dim - k), a.dim - k);
+      x = total;
+    }
+    vf squares = {};
+    for (int64_t k = 0; k < a.dim; k += LANES) {
+      const vf v = load(x + k, a.dim - k);
+      squares += v * v;
+    }
+    const float factor = 1.0f / __builtin_sqrtf(sum(squares) / float(a.dim) + float(a.eps));
+    T* out = static_cast<T*>(a.out) + i * a.dim;
+    for (int64_t k = 0; k < a.dim; k += LANES)
+      store(out + k, load(x + k, a.dim - k) * factor * load(static_cast<const W*>(a.weight) + k, a.dim - k), a.dim - k);
+  }
+}
+
+template <class T>
+void rope(const Rope& a) {
+  const int64_t half = a.dim / 2;
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < a.rows * a.heads; i++) {
+    const int64_t t = i / a.heads;
+    const T* x = static_cast<const T*>(a.x) + t * a.x_stride + i % a.heads * a.dim;
+    T* out = static_cast<T*>(a.out) + i * a.dim;
+    for (int64_t k = 0; k < half; k += LANES) {
+      const int64_t left = half - k;
+      const vf first = load(x + k, left), second = load(x + half + k, left);
+      const vf cos = load(a.cos + t * half + k, left), sin = load(a.sin + t * half + k, left);
+      store(out + k, first * cos - second * sin, left);
+      store(out + half + k, second * cos + first * sin, left);
+    }
+  }
+}
+
+template <class T>
+void gated(const Gated& a) {
+#pragma omp for schedule(static)
+  for (int64_t t = 0; t < a.rows; t++) {
+    const T *gate = static_cast<const T*>(a.x) + t * 2 * a.inner, *up = gate + a.inner;
+    T* out = static_cast<T*>(a.out) + t * a.inner;
+    for (int64_t k = 0; k < a.inner; k += LANES) {
+      const vf g = load(gate + k, a.inner - k);
+      store(out + k, (a.is_gelu ? gelu(g) : silu(g)) * load(up + k, a.inner - k), a.inner - k);
+    }
+  }
+}
+
+inline void store_kv(const StoreKv& a) {
+#pragma omp for schedule(static)
+  for (int64_t t = 0; t < a.rows; t++) {
+    __builtin_memcpy(a.key_cache + a.slots[t] * a.row_bytes, a.key + t * a.key_stride, a.row_bytes);
+    __builtin_memcpy(a.value_cache + a.slots[t] * a.row_bytes, a.value + t * a.value_stride, a.row_bytes);
+  }
+}
+
+// ---- attention ------------------------------------------------------------------------------------------------------
+
+// R rows of one sequence and key/value head, a row being a token's head. Their scores are all kept, and each position's
+// key and value is read once. Positions count from a multiple of 16, so that a row's sums do not depend on its
+// neighbours in the tile: what these see and it does not, it adds as zero.
+template <class T, int R>
+inline void attend_rows(const Attend& a, int64_t seq, int64_t head, int64_t row) {
+  const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim;
+  const int64_t query_len = a.starts[seq + 1] - a.starts[seq], seq_len = a.seq_lens[seq];
+  const int32_t* table = a.tables + seq * a.table_width;
+  int64_t at[R], first[R], last[R];  // where a row stands; the positions that it sees
+  for (int r = 0; r < R; r++) {
+    at[r] = ((a.starts[seq] + (row + r) / group) * a.num_heads + head * group + (row + r) % group) * dim;
+    last[r] = seq_len - query_len + (row + r) / group;
+    first[r] = a.window ? most(0, last[r] - a.window + 1) : 0;
+  }
+  const int64_t begin = first[0] / 16 * 16, end = last[R - 1] + 1;
+  const int64_t width = ceil_div(end - begin, 16) * 16;
+  float* scores = static_cast<float*>(own_scratch.get(R * width * sizeof(float)));
+
+  const auto each_position = [&](const void* cache, auto visit) __attribute__((always_inline)) {
+    for (int64_t p = begin; p < end;) {
+      const int64_t offset = p % a.block_size, count = least(a.block_size - offset, end - p);
+      const int64_t slot = int64_t(table[p / a.block_size]) * a.block_size + offset;
+      const T* from = static_cast<const T*>(cache) + (slot * a.num_kv_heads + head) * dim;
+      for (int64_t i = 0; i < count; i++, p++, from += a.num_kv_heads * dim) visit(p - begin, from);
+    }
+  };
+
+  each_position(a.keys, [&](int64_t i, const T* key) __attribute__((always_inline)) {
+    vf sums[R] = {};
+    for (int64_t d = 0; d < dim; d += Step<T>::SIZE) {
+      const auto k = Step<T>::of_x(key + d, dim - d);
+      for (int r = 0; r < R; r++)
+        sums[r] = Step<T>::add(sums[r], Step<T>::of_x(static_cast<const T*>(a.query) + at[r] + d, dim - d), k);
+    }
+    for (int r = 0; r < R; r++) scores[r * width + i] = sum(sums[r]);
+  });
+
+  float inverse[R];
+  for (int r = 0; r < R; r++) {
+    float* own = scores + r * width;
+    vf highest = all(-__builtin_inff()), total = {}, lane;
+    for (int64_t i = 0; i < LANES; i++) lane[i] = float(i);
+    const vf from = all(float(first[r] - begin)), to = all(float(last[r] - begin));
+    for (int64_t i = 0; i < width; i += LANES) {
+      vf s = load(own + i) * float(a.scale);
+      if (a.softcap) s = capped(s, float(a.softcap));
+      const vf position = lane + float(i);
+      s = select((position >= from) & (position <= to), s, all(-__builtin_inff()));
+      highest = max(highest, s);
+      store(own + i, s);
+    }
+    float top = highest[0];
+    for (int64_t i = 1; i < LANES; i++) top = highest[i] > top ? highest[i] : top;
+    for (int64_t i = 0; i < width; i += LANES) {
+      const vf weight = exp(load(own + i) - top);
+      store(own + i, weight);
+      total += weight;
+    }
+    inverse[r] = 1.0f / sum(total);
+  }
+
+  constexpr int64_t V = 4;  // vectors of the head at a time
+  for (int64_t d = 0; d < dim; d += V * LANES) {
+    vf sums[R][V] = {};
+    each_position(a.values, [&](int64_t i, const T* value) __attribute__((always_inline)) {
+      for (int64_t j = 0; j < V; j++) {
+        const int64_t left = dim - d - j * LANES;
+        if (left <= 0) break;
+        const vf v = load(value + d + j * LANES, left);
+        for (int r = 0; r < R; r++) sums[r][j] += v * scores[r * width + i];
+      }
+    });
+    for (int r = 0; r < R; r++)
+      for (int64_t j = 0; j < V && d + j * LANES < dim; j++)
+        store(static_cast<T*>(a.out) + at[r] + d + j * LANES, sums[r][j] * inverse[r], dim - d - j * LANES);
+  }
+}
+
+template <class T>
+void attend_sequence(const Attend& a, int64_t seq) {
+  constexpr int64_t R = 4;
+  const int64_t rows = (a.starts[seq + 1] - a.starts[seq]) * (a.num_heads / a.num_kv_heads);
+  const int64_t tiles = ceil_div(rows, R);
+#pragma omp for schedule(dynamic) nowait
+  for (int64_t i = 0; i < a.num_kv_heads * tiles; i++) {
+    const int64_t head = i % a.num_kv_heads, row = i / a.num_kv_heads * R;
+    switch (least(R, rows - row)) {
+      case 4: attend_rows<T, 4>(a, seq, head, row); break;
+      case 3: attend_rows<T, 3>(a, seq, head, row); break;
+      case 2: attend_rows<T, 2>(a, seq, head, row); break;
+      default: attend_rows<T, 1>(a, seq, head, row);
+    }
+  }
+}
+inline void attend_sequence(const Attend& a, int64_t seq) {
+  a.dtype == FLOAT32 ? attend_sequence<float>(a, seq) : attend_sequence<bf16>(a, seq);
+}
+
+// ---- one operation --------------------------------------------------------------------------------------------------
+
+template <class T>
+void run_with(const Op& op) {
+  const bool wide_weight = op.rms_norm.weight_dtype == FLOAT32;
+  switch (op.code) {
+    case LINEAR:
+      if (op.linear.format == PLAIN) return linear_columns<T, T>(op.linear, 0, op.linear.outs);
+      if (op.linear.format == INT8) return linear_columns<T, int8_t>(op.linear, 0, op.linear.outs);
+      return linear_columns<T, int4x32>(op.linear, 0, op.linear.outs);
+    case EXPAND:
+      return op.expand.format == INT8 ? expand<T, int8_t>(op.expand) : expand<T, int4x32>(op.expand);
+    case RMS_NORM:
+      return wide_weight ? rms_norm<T, float>(op.rms_norm) : rms_norm<T, bf16>(op.rms_norm);
+    case ROPE:
+      return rope<T>(op.rope);
+    case GATED:
+      return gated<T>(op.gated);
+  }
+}
+
+inline int64_t dtype_of(const Op& op) {
+  switch (op.code) {
+    case LINEAR: return op.linear.dtype;
+    case EXPAND: return op.expand.dtype;
+    case RMS_NORM: return op.rms_norm.dtype;
+    case ROPE: return op.rope.dtype;
+    case GATED: return op.gated.dtype;
+    default: return FLOAT32;
+  }
+}
+
+void run(const Op& op, void*) {
+  if (op.code == STORE_KV) return store_kv(op.store_kv);
+  if (op.code == ATTEND) {
+    for (int64_t seq = 0; seq < op.attend.num_seqs; seq++) attend_sequence(op.attend, seq);
+#pragma omp barrier
+    return;
+  }
+  dtype_of(op) == FLOAT32 ? run_with<float>(op) : run_with<bf16>(op);
+}
+
+}  // namespace LEVEL
+}  // namespace
+#endif

@@ -1,0 +1,147 @@
+"""Compiles kernels.cpp, keeps the result, and calls it.
+
+The file is compiled once per source, compiler and architecture, into a folder of the user's; it holds every level of
+instruction sets, and what the CPU has is asked when it is loaded, so that one folder may serve several machines. Where
+there is no compiler, or it fails, one line is logged and the engine computes with torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-w")
+THREADED = ("-fopenmp",)  # without it, as with Apple's compiler, one thread computes
+COMPILE_SECONDS = 120.0  # after which a compiler has failed; it takes three
+MAX_COMPLAINT_CHARS = 300  # of what a compiler says, in the log
+
+# struct Op in kernels.cpp: its code and its fields, in eight bytes each. The floats are at the end of their structs.
+OP_BYTES = 160
+LINEAR = (0, struct.Struct("12q"))
+EXPAND = (1, struct.Struct("8q"))
+RMS_NORM = (2, struct.Struct("12qd"))
+ROPE = (3, struct.Struct("10q"))
+GATED = (4, struct.Struct("7q"))
+STORE_KV = (5, struct.Struct("10q"))
+ATTEND = (6, struct.Struct("16qddq"))
+
+logger = logging.getLogger(__name__)
+
+
+class Library:
+    """The compiled file. `level` and `level_names` are of this CPU, from the least to the best."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if it cannot be loaded."""
+        library = ctypes.CDLL(str(path))
+        self._run = library.warmpath_run
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+        self._run.restype = None
+        library.warmpath_best_level.restype = ctypes.c_int64
+        library.warmpath_level_name.argtypes = [ctypes.c_int64]
+        library.warmpath_level_name.restype = ctypes.c_char_p
+        best = library.warmpath_best_level()
+        self.level_names = tuple(library.warmpath_level_name(level).decode() for level in range(best + 1))
+
+    def caller(self, num_threads: int, level_name: str | None = None) -> Caller:
+        """For one of `level_names`; None: the best."""
+        level = self.level_names.index(level_name) if level_name else len(self.level_names) - 1
+        return Caller(self._run, num_threads, level, self.level_names[level])
+
+
+class Caller:
+    """Runs operations, one at a time: not for two threads at once."""
+
+    def __init__(self, run: ctypes._NamedFuncPointer, num_threads: int, level: int, level_name: str) -> None:
+        self.level_name = level_name
+        self._run = run
+        self._num_threads = num_threads
+        self._level = level
+        self._op = ctypes.create_string_buffer(OP_BYTES)
+        self._address = ctypes.addressof(self._op)
+
+    def __call__(self, op: tuple[int, struct.Struct], *fields: float, threaded: bool = True) -> None:
+        """The fields must fit the operation, and their pointers live until it returns: nothing is checked."""
+        code, layout = op
+        layout.pack_into(self._op, 0, code, *fields)
+        self._run(self._address, 1, self._num_threads if threaded else 1, self._level)
+
+
+@cache
+def load() -> Library | None:
+    """The library for this process; None, and a line in the log, where it cannot be had."""
+    try:
+        return Library(build(default_cache_dir()))
+    except (OSError, BuildError) as error:
+        logger.warning("computing with torch alone, several times slower: %s", error)
+        return None
+
+
+class BuildError(Exception):
+    """There is no compiler, or it failed."""
+
+
+def default_cache_dir() -> Path | None:
+    """Where compiled kernels are kept; None if the user has no home."""
+    try:
+        return Path.home() / ".cache" / "warmpath" / "kernels"
+    except RuntimeError:
+        return None
+
+
+def build(cache_dir: Path | None, compilers: tuple[str, ...] = COMPILERS) -> Path:
+    """The compiled library, from the folder if it is there. Raises BuildError.
+
+    Several processes may build at once: each compiles into a file of its own and moves it to its place whole. A folder
+    that cannot be written is replaced by a new one of this process, which nobody else could have put a file into.
+    """
+    compiler = next((path for name in compilers if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise BuildError(f"there is no C++ compiler ({', '.join(compilers)}) to compile {SOURCE.name}")
+    source = SOURCE.read_bytes()
+    version = _output(compiler, "--version")
+    key = hashlib.sha256(b"\0".join([source, version.encode(), repr((FLAGS, THREADED)).encode()])).hexdigest()[:20]
+    name = f"kernels-{platform.system()}-{platform.machine()}-{key}.so".lower()
+    if cache_dir is not None and (cache_dir / name).exists():
+        return cache_dir / name
+    folder = _writable(cache_dir)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as building:
+        made = Path(building) / name
+        try:
+            _output(compiler, *FLAGS, *THREADED, str(SOURCE), "-o", str(made))
+        except BuildError:
+            _output(compiler, *FLAGS, str(SOURCE), "-o", str(made))
+        made.replace(folder / name)
+    return folder / name
+
+
+def _writable(folder: Path | None) -> Path:
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            folder = None
+    if folder is None or not os.access(folder, os.W_OK | os.X_OK):
+        return Path(tempfile.mkdtemp(prefix="warmpath-kernels-"))
+    return folder
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} took more than {COMPILE_SECONDS:.0f} s") from error
+    except subprocess.CalledProcessError as error:
+        raise BuildError(f"{command[0]} failed: {error.stderr.strip()[:MAX_COMPLAINT_CHARS]}") from error
+    return done.stdout

@@ -1,0 +1,136 @@
+"""The kernels of backend/native, for float32 and bfloat16 on a CPU.
+
+In float32 every product is theirs, whatever the number of rows, so that a row's result is bitwise the same in every
+batch. In bfloat16 they have the products with few rows, which are bound by reading the weight, and torch's own matrix
+products those with many.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backend.native import library
+from backend.native.library import Library
+from backend.ops.reference import ReferenceOps
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+PLAIN, INT8, INT4 = range(3)
+MAX_ROWS = {"base": 2, "avx2": 4, "avx512": 8, "amx": 64}  # beyond which torch's product of bfloat16 is faster
+MIN_SHARED_ITEMS = 1 << 14  # below which waking the other threads costs more than they take over
+
+
+class NativeOps(ReferenceOps):
+    def __init__(
+        self, native: Library | None = None, level_name: str | None = None, num_threads: int | None = None
+    ) -> None:
+        """As many threads as torch has now, unless told otherwise. Raises RuntimeError without the kernels."""
+        native = native or library.load()
+        if native is None:
+            raise RuntimeError("the native kernels cannot be compiled on this machine")
+        self._call = native.caller(num_threads or torch.get_num_threads(), level_name)
+        self._max_rows = MAX_ROWS[self._call.level_name]
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) > self._max_rows and x.dtype is torch.bfloat16:
+            return F.linear(x, weight, bias)
+        return self._product(x, weight, None, bias, len(weight), PLAIN)
+
+    def linear_int8(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) > self._max_rows and x.dtype is torch.bfloat16:
+            return F.linear(x, self._expanded(weight, scales, x, INT8), bias)
+        return self._product(x, weight, scales, bias, len(weight), INT8)
+
+    def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) > self._max_rows and x.dtype is torch.bfloat16:
+            return F.linear(x, self._expanded(weight, scales, x, INT4), bias)
+        return self._product(x, weight, scales, bias, len(weight), INT4)
+
+    def _product(
+        self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, outs: int, form: int
+    ) -> Tensor:
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        rows, ins = x.shape
+        out = x.new_empty((rows, outs))
+        self._call(
+            library.LINEAR,
+            x.data_ptr(), weight.data_ptr(), _pointer(scales), _pointer(bias), out.data_ptr(),
+            rows, outs, ins, x.stride(0), DTYPES[x.dtype], form,
+            threaded=rows * outs * ins >= MIN_SHARED_ITEMS * 4,
+        )  # fmt: skip
+        return out
+
+    def _expanded(self, weight: Tensor, scales: Tensor, x: Tensor, form: int) -> Tensor:
+        out = x.new_empty((len(weight), x.shape[-1]))
+        fields = (weight.data_ptr(), scales.data_ptr(), out.data_ptr(), *out.shape, DTYPES[x.dtype], form)
+        self._call(library.EXPAND, *fields)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(x, None, weight, eps)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total = self._norm(x, residual, weight, eps)
+        assert total is not None
+        return normed, total
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+        *_, inner, dim = (1, *x.shape)[-3:] if x.dim() > 2 else (1, 1, x.shape[-1])
+        x = _rows(x)
+        out = x.new_empty(x.shape)
+        if residual is not None:
+            residual = residual.contiguous()
+        total = None if residual is None else torch.empty_like(out)
+        self._call(
+            library.RMS_NORM,
+            x.data_ptr(), _pointer(residual), weight.data_ptr(), out.data_ptr(), _pointer(total),
+            len(x), x.stride(0), inner, dim, DTYPES[x.dtype], DTYPES[weight.dtype], eps,
+            threaded=out.numel() >= MIN_SHARED_ITEMS,
+        )  # fmt: skip
+        return out, total
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = _rows(x)
+        out = x.new_empty(x.shape)
+        self._call(
+            library.ROPE,
+            x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
+            len(x), x.stride(0), *x.shape[1:], DTYPES[x.dtype],
+            threaded=out.numel() >= MIN_SHARED_ITEMS,
+        )  # fmt: skip
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, is_gelu=False)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, is_gelu=True)
+
+    def _gated(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
+        gate_up = gate_up.contiguous()
+        rows, inner = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty((rows, inner))
+        fields = (gate_up.data_ptr(), out.data_ptr(), rows, inner, DTYPES[out.dtype], int(is_gelu))
+        self._call(library.GATED, *fields, threaded=out.numel() >= MIN_SHARED_ITEMS)
+        return out
+
+    def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        key, value = _rows(key), _rows(value)
+        size = key.element_size()
+        self._call(
+            library.STORE_KV,
+            key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), slots.data_ptr(),
+            len(key), key.stride(0) * size, value.stride(0) * size, key.shape[1] * key.shape[2] * size,
+            threaded=key.numel() >= MIN_SHARED_ITEMS,
+        )  # fmt: skip
+
+
+def _rows(x: Tensor) -> Tensor:
+    """With contiguous rows, however far apart: as a part of a projection is."""
+    whole = x.stride(-1) == 1 and (x.dim() < 3 or x.stride(1) == x.shape[2])
+    return x if whole else x.contiguous()
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,58 @@
+"""Forms of weights: near to what they were made of, and the same whatever computes with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backend.engine.errors import WeightsError
+from backend.ops import create_ops
+from backend.ops.reference import ReferenceOps
+from backend.quantization import create_quantization
+
+# By how much a normally distributed weight is missed, as a share of its own size.
+ERRORS = {"none": 0.0, "int8": 0.01, "int4": 0.085}
+
+
+def weight(outs: int = 48, ins: int = 256) -> torch.Tensor:
+    return torch.randn(outs, ins, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_the_weight_is_nearly_what_it_was(name: str) -> None:
+    linear = create_quantization(name, ReferenceOps()).linear(weight(), None)
+    held = linear(torch.eye(256)).T  # [out, in]
+    assert (held - weight()).norm() / weight().norm() <= ERRORS[name]
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_weight_of_zeros_stays_one(name: str) -> None:
+    bias = torch.arange(4.0)
+    linear = create_quantization(name, ReferenceOps()).linear(torch.zeros(4, 64), bias)
+    assert torch.equal(linear(torch.ones(2, 64)), bias.expand(2, -1))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_what_is_exact_stays_so(name: str) -> None:
+    """Numbers that the form has, times a scale that it finds: the largest is at the end of them."""
+    largest = 127 if name == "int8" else -8
+    numbers = torch.randint(-7, 8, (16, 64), generator=torch.Generator().manual_seed(1)).float()
+    numbers[:, ::32] = largest
+    linear = create_quantization(name, ReferenceOps()).linear(numbers * 0.25, None)
+    assert torch.equal(linear(torch.eye(64)).T, numbers * 0.25)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_every_way_of_computing_agrees(name: str) -> None:
+    x = torch.randn(80, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
+    native, reference = (
+        create_quantization(name, create_ops(ops)).linear(weight().bfloat16(), None) for ops in ("native", "reference")
+    )
+    for rows in (1, 3, 16, 80):
+        ours, theirs = native(x[:rows]).float(), reference(x[:rows]).float()
+        assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
+
+
+def test_int4_refuses_rows_of_broken_groups() -> None:
+    with pytest.raises(WeightsError, match="multiples of 32, and a weight has 40"):
+        create_quantization("int4", ReferenceOps()).linear(torch.zeros(4, 40), None)
