@@ -29,7 +29,7 @@ from tests.e2e.processes import (
 
 pytestmark = pytest.mark.e2e
 
-LOOK_SECONDS = 0.05
+LOOK_SECONDS = 0.5  # a balancer that notices late: the lame-duck time is longer
 LAME_DUCK_SECONDS = "1.5"
 CLIENTS = 4
 
