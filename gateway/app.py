@@ -44,6 +44,7 @@ from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
 from gateway.reconciliation import Reconciliation
 from gateway.recovery import Recovery
+from gateway.replies import BodyRoom
 from gateway.reports import Reports
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
@@ -55,6 +56,7 @@ from gateway.siblings import ALONE, Seat, Siblings, left_behind
 from gateway.storage import open_storage
 from gateway.storage.memory import MemoryStorage
 from gateway.telemetry import (
+    BODIES,
     DEPLOYMENT_AVAILABLE,
     DEPLOYMENT_INFLIGHT,
     DEPLOYMENT_REPORTED,
@@ -128,6 +130,7 @@ class Gateway:
             telemetry=self._telemetry,
             diagnosis=Watcher(Journal(settings.data_dir / "diagnosis", settings.replica)),
             max_body_bytes=settings.max_body_bytes,
+            bodies=BodyRoom(settings.max_bodies_bytes),
         )
         self._reconciliation = Reconciliation(
             self._fleet, settings.ledger_dir / settings.replica, every_seconds=settings.reconcile_seconds
@@ -280,6 +283,7 @@ class Gateway:
     def _show_numbers(self) -> None:
         house, limiter, watch = self.house, self.house.limiter, self._telemetry.watch
         watch(INFLIGHT, lambda: self._in_flight)
+        watch(BODIES, lambda: house.bodies.held_bytes)
         watch(QUEUE_DEPTH, lambda: {(name,): house.queue.depth(name) for name in self._policies.current.classes})
         watch(DEPLOYMENT_INFLIGHT, lambda: {(server.name,): server.in_flight for server in self._fleet})
         watch(

@@ -30,7 +30,10 @@ _BODILESS_STATUSES = frozenset({204, 304})
 class Connections(ServerState):
     """What all connections of a server share. `leaving`: each is closed behind the reply that it waits for."""
 
-    leaving = False
+    def __init__(self, maximum: int = MAX_CONNECTIONS) -> None:
+        super().__init__()
+        self.maximum = maximum
+        self.leaving = False
 
 
 class JoinedCycle(RequestResponseCycle):
@@ -143,10 +146,11 @@ class JoinedProtocol(HttpToolsProtocol):
     _in_head = False
     _head_bytes = 0
     _deadline: asyncio.TimerHandle | None = None  # of the first bytes, then of a head that has begun
+    server_state: Connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > self.server_state.maximum:
             self._refuse(503, b"too many connections")
         else:
             self._deadline = self.loop.call_later(SILENT_SECONDS, self._give_up)
@@ -188,7 +192,7 @@ class JoinedProtocol(HttpToolsProtocol):
         # uvicorn has no place to name the class; nothing has run in the cycle yet, and a class adds no state.
         cycle.__class__ = JoinedCycle
         cycle.scope.setdefault("extensions", {})[WIRE] = cast(Any, cycle)
-        if isinstance(self.server_state, Connections) and self.server_state.leaving:
+        if self.server_state.leaving:
             cycle.keep_alive = False
         super()._start_asgi_task(cycle, app)
 

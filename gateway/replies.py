@@ -16,13 +16,14 @@ from typing import Any, Protocol, TypeVar, cast
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.errors import BodyTooLarge, GatewayError, RequestTimeout, UpstreamRefused
+from gateway.errors import BodyTooLarge, GatewayError, Overloaded, RequestTimeout, UpstreamRefused
 from gateway.timers import WaitBound
 
 JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream; charset=utf-8"
 DISCARD_MAX_BYTES = 64 * 2**20  # of a body over the cap, read and dropped so that the client can read its refusal
 STALL_SECONDS = 60.0  # for a whole body to arrive, or for a client to take anything of its reply
+BODIES_RETRY_SECONDS = 1.0  # when a body that found no room may: calls end all the time
 WIRE = "warmpath.wire"
 CLIENT_CLOSED_STATUS = 499  # of a reply that nobody was there to get; stands in telemetry only
 MAX_WORDS_CHARACTERS = 300  # of an upstream's own words in an error of ours
@@ -51,10 +52,23 @@ class Wire(Protocol):
         """`tell` is called when the client leaves before the reply's end; None: nobody wants to know any more."""
 
 
+class BodyRoom:
+    """The bytes of all bodies that are held at once, each from its arrival to the end of its exchange."""
+
+    __slots__ = ("held_bytes", "max_bytes")
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+
+    def fits(self, count: int) -> bool:
+        return self.held_bytes + count <= self.max_bytes
+
+
 class Exchange:
     """One request in, one reply out."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, max_body_bytes: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, max_body_bytes: int, bodies: BodyRoom) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -65,6 +79,8 @@ class Exchange:
         self._send = send
         self._wire: Wire | None = scope.get("extensions", {}).pop(WIRE, None)  # out: the two would hold each other
         self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
+        self._held_bytes = 0  # of them
         self._ended = False
         self._bound: WaitBound | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -73,7 +89,7 @@ class Exchange:
         self._sending: Awaitable[None] | None = None  # a `send` that has to wait
 
     async def body(self) -> bytes:
-        """The whole body. Raises `BodyTooLarge`, `RequestTimeout` or `ClientGone`."""
+        """The whole body. Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `ClientGone`."""
         receiving = self._whole_body().__await__()
         try:
             waits_for = next(receiving)
@@ -93,13 +109,19 @@ class Exchange:
 
     async def _whole_body(self) -> bytes:
         announced = self.headers.get(b"content-length", b"")
-        if announced.isdigit() and int(announced) > self._max_body_bytes:
+        length = int(announced) if announced.isdigit() else 0
+        if length > self._max_body_bytes or not self._bodies.fits(length):
             if b"expect" not in self.headers:  # who asks first has not begun to send
                 await self._discard()
-            raise self._too_large()
+            raise self._too_large() if length > self._max_body_bytes else self._no_room()
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body"):
-            return self._checked(message.get("body", b""))
+            body: bytes = message.get("body", b"")
+            if len(body) > self._max_body_bytes:
+                raise self._too_large()
+            if not self._hold(len(body)):
+                raise self._no_room()
+            return body
         return await self._rest_of_body(message)
 
     async def _rest_of_body(self, message: Message) -> bytes:
@@ -108,19 +130,25 @@ class Exchange:
             if message["type"] == "http.disconnect":
                 self.client_gone = True
                 raise ClientGone
-            body += message.get("body", b"")
-            if len(body) > self._max_body_bytes:
+            part = message.get("body", b"")
+            body += part
+            # What has arrived is counted, not what is announced: who announces much and sends little takes no room.
+            if len(body) > self._max_body_bytes or not self._hold(len(part)):
+                error = self._too_large() if len(body) > self._max_body_bytes else self._no_room()
+                body.clear()
                 if message.get("more_body"):
                     await self._discard()
-                raise self._too_large()
+                raise error
             if not message.get("more_body"):
                 return bytes(body)
             message = await self._receive()
 
-    def _checked(self, body: bytes) -> bytes:
-        if len(body) > self._max_body_bytes:
-            raise self._too_large()
-        return body
+    def _hold(self, count: int) -> bool:
+        if not self._bodies.fits(count):
+            return False
+        self._bodies.held_bytes += count
+        self._held_bytes += count
+        return True
 
     async def _discard(self) -> None:
         """Read on without keeping, up to a bound: a client that is still writing does not read its refusal."""
@@ -139,6 +167,12 @@ class Exchange:
 
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(f"the body has more than {self._max_body_bytes} bytes")
+
+    def _no_room(self) -> Overloaded:
+        return Overloaded(
+            f"the requests that are here have {self._bodies.max_bytes} bytes together, and no more are taken",
+            retry_after_seconds=BODIES_RETRY_SECONDS,
+        )
 
     def _waits(self) -> WaitBound:
         if self._bound is None:
@@ -276,8 +310,10 @@ class Exchange:
             await self.reply(error.status, render_error(error))
 
     def close(self) -> None:
-        """Stop listening. Safe to call twice."""
+        """Stop listening, and let go of the body. Safe to call twice."""
         self.unwatch()
+        self._bodies.held_bytes -= self._held_bytes
+        self._held_bytes = 0
         if self._bound is not None:
             self._bound.close()
 

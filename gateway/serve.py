@@ -23,7 +23,7 @@ from gateway.errors import GatewayError, InternalError, Overloaded, UpstreamCut,
 from gateway.limits.limiter import UNLIMITED, Limiter
 from gateway.policy_file import PolicyHolder
 from gateway.queueing import Queue
-from gateway.replies import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, ClientGone, Exchange
+from gateway.replies import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, BodyRoom, ClientGone, Exchange
 from gateway.routing.attempts import Attempts
 from gateway.routing.router import Router
 from gateway.routing.upstream import Upstream
@@ -50,6 +50,7 @@ class House:
     telemetry: Telemetry
     diagnosis: Watcher
     max_body_bytes: int
+    bodies: BodyRoom
 
 
 async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord, call_id: str) -> None:
@@ -145,7 +146,7 @@ async def handle(
     house: House, door: Door, scope: Scope, receive: Receive, send: Send, *, call_id: str | None = None
 ) -> None:
     """The border of the story: whatever `serve` raises becomes a truthful reply, a line in the log, and telemetry."""
-    exchange = Exchange(scope, receive, send, max_body_bytes=house.max_body_bytes)
+    exchange = Exchange(scope, receive, send, max_body_bytes=house.max_body_bytes, bodies=house.bodies)
     trace = house.telemetry.begin(scope["headers"], house.policies.current.tracing.sample)
     call_id = call_id or new_call_id()
     record = CallRecord(

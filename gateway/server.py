@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 
 from gateway.app import Gateway
-from gateway.http_protocol import Connections, JoinedProtocol
+from gateway.http_protocol import MAX_CONNECTIONS, Connections, JoinedProtocol
 from gateway.policy_checks import IN_SERVICE
 from gateway.policy_file import PolicyHolder
 from gateway.replies import STALL_SECONDS
@@ -31,7 +31,8 @@ QUIET: dict[str, Any] = {
     "ws": "none", "log_config": None, "access_log": False, "server_header": False, "date_header": False,
     "proxy_headers": False,
 }  # fmt: skip
-OPEN_FILES = 65_536  # of one process: its connections to clients and servers, and some
+OPEN_FILES = 65_536  # of one process: a call may need a connection to its client and one to a server
+OTHER_OPEN_FILES = 256  # the ledger, the storage, reports
 GC_THRESHOLDS = (10_000, 20, 50)  # requests make next to no cycles; looking for them often costs 5 % of a request
 
 
@@ -50,13 +51,14 @@ class Server(uvicorn.Server):
         config: uvicorn.Config,
         gateway: Gateway,
         on_ready: Callable[[str], None],
+        connections: Connections,
         *,
         lame_duck_seconds: float = 0.0,
         admin: tuple[AdminServer, socket.socket] | None = None,
         lifeline: int | None = None,
     ) -> None:
         super().__init__(config)
-        self.server_state = self._connections = Connections()
+        self.server_state = self._connections = connections
         self._gateway = gateway
         self._on_ready = on_ready
         self._lame_duck_seconds = lame_duck_seconds
@@ -137,7 +139,7 @@ def run(
     Raises `PolicyError`, `OSError`, `ValueError`.
     """
     configure_logging(settings.log_level, json=json_logs)
-    _raise_open_files()
+    open_files = _raise_open_files()
     gateway = Gateway(settings, PolicyHolder(settings.policy, checks=IN_SERVICE), seat)
     config = uvicorn.Config(
         gateway,
@@ -158,9 +160,11 @@ def run(
             )
             admin_listener = listeners.enter_context(listen(settings.admin_host, settings.admin_port))
             admin = (AdminServer(admin_config), admin_listener)
+        connections = Connections(min(MAX_CONNECTIONS, max(1, (open_files - OTHER_OPEN_FILES) // 2)))
         server = Server(
-            config, gateway, on_ready, lame_duck_seconds=settings.lame_duck_seconds, admin=admin, lifeline=lifeline
-        )
+            config, gateway, on_ready, connections,
+            lame_duck_seconds=settings.lame_duck_seconds, admin=admin, lifeline=lifeline,
+        )  # fmt: skip
         for sig in (signal.SIGINT, signal.SIGTERM):
             # uvicorn handles both, and raises what it got once more when it is done: that must not end us as a crash.
             signal.signal(sig, lambda *_: None)
@@ -169,12 +173,13 @@ def run(
     return server.started
 
 
-def _raise_open_files() -> None:
-    """As many connections as the system lets us have: the soft limit is for programs that use `select`."""
+def _raise_open_files() -> int:
+    """As many as the system lets us have, which are returned: the soft limit is for programs that use `select`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limits = [limit for limit in (OPEN_FILES, hard) if limit != resource.RLIM_INFINITY]
+    if soft != resource.RLIM_INFINITY and soft < min(limits):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits), hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if soft != resource.RLIM_INFINITY else OPEN_FILES
 
 
 def url_of(listener: socket.socket) -> str:

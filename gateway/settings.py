@@ -122,6 +122,12 @@ class Settings(BaseSettings):
     max_body_bytes: ByteSize = Field(
         ByteSize(32 * 1024 * 1024), gt=0, description="Longer requests are refused; 1000000, 64MiB."
     )
+    max_bodies_bytes: ByteSize = Field(
+        ByteSize(256 * 1024 * 1024),
+        gt=0,
+        validate_default=True,
+        description="Bytes of all requests that a process holds at the same time; beyond it they are refused with 503.",
+    )
     reconcile_seconds: float = Field(
         3600.0,
         gt=0,
@@ -162,6 +168,13 @@ class Settings(BaseSettings):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
         "info", description="debug, info, warning or error."
     )
+
+    @field_validator("max_bodies_bytes")
+    @classmethod
+    def _one_body_fits(cls, value: ByteSize, given: ValidationInfo) -> ByteSize:
+        if value < given.data.get("max_body_bytes", 0):
+            raise ValueError(f"must not be less than {PREFIX}MAX_BODY_BYTES")
+        return value
 
     @field_validator("dev_key")
     @classmethod

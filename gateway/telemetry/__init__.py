@@ -15,6 +15,7 @@ from gateway.telemetry import propagation
 from gateway.telemetry.export import EXPORT_INTERVAL_SECONDS, SpanQueue
 from gateway.telemetry.logs import access, configure_logging
 from gateway.telemetry.metrics import (
+    BODIES,
     DEPLOYMENT_AVAILABLE,
     DEPLOYMENT_INFLIGHT,
     DEPLOYMENT_REPORTED,
@@ -151,7 +152,7 @@ def _access_fields(record: CallRecord, lasted: Times) -> dict[str, object]:
 
 
 __all__ = [
-    "DEPLOYMENT_AVAILABLE", "DEPLOYMENT_INFLIGHT", "DEPLOYMENT_REPORTED", "INFLIGHT", "KV_BLOCKS", "KV_CALLS",
+    "BODIES", "DEPLOYMENT_AVAILABLE", "DEPLOYMENT_INFLIGHT", "DEPLOYMENT_REPORTED", "INFLIGHT", "KV_BLOCKS", "KV_CALLS",
     "KV_EVENT_BATCHES", "LEDGER_DRIFT", "LEDGER_OK", "LEDGER_ROWS", "LIMITS_LOCAL", "LIMITS_LOCAL_CALLS", "LIMITS_LOST",
     "LIMITS_UNSETTLED", "LIMITS_UNTOLD", "QUEUE_DEPTH", "STORE_FAILURES", "CallRecord",
     "Telemetry", "Watched", "configure_logging",

@@ -55,6 +55,7 @@ class Watched(msgspec.Struct, frozen=True):
 
 
 INFLIGHT = Watched("warmpath_inflight", "Requests that have been accepted and are not over.")
+BODIES = Watched("warmpath_bodies_bytes", "Bytes of request bodies that are held, up to WARMPATH_MAX_BODIES_BYTES.")
 QUEUE_DEPTH = Watched("warmpath_queue_depth", "Calls that wait for their turn.", ("class",))
 DEPLOYMENT_INFLIGHT = Watched("warmpath_deployment_inflight", "Calls that a deployment is busy with.", ("deployment",))
 DEPLOYMENT_AVAILABLE = Watched("warmpath_deployment_available", "1 where calls are sent, 0 where not.", ("deployment",))

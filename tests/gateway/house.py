@@ -32,6 +32,7 @@ from gateway.policy_file import PolicyHolder
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.queueing import Queue
 from gateway.recovery import Recovery
+from gateway.replies import BodyRoom
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
 from gateway.serve import House, handle
@@ -303,6 +304,7 @@ class Rig:
             telemetry=self.telemetry,
             diagnosis=Watcher(Journal(directory / "diagnosis", "r")),
             max_body_bytes=MAX_BODY_BYTES,
+            bodies=BodyRoom(100 * MAX_BODY_BYTES),
         )
         self.recovery = Recovery(self.ledger, self.fleet, self.house.policies, ask_seconds=0.0)
         self.fleet.apply(self.house.policies.current)

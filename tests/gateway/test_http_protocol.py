@@ -13,7 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import http_protocol
-from gateway.http_protocol import JoinedProtocol
+from gateway.http_protocol import Connections, JoinedProtocol
 from gateway.replies import WIRE, Wire
 
 TIMEOUT_SECONDS = 60.0
@@ -38,11 +38,12 @@ def replying(*messages: Message) -> ASGIApp:
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncIterator[int]:
+async def serving(app: ASGIApp, connections: Connections | None = None) -> AsyncIterator[int]:
     config = uvicorn.Config(
         app, http=JoinedProtocol, lifespan="off", log_config=None, server_header=False, date_header=False
     )
     server = uvicorn.Server(config)
+    server.server_state = connections or Connections()
     listener = socket.create_server(("127.0.0.1", 0))
     config.load()
     server.lifespan = config.lifespan_class(config)
@@ -222,9 +223,20 @@ async def test_a_silent_connection_is_closed_and_a_slow_body_is_not(monkeypatch:
         writer.close()
 
 
-async def test_one_connection_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "MAX_CONNECTIONS", 1)
-    async with serving(replying(head(), body(b"hi"))) as port:
+async def test_who_leaves_closes_each_connection_behind_its_reply() -> None:
+    connections = Connections()
+    async with serving(replying(head(200, (b"content-length", b"2")), body(b"hi")), connections) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET)
+        assert b"connection: close" not in await reader.readuntil(b"hi")
+        connections.leaving = True
+        writer.write(GET)
+        assert b"connection: close" in await reader.read()
+        writer.close()
+
+
+async def test_one_connection_too_many_is_told_so() -> None:
+    async with serving(replying(head(), body(b"hi")), Connections(1)) as port:
         _, first = await asyncio.open_connection("127.0.0.1", port)
         first.write(GET)
         assert (await ask(port)).startswith(b"HTTP/1.1 503 ")

@@ -8,13 +8,22 @@ from typing import Any
 import pytest
 
 from gateway import replies
-from gateway.errors import BodyTooLarge, InternalError, LimitReached, RequestTimeout, UpstreamCut, UpstreamRefused
-from gateway.replies import ClientGone, Exchange
+from gateway.errors import (
+    BodyTooLarge,
+    InternalError,
+    LimitReached,
+    Overloaded,
+    RequestTimeout,
+    UpstreamCut,
+    UpstreamRefused,
+)
+from gateway.replies import BodyRoom, ClientGone, Exchange
 from tests.gateway.house import Client, in_time, settle
 
 
-def an_exchange(client: Client, *, max_body_bytes: int = 100) -> Exchange:
-    return Exchange(client.scope, client.receive, client.send, max_body_bytes=max_body_bytes)
+def an_exchange(client: Client, *, max_body_bytes: int = 100, bodies: BodyRoom | None = None) -> Exchange:
+    room = bodies or BodyRoom(1000)
+    return Exchange(client.scope, client.receive, client.send, max_body_bytes=max_body_bytes, bodies=room)
 
 
 async def watched(exchange: Exchange, until: asyncio.Event) -> None:
@@ -59,6 +68,42 @@ async def test_a_body_over_the_cap_that_stops_is_refused_for_its_size(monkeypatc
         await in_time(exchange.body())
     exchange.close()
     assert exchange.reply_headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("parts", [[b"x" * 60], [b"x" * 30, b"x" * 30]])
+async def test_bodies_share_a_room_until_each_exchange_is_over(parts: list[bytes]) -> None:
+    bodies = BodyRoom(100)
+    first, second, third = (an_exchange(Client(list(parts)), bodies=bodies) for _ in range(3))
+    await first.body()
+    with pytest.raises(Overloaded) as refused:
+        await second.body()
+    assert (refused.value.status, refused.value.headers["retry-after"]) == (503, "1")
+    second.close()
+    assert bodies.held_bytes == 60
+    first.close()
+    first.close()
+    assert await third.body() == b"x" * 60
+    third.close()
+    assert bodies.held_bytes == 0
+
+
+async def test_what_is_announced_and_finds_no_room_is_not_kept_and_takes_no_room() -> None:
+    bodies, client = BodyRoom(100), Client([b"x" * 60, None])
+    client.scope["headers"] = [*client.scope["headers"], (b"content-length", b"90")]
+    sender = an_exchange(client, bodies=bodies)
+    sending = asyncio.create_task(sender.body())  # of 90 bytes, 60 have come
+    await settle()
+    assert bodies.held_bytes == 60
+    asking = Client([])
+    asking.scope["headers"] = [(b"content-length", b"41"), (b"expect", b"100-continue")]
+    refused = an_exchange(asking, bodies=bodies)
+    with pytest.raises(Overloaded):
+        await refused.body()
+    refused.close()
+    sending.cancel()
+    await asyncio.wait([sending])
+    sender.close()
+    assert bodies.held_bytes == 0
 
 
 async def test_a_body_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
