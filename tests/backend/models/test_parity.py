@@ -95,3 +95,24 @@ def test_bfloat16_is_close(name: str, checkpoint_dir: Callable[[str], Path]) -> 
                 break
             num_compared += 1
     assert num_compared >= 12
+
+
+def test_embeddings_are_those_of_transformers(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
+    """The mean of the last hidden states, by its direction: clients get it with length one."""
+    directory = checkpoint_dir(name)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    for dtype, closeness in (("float32", 1e-6), ("bfloat16", 1e-2)):
+        config = EngineConfig(
+            model_dir=directory, num_blocks=64, num_threads=1, dtype=dtype, max_num_batched_tokens=64, max_num_seqs=4
+        )
+        engine = Engine.load(config)
+        for prompt_name, prompt in PROMPTS.items():
+            engine.add(Request(prompt_name, prompt, SamplingParams(max_tokens=1), pooling=True))
+        embeddings: dict[str, tuple[float, ...]] = {}
+        while engine.has_unfinished:
+            embeddings |= {output.request_id: output.embedding or () for output in engine.step()}
+        for prompt_name, prompt in PROMPTS.items():
+            with torch.inference_mode():
+                hidden = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1]
+            ours = torch.tensor(embeddings[prompt_name])
+            assert torch.cosine_similarity(ours, hidden[0].mean(0), dim=0).item() > 1 - closeness
