@@ -72,7 +72,8 @@ def estimate_of(call: Call, now: float) -> Estimate:
 def dearest_cost_nanos(call: Call, input_tokens: int, output_tokens: int) -> int:
     dearest = 0
     for price in call.policy.prices_by_model[call.model.name]:
-        per_token = price.atoms
-        cost = input_tokens * per_token.dearest_input + output_tokens * per_token.dearest_output
-        dearest = max(dearest, cost)
+        per_input, per_output = price.dearest
+        cost = input_tokens * per_input + output_tokens * per_output
+        if cost > dearest:
+            dearest = cost
     return nanos_of(dearest)

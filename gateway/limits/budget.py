@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime
 from decimal import Decimal
-from functools import lru_cache
 
 from gateway.errors import BudgetSpent, GatewayError, LimitReached
 from gateway.limits.base import Estimate, Limit
@@ -38,17 +37,20 @@ class Budget(Limit[SpendCharge]):
     def __init__(self, scope: Scope, budget: BudgetOfPolicy) -> None:
         super().__init__(scope)
         self.cuts_streams = budget.cut_streams
+        self._keep_seconds = PERIODS[budget.per][1]
         self._budget = budget
         self._limit_nanos = min(int(budget.amount.scaleb(9)), MAX_AMOUNT)
         self._key = scope.key("budget")
+        self._minute, self._key_now = -1, ""  # of the account that is charged now
 
     def charge(self, estimate: Estimate) -> SpendCharge:
         return self.of_amount(estimate.cost_nanos, estimate.now)
 
     def of_amount(self, nanos: int, now: float) -> SpendCharge:
-        per = self._budget.per
-        key = f"{self._key}/{_period(per, int(now // MINUTE_SECONDS))}"
-        return SpendCharge(key, nanos, self._limit_nanos, PERIODS[per][1])
+        minute = int(now // MINUTE_SECONDS)
+        if minute != self._minute:
+            self._minute, self._key_now = minute, f"{self._key}/{_period(self._budget.per, minute)}"
+        return SpendCharge(self._key_now, nanos, self._limit_nanos, self._keep_seconds)
 
     def actual(self, usage: Usage, cost_nanos: int) -> int:
         return cost_nanos
@@ -72,7 +74,6 @@ class Budget(Limit[SpendCharge]):
         return f"{self.scope} may spend {self._budget.amount:f} {per}"
 
 
-@lru_cache(maxsize=16)
 def _period(per: str, minute: int) -> str:
     """The period's name in the account's key; periods change on full minutes."""
     return datetime.fromtimestamp(minute * MINUTE_SECONDS, UTC).strftime(PERIODS[per][0])

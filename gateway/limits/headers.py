@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from gateway.limits.base import Limit
-from gateway.storage.base import MAX_AMOUNT, RateCharge
+from gateway.storage.base import RateCharge
 
 _NAMES = {
     what: (f"x-ratelimit-limit-{what}", f"x-ratelimit-remaining-{what}", f"x-ratelimit-reset-{what}")
@@ -16,13 +16,14 @@ _NAMES = {
 
 def tightest_headers(limits: Sequence[Limit[Any]], charges: Sequence[Any], remaining: Sequence[int]) -> dict[str, str]:
     """Of several limits of one sort, a client is told of the one that has the least left."""
-    headers: dict[str, str] = {}
-    least: dict[str, int] = {}
+    least: dict[Literal["requests", "tokens"], tuple[int, RateCharge]] = {}
     for limit, charge, left in zip(limits, charges, remaining, strict=True):
         sort = limit.shown_as
-        if sort is not None and left < least.get(sort, MAX_AMOUNT):
-            least[sort] = left
-            headers.update(ratelimit_headers(sort, charge, left))
+        if sort is not None and (sort not in least or left < least[sort][0]):
+            least[sort] = (left, charge)
+    headers: dict[str, str] = {}
+    for sort, (left, charge) in least.items():
+        headers.update(ratelimit_headers(sort, charge, left))
     return headers
 
 

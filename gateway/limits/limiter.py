@@ -42,32 +42,37 @@ class Reservation:
     `stream_budget` is None where no budget may cut the answer.
     """
 
+    __slots__ = ("_ended", "_holds_a_place", "_limiter", "_limits", "_name", "headers", "stream_budget")
+
     def __init__(
         self,
-        end: Callable[[Sequence[int]], Awaitable[None]],
+        limiter: Limiter | None,
+        name: str,
         limits: Sequence[Limit[Any]],
         headers: Mapping[str, str],
-        leave: Callable[[], Awaitable[None]] | None = None,
+        *,
+        holds_a_place: bool = False,
         stream_budget: StreamBudget | None = None,
     ) -> None:
         self.headers = headers  # for the reply
         self.stream_budget = stream_budget
-        self._end = end
-        self._leave = leave  # where it holds a place
+        self._limiter = limiter  # None: there is nothing to give back
+        self._name = name
         self._limits = limits
+        self._holds_a_place = holds_a_place
         self._ended = False
 
     async def leave(self) -> None:
         """The work is over: its place is free for the next call, although its bill is not settled yet."""
-        if self._leave is not None and not self._ended:
-            leave, self._leave = self._leave, None
-            await leave()
+        if self._holds_a_place and not self._ended and self._limiter is not None:
+            self._holds_a_place = False
+            await self._limiter.leave(self._name)
 
     async def settle(self, usage: Usage, cost_nanos: int) -> None:
-        if not self._ended:
+        if not self._ended and self._limiter is not None:
             self._ended = True
             try:
-                await self._end([limit.actual(usage, cost_nanos) for limit in self._limits])
+                await self._limiter.end(self._name, [limit.actual(usage, cost_nanos) for limit in self._limits])
             finally:
                 if self.stream_budget is not None:
                     await self.stream_budget.end()
@@ -77,11 +82,7 @@ class Reservation:
         await self.settle(Usage(), 0)
 
 
-async def _nothing(actual: Sequence[int]) -> None:
-    pass
-
-
-UNLIMITED = Reservation(_nothing, (), {})
+UNLIMITED = Reservation(None, "", (), {})
 """Of a call that no limit applies to; shared by all of them."""
 
 
@@ -156,11 +157,14 @@ class Limiter:
             raise limits[verdict.index].refuse(charges[verdict.index], verdict)
         self._open[name] = now
         return Reservation(
-            partial(self._end, name),
+            self,
+            name,
             limits,
             tightest_headers(limits, charges, verdict.remaining),
-            partial(self._leave, name) if plan.holds_a_place else None,
-            self._stream_budget(call, plan.cutting, name, estimate) if plan.cutting and call.stream else None,
+            holds_a_place=plan.holds_a_place,
+            stream_budget=(
+                self._stream_budget(call, plan.cutting, name, estimate) if plan.cutting and call.stream else None
+            ),
         )
 
     def _plan_of(self, call: Call) -> _Plan:
@@ -209,13 +213,15 @@ class Limiter:
         a_slice = dearest_cost_nanos(call, 0, call.principal.tenant.limits.default_output_tokens)
         return StreamBudget(estimate.cost_nanos, a_slice, reserve, give_back, budgets)
 
-    async def _leave(self, name: str) -> None:
+    async def leave(self, name: str) -> None:
+        """For `Reservation.leave`."""
         try:
             await self._counters.leave(name, now=self._clock())
         except StorageUnavailable:  # settling frees it
             self.store_failures += 1
 
-    async def _end(self, name: str, actual: Sequence[int]) -> None:
+    async def end(self, name: str, actual: Sequence[int]) -> None:
+        """For `Reservation.settle`."""
         self._open.pop(name, None)
         try:
             await self._counters.settle(name, actual, now=self._clock())

@@ -43,14 +43,6 @@ class PerToken(NamedTuple):
     audio_input: int
     audio_output: int
 
-    @property
-    def dearest_input(self) -> int:
-        return max(self.input, self.cached_input, self.cache_write, self.audio_input)
-
-    @property
-    def dearest_output(self) -> int:
-        return max(self.output, self.reasoning, self.audio_output)
-
 
 class Price(Frozen):
     """Money per million tokens, as decimals, and for which calls. A kind of input that is left out costs what input
@@ -91,6 +83,15 @@ class Price(Frozen):
             _or(self.audio_output, self.output),
         )
         return PerToken._make(map(atoms_per_token, amounts))
+
+    @cached_property
+    def dearest(self) -> tuple[int, int]:
+        """What a token of the input may cost at most, and one of the output; in atoms."""
+        each = self.atoms
+        return (
+            max(each.input, each.cached_input, each.cache_write, each.audio_input),
+            max(each.output, each.reasoning, each.audio_output),
+        )
 
     @cached_property
     def texts(self) -> dict[str, str | None]:

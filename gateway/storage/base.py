@@ -180,14 +180,14 @@ class Storage(Counters, Blobs, Keys, Protocol):
 def check_charges(reservation_id: str, charges: Sequence[Charge]) -> None:
     """What every engine relies on; ValueError where a caller broke it."""
     tenant = first_part(reservation_id) + "/"
-    keys: set[str] = set()
+    keys = {charge.key for charge in charges}
     for charge in charges:
-        key = charge.key
-        if not key.startswith(tenant):
-            raise ValueError(f"the charge {key!r} and the reservation {reservation_id!r} begin with different tenants")
+        if not charge.key.startswith(tenant):
+            raise ValueError(
+                f"the charge {charge.key!r} and the reservation {reservation_id!r} begin with different tenants"
+            )
         if not 0 <= charge.amount <= MAX_AMOUNT:
-            raise ValueError(f"the amount of {key!r} is outside 0..2**63-1: {charge.amount}")
-        keys.add(key)
+            raise ValueError(f"the amount of {charge.key!r} is outside 0..2**63-1: {charge.amount}")
     if len(keys) != len(charges):
         named = ", ".join(charge.key for charge in charges)
         raise ValueError(f"a key stands twice in the charges of {reservation_id}: {named}")

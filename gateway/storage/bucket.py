@@ -38,21 +38,23 @@ class Bucket(msgspec.Struct, array_like=True):
 
     def room(self, charge: RateCharge, now: float) -> float:
         """How much may be poured in now; below zero in debt. Includes what leaks in `TOLERANCE_SECONDS`."""
-        leak = charge.limit / charge.period_seconds
-        return charge.limit - self._level_at(now, leak) + TOLERANCE_SECONDS * (1 + leak)
+        limit = charge.limit
+        leak = limit / charge.period_seconds
+        return limit - self._level_at(now, leak) + TOLERANCE_SECONDS * (1 + leak)
 
     def pour(self, amount: int, charge: RateCharge, now: float) -> float:
         """Whether or not there is room. Returns the time of it, to be named in `settle`."""
         leak = charge.limit / charge.period_seconds
         self._leak(now, leak)
-        while self.troughs and self.troughs[-1][1] >= self.level:
-            self.troughs.pop()
-        self.troughs.append((self.time, self.level))
-        if len(self.troughs) > MAX_TROUGHS:
-            (_, lower), (later, _) = self.troughs[:2]
-            self.troughs[:2] = [(later, lower)]
-        self.level += amount
-        self.empty_at = self.time + self.level / leak
+        level, troughs = self.level, self.troughs
+        while troughs and troughs[-1][1] >= level:
+            troughs.pop()
+        troughs.append((self.time, level))
+        if len(troughs) > MAX_TROUGHS:
+            (_, lower), (later, _) = troughs[:2]
+            troughs[:2] = [(later, lower)]
+        self.level = level = level + amount
+        self.empty_at = self.time + level / leak
         return self.time
 
     def settle(self, used: int, charge: RateCharge, poured_at: float, now: float) -> None:

@@ -81,13 +81,14 @@ class MemoryStorage:
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> Granted | Refused:
         check_charges(reservation_id, charges)
-        self._sweep(now)
+        if self._sweeps and self._sweeps[0][0] <= now:
+            self._sweep(now)
         if reservation_id in self._reservations:
             raise ValueError(f"the reservation {reservation_id} is open already")
         remaining: list[int] = []
-        for index, charge in enumerate(charges):
-            left = self._verdict(index, charge, now)
-            if isinstance(left, Refused):
+        for charge in charges:
+            left = self._verdict(len(remaining), charge, now)
+            if type(left) is Refused:
                 return left
             remaining.append(left)
         self._hold(reservation_id, charges, lease_seconds, now)
@@ -104,9 +105,11 @@ class MemoryStorage:
         return tuple([room_of(charge, self._verdict(0, charge, now)) for charge in charges])
 
     def _verdict(self, index: int, charge: Charge, now: float) -> int | Refused:
-        if isinstance(charge, RateCharge):
+        if type(charge) is RateCharge:
             return rate_verdict(index, charge, self._buckets.get(charge.key) or Bucket(), now)
-        account = self._accounts.get(charge.key) or _Account()
+        account = self._accounts.get(charge.key)
+        if account is None:
+            return account_verdict(index, charge, 0, 0)
         return account_verdict(index, charge, account.spent, account.held)
 
     def _hold(self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float) -> None:
@@ -134,10 +137,12 @@ class MemoryStorage:
         if reservation is None or reservation.left or not reservation.holding:
             return False
         reservation.left = True
-        places = [charge for charge in reservation.charges if isinstance(charge, LeaseCharge)]
-        for place in places:
-            self._accounts[place.key].held -= 1
-        return bool(places)
+        places = 0
+        for charge in reservation.charges:
+            if type(charge) is LeaseCharge:
+                self._accounts[charge.key].held -= 1
+                places += 1
+        return places > 0
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
         self._sweep(now)
@@ -148,9 +153,10 @@ class MemoryStorage:
         del self._reservations[reservation_id]
         self._return_holds(reservation)
         for charge, poured_at, used in zip(reservation.charges, reservation.poured_at, actual, strict=True):
-            if isinstance(charge, RateCharge):
-                self._bucket(charge.key, now).settle(used, charge, poured_at, now)
-            elif isinstance(charge, SpendCharge):
+            if type(charge) is RateCharge:
+                bucket = self._buckets.get(charge.key) or self._new_bucket(charge.key, now)
+                bucket.settle(used, charge, poured_at, now)
+            elif type(charge) is SpendCharge:
                 self._account(charge.key, now + charge.keep_seconds).spent += used
         return True
 
@@ -165,9 +171,9 @@ class MemoryStorage:
         return 1 if self._owner else 0
 
     def _take(self, charge: Charge, lease_seconds: float, now: float) -> float:
-        if isinstance(charge, RateCharge):
-            return self._bucket(charge.key, now).pour(charge.amount, charge, now)
-        keep_seconds = charge.keep_seconds if isinstance(charge, SpendCharge) else lease_seconds
+        if type(charge) is RateCharge:
+            return (self._buckets.get(charge.key) or self._new_bucket(charge.key, now)).pour(charge.amount, charge, now)
+        keep_seconds = charge.keep_seconds if type(charge) is SpendCharge else lease_seconds
         self._account(charge.key, now + keep_seconds).held += charge.amount
         return 0.0
 
@@ -175,14 +181,12 @@ class MemoryStorage:
         if reservation.holding:
             reservation.holding = False
             for charge in reservation.charges:
-                if isinstance(charge, SpendCharge) or (isinstance(charge, LeaseCharge) and not reservation.left):
+                if type(charge) is SpendCharge or (type(charge) is LeaseCharge and not reservation.left):
                     self._accounts[charge.key].held -= charge.amount
 
-    def _bucket(self, key: str, now: float) -> Bucket:
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = Bucket()
-            heapq.heappush(self._sweeps, (now + LOOK_AGAIN_SECONDS, "bucket", key))
+    def _new_bucket(self, key: str, now: float) -> Bucket:
+        bucket = self._buckets[key] = Bucket()
+        heapq.heappush(self._sweeps, (now + LOOK_AGAIN_SECONDS, "bucket", key))
         return bucket
 
     def _account(self, key: str, forget_at: float) -> _Account:
@@ -190,7 +194,8 @@ class MemoryStorage:
         if account is None:
             account = self._accounts[key] = _Account()
             heapq.heappush(self._sweeps, (forget_at, "account", key))
-        account.forget_at = max(account.forget_at, forget_at)
+        if forget_at > account.forget_at:
+            account.forget_at = forget_at
         return account
 
     def _sweep(self, now: float) -> None:
