@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from gateway.canonical import VERSION, Canon, Form, NotInMemory, Plan, SharedMemory
-from gateway.deadlines import patience_seconds, whole_seconds
+from gateway.deadlines import TIMEOUT_HEADERS, patience_seconds, whole_seconds
 from gateway.doors.base import MAX_TOKENS, Asked, Door, Fields, read_fields
 from gateway.errors import Forbidden, ModelNotFound
 from gateway.ids import random_bytes
@@ -27,6 +27,7 @@ from gateway.types import Call, Operation, Principal, Trace
 Headers = Mapping[bytes, bytes]
 SALT_BYTES = 16
 SESSION_HEADERS = (b"x-session-id", b"x-claude-code-session-id", b"session-id", b"session_id", b"x-session-affinity")
+_ASKED_BY_HEADERS = frozenset((*SESSION_HEADERS, *TIMEOUT_HEADERS))
 MAX_RECALLS = 6  # a plan, a conversation, and what three fields hold
 MAX_NAME_CHARACTERS = 200  # of a name that is told back; no policy has longer ones
 MESSAGE_TOKENS = 4  # what a chat template adds around each message, roughly
@@ -97,7 +98,16 @@ class Canonicaliser:
         latency_class = policy.classes[class_name]
         common = asked.common
         stream = bool(common.stream) and door.operation is not Operation.EMBEDDING
-        patience = patience_seconds(headers)
+        patience = whole = math.inf
+        session = None
+        if common.prompt_cache_key or not _ASKED_BY_HEADERS.isdisjoint(headers):
+            patience, whole = patience_seconds(headers), whole_seconds(headers)
+            session = _session(common.prompt_cache_key, headers, salt)
+        total = latency_class.total
+        if whole < total:
+            total = whole
+        if patience < total and not stream:
+            total = patience
         return Call(
             id=call_id,
             operation=door.operation,
@@ -120,10 +130,10 @@ class Canonicaliser:
             end_user=common.safety_identifier or common.user,
             canonical_steps=steps,
             class_rule=rule,
-            deadline=now + min(latency_class.total, whole_seconds(headers), patience if not stream else math.inf),
+            deadline=now + total,
             patience_seconds=patience,
             trace=trace,
-            session=_session(common.prompt_cache_key, headers, salt),
+            session=session,
         )
 
     def _plan(self, policy: Policy, tenant: str, model: str) -> Plan:
@@ -151,6 +161,8 @@ def in_form(door: Door, asked: Asked, form: Form) -> Asked:
     """What a body says in its canonical form, of which only what is now otherwise has to be read."""
     if form.reworded is None:
         return door.read(form.fields, join(form.fields))
+    if not form.reworded and "tools" not in form.fields:
+        return msgspec.structs.replace(asked, fields=form.fields)
     tools = [bytes(tool) for tool in _list.decode(form.fields.get("tools", b"null")) or ()]
     pieces = [*tools, *asked.pieces[asked.tools :]]
     for number, message in form.reworded.items():

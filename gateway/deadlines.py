@@ -14,6 +14,7 @@ from gateway.errors import BadRequest
 
 _WHOLE = b"x-warmpath-timeout"
 _BETWEEN = (b"x-stainless-read-timeout", b"x-stainless-timeout")
+TIMEOUT_HEADERS = (_WHOLE, *_BETWEEN)
 MIN_SECONDS = 0.001
 
 

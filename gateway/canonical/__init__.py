@@ -37,6 +37,7 @@ VERSIONS: dict[int, tuple[Transform, ...]] = {  # `safe` is P0 to P2, in this or
 OPT_IN = tuple(transform.name for transform in VERSIONS[VERSION] if transform.safety is Safety.P3)
 
 _KEPT_FIELDS = ("tools", "functions", "response_format")  # equal for every request of an application
+_ANY_KEPT_FIELD = frozenset(_KEPT_FIELDS)
 _HEAD_BYTES = 64
 _KEPT_FORMS = 1024
 _KEPT_FORMS_BYTES = 16 * 2**20
@@ -65,7 +66,7 @@ class Canon:
         )
         self._forms_bytes = 0
         self._generation = memory.generation
-        self._context = Context(Plan(VERSION, "off"), "", memory)
+        self._context = Context(Plan(VERSION, "off"), "", memory, ())
 
     def form(
         self, fields: Fields, messages: Sequence[Said], plan: Plan, scope: str, *, plain: bool = False
@@ -77,10 +78,10 @@ class Canon:
             return None
         context = self._context
         if plan is not context.plan or scope != context.scope:  # as is so where one application calls again and again
-            context = self._context = Context(plan, scope, self.memory)
+            context = self._context = Context(plan, scope, self.memory, transforms(plan, "messages"))
         changes: Fields = {}
         steps: tuple[str, ...] = ()
-        for name in _KEPT_FIELDS:
+        for name in () if _ANY_KEPT_FIELD.isdisjoint(fields) else _KEPT_FIELDS:
             if name in fields:
                 form, names = self._kept_form(name, bytes(fields[name]), context)
                 if form is not None:
@@ -89,7 +90,7 @@ class Canon:
         reworded: dict[int, bytes] | None = {}
         if "messages" in fields:
             raw = fields["messages"]
-            if wanting := _wanting(transforms(plan, "messages"), messages, plain, raw):
+            if wanting := _wanting(context.for_messages, messages, plain, raw):
                 form, names, reworded = _with_messages(wanting, bytes(raw), context, plain)
                 if form is not None:
                     changes["messages"] = msgspec.Raw(form)
@@ -144,6 +145,9 @@ def _with_messages(
 ) -> tuple[bytes | None, tuple[str, ...], dict[int, bytes] | None]:
     """As `_apply`, for messages, and what `Form.reworded` is to be. They are taken apart and put together once."""
     first, *others = wanting
+    if not others and not isinstance(first, MessagesTransform):  # as is mostly so, where there is anything to do
+        form, applied = _apply(wanting, raw, context)
+        return form, applied, {} if plain or form is None else None
     names: list[str] = []
     form = None
     if not isinstance(first, MessagesTransform):

@@ -49,6 +49,7 @@ class Context(msgspec.Struct, frozen=True):
     plan: Plan
     scope: str
     memory: SharedMemory
+    for_messages: Sequence[Transform] = ()  # those of the plan that may change messages, in order
 
 
 class View(msgspec.Struct, frozen=True):

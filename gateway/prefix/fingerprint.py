@@ -11,6 +11,7 @@ The seed is derived from the tenant, so that one tenant's fingerprints say nothi
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import xxhash
 
@@ -19,6 +20,7 @@ BYTES_PER_TOKEN = 4  # a rule of thumb for English and code; the truth comes bac
 BLOCK_TOKENS = BLOCK_BYTES // BYTES_PER_TOKEN
 
 
+@lru_cache(maxsize=10_000)
 def seed_of(salt: str) -> int:
     """The chain's first seed, for a tenant's salt."""
     return xxhash.xxh3_64_intdigest(salt.encode())
