@@ -1,6 +1,7 @@
 """Phase 1: headers -> `Principal`. Keys are kept hashed, and compared in a time that says nothing.
 
-A key is looked up by its public id: in the policy first, then in the storage, whose answers are remembered for
+A right key of the policy is known again by a dictionary's hash, which is seeded and tells nothing of where two keys
+differ. Any other is looked up by its public id: in the policy first, then in the storage, whose answers are remembered for
 `REMEMBER_SECONDS` (absent keys too), so that guessing costs the store nothing and a revocation takes effect soon.
 
 While the storage is away, what was last read of a key still holds for `OUTAGE_SECONDS`, where the policy wants calls to
@@ -44,18 +45,27 @@ class Authenticator:
         self._keys = keys
         self._pepper = pepper
         self._remembered: OrderedDict[str, _Read] = OrderedDict()
+        self._policy: Policy | None = None
+        self._known: dict[str, Principal] = {}  # of that policy's own keys, as they were presented
         self._ask_after = 0.0  # while the storage is away
         self._nobodys_hash = hash_key("nobody", pepper)  # compared with where there is no record, to take as long
 
     async def authenticate(self, headers: Mapping[bytes, bytes], policy: Policy) -> Principal:
         """Raises `Unauthenticated`, in the same words whether the id or the secret is wrong."""
         key = _presented(headers)
+        if policy is not self._policy:
+            self._policy, self._known = policy, {}
+        principal = self._known.get(key)
+        if principal is not None:
+            return principal
         parsed = parse_key(key)
         key_id = parsed[0] if parsed else ""
         if entry := policy.keys_by_id.get(key_id):
             tenant, known = entry
             if verify(key, known.hash, self._pepper):
-                return Principal(tenant, key_id, _set(known.models), _set(known.classes), known.limits)
+                principal = Principal(tenant, key_id, _set(known.models), _set(known.classes), known.limits)
+                self._known[key] = principal  # one for each key of the policy, since only the right secret comes here
+                return principal
         elif parsed and (read := await self._read(key_id, policy)).record is not None:
             owner = policy.tenants_by_name.get(read.record.tenant)
             if self._opens(key, read.record) and owner is not None:

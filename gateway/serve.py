@@ -147,7 +147,8 @@ async def handle(
 ) -> None:
     """The border of the story: whatever `serve` raises becomes a truthful reply, a line in the log, and telemetry."""
     exchange = Exchange(scope, receive, send, max_body_bytes=house.max_body_bytes, bodies=house.bodies)
-    trace = house.telemetry.begin(scope["headers"], house.policies.current.tracing.sample)
+    traced = scope["headers"] if b"traceparent" in exchange.headers else ()
+    trace = house.telemetry.begin(traced, house.policies.current.tracing.sample)
     call_id = call_id or new_call_id()
     record = CallRecord(
         trace=trace, server_span_id=house.telemetry.new_span_id(), marks=Marks(),

@@ -256,18 +256,17 @@ class Metrics:
         usage = record.usage
         if usage is None:
             return
-        for tokens, count in zip(
-            (usage.input_uncached, usage.cache_read, usage.cache_write, usage.output, usage.reasoning),
-            series.tokens,
-            strict=True,
-        ):
-            if tokens:
-                count.add(tokens)
+        uncached, cache_read, cache_write, output, reasoning = series.tokens
+        uncached.total += usage.input_uncached
+        cache_read.total += usage.cache_read
+        cache_write.total += usage.cache_write
+        output.total += usage.output
+        reasoning.total += usage.reasoning
         series.input.observe(usage.input)
         series.output.observe(usage.output)
         if usage.exact:
-            series.prefix_predicted.add(record.predicted_cached_tokens)
-            series.prefix_reported.add(usage.cache_read)
+            series.prefix_predicted.total += record.predicted_cached_tokens
+            series.prefix_reported.total += usage.cache_read
 
     def _own_series(self, operation: str, model: str, class_name: str) -> _OwnSeries:
         key = (operation, model, class_name)
@@ -313,6 +312,8 @@ class Metrics:
 
 def _attempt_outcome(attempt: Attempt) -> str:
     """As the receipt says it, but other statuses than these by their class: an upstream may send any number."""
+    if attempt.outcome == "ok":
+        return attempt.outcome
     kind, _, status = attempt.outcome.partition("_")
     if kind != "status" or status in ("", "429", "500", "502", "503", "504"):
         return attempt.outcome

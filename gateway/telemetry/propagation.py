@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 from gateway.types import Trace
 
@@ -32,7 +33,8 @@ def begin(headers: Iterable[tuple[bytes, bytes]], sample: float) -> Trace:
 
     A trace context that is malformed or sent twice counts as absent, as the specification asks.
     """
-    parents, states = [], []
+    parents: list[bytes] = []
+    states: list[bytes] = []
     for name, value in headers:
         if name == b"traceparent":
             parents.append(value)
@@ -43,7 +45,12 @@ def begin(headers: Iterable[tuple[bytes, bytes]], sample: float) -> Trace:
         return Trace(trace_id, span_id, sampled, _parse_tracestate(states))
     trace_id = random.getrandbits(128) or 1
     # The rule of OpenTelemetry's TraceIdRatioBased, so that everyone who knows the id decides alike.
-    return Trace(trace_id, 0, trace_id & _LOW_64_BITS < round(sample * (1 << 64)))
+    return Trace(trace_id, 0, trace_id & _LOW_64_BITS < _bound(sample))
+
+
+@lru_cache(maxsize=64)
+def _bound(sample: float) -> int:
+    return round(sample * (1 << 64))
 
 
 def outgoing(trace: Trace, span_id: int) -> dict[str, str]:

@@ -100,34 +100,49 @@ def times(marks: Marks, attempts: Sequence[Attempt]) -> Times:
         opened, settled = _chat(marks, entered, attempts)
     own, queued = 0, None
     for name, start, end in entered:
-        before = start < opened or (start == opened and name != names.CHAT_PHASE)
+        if name == names.CHAT_PHASE:
+            continue
+        if start <= opened:
+            lasted = (end if end < opened else opened) - start
+        elif start >= settled or name == names.QUEUE_PHASE:
+            lasted = end - start
+        else:
+            continue
         if name == names.QUEUE_PHASE:
-            queued = (queued or 0) + (min(end, opened) if before else end) - start
-        elif name != names.CHAT_PHASE and (before or start >= settled):
-            own += (min(end, opened) if before else end) - start
+            queued = lasted if queued is None else queued + lasted
+        else:
+            own += lasted
     return Times(ended - marks.started_ns, own, queued, settled - opened if attempts else None)
 
 
 def _chat(marks: Marks, entered: Sequence[tuple[str, int, int]], attempts: Sequence[Attempt]) -> tuple[int, int]:
     """When the dialogue with the upstreams begins and ends."""
-    begun = {name: start for name, start, _ in entered}
-    settled = begun.get(names.SETTLE_PHASE, entered[-1][2])
-    relayed = begun.get(names.CHAT_PHASE, settled)
-    return max(marks.started_ns, min(relayed, *(attempt.started_ns for attempt in attempts))), settled
+    settled, opened = entered[-1][2], None
+    for name, start, _ in entered:  # of a phase that was entered twice, the last time counts
+        if name == names.CHAT_PHASE:
+            opened = start
+        elif name == names.SETTLE_PHASE:
+            settled = start
+    if opened is None:
+        opened = settled
+    for attempt in attempts:
+        if attempt.started_ns < opened:
+            opened = attempt.started_ns
+    return max(marks.started_ns, opened), settled
 
 
 def _intervals(marks: Marks) -> list[tuple[str, int, int]]:
     """(phase, start, end) as they were entered, each until the next; the clock may have been set back meanwhile."""
     intervals: list[tuple[str, int, int]] = []
-    name, start = "", marks.started_ns
-    for entered, ns in marks.phases:
-        if name:
-            end = ns if ns > start else start
-            intervals.append((name, start, end))
-            start = end
-        name = entered
-    if name:
-        intervals.append((name, start, max(marks.ended_ns, start)))
+    entered, start = marks.phases, marks.started_ns
+    if not entered:
+        return intervals
+    name = entered[0][0]
+    for next_name, ns in entered[1:]:
+        end = ns if ns > start else start
+        intervals.append((name, start, end))
+        name, start = next_name, end
+    intervals.append((name, start, max(marks.ended_ns, start)))
     return intervals
 
 
