@@ -1,8 +1,8 @@
 """Phase 1: headers -> `Principal`. Keys are kept hashed, and compared in a time that says nothing.
 
 A right key of the policy is known again by a dictionary's hash, which is seeded and tells nothing of where two keys
-differ. Any other is looked up by its public id: in the policy first, then in the storage, whose answers are remembered for
-`REMEMBER_SECONDS` (absent keys too), so that guessing costs the store nothing and a revocation takes effect soon.
+differ. Any other is looked up by its public id: in the policy first, then in the storage, whose answers are remembered
+for `REMEMBER_SECONDS` (absent keys too), so that guessing costs the store nothing and a revocation takes effect soon.
 
 While the storage is away, what was last read of a key still holds for `OUTAGE_SECONDS`, where the policy wants calls to
 go on (`storage_outage: {limits: local_share}`). A replica that had not heard of a revocation by then does not, for so

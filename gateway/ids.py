@@ -47,21 +47,25 @@ class _Ulids:
 
     def __init__(self) -> None:
         self._milliseconds = 0
+        self._high = ""  # of the time, what stays for a while
         self._prefix = ""
         self._counter = _COUNTER_END
 
     def next(self) -> str:
         milliseconds = time.time_ns() // 1_000_000
-        self._counter += 1
-        if milliseconds > self._milliseconds or self._counter >= _COUNTER_END:
-            self._begin(max(milliseconds, self._milliseconds + 1))
-        return f"{self._prefix}{_PAIRS[self._counter >> 10]}{_PAIRS[self._counter & 1023]}"
+        self._counter = counter = self._counter + 1
+        if milliseconds > self._milliseconds or counter >= _COUNTER_END:
+            self._begin(milliseconds if milliseconds > self._milliseconds else self._milliseconds + 1)
+            counter = self._counter
+        return f"{self._prefix}{_PAIRS[counter >> 10]}{_PAIRS[counter & 1023]}"
 
     def _begin(self, milliseconds: int) -> None:
+        if milliseconds >> 20 != self._milliseconds >> 20:  # every quarter of an hour
+            self._high = "".join([_PAIRS[milliseconds >> shift & 1023] for shift in (40, 30, 20)])
         self._milliseconds = milliseconds
         drawn = random_bytes(_RANDOM_CHARACTERS - _COUNTED_CHARACTERS + 2)
-        time_part = "".join([_PAIRS[milliseconds >> shift & 1023] for shift in (40, 30, 20, 10, 0)])
-        self._prefix = time_part + drawn[2:].translate(_DIGITS).decode()
+        low = _PAIRS[milliseconds >> 10 & 1023] + _PAIRS[milliseconds & 1023]
+        self._prefix = f"{self._high}{low}{drawn[2:].translate(_DIGITS).decode()}"
         self._counter = int.from_bytes(drawn[:2]) << 3  # below half: room to count
 
 

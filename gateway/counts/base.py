@@ -71,6 +71,13 @@ def in_bounds(
     agree: bool = True,
 ) -> Usage:
     """Buckets of a prompt and an output of which the others are parts. `agree`: what else is known fits, too."""
+    if (
+        agree
+        and 0 <= cache_read <= prompt
+        and output >= 0
+        and not (cache_write or reasoning or audio_input or audio_output)
+    ):
+        return Usage(input_uncached=prompt - cache_read, cache_read=cache_read, output=output, exact=True)
     agree = (
         agree
         and min(prompt, output, cache_read, cache_write, reasoning, audio_input, audio_output) >= 0

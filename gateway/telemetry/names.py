@@ -15,6 +15,7 @@ from gateway.types import Operation
 CHAT_PHASE: Final = "chat"
 SETTLE_PHASE: Final = "settle"
 QUEUE_PHASE: Final = "queue"
+ROUTE_PHASE: Final = "route"
 REPLAY_SPAN: Final = "replay"  # an answer that came from the cache or from another call's upstream
 ATTEMPT_SPAN: Final = "POST"
 FIRST_CHUNK_EVENT: Final = "first_chunk"

@@ -92,27 +92,28 @@ def phases(marks: Marks, attempts: Sequence[Attempt]) -> list[Phase]:
 
 def times(marks: Marks, attempts: Sequence[Attempt]) -> Times:
     """The sums over `phases`, for the many requests of which nobody draws a span."""
-    entered = _intervals(marks)
-    if not entered:
-        return Times(max(0, marks.ended_ns - marks.started_ns), 0, None, None)
-    ended = settled = opened = entered[-1][2]
-    if attempts:
-        opened, settled = _chat(marks, entered, attempts)
-    own, queued = 0, None
-    for name, start, end in entered:
-        if name == names.CHAT_PHASE:
-            continue
-        if start <= opened:
-            lasted = (end if end < opened else opened) - start
-        elif start >= settled or name == names.QUEUE_PHASE:
-            lasted = end - start
-        else:
-            continue
-        if name == names.QUEUE_PHASE:
+    at = dict(marks.phases)
+    if attempts and _ORDINARY <= at.keys() and len(at) == len(marks.phases):  # each was entered, and once
+        started, ended, queue, route = marks.started_ns, marks.ended_ns, at[names.QUEUE_PHASE], at[names.ROUTE_PHASE]
+        opened, settled = attempts[0].started_ns, at[names.SETTLE_PHASE]
+        if len(attempts) == 1 and started <= queue <= route <= opened <= at[names.CHAT_PHASE] <= settled <= ended:
+            waited = route - queue
+            return Times(ended - started, opened - started - waited + ended - settled, waited, settled - opened)
+    return _summed(phases(marks, attempts), marks)
+
+
+def _summed(found: Sequence[Phase], marks: Marks) -> Times:
+    own, queued, chat = 0, None, None
+    for phase in found:
+        lasted = phase.end_ns - phase.start_ns
+        if phase.name == names.QUEUE_PHASE:
             queued = lasted if queued is None else queued + lasted
-        else:
+        elif phase.name == names.CHAT_PHASE:
+            chat = lasted
+        elif phase.name != names.REPLAY_SPAN and not phase.within_chat:
             own += lasted
-    return Times(ended - marks.started_ns, own, queued, settled - opened if attempts else None)
+    ended = found[-1].end_ns if found else max(marks.ended_ns, marks.started_ns)
+    return Times(ended - marks.started_ns, own, queued, chat)
 
 
 def _chat(marks: Marks, entered: Sequence[tuple[str, int, int]], attempts: Sequence[Attempt]) -> tuple[int, int]:
@@ -152,3 +153,4 @@ def _replay(name: str, start_ns: int, end_ns: int) -> Phase:
 
 
 _start = operator.itemgetter(1)
+_ORDINARY = frozenset((names.QUEUE_PHASE, names.ROUTE_PHASE, names.CHAT_PHASE, names.SETTLE_PHASE))

@@ -110,6 +110,19 @@ def test_predicted_tokens_are_those_of_the_deployment_that_answered(record: Call
 PHASE_NAMES = ("authenticate", "admit", "queue", "route", "chat")
 
 
+@given(st.lists(st.integers(0, 9), min_size=10, max_size=10), st.integers(0, 1))
+def test_times_of_an_ordinary_call_are_the_sums_over_its_phases(steps: list[int], asked: int) -> None:
+    names_in_order = ("authenticate", "canonicalise", "cache.lookup", "admit", "queue", "route", "chat", "settle")
+    starts = list(itertools.accumulate(steps))
+    noted = marks(*zip(names_in_order, starts, strict=False), ended=starts[-1])
+    opened = starts[5 + asked]
+    found, summed = phases(noted, [attempt(opened, opened + 1)]), times(noted, [attempt(opened, opened + 1)])
+    own = [p for p in found if p.name not in ("queue", "chat") and not p.within_chat]
+    assert summed.own == sum(p.end_ns - p.start_ns for p in own)
+    assert summed.queued == starts[5] - starts[4]
+    assert (summed.whole, summed.chat) == (starts[-1] - noted.started_ns, starts[7] - opened)
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(PHASE_NAMES), st.integers(0, 50)), min_size=1, max_size=8),
     st.lists(st.integers(0, 300), max_size=2),
