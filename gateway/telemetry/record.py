@@ -93,7 +93,7 @@ def phases(marks: Marks, attempts: Sequence[Attempt]) -> list[Phase]:
 def times(marks: Marks, attempts: Sequence[Attempt]) -> Times:
     """The sums over `phases`, for the many requests of which nobody draws a span."""
     at = dict(marks.phases)
-    if attempts and _ORDINARY <= at.keys() and len(at) == len(marks.phases):  # each was entered, and once
+    if attempts and at.keys() >= _ORDINARY and len(at) == len(marks.phases):  # each was entered, and once
         started, ended, queue, route = marks.started_ns, marks.ended_ns, at[names.QUEUE_PHASE], at[names.ROUTE_PHASE]
         opened, settled = attempts[0].started_ns, at[names.SETTLE_PHASE]
         if len(attempts) == 1 and started <= queue <= route <= opened <= at[names.CHAT_PHASE] <= settled <= ended:

@@ -119,8 +119,8 @@ def test_times_of_an_ordinary_call_are_the_sums_over_its_phases(steps: list[int]
     found, summed = phases(noted, [attempt(opened, opened + 1)]), times(noted, [attempt(opened, opened + 1)])
     own = [p for p in found if p.name not in ("queue", "chat") and not p.within_chat]
     assert summed.own == sum(p.end_ns - p.start_ns for p in own)
-    assert summed.queued == starts[5] - starts[4]
-    assert (summed.whole, summed.chat) == (starts[-1] - noted.started_ns, starts[7] - opened)
+    assert summed.queued == 1000 * (starts[5] - starts[4])
+    assert (summed.whole, summed.chat) == (1000 * starts[-1], 1000 * (starts[7] - opened))
 
 
 @given(
