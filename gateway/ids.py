@@ -34,28 +34,32 @@ _BASE32 = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = [high + low for high in _BASE32 for low in _BASE32]
 _DIGITS = bytes(_BASE32[byte & 31].encode()[0] for byte in range(256))  # of a byte, five bits
 _RANDOM_CHARACTERS = 16
-_COUNTED_CHARACTERS = 4  # of these, the last count within a millisecond
+_COUNTED_CHARACTERS = 4  # of these, the last count
 _COUNTER_END = 32**_COUNTED_CHARACTERS
+_REUSED_NS = 10_000_000
 
 
 class _Ulids:
     """Event ids: 48 bits of milliseconds and 80 of chance, in Crockford's base 32 (github.com/ulid/spec).
 
-    Each is greater than the one before, within a millisecond and across a clock that steps back: of the 80 bits, 60 are
-    drawn anew for each millisecond, and the others count on from a number that is drawn as well.
+    Each is greater than the one before, across a clock that steps back as well: of the 80 bits, 60 are drawn anew with
+    every reading of the clock that is used, and the others count on from a number that is drawn too. A reading is used
+    for `_REUSED_NS`: what is made of it costs more than an id.
     """
 
     def __init__(self) -> None:
         self._milliseconds = 0
         self._high = ""  # of the time, what stays for a while
+        self._read_again_ns = 0
         self._prefix = ""
         self._counter = _COUNTER_END
 
     def next(self) -> str:
-        milliseconds = time.time_ns() // 1_000_000
+        now_ns = time.time_ns()
         self._counter = counter = self._counter + 1
-        if milliseconds > self._milliseconds or counter >= _COUNTER_END:
-            self._begin(milliseconds if milliseconds > self._milliseconds else self._milliseconds + 1)
+        if now_ns >= self._read_again_ns or counter >= _COUNTER_END:
+            self._read_again_ns = now_ns + _REUSED_NS
+            self._begin(max(now_ns // 1_000_000, self._milliseconds + 1))
             counter = self._counter
         return f"{self._prefix}{_PAIRS[counter >> 10]}{_PAIRS[counter & 1023]}"
 

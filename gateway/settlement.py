@@ -80,7 +80,7 @@ def opened_by(call: Call, marks: Marks, server: Server, attempt: int) -> Opened:
         call.principal.tenant.name,
         call.principal.key_id,
         call.end_user,
-        call.operation.value,
+        call.operation,
         call.asked_model,
         server.deployment.name,
         call.class_name,

@@ -36,7 +36,7 @@ def _names_one_of(allowed: Collection[str] | None, model: Model) -> bool:
     return allowed is None or any(name in allowed for name in (model.name, *model.aliases))
 
 
-class Operation(enum.Enum):
+class Operation(enum.StrEnum):
     """What is asked for. The value is the path behind `/v1/`; GenAI operation names are telemetry's business."""
 
     CHAT = "chat/completions"
@@ -166,7 +166,7 @@ class Marks:
         self.ended_ns = time.time_ns()
 
 
-class Outcome(enum.Enum):
+class Outcome(enum.StrEnum):
     """How a call ended, as its receipt says it."""
 
     COMPLETE = "complete"

@@ -105,21 +105,21 @@ class Appender:
         if not self.size:
             self._began = time.time()
         self._head = digest
-        self.size += len(line)
+        self.size += written
         if type(row) is Opened:
             self._open.setdefault(row.call_id, []).append(row)
         elif type(row) is Receipt or type(row) is Unbilled:
-            self._note_closed(row)
+            opened = self._open.pop(row.call_id, None)
+            if opened is not None and len(opened) > 1:
+                self._close_one(row, opened)
 
     def open_attempts(self, call_id: str) -> list[Opened]:
         return self._open.get(call_id, [])
 
-    def _note_closed(self, row: Receipt | Unbilled) -> None:
-        opened = self._open.pop(row.call_id, None)
-        if opened is not None and len(opened) > 1:
-            by, attempt = ("unbilled", row.attempt) if isinstance(row, Unbilled) else ("receipt", 0)
-            if left := left_open(opened, by=by, attempt=attempt, deployment=row.deployment):
-                self._open[row.call_id] = left
+    def _close_one(self, row: Receipt | Unbilled, opened: list[Opened]) -> None:
+        by, attempt = ("unbilled", row.attempt) if isinstance(row, Unbilled) else ("receipt", 0)
+        if left := left_open(opened, by=by, attempt=attempt, deployment=row.deployment):
+            self._open[row.call_id] = left
 
     def look_at_age(self, now: float) -> None:
         if now >= self._began + SEGMENT_SECONDS:

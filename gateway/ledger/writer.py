@@ -122,7 +122,8 @@ class Ledger:
 
         Raises `LedgerUnavailable` where that can not be had: then the server must not be asked.
         """
-        self.check()
+        if not self.ok:
+            self.check()
         try:
             self._chain.reserve()
             self._chain.append(opened)
