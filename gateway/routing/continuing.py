@@ -32,13 +32,14 @@ _LIMITS = ("max_tokens", "max_completion_tokens")
 # Fields that say the same of the rest of an answer as of the whole; and those that do with these values only.
 _INDIFFERENT = frozenset(
     {"model", "messages", "prompt", "stream", "stream_options", *_LIMITS, "temperature", "top_p", "top_k", "min_p",
-     "seed", "stop", "stop_token_ids", "ignore_eos", "repetition_penalty", "logit_bias", "skip_special_tokens",
-     "service_tier", "user", "safety_identifier", "prompt_cache_key", "metadata", "store"}
+     "seed", "stop", "stop_token_ids", "repetition_penalty", "logit_bias", "service_tier", "user", "safety_identifier",
+     "prompt_cache_key", "metadata", "store"}
 )  # fmt: skip
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none",),
     "parallel_tool_calls": (False, True), "response_format": ({"type": "text"},), "presence_penalty": (0,),
     "frequency_penalty": (0,), "echo": (False,), "suffix": (), "modalities": (["text"],),
+    "ignore_eos": (False,), "skip_special_tokens": (True,),  # else there is more in an answer than its text
 }  # fmt: skip
 _fields = msgspec.json.Decoder(dict[str, Any]).decode
 _messages = msgspec.json.Decoder(list[msgspec.Raw]).decode

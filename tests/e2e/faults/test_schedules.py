@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.faults.test_scenarios import Seen, ask
 from tests.e2e.faults.upstreams import TOKENS, Request, Upstreams, listening
 from tests.e2e.processes import Gateway, gateway, tenant
+from tests.gateway.providers.scripted import coded
 
 pytestmark = pytest.mark.e2e
 
@@ -78,7 +79,7 @@ async def broken_stream(request: Request, kind: str, at: int) -> None:
         case "no done":
             await request.write(b"0\r\n\r\n")
         case "error":
-            await request.write(b'21\r\ndata: {"error": {"message":"x"}}\n\n\r\n')
+            await request.write(coded(b'data: {"error": {"message": "x"}}\n\n'))
 
 
 @pytest.fixture(scope="module")

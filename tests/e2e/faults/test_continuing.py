@@ -1,0 +1,172 @@
+"""Streams that break off and go on at another server: over real sockets, and with engines that are killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.e2e.faults.test_scenarios import CUT_AT, WHOLE, ask, cut, malformed, no_done, stall
+from tests.e2e.faults.upstreams import PROMPT_TOKENS, TOKENS, Behaviour, Request, Upstreams, listening
+from tests.e2e.processes import (
+    DEMO,
+    PATIENCE_SECONDS,
+    PRICE,
+    Gateway,
+    chat,
+    deployment,
+    engine,
+    gateway,
+    key,
+    simple_policy,
+    tenant,
+)
+from tests.gateway.providers.scripted import STREAM_END, coded
+
+pytestmark = pytest.mark.e2e
+
+
+async def goes_on(request: Request) -> None:
+    """As an engine does: the rest of the answer that the last message begins, in pieces of its own."""
+    last = request.body["messages"][-1]
+    said = last["content"] if last["role"] == "assistant" else ""
+    assert (request.body.get("continue_final_message") is True) == bool(said)
+    assert WHOLE.startswith(said)
+    pieces = [WHOLE[at : at + 7] for at in range(len(said), len(WHOLE), 7)]
+    await request.head()
+    for piece in pieces:
+        await request.frame({"delta": {"content": piece}, "index": 0, "finish_reason": None})
+    await request.frame({"delta": {}, "index": 0, "finish_reason": "stop"})
+    known = len(said.split())
+    counts = {"prompt_tokens": PROMPT_TOKENS + known, "completion_tokens": TOKENS - known}
+    await request.frame(None, usage=counts | {"total_tokens": PROMPT_TOKENS + TOKENS})
+    await request.write(coded(b"data: [DONE]\n\n") + STREAM_END)
+
+
+async def error_event(request: Request) -> None:
+    await request.head()
+    await request.tokens(0, CUT_AT)
+    await request.write(coded(b'data: {"error": {"message": "x"}}\n\n'))
+
+
+BREAKS: dict[str, Behaviour] = {
+    "cut": cut, "stall": stall, "malformed": malformed, "no-done": no_done, "error": error_event,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def upstreams() -> Iterator[Upstreams]:
+    servers = {f"{name}-{place}": b for name, broken in BREAKS.items() for place, b in enumerate((broken, goes_on))}
+    with listening({**servers, "both-0": cut, "both-1": cut}) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def faulty(upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    policy = {
+        "deployments": [
+            {
+                "name": name, "provider": "vllm", "base_url": f"http://127.0.0.1:{port}/v1", "model": "m",
+                "price": PRICE, "prefill_tokens_per_second": 1_000_000 if name.endswith("-0") else 1_000,
+            }
+            for name, port in upstreams.ports.items()
+        ],
+        "models": [{"name": name, "deployments": [f"{name}-0", f"{name}-1"]} for name in (*BREAKS, "both")],
+        "classes": {"realtime": {"inter_token": "1s", "continue_cut_streams": True}},
+        "cache": {"scope": "off"},
+        "tenants": [tenant("dev")],
+    }  # fmt: skip
+    with gateway(tmp_path_factory.mktemp("continued"), policy) as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", BREAKS)
+async def test_the_client_gets_all_of_it_once(faulty: Gateway, upstreams: Upstreams, name: str) -> None:
+    seen = await ask(faulty, name)
+    assert (seen.status, seen.text, seen.finish, seen.error, seen.done) == (200, WHOLE, "stop", None, True)
+    receipt = faulty.receipt(seen.headers["x-request-id"])
+    assert [(a["deployment"], a.get("continues", False)) for a in receipt["attempts"]] == [
+        (f"{name}-0", False), (f"{name}-1", True),
+    ]  # fmt: skip
+    assert (receipt["outcome"], receipt["input_uncached"], receipt["output"]) == ("complete", PROMPT_TOKENS, TOKENS)
+    assert receipt["cost"] == "0.000025" and upstreams.asked(f"{name}-1") == 1
+
+
+async def test_a_second_cut_is_told(faulty: Gateway) -> None:
+    seen = await ask(faulty, "both")
+    assert seen.error is not None and seen.error["code"] == "upstream_cut" and not seen.done
+    assert faulty.receipt(seen.headers["x-request-id"])["outcome"] == "upstream_cut"
+
+
+async def test_openai_s_client_takes_it_for_one_answer(faulty: Gateway) -> None:
+    async with (
+        faulty.async_client() as client,
+        client.chat.completions.stream(
+            model="cut", messages=[{"role": "user", "content": "Count."}], stream_options={"include_usage": True}
+        ) as stream,
+    ):
+        whole = await stream.get_final_completion()
+    (choice,) = whole.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", WHOLE, "stop")
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (PROMPT_TOKENS, TOKENS)
+
+
+async def test_an_engine_that_is_killed_costs_no_token(tmp_path: Path) -> None:
+    """kill -9 in the middle of an answer at temperature 0: what arrives is what an engine says that nobody kills."""
+    with engine(tmp_path / "a") as a, engine(tmp_path / "b") as b:
+        engines = {"a": a, "b": b}
+        policy = simple_policy(
+            a.url,
+            deployments=[deployment(name, each.url, continuous_usage=True) for name, each in engines.items()],
+            models=[{"name": DEMO, "deployments": list(engines), "continue_cut_streams": True}],
+            cache={"scope": "off"},
+        )
+        body = chat("Tell me about prefix caching.", temperature=0, stream=True)
+        with gateway(tmp_path / "gateway", policy) as front:
+            whole, whole_id = await read(front, body, lambda pieces, name: None)
+            killed: list[str] = []
+
+            def kill(pieces: int, name: str) -> None:
+                if pieces == 5:
+                    killed.append(name)
+                    engines[name].kill()
+
+            text, call_id = await read(front, body, kill)
+            assert text == whole
+            uncut, receipt = front.receipt(whole_id), front.receipt(call_id)
+            (first,) = killed
+            (second,) = engines.keys() - killed
+            assert [(each["deployment"], each["outcome"]) for each in receipt["attempts"]] == [
+                (first, "cut"), (second, "ok"),
+            ]  # fmt: skip
+            assert (receipt["outcome"], receipt["exact"], receipt["output"]) == ("complete", True, uncut["output"])
+            prompt, uncut_prompt = (row["input_uncached"] + row["cache_read"] for row in (receipt, uncut))
+            assert prompt == uncut_prompt
+
+
+async def read(front: Gateway, body: dict[str, Any], look: Callable[[int, str], None]) -> tuple[str, str]:
+    """The text of a stream that comes to its end, and its call's id; `look` is told of each piece."""
+    text, count, done = "", 0, False
+    async with (
+        httpx2.AsyncClient(timeout=PATIENCE_SECONDS) as client,
+        client.stream(
+            "POST", f"{front.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key('dev')}"}
+        ) as reply,
+    ):
+        assert reply.status_code == 200
+        async for line in reply.aiter_lines():
+            done = done or line == "data: [DONE]"
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    piece = choice["delta"].get("content") or ""
+                    text, count = text + piece, count + bool(piece)
+                    look(count, reply.headers["x-warmpath-deployment"])
+    assert done
+    return text, reply.headers["x-request-id"]
