@@ -156,12 +156,14 @@ class Fleet:
         self._make_provider = make_provider
         self._share_of = share_of
         self._servers: dict[str, Server] = {}
+        self._by_names: dict[tuple[str, ...], list[Server]] = {}  # of this policy's models, as they are asked for
         self.working_set = WorkingSet()
         self.on_free: Callable[[], None] = lambda: None
 
     def apply(self, policy: Policy) -> None:
         """Take over a new policy; a call in flight keeps the servers that it began with."""
         self._servers = {d.name: self._server_for(d) for d in policy.deployments}
+        self._by_names.clear()
         self.on_free()
 
     def _server_for(self, deployment: Deployment) -> Server:
@@ -181,9 +183,13 @@ class Fleet:
     def __iter__(self) -> Iterator[Server]:
         return iter(self._servers.values())
 
-    def servers_of(self, model: Model) -> list[Server]:
+    def servers_of(self, model: Model) -> Sequence[Server]:
         """Where a model is served. Empty only while a reload has taken away what an older call still names."""
-        return [self._servers[name] for name in model.deployments if name in self._servers]
+        servers = self._by_names.get(model.deployments)
+        if servers is None:
+            servers = [self._servers[name] for name in model.deployments if name in self._servers]
+            self._by_names[model.deployments] = servers
+        return servers
 
     def take(self, servers: Sequence[Server]) -> Place | None:
         """A place at the least busy of these, or None where all are full."""

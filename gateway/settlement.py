@@ -268,8 +268,9 @@ class Settlement:
             headers["x-warmpath-deployment"] = self._upstream.server.name
         if self._from_cache:
             headers["x-warmpath-cache"] = self._record.cache
-        if self.meter.usage.exact:
-            headers["x-warmpath-cached-tokens"] = str(self.meter.usage.cache_read)
+        usage = self.meter.usage
+        if usage.exact:
+            headers["x-warmpath-cached-tokens"] = str(usage.cache_read)
         if self._call.canonical_steps:
             headers["x-warmpath-canonical"] = ",".join(self._call.canonical_steps)
         return headers

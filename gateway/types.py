@@ -156,10 +156,12 @@ class Marks:
 
     def lasted(self, phase: str) -> int:
         """Nanoseconds until the next phase; 0 where it was not entered, or goes on."""
-        phases = self.phases
-        for i in range(len(phases) - 1):
-            if phases[i][0] == phase:
-                return phases[i + 1][1] - phases[i][1]
+        begun = 0
+        for name, ns in self.phases:
+            if begun:
+                return ns - begun
+            if name == phase:
+                begun = ns
         return 0
 
     def end(self) -> None:

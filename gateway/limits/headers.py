@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from gateway.limits.base import Limit
 from gateway.storage.base import RateCharge
+
+Shown = Literal["requests", "tokens"]
 
 _NAMES = {
     what: (f"x-ratelimit-limit-{what}", f"x-ratelimit-remaining-{what}", f"x-ratelimit-reset-{what}")
@@ -14,20 +15,22 @@ _NAMES = {
 }
 
 
-def tightest_headers(limits: Sequence[Limit[Any]], charges: Sequence[Any], remaining: Sequence[int]) -> dict[str, str]:
-    """Of several limits of one sort, a client is told of the one that has the least left."""
-    least: dict[Literal["requests", "tokens"], tuple[int, RateCharge]] = {}
-    for limit, charge, left in zip(limits, charges, remaining, strict=True):
-        sort = limit.shown_as
-        if sort is not None and (sort not in least or left < least[sort][0]):
-            least[sort] = (left, charge)
+def tightest_headers(
+    shown: Sequence[tuple[Shown, int]], charges: Sequence[Any], remaining: Sequence[int]
+) -> dict[str, str]:
+    """Of several limits of one sort, a client is told of the one that has the least left. `shown`: the sort of each
+    that clients are told of, and where its charge stands."""
+    least: dict[Shown, int] = {}
+    for sort, index in shown:
+        if sort not in least or remaining[index] < remaining[least[sort]]:
+            least[sort] = index
     headers: dict[str, str] = {}
-    for sort, (left, charge) in least.items():
-        headers.update(ratelimit_headers(sort, charge, left))
+    for sort, index in least.items():
+        headers.update(ratelimit_headers(sort, charges[index], remaining[index]))
     return headers
 
 
-def ratelimit_headers(what: Literal["requests", "tokens"], charge: RateCharge, remaining: int) -> dict[str, str]:
+def ratelimit_headers(what: Shown, charge: RateCharge, remaining: int) -> dict[str, str]:
     """`reset` is when the limit is whole again if nobody asks meanwhile."""
     limit, rest, reset = _NAMES[what]
     reset_seconds = (charge.limit - remaining) * charge.period_seconds / charge.limit

@@ -20,7 +20,7 @@ from gateway.errors import StorageUnavailable
 from gateway.limits.base import Estimate, Limit, dearest_cost_nanos, estimate_of
 from gateway.limits.budget import Budget
 from gateway.limits.concurrency import Concurrency
-from gateway.limits.headers import tightest_headers
+from gateway.limits.headers import Shown, tightest_headers
 from gateway.limits.scope import scopes_of_call, tenant_part
 from gateway.limits.stream_budget import StreamBudget
 from gateway.policy import Limits, Policy
@@ -91,6 +91,7 @@ class _Plan(msgspec.Struct, frozen=True):
 
     key_limits: Limits | None  # of which it was made
     limits: tuple[Limit[Any], ...]
+    shown: tuple[tuple[Shown, int], ...]  # of which clients are told, and where they stand among the limits
     holds_a_place: bool
     cutting: tuple[Budget, ...]  # those that may cut a stream
 
@@ -160,7 +161,7 @@ class Limiter:
             self,
             name,
             limits,
-            tightest_headers(limits, charges, verdict.remaining),
+            tightest_headers(plan.shown, charges, verdict.remaining),
             holds_a_place=plan.holds_a_place,
             stream_budget=(
                 self._stream_budget(call, plan.cutting, name, estimate) if plan.cutting and call.stream else None
@@ -186,6 +187,7 @@ class Limiter:
         return _Plan(
             principal.limits,
             limits,
+            tuple((limit.shown_as, index) for index, limit in enumerate(limits) if limit.shown_as is not None),
             any(isinstance(limit, Concurrency) for limit in limits),
             tuple(limit for limit in limits if isinstance(limit, Budget) and limit.cuts_streams),
         )

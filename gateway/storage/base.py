@@ -184,9 +184,9 @@ def check_charges(reservation_id: str, charges: Sequence[Charge]) -> None:
     for key in (min(keys), max(keys)) if keys else ():  # between which all others stand
         if not key.startswith(tenant):
             raise ValueError(f"the charge {key!r} and the reservation {reservation_id!r} begin with different tenants")
-    for charge in charges:
-        if not 0 <= charge.amount <= MAX_AMOUNT:
-            raise ValueError(f"the amount of {charge.key!r} is outside 0..2**63-1: {charge.amount}")
+    amounts = [charge.amount for charge in charges]
+    if amounts and not (min(amounts) >= 0 and max(amounts) <= MAX_AMOUNT):
+        raise ValueError(f"an amount is outside 0..2**63-1: {', '.join(map(repr, charges))}")
     if len(set(keys)) != len(charges):
         named = ", ".join(charge.key for charge in charges)
         raise ValueError(f"a key stands twice in the charges of {reservation_id}: {named}")

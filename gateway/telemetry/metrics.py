@@ -228,9 +228,9 @@ class Metrics:
 
     def update(self, record: CallRecord, times: Times) -> None:
         call, marks = record.call, record.marks
-        operation = record.operation.value if record.operation else names.OTHER
+        operation = str(record.operation) if record.operation else names.OTHER
         model, class_name = (call.model.name, call.class_name) if call else (names.OTHER, names.OTHER)
-        outcome = record.outcome.value if record.outcome else "rejected"
+        outcome = str(record.outcome) if record.outcome else "rejected"
         self._requests.of(operation, model, class_name, str(record.status), outcome).add()
         series = self._own_series(operation, model, class_name)
         series.duration.observe(times.whole / 1e9)

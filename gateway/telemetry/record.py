@@ -96,7 +96,8 @@ def times(marks: Marks, attempts: Sequence[Attempt]) -> Times:
     if attempts and at.keys() >= _ORDINARY and len(at) == len(marks.phases):  # each was entered, and once
         started, ended, queue, route = marks.started_ns, marks.ended_ns, at[names.QUEUE_PHASE], at[names.ROUTE_PHASE]
         opened, settled = attempts[0].started_ns, at[names.SETTLE_PHASE]
-        if len(attempts) == 1 and started <= queue <= route <= opened <= at[names.CHAT_PHASE] <= settled <= ended:
+        relayed = at[names.CHAT_PHASE]
+        if len(attempts) == 1 and started <= queue <= route <= opened < relayed <= settled <= ended:
             waited = route - queue
             return Times(ended - started, opened - started - waited + ended - settled, waited, settled - opened)
     return _summed(phases(marks, attempts), marks)
@@ -112,7 +113,7 @@ def _summed(found: Sequence[Phase], marks: Marks) -> Times:
             chat = lasted
         elif phase.name != names.REPLAY_SPAN and not phase.within_chat:
             own += lasted
-    ended = found[-1].end_ns if found else max(marks.ended_ns, marks.started_ns)
+    ended = max([phase.end_ns for phase in found], default=max(marks.ended_ns, marks.started_ns))
     return Times(ended - marks.started_ns, own, queued, chat)
 
 
