@@ -113,7 +113,7 @@ def _summed(found: Sequence[Phase], marks: Marks) -> Times:
             chat = lasted
         elif phase.name != names.REPLAY_SPAN and not phase.within_chat:
             own += lasted
-    ended = max([phase.end_ns for phase in found], default=max(marks.ended_ns, marks.started_ns))
+    ended = found[-1].end_ns if found else max(marks.ended_ns, marks.started_ns)
     return Times(ended - marks.started_ns, own, queued, chat)
 
 
