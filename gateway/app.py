@@ -23,6 +23,7 @@ from gateway.admin import Admin
 from gateway.auth import Authenticator
 from gateway.batches import Batches
 from gateway.batches.inside import AtBatchClass, KeyById
+from gateway.breaker import STATES
 from gateway.cache import ResponseCache
 from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.diagnosis import Journal, Watcher
@@ -56,8 +57,13 @@ from gateway.siblings import ALONE, Seat, Siblings, left_behind
 from gateway.storage import open_storage
 from gateway.storage.memory import MemoryStorage
 from gateway.telemetry import (
+    BATCH_LINES,
+    BATCHES,
+    BATCHES_ENDED,
     BODIES,
+    CUT_STREAMS,
     DEPLOYMENT_AVAILABLE,
+    DEPLOYMENT_BREAKER,
     DEPLOYMENT_INFLIGHT,
     DEPLOYMENT_REPORTED,
     INFLIGHT,
@@ -73,6 +79,7 @@ from gateway.telemetry import (
     LIMITS_UNSETTLED,
     LIMITS_UNTOLD,
     QUEUE_DEPTH,
+    QUEUE_GAVE_WAY,
     STORE_FAILURES,
     Telemetry,
 )
@@ -285,12 +292,23 @@ class Gateway:
         watch(INFLIGHT, lambda: self._in_flight)
         watch(BODIES, lambda: house.bodies.held_bytes)
         watch(QUEUE_DEPTH, lambda: {(name,): house.queue.depth(name) for name in self._policies.current.classes})
+        watch(QUEUE_GAVE_WAY, lambda: {(name,): house.queue.gave_way(name) for name in self._policies.current.classes})
+        watch(CUT_STREAMS, lambda: {(result,): count for result, count in house.router.cut_streams.items()})
+        watch(
+            DEPLOYMENT_BREAKER,
+            lambda: {
+                (server.name, state): float(server.breaker.state(_loop_time()) == state)
+                for server in self._fleet
+                for state in STATES
+            },
+        )
         watch(DEPLOYMENT_INFLIGHT, lambda: {(server.name,): server.in_flight for server in self._fleet})
         watch(
             DEPLOYMENT_AVAILABLE,
             lambda: {(server.name,): float(not server.cooling(_loop_time())) for server in self._fleet},
         )
         self._show_reports()
+        self._show_batches()
         watch(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
         watch(LIMITS_UNSETTLED, lambda: limiter.unsettled)
         watch(STORE_FAILURES, lambda: limiter.store_failures)
@@ -301,6 +319,12 @@ class Gateway:
         watch(LEDGER_ROWS, lambda: self._ledger.receipts_written)
         watch(LEDGER_DRIFT, lambda: self._reconciliation.drift)
         watch(LEDGER_OK, lambda: float(self._ledger.ok))
+
+    def _show_batches(self) -> None:
+        batches, watch = self._batches, self._telemetry.watch
+        watch(BATCHES, lambda: {(status,): count for status, count in batches.counts().items()})
+        watch(BATCHES_ENDED, lambda: {(status,): count for status, count in batches.ended().items()})
+        watch(BATCH_LINES, lambda: {(state,): count for state, count in batches.lines().items()})
 
     def _show_reports(self) -> None:
         reports, watch = self._reports, self._telemetry.watch

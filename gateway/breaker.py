@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 
+STATES = ("closed", "resting", "open", "half_open")
 FAILURES_TO_OPEN = 5
 WINDOW = 20  # of the last outcomes
 OPEN_SHARE = 0.5
@@ -51,6 +52,12 @@ class Breaker:
     def recovering(self) -> bool:
         """Whether `share` may be less than all."""
         return self._recovered_at is not None
+
+    def state(self, now: float) -> str:
+        """One of `STATES`."""
+        if self._open:
+            return "half_open" if self._probing or now >= self.asked_after else "open"
+        return "resting" if self.cooling(now) else "closed"
 
     def cooling(self, now: float) -> bool:
         """Others go first."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from gateway.auth import Authenticator
 from gateway.batches.api import BatchApi
+from gateway.batches.records import OVER, Status
 from gateway.batches.run import Workshop
 from gateway.batches.store import open_store
 from gateway.batches.worker import Worker
@@ -34,6 +35,19 @@ class Batches:
             max_line_bytes=house.max_body_bytes,
         )
         self.routes = api.routes()
+
+    def counts(self) -> dict[str, int]:
+        """Batches in the store that are not over, by status."""
+        return {status.value: self._worker.open_batches[status] for status in Status if status not in OVER}
+
+    def ended(self) -> dict[str, int]:
+        """Batches that were ended here, by status."""
+        return {status.value: self._worker.ended[status] for status in Status if status in OVER}
+
+    def lines(self) -> dict[str, int]:
+        """Of the batches that are worked on here."""
+        waiting, running = self._worker.lines
+        return {"waiting": waiting, "running": running}
 
     async def open(self) -> None:
         await self._store.open()

@@ -79,6 +79,7 @@ class Run:
         self._store = shop.store
         self._judged: _Judged | None = None
         self._draining = False
+        self.lines_running = 0  # that are called now
         self._ending: Status | None = None  # why the work is stopped before its end
         self._lanes: asyncio.Task[None] | None = None
         self._unwritten: list[Result] = []
@@ -108,6 +109,14 @@ class Run:
     def drain(self) -> None:
         """Lines in flight may end, and no others begin."""
         self._draining = True
+
+    @property
+    def lines_waiting(self) -> int:
+        """That are neither done nor called now."""
+        batch = self.batch
+        if batch.status is not Status.IN_PROGRESS:
+            return 0
+        return batch.total - batch.completed - batch.failed - len(self._unwritten) - self.lines_running
 
     # Validation
 
@@ -234,8 +243,12 @@ class Run:
         reply, door = Reply(), ENDPOINTS[line.url]
         try:
             async with self._shop.slots:
-                key_id = self.batch.key_id
-                await call(self._shop.house, door, bytes(line.body), reply, key_id=key_id, call_id=call_id)
+                self.lines_running += 1
+                try:
+                    key_id = self.batch.key_id
+                    await call(self._shop.house, door, bytes(line.body), reply, key_id=key_id, call_id=call_id)
+                finally:
+                    self.lines_running -= 1
         except asyncio.CancelledError:
             if self._ending is not None and reply.receipt is not None:  # nobody will call it again
                 content = unanswered_line(line.custom_id, call_id, self._ending)

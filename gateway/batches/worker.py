@@ -35,6 +35,8 @@ class Worker:
         self._runs: dict[str, tuple[Run, asyncio.Task[None]]] = {}
         self._not_before: dict[str, float] = {}  # by batch: when a run that failed may be tried again
         self._woken = asyncio.Event()
+        self.open_batches = Counter[Status]()  # in the store, of all gateways, as they were found last
+        self.ended = Counter[Status]()  # here
         self._task: asyncio.Task[None] | None = None
         self._draining = False
         self._next_sweep = 0.0
@@ -42,6 +44,12 @@ class Worker:
     @property
     def runs(self) -> int:
         return len(self._runs)
+
+    @property
+    def lines(self) -> tuple[int, int]:
+        """Of the batches that are worked on here: (waiting, running)."""
+        runs = [run for run, _ in self._runs.values()]
+        return sum(run.lines_waiting for run in runs), sum(run.lines_running for run in runs)
 
     async def take_over(self) -> None:
         """Write the receipts that a gateway of this name owed when it was killed: before the ledger's own recovery
@@ -94,6 +102,7 @@ class Worker:
     async def _look(self) -> None:
         now, owner = self._shop.clock(), self._shop.owner
         open_batches = await self._shop.store.open_batches()
+        self.open_batches = Counter(batch.status for batch in open_batches)
         for batch in open_batches:
             run, task = self._runs.get(batch.id, (None, None))
             if run is None or task is None:
@@ -136,6 +145,7 @@ class Worker:
             log.exception("batch %s can not be worked on", batch_id)
         finally:
             if run.batch.over:
+                self.ended[run.batch.status] += 1
                 self._not_before.pop(batch_id, None)
             else:
                 self._not_before[batch_id] = self._shop.clock() + RETRY_SECONDS

@@ -13,6 +13,7 @@ others, and the least urgent call of the line, or of all lines, gives way; which
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import Generic
@@ -48,6 +49,7 @@ class Lines(Generic[W]):
         self._lines: dict[Key, Line[W]] = {}
         self._owed: dict[Key, _Owed] = {}  # of models for which somebody waits
         self.waiting = 0
+        self.gave_way = Counter[str]()  # calls by class, for others that were more urgent or came from fewer
         self.someone_is_held = False  # although there are places
 
     def __iter__(self) -> Iterator[W]:
@@ -106,6 +108,7 @@ class Lines(Generic[W]):
     def _give_way(self, line: Line[W], why: str) -> None:
         last = line.last
         self.leave(last)
+        self.gave_way[last.call.class_name] += 1
         last.refuse(Overloaded(why, retry_after_seconds=honest_wait_seconds(last.call.latency_class.max_wait)))
 
     def leave(self, waiter: W) -> None:

@@ -73,6 +73,10 @@ class Queue:
         """How many calls of a class wait now."""
         return self._lines.depth(class_name)
 
+    def gave_way(self, class_name: str) -> int:
+        """How many calls of a class were refused because more had come than may wait."""
+        return self._lines.gave_way[class_name]
+
     def turn(self, call: Call) -> _Turn:
         """`async with` holds a place at one of the model's servers, waiting for it if need be. Raises `Overloaded`."""
         return _Turn(self, call)

@@ -78,7 +78,7 @@ class Router:
         self._budgets: dict[str, RetryBudget] = {}  # by class, of which a policy has a handful
         self._hedging = Hedging()
         self._suspects = Suspects()
-        self.cut_streams = Counter[str]()  # that were to go on at another server: whether they did
+        self.cut_streams = Counter(continued=0, given_up=0)  # of those that were to go on at another server
 
     @property
     def retries_refused(self) -> int:
@@ -112,10 +112,13 @@ class Router:
             return [s for s in known if s.provider.continues_messages or call.operation is Operation.COMPLETION]
 
         async def open_next(rest: Call) -> Upstream:
-            self.cut_streams["tried"] += 1
-            upstream = await self.first_to_answer(rest, place, attempts)
-            self.cut_streams["continued"] += 1
-            return upstream
+            result = "given_up"
+            try:
+                upstream = await self.first_to_answer(rest, place, attempts)
+                result = "continued"
+                return upstream
+            finally:
+                self.cut_streams[result] += 1
 
         return Unbroken(begun, call, attempts, servers, open_next)
 

@@ -15,8 +15,13 @@ from gateway.telemetry import propagation
 from gateway.telemetry.export import EXPORT_INTERVAL_SECONDS, SpanQueue
 from gateway.telemetry.logs import access, configure_logging
 from gateway.telemetry.metrics import (
+    BATCH_LINES,
+    BATCHES,
+    BATCHES_ENDED,
     BODIES,
+    CUT_STREAMS,
     DEPLOYMENT_AVAILABLE,
+    DEPLOYMENT_BREAKER,
     DEPLOYMENT_INFLIGHT,
     DEPLOYMENT_REPORTED,
     INFLIGHT,
@@ -32,6 +37,7 @@ from gateway.telemetry.metrics import (
     LIMITS_UNSETTLED,
     LIMITS_UNTOLD,
     QUEUE_DEPTH,
+    QUEUE_GAVE_WAY,
     SPANS_DROPPED,
     STORE_FAILURES,
     Metrics,
@@ -152,8 +158,9 @@ def _access_fields(record: CallRecord, lasted: Times) -> dict[str, object]:
 
 
 __all__ = [
-    "BODIES", "DEPLOYMENT_AVAILABLE", "DEPLOYMENT_INFLIGHT", "DEPLOYMENT_REPORTED", "INFLIGHT", "KV_BLOCKS", "KV_CALLS",
-    "KV_EVENT_BATCHES", "LEDGER_DRIFT", "LEDGER_OK", "LEDGER_ROWS", "LIMITS_LOCAL", "LIMITS_LOCAL_CALLS", "LIMITS_LOST",
-    "LIMITS_UNSETTLED", "LIMITS_UNTOLD", "QUEUE_DEPTH", "STORE_FAILURES", "CallRecord",
+    "BATCHES", "BATCHES_ENDED", "BATCH_LINES", "BODIES", "CUT_STREAMS", "DEPLOYMENT_AVAILABLE", "DEPLOYMENT_BREAKER",
+    "DEPLOYMENT_INFLIGHT", "DEPLOYMENT_REPORTED", "INFLIGHT", "KV_BLOCKS", "KV_CALLS", "KV_EVENT_BATCHES",
+    "LEDGER_DRIFT", "LEDGER_OK", "LEDGER_ROWS", "LIMITS_LOCAL", "LIMITS_LOCAL_CALLS", "LIMITS_LOST",
+    "LIMITS_UNSETTLED", "LIMITS_UNTOLD", "QUEUE_DEPTH", "QUEUE_GAVE_WAY", "STORE_FAILURES", "CallRecord",
     "Telemetry", "Watched", "configure_logging",
 ]  # fmt: skip

@@ -90,6 +90,24 @@ KV_CALLS = Watched(
     "warmpath_kv_calls", "Answered calls of deployments with KV events, by whether their blocks are known.",
     ("deployment", "blocks"), kind="counter",
 )  # fmt: skip
+DEPLOYMENT_BREAKER = Watched(
+    "warmpath_deployment_breaker",
+    "1 at the state in which a deployment's circuit breaker is: closed, resting, open or half_open.",
+    ("deployment", "state"),
+)
+CUT_STREAMS = Watched(
+    "warmpath_cut_streams", "Streams that were cut and were to go on at another deployment, by whether they did.",
+    ("result",), kind="counter",
+)  # fmt: skip
+QUEUE_GAVE_WAY = Watched(
+    "warmpath_queue_gave_way", "Calls that were refused because more had come than may wait, by the class of theirs.",
+    ("class",), kind="counter",
+)  # fmt: skip
+BATCHES = Watched("warmpath_batches", "Batches in the store that are not over, as they were found last.", ("status",))
+BATCHES_ENDED = Watched("warmpath_batches_ended", "Batches that this gateway has ended.", ("status",), kind="counter")
+BATCH_LINES = Watched(
+    "warmpath_batch_lines", "Lines that wait or are called, of the batches that this gateway works on.", ("state",)
+)
 DEPLOYMENT_REPORTED = Watched(
     "warmpath_deployment_reported", "What a deployment said of its load last.", ("deployment", "what")
 )

@@ -113,6 +113,13 @@ async def test_a_call_goes_all_the_way(tmp_path: Path) -> None:
         assert (await app.ask(chat(stream=True))).content == delta("one") + DONE
         metrics = (await app.get("/metrics")).content.decode()
         assert "warmpath_ledger_rows" in metrics
+        assert 'warmpath_deployment_breaker{deployment="a",state="closed"} 1.0' in metrics
+        assert 'warmpath_deployment_breaker{deployment="a",state="open"} 0.0' in metrics
+        assert 'warmpath_batches{status="in_progress"} 0.0' in metrics
+        assert 'warmpath_batches_ended_total{status="completed"} 0.0' in metrics
+        assert 'warmpath_batch_lines{state="running"} 0.0' in metrics
+        assert 'warmpath_cut_streams_total{result="continued"} 0.0' in metrics
+        assert 'warmpath_queue_gave_way_total{class="batch"} 0.0' in metrics
         await server_closed_nothing(server)
 
 

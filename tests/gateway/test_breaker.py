@@ -89,6 +89,19 @@ def test_after_it_was_open_it_gets_its_places_back_slowly() -> None:
     assert breaker.share(now + SLOW_START_SECONDS) == 1.0 and not breaker.recovering
 
 
+def test_its_state_is_told_in_one_word() -> None:
+    breaker = Breaker()
+    assert breaker.state(0.0) == "closed"
+    breaker.failed(0.0)
+    assert breaker.state(0.1) == "resting" and breaker.state(9.0) == "closed"
+    breaker = opened()
+    assert breaker.state(breaker.asked_after - 0.1) == "open"
+    now = breaker.asked_after
+    assert breaker.state(now) == "half_open" and breaker.allows(now) and breaker.state(now) == "half_open"
+    breaker.succeeded(now)
+    assert breaker.state(now) == "closed"
+
+
 def test_a_health_check_shortens_the_pause() -> None:
     breaker = opened()
     breaker.probe_now(0.1)

@@ -32,6 +32,25 @@ async def test_batches_are_found_worked_on_and_ended(tmp_path: Path) -> None:
         assert worker.runs == 0
 
 
+async def test_it_knows_how_far_its_batches_are(tmp_path: Path) -> None:
+    async with a_bench(tmp_path, batches={"concurrency": 1}) as bench:
+        worker = Worker(bench.shop)
+        batch = await bench.add([ask("one"), ask("two"), ask("three")])
+        worker.start()
+        reply = await reply_of(bench, 0)
+        assert worker.lines == (2, 1) and worker.open_batches.total() == 1
+        bench.rig.script(answer())
+        reply.say(answer())
+        await until_status(bench, batch.id, Status.COMPLETED)
+        worker.wake()
+        for _ in range(1000):
+            if not worker.runs and not worker.open_batches:
+                break
+            await asyncio.sleep(0.001)
+        assert worker.lines == (0, 0) and worker.ended == {Status.COMPLETED: 1} and not worker.open_batches
+        await worker.close()
+
+
 async def test_what_a_gateway_had_when_it_closed_is_free_for_others_at_once(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         worker = Worker(bench.shop)

@@ -214,7 +214,7 @@ def test_batch_is_shed_first() -> None:
     assert [w.error is not None for w in (*batch, other)] == [True, True, True]
     assert [w.error for w in urgent] == [None, None, None]
     assert pool.join(pool.call("t", "batch")).error is not None, "there is nobody less urgent than itself"
-    assert pool.lines.waiting == 3
+    assert pool.lines.waiting == 3 and pool.lines.gave_way == {"batch": 4}
 
 
 def test_without_a_minimum_share_batch_gets_what_is_left() -> None:

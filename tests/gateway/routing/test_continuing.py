@@ -82,7 +82,7 @@ async def test_it_is_one_answer(tmp_path: Path) -> None:
         assert (receipt["outcome"], receipt["deployment"]) == ("complete", "b")
         assert (receipt["input_uncached"], receipt["output"], receipt["exact"]) == (10, 4, False)
         assert attempts(rig) == [("a", "cut", False), ("b", "ok", True)]
-        assert rig.house.router.cut_streams == {"tried": 1, "continued": 1}
+        assert rig.house.router.cut_streams == {"continued": 1, "given_up": 0}
 
 
 async def test_a_completion_goes_on_behind_its_prompt(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ async def test_where_nobody_goes_on_the_client_is_told_that_it_was_cut(tmp_path:
         assert attempts(rig)[0] == ("a", "cut", False) and {a[1] for a in attempts(rig)} == {"cut"}
         assert (receipt["outcome"], receipt["deployment"]) == ("upstream_cut", "a")
         assert (receipt["input_uncached"], receipt["output"], receipt["exact"]) == (10, 2, True)
-        assert rig.house.router.cut_streams["continued"] == 0
+        assert rig.house.router.cut_streams == {"continued": 0, "given_up": 1}
 
 
 async def test_it_goes_on_once(tmp_path: Path) -> None:
