@@ -12,8 +12,11 @@ those that make one path of the length that its usage tells: it found `cached` t
 points that are known, tokens and bytes are proportional. The end of every prompt is such a point, and a conversation
 has one for each of its turns. An error of a block or two only matters at the very edge of what was evicted.
 
-A removed block then takes the text blocks that it holds, and all behind them, out of the cache model. What could not be
-attributed changes nothing: there the model goes on as it does without events, and `cached_tokens` corrects it.
+*What is left.* A call is believed to be cached from when it is sent. Once it is over and its blocks have been told,
+what the engine still has of them is what is believed; from then on every block that is removed takes the text that it
+holds, and all behind it, out of the cache model. Neither needs the other to come first: a block that is gone before
+its call is over is remembered until then. What could not be attributed changes nothing: there the model goes on as it
+does without events, and `cached_tokens` corrects it.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.events.base import BlockHash, Removed, Stored
 from gateway.prefix.fingerprint import BLOCK_BYTES
 
 BLOCKS_MAX = 1 << 19  # followed of one engine: 8M tokens in blocks of 16; the oldest are forgotten first
+GONE_MAX = 1 << 18  # blocks that are gone, and remembered for calls that are not over yet
 CALLS_MAX = 256  # that are over, and remembered for events that come late
 SESSIONS_MAX = 4096  # whose last block is remembered until their calls are over
 UNCLAIMED_MAX = 256  # ends of paths that belong to no call yet, of engines that do not tell sessions
@@ -49,14 +54,20 @@ class Ended(NamedTuple):
 class _Text:
     """A prompt's fingerprint, shared by the blocks that hold it. It grows with its conversation.
 
-    `ends` are points where both are known, in tokens and in bytes: the beginning, and where its prompts ended.
+    `ends` are points where both are known, in tokens and in bytes: the beginning, and where its prompts ended. A text
+    that begins like another one, its `trunk`, has blocks of its own behind the `shared` ones.
     """
 
-    __slots__ = ("chain", "ends")
+    __slots__ = ("chain", "ends", "present", "shared", "trunk")
 
-    def __init__(self, chain: Sequence[int], ends: list[tuple[float, float]]) -> None:
+    def __init__(
+        self, chain: Sequence[int], ends: list[tuple[float, float]], trunk: _Text | None = None, shared: int = 0
+    ) -> None:
         self.chain = chain
         self.ends = ends
+        self.trunk = trunk
+        self.shared = shared
+        self.present: set[int] = set()  # depths of its own blocks that the engine has
 
     @property
     def tokens(self) -> float:
@@ -79,10 +90,22 @@ class _Text:
     def grows_into(self, chain: Sequence[int]) -> bool:
         return len(chain) >= len(self.chain) and chain[len(self.chain) - 1] == self.chain[-1]
 
+    def covers(self, chain: Sequence[int]) -> bool:
+        return len(chain) <= len(self.chain) and self.chain[len(chain) - 1] == chain[-1]
+
     def up_to(self, token: float) -> list[tuple[float, float]]:
         """The points of what comes before a token, where another text leaves this one."""
         ends = [end for end in self.ends if end[0] < token]
         return [*ends, (token, self.bytes_at(token))]
+
+    def present_up_to(self, depth: int) -> int:
+        """How many of its first `depth` blocks the engine has, from the beginning to the first that is missing."""
+        first, trunk = self.shared, self.trunk
+        if trunk is not None and (reached := trunk.present_up_to(min(first, depth))) < first:
+            return reached
+        while first < depth and first + 1 in self.present:
+            first += 1
+        return first
 
 
 class _Block:
@@ -91,12 +114,20 @@ class _Block:
     Once attributed, `text` is the prompt that it is part of; or an answer to it, behind its end.
     """
 
-    __slots__ = ("depth", "parent", "text")
+    __slots__ = ("__weakref__", "depth", "parent", "present", "text")
 
-    def __init__(self, parent: BlockHash | None, depth: int) -> None:
+    def __init__(self, parent: _Block | None, depth: int) -> None:
         self.parent = parent
         self.depth = depth
+        self.present = True
         self.text: _Text | None = None
+
+    def holds(self, text: _Text, depth: int) -> None:
+        if self.text is not None:
+            self.text.present.discard(self.depth)
+        self.text, self.depth = text, depth
+        if self.present:
+            text.present.add(depth)
 
 
 class BlockIndex:
@@ -104,12 +135,13 @@ class BlockIndex:
 
     def __init__(self, cache: CacheModel) -> None:
         self._cache = cache
-        self._blocks: OrderedDict[BlockHash, _Block] = OrderedDict()
+        self._blocks: OrderedDict[BlockHash, _Block] = OrderedDict()  # that are there
+        self._known: WeakValueDictionary[BlockHash, _Block] = WeakValueDictionary()  # and those that lead to others
         self._block_tokens = 0
         self._tells_sessions = False
         self._calls: OrderedDict[str, Ended] = OrderedDict()
-        self._tips: OrderedDict[str, BlockHash] = OrderedDict()  # by session: its last block
-        self._unclaimed: OrderedDict[BlockHash, None] = OrderedDict()  # ends of paths that came without a session
+        self._tips: OrderedDict[str, _Block] = OrderedDict()  # by session: its last block
+        self._unclaimed: OrderedDict[BlockHash, _Block] = OrderedDict()  # ends of paths that came without a session
         self.calls_attributed = 0
         self.calls_ended = 0
         self.blocks_removed = 0
@@ -121,47 +153,57 @@ class BlockIndex:
 
     def stored(self, event: Stored) -> None:
         self._block_tokens = event.block_tokens or self._block_tokens
-        self._grow(event)
-        tip = event.hashes[-1]
+        tip = self._grow(event)
         if event.session:
             self._tells_sessions = True
             _remember(self._tips, event.session, tip, SESSIONS_MAX)
             if (call := self._calls.get(event.session)) is not None:
                 self._attribute(call, tip)
-        elif not self._tells_sessions and not self._placed(self._blocks[tip]):
-            _remember(self._unclaimed, tip, None, UNCLAIMED_MAX)
-            depth = self._blocks[tip].depth
-            self._claim([call for call in self._calls.values() if self._shape(call)[0] == depth])
+        elif not self._tells_sessions and not self._placed(tip):
+            _remember(self._unclaimed, event.hashes[-1], tip, UNCLAIMED_MAX)
+            self._claim([call for call in self._calls.values() if self._shape(call)[0] == tip.depth])
 
-    def _grow(self, event: Stored) -> None:
-        parent = event.parent
-        above = self._blocks.get(parent) if parent is not None else None
+    def _grow(self, event: Stored) -> _Block:
+        """Note an event's blocks; returns the last one."""
+        above = self._known.get(event.parent) if event.parent is not None else None
         depth = above.depth if above else 0
-        counted = parent is None or depth > 0
-        if parent is not None:
-            self._unclaimed.pop(parent, None)
+        counted = event.parent is None or depth > 0
+        if event.parent is not None:
+            self._unclaimed.pop(event.parent, None)
         for block_hash in event.hashes:
             depth += counted
-            block = self._blocks.get(block_hash)
+            block = self._known.get(block_hash)
             if block is None:
-                self._blocks[block_hash] = _Block(parent, depth)
+                block = self._known[block_hash] = _Block(above, depth)
             elif not block.depth:
-                block.parent, block.depth = parent, depth
-            parent = block_hash
+                block.parent, block.depth = above, depth
+            block.present = True
+            if block.text is not None:
+                block.text.present.add(block.depth)
+            self._blocks[block_hash] = above = block
         while len(self._blocks) > BLOCKS_MAX:
             self._blocks.popitem(last=False)
+        while self._tips and len(self._known) - len(self._blocks) > GONE_MAX:
+            self._tips.popitem(last=False)
+        assert above is not None
+        return above
 
     def removed(self, event: Removed) -> None:
         for block_hash in event.hashes:
-            self._unclaimed.pop(block_hash, None)
-            block = self._blocks.pop(block_hash, None)
-            if block is None:
+            block = self._blocks.pop(block_hash, None) or self._known.get(block_hash)
+            if block is None or not block.present:
                 continue
+            block.present = False
             self.blocks_removed += 1
-            if (text := block.text) is not None:
-                kept = int(text.bytes_at((block.depth - 1) * self._block_tokens)) // BLOCK_BYTES
-                if kept < len(text.chain):
-                    self._cache.remove(text.chain[: kept + 1])
+            if block.text is not None:
+                block.text.present.discard(block.depth)
+                self._withdraw(block.text, block.depth - 1)
+
+    def _withdraw(self, text: _Text, kept: int) -> None:
+        """Of this text there are `kept` blocks at most."""
+        kept_text = int(text.bytes_at(kept * self._block_tokens)) // BLOCK_BYTES
+        if kept_text < len(text.chain):
+            self._cache.remove(text.chain[: kept_text + 1])
 
     def cleared(self) -> None:
         self.lost()
@@ -170,6 +212,7 @@ class BlockIndex:
     def lost(self) -> None:
         """The cache model stays as it is: as good as one without events, and corrected by replies."""
         self._blocks.clear()
+        self._known.clear()
         self._tips.clear()
         self._unclaimed.clear()
 
@@ -196,47 +239,51 @@ class BlockIndex:
         """Whether it holds text that is known. An answer's blocks do once the next turn of a conversation tells it."""
         return block.text is not None and block.depth * self._block_tokens <= block.text.tokens
 
-    def _attribute(self, call: Ended, tip: BlockHash) -> None:
-        """The path to `tip` is this call's, once it is as long as the prompt: its blocks that hold no known text hold
-        the call's."""
+    def _attribute(self, call: Ended, tip: _Block) -> None:
+        """The path to `tip` is this call's: its blocks that hold no known text hold the call's. Where all of the call's
+        blocks have been told, what is left of them is what is believed."""
         path, above = self._unplaced(tip)
-        if above is None and path and path[0].parent is not None:  # it begins in what we never were told of
+        if above is None and path and path[0].depth != 1:  # it begins in what we never were told of
             depth = call.cached_tokens // self._block_tokens
         else:
             depth = above.depth if above else 0
-        if depth + len(path) < call.prompt_tokens // self._block_tokens:
-            return
+        text = self._text_of(call, above, depth)
+        for i, block in enumerate(path, start=depth + 1):
+            block.holds(text, i)
+        wanted = call.prompt_tokens // self._block_tokens
+        reached = text.present_up_to(wanted)
+        if reached < wanted and depth + len(path) < wanted:
+            return  # others are to be told yet
         del self._calls[call.id]
         self.calls_attributed += 1
-        if path:
-            text = self._text_of(call, above)
-            for i, block in enumerate(path, start=depth + 1):
-                block.text, block.depth = text, i
-        if self._cache.match(call.chain) < len(call.chain):  # a removal of before was told while this was computed
-            self._cache.add(call.chain)
+        if reached < wanted:
+            self._withdraw(text, reached)
+        kept_bytes = text.bytes_at(reached * self._block_tokens) if reached < wanted else call.text_bytes
+        kept = min(int(kept_bytes) // BLOCK_BYTES, len(call.chain))
+        if self._cache.match(call.chain) < kept:  # a removal of before was told while this was computed
+            self._cache.add(call.chain[:kept])
 
-    def _text_of(self, call: Ended, above: _Block | None) -> _Text:
-        """The call's, joined to what is known of its beginning."""
+    def _text_of(self, call: Ended, above: _Block | None, depth: int) -> _Text:
+        """The call's, joined to what is known of its beginning: the first `depth` blocks."""
         end = (float(call.prompt_tokens), float(call.text_bytes))
         if above is None or above.text is None:
-            return _Text(call.chain, [(0.0, 0.0), end])
+            return _Text(call.chain, [(0.0, 0.0), end], None, depth)
         text = above.text
         if text.grows_into(call.chain):
             text.chain = call.chain
-        else:
-            text = _Text(call.chain, text.up_to(above.depth * self._block_tokens))
+        elif not text.covers(call.chain):
+            text = _Text(call.chain, text.up_to(depth * self._block_tokens), text, depth)
         if end[0] > text.ends[-1][0] and end[1] > text.ends[-1][1]:
             text.ends.append(end)
         return text
 
-    def _unplaced(self, tip: BlockHash) -> tuple[list[_Block], _Block | None]:
+    def _unplaced(self, tip: _Block) -> tuple[list[_Block], _Block | None]:
         """The blocks that lead to `tip` and hold no known text, from the first one on; and the one before them."""
         path: list[_Block] = []
-        blocks = self._blocks
-        block = blocks.get(tip)
+        block: _Block | None = tip
         while block is not None and (block.text is None or not self._placed(block)) and len(path) < BLOCKS_MAX:
             path.append(block)
-            block = blocks.get(block.parent) if block.parent is not None else None
+            block = block.parent
         return path[::-1], block
 
     def _claim(self, calls: Sequence[Ended]) -> None:
@@ -244,16 +291,14 @@ class BlockIndex:
         if self._tells_sessions or not self._block_tokens:
             return
         for call in calls:
-            fitting = [tip for tip in self._unclaimed if self._fits(call, tip)]
+            fitting = [name for name, tip in self._unclaimed.items() if self._fits(call, tip)]
             rivals = sum(self._shape(other) == self._shape(call) for other in self._calls.values())
             if len(fitting) == 1 and rivals == 1:
-                self._attribute(call, fitting[0])
-                del self._unclaimed[fitting[0]]
+                self._attribute(call, self._unclaimed.pop(fitting[0]))
 
-    def _fits(self, call: Ended, tip: BlockHash) -> bool:
-        block = self._blocks.get(tip)
+    def _fits(self, call: Ended, tip: _Block) -> bool:
         blocks, cached = self._shape(call)
-        if block is None or block.depth != blocks:
+        if tip.depth != blocks:
             return False
         path, _ = self._unplaced(tip)
         return len(path) >= blocks - cached

@@ -226,11 +226,14 @@ def test_a_path_whose_beginning_was_never_told() -> None:
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCKS_MAX", 50)
+    monkeypatch.setattr(blocks, "GONE_MAX", 100)
     monkeypatch.setattr(blocks, "CALLS_MAX", 2)
     house = House()
     for name in "abcdef":
-        house.call(words(name, 10_000))
+        house.engine.serve(f"of another gateway: {name}", words(name, 10_000))
+        house.index.ended(Ended(f"{name} of which nothing is told", chain(words(name, 10_000)), 10_000, 2_000, 0, 1))
     assert len(house.index) == 50
+    assert len(house.index._known) <= 50 + 100
     assert len(house.index._calls) == 2
 
 

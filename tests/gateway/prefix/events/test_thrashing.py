@@ -1,0 +1,203 @@
+"""The index against the engine's own scheduler, with a cache that holds a fraction of what is asked for: calls overlap,
+are preempted, evict each other; events and ends of calls come late. When all of it has come, belief is truth."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
+from backend.engine.request import Request, SamplingParams
+from backend.engine.scheduler import Computed, Scheduler
+from gateway.prefix.cache_model import CacheModel
+from gateway.prefix.events.base import Removed, Stored
+from gateway.prefix.events.blocks import BlockIndex, Ended
+from gateway.prefix.fingerprint import BLOCK_BYTES, fingerprint
+
+BLOCK_TOKENS = 16
+BYTES_PER_TOKEN = 5  # of this engine's tokenizer, which the index is not told
+EDGE_BYTES = BLOCK_BYTES + BLOCK_TOKENS * BYTES_PER_TOKEN  # of two kinds of blocks that do not end together
+NUM_BLOCKS = 100  # 8,000 bytes
+PROMPT_MAX_BYTES = 6_000
+STEP_TOKENS = 64
+
+
+def words(name: str, length: int) -> str:
+    return "".join(f"{name}{i:05}," for i in range(length // (len(name) + 6) + 1))[:length]
+
+
+def tokens(text: str) -> list[int]:
+    return [crc32(text[i : i + BYTES_PER_TOKEN].encode()) % 2**31 for i in range(0, len(text), BYTES_PER_TOKEN)]
+
+
+def chain_of(text: str) -> Sequence[int]:
+    return fingerprint([text.encode()], 7)
+
+
+@dataclass
+class Conversation:
+    text: str
+    turns: int = 0
+    under_way: bool = False
+    prompts: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Running:
+    conversation: Conversation
+    request: Request
+    prompt: str
+    answer: list[int]
+    said: str
+
+
+class House:
+    """An engine, an index that hears of it later, and who asks."""
+
+    def __init__(self) -> None:
+        self.cache = CacheModel(1 << 30)
+        self.index = BlockIndex(self.cache)
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK_TOKENS, self)
+        self.scheduler = Scheduler(
+            self.pool, max_num_seqs=8, max_num_batched_tokens=STEP_TOKENS, max_model_len=8_000, max_waiting=64
+        )
+        self.conversations = [Conversation(words("shared", 1_000)) for _ in range(5)]
+        self.running: dict[str, Running] = {}
+        self.told: list[Stored | Removed] = []
+        self.news: deque[list[Stored | Removed]] = deque()
+        self.ends: deque[Ended] = deque()
+
+    def stored(self, block: CachedBlock) -> None:
+        parent = None if block.parent == ROOT_HASH else block.parent
+        self.told.append(Stored((block.block_hash,), parent, BLOCK_TOKENS, block.session_id))
+
+    def removed(self, block_hash: bytes) -> None:
+        self.told.append(Removed((block_hash,)))
+
+    def cleared(self) -> None:
+        raise AssertionError("nobody clears it")
+
+    def step_over(self) -> None:
+        if self.told:
+            self.news.append(self.told)
+            self.told = []
+
+    def asks(self, number: int, asked: int, answered: int) -> None:
+        conversation = self.conversations[number]
+        if conversation.under_way:
+            return
+        name = f"c{number}t{conversation.turns}"
+        conversation.turns += 1
+        prompt = conversation.text + words(name, asked)
+        if len(prompt) + answered > PROMPT_MAX_BYTES:  # it begins anew
+            conversation.text, prompt = words("shared", 1_000), words("shared", 1_000) + words(name, asked)
+        said = words(f"s{name}", answered)
+        answer = [*tokens(said), 1]
+        prompt_ids = tokens(prompt)
+        request = Request(name, prompt_ids, SamplingParams(max_tokens=len(answer)), session_id=name, arrived=0.0)
+        self.cache.add(chain_of(prompt))  # as the router does when it sends it
+        self.scheduler.add(request)
+        conversation.under_way = True
+        self.running[name] = Running(conversation, request, prompt, answer, said)
+
+    def step(self) -> None:
+        if not self.scheduler.has_unfinished:
+            return
+        plan = self.scheduler.schedule()
+        computed = []
+        for part in plan:
+            one = self.running[part.request.request_id]
+            next_token = one.answer[part.request.num_output_tokens] if part.catches_up else None
+            computed.append(Computed(token_ids=() if next_token is None else (next_token,)))
+        for output in self.scheduler.advance(plan, computed):
+            if output.finish_reason is not None:
+                self._finish(self.running.pop(output.request_id), output.num_cached_tokens)
+        self.pool.step_over()
+
+    def _finish(self, one: Running, cached_tokens: int) -> None:
+        one.conversation.text = one.prompt + one.said
+        one.conversation.under_way = False
+        one.conversation.prompts.append(one.prompt)
+        prompt_tokens = one.request.num_prompt_tokens
+        chain = chain_of(one.prompt)
+        self.ends.append(
+            Ended(one.request.request_id, chain, len(one.prompt), prompt_tokens, cached_tokens, len(one.answer))
+        )
+
+    def hear_of_events(self) -> None:
+        for event in self.news.popleft() if self.news else ():
+            if isinstance(event, Stored):
+                self.index.stored(event)
+            else:
+                self.index.removed(event)
+
+    def hear_of_an_end(self) -> None:
+        if self.ends:
+            self.index.ended(self.ends.popleft())
+
+    def come_to_rest(self) -> None:
+        while self.scheduler.has_unfinished:
+            self.step()
+        while self.news:
+            self.hear_of_events()
+        while self.ends:
+            self.hear_of_an_end()
+
+    def error_bytes(self, prompt: str) -> int:
+        hashes = [ROOT_HASH]
+        ids = tokens(prompt)
+        for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            hashes.append(hash_block(hashes[-1], ids[start : start + BLOCK_TOKENS]))
+        true = len(self.pool.match(hashes[1:])) * BLOCK_TOKENS * BYTES_PER_TOKEN
+        believed = self.cache.match(chain_of(prompt)) * BLOCK_BYTES
+        return max(0, abs(believed - true) - EDGE_BYTES)
+
+    def lets(self, happening: tuple[int, int, int, int]) -> None:
+        what, number, asked, answered = happening
+        if what == 0:
+            self.asks(number, asked, answered)
+        elif what <= 4:
+            self.step()
+        elif what <= 6:
+            self.hear_of_events()
+        else:
+            self.hear_of_an_end()
+
+    def wrong(self) -> list[tuple[int, str]]:
+        """By how many bytes too much or too little is believed, of every prompt that there was."""
+        prompts = [prompt for conversation in self.conversations for prompt in conversation.prompts]
+        return [(error, prompt[1_000:1_020]) for prompt in prompts if (error := self.error_bytes(prompt))]
+
+
+HAPPENINGS = st.lists(
+    st.tuples(st.integers(0, 7), st.integers(0, 4), st.integers(100, 3_000), st.integers(0, 600)),
+    min_size=100,
+    max_size=300,
+)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(HAPPENINGS)
+def test_belief_is_truth_when_everything_has_been_heard(happenings: list[tuple[int, int, int, int]]) -> None:
+    house = House()
+    for happening in happenings:
+        house.lets(happening)
+    house.come_to_rest()
+    assert house.wrong() == []
+    assert house.index.calls_attributed == house.index.calls_ended
+
+
+def test_a_long_time_of_thrashing() -> None:
+    house, rng = House(), random.Random(1)
+    for _ in range(4_000):
+        house.lets((rng.randrange(8), rng.randrange(5), rng.randrange(100, 3_000), rng.randrange(600)))
+    house.come_to_rest()
+    assert house.index.blocks_removed > 20 * NUM_BLOCKS
+    assert house.wrong() == []
+    assert len(house.index) == house.pool.num_cached
