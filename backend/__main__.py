@@ -25,6 +25,7 @@ from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import EngineError
+from backend.kv_cache import KV_FORMS
 from backend.quantization import QUANTIZATIONS
 from backend.server.app import create_app
 from backend.server.kv_events import KVEventPublisher
@@ -166,6 +167,7 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
         "max_model_len": args.max_model_len,
         "max_waiting": args.max_waiting,
         "num_threads": args.num_threads,
+        "kv_cache_dtype": args.kv_cache_dtype,
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     return EngineConfig(
@@ -201,6 +203,7 @@ def parser() -> argparse.ArgumentParser:
     memory = made.add_mutually_exclusive_group()
     memory.add_argument("--num-blocks", type=_positive, metavar="N", help="size of the KV cache, in blocks")
     memory.add_argument("--kv-cache-memory-mib", type=_positive, metavar="MIB", help="size of the KV cache, in MiB")
+    add("--kv-cache-dtype", choices=tuple(KV_FORMS), help="auto, the default: the model's; the others take half of it")
     add("--block-size", type=_positive, metavar="TOKENS", help="tokens in a KV block (default: the engine's)")
     add("--max-num-seqs", type=_positive, metavar="N", help="sequences that run together (default: the engine's)")
     add("--max-num-batched-tokens", type=_positive, metavar="N", help="tokens in one step (default: the engine's)")

@@ -37,7 +37,7 @@ class StepAttention(ABC):
 
     @abstractmethod
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
-        """query: [T, Hq, D]; caches: [num_blocks, block_size, Hkv, D] -> [T, Hq, D].
+        """query: [T, Hq, D]; caches: [num_blocks, block_size, Hkv, W] -> [T, Hq, D]. W is D, but in a quantised cache.
 
         A sequence's i-th new token sees the cached tokens up to and including itself, as far back as the span goes,
         and nothing else: neither other sequences nor what an unfilled or reused block happens to hold.

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.attention.base import EVERYTHING, Attention, AttentionMetadata, Span, StepAttention
+from backend.kv_cache.base import KvForm
+from backend.kv_cache.plain import PLAIN
 
 MAX_DECODE_GROUP = 16  # sequences per batched decode: beyond it, padding costs more than a second call
 
@@ -30,14 +32,13 @@ class _Decodes:
     mask: Tensor  # [B, 1, 1, L], 0 or -inf
 
     def attend(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, softcap: float | None
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, softcap: float | None, form: KvForm
     ) -> Tensor:
-        size, (kv_heads, head_dim) = len(self.rows), key_cache.shape[2:]
+        size, kv_heads, head_dim = len(self.rows), key_cache.shape[2], query.shape[2]
         folded = query[self.rows].view(size, kv_heads, -1, head_dim)  # [B, Hkv, G, D]
         keys, values = (
             # Zeroed beside the mask, since a NaN that a reused block still holds would survive the mask alone.
-            cache.index_select(0, self.blocks)
-            .flatten(0, 1)
+            form.decode(cache.index_select(0, self.blocks).flatten(0, 1), query.dtype)
             .index_fill_(0, self.padding, 0)
             .view(size, -1, kv_heads, head_dim)
             .transpose(1, 2)  # [B, Hkv, L, D]
@@ -56,14 +57,13 @@ class _Prefill:
     mask: Tensor | None  # [Lq, L], 0 or -inf; None: plainly causal, nothing was cached before
 
     def attend(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, softcap: float | None
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, softcap: float | None, form: KvForm
     ) -> Tensor:
-        kv_heads, head_dim = key_cache.shape[2:]
+        kv_heads, head_dim = key_cache.shape[2], query.shape[2]
         grouped = query[self.rows].view(len(self.rows), kv_heads, -1, head_dim)
         grouped = grouped.permute(1, 2, 0, 3)  # [Hkv, G, Lq, D]
         keys, values = (
-            cache.index_select(0, self.blocks)
-            .flatten(0, 1)[: self.num_keys]
+            form.decode(cache.index_select(0, self.blocks).flatten(0, 1)[: self.num_keys], query.dtype)
             .transpose(0, 1)  # [Hkv, L, D]
             .unsqueeze(1)
             .expand(-1, grouped.shape[1], -1, -1)
@@ -84,7 +84,8 @@ def _attend(
 
 
 class _Step(StepAttention):
-    def __init__(self, metadata: AttentionMetadata, like: Tensor, scale: float) -> None:
+    def __init__(self, metadata: AttentionMetadata, like: Tensor, scale: float, form: KvForm) -> None:
+        self._form = form
         self._metadata = metadata
         self._like = like
         self._scale = scale
@@ -96,13 +97,19 @@ class _Step(StepAttention):
             groups = self._groups[span] = _make_groups(self._metadata, self._like, span)
         output = torch.empty_like(query)
         for group in groups:
-            output[group.rows] = group.attend(query, key_cache, value_cache, self._scale, span.softcap)
+            output[group.rows] = group.attend(query, key_cache, value_cache, self._scale, span.softcap, self._form)
         return output
 
 
 class SdpaAttention(Attention):
+    """`form`: what it is to read, which is made the model's own again as it is gathered."""
+
+    def __init__(self, scale: float, form: KvForm = PLAIN) -> None:
+        super().__init__(scale)
+        self._form = form
+
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
-        return _Step(metadata, like, self.scale)
+        return _Step(metadata, like, self.scale, self._form)
 
 
 def _make_groups(metadata: AttentionMetadata, like: Tensor, span: Span) -> list[_Decodes | _Prefill]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from backend.attention import ATTENTIONS
+from backend.attention import ATTENTIONS, READ_EVERY_FORM
 from backend.engine.errors import ConfigError
+from backend.kv_cache import KV_FORMS, create_kv_form
 from backend.model_files import open_model_files
 from backend.models.config import ModelConfig
 from backend.native import library
@@ -41,6 +42,7 @@ class ResolvedConfig:
     max_num_batched_tokens: int
     max_waiting: int
     enable_prefix_caching: bool
+    kv_cache_dtype: str
     attention: str
     ops: str
     quantization: str
@@ -62,6 +64,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     max_waiting: int = 512  # beyond the max_num_seqs that can run
     enable_prefix_caching: bool = True
+    kv_cache_dtype: str = AUTO  # "int8" or "fp8_e4m3"; auto: the model's
     attention: str = AUTO
     ops: str = AUTO
     quantization: str = "none"
@@ -89,6 +92,7 @@ class EngineConfig:
             raise ConfigError("num_blocks and kv_cache_memory_bytes are two ways to say one thing", param="num_blocks")
         for name, known in (
             ("dtype", {AUTO, *DTYPES}),
+            ("kv_cache_dtype", KV_FORMS.keys()),
             ("attention", {AUTO, *ATTENTIONS}),
             ("ops", {AUTO, *OPS}),
             ("quantization", QUANTIZATIONS.keys()),
@@ -117,14 +121,16 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_waiting=self.max_waiting,
             enable_prefix_caching=self.enable_prefix_caching,
-            attention=_member(self.attention, fast="native", plain="sdpa", device=device),
+            kv_cache_dtype=self.kv_cache_dtype,
+            attention=self._attention(device),
             ops=_member(self.ops, fast="native", plain="reference", device=device),
             quantization=self.quantization,
         )
 
     def _num_blocks(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
         memory = self.kv_cache_memory_bytes or self._free_memory_bytes(dtype, device)
-        row_bytes = model.num_kv_heads * model.head_dim * dtype.itemsize
+        form = create_kv_form(self.kv_cache_dtype)
+        row_bytes = model.num_kv_heads * form.width(model.head_dim) * form.dtype(dtype).itemsize
         block_bytes = 2 * model.num_layers * self.block_size * row_bytes
         if memory < block_bytes:
             raise ConfigError(
@@ -132,6 +138,15 @@ class EngineConfig:
                 param="kv_cache_memory_bytes",
             )
         return memory // block_bytes
+
+    def _attention(self, device: torch.device) -> str:
+        if self.kv_cache_dtype == AUTO:
+            return _member(self.attention, fast="native", plain="sdpa", device=device)
+        if self.attention not in (AUTO, *READ_EVERY_FORM):
+            raise ConfigError(
+                f"attention {self.attention!r} does not read a KV cache of {self.kv_cache_dtype}", param="attention"
+            )
+        return READ_EVERY_FORM[0] if self.attention == AUTO else self.attention
 
     def _free_memory_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         if device.type == "cpu":

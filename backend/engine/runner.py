@@ -12,13 +12,13 @@ from backend.attention import create_attention
 from backend.attention.base import EVERYTHING, Span, StepAttention
 from backend.engine.batch import make_batch
 from backend.engine.config import ResolvedConfig
+from backend.engine.kv_memory import KvMemory
 from backend.engine.masks import MaskFiller
 from backend.engine.request import TokenLogprob
 from backend.engine.sampler import sample, score
 from backend.engine.sampling_batch import make_sampling_batch
 from backend.engine.scheduler import Computed, Scheduled
 from backend.layers.loader import LayerLoader
-from backend.layers.step import LayerCache
 from backend.models import architecture
 from backend.models.weights import Checkpoint
 from backend.ops import create_ops
@@ -56,13 +56,10 @@ class Runner:
             model_class = architecture(config.model.architecture)
             self._model = model_class(config.model, loader, config.max_model_len, config.device)
             checkpoint.finish()
-        self._attention = create_attention(config.attention, scale=config.model.attention_scale)
+        self._kv = KvMemory(config)
+        self._attention = create_attention(config.attention, config.model.attention_scale, self._kv.form)
+        self._like = torch.empty(config.model.head_dim, dtype=config.dtype, device=config.device)
         self._masks = MaskFiller(config.model.vocab_size, config.device)
-        # Zeros, since attention multiplies masked values by zero and an uninitialised NaN would survive that.
-        model = config.model
-        shape = (model.num_layers, 2, config.num_blocks, config.block_size, model.num_kv_heads, model.head_dim)
-        memory = torch.zeros(shape, dtype=config.dtype, device=config.device)
-        self._cache = [LayerCache(key, value) for key, value in memory]
 
     @torch.inference_mode()
     def run(self, plan: Sequence[Scheduled], is_given_up: Callable[[], bool]) -> list[Computed] | None:
@@ -74,9 +71,9 @@ class Runner:
         batch = make_batch(plan, self._config.block_size, device)
         requests = [plan[i].request for i in batch.sampled]
         masks = self._masks.start(requests)
-        attend = _Interruptible(self._attention.prepare(batch.attention, like=self._cache[0].key), is_given_up)
+        attend = _Interruptible(self._attention.prepare(batch.attention, like=self._like), is_given_up)
         try:
-            hidden = self._model.forward(batch.input_ids, batch.positions, batch.slot_mapping, self._cache, attend)
+            hidden = self._model.forward(batch.input_ids, batch.positions, batch.slot_mapping, self._kv.layers, attend)
         except _GivenUp:
             if masks:
                 masks.result()  # the walks must not change while they are asked

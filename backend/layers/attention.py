@@ -57,7 +57,7 @@ class PagedAttention:
         if self._rope_index is not None:
             cos, sin = step.rope[self._rope_index]
             query, key = self._rotated(query, cos, sin), self._rotated(key, cos, sin)
-        self._ops.store_kv(key, value, cache.key, cache.value, step.slot_mapping)
+        cache.store(self._ops, key, value, step.slot_mapping)
         return self._output(step.attend(query, cache.key, cache.value, self._span).flatten(1))
 
     def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -5,12 +5,20 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from backend.attention.base import StepAttention
+from backend.kv_cache.base import KvForm
+from backend.kv_cache.plain import PLAIN
+from backend.ops.base import Ops
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    key: Tensor  # [num_blocks, block_size, Hkv, D]
+    key: Tensor  # [num_blocks, block_size, Hkv, W], W being the form's width for the head's D
     value: Tensor
+    form: KvForm = PLAIN
+
+    def store(self, ops: Ops, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """key, value: [T, Hkv, D]; slots: [T], over all blocks."""
+        ops.store_kv(self.form.encode(key), self.form.encode(value), self.key, self.value, slots)
 
 
 @dataclass(frozen=True, slots=True)

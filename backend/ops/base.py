@@ -50,4 +50,5 @@ class Ops(ABC):
 
     @abstractmethod
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-        """key, value: [T, Hkv, D]; caches: [num_blocks, block_size, Hkv, D]; slots: [T], over all blocks."""
+        """key, value: [T, Hkv, W]; caches: [num_blocks, block_size, Hkv, W], of the same dtype; slots: [T], over all
+        blocks."""

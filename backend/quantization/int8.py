@@ -15,7 +15,7 @@ class Int8Linear(Linear):
     def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None) -> None:
         self._ops = ops
         self._bias = bias
-        wide = weight.float()
+        wide = weight.to(torch.float32, copy=True)  # a tied weight is the embedding, too
         self._scales = wide.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny) / MAX_NUMBER  # [out]
         self._weight = wide.div_(self._scales[:, None]).round_().to(torch.int8)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,21 @@ def test_the_number_of_blocks_follows_from_the_memory(directory: Path) -> None:
         assert resolved.max_model_len == 160  # all that fits
 
 
+def test_a_quantised_cache_has_more_blocks_and_an_attention_that_reads_it(directory: Path) -> None:
+    config = EngineConfig(model_dir=directory, dtype="bfloat16", kv_cache_memory_bytes=1 << 20, device="cpu")
+    plain, quantised = config.resolve(), replace(config, kv_cache_dtype="int8").resolve()
+    assert quantised.num_blocks == plain.num_blocks * 2 * 16 // (16 + 4)
+    assert quantised.attention == "sdpa"
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
         ({"dtype": "float16"}, "dtype"),
         ({"attention": "flash"}, "attention"),
         ({"ops": "cuda"}, "ops"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "int8", "attention": "native"}, "attention"),
         ({"quantization": "awq"}, "quantization"),
         ({"block_size": 0}, "block_size"),
         ({"num_blocks": -1}, "num_blocks"),

@@ -14,6 +14,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.interruption import Interruption
 from backend.engine.request import Request, SamplingParams, TokenLogprob
+from backend.kv_cache import KV_FORMS
 from tests.backend.checkpoints import VOCAB_SIZE
 
 SHARED = [(5 * i * i + i) % VOCAB_SIZE for i in range(37)]
@@ -28,10 +29,11 @@ SAMPLINGS = [
 NUM_TOKENS = 24
 
 
-@pytest.fixture
-def load(checkpoint_dir: Callable[[str], Path]) -> Callable[..., Engine]:
+@pytest.fixture(params=KV_FORMS)
+def load(checkpoint_dir: Callable[[str], Path], request: pytest.FixtureRequest) -> Callable[..., Engine]:
     def load(**options: Any) -> Engine:
         defaults: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "num_threads": 1, "max_num_seqs": 8}
+        defaults["kv_cache_dtype"] = request.param
         return Engine.load(EngineConfig(model_dir=checkpoint_dir("llama"), **(defaults | options)))
 
     return load
@@ -147,6 +149,7 @@ def test_embeddings(load: Callable[..., Engine]) -> None:
             assert ours == pytest.approx(theirs, abs=1e-5)
 
 
+@pytest.mark.parametrize("load", ["auto"], indirect=True)
 def test_embeddings_are_the_mean_of_the_final_hidden_states(
     load: Callable[..., Engine], checkpoint_dir: Callable[[str], Path]
 ) -> None:
@@ -159,6 +162,7 @@ def test_embeddings_are_the_mean_of_the_final_hidden_states(
     assert output.embedding == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("load", ["auto"], indirect=True)
 def test_the_logprobs_of_prompts(load: Callable[..., Engine], checkpoint_dir: Callable[[str], Path]) -> None:
     """Those of transformers, and the same in one piece, in chunks, beside others, and after preemption."""
 

@@ -26,6 +26,15 @@ def test_the_weight_is_nearly_what_it_was(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_it_is_made_of_is_left_alone(name: str, dtype: torch.dtype) -> None:
+    """A tied head is made of the embedding, which goes on to be read."""
+    original = weight().to(dtype)
+    create_quantization(name, ReferenceOps()).linear(original, None)
+    assert torch.equal(original, weight().to(dtype))
+
+
+@pytest.mark.parametrize("name", ERRORS)
 def test_a_weight_of_zeros_stays_one(name: str) -> None:
     bias = torch.arange(4.0)
     linear = create_quantization(name, ReferenceOps()).linear(torch.zeros(4, 64), bias)

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backend.kv_cache.base import KvForm
+
+
+class PlainForm(KvForm):
+    """As the model computes them."""
+
+    def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        return model_dtype
+
+    def width(self, head_dim: int) -> int:
+        return head_dim
+
+    def encode(self, vectors: Tensor) -> Tensor:
+        return vectors
+
+    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return rows
+
+
+PLAIN = PlainForm()
