@@ -28,8 +28,8 @@ import duckdb
 import msgspec
 
 from gateway.ids import new_event_id
-from gateway.ledger.chain import GENESIS, encode_row, segment_name
-from gateway.ledger.compaction import KEPT_AS_LINES, compact
+from gateway.ledger.chain import GENESIS, KEPT_AS_LINES, encode_row, segment_name
+from gateway.ledger.compaction import compact
 from gateway.ledger.reader import UsageLine, summarise
 from gateway.money import text_of
 from gateway.types import AttemptRow, Receipt

@@ -33,6 +33,7 @@ from gateway.fleet import Fleet
 from gateway.health import HealthChecks
 from gateway.keyring import Keyring
 from gateway.ledger import Ledger
+from gateway.ledger.compacting import Compactor
 from gateway.ledger.shipping import Shipper
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
@@ -120,6 +121,7 @@ class Gateway:
         self._ledger_dir = settings.ledger_dir
         self._ledger = Ledger(settings.ledger_dir, settings.replica, keep_days=settings.ledger_keep_days)
         self._ship_to = settings.ledger_ship
+        self._compacts = settings.ledger_compact
         self._replica = settings.replica
         self._recovery = Recovery(self._ledger, self._fleet, policies)
         limiter = Limiter(self._counters, LIMITS)
@@ -254,6 +256,10 @@ class Gateway:
                 shipping = asyncio.create_task(shipper.run(), name="ledger shipping")
                 shipping.add_done_callback(_tell_why_it_ended)
                 opened.push_async_callback(_end, shipping)
+            if self._compacts:
+                compacting = asyncio.create_task(Compactor(self._ledger).run(), name="ledger compaction")
+                compacting.add_done_callback(_tell_why_it_ended)
+                opened.push_async_callback(_end, compacting)
             watching = asyncio.create_task(self._policies.watch(), name="policy watch")
             watching.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, watching)

@@ -95,6 +95,10 @@ class Settings(BaseSettings):
     ledger_keep_days: int | None = Field(
         None, ge=1, description="How long rows are kept, by whole segments of at most a day; left out: for ever."
     )
+    ledger_compact: bool = Field(
+        True,
+        description="Whether closed segments become Parquet beside the gateway's work, after they are shipped.",
+    )
     ledger_ship: str | None = Field(
         None,
         pattern="^(redis|rediss|unix)://",

@@ -25,6 +25,7 @@ from gateway.ledger.rows import Row, encode
 
 SCHEMA_VERSION = 1
 GENESIS = "0" * 64  # `prev` of the first row of all
+KEPT_AS_LINES = 2  # the newest segments: the writer continues them, and reads the last with a row when it opens
 _OPENING = f'{{"v":{SCHEMA_VERSION},"prev":"'.encode()
 _CLOSING_BYTES = len(b',"hash":""}\n') + 64
 _ROW = re.compile(rb'\{"v":(\d+),"prev":"([0-9a-f]{64})",.*,"hash":"([0-9a-f]{64})"\}\n', re.DOTALL)
@@ -83,6 +84,11 @@ def segments(chain: Path) -> list[Path]:
     """
     found = sorted((file for file in chain.iterdir() if _SEGMENT.fullmatch(file.name)), reverse=True)
     return [*reversed({file.stem: file for file in found}.values())]
+
+
+def closed_segments(chain: Path) -> list[Path]:
+    """Those that can be compacted: lines, but the newest."""
+    return [file for file in segments(chain) if file.suffix == ".jsonl"][:-KEPT_AS_LINES]
 
 
 def chains(ledger: Path) -> list[Path]:

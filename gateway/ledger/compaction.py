@@ -12,19 +12,21 @@ The newest segments stay as they are: the writer continues them, and reads the l
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import duckdb
 import msgspec
 
-from gateway.ledger.chain import RowError, chains, check_row, segments
+from gateway.ledger.chain import RowError, chains, check_row, closed_segments
 from gateway.ledger.rows import decode_head
 from gateway.ledger.tables import ROW_COLUMNS, UnreadableLedger, database, typed
 
-KEPT_AS_LINES = 2  # the newest segments of each chain
 LINE_BYTES_MAX = 64 * 1024 * 1024
 _FETCH_ROWS = 10_000
 _ROW_GROUP_ROWS = 100_000
@@ -59,12 +61,17 @@ def compact(ledger: Path, *, before: float, done: Callable[[Compacted], None] = 
     """
     compacted = []
     for chain in chains(ledger):
-        closed = [file for file in segments(chain) if file.suffix == ".jsonl"][:-KEPT_AS_LINES]
-        for file in closed:
-            if file.stat().st_mtime < before and file.stat().st_size:
-                compacted.append(_compact(file))
-                done(compacted[-1])
+        for file in closed_segments(chain):
+            if file.stat().st_mtime < before and (one := compact_segment(file)) is not None:
+                compacted.append(one)
+                done(one)
     return compacted
+
+
+def compact_segment(file: Path, *, threads: int | None = None) -> Compacted | None:
+    """None where there is nothing to be done, or somebody else has done it meanwhile. Raises `UnreadableLedger`."""
+    with _alone(file.parent):
+        return _compact(file, threads) if file.exists() and file.stat().st_size else None
 
 
 def lines_of(file: Path) -> Iterator[bytes]:
@@ -87,11 +94,41 @@ def lines_of(file: Path) -> Iterator[bytes]:
             raise RowError(str(error)) from error
 
 
-def _compact(file: Path) -> Compacted:
+def stored_lines(file: Path) -> Iterator[bytes]:
+    """The rows of a compacted segment, taken at their word. Raises `UnreadableLedger`."""
+    with database(threads=1) as connection:
+        try:
+            yield from _fetched(connection.execute("SELECT line FROM read_parquet($file)", {"file": str(file)}))
+        except duckdb.Error as error:
+            raise UnreadableLedger(f"{file}: {error}") from error
+
+
+def events_in(file: Path, event_ids: Collection[str]) -> set[str]:
+    """Those of some rows that are in a compacted segment. Raises `UnreadableLedger`."""
+    with database(threads=1) as connection:
+        try:
+            rows = connection.execute(
+                "SELECT event_id FROM read_parquet($file) WHERE list_contains($ids, event_id)",
+                {"file": str(file), "ids": list(event_ids)},
+            ).fetchall()
+        except duckdb.Error as error:
+            raise UnreadableLedger(f"{file}: {error}") from error
+    return {event_id for (event_id,) in rows}
+
+
+@contextmanager
+def _alone(chain: Path) -> Iterator[None]:
+    """A gateway and `warmpath usage compact` may come to the same segment at the same time."""
+    with (chain / "compacting").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _compact(file: Path, threads: int | None) -> Compacted:
     content = file.read_bytes()
     manifest = _manifest_of(file, content)
     target, unfinished = file.with_suffix(".parquet"), file.with_suffix(".unfinished")
-    with database() as connection:
+    with database(threads) as connection:
         lines = f"""
             SELECT line FROM read_csv('{_quoted(file)}', columns = {{'line': 'VARCHAR'}}, delim = '{_NEVER}',
                 quote = '', escape = '', header = false, auto_detect = false, max_line_size = {LINE_BYTES_MAX})
@@ -172,3 +209,18 @@ def _sync(file: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def main() -> None:
+    """One segment, by the way: for `gateway.ledger.compacting`."""
+    os.nice(19)
+    file = Path(sys.argv[1])
+    try:
+        if compact_segment(file, threads=1) is None and file.exists():
+            sys.exit(f"{file} is empty")
+    except (UnreadableLedger, OSError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -134,18 +136,34 @@ def rows_after(chain: Path, place: Place, end: Place) -> list[tuple[Place, bytes
     room_bytes = BATCH_BYTES
     segment, offset = place
     while segment <= end.segment and len(rows) < BATCH_ROWS and room_bytes > 0:
-        with (chain / segment_name(segment)).open("rb") as lines:
-            lines.seek(offset)
-            for line in lines:
-                offset += len(line)
-                if not line.endswith(b"\n") or Place(segment, offset) > end:
-                    return rows
-                rows.append((Place(segment, offset), line))
-                room_bytes -= len(line)
-                if len(rows) == BATCH_ROWS or room_bytes <= 0:
-                    return rows
+        for line in _lines_behind(chain / segment_name(segment), offset):
+            offset += len(line)
+            if not line.endswith(b"\n") or Place(segment, offset) > end:
+                return rows
+            rows.append((Place(segment, offset), line))
+            room_bytes -= len(line)
+            if len(rows) == BATCH_ROWS or room_bytes <= 0:
+                return rows
         segment, offset = segment + 1, 0
     return rows
+
+
+def _lines_behind(segment: Path, offset: int) -> Iterator[bytes]:
+    try:
+        lines = segment.open("rb")
+    except FileNotFoundError:  # it was compacted: by hand, or it was sent and Redis has forgotten it
+        compaction = importlib.import_module("gateway.ledger.compaction")  # brings DuckDB
+        try:
+            for line in compaction.stored_lines(segment.with_suffix(".parquet")):
+                if offset <= 0:
+                    yield line
+                offset -= len(line)
+        except compaction.UnreadableLedger as error:
+            raise OSError(str(error)) from error
+        return
+    with lines:
+        lines.seek(offset)
+        yield from lines
 
 
 def stream_name(chain: Path, replica: str) -> str:

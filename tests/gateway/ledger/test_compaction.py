@@ -9,11 +9,15 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from gateway.ledger.chain import verify
-from gateway.ledger.compaction import KEPT_AS_LINES, compact, lines_of
+from gateway.batches.receipts import events_in_ledger
+from gateway.ledger import Ledger
+from gateway.ledger.chain import KEPT_AS_LINES, segments, verify
+from gateway.ledger.compacting import Compactor
+from gateway.ledger.compaction import compact, lines_of
 from gateway.ledger.reader import UnreadableLedger, latest, summarise
 from gateway.ledger.retention import drop_old_segments
 from gateway.ledger.rows import Carried, Row
+from gateway.ledger.shipping import Place, rows_after
 from tests.gateway.ledger.receipts import a_receipt, write_chain
 
 ROWS_PER_SEGMENT = 3
@@ -112,3 +116,63 @@ def test_compacted_segments_age_like_others(ledger: Path) -> None:
     compact(ledger, before=math.inf)
     assert drop_old_segments(ledger / "replica", math.inf, lambda _: True) == [1, 2, 3]
     assert [file.name for file in (ledger / "replica").glob("0*")] == ["0000000004.jsonl"]
+
+
+async def test_a_gateway_compacts_what_it_has_closed(tmp_path: Path) -> None:
+    async with Ledger(tmp_path, "replica", segment_bytes=4000) as ledger:
+        compactor = Compactor(ledger)
+        for _ in range(16):
+            ledger.append(a_receipt())
+        await ledger.durable(hurry=True)
+        ledger.may_remove = lambda segment: segment < 2  # as where the others are still to be shipped
+        (sums,) = summarise(tmp_path, by=["tenant"])
+        await compactor.catch_up()
+        files = segments(ledger.folder)
+        assert [file.suffix for file in files] == [".parquet", *[".jsonl"] * (len(files) - 1)] and len(files) >= 4
+        ledger.may_remove = lambda segment: True
+        await compactor.catch_up()
+        assert [file.suffix for file in segments(ledger.folder)] == [
+            *[".parquet"] * (len(files) - KEPT_AS_LINES), *[".jsonl"] * KEPT_AS_LINES,
+        ]  # fmt: skip
+        assert compactor.segments_compacted == len(files) - KEPT_AS_LINES
+        assert summarise(tmp_path, by=["tenant"]) == [sums]
+    async with Ledger(tmp_path, "replica") as again:
+        again.append(a_receipt())
+    proof = verify(tmp_path, lines_of)
+    assert proof.rows == 17 and proof.broken is None
+
+
+async def test_a_segment_that_is_broken_is_said_once_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Ledger(tmp_path, "replica", segment_bytes=4000) as ledger:
+        for _ in range(14):
+            ledger.append(a_receipt())
+        await ledger.durable(hurry=True)
+        first, second, *_ = segments(ledger.folder)
+        first.write_bytes(first.read_bytes().replace(b"acme", b"acne", 1))
+        compactor = Compactor(ledger)
+        await compactor.catch_up()
+        await compactor.catch_up()
+    assert first.exists() and not second.exists()
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "gateway.ledger.compacting"]
+    assert f"{first}:1" in said and "changed" in said
+
+
+def test_compacted_rows_are_shipped_as_they_were(ledger: Path) -> None:
+    chain, end = ledger / "replica", Place(4, 1 << 30)
+    before = rows_after(chain, Place(1, 0), end)
+    compact(ledger, before=math.inf)
+    assert rows_after(chain, Place(1, 0), end) == before and len(before) == 12
+    assert rows_after(chain, before[1][0], end) == before[2:]
+    (chain / "0000000001.parquet").write_bytes(b"no parquet")
+    with pytest.raises(OSError, match="0000000001"):
+        rows_after(chain, Place(1, 0), end)
+
+
+async def test_a_batch_finds_its_receipts_in_compacted_segments(tmp_path: Path) -> None:
+    receipts = [a_receipt() for _ in range(12)]
+    write_chain(tmp_path / "replica", receipts, rows_per_segment=ROWS_PER_SEGMENT)
+    compact(tmp_path, before=math.inf)
+    asked = [receipts[0].event_id, receipts[11].event_id, "Z" * 26]
+    assert await events_in_ledger(tmp_path, asked, since=0) == set(asked[:2])
