@@ -35,7 +35,7 @@ from gateway.ids import new_event_id
 from gateway.money import text_of
 from gateway.policy import Deployment, Price
 from gateway.policy.prices import PerToken
-from gateway.types import Attempt, AttemptRow, Call, Marks, Outcome, Receipt, Usage
+from gateway.types import Attempt, AttemptRow, Call, Marks, Outcome, Receipt, UnbilledTokens, Usage
 
 _THREE_DIGITS = [f"{number:03d}" for number in range(1000)]
 _NO_PRICES = dict.fromkeys([f"price_{bucket}" for bucket in PerToken._fields])
@@ -400,6 +400,7 @@ def _whole_seconds(seconds: int) -> str:
 
 
 def _attempt_row(attempt: Attempt) -> AttemptRow:
+    lost = attempt.unbilled
     return AttemptRow(
         attempt.deployment,
         attempt.outcome,
@@ -409,4 +410,5 @@ def _attempt_row(attempt: Attempt) -> AttemptRow:
         "%016x" % attempt.span_id,  # noqa: UP031 (half of what a format specification takes)
         attempt.predicted_cached_tokens,
         attempt.continues,
+        None if lost is None else UnbilledTokens(lost.input, lost.output, lost.exact),
     )

@@ -26,6 +26,7 @@ from gateway.limits.limiter import UNLIMITED, Limiter, Reservation
 from gateway.metering import Bill, Meter, bill_of, make_receipt, rfc3339
 from gateway.money import nanos_of
 from gateway.providers.base import Fault
+from gateway.races import Losers
 from gateway.replies import Exchange
 from gateway.routing.attempts import Attempts
 from gateway.routing.upstream import Upstream
@@ -203,6 +204,7 @@ class Settlement:
         self._settler = settler
         self._opening = opening
         self._from_cache = from_cache
+        self._losers = Losers(call)
         self._upstream: Upstream | None = None
         self._recorded_at: Server | None = None  # who had a record of the call
         self._written = False
@@ -215,6 +217,8 @@ class Settlement:
     def answered_by(self, upstream: Upstream) -> None:
         """A server has given its first chunk: from here on its price holds."""
         self._upstream = upstream
+        for server in self._attempts.losers:
+            self._losers.ask(server, self._opening.request_id_at(server))
         self.meter.strip_every_usage = upstream.server.deployment.continuous_usage and not self._call.continuous_usage
         self._record.deployment = upstream.server.name
         if self._record.trace.sampled:  # for the span; putting it into words costs
@@ -295,6 +299,8 @@ class Settlement:
             self.meter.is_estimated = upstream.is_estimated
             if self._attempts.done:
                 self._attempts.conclude("ok" if self.meter.complete else _fault(outcome, upstream.fault))
+        if self._attempts.losers:
+            self._attempts.done = self._losers.told(self._attempts.done)
         record.outcome = outcome
         record.attempts = self._attempts.done
         record.usage = self.meter.usage

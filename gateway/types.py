@@ -191,6 +191,15 @@ class Attempt(msgspec.Struct, frozen=True):
     status: int | None = None
     predicted_cached_tokens: int = 0
     continues: bool = False  # with the text of the answer that was cut before it
+    unbilled: Usage | None = None  # of one that lost a race
+
+
+class UnbilledTokens(msgspec.Struct, frozen=True):
+    """What a server has done in vain; `exact` by its own record, else the most that the prompt may have cost it."""
+
+    input: int
+    output: int
+    exact: bool
 
 
 class AttemptRow(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -204,6 +213,7 @@ class AttemptRow(msgspec.Struct, frozen=True, omit_defaults=True):
     span_id: str  # 16 hex digits
     predicted_cached_tokens: int
     continues: bool = False
+    unbilled: UnbilledTokens | None = None
 
 
 class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="receipt"):

@@ -13,6 +13,7 @@ from gateway.fleet import SentCall, Server
 from gateway.types import Attempt
 
 CLIENT_GONE = "client_gone"
+HEDGE_LOST = "hedge_lost"
 
 
 class Attempts:
@@ -29,6 +30,7 @@ class Attempts:
         self.done: list[Attempt] = []
         self.asked: Server | None = None  # the last one that took the call and may have worked on it
         self.cancelled_as = CLIENT_GONE  # the outcome of an attempt that is cancelled now
+        self.losers: list[Server] = []  # of races: they may have worked on it, too
         self.new_span_id = new_span_id
         self.headers = headers  # of an attempt, by its span id
         self._opening = opening  # notes it in the books
@@ -39,6 +41,8 @@ class Attempts:
         self.asked = server
 
     def add(self, sent: SentCall, outcome: str, started_ns: int, span_id: int, status: int | None) -> None:
+        if outcome == HEDGE_LOST:
+            self.losers.append(sent.server)
         self.done.append(
             Attempt(
                 deployment=sent.server.name,
@@ -64,10 +68,11 @@ class Attempts:
         """The last one goes on with the answer of one before."""
         self.done[-1] = msgspec.structs.replace(self.done[-1], continues=True)
 
-    def rename(self, deployment: str, outcome: str) -> None:
-        """An attempt that answered as well was not needed."""
+    def lose(self, server: Server) -> None:
+        """It answered in the same moment as another one."""
+        self.losers.append(server)
         self.done = [
-            msgspec.structs.replace(attempt, outcome=outcome) if attempt.deployment == deployment else attempt
+            msgspec.structs.replace(attempt, outcome=HEDGE_LOST) if attempt.deployment == server.name else attempt
             for attempt in self.done
         ]
 

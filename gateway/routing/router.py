@@ -29,7 +29,7 @@ from gateway.fleet import Fleet, Place, SentCall, Server
 from gateway.policy import Floor
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.providers.sse import ends_stream, has_output
-from gateway.routing.attempts import CLIENT_GONE, Attempts
+from gateway.routing.attempts import CLIENT_GONE, HEDGE_LOST, Attempts
 from gateway.routing.base import Candidate, Strategy
 from gateway.routing.continuing import Unbroken, may_go_on
 from gateway.routing.following import follow
@@ -49,7 +49,7 @@ RESTING_STATUSES = frozenset({429, 503})
 SERVER_FAULTS = frozenset(f.value for f in (Fault.CONNECT, Fault.TIMEOUT, Fault.CUT, Fault.MALFORMED))
 FAIR_SHARE = 0.9  # of the class's time: who had less, because the client hurries or others used it, is not at fault
 # Outcomes that no fault stands for.
-GIVEN_UP, TOO_SLOW, HEDGE_LOST, OUT_OF_TIME = "given_up", "too_slow", "hedge_lost", "out_of_time"
+GIVEN_UP, TOO_SLOW, OUT_OF_TIME = "given_up", "too_slow", "out_of_time"
 
 
 class _Opening:
@@ -332,7 +332,7 @@ class _Race:
             if not task.cancelled() and task.exception() is None:
                 other = task.result()
                 if other is not None and other is not won:  # both answered in the same moment
-                    attempts.rename(other.server.name, HEDGE_LOST)
+                    attempts.lose(other.server)
                     await other.aclose()
         if won is not None:
             attempts.asked = won.server

@@ -27,7 +27,7 @@ from gateway.policy import Policy
 from gateway.telemetry import names
 from gateway.telemetry.aggregates import Count, Histogram, Spread, Tally
 from gateway.telemetry.record import CallRecord, Times
-from gateway.types import Attempt, Call, Operation
+from gateway.types import Attempt, Call, Operation, Usage
 
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600)
 WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 600, 3600)
@@ -198,6 +198,12 @@ class Metrics:
         self._attempts = self._counter(
             "warmpath_upstream_attempts", "Tries at deployments by how they ended.", "deployment outcome"
         )
+        self._lost_tokens = self._counter(
+            "warmpath_hedge_lost_tokens",
+            "Tokens of answers that lost a race, billed to nobody: by the servers' records or, where there was none in "
+            "time, of the whole prompt (exact: false).",
+            "deployment kind exact",
+        )
         self._cache = self._counter("warmpath_cache", "Calls by what the exact response cache did for them.", "result")
         self._prefix_predicted = self._counter(
             "warmpath_prefix_predicted_tokens",
@@ -259,10 +265,17 @@ class Metrics:
             series.queue_wait.observe(times.queued / 1e9)
         for attempt in record.attempts:
             self._attempts.of(attempt.deployment, _attempt_outcome(attempt)).add()
+            if attempt.unbilled is not None:
+                self._add_lost(attempt.deployment, attempt.unbilled)
         if call is not None:
             self._cache.of(record.cache).add()
             if record.attempts:
                 self._update_upstream(record, call, times)
+
+    def _add_lost(self, deployment: str, usage: Usage) -> None:
+        exact = "true" if usage.exact else "false"
+        self._lost_tokens.of(deployment, "input", exact).add(usage.input)
+        self._lost_tokens.of(deployment, "output", exact).add(usage.output)
 
     def _update_upstream(self, record: CallRecord, call: Call, times: Times) -> None:
         """What only a call has that an upstream was asked for."""
