@@ -31,8 +31,8 @@ QUIET: dict[str, Any] = {
     "ws": "none", "log_config": None, "access_log": False, "server_header": False, "date_header": False,
     "proxy_headers": False,
 }  # fmt: skip
-OPEN_FILES = 65_536  # of one process: a call may need a connection to its client and one to a server
-OTHER_OPEN_FILES = 256  # the ledger, the storage, reports
+OPEN_FILES = 65_536  # of one process
+OTHER_OPEN_FILES = 4096  # than clients' connections: those to servers above all; half of them all, where there are few
 GC_THRESHOLDS = (10_000, 20, 50)  # requests make next to no cycles; looking for them often costs 5 % of a request
 
 
@@ -160,7 +160,7 @@ def run(
             )
             admin_listener = listeners.enter_context(listen(settings.admin_host, settings.admin_port))
             admin = (AdminServer(admin_config), admin_listener)
-        connections = Connections(min(MAX_CONNECTIONS, max(1, (open_files - OTHER_OPEN_FILES) // 2)))
+        connections = Connections(min(MAX_CONNECTIONS, max(open_files // 2, open_files - OTHER_OPEN_FILES)))
         server = Server(
             config, gateway, on_ready, connections,
             lame_duck_seconds=settings.lame_duck_seconds, admin=admin, lifeline=lifeline,

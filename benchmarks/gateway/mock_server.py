@@ -18,8 +18,8 @@ import uvloop
 
 _CONTENT_LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _STREAM = re.compile(rb'"stream": *true')
-_MAX_TOKENS = re.compile(rb'"max_tokens": *(\d+)')
-_PACE = re.compile(rb'"user": *"paced-(\d+)"')
+MAX_TOKENS = re.compile(rb'"max_tokens": *(\d+)')
+PACE = re.compile(rb'"user": *"paced-(\d+)"')
 
 _USAGE = {"prompt_tokens": 32, "completion_tokens": 8, "total_tokens": 40}
 _MODELS = {"object": "list", "data": [{"id": "mock", "object": "model", "created": 0, "owned_by": "mock"}]}
@@ -88,8 +88,8 @@ class MockServer(asyncio.Protocol):
         elif not _STREAM.search(body):
             self._transport.write(_JSON)
         else:
-            tokens = int(m[1]) if (m := _MAX_TOKENS.search(body)) else 64
-            pace = _PACE.search(body)
+            tokens = int(m[1]) if (m := MAX_TOKENS.search(body)) else 64
+            pace = PACE.search(body)
             self._stream([_TOKEN] * tokens, 1 / int(pace[1]) if pace else 0.0)
 
     def _stream(self, events: list[bytes], interval_seconds: float) -> None:

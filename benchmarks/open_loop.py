@@ -1,0 +1,122 @@
+"""Clients that do not wait for each other: calls arrive at random, at a rate, whatever becomes of those before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_STATUS = re.compile(rb"HTTP/1\.1 (\d+)")
+_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+_RETRY_AFTER = re.compile(rb"retry-after-ms: (\d+)", re.IGNORECASE)
+_CLOSE = re.compile(rb"connection: close", re.IGNORECASE)
+CALL_SECONDS = 600.0  # a call that takes longer has failed
+
+
+@dataclass
+class Call:
+    """One call and what came of it; times in seconds of `time.monotonic`."""
+
+    kind: str
+    began: float
+    status: int = 0  # 0: the connection broke
+    first: float | None = None  # until the first token
+    ended: float | None = None
+    complete: bool = False
+    retry_after_seconds: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended or time.monotonic()) - self.began
+
+
+class Clients:
+    """Calls to one port, over connections that are kept."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def ask(self, kind: str, payload: bytes) -> Call:
+        call = Call(kind, time.monotonic())
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                reader, writer = (
+                    self._idle.pop() if self._idle else await asyncio.open_connection("127.0.0.1", self._port)
+                )
+                writer.write(payload)
+                head = await reader.readuntil(b"\r\n\r\n")
+                await _read(call, head, reader)
+            if _CLOSE.search(head):
+                writer.close()
+            else:
+                self._idle.append((reader, writer))
+        except (OSError, asyncio.IncompleteReadError, TimeoutError):
+            call.status = 0
+        call.ended = time.monotonic()
+        return call
+
+    def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+
+
+async def _read(call: Call, head: bytes, reader: asyncio.StreamReader) -> None:
+    status = _STATUS.match(head)
+    call.status = int(status[1]) if status else 0
+    if (told := _RETRY_AFTER.search(head)) is not None:
+        call.retry_after_seconds = int(told[1]) / 1000
+    if (length := _LENGTH.search(head)) is not None:
+        await reader.readexactly(int(length[1]))
+        call.complete = call.status == 200
+        return
+    done = False
+    while size := int(await reader.readline(), 16):
+        chunk = await reader.readexactly(size + 2)
+        if call.first is None and b'"content"' in chunk:
+            call.first = time.monotonic() - call.began
+        done = done or b"data: [DONE]" in chunk
+    await reader.readline()
+    call.complete = done
+
+
+def arrivals(rate: float, seconds: float, chance: random.Random) -> Iterator[float]:
+    """Times from the beginning, of a Poisson process."""
+    at = chance.expovariate(rate)
+    while at < seconds:
+        yield at
+        at += chance.expovariate(rate)
+
+
+async def offered(
+    clients: Clients, mix: Sequence[tuple[str, float, Sequence[bytes]]], seconds: float, chance: random.Random
+) -> list[asyncio.Task[Call]]:
+    """Begin calls for so many seconds: of each kind at its rate per second, with one of its payloads. Returns all of
+    them; some are still under way."""
+    due = sorted((at, kind, n) for n, (kind, rate, _) in enumerate(mix) for at in arrivals(rate, seconds, chance))
+    began, calls = time.monotonic(), []
+    for at, kind, n in due:
+        if (wait := began + at - time.monotonic()) > 0:
+            await asyncio.sleep(wait)
+        calls.append(asyncio.create_task(clients.ask(kind, chance.choice(mix[n][2]))))
+    return calls
+
+
+def payload(key: str, body: dict[str, Any], **headers: str) -> bytes:
+    content = json.dumps(body).encode()
+    lines = {"host": "127.0.0.1", "authorization": f"Bearer {key}", "content-type": "application/json", **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"POST /v1/chat/completions HTTP/1.1\r\n{head}content-length: {len(content)}\r\n\r\n".encode() + content
+
+
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    if len(seconds) < 2:
+        return {}
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+    return {f"p{p}": round(cuts[p - 1] * 1000, 1) for p in (50, 90, 99)}
