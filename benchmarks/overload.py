@@ -45,6 +45,7 @@ BATCH = {"max_wait": "1h", "max_queue": 500, "hold": False}
 REALTIME_SHARE = 2.0  # of the capacity, in the overload; batch has the rest
 GOODPUT_MIN, TTFT_P99_MAX, MEMORY_MAX, RETRY_AFTER_MAX_SECONDS = 0.95, 2.0, 1.10, 120.0
 SAMPLE_SECONDS = 1.0
+WARM_SECONDS = 3.0
 
 
 def main() -> None:
@@ -137,19 +138,20 @@ async def measure(options: argparse.Namespace, pid: int, port: int) -> dict[str,
 
 
 async def capacity_of(clients: Clients, options: argparse.Namespace, chance: random.Random) -> float:
-    """Calls a second that the servers answer when each slot always has one."""
-    choices, answered, end = payloads("a"), Counter[bool](), time.monotonic() + options.capacity_seconds
+    """Calls a second that the servers answer while each slot always has one, and others wait for it."""
+    choices, answered, began = payloads("a"), Counter[bool](), time.monotonic()
+    warm, end = began + WARM_SECONDS, began + WARM_SECONDS + options.capacity_seconds
 
     async def client() -> None:
         while time.monotonic() < end:
             call = await clients.ask("capacity", chance.choice(choices))
-            answered[call.complete] += 1
+            if warm <= (call.ended or 0.0) < end:
+                answered[call.complete] += 1
 
-    began = time.monotonic()
     await asyncio.gather(*[client() for _ in range(2 * 2 * options.slots)])
     if answered[False]:
         raise SystemExit(f"{answered[False]} calls failed while the servers were just busy")
-    return answered[True] / (time.monotonic() - began)
+    return answered[True] / options.capacity_seconds
 
 
 async def sample(pid: int, memory: list[float]) -> None:

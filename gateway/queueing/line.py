@@ -83,6 +83,7 @@ class Line(Generic[W]):
     """All operations take O(log n) steps, but for `__iter__`."""
 
     def __init__(self) -> None:
+        self.in_vain = False  # somebody has waited here as long as it might
         self._backlogs: dict[str, _Backlog[W]] = {}  # of tenants that have calls here
         self._turns: Ordered[tuple[float, int, _Backlog[W]]] = Ordered()
         self._now_at = 0.0  # the line's virtual time: that of the newest turn

@@ -125,6 +125,16 @@ class Lines(Generic[W]):
             if self._owed and not any(model == key[2] for _, _, model in self._lines):
                 self._owed = {each: owed for each, owed in self._owed.items() if each[2] != key[2]}
 
+    def in_vain(self, call: Queued) -> bool:
+        """Whether a call of this one's line has waited as long as it might, and the line has not been empty since."""
+        line = self._lines.get(_key(call))
+        return line is not None and line.in_vain
+
+    def note_in_vain(self, call: Queued) -> None:
+        line = self._lines.get(_key(call))
+        if line is not None:
+            line.in_vain = True
+
     def serve(self, now: float) -> None:
         """Give free places away, in order. Called whenever a place comes free, when someone joins, and when the
         policy changes; and now and then while someone is held."""

@@ -3,6 +3,11 @@
 A call that finds a free place and nobody before it does not wait at all. Waiting costs one future: no thread, no
 upstream connection. It ends with a place, or after the class's `max_wait`, at the call's own deadline, when its client
 has lost patience, or because more urgent calls have come than may wait (`gateway.queueing.lines`).
+
+More calls than can be served would make a line in which everybody who is served has waited nearly `max_wait`. So once a
+call has waited in vain, those that come after it wait a quarter as long, until the line has been empty: no fewer are
+served, but sooner, and the others are told sooner (Maurer, "Fail at Scale", 2015, of CoDel). Calls that may be held are
+there to wait, and do.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from gateway.fleet import Fleet, Place
 from gateway.queueing.lines import Lines, honest_wait_seconds, nowhere_to_go
 from gateway.types import Call
 
+IN_VAIN_SHARE = 0.25  # of `max_wait`, while calls wait in vain
 HELD_LOOK_SECONDS = 1.0  # how often it is looked whether those that are held may go: conversations end in silence
 
 
@@ -22,9 +28,9 @@ class _Waiting:
 
     __slots__ = ("call", "due", "granted")
 
-    def __init__(self, call: Call, now: float) -> None:
+    def __init__(self, call: Call, now: float, max_wait: float) -> None:
         self.call = call
-        self.due = min(now + min(call.latency_class.max_wait, call.patience_seconds), call.deadline)
+        self.due = min(now + min(max_wait, call.patience_seconds), call.deadline)
         self.granted: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
 
     @property
@@ -87,10 +93,13 @@ class Queue:
         if not self._fleet.servers_of(call.model):
             raise nowhere_to_go(call.model)
         now = asyncio.get_running_loop().time()
-        return self._lines.at_once(call, now) or await self._wait(_Waiting(call, now), now)
+        return self._lines.at_once(call, now) or await self._wait(call, now)
 
-    async def _wait(self, waiter: _Waiting, now: float) -> Place:
-        call = waiter.call
+    async def _wait(self, call: Call, now: float) -> Place:
+        max_wait = call.latency_class.max_wait
+        if self._lines.in_vain(call) and not call.may_be_held:
+            max_wait *= IN_VAIN_SHARE
+        waiter = _Waiting(call, now, max_wait)
         self._lines.join(waiter, now)
         if call.may_be_held:
             self._serve_waiting()
@@ -99,6 +108,8 @@ class Queue:
                 return await waiter.granted
         except TimeoutError:
             waiter.decline()
+            if waiter.due >= now + max_wait:  # and not the call's own deadline or patience
+                self._lines.note_in_vain(call)
             raise Overloaded(
                 f"no server of {call.model.name} became free within {waiter.due - now:g} s",
                 retry_after_seconds=honest_wait_seconds(call.latency_class.max_wait),

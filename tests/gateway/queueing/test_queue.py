@@ -120,6 +120,29 @@ async def test_a_wait_ends_when_it_has_lasted_too_long() -> None:
     assert [server.places_taken for server in fleet] == [0]
 
 
+async def test_where_calls_wait_in_vain_later_ones_wait_less_until_nobody_waits() -> None:
+    policy = one_place(max_wait="80ms")
+    queue, _ = a_queue(policy)
+
+    async def wait_in_vain(call: Call) -> str:
+        with pytest.raises(Overloaded) as refused:
+            async with queue.turn(call):
+                raise AssertionError("there was a place")
+        return refused.value.message.rpartition("within ")[2]
+
+    async with queue.turn(call_now(policy)):
+        patient = asyncio.create_task(wait_in_vain(call_now(policy)))
+        batch = asyncio.create_task(wait_in_vain(call_now(policy, service_tier="flex")))
+        await asyncio.sleep(0.04)
+        behind = asyncio.create_task(wait_in_vain(call_now(policy)))  # so that somebody waits when the first gives up
+        assert await patient == "0.08 s"
+        assert await wait_in_vain(call_now(policy)) == "0.02 s"
+        assert await behind == "0.08 s"
+        assert await wait_in_vain(call_now(policy)) == "0.08 s"  # nobody waited any more
+        batch.cancel()
+        await asyncio.wait([batch])
+
+
 async def test_a_caller_that_leaves_while_waiting_leaves_the_line() -> None:
     policy = one_place()
     queue, fleet = a_queue(policy)
