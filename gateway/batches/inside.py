@@ -19,7 +19,7 @@ from gateway.canonicaliser import Canonicaliser
 from gateway.doors.base import Door
 from gateway.errors import Unauthenticated
 from gateway.ledger import Opened
-from gateway.policy import Policy
+from gateway.policy import LatencyClass, Policy
 from gateway.replies import WIRE
 from gateway.serve import House, handle
 from gateway.settlement import Books
@@ -39,12 +39,18 @@ class KeyById(Authenticator):
 
 
 class AtBatchClass(Canonicaliser):
-    """Every call is of the batches' latency class."""
+    """Every call is of the batches' latency class, and waits for its turn as long as it may last at all: nobody is
+    there who could do something better than wait."""
+
+    _patient: tuple[LatencyClass, LatencyClass] | None = None  # the policy's class, and what is made of it here
 
     def canonicalise(self, *given: Any, policy: Policy, now: float, **named: Any) -> Call:
         call = super().canonicalise(*given, policy=policy, now=now, **named)
         name = policy.batches.latency_class
-        limits = policy.classes[name]
+        known = policy.classes[name]
+        if self._patient is None or self._patient[0] is not known:
+            self._patient = (known, known.model_copy(update={"max_wait": known.total}))
+        limits = self._patient[1]
         return msgspec.structs.replace(
             call, class_name=name, latency_class=limits, class_rule=None, deadline=now + limits.total
         )

@@ -31,7 +31,9 @@ async def test_lines_go_the_way_of_every_call_at_the_class_of_batches(tmp_path: 
         receipts = bench.rig.receipts()
         assert {row["call_id"] for row in receipts} == {row["response"]["request_id"] for row in output.values()}
         assert {(row["latency_class"], row["key_id"], row["tenant"]) for row in receipts} == {("batch", "dev", "t")}
-        assert {record.call.class_name for record in bench.rig.telemetry.records if record.call} == {"batch"}
+        calls = [record.call for record in bench.rig.telemetry.records if record.call]
+        assert {call.class_name for call in calls} == {"batch"}
+        assert all(call.latency_class.max_wait == call.latency_class.total for call in calls)
         assert all(record.marks.phases for record in bench.rig.telemetry.records)
 
 
