@@ -47,9 +47,7 @@ class Clients:
         call = Call(kind, time.monotonic())
         try:
             async with asyncio.timeout(CALL_SECONDS):
-                reader, writer = (
-                    self._idle.pop() if self._idle else await asyncio.open_connection("127.0.0.1", self._port)
-                )
+                reader, writer = await self._connection()
                 writer.write(payload)
                 head = await reader.readuntil(b"\r\n\r\n")
                 await _read(call, head, reader)
@@ -61,6 +59,14 @@ class Clients:
             call.status = 0
         call.ended = time.monotonic()
         return call
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof():  # the server has not closed it meanwhile
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection("127.0.0.1", self._port)
 
     def close(self) -> None:
         for _, writer in self._idle:
