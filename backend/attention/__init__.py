@@ -17,6 +17,7 @@ ATTENTIONS = {
 }
 
 
+KNOW_SINKS = ("sdpa",)
 READ_EVERY_FORM = ("sdpa",)  # of the cache; the others read it as the model computes it
 
 

@@ -7,7 +7,7 @@ decode tokens side by side. The new tokens' keys and values are in the cache bef
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -27,6 +27,9 @@ class Span:
 
     window: int | None = None  # the last so many tokens, itself included; None: all
     softcap: float | None = None  # scores s become softcap * tanh(s / softcap)
+    # [Hq] float32: a score for each head that takes part in the softmax, and has no value. No part of what spans are
+    # compared by: what is worked out for one layer serves all with the same window.
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 EVERYTHING = Span()

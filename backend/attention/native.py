@@ -46,6 +46,7 @@ class _Step(StepAttention):
         self._max_seq_len = max(metadata.seq_lens)
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
+        assert span.sinks is None, "sinks are for those in backend.attention.KNOW_SINKS"
         query = query.contiguous()
         output = torch.empty_like(query)
         self._call(

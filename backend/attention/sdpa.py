@@ -32,7 +32,7 @@ class _Decodes:
     mask: Tensor  # [B, 1, 1, L], 0 or -inf
 
     def attend(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, softcap: float | None, form: KvForm
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, span: Span, form: KvForm
     ) -> Tensor:
         size, kv_heads, head_dim = len(self.rows), key_cache.shape[2], query.shape[2]
         folded = query[self.rows].view(size, kv_heads, -1, head_dim)  # [B, Hkv, G, D]
@@ -44,7 +44,8 @@ class _Decodes:
             .transpose(1, 2)  # [B, Hkv, L, D]
             for cache in (key_cache, value_cache)
         )
-        return _attend(folded, keys, values, self.mask, scale, softcap).flatten(1, 2)
+        sinks = None if span.sinks is None else span.sinks.view(kv_heads, -1, 1)
+        return _attend(folded, keys, values, self.mask, scale, span.softcap, sinks).flatten(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class _Prefill:
     mask: Tensor | None  # [Lq, L], 0 or -inf; None: plainly causal, nothing was cached before
 
     def attend(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, softcap: float | None, form: KvForm
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, span: Span, form: KvForm
     ) -> Tensor:
         kv_heads, head_dim = key_cache.shape[2], query.shape[2]
         grouped = query[self.rows].view(len(self.rows), kv_heads, -1, head_dim)
@@ -69,18 +70,33 @@ class _Prefill:
             .expand(-1, grouped.shape[1], -1, -1)
             for cache in (key_cache, value_cache)
         )
-        return _attend(grouped, keys, values, self.mask, scale, softcap).permute(2, 0, 1, 3).flatten(1, 2)
+        sinks = None if span.sinks is None else span.sinks.view(kv_heads, -1, 1, 1)
+        attended = _attend(grouped, keys, values, self.mask, scale, span.softcap, sinks)
+        return attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    if softcap is None:
+    """sinks: of a shape that scores can be extended by, [..., 1]."""
+    if softcap is None and sinks is None:
         causal = mask is None
         return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=causal, scale=scale)
-    assert mask is not None  # as it always is beside a cap, which the kernel does not know
-    scores = torch.tanh((query @ keys.transpose(-1, -2)) * (scale / softcap)) * softcap
-    return torch.softmax(scores + mask, dim=-1, dtype=torch.float32).to(values.dtype) @ values
+    assert mask is not None  # as it always is beside caps and sinks, which the kernel does not know
+    scores = query.float() @ keys.float().transpose(-1, -2) * scale  # exact, as the kernel's sums are
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    shares = torch.softmax(scores, dim=-1)[..., : keys.shape[-2]]
+    return (shares @ values.float()).to(query.dtype)
 
 
 class _Step(StepAttention):
@@ -89,7 +105,7 @@ class _Step(StepAttention):
         self._metadata = metadata
         self._like = like
         self._scale = scale
-        self._groups: dict[Span, list[_Decodes | _Prefill]] = {}  # a model has one span or two
+        self._groups: dict[Span, list[_Decodes | _Prefill]] = {}  # a model has one or two, with sinks or without
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
         groups = self._groups.get(span)
@@ -97,7 +113,7 @@ class _Step(StepAttention):
             groups = self._groups[span] = _make_groups(self._metadata, self._like, span)
         output = torch.empty_like(query)
         for group in groups:
-            output[group.rows] = group.attend(query, key_cache, value_cache, self._scale, span.softcap, self._form)
+            output[group.rows] = group.attend(query, key_cache, value_cache, self._scale, span, self._form)
         return output
 
 
@@ -156,7 +172,8 @@ def _prefill(metadata: AttentionMetadata, starts: list[int], i: int, like: Tenso
     visible = positions <= queries
     if span.window is not None:
         visible &= positions > queries - span.window
-    plain = query_len == seq_len and span.softcap is None and (span.window is None or span.window >= seq_len)
+    is_kernels = span.softcap is None and span.sinks is None
+    plain = query_len == seq_len and is_kernels and (span.window is None or span.window >= seq_len)
     return _Prefill(
         rows=torch.arange(starts[i], starts[i + 1], device=like.device),
         blocks=metadata.block_tables[i, first_block : -(-seq_len // size)],

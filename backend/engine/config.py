@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from backend.attention import ATTENTIONS, READ_EVERY_FORM
+from backend.attention import ATTENTIONS, KNOW_SINKS, READ_EVERY_FORM
 from backend.engine.errors import ConfigError
 from backend.kv_cache import KV_FORMS, create_kv_form
 from backend.model_files import open_model_files
@@ -122,7 +122,7 @@ class EngineConfig:
             max_waiting=self.max_waiting,
             enable_prefix_caching=self.enable_prefix_caching,
             kv_cache_dtype=self.kv_cache_dtype,
-            attention=self._attention(device),
+            attention=self._attention(model, device),
             ops=_member(self.ops, fast="native", plain="reference", device=device),
             quantization=self.quantization,
         )
@@ -139,14 +139,19 @@ class EngineConfig:
             )
         return memory // block_bytes
 
-    def _attention(self, device: torch.device) -> str:
-        if self.kv_cache_dtype == AUTO:
-            return _member(self.attention, fast="native", plain="sdpa", device=device)
-        if self.attention not in (AUTO, *READ_EVERY_FORM):
-            raise ConfigError(
-                f"attention {self.attention!r} does not read a KV cache of {self.kv_cache_dtype}", param="attention"
-            )
-        return READ_EVERY_FORM[0] if self.attention == AUTO else self.attention
+    def _attention(self, model: ModelConfig, device: torch.device) -> str:
+        """The fastest that can what is asked of it."""
+        able = set(ATTENTIONS)
+        if self.kv_cache_dtype != AUTO:
+            able &= set(READ_EVERY_FORM)
+        if model.attention_sinks:
+            able &= set(KNOW_SINKS)
+        fast = "native" if "native" in able else "sdpa"
+        chosen = _member(self.attention, fast=fast, plain="sdpa", device=device)
+        if chosen not in able:
+            wanted = "attention sinks" if model.attention_sinks else f"a KV cache of {self.kv_cache_dtype}"
+            raise ConfigError(f"attention {chosen!r} does not know {wanted}", param="attention")
+        return chosen
 
     def _free_memory_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
         if device.type == "cpu":

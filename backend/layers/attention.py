@@ -30,7 +30,8 @@ class PagedAttention:
         self._head_dim = config.head_dim
         self._rope_index = layer.rope_index
         self._rope_dim = config.rope_dim
-        self._span = Span(layer.window, config.attention_softcap)
+        sinks = loader.tensor("sinks", config.num_heads).float() if config.attention_sinks else None
+        self._span = Span(layer.window, config.attention_softcap, sinks)
         self._q_size = config.num_heads * config.head_dim
         self._kv_size = config.num_kv_heads * config.head_dim
         outs = [("q_proj", self._q_size), ("k_proj", self._kv_size), ("v_proj", self._kv_size)]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from backend.layers.loader import LayerLoader
 from backend.models.config import ExpertsConfig, ModelConfig
 from backend.ops.base import Ops
+from backend.quantization.base import Linear
 
 PLAIN_NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -35,15 +36,10 @@ class SparseMlp:
     A token's result is summed in the order of the experts' numbers, whatever its neighbours visit.
     """
 
-    def __init__(
-        self, config: ModelConfig, experts: ExpertsConfig, loader: LayerLoader, names: tuple[str, ...] = PLAIN_NAMES
-    ) -> None:
+    def __init__(self, experts: ExpertsConfig, router: Linear, mlps: Sequence[Callable[[Tensor], Tensor]]) -> None:
         self._experts = experts
-        self._router = loader.linear([("gate", experts.num_experts)], config.hidden_size)
-        self._mlps = [
-            GatedMlp(config, loader.below(f"experts.{i}"), experts.intermediate_size, names)
-            for i in range(experts.num_experts)
-        ]
+        self._router = router
+        self._mlps = mlps
 
     def __call__(self, hidden: Tensor) -> Tensor:
         shares = self._router(hidden).float().softmax(-1)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 ARCHITECTURES = {
     "Gemma2ForCausalLM": "backend.models.gemma:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": "backend.models.gemma:Gemma3ForCausalLM",
+    "GptOssForCausalLM": "backend.models.gpt_oss:GptOssForCausalLM",
     "GraniteForCausalLM": "backend.models.granite:GraniteForCausalLM",
     "LlamaForCausalLM": "backend.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "backend.models.llama:LlamaForCausalLM",

@@ -25,9 +25,12 @@ from backend.models.rope_config import (
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by the checkpoints' names
+GPT_OSS = "GptOssForCausalLM"
 # Architectures whose heads are tied where config.json does not say: it leaves out what is the default.
 TIED = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "SmolLM3ForCausalLM"})
-GEMMA2_PATTERN, GEMMA3_PATTERN = 2, 6  # every so many layers one sees everything, where layer_types is left out
+NORMALISED = frozenset({GPT_OSS, "MixtralForCausalLM"})  # whose experts' shares add up to one
+# Every so many layers one sees everything, where layer_types is left out.
+GEMMA2_PATTERN, GPT_OSS_PATTERN, GEMMA3_PATTERN = 2, 2, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +69,12 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     activation: str  # "silu" or "gelu_tanh"
+    mlp_limit: float  # between which gpt-oss keeps what its experts multiply
     ropes: tuple[RopeConfig, ...]
     rope_dim: int  # of each head, the first so many dimensions are rotated
     attention_scale: float
     attention_softcap: float | None
+    attention_sinks: bool  # whether each head may look at nothing, by a score that it has learnt
     logits_softcap: float | None
     embedding_scale: float
     residual_scale: float
@@ -121,10 +126,12 @@ class ModelConfig:
             attention_bias=raw.get("attention_bias", False),
             mlp_bias=raw.get("mlp_bias", False),
             activation=ACTIVATIONS[_activation(raw)],
+            mlp_limit=raw.get("swiglu_limit", 7.0),
             ropes=ropes,
             rope_dim=ropes[0].dim,
             attention_scale=_attention_scale(raw, head_dim),
             attention_softcap=raw.get("attn_logit_softcapping"),
+            attention_sinks=name == GPT_OSS,
             logits_softcap=raw.get("final_logit_softcapping"),
             embedding_scale=raw.get("embedding_multiplier", 1.0),
             residual_scale=raw.get("residual_multiplier", 1.0),
@@ -141,7 +148,8 @@ def _activation(raw: Mapping[str, Any]) -> str:
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if (activation := _activation(raw)) not in ACTIVATIONS:
         raise UnsupportedModel(f"hidden_act {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-    if raw.get("quantization_config"):
+    quantised = raw.get("quantization_config")
+    if quantised and not (quantised.get("quant_method") == "mxfp4" and raw["architectures"] == [GPT_OSS]):
         raise UnsupportedModel("quantization_config: checkpoints that are already quantised are not supported")
     if raw.get("use_bidirectional_attention"):
         raise UnsupportedModel("use_bidirectional_attention is not supported")
@@ -164,6 +172,8 @@ def _layer_types(architecture: str, raw: Mapping[str, Any]) -> list[str]:
             pattern = GEMMA2_PATTERN
         case "Gemma3ForCausalLM":
             pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or GEMMA3_PATTERN
+        case "GptOssForCausalLM":
+            pattern = GPT_OSS_PATTERN
         case "Qwen2ForCausalLM" | "Qwen3ForCausalLM":
             first = raw.get("max_window_layers", num_layers)
     return [
@@ -188,7 +198,7 @@ def _experts(raw: Mapping[str, Any], layer: int) -> ExpertsConfig | None:
         num_experts=num_experts,
         num_per_token=raw["num_experts_per_tok"],
         intermediate_size=raw.get("moe_intermediate_size") or raw["intermediate_size"],
-        normalise=raw.get("norm_topk_prob", raw["architectures"] == ["MixtralForCausalLM"]),
+        normalise=raw.get("norm_topk_prob", raw["architectures"][0] in NORMALISED),
     )
 
 

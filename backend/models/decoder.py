@@ -18,7 +18,7 @@ from backend.layers.loader import LayerLoader
 from backend.layers.mlp import PLAIN_NAMES, GatedMlp, SparseMlp
 from backend.layers.rope import RopeTable
 from backend.layers.step import LayerCache, Step
-from backend.models.config import LayerConfig, ModelConfig
+from backend.models.config import ExpertsConfig, LayerConfig, ModelConfig
 from backend.models.layers import DecoderLayer, PreNormLayer
 
 
@@ -78,8 +78,17 @@ class Decoder:
             packed=self.packed_qkv,
         )
         if layer.experts is not None:
-            return attention, SparseMlp(config, layer.experts, loader.below(self.sparse_name), self.expert_names)
+            return attention, self.sparse_mlp(config, layer.experts, loader)
         return attention, GatedMlp(config, loader.below("mlp"), config.intermediate_size, self.mlp_names)
+
+    @classmethod
+    def sparse_mlp(cls, config: ModelConfig, experts: ExpertsConfig, layer: LayerLoader) -> SparseMlp:
+        loader = layer.below(cls.sparse_name)
+        mlps = [
+            GatedMlp(config, loader.below(f"experts.{i}"), experts.intermediate_size, cls.expert_names)
+            for i in range(experts.num_experts)
+        ]
+        return SparseMlp(experts, loader.linear([("gate", experts.num_experts)], config.hidden_size), mlps)
 
     @property
     def dtype(self) -> torch.dtype:

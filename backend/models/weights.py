@@ -23,7 +23,7 @@ class Checkpoint:
 
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._model_dir = model_dir
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._files = ExitStack()
         self._sources: Tensors = {}
@@ -46,7 +46,7 @@ class Checkpoint:
         tensor = self._sources.pop(name)()
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"tensor {name} has shape {tuple(tensor.shape)}, and {shape} is expected")
-        return tensor.to(self._device, dtype or self._dtype)
+        return tensor.to(self._device, dtype or self.dtype)
 
     def skip(self, name: str) -> None:
         """Leaves a tensor out on purpose. Skipping what is not there is safe and does nothing."""

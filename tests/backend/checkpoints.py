@@ -68,6 +68,14 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
         },
     },
+    "gpt-oss": {
+        "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 20,
+        "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 16,
+        },
+    },
     "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "tie_word_embeddings": True},
     "olmo2": {"model_type": "olmo2", "tie_word_embeddings": False},
     "granite": {

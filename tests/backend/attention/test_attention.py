@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor
 
-from backend.attention import ATTENTIONS, create_attention
+from backend.attention import ATTENTIONS, KNOW_SINKS, create_attention
 from backend.attention.base import Attention, AttentionMetadata, Span
 from backend.attention.native import NativeAttention
 from backend.native import library
@@ -36,6 +37,8 @@ SPANS = {
     "a window within a block": Span(window=1),
     "a cap": Span(softcap=1.5),
     "both": Span(window=9, softcap=0.7),
+    "sinks": Span(),
+    "sinks beside a window": Span(window=9),
 }
 
 
@@ -50,7 +53,9 @@ def exact(query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
             scores = keys[begin:end, head // group].double() @ query[i, head].double() * SCALE
             if span.softcap is not None:
                 scores = span.softcap * torch.tanh(scores / span.softcap)
-            output[i, head] = scores.softmax(0) @ values[begin:end, head // group].double()
+            if span.sinks is not None:
+                scores = torch.cat((scores, span.sinks[head : head + 1].double()))
+            output[i, head] = scores.softmax(0)[: end - begin] @ values[begin:end, head // group].double()
     return output
 
 
@@ -76,7 +81,9 @@ def test_every_member_is_exact(
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    span = SPANS[span_name]
+    span, names = SPANS[span_name], NAMES
+    if span_name.startswith("sinks"):
+        span, names = replace(span, sinks=torch.linspace(-1.0, 2.0, num_heads)), KNOW_SINKS
     generator = torch.Generator().manual_seed(1)
     shuffled = random.Random(2)
     lens = STEPS[step]
@@ -104,7 +111,7 @@ def test_every_member_is_exact(
         block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
         block_size=block_size,
     )
-    for name in NAMES:
+    for name in names:
         attend = create(name).prepare(metadata, like=caches[0])
         output = attend(torch.cat(queries), *caches, span)
         assert output.dtype == dtype

@@ -52,6 +52,7 @@ GEMMA = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "gelu_pytorch_tan
         ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, [None, 64]),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "max_window_layers": 1}, [None, 64]),
         ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": 64}, [64, None]),
+        ({"architectures": ["GptOssForCausalLM"], "sliding_window": 64}, [64, None]),
         ({**GEMMA, "sliding_window": 64}, [64, 64, 64, 64, 64, None, 64]),
         ({**GEMMA, "sliding_window": 64, "sliding_window_pattern": 2}, [64, None, 64, None, 64, None, 64]),
     ],

@@ -1,0 +1,84 @@
+"""gpt-oss as it is published: its experts in MXFP4. Parity in transformers' own form is in test_parity.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from backend.engine.config import EngineConfig
+from backend.engine.engine import Engine
+from backend.engine.errors import ConfigError, UnsupportedModel
+from backend.engine.request import Request, SamplingParams
+from backend.layers.mxfp4 import dequantise_mxfp4
+from backend.models.config import ModelConfig
+from tests.backend.checkpoints import build_model, save
+
+
+def packed(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random blocks, and scales that make numbers of about one."""
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+    return blocks, torch.randint(123, 126, shape, dtype=torch.uint8)
+
+
+def test_mxfp4_is_read_as_transformers_reads_it() -> None:
+    torch.manual_seed(0)
+    blocks, scales = packed(3, 10, 4)
+    for dtype in (torch.bfloat16, torch.float32):
+        theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)  # [E, ins, outs]
+        assert torch.equal(dequantise_mxfp4(blocks, scales, dtype), theirs.transpose(1, 2))
+
+
+@pytest.mark.parametrize("scale", [1, 127, 250])
+def test_a_block_shares_a_power_of_two(scale: int) -> None:
+    blocks = torch.full((1, 16), 0xF2, dtype=torch.uint8)
+    numbers = dequantise_mxfp4(blocks, torch.tensor([scale], dtype=torch.uint8), torch.float32)
+    assert numbers.tolist() == [2.0 ** (scale - 127), -6 * 2.0 ** (scale - 127)] * 16
+
+
+def first_tokens(directory: Path) -> list[int]:
+    engine = Engine.load(EngineConfig(model_dir=directory, num_blocks=8, num_threads=1, dtype="float32"))
+    request = Request("r", [3, 4, 5] * 9, SamplingParams(max_tokens=12, temperature=0.0))
+    engine.add(request)
+    while engine.has_unfinished:
+        engine.step()
+    return request.token_ids
+
+
+def test_a_published_checkpoint_is_the_model_that_it_unpacks_to(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain, published = tmp_path / "plain", tmp_path / "published"
+    for directory in (plain, published):
+        save(build_model("gpt-oss", intermediate_size=64), directory)
+    tensors = load_file(plain / "model.safetensors")
+    with_blocks = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, ins, outs = tensors[name].shape
+        blocks, scales = packed(experts, outs, ins // 32)
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        del with_blocks[name]
+        with_blocks |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, plain / "model.safetensors")
+    save_file(with_blocks, published / "model.safetensors")
+    config = json.loads((published / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (published / "config.json").write_text(json.dumps(config))
+    assert first_tokens(published) == first_tokens(plain)
+
+
+def test_other_architectures_in_mxfp4_are_refused(checkpoint_dir: Callable[[str], Path]) -> None:
+    raw = json.loads((checkpoint_dir("mixtral") / "config.json").read_text())
+    with pytest.raises(UnsupportedModel, match="quantization_config"):
+        ModelConfig.parse(raw | {"quantization_config": {"quant_method": "mxfp4"}})
+
+
+def test_attention_that_does_not_know_sinks_is_refused(checkpoint_dir: Callable[[str], Path]) -> None:
+    config = EngineConfig(model_dir=checkpoint_dir("gpt-oss"), attention="native")
+    with pytest.raises(ConfigError, match="'native' does not know attention sinks") as caught:
+        config.resolve()
+    assert caught.value.param == "attention"
