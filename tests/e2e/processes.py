@@ -140,9 +140,11 @@ class Gateway(Running):
 
     def receipts(self, **fields: Any) -> list[dict[str, Any]]:
         """The ledger's receipts that have these values."""
+        return [row for row in self.rows() if {"kind": "receipt", **fields}.items() <= row.items()]
+
+    def rows(self) -> list[dict[str, Any]]:
         files = [file for chain in chains(self.ledger) for file in segments(chain)]
-        rows = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
-        return [row for row in rows if {"kind": "receipt", **fields}.items() <= row.items()]
+        return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
 
     def receipt(self, call_id: str) -> dict[str, Any]:
         """The one receipt of a call, as soon as it is there."""
