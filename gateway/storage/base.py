@@ -1,6 +1,6 @@
 """Ports of the shared state: what must be atomic, and what may be relied on.
 
-A storage engine is one file with one class that offers all three ports; the contract suite runs over every engine.
+A storage engine is one file with one class that offers all ports; the contract suite runs over every engine.
 Amounts are integers (requests, tokens, or billionths of a currency unit), times are seconds since the epoch.
 An engine that can not be reached raises `StorageUnavailable` within `OPERATION_TIMEOUT_SECONDS`; nothing waits longer.
 Whether the operation took place is then unknown.
@@ -21,6 +21,8 @@ HELD_RETRY_SECONDS = 1.0  # nobody knows when a call ends: what is held by other
 REMEMBER_SECONDS = 3600.0
 MAX_AMOUNT = 2**63 - 1
 DEFAULT_BLOB_BYTES = 128 * 2**20
+NOTICES_KEPT = 1000  # about: an engine may forget a hundred later
+NOTICES_AT_ONCE = 64
 
 
 class RateCharge(msgspec.Struct, frozen=True, tag=True):
@@ -166,7 +168,18 @@ class Keys(Protocol):
         """All keys, revoked ones too, by id."""
 
 
-class Storage(Counters, Blobs, Keys, Protocol):
+class Notices(Protocol):
+    """What processes tell each other, at best: nobody's answer may depend on it."""
+
+    has_others: ClassVar[bool]  # whether other processes can use the same store at all
+
+    async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
+        """Tell all others, where the notice is not empty, and hear what was told after that mark; `""` is before all
+        that is kept. In order, one's own included; at most `NOTICES_AT_ONCE` of them, and the mark to go on from. Of
+        more than `NOTICES_KEPT`, the oldest are forgotten. Memory has nobody to tell, and hears nothing."""
+
+
+class Storage(Counters, Blobs, Keys, Notices, Protocol):
     """One engine, made by `engine(url, owner=...)`. `open` before use, `close` after; both are safe to call twice.
 
     `owner` names the process to `release_owner`, and is the same after a restart; no two live processes share one.

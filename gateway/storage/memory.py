@@ -6,6 +6,7 @@ import heapq
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import msgspec
 
@@ -48,6 +49,8 @@ class _Reservation(msgspec.Struct):
 
 class MemoryStorage:
     """`clock` only ages blobs; all else is told the time by its caller."""
+
+    has_others: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -277,3 +280,6 @@ class MemoryStorage:
 
     async def list_keys(self) -> list[KeyRecord]:
         return [self._keys[key_id] for key_id in sorted(self._keys)]
+
+    async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
+        return [], after

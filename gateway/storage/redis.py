@@ -17,7 +17,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from urllib.parse import quote
 
 import msgspec
@@ -30,6 +30,8 @@ from gateway.errors import StorageUnavailable
 from gateway.storage.base import (
     DEFAULT_BLOB_BYTES,
     HELD_RETRY_SECONDS,
+    NOTICES_AT_ONCE,
+    NOTICES_KEPT,
     OPERATION_TIMEOUT_SECONDS,
     Charge,
     Granted,
@@ -49,6 +51,7 @@ TELL_TENANT_SECONDS = 3600.0
 SCRIPT = Path(__file__).with_name("redis.lua").read_text()
 SCRIPT_SHA1 = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()  # how Redis names it
 KEYS_KEY = "wp:{keys}"
+NOTICES_KEY = "wp:{notices}"
 REPLICAS = "/"  # in the place of a tenant; no tenant is called so, as the name of one is quoted whole
 CHANGE_KEY = """
 local kept = redis.call('HGET', KEYS[1], ARGV[1])
@@ -70,6 +73,8 @@ class RedisStorage:
     `clock="caller"` believes each caller's `now` instead of the server's time: only for tests that make time pass.
     `blob_bytes` bounds one blob; all of them together are bounded by the server's `maxmemory`.
     """
+
+    has_others: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -235,6 +240,18 @@ class RedisStorage:
     async def list_keys(self) -> list[KeyRecord]:
         records = await self._pipelines.submit(("HVALS", KEYS_KEY))
         return sorted((_decode_key(record) for record in records), key=lambda record: record.id)
+
+    async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
+        hear = self._pipelines.submit(("XREAD", "COUNT", NOTICES_AT_ONCE, "STREAMS", NOTICES_KEY, after or "0"))
+        if notice:
+            tell = self._pipelines.submit(("XADD", NOTICES_KEY, "MAXLEN", "~", NOTICES_KEPT, "*", "n", notice))
+            _, streams = await asyncio.gather(tell, hear)
+        else:
+            streams = await hear
+        if not streams:
+            return [], after
+        entries = streams[0][1]
+        return [fields[b"n"] for _, fields in entries], str(entries[-1][0], "ascii")
 
 
 def _arguments(charge: Charge, lease_seconds: float) -> tuple[object, ...]:

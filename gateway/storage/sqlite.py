@@ -15,13 +15,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from gateway.errors import StorageUnavailable
 from gateway.storage.base import (
     DEFAULT_BLOB_BYTES,
+    NOTICES_AT_ONCE,
+    NOTICES_KEPT,
     OPERATION_TIMEOUT_SECONDS,
     REMEMBER_SECONDS,
     Charge,
@@ -65,7 +67,8 @@ END;
 CREATE TABLE keys (id TEXT PRIMARY KEY, record BLOB NOT NULL) WITHOUT ROWID;
 """
 REPLICAS = "CREATE TABLE replicas (owner TEXT PRIMARY KEY, seen_at REAL NOT NULL) WITHOUT ROWID;\n"
-SCHEMAS = (TABLES, REPLICAS)  # what each version added
+NOTICES = "CREATE TABLE notices (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL);\n"
+SCHEMAS = (TABLES, REPLICAS, NOTICES)  # what each version added
 
 _Work = Callable[[sqlite3.Connection], Any]
 
@@ -85,6 +88,8 @@ _decode_key = msgspec.msgpack.Decoder(KeyRecord).decode
 
 class SqliteStorage:
     """`sqlite:///relative.db` or `sqlite:////absolute.db`. `clock` only ages blobs and dates the opening."""
+
+    has_others: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -286,6 +291,10 @@ class SqliteStorage:
         rows = await self._transactions.submit(lambda db: db.execute(query).fetchall())
         return [_decode_key(record) for (record,) in rows]
 
+    async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
+        rows: list[tuple[int, bytes]] = await self._transactions.submit(partial(_exchange, notice, int(after or 0)))
+        return [body for _, body in rows], str(rows[-1][0]) if rows else after
+
 
 def _is_open(reservation_id: str, db: sqlite3.Connection) -> bool:
     return db.execute("SELECT 1 FROM reservations WHERE id = ?", (reservation_id,)).fetchone() is not None
@@ -296,6 +305,14 @@ def _count_replicas(owner: str, since: float, now: float, db: sqlite3.Connection
         db.execute("REPLACE INTO replicas VALUES (?, ?)", (owner, now))
     db.execute("DELETE FROM replicas WHERE seen_at <= ?", (since,))
     return int(db.execute("SELECT count(*) FROM replicas").fetchone()[0])
+
+
+def _exchange(notice: bytes, after: int, db: sqlite3.Connection) -> list[tuple[int, bytes]]:
+    if notice:
+        number = db.execute("INSERT INTO notices (body) VALUES (?)", (notice,)).lastrowid or 0
+        db.execute("DELETE FROM notices WHERE number <= ?", (number - NOTICES_KEPT,))
+    query = "SELECT number, body FROM notices WHERE number > ? ORDER BY number LIMIT ?"
+    return db.execute(query, (after, NOTICES_AT_ONCE)).fetchall()
 
 
 def _change_key(record: KeyRecord, db: sqlite3.Connection) -> bool:

@@ -16,6 +16,8 @@ import pytest
 from gateway.storage import open_storage
 from gateway.storage.base import (
     HELD_RETRY_SECONDS,
+    NOTICES_AT_ONCE,
+    NOTICES_KEPT,
     REMEMBER_SECONDS,
     Charge,
     Granted,
@@ -448,3 +450,31 @@ async def test_a_key_is_changed_by_one_at_a_time(storage: Storage) -> None:
     limited = msgspec.structs.replace(revoked, limits={"requests": {"amount": 1, "period": 60.0}}, revision=2)
     assert await storage.change_key(limited)
     assert await storage.get_key("contested") == limited
+
+
+async def heard(storage: Storage, after: str) -> tuple[list[bytes], str]:
+    """All notices after that mark."""
+    notices: list[bytes] = []
+    while True:
+        some, after = await storage.exchange(b"", after)
+        if not some:
+            return notices, after
+        assert len(some) <= NOTICES_AT_ONCE
+        notices += some
+
+
+async def test_notices_are_heard_in_order_and_once(storage: Storage) -> None:
+    await asyncio.gather(*(storage.exchange(b"%d" % number, "") for number in range(NOTICES_AT_ONCE + 3)))
+    notices, mark = await heard(storage, "")
+    assert notices == ([b"%d" % number for number in range(NOTICES_AT_ONCE + 3)] if storage.has_others else [])
+    assert await storage.exchange(b"", mark) == ([], mark)
+    await storage.exchange(b"later", mark)
+    assert (await heard(storage, mark))[0] == ([b"later"] if storage.has_others else [])
+
+
+async def test_old_notices_are_forgotten(storage: Storage) -> None:
+    for _ in range(6):
+        await asyncio.gather(*(storage.exchange(b"n", "") for _ in range(NOTICES_KEPT // 4)))
+    notices, _ = await heard(storage, "")
+    assert len(notices) <= NOTICES_KEPT * 1.11
+    assert not storage.has_others or len(notices) >= NOTICES_KEPT
