@@ -53,6 +53,7 @@ from gateway.routing.router import Router
 from gateway.serve import House, handle
 from gateway.settings import Settings, resolve_secret
 from gateway.settlement import Settler
+from gateway.sharing import Hearsay, Sharing, untold
 from gateway.shell import EXCEPTION_HANDLERS, json_reply
 from gateway.siblings import ALONE, Seat, Siblings, left_behind
 from gateway.storage import open_storage
@@ -62,11 +63,13 @@ from gateway.telemetry import (
     BATCHES,
     BATCHES_ENDED,
     BODIES,
+    CALLS_HEARD,
     CUT_STREAMS,
     DEPLOYMENT_AVAILABLE,
     DEPLOYMENT_BREAKER,
     DEPLOYMENT_INFLIGHT,
     DEPLOYMENT_REPORTED,
+    GATEWAYS_HEARD,
     INFLIGHT,
     KV_BLOCKS,
     KV_CALLS,
@@ -105,9 +108,11 @@ class Gateway:
         self._storage = open_storage(settings.storage, owner=settings.replica)
         self._counters = StoreOrShare(self._storage, MemoryStorage, lambda: policies.current.storage_outage)
         self._transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
+        told = untold() if self._storage.has_others else None
         self._fleet = Fleet(
-            lambda deployment: make_provider(deployment, self._transport, resolve_secret), seat.share_of
+            lambda deployment: make_provider(deployment, self._transport, resolve_secret), seat.share_of, told
         )
+        self._hearsay = None if told is None else Hearsay(self._fleet, told)
         self._reports = Reports(self._fleet, self._transport, resolve_secret)
         self._telemetry = Telemetry(
             settings.otlp_endpoint, replica=settings.replica, otlp_headers=settings.otlp_headers
@@ -263,6 +268,10 @@ class Gateway:
             watching = asyncio.create_task(self._policies.watch(), name="policy watch")
             watching.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, watching)
+            if self._hearsay is not None:
+                sharing = asyncio.create_task(Sharing(self._hearsay, self._storage).run(), name="sharing")
+                sharing.add_done_callback(_tell_why_it_ended)
+                opened.push_async_callback(_end, sharing)
             reporting = asyncio.create_task(self._reports.run(), name="reports")
             reporting.add_done_callback(_tell_why_it_ended)
             opened.push_async_callback(_end, reporting)
@@ -315,6 +324,9 @@ class Gateway:
         )
         self._show_reports()
         self._show_batches()
+        if (hearsay := self._hearsay) is not None:
+            watch(GATEWAYS_HEARD, lambda: hearsay.others)
+            watch(CALLS_HEARD, lambda: hearsay.calls_heard)
         watch(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
         watch(LIMITS_UNSETTLED, lambda: limiter.unsettled)
         watch(STORE_FAILURES, lambda: limiter.store_failures)

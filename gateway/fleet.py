@@ -28,11 +28,18 @@ FIRST_CHUNKS = 32  # of streams, remembered to compare servers by
 class SentCall:
     """A call at a server, from its sending to its end: what is expected of the server follows it."""
 
-    __slots__ = ("_conversation", "_working_set", "note", "predicted_cached_tokens", "server")
+    __slots__ = (
+        "_conversation", "_working_set", "may_be_held", "note", "predicted_cached_tokens", "server", "session", "usage",
+    )  # fmt: skip
 
-    def __init__(self, server: Server, note: Sent, working_set: WorkingSet, conversation: Conversation | None) -> None:
+    def __init__(
+        self, server: Server, call: Prompt, note: Sent, working_set: WorkingSet, conversation: Conversation | None
+    ) -> None:
         self.server = server
         self.note = note
+        self.session = call.session
+        self.may_be_held = call.may_be_held
+        self.usage: tuple[str, int, int, int] | None = None  # call id, input, cached and output tokens; as told below
         matched = note.believed.matched
         # Known now: an equal prompt may end before this one does.
         self.predicted_cached_tokens = server.token_counts.of(note.chain, matched, note.prompt_tokens)
@@ -54,21 +61,31 @@ class SentCall:
         if self.server.blocks is not None:
             text_bytes = text_bytes_of(chain, estimated)
             self.server.blocks.ended(Ended(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens))
+        self.usage = call_id, input_tokens, cached_tokens, output_tokens
 
     def end(self, now: float, *, answered: bool = True) -> None:
         """Its answer is over, or will not come. Once."""
         self.server.estimate.end(self.note, now, answered=answered)
         if self._conversation is not None:
             self._working_set.end(self._conversation, now)
+        if answered and self.server.told is not None:
+            self.server.told.append(self)
 
 
 class Server:
     """One deployment: its provider, and what is known about it. Owned by the event loop, changed without locks."""
 
-    def __init__(self, deployment: Deployment, provider: Provider, working_set: WorkingSet) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        provider: Provider,
+        working_set: WorkingSet,
+        told: deque[SentCall] | None = None,
+    ) -> None:
         self.deployment = deployment
         self.provider = provider
         self.working_set = working_set  # of all servers
+        self.told = told  # where calls go that are over, for other gateways; of all servers
         self.estimate = Estimate(deployment.cache_tokens, deployment.prefill_tokens_per_second)
         self.cache = self.estimate.cache
         self.token_counts = TokenCounts()
@@ -112,7 +129,7 @@ class Server:
             believed = estimate.cache.recall(chain)
         conversation = self.working_set.begin(call, estimate, now, believed.remembered)
         note = estimate.begin(chain, call.prompt_tokens_estimate, now, streams=streams, believed=believed)
-        return SentCall(self, note, self.working_set, conversation)
+        return SentCall(self, call, note, self.working_set, conversation)
 
 
 class Place:
@@ -147,14 +164,19 @@ class Place:
 class Fleet:
     """All servers of the current policy. `on_free` is told whenever a server has a place again.
 
-    `share_of` says how many of a server's places are ours, where several processes divide them.
+    `share_of` says how many of a server's places are ours, where several processes divide them. `told`, where other
+    gateways are to be told of them, gets the calls that are over.
     """
 
     def __init__(
-        self, make_provider: Callable[[Deployment], Provider], share_of: Callable[[int], int] = lambda places: places
+        self,
+        make_provider: Callable[[Deployment], Provider],
+        share_of: Callable[[int], int] = lambda places: places,
+        told: deque[SentCall] | None = None,
     ) -> None:
         self._make_provider = make_provider
         self._share_of = share_of
+        self._told = told
         self._servers: dict[str, Server] = {}
         self._by_names: dict[tuple[str, ...], list[Server]] = {}  # of this policy's models, as they are asked for
         self.working_set = WorkingSet()
@@ -175,7 +197,7 @@ class Fleet:
             deployment.base_url,
             deployment.model,
         ):
-            return Server(deployment, self._make_provider(deployment), self.working_set)
+            return Server(deployment, self._make_provider(deployment), self.working_set, self._told)
         if known.deployment != deployment:
             known.deployment, known.provider = deployment, self._make_provider(deployment)
         return known

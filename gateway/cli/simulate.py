@@ -75,6 +75,9 @@ def simulate(
     realtime_every: Annotated[
         int | None, typer.Option(min=1, help="Closed loop: one session in so many is real-time, the others are batch.")
     ] = None,
+    gateways: Annotated[
+        int, typer.Option(min=1, max=64, help="How many take the calls in turn, and share what they know.")
+    ] = 1,
     hints: Annotated[bool, typer.Option("--hints", help="Clients name their sessions (prompt_cache_key).")] = False,
     seed: Annotated[int, typer.Option(help="Of all that is random.")] = 1,
     only: Annotated[list[str] | None, typer.Option(help="Only this strategy; may be given again.")] = None,
@@ -99,19 +102,19 @@ def simulate(
     capacity_tokens = _tokens(capacity)
     rate = _rate(traffic, deployments, load, prefill_rate)
     base = Policy.model_validate(BARE_POLICY) if policy is None else policy_or_exit(policy, checks=ANYWHERE)
-    site = Site(policy_for(base, deployments), capacity_tokens, rate)
+    site = Site(policy_for(base, deployments), capacity_tokens, rate, gateways=gateways)
     summaries: list[Summary] = []
     for summary in compare(traffic, site, names, hints=hints, processes=os.cpu_count() or 1):
         summaries.append(summary)
         complain(f"{len(summaries)} of {len(names)}: {summary.strategy}", style="")
     title = (
         f"{traffic.name}: {traffic.requests} requests, {deployments} servers, caches of {capacity_tokens:,} tokens, "
-        f"{rate:,.0f} prompt tokens/s"
+        f"{rate:,.0f} prompt tokens/s" + (f", {gateways} gateways" if gateways > 1 else "")
     )
     if plot is not None:
         plot.write_text(bar_chart(title, summaries), encoding="utf-8")
     if as_json:
-        say_json({"trace": traffic.name, "requests": traffic.requests, "deployments": deployments,
+        say_json({"trace": traffic.name, "requests": traffic.requests, "deployments": deployments, "gateways": gateways,
                   "capacity_tokens": capacity_tokens, "prefill_tokens_per_second": rate,
                   "strategies": [dataclasses.asdict(summary) for summary in summaries]})  # fmt: skip
         return

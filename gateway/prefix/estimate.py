@@ -32,6 +32,16 @@ class Load(NamedTuple):
     kv_usage: float = 0.0  # share of its KV blocks in use
 
 
+class Others(NamedTuple):
+    """What other gateways have under way at a server, as they last told."""
+
+    in_flight: int
+    queued_tokens: int
+
+
+NO_OTHERS = Others(0, 0)
+
+
 class Sent(msgspec.Struct, eq=False, kw_only=True):
     """One prompt at one server, until its end."""
 
@@ -58,10 +68,12 @@ class Estimate:
         self.reports_cached = False  # whether it has ever said that tokens came from its cache
         self.evicted_share_held = 0.5  # of what should have been evicted, how much turned out to be there
         self.load: Load | None = None
+        self.others = NO_OTHERS
         self.in_flight = 0  # calls that were sent and are not answered to the end
         self.prompt_tokens_in_flight = 0  # of these calls
         self._prefills: dict[Sent, None] = {}  # in the order in which they were sent
         self._prefilling_since = 0.0  # when the first of them could begin
+        self._alone_since_then = True  # as far as others have told: else it has been computing theirs, too
 
     def warm_tokens(self, believed: Recall) -> float:
         """How many tokens of a prompt's beginning are expected to be found, evicted ones by their probability."""
@@ -70,10 +82,10 @@ class Estimate:
 
     def under_way(self, now: float) -> int:
         """Calls that it works on; those of others, too, where it has told of its load lately."""
-        load = self.load
+        load, known = self.load, self.in_flight + self.others.in_flight
         if load is None or now - load.at > LOAD_VALID_SECONDS:
-            return self.in_flight
-        return max(self.in_flight, load.running + load.waiting)
+            return known
+        return max(known, load.running + load.waiting)
 
     def begin(
         self,
@@ -94,6 +106,7 @@ class Estimate:
             unsure_from = next(iter(prefills)).clock
         else:
             unsure_from, self._prefilling_since = cache.clock, now
+            self._alone_since_then = not self.others.queued_tokens
         missing = prompt_tokens - believed.matched * BLOCK_TOKENS
         sent = Sent(
             chain=chain,
@@ -114,7 +127,8 @@ class Estimate:
         """Its prompt has been computed. Of calls that do not stream, nobody learns when."""
         if sent not in self._prefills:
             return
-        if sent.streams and sent is next(iter(self._prefills)):
+        alone = self._alone_since_then or not self.speed_is_learnt
+        if sent.streams and alone and sent is next(iter(self._prefills)):
             sent.prefill_seconds = now - self._prefilling_since
             if not self.reports_cached:
                 self.learn_prefill(sent.missing, sent.prefill_seconds)
@@ -133,6 +147,7 @@ class Estimate:
         del self._prefills[sent]
         self.prefill_tokens_queued -= sent.missing
         self._prefilling_since = now
+        self._alone_since_then = not self.others.queued_tokens
         if sent.when_prefilled:
             for tell in sent.when_prefilled:
                 tell()
@@ -141,9 +156,9 @@ class Estimate:
         """What it has yet to prefill, given what it must have done since it was last heard of."""
         first = next(iter(self._prefills), None)
         if first is None:
-            return 0.0
+            return self.others.queued_tokens
         done = (now - self._prefilling_since) * self.prefill_tokens_per_second
-        return self.prefill_tokens_queued - min(done, first.missing)
+        return self.others.queued_tokens + self.prefill_tokens_queued - min(done, first.missing)
 
     def prefill_under_way(self, chain: Sequence[int]) -> Sent | None:
         """The prompt that is being computed and shares the most with this one, if it shares what was missing then."""
@@ -183,6 +198,12 @@ class Estimate:
             if missing_since >= sent.unsure_from:  # it was being computed itself: a miss that tells nothing
                 return
         self.cache.learn(believed, reported)
+
+    def told_others(self, others: Others) -> None:
+        """What other gateways have under way here now."""
+        self.others = others
+        if others.queued_tokens:
+            self._alone_since_then = False
 
     def told_capacity(self, engine_tokens: int) -> None:
         """The engine says how many of its own tokens its cache holds."""

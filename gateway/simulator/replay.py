@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 
 from gateway.errors import GatewayError
 from gateway.fleet import Fleet, Place, SentCall
@@ -22,6 +22,7 @@ from gateway.providers.base import Unasked
 from gateway.queueing.lines import Lines
 from gateway.queueing.queue import HELD_LOOK_SECONDS
 from gateway.routing.base import Strategy
+from gateway.sharing import EXCHANGE_SECONDS, Hearsay, untold
 from gateway.simulator.baselines import Truth
 from gateway.simulator.servers import SimulatedServer, Work
 from gateway.simulator.traces import Session, Trace
@@ -35,6 +36,8 @@ class Site:
     capacity_tokens: int  # of each server's cache
     prefill_tokens_per_second: float
     decode_seconds: float = 0.02
+    gateways: int = 1  # that take the calls in turn
+    share: bool = True  # and tell each other what they sent where
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class _Running:
     """A request on its way: a `Waiter` of the gateway's lines, as long as it stands there."""
 
     replay: Replay
+    gateway: _Gateway
     session: Session
     turn: int
     call: SimulatedCall
@@ -100,6 +104,21 @@ class Outcome:
     capacity_tokens_believed: list[int] = field(default_factory=list)
 
 
+class _Gateway:
+    """One of several before the same servers: what it knows, and who waits there."""
+
+    def __init__(self, site: Site, strategy: Strategy, on_free: Callable[[_Gateway], None]) -> None:
+        told = untold() if site.gateways > 1 and site.share else None
+        self.fleet = Fleet(lambda deployment: Unasked(), told=told)
+        self.fleet.apply(site.policy)
+        self.fleet.on_free = partial(on_free, self)
+        self.servers = self.fleet.servers_of(site.policy.models[0])
+        self.lines: Lines[_Running] = Lines(self.fleet)
+        self.strategy = strategy
+        self.hearsay = None if told is None else Hearsay(self.fleet, told)
+        self.looking = False
+
+
 class Replay:
     """One trace through one strategy. `holds`: whether the working set decides who may go, as far as the policy lets
     it. `hints`: whether clients name their conversations. `pooled`: one cache of all their capacity, the bound."""
@@ -119,26 +138,24 @@ class Replay:
         self._holds = holds
         self._hints = hints
         self._decode_seconds = site.decode_seconds
-        self._fleet = Fleet(lambda deployment: Unasked())
-        self._fleet.apply(site.policy)
-        self._servers = self._fleet.servers_of(site.policy.models[0])
-        self._lines: Lines[_Running] = Lines(self._fleet)
-        self._fleet.on_free = lambda: self._serve(self._now)
-        shared = CacheModel(site.capacity_tokens * len(self._servers)) if pooled else None
+        names = site.policy.models[0].deployments
+        shared = CacheModel(site.capacity_tokens * len(names)) if pooled else None
         self._simulated = [
             SimulatedServer(
                 CacheModel(site.capacity_tokens) if shared is None else shared, site.prefill_tokens_per_second
             )
-            for _ in self._servers
+            for _ in names
         ]
-        caches = {
-            server.name: simulated.cache for server, simulated in zip(self._servers, self._simulated, strict=True)
-        }
-        self._strategy = make_strategy(lambda server: caches[server.name])
+        caches = {name: simulated.cache for name, simulated in zip(names, self._simulated, strict=True)}
+        self._gateways = [
+            _Gateway(site, make_strategy(lambda server: caches[server.name]), lambda one: self._serve(one, self._now))
+            for _ in range(site.gateways)
+        ]
+        self._in_turn = cycle(self._gateways)
+        self._exchanging = False
         self._work: dict[Work, _Running] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = count()
-        self._looking = False
         self._now = 0.0
         self.outcome = Outcome(servers=self._simulated)
 
@@ -148,7 +165,9 @@ class Replay:
         while self._events:
             self._now, _, happen = heapq.heappop(self._events)
             happen(self._now)
-        self.outcome.capacity_tokens_believed = [server.cache.capacity_tokens for server in self._servers]
+        self.outcome.capacity_tokens_believed = [
+            server.cache.capacity_tokens for gateway in self._gateways for server in gateway.servers
+        ]
         return self.outcome
 
     def _at(self, when: float, happen: Callable[[float], None]) -> None:
@@ -166,23 +185,36 @@ class Replay:
             self._policy.models[0],
             self._holds and self._policy.classes[class_name].hold,
         )
-        running = _Running(self, session, turn, call, Served(session.urgent, request.prompt_tokens, now))
-        place = self._lines.at_once(call, now)
+        gateway = next(self._in_turn)
+        running = _Running(self, gateway, session, turn, call, Served(session.urgent, request.prompt_tokens, now))
+        place = gateway.lines.at_once(call, now)
         if place is not None:
             self._granted(running, place, now)
         else:
-            self._lines.join(running, now)
-            self._serve(now)
+            gateway.lines.join(running, now)
+            self._serve(gateway, now)
 
-    def _serve(self, now: float) -> None:
-        self._lines.serve(now)
-        if self._lines.someone_is_held and not self._looking:
-            self._looking = True
-            self._at(now + HELD_LOOK_SECONDS, self._look_again)
+    def _serve(self, gateway: _Gateway, now: float) -> None:
+        gateway.lines.serve(now)
+        if gateway.lines.someone_is_held and not gateway.looking:
+            gateway.looking = True
+            self._at(now + HELD_LOOK_SECONDS, partial(self._look_again, gateway))
 
-    def _look_again(self, now: float) -> None:
-        self._looking = False
-        self._serve(now)
+    def _look_again(self, gateway: _Gateway, now: float) -> None:
+        gateway.looking = False
+        self._serve(gateway, now)
+
+    def _something_to_tell(self, gateway: _Gateway, now: float) -> None:
+        if gateway.hearsay is not None and not self._exchanging:
+            self._exchanging = True
+            self._at(now + EXCHANGE_SECONDS, self._exchange)
+
+    def _exchange(self, now: float) -> None:
+        self._exchanging = False
+        talking = [gateway.hearsay for gateway in self._gateways if gateway.hearsay is not None]
+        for notice in filter(None, [hearsay.notice(now) for hearsay in talking]):
+            for hearsay in talking:
+                hearsay.hear(notice, now)
 
     def wake(self, running: _Running, place: Place) -> None:
         """Its turn has come: it goes on when whoever said so is done, as a task would."""
@@ -190,21 +222,22 @@ class Replay:
 
     def _granted(self, running: _Running, place: Place, now: float) -> None:
         """What the router does, and then what the server does."""
-        call = running.call
-        for candidate in self._strategy.order(call, self._servers, now):
+        call, gateway = running.call, running.gateway
+        for candidate in gateway.strategy.order(call, gateway.servers, now):
             if place.move_to(candidate.server):
                 break
         server = candidate.server
         running.place = place
         running.sent = server.send(call, now)
         served = running.served
-        served.sent, served.server = now, self._servers.index(server)
+        served.sent, served.server = now, gateway.servers.index(server)
         served.predicted_tokens = running.sent.note.believed.matched * BLOCK_TOKENS
         work = Work(call.fingerprint, call.prompt_tokens_estimate)
         self._work[work] = running
         seconds = self._simulated[served.server].submit(work)
         if seconds is not None:
             self._at(now + seconds, partial(self._first_chunk, served.server))
+        self._something_to_tell(gateway, now)
 
     def _first_chunk(self, index: int, now: float) -> None:
         work, seconds = self._simulated[index].first_chunk()
@@ -214,6 +247,7 @@ class Replay:
         running.served.first_chunk, running.served.cached_tokens = now, work.cached_tokens
         assert running.sent is not None
         running.sent.first_chunk(now)
+        self._something_to_tell(running.gateway, now)
         output_tokens = running.session.requests[running.turn].output_tokens
         self._at(now + output_tokens * self._decode_seconds, partial(self._finish, running))
 
@@ -223,6 +257,7 @@ class Replay:
         served.finished = now
         running.sent.learn_cached(served.prompt_tokens, served.cached_tokens)
         running.sent.end(now)
+        self._something_to_tell(running.gateway, now)
         self.outcome.served.append(served)
         if turn < len(session.requests):
             self._at(now + session.requests[turn].after_seconds, partial(self._come, session, turn))

@@ -85,6 +85,10 @@ KV_EVENT_BATCHES = Watched(
     "warmpath_kv_event_batches", "Batches of KV events, gaps in their numbers, and what was none.",
     ("deployment", "kind"), kind="counter",
 )  # fmt: skip
+GATEWAYS_HEARD = Watched("warmpath_gateways_heard", "Other gateways on the same storage that told their load lately.")
+CALLS_HEARD = Watched(
+    "warmpath_calls_heard", "Calls of other gateways that this one's cache models have learnt.", kind="counter"
+)
 KV_BLOCKS = Watched("warmpath_kv_blocks", "KV blocks that a deployment has told of, and not removed.", ("deployment",))
 KV_CALLS = Watched(
     "warmpath_kv_calls", "Answered calls of deployments with KV events, by whether their blocks are known.",

@@ -34,7 +34,9 @@ def test_strategies_stand_beside_each_other(warmpath: Warmpath, trace: str, tmp_
 
 
 def test_json_for_scripts_and_one_strategy_alone(warmpath: Warmpath, trace: str) -> None:
-    result = warmpath("simulate", "--trace", trace, "--capacity", "64k", "--only", "warmpath", "--json")
+    result = warmpath(
+        "simulate", "--trace", trace, "--capacity", "64k", "--only", "warmpath", "--gateways", "2", "--json"
+    )
     (ours,) = json.loads(result.stdout)["strategies"]
     assert ours["requests"] == 40
     assert ours["hit_rate"] == pytest.approx(39 * 1536 / (40 * 2048), abs=0.25)

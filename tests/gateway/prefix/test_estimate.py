@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gateway.prefix.estimate import LOAD_VALID_SECONDS, RATE_MIN_TOKENS, Estimate, Load
+from gateway.prefix.estimate import LOAD_VALID_SECONDS, NO_OTHERS, RATE_MIN_TOKENS, Estimate, Load, Others
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
 LONG = tuple(range(100))
@@ -42,6 +42,18 @@ def test_its_speed_is_learnt_also_while_prompts_queue() -> None:
         estimate.end(one, start + 4)
         estimate.end(other, start + 4)
     assert estimate.prefill_tokens_per_second == pytest.approx(2000, rel=0.01)
+
+
+def test_its_speed_is_not_learnt_from_what_waits_behind_the_prompts_of_others() -> None:
+    estimate = an_estimate()
+    estimate.speed_is_learnt = True
+    for others in (Others(1, 4000), NO_OTHERS):
+        sent = estimate.begin((), 4000, 0.0)
+        estimate.told_others(others)
+        estimate.first_chunk(sent, 8.0)
+        estimate.end(sent, 8.0)
+        assert (estimate.prefill_tokens_per_second < 1000) == (others is NO_OTHERS)
+        estimate.told_others(NO_OTHERS)
 
 
 def test_what_is_queued_melts_while_nothing_is_heard() -> None:

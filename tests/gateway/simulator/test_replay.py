@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gateway.cli.simulate import BARE_POLICY
@@ -96,6 +98,17 @@ def test_agents_whose_contexts_do_not_fit_are_held_and_done_sooner(urgent_every:
     assert ours.urgent_held == 0
     if urgent_every:
         assert ours.urgent_hit_rate is not None and ours.urgent_hit_rate >= 0.88
+
+
+def test_two_gateways_that_share_what_they_know_come_close_to_one() -> None:
+    trace = generate.conversation(1, chats=1200, duration_seconds=600.0)
+    alone = a_site(4, 500_000, prefill_rate_for_load(trace, 4, 0.75))
+    one, two, two_strangers = (
+        summaries(trace, site, OURS)[OURS].hit_rate
+        for site in (alone, replace(alone, gateways=2), replace(alone, gateways=2, share=False))
+    )
+    assert two >= one - 0.015
+    assert two_strangers < one - 0.03
 
 
 def test_a_wrong_guess_of_size_and_speed_costs_little() -> None:

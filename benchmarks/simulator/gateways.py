@@ -1,0 +1,64 @@
+"""Several gateways before the same servers, in virtual time: what it is worth that they share what they know.
+
+The recorded traffic, or made-up traffic without `--recorded`, as in `run.py`: chats in an open loop, and coding agents
+in a closed loop. Every gateway takes the next call in its turn, so that no conversation stays with one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.simulator.run import AGENT_PREFILL_TOKENS_PER_SECOND, HERE, LOAD, SHARED
+from gateway.cli.simulate import BARE_POLICY
+from gateway.policy import Policy
+from gateway.simulator import generate
+from gateway.simulator.compare import OURS, compare, policy_for, prefill_rate_for_load
+from gateway.simulator.replay import Site
+from gateway.simulator.traces import Trace, read_trace, staggered
+
+SERVERS, CAPACITY_TOKENS = 4, 1_000_000
+GATEWAYS = ((1, True), (2, True), (2, False))  # and whether they share
+
+
+def measure(trace: Trace, rate: float, kind: str) -> Iterator[dict[str, Any]]:
+    site = Site(policy_for(Policy.model_validate(BARE_POLICY), SERVERS), CAPACITY_TOKENS, rate)
+    for gateways, share in GATEWAYS:
+        (made,) = compare(trace, replace(site, gateways=gateways, share=share), [OURS])
+        row = {
+            "traffic": kind, "requests": trace.requests, "gateways": gateways, "share": share,
+            "hit_rate": round(made.hit_rate, 4),
+            "realtime_hit_rate": None if made.urgent_hit_rate is None else round(made.urgent_hit_rate, 4),
+            "ttft_mean_seconds": round(made.ttft_mean_seconds, 3), "makespan_seconds": round(made.makespan_seconds),
+        }  # fmt: skip
+        print(json.dumps(row), flush=True)
+        yield row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recorded", action="store_true", help="replay the recordings, where they are")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help=f"write the result into {HERE.name}/results")
+    arguments = parser.parse_args()
+    seed = arguments.seed
+    if arguments.recorded and not SHARED.is_dir():
+        raise SystemExit(f"there are no recordings in {SHARED.name}")
+    chats = generate.conversation(seed) if not arguments.recorded else read_trace(
+        SHARED / "mooncake_conversation_trace.jsonl"
+    )  # fmt: skip
+    agents = generate.agents(seed) if not arguments.recorded else read_trace(SHARED / "claude_code_sessions.jsonl")
+    rows = list(measure(chats, prefill_rate_for_load(chats, SERVERS, LOAD), "chats"))
+    for urgent_every, kind in ((None, "agents, all batch"), (10, "agents, one in ten real-time")):
+        traffic = staggered(agents, seed=seed, sessions=200, max_requests=150, urgent_every=urgent_every)
+        rows += measure(traffic, AGENT_PREFILL_TOKENS_PER_SECOND, kind)
+    if arguments.write:
+        name = f"{'recorded' if arguments.recorded else 'made-up'}-gateways-seed-{seed}.json"
+        (HERE / "results" / name).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
