@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from backend.attention.base import AttentionMetadata
+from backend.engine.sampling_batch import NextToken
 from backend.engine.scheduler import Scheduled
 
 
@@ -20,8 +21,9 @@ class Batch:
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     slot_mapping: Tensor  # [T] int64: block * block_size + offset
-    sampled: tuple[int, ...]  # the N sequences whose next token is to be sampled, by their place in the plan
-    sampled_rows: Tensor  # [N] int64: where their last tokens stand among the T
+    next_tokens: tuple[NextToken, ...]  # the N tokens that are to be sampled
+    sampled: tuple[int, ...]  # whose they are, by place in the plan
+    sampled_rows: Tensor  # [N] int64: where the tokens before them stand among the T
     attention: AttentionMetadata
 
 
@@ -38,15 +40,19 @@ def make_batch(plan: Sequence[Scheduled], block_size: int, device: torch.device)
         ]
     query_lens = tuple(scheduled.num_tokens for scheduled in plan)
     starts = [*accumulate(query_lens, initial=0)]
-    sampled = tuple(i for i, s in enumerate(plan) if s.catches_up and not s.request.pooling)
+    # Behind the last known token, and behind each that was drafted.
+    sampled = [(i, n) for i, s in enumerate(plan) if not s.request.pooling for n in range(s.num_sampled, 0, -1)]
     max_blocks = max(len(scheduled.request.block_table) for scheduled in plan)
     tables = [s.request.block_table + [0] * (max_blocks - len(s.request.block_table)) for s in plan]
     return Batch(
-        input_ids=tensor([token for s in plan for token in s.request.token_ids[s.start : s.end]]),
+        input_ids=tensor([*chain.from_iterable(scheduled.token_ids for scheduled in plan)]),
         positions=tensor([*chain.from_iterable(range(s.start, s.end) for s in plan)]),
         slot_mapping=tensor(slots),
-        sampled=sampled,
-        sampled_rows=tensor([starts[i + 1] - 1 for i in sampled]),
+        next_tokens=tuple(
+            NextToken(plan[i].request, plan[i].drafts[: len(plan[i].drafts) + 1 - n]) for i, n in sampled
+        ),
+        sampled=tuple(i for i, _ in sampled),
+        sampled_rows=tensor([starts[i + 1] - n for i, n in sampled]),
         attention=AttentionMetadata(
             query_lens=query_lens,
             seq_lens=tuple(scheduled.end for scheduled in plan),

@@ -112,7 +112,7 @@ class Timing:
     finished: float = 0.0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One sequence on its way through the engine.
 

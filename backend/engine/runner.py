@@ -1,4 +1,4 @@
-"""The model, its cache, and one forward pass: from a plan to what was computed. It remembers nothing about requests."""
+"""From a plan to what was computed: one forward pass, and sampling. It remembers nothing about requests."""
 
 from __future__ import annotations
 
@@ -8,40 +8,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from backend.attention import create_attention
-from backend.attention.base import EVERYTHING, Span, StepAttention
 from backend.engine.batch import make_batch
 from backend.engine.config import ResolvedConfig
-from backend.engine.kv_memory import KvMemory
 from backend.engine.masks import MaskFiller
+from backend.engine.paged_model import GivenUp, PagedModel
 from backend.engine.request import TokenLogprob
 from backend.engine.sampler import sample, score
 from backend.engine.sampling_batch import make_sampling_batch
 from backend.engine.scheduler import Computed, Scheduled
-from backend.layers.loader import LayerLoader
-from backend.models import architecture
-from backend.models.weights import Checkpoint
-from backend.ops import create_ops
-from backend.quantization import create_quantization
 
 PROMPT_LOGPROBS_ROWS = 64  # rows of logits that are held at once to score a prompt
-
-
-class _GivenUp(Exception):
-    pass
-
-
-class _Interruptible(StepAttention):
-    """Asks before the attention of each layer whether the step is still wanted. Raises `_GivenUp`."""
-
-    def __init__(self, attend: StepAttention, is_given_up: Callable[[], bool]) -> None:
-        self._attend = attend
-        self._is_given_up = is_given_up
-
-    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
-        if self._is_given_up():
-            raise _GivenUp
-        return self._attend(query, key_cache, value_cache, span)
 
 
 class Runner:
@@ -50,15 +26,7 @@ class Runner:
     def __init__(self, config: ResolvedConfig) -> None:
         torch.set_num_threads(config.num_threads)
         self._config = config
-        ops = create_ops(config.ops)
-        with Checkpoint(config.model_dir, config.dtype, config.device) as checkpoint:
-            loader = LayerLoader(checkpoint, ops, create_quantization(config.quantization, ops))
-            model_class = architecture(config.model.architecture)
-            self._model = model_class(config.model, loader, config.max_model_len, config.device)
-            checkpoint.finish()
-        self._kv = KvMemory(config)
-        self._attention = create_attention(config.attention, config.model.attention_scale, self._kv.form)
-        self._like = torch.empty(config.model.head_dim, dtype=config.dtype, device=config.device)
+        self._model = PagedModel(config)
         self._masks = MaskFiller(config.model.vocab_size, config.device)
 
     @torch.inference_mode()
@@ -69,12 +37,10 @@ class Runner:
         """
         device = self._config.device
         batch = make_batch(plan, self._config.block_size, device)
-        requests = [plan[i].request for i in batch.sampled]
-        masks = self._masks.start(requests)
-        attend = _Interruptible(self._attention.prepare(batch.attention, like=self._like), is_given_up)
+        masks = self._masks.start([row.request for row in batch.next_tokens])
         try:
-            hidden = self._model.forward(batch.input_ids, batch.positions, batch.slot_mapping, self._kv.layers, attend)
-        except _GivenUp:
+            hidden = self._model.forward(batch, is_given_up)
+        except GivenUp:
             if masks:
                 masks.result()  # the walks must not change while they are asked
             return None
@@ -83,12 +49,15 @@ class Runner:
         computed = [self._of_hidden(scheduled, part) for scheduled, part in zip(plan, parts, strict=True)]
         if batch.sampled:
             logits = self._model.logits(hidden[batch.sampled_rows])
-            sampling = make_sampling_batch(requests, self._config.model.vocab_size, device)
+            sampling = make_sampling_batch(batch.next_tokens, self._config.model.vocab_size, device)
             allowed = masks.result() if masks else None
             errors = allowed.errors if allowed else {}
             for row, (i, sampled) in enumerate(zip(batch.sampled, sample(logits, sampling, allowed), strict=True)):
                 computed[i] = replace(
-                    computed[i], token_ids=(sampled.token_id,), logprobs=sampled.logprobs, error=errors.get(row)
+                    computed[i],
+                    token_ids=(*computed[i].token_ids, sampled.token_id),
+                    logprobs=computed[i].logprobs + sampled.logprobs,
+                    error=errors.get(row),
                 )
         return computed
 

@@ -1,8 +1,8 @@
-"""What requests want of their next token, as tensors: one row per request that is sampled in this step."""
+"""What requests want of their next tokens, as tensors: one row per token that is sampled in this step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,36 @@ from torch import Tensor
 from backend.engine.request import Request, SamplingParams
 
 GREEDY_BELOW_TEMPERATURE = 1e-5  # dividing by less overflows, and the result would be the same
+
+
+@dataclass(frozen=True, slots=True)
+class NextToken:
+    """A token to be chosen: behind all of a request's, and behind what was drafted for it, as if that had come true."""
+
+    request: Request
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def position(self) -> int:
+        return len(self.request.token_ids) + len(self.drafts)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.request.num_output_tokens + len(self.drafts)
+
+    @property
+    def penalised_counts(self) -> Mapping[int, int]:
+        counts = self.request.penalised_counts
+        if not self.drafts:
+            return counts
+        counts = dict(counts)
+        for token_id in self.drafts:
+            counts[token_id] = counts.get(token_id, 0) + 1
+        return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +108,13 @@ class SamplingBatch:
     logprobs: WantedLogprobs | None
 
 
-def make_sampling_batch(requests: Sequence[Request], vocab_size: int, device: torch.device) -> SamplingBatch:
-    """One row per request, in this order, for the token that follows each one's last."""
+def make_sampling_batch(tokens: Sequence[NextToken], vocab_size: int, device: torch.device) -> SamplingBatch:
+    """One row per token, in this order."""
     return SamplingBatch(
-        random=_random_rows(requests, vocab_size, device),
-        penalties=_penalties(requests, device),
-        bias=_bias(requests, device),
-        logprobs=_wanted_logprobs(requests, device),
+        random=_random_rows(tokens, vocab_size, device),
+        penalties=_penalties(tokens, device),
+        bias=_bias(tokens, device),
+        logprobs=_wanted_logprobs(tokens, device),
     )
 
 
@@ -110,17 +140,17 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def _random_rows(requests: Sequence[Request], vocab_size: int, device: torch.device) -> RandomRows | None:
-    rows = [row for row, request in enumerate(requests) if request.sampling.temperature >= GREEDY_BELOW_TEMPERATURE]
+def _random_rows(tokens: Sequence[NextToken], vocab_size: int, device: torch.device) -> RandomRows | None:
+    rows = [row for row, token in enumerate(tokens) if token.sampling.temperature >= GREEDY_BELOW_TEMPERATURE]
     if not rows:
         return None
-    chosen = [requests[row] for row in rows]
-    noise = uniform([request.seed for request in chosen], [len(request.token_ids) for request in chosen])
+    chosen = [tokens[row] for row in rows]
+    noise = uniform([token.request.seed for token in chosen], [token.position for token in chosen])
     return RandomRows(
         rows=torch.tensor(rows, device=device),
-        temperature=torch.tensor([request.sampling.temperature for request in chosen], device=device),
+        temperature=torch.tensor([token.sampling.temperature for token in chosen], device=device),
         uniform=torch.from_numpy(noise).to(device),
-        filters=_filters([request.sampling for request in chosen], vocab_size, device),
+        filters=_filters([token.sampling for token in chosen], vocab_size, device),
     )
 
 
@@ -145,15 +175,15 @@ def _entries(pairs: Sequence[tuple[int, int]], device: torch.device) -> Entries:
     return Entries(*torch.tensor(pairs, dtype=torch.int64, device=device).unbind(1))
 
 
-def _penalties(requests: Sequence[Request], device: torch.device) -> Penalties | None:
+def _penalties(tokens: Sequence[NextToken], device: torch.device) -> Penalties | None:
     pairs: list[tuple[int, int]] = []
     values: list[tuple[float, float, float, float]] = []
-    for row, request in enumerate(requests):
-        sampling = request.sampling
+    for row, token in enumerate(tokens):
+        sampling = token.sampling
         if not sampling.has_penalties:
             continue
         factors = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
-        for token_id, count in request.penalised_counts.items():
+        for token_id, count in token.penalised_counts.items():
             pairs.append((row, token_id))
             values.append((count, *factors))
     if not pairs:
@@ -161,13 +191,13 @@ def _penalties(requests: Sequence[Request], device: torch.device) -> Penalties |
     return Penalties(_entries(pairs, device), *torch.tensor(values, dtype=torch.float32, device=device).unbind(1))
 
 
-def _bias(requests: Sequence[Request], device: torch.device) -> Bias | None:
+def _bias(tokens: Sequence[NextToken], device: torch.device) -> Bias | None:
     pairs: list[tuple[int, int]] = []
     values: list[float] = []
-    for row, request in enumerate(requests):
-        sampling = request.sampling
+    for row, token in enumerate(tokens):
+        sampling = token.sampling
         biases = dict(sampling.logit_bias)
-        if request.num_output_tokens < sampling.min_tokens:
+        if token.num_output_tokens < sampling.min_tokens:
             biases.update(dict.fromkeys(sampling.stop_token_ids, float("-inf")))
         pairs += [(row, token_id) for token_id in biases]
         values += biases.values()
@@ -176,6 +206,6 @@ def _bias(requests: Sequence[Request], device: torch.device) -> Bias | None:
     return Bias(_entries(pairs, device), torch.tensor(values, dtype=torch.float32, device=device))
 
 
-def _wanted_logprobs(requests: Sequence[Request], device: torch.device) -> WantedLogprobs | None:
-    counts = {row: r.sampling.logprobs for row, r in enumerate(requests) if r.sampling.logprobs is not None}
+def _wanted_logprobs(tokens: Sequence[NextToken], device: torch.device) -> WantedLogprobs | None:
+    counts = {row: t.sampling.logprobs for row, t in enumerate(tokens) if t.sampling.logprobs is not None}
     return WantedLogprobs(torch.tensor([*counts], device=device), counts) if counts else None

@@ -27,11 +27,16 @@ BACKGROUND_PROMPTS_SHARE = 0.25  # of a step's tokens, beside somebody more urge
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """One request's part in a step: its tokens `[start, start + num_tokens)` are computed."""
+    """One request's part in a step: its tokens `[start, start + num_tokens)` are computed.
+
+    Drafts are guesses at what follows its last token, and come behind it. The model says at each of them which token
+    would have followed; as far as that is the draft, it was right, and what was computed for it stands.
+    """
 
     request: Request
     start: int
-    num_tokens: int
+    num_tokens: int  # with the drafts
+    drafts: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -39,15 +44,24 @@ class Scheduled:
 
     @property
     def catches_up(self) -> bool:
-        """Whether the step ends at the last known token, so that the next one can be sampled."""
-        return self.end == len(self.request.token_ids)
+        """Whether the step gets to the last known token, so that the next one can be sampled."""
+        return self.end - len(self.drafts) == len(self.request.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return min(self.num_tokens, 1 + len(self.drafts)) if self.catches_up else 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        known = self.request.token_ids
+        return [*known[self.start : self.end], *self.drafts[max(0, self.start - len(known)) :]]
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
     """What the model made of one `Scheduled`: new tokens where it caught up, hidden states where it is pooling."""
 
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # what follows the last known token, and what follows each draft
     logprobs: tuple[TokenLogprob, ...] = ()
     hidden_sum: tuple[float, ...] = ()  # over the scheduled tokens
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens behind each of the scheduled ones
@@ -63,6 +77,9 @@ class Counters:
     prefix_cache_queries: int = 0  # in tokens
     prefix_cache_hits: int = 0  # in tokens
     preemptions: int = 0
+    drafts: int = 0  # times that any tokens were drafted for a request
+    draft_tokens: int = 0
+    accepted_tokens: list[int] = field(default_factory=list)  # by their place among the drafts
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
 
@@ -108,6 +125,11 @@ class _New(TypedDict, total=False):
     prompt_logprobs: tuple[TokenLogprob, ...] | None
     embedding: tuple[float, ...] | None
     error: str | None
+
+
+def confirmed(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
+    """How many drafts came true. `token_ids`: what the model says in place of each, and behind the last."""
+    return next((i for i, draft in enumerate(drafts) if draft != token_ids[i]), len(drafts))
 
 
 def urgency(request: Request) -> tuple[int, float]:
@@ -214,13 +236,13 @@ class Scheduler:
         for scheduled, result in zip(plan, computed, strict=True):
             request = scheduled.request
             caught_up = scheduled.catches_up
-            request.num_computed_tokens = scheduled.end
+            request.num_computed_tokens = scheduled.end - len(scheduled.drafts)
             self._publish(request, scheduled.start)
             if request.pooling:
                 self._pool_hidden(request, result.hidden_sum)
             request.prompt_logprobs += result.prompt_logprobs
             if caught_up:
-                outputs.append(self._accept(request, result))
+                outputs.append(self._accept(scheduled, result))
         return outputs
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> StepOutput | None:
@@ -245,6 +267,20 @@ class Scheduler:
             request.finish_reason = FinishReason.ERROR
             self.counters.finished[FinishReason.ERROR] += 1
         self.running, self.waiting, self._requests, self._deadlines = [], [], {}, []
+
+    def reserve(self, request: Request, num_tokens: int) -> int:
+        """Makes room for tokens behind a running request's last: so many, or as many as there are blocks to spare for.
+
+        There stays a free block for each who runs, so that nobody is preempted for a guess. Returns how many there is
+        room for.
+        """
+        num_spare = max(0, self.pool.num_free - len(self.running))
+        num_tokens = min(
+            num_tokens, (len(request.block_table) + num_spare) * self.pool.block_size - len(request.token_ids)
+        )
+        num_new = self._num_blocks(len(request.token_ids) + num_tokens) - len(request.block_table)
+        request.block_table += self.pool.allocate(max(0, num_new), background=request.is_background) or []
+        return num_tokens
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
@@ -349,8 +385,9 @@ class Scheduler:
         so_far = request.hidden_sum or [0.0] * len(hidden_sum)
         request.hidden_sum = [a + b for a, b in zip(so_far, hidden_sum, strict=True)]
 
-    def _accept(self, request: Request, result: Computed) -> StepOutput:
+    def _accept(self, scheduled: Scheduled, result: Computed) -> StepOutput:
         """What the model says after a request's last token: new tokens, its embedding, perhaps its end."""
+        request = scheduled.request
         if not request.timing.first_token:
             request.timing.first_token = time.time()
             self.counters.prompt_tokens += request.num_prompt_tokens
@@ -363,18 +400,33 @@ class Scheduler:
         prompt_logprobs = tuple(request.prompt_logprobs) if reports_prompt else None
         reason = None if request.sampling.max_tokens else FinishReason.LENGTH
         num_new = 0
-        while reason is None and num_new < len(result.token_ids):
+        num_sure = min(len(result.token_ids), self._count_confirmed(scheduled, result) + 1)
+        while reason is None and num_new < num_sure:
             token_id = result.token_ids[num_new]
             request.append(token_id)
             reason = self._reason_to_finish(request, token_id)
             num_new += 1
         self.counters.generation_tokens += num_new
+        if num_new > 1:  # all but the last were drafts, and computed with the rest
+            request.num_computed_tokens += num_new - 1
+            self._publish(request, scheduled.start)
         new: _New = {
             "new_token_ids": result.token_ids[:num_new],
             "logprobs": result.logprobs[:num_new],
             "prompt_logprobs": prompt_logprobs,
         }
         return self._finish(request, reason, **new) if reason else self._output(request, **new)
+
+    def _count_confirmed(self, scheduled: Scheduled, result: Computed) -> int:
+        if not scheduled.drafts:
+            return 0
+        num_confirmed, accepted = confirmed(scheduled.drafts, result.token_ids), self.counters.accepted_tokens
+        self.counters.drafts += 1
+        self.counters.draft_tokens += len(scheduled.drafts)
+        accepted += [0] * (len(scheduled.drafts) - len(accepted))
+        for place in range(num_confirmed):
+            accepted[place] += 1
+        return num_confirmed
 
     @staticmethod
     def _reason_to_finish(request: Request, token_id: int) -> FinishReason | None:

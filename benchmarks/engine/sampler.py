@@ -29,7 +29,7 @@ from backend.engine.grammar import GrammarCompiler
 from backend.engine.masks import AllowedTokens
 from backend.engine.request import Request, SamplingParams
 from backend.engine.sampler import sample
-from backend.engine.sampling_batch import make_sampling_batch
+from backend.engine.sampling_batch import NextToken, make_sampling_batch
 
 CPU = torch.device("cpu")
 ROWS = (1, 16)
@@ -69,7 +69,7 @@ def cases(rows: int, vocab_size: int) -> dict[str, Callable[[], object]]:
     allowed = AllowedTokens(torch.arange(rows), words, {})
 
     def case(which: Tensor, requests: list[Request], mask: AllowedTokens | None) -> Callable[[], object]:
-        return lambda: sample(which, make_sampling_batch(requests, vocab_size, CPU), mask)
+        return lambda: sample(which, make_sampling_batch([*map(NextToken, requests)], vocab_size, CPU), mask)
 
     made: dict[str, Callable[[], object]] = {
         "LOOK": lambda: logits["peaked"].argmax(dim=-1).tolist(),

@@ -11,7 +11,7 @@ import torch
 
 from backend.engine.request import Request, SamplingParams
 from backend.engine.sampler import sample
-from backend.engine.sampling_batch import make_sampling_batch, uniform
+from backend.engine.sampling_batch import NextToken, make_sampling_batch, uniform
 
 VOCAB_SIZE = 8
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def make_request(prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), *
 
 def draw(requests: list[Request], logits: list[list[float]] | None = None) -> list[int]:
     rows = torch.tensor(logits or [LOGITS] * len(requests))
-    return [s.token_id for s in sample(rows, make_sampling_batch(requests, VOCAB_SIZE, CPU))]
+    return [s.token_id for s in sample(rows, make_sampling_batch([*map(NextToken, requests)], VOCAB_SIZE, CPU))]
 
 
 def frequencies(num_draws: int = 8000, **sampling: Any) -> dict[int, float]:
@@ -154,7 +154,9 @@ def test_logprobs_are_the_models_own() -> None:
     plain = make_request(temperature=0.0)
     none = make_request(temperature=0.0, logprobs=0)
     rows = torch.tensor([LOGITS] * 3)
-    wanted, unwanted, only_own = sample(rows, make_sampling_batch([request, plain, none], VOCAB_SIZE, CPU))
+    wanted, unwanted, only_own = sample(
+        rows, make_sampling_batch([*map(NextToken, [request, plain, none])], VOCAB_SIZE, CPU)
+    )
     expected = [math.log(probability) for probability in softmax(LOGITS)]
     (logprob,) = wanted.logprobs
     assert (logprob.token_id, logprob.logprob) == (4, pytest.approx(expected[4], abs=1e-5))
@@ -171,7 +173,9 @@ def test_every_token_of_a_large_vocabulary_can_come_and_a_forbidden_one_never_do
     logits = torch.zeros(1, size).expand(64, -1)
     forbidden = {0: float("-1e9"), size - 1: float("-1e9")}
     requests = [make_request(seed=seed, logit_bias=forbidden, **kind) for seed in range(64)]
-    tokens = [sampled.token_id for sampled in sample(logits, make_sampling_batch(requests, size, CPU))]
+    tokens = [
+        sampled.token_id for sampled in sample(logits, make_sampling_batch([*map(NextToken, requests)], size, CPU))
+    ]
     assert len(set(tokens)) > 60
     assert not set(tokens) & set(forbidden)
     assert max(tokens) > size * 0.9
@@ -186,7 +190,7 @@ def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary(value: 
 
 def test_the_least_noise_does_not_draw_a_forbidden_token() -> None:
     request = make_request(logit_bias={0: -1e9, 1: -1e9})
-    batch = make_sampling_batch([request], VOCAB_SIZE, CPU)
+    batch = make_sampling_batch([NextToken(request)], VOCAB_SIZE, CPU)
     assert batch.random is not None
     silent = replace(batch, random=replace(batch.random, uniform=torch.zeros(1, dtype=torch.float64)))
     assert sample(torch.tensor([LOGITS]), silent)[0].token_id == 2

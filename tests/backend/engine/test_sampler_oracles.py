@@ -22,7 +22,7 @@ from transformers import (
 from backend.engine import sampler
 from backend.engine.request import Request, SamplingParams
 from backend.engine.sampler import probabilities, sample
-from backend.engine.sampling_batch import make_sampling_batch
+from backend.engine.sampling_batch import NextToken, make_sampling_batch
 
 CPU = torch.device("cpu")
 NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -62,7 +62,7 @@ def transformers_distribution(logits: Tensor, request: Request) -> Tensor:
 
 
 def our_distribution(logits: Tensor, requests: list[Request]) -> Tensor:
-    batch = make_sampling_batch(requests, logits.shape[-1], CPU)
+    batch = make_sampling_batch([*map(NextToken, requests)], logits.shape[-1], CPU)
     assert batch.random is not None
     if batch.penalties:
         logits = sampler._penalise(logits, batch.penalties)
@@ -162,7 +162,10 @@ def test_the_tokens_are_those_of_a_plain_sampler() -> None:
                 **random_filters(random),
             )
         )
-    found = [s.token_id for s in sample(torch.tensor(rows), make_sampling_batch(requests, vocab_size, CPU))]
+    found = [
+        s.token_id
+        for s in sample(torch.tensor(rows), make_sampling_batch([*map(NextToken, requests)], vocab_size, CPU))
+    ]
     expected = [plain_draw(row, request) for row, request in zip(rows, requests, strict=True)]
     # Double precision there and single here: a point on the border between two tokens may fall to either side.
     assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 1
@@ -174,7 +177,7 @@ def test_sorting_all_tokens_or_a_few_makes_no_difference(monkeypatch: pytest.Mon
     sharpness = torch.tensor([0.05, 0.5, 1.0, 3.0]).repeat(50)[:, None]
     logits = torch.randn(200, vocab_size, generator=torch.Generator().manual_seed(2)) * sharpness
     requests = [make_request([0], [], seed=seed, **random_filters(random)) for seed in range(len(logits))]
-    batch = make_sampling_batch(requests, vocab_size, CPU)
+    batch = make_sampling_batch([*map(NextToken, requests)], vocab_size, CPU)
     found = []
     for sizes in ((1,), (16, 300), (256, 8192), ()):
         monkeypatch.setattr(sampler, "SHORTLIST_SIZES", sizes)

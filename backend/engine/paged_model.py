@@ -1,0 +1,62 @@
+"""A model's weights and its paged cache. One call is one forward pass over the tokens of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from backend.attention import create_attention
+from backend.attention.base import EVERYTHING, Span, StepAttention
+from backend.engine.batch import Batch
+from backend.engine.config import ResolvedConfig
+from backend.engine.kv_memory import KvMemory
+from backend.layers.loader import LayerLoader
+from backend.models import architecture
+from backend.models.weights import Checkpoint
+from backend.ops import create_ops
+from backend.quantization import create_quantization
+
+
+class GivenUp(Exception):
+    """A forward pass was left before its end."""
+
+
+class PagedModel:
+    """Raises `WeightsError` if the checkpoint does not fit the model."""
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        ops = create_ops(config.ops)
+        with Checkpoint(config.model_dir, config.dtype, config.device) as checkpoint:
+            loader = LayerLoader(checkpoint, ops, create_quantization(config.quantization, ops))
+            model_class = architecture(config.model.architecture)
+            self._model = model_class(config.model, loader, config.max_model_len, config.device)
+            checkpoint.finish()
+        self.kv = KvMemory(config)
+        self._attention = create_attention(config.attention, config.model.attention_scale, self.kv.form)
+        self._like = torch.empty(config.model.head_dim, dtype=config.dtype, device=config.device)
+
+    def forward(self, batch: Batch, is_given_up: Callable[[], bool] = lambda: False) -> Tensor:
+        """-> final hidden states: [T, hidden_size]. Raises `GivenUp` if `is_given_up`, asked once per layer, says so:
+        some of the batch's slots have been written then."""
+        attend = self._attention.prepare(batch.attention, like=self._like)
+        attend = _Interruptible(attend, is_given_up)
+        return self._model.forward(batch.input_ids, batch.positions, batch.slot_mapping, self.kv.layers, attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [N, hidden_size] -> [N, vocab_size] float32."""
+        return self._model.logits(hidden)
+
+
+class _Interruptible(StepAttention):
+    """Asks before the attention of each layer whether the step is still wanted."""
+
+    def __init__(self, attend: StepAttention, is_given_up: Callable[[], bool]) -> None:
+        self._attend = attend
+        self._is_given_up = is_given_up
+
+    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
+        if self._is_given_up():
+            raise GivenUp
+        return self._attend(query, key_cache, value_cache, span)
