@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from backend.attention import ATTENTIONS, KNOW_SINKS, READ_EVERY_FORM
 from backend.engine.errors import ConfigError
+from backend.engine.speculation import DRAFTERS
 from backend.kv_cache import KV_FORMS, create_kv_form
 from backend.model_files import open_model_files
 from backend.models.config import ModelConfig
@@ -18,6 +20,8 @@ from backend.ops import OPS
 from backend.quantization import QUANTIZATIONS
 
 AUTO = "auto"
+NONE = "none"
+DRAFT_MODEL = "draft_model"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # float16 has no fast path on a CPU, and bfloat16 its range.
 AUTO_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
@@ -46,6 +50,9 @@ class ResolvedConfig:
     attention: str
     ops: str
     quantization: str
+    speculation: str
+    max_draft_tokens: int
+    draft: ResolvedConfig | None = None  # the draft model's, which has all but the model in common
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +75,9 @@ class EngineConfig:
     attention: str = AUTO
     ops: str = AUTO
     quantization: str = "none"
+    speculation: str = NONE  # "ngram": from a request's own tokens; "draft_model": by the smaller model
+    draft_model_dir: Path | None = None
+    max_draft_tokens: int = 8  # for one request in one step
 
     def __post_init__(self) -> None:
         for name in (
@@ -77,6 +87,7 @@ class EngineConfig:
             "kv_cache_memory_bytes",
             "max_model_len",
             "max_num_seqs",
+            "max_draft_tokens",
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
@@ -96,19 +107,23 @@ class EngineConfig:
             ("attention", {AUTO, *ATTENTIONS}),
             ("ops", {AUTO, *OPS}),
             ("quantization", QUANTIZATIONS.keys()),
+            ("speculation", {NONE, *DRAFTERS}),
         ):
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"{name} {value!r} is not one of {', '.join(sorted(known))}", param=name)
+        if (self.speculation == DRAFT_MODEL) != (self.draft_model_dir is not None):
+            raise ConfigError(f"draft_model_dir goes with speculation {DRAFT_MODEL!r}", param="draft_model_dir")
 
     def resolve(self) -> ResolvedConfig:
         """Decides what was left open, from the checkpoint and the machine. Changes nothing on either."""
         model = ModelConfig.load(self.model_dir)
+        draft = ModelConfig.load(self.draft_model_dir) if self.draft_model_dir else None
         dtype = DTYPES[AUTO_DTYPES[model.dtype] if self.dtype == AUTO else self.dtype]
         device = _device(self.device)
-        num_blocks = self.num_blocks or self._num_blocks(model, dtype, device)
+        num_blocks = self.num_blocks or self._num_blocks((model, draft) if draft else (model,), dtype, device)
         max_model_len = self.max_model_len or min(model.max_position_embeddings, num_blocks * self.block_size)
         _check_context(model, max_model_len)
-        return ResolvedConfig(
+        resolved = ResolvedConfig(
             model_dir=self.model_dir,
             model=model,
             dtype=dtype,
@@ -125,13 +140,20 @@ class EngineConfig:
             attention=self._attention(model, device),
             ops=_member(self.ops, fast="native", plain="reference", device=device),
             quantization=self.quantization,
+            speculation=self.speculation,
+            max_draft_tokens=self.max_draft_tokens,
         )
+        if draft is None or self.draft_model_dir is None:
+            return resolved
+        attention = self._attention(draft, device)
+        drafting = replace(resolved, model_dir=self.draft_model_dir, model=draft, attention=attention)
+        return replace(resolved, draft=drafting)
 
-    def _num_blocks(self, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    def _num_blocks(self, models: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device) -> int:
         memory = self.kv_cache_memory_bytes or self._free_memory_bytes(dtype, device)
         form = create_kv_form(self.kv_cache_dtype)
-        row_bytes = model.num_kv_heads * form.width(model.head_dim) * form.dtype(dtype).itemsize
-        block_bytes = 2 * model.num_layers * self.block_size * row_bytes
+        num_values = sum(2 * m.num_layers * m.num_kv_heads * form.width(m.head_dim) for m in models)
+        block_bytes = self.block_size * num_values * form.dtype(dtype).itemsize
         if memory < block_bytes:
             raise ConfigError(
                 f"{memory} bytes of KV cache do not hold one block of {block_bytes} bytes",
@@ -157,7 +179,8 @@ class EngineConfig:
         if device.type == "cpu":
             return CPU_KV_CACHE_BYTES
         free, _ = torch.cuda.mem_get_info(device)
-        weights = open_model_files(self.model_dir).weights_bytes(dtype)
+        model_dirs = [model_dir for model_dir in (self.model_dir, self.draft_model_dir) if model_dir]
+        weights = sum(open_model_files(model_dir).weights_bytes(dtype) for model_dir in model_dirs)
         return max(0, int((free - weights) * GPU_KV_CACHE_FRACTION))
 
 

@@ -1,13 +1,14 @@
 """The engine. Read this first: `step` is all of it, and each of its three calls is one file.
 
 `schedule` (scheduler.py) decides on ints who advances by how many tokens, in blocks that block_pool.py hands out;
+`extend` (speculation/) adds guesses at what follows, if they are switched on;
 `run` (runner.py) makes tensors of that (batch.py), puts them through the model (models/, attention/, ops/) and
 samples (sampler.py); `advance` takes the new tokens in and says what they mean for each request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from backend.engine.block_pool import BlockListener, BlockPool
@@ -17,6 +18,8 @@ from backend.engine.interruption import Interruption
 from backend.engine.request import FinishReason, Request, StepOutput
 from backend.engine.runner import Runner
 from backend.engine.scheduler import Scheduler
+from backend.engine.speculation import create_drafter
+from backend.engine.speculation.speculator import Speculator
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,9 @@ class EngineStats:
     prefix_cache_hits_total: int  # in tokens
     preemptions_total: int
     steps_given_up_total: int
+    drafts_total: int  # times that tokens were drafted for a request
+    draft_tokens_total: int
+    accepted_tokens_total: Sequence[int]  # of these, by their place among the drafts
     requests_finished: Mapping[FinishReason, int]
     aborted_total: int
     integrity_ok: bool
@@ -43,10 +49,13 @@ class EngineStats:
 class Engine:
     """Not for more than one thread, but for `check` and `stats`."""
 
-    def __init__(self, config: ResolvedConfig, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(
+        self, config: ResolvedConfig, scheduler: Scheduler, runner: Runner, speculator: Speculator | None = None
+    ) -> None:
         self.config = config
         self.scheduler = scheduler
         self.runner = runner
+        self.speculator = speculator or Speculator(scheduler)
         self.interruption = Interruption()
         self._integrity_ok = True
         self._integrity_checks = 0
@@ -63,15 +72,18 @@ class Engine:
             max_waiting=resolved.max_waiting,
             enable_prefix_caching=resolved.enable_prefix_caching,
         )
-        return cls(resolved, scheduler, Runner(resolved))
+        runner = Runner(resolved)
+        speculator = Speculator(scheduler, create_drafter(resolved), resolved.max_draft_tokens)
+        return cls(resolved, scheduler, runner, speculator)
 
     def step(self) -> list[StepOutput]:
-        plan = self.scheduler.schedule()
+        plan = self.speculator.extend(self.scheduler.schedule())
         assert plan, "a step with nothing to do: ask has_unfinished first"
         computed = self.runner.run(plan, self.interruption.watch(plan))
         if computed is None:
             return []  # somebody more urgent waits: nobody has advanced
         outputs = self.scheduler.advance(plan, computed)
+        self.speculator.learn(plan, computed)
         self.scheduler.pool.step_over()
         return outputs
 
@@ -128,6 +140,9 @@ class Engine:
             prefix_cache_hits_total=counters.prefix_cache_hits,
             preemptions_total=counters.preemptions,
             steps_given_up_total=self.interruption.num_given_up,
+            drafts_total=counters.drafts,
+            draft_tokens_total=counters.draft_tokens,
+            accepted_tokens_total=tuple(counters.accepted_tokens),
             requests_finished=dict(counters.finished),
             aborted_total=counters.finished[FinishReason.ABORT],
             integrity_ok=self._integrity_ok,

@@ -160,7 +160,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, str]] = []  # a heap, which still names some requests that have ended
         self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._max_waiting = max_waiting
         self._enable_prefix_caching = enable_prefix_caching
@@ -209,7 +209,7 @@ class Scheduler:
 
     def schedule(self) -> tuple[Scheduled, ...]:
         """Spends one token budget, class by class: in each on what runs, then on what waits, the most urgent first."""
-        budget = _Budget(self._max_num_batched_tokens)
+        budget = _Budget(self.max_num_batched_tokens)
         plan: list[Scheduled] = []
         num_seen = 0
         while budget.tokens:

@@ -102,6 +102,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
+        num_accepted = sum(stats.accepted_tokens_total)
         gauges = {
             "vllm:num_requests_running": ("Requests in the batch.", stats.num_running),
             "vllm:num_requests_waiting": ("Requests that wait for a place in the batch.", stats.num_waiting),
@@ -116,6 +117,9 @@ class _EngineCollector(Collector):
             "vllm:prefix_cache_queries": ("Prompt tokens looked up.", stats.prefix_cache_queries_total),
             "vllm:prefix_cache_hits": ("Prompt tokens found cached.", stats.prefix_cache_hits_total),
             "vllm:num_preemptions": ("Requests put back to wait, to be recomputed.", stats.preemptions_total),
+            "vllm:spec_decode_num_drafts": ("Times that tokens were drafted.", stats.drafts_total),
+            "vllm:spec_decode_num_draft_tokens": ("Tokens drafted.", stats.draft_tokens_total),
+            "vllm:spec_decode_num_accepted_tokens": ("Drafted tokens that came true.", num_accepted),
             "warmpath:steps_given_up": ("Steps left for more urgent work.", stats.steps_given_up_total),
             "warmpath:integrity_checks": ("Times the block pool's books were balanced.", stats.integrity_checks_total),
             "warmpath:requests_aborted": ("Requests given up before their end.", stats.aborted_total),
@@ -128,6 +132,14 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, documentation, labels=("model_name",))
             counter.add_metric((self._model,), value)
             yield counter
+        places = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that came true, by their place among the drafts.",
+            labels=("model_name", "position"),
+        )
+        for place, accepted in enumerate(stats.accepted_tokens_total):
+            places.add_metric((self._model, str(place)), accepted)
+        yield places
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "How the KV cache is cut.", labels=("model_name", "block_size", "num_gpu_blocks")
         )

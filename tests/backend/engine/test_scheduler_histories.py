@@ -3,14 +3,15 @@
 The oracle plays the model. It writes into each slot of the cache which tokens, under which salt, led to it, and
 whenever a request is computed it looks at everything the attention would read. It also remembers which blocks have
 served more than background work, and watches which ones are given up. The "next token" is a function of the
-whole sequence, so that a request that was chunked, cached, preempted and surrounded by others must still end with
-exactly the tokens it gets alone.
+whole sequence, so that a request that was chunked, cached, preempted, guessed at and surrounded by others must still
+end with exactly the tokens it gets alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -22,6 +23,9 @@ from backend.engine.block_pool import BlockPool, CachedBlock
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
 from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput
 from backend.engine.scheduler import Computed, Scheduled, Scheduler
+from backend.engine.speculation.base import Drafter, Wanted
+from backend.engine.speculation.payoff import Payoff
+from backend.engine.speculation.speculator import Speculator
 
 STOP_TOKEN = 3
 MAX_MODEL_LEN = 40
@@ -45,6 +49,28 @@ def generate_alone(request: Request) -> tuple[list[int], FinishReason]:
             return output, FinishReason.LENGTH
 
 
+class Guesser(Drafter):
+    """Right more often than not, and never about the same length twice."""
+
+    def __init__(self) -> None:
+        self._random = Random(0)
+
+    def draft(self, wanted: Sequence[Wanted]) -> list[tuple[int, ...]]:
+        return [self._draft(each.request.token_ids, self._random.randint(0, each.num_tokens)) for each in wanted]
+
+    def _draft(self, token_ids: list[int], count: int) -> tuple[int, ...]:
+        drafts: list[int] = []
+        for _ in range(count):
+            right = next_token(token_ids + drafts)
+            drafts.append(right if self._random.random() < 0.7 else 1 - min(right, 1))
+        return tuple(drafts)
+
+
+class Eager(Payoff):
+    def num_drafts(self, requests: Sequence[Request], most: int) -> list[int]:
+        return [most] * len(requests)
+
+
 class Histories(RuleBasedStateMachine):
     @initialize(
         pool_tokens=st.integers(4, 12) | st.integers(24, 40),
@@ -53,9 +79,17 @@ class Histories(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         max_waiting=st.integers(0, 6),
         caching=st.sampled_from([True, True, True, False]),
+        max_drafts=st.sampled_from([0, 1, 6]),
     )
     def start(
-        self, pool_tokens: int, block_size: int, budget: int, max_num_seqs: int, max_waiting: int, caching: bool
+        self,
+        pool_tokens: int,
+        block_size: int,
+        budget: int,
+        max_num_seqs: int,
+        max_waiting: int,
+        caching: bool,
+        max_drafts: int,
     ) -> None:
         num_blocks = pool_tokens // block_size
         self.pool = BlockPool(num_blocks, block_size, self)
@@ -69,6 +103,8 @@ class Histories(RuleBasedStateMachine):
             max_waiting=max_waiting,
             enable_prefix_caching=caching,
         )
+        self.speculator = Speculator(self.scheduler, Guesser() if max_drafts else None, max_drafts)
+        self.speculator._payoff = Eager()
         self.budget, self.max_num_seqs, self.max_unfinished = budget, max_num_seqs, max_num_seqs + max_waiting
         self.caching = caching
         self.slots: list[list[Content | None]] = [[None] * block_size for _ in range(num_blocks)]
@@ -172,15 +208,29 @@ class Histories(RuleBasedStateMachine):
                 self.step()
                 self.pool_is_whole()
 
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def step_that_is_given_up(self, data: st.DataObject) -> None:
+        """It has written something by then, and nobody has advanced."""
+        plan = self.speculator.extend(self.scheduler.schedule())
+        self.check_plan(plan)
+        for scheduled in plan[: data.draw(st.integers(0, len(plan)))]:
+            self.compute(scheduled)
+
     def step(self) -> int:
         """How many requests have advanced without catching up."""
+        preemptions = self.scheduler.counters.preemptions
         plan = self.scheduler.schedule()
+        preempted = self.scheduler.counters.preemptions - preemptions
+        plan = self.speculator.extend(plan)
+        assert self.scheduler.counters.preemptions == preemptions + preempted, "somebody gave way to a guess"
         self.check_plan(plan)
         computed = [self.compute(scheduled) for scheduled in plan]
         num_chunks = sum(not scheduled.catches_up for scheduled in plan)
         held = [block for s in plan if s.request.priority <= 0 for block in s.request.block_table]
         for output in self.scheduler.advance(plan, computed):
             self.take(output)
+        self.speculator.learn(plan, computed)
         self.foreground |= {block_hash for block in held if (block_hash := self.pool._hashes[block])}
         return num_chunks
 
@@ -206,17 +256,22 @@ class Histories(RuleBasedStateMachine):
 
     def compute(self, scheduled: Scheduled) -> Computed:
         request, size = scheduled.request, self.pool.block_size
+        token_ids = [*request.token_ids, *scheduled.drafts]
         assert scheduled.start == request.num_computed_tokens
+        assert len(token_ids) < scheduled.request.max_total_tokens or not scheduled.drafts
         for position in range(scheduled.start, scheduled.end):
             block = request.block_table[position // size]
             assert self.pool._ref_counts[block] == 1, "a shared block is written to"
-            self.slots[block][position % size] = (request.cache_salt, tuple(request.token_ids[: position + 1]))
+            self.slots[block][position % size] = (request.cache_salt, tuple(token_ids[: position + 1]))
         for position in range(scheduled.end):
             content = self.slots[request.block_table[position // size]][position % size]
-            assert content == (request.cache_salt, tuple(request.token_ids[: position + 1])), "reads another's keys"
+            assert content == (request.cache_salt, tuple(token_ids[: position + 1])), "reads another's keys"
         if request.pooling:
             return Computed(hidden_sum=(float(sum(request.token_ids[scheduled.start : scheduled.end])),))
-        return Computed((next_token(request.token_ids),)) if scheduled.catches_up else Computed()
+        if not scheduled.catches_up:
+            return Computed()
+        known = len(request.token_ids)
+        return Computed(tuple(next_token(token_ids[:end]) for end in range(known, len(token_ids) + 1)))
 
     def take(self, output: StepOutput) -> None:
         request = self.live[output.request_id]
@@ -270,7 +325,8 @@ def test_histories_under_pressure() -> None:
         random = Random(seed)
         machine = Histories()
         block_size = random.choice([1, 2, 4])
-        machine.start(random.randint(24, 40), block_size, random.choice([6, 16, 60]), 6, 6, caching=seed % 4 > 0)
+        budget, drafts = random.choice([6, 16, 60]), random.choice([0, 4])
+        machine.start(random.randint(24, 40), block_size, budget, 6, 6, caching=seed % 4 > 0, max_drafts=drafts)
         for _ in range(60):
             action = random.random()
             if action < 0.4:
@@ -289,11 +345,14 @@ def test_histories_under_pressure() -> None:
             machine.pool_is_whole()
         machine.teardown()
         counters["preemptions"] += machine.scheduler.counters.preemptions
+        counters["accepted drafts"] += sum(machine.scheduler.counters.accepted_tokens)
+        counters["drafts"] += machine.scheduler.counters.draft_tokens
         counters["hits"] += machine.scheduler.counters.prefix_cache_hits
         counters["expired"] += machine.scheduler.counters.finished[FinishReason.DEADLINE]
         counters["foreground lost"] += machine.num_foreground_lost
     assert counters["preemptions"] > 300, counters
     assert counters["hits"] > 500, counters
+    assert counters["drafts"] > 1.3 * counters["accepted drafts"] > 200, counters
     assert counters["chunks"] > 200, counters
     assert counters["expired"] > 25, counters
     assert counters["foreground lost"] > 100, counters
