@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from gateway.breaker import Breaker
 from gateway.policy import Deployment, Model, Policy
 from gateway.prefix.cache_model import Recall
-from gateway.prefix.estimate import Estimate, Sent
+from gateway.prefix.estimate import LOAD_VALID_SECONDS, Estimate, Sent
 from gateway.prefix.events.blocks import BlockIndex, Ended
 from gateway.prefix.fingerprint import text_bytes_of
 from gateway.prefix.token_counts import TokenCounts
@@ -22,6 +22,7 @@ from gateway.prefix.working_set import Conversation, Prompt, WorkingSet
 from gateway.providers.base import Provider
 from gateway.types import Usage
 
+PEAK_SECONDS = 60.0  # in which a busy moment fades to a third
 FIRST_CHUNKS = 32  # of streams, remembered to compare servers by
 
 
@@ -72,6 +73,28 @@ class SentCall:
             self.server.told.append(self)
 
 
+class Background:
+    """The calls of one server that may be held, as those of batches, and how much room there is for them: what was left
+    by the others lately, at their busiest moment. Where none of the others is there, one of these may be, in any case.
+    """
+
+    __slots__ = ("_peak", "_peak_at", "taken")
+
+    def __init__(self) -> None:
+        self.taken = 0  # places that they have
+        self._peak = 0.0  # of places that others had; it fades
+        self._peak_at = -math.inf
+
+    def note_urgent(self, count: int, now: float) -> None:
+        self._peak, self._peak_at = max(count, self._faded(now)), now
+
+    def room(self, places: int, urgent: int, now: float) -> int:
+        return max(places - max(urgent, round(self._faded(now))), 0 if urgent else 1)
+
+    def _faded(self, now: float) -> float:
+        return self._peak * math.exp((self._peak_at - now) / PEAK_SECONDS)
+
+
 class Server:
     """One deployment: its provider, and what is known about it. Owned by the event loop, changed without locks."""
 
@@ -92,7 +115,8 @@ class Server:
         self.blocks: BlockIndex | None = None  # of a server that publishes KV events
         self.input_billed = 0  # tokens in the receipts of this gateway, to be held against the server's own count
         self.output_billed = 0
-        self.places_taken = 0  # by calls whose turn it is; of these are in flight:
+        self.places_taken = 0  # by calls whose turn it is
+        self.background = Background()
         self.breaker = Breaker()
         self.cut_at = -math.inf  # when it last broke an answer that had begun
         self.asked_at = 0.0  # by a call or a health check; event-loop seconds
@@ -112,6 +136,16 @@ class Server:
         if self.breaker.recovering:
             places = max(1, int(places * self.breaker.share(asyncio.get_running_loop().time())))
         return self.places_taken < places
+
+    def has_room_for_background(self, now: float) -> bool:
+        """Whether a call that may be held can have a place, and leave enough for those that may not."""
+        if not self.has_place:
+            return False
+        load = self.estimate.load
+        if load is not None and load.waiting and now - load.at <= LOAD_VALID_SECONDS and self.background.taken:
+            return False  # it has more than it can work on
+        urgent = self.places_taken - self.background.taken
+        return self.background.taken < self.background.room(self.deployment.max_concurrency, urgent, now)
 
     def cooling(self, now: float) -> bool:
         """Others go first."""
@@ -135,10 +169,12 @@ class Server:
 class Place:
     """One unit of a server's concurrency, held by one call from its turn to its end. Released once; twice is safe."""
 
-    def __init__(self, fleet: Fleet, server: Server) -> None:
+    def __init__(self, fleet: Fleet, server: Server, *, background: bool = False) -> None:
         self._fleet = fleet
+        self._background = background
         self._server: Server | None = server
         server.places_taken += 1
+        server.background.taken += background
 
     def move_to(self, server: Server) -> bool:
         """Hold a place at `server` instead. False, and nothing changes, when it has none."""
@@ -148,17 +184,18 @@ class Place:
             return False
         left, self._server = self._server, server
         server.places_taken += 1
-        self._fleet.give_back(left)
+        server.background.taken += self._background
+        self._fleet.give_back(left, background=self._background)
         return True
 
     def swap(self, other: Place) -> None:
-        """Hold what the other one holds, and the other way round."""
+        """Hold what the other one of the same call holds, and the other way round."""
         self._server, other._server = other._server, self._server
 
     def release(self) -> None:
         if self._server is not None:
             left, self._server = self._server, None
-            self._fleet.give_back(left)
+            self._fleet.give_back(left, background=self._background)
 
 
 class Fleet:
@@ -213,17 +250,22 @@ class Fleet:
             self._by_names[model.deployments] = servers
         return servers
 
-    def take(self, servers: Sequence[Server]) -> Place | None:
+    def take(self, servers: Sequence[Server], now: float, *, background: bool = False) -> Place | None:
         """A place at the least busy of these, or None where all are full."""
         free = [server for server in servers if server.has_place]
         if any(server.breaker.open for server in servers):
             free = _worth_asking(servers, free)
         if not free:
             return None
-        return Place(self, min(free, key=lambda s: s.places_taken / s.deployment.max_concurrency))
+        server = min(free, key=lambda s: s.places_taken / s.deployment.max_concurrency)
+        place = Place(self, server, background=background)
+        if not background:
+            server.background.note_urgent(server.places_taken - server.background.taken, now)
+        return place
 
-    def give_back(self, server: Server) -> None:
+    def give_back(self, server: Server, *, background: bool = False) -> None:
         server.places_taken -= 1
+        server.background.taken -= background
         assert server.places_taken >= 0
         self.on_free()
 

@@ -5,7 +5,8 @@ a `min_share` is owed that much of what the model's waiting calls are given, in 
 had that and waits, it goes before all others. Inside a line, `gateway.queueing.line` decides.
 
 A class that may be held (`hold` in the policy, as batch) may have to wait although there are places: as long as
-`gateway.prefix.working_set` says that its conversation does not fit into the caches beside those that are under way.
+`gateway.prefix.working_set` says that its conversation does not fit into the caches beside those that are under way;
+and while a server has no more places than the other classes lately had at their busiest (`gateway.fleet.Background`).
 
 Bounds: `max_queue` calls in each line, and `WAITING_MAX` in all. Whoever comes beyond that stands in line like the
 others, and the least urgent call of the line, or of all lines, gives way; which may be the one that came.
@@ -79,11 +80,15 @@ class Lines(Generic[W]):
         """`goes_on`: only for a conversation that has its room already."""
         servers = self._fleet.servers_of(call.model)
         if call.may_be_held:
-            servers = [server for server in servers if server.has_place]
+            owed = self._owed.get(_key(call))
+            if owed is not None and owed.tokens > 0:
+                servers = [server for server in servers if server.has_place]
+            else:
+                servers = [server for server in servers if server.has_room_for_background(now)]
             homes = [server.estimate for server in servers]
             if not homes or not self._fleet.working_set.admit(call, homes, now, goes_on=goes_on):
                 return None
-        return self._fleet.take(servers)
+        return self._fleet.take(servers, now, background=call.may_be_held)
 
     def join(self, waiter: W, now: float) -> None:
         """Stand in line. Somebody may be refused for it, maybe `waiter` itself; `serve` may grant a place at once."""

@@ -269,7 +269,7 @@ class Router:
         """For a hedge: the next that may be asked and has a place, where the budget has one left."""
         now = asyncio.get_running_loop().time()
         for candidate in remaining:
-            if candidate.server.breaker.would_allow(now) and (place := self._fleet.take([candidate.server])):
+            if candidate.server.breaker.would_allow(now) and (place := self._fleet.take([candidate.server], now)):
                 if self._hedging.take():
                     return candidate, place
                 place.release()

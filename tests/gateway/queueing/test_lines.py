@@ -82,7 +82,7 @@ class Pool:
 
     def take(self, model: Model) -> list[Place]:
         places = []
-        while (place := self.fleet.take(self.fleet.servers_of(model))) is not None:
+        while (place := self.fleet.take(self.fleet.servers_of(model), 0.0, background=True)) is not None:
             places.append(place)
         return places
 

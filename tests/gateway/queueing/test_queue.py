@@ -158,7 +158,7 @@ async def test_a_caller_that_leaves_while_waiting_leaves_the_line() -> None:
 async def test_a_place_granted_in_the_moment_of_leaving_is_not_lost() -> None:
     policy = one_place()
     queue, fleet = a_queue(policy)
-    place = fleet.take(list(fleet))
+    place = fleet.take(list(fleet), 0.0)
     assert place is not None
     waiting = asyncio.create_task(hold(queue, call_now(policy), [], "", asyncio.Event()))
     await settle()
@@ -171,7 +171,7 @@ async def test_a_place_granted_in_the_moment_of_leaving_is_not_lost() -> None:
 async def test_a_model_that_lost_its_servers_keeps_nobody_waiting() -> None:
     policy = one_place()
     queue, fleet = a_queue(policy)
-    place = fleet.take(list(fleet))
+    place = fleet.take(list(fleet), 0.0)
     assert place is not None
     waiting = asyncio.create_task(hold(queue, call_now(policy), [], "", asyncio.Event()))
     await settle()
@@ -188,7 +188,7 @@ async def test_a_model_that_lost_its_servers_keeps_nobody_waiting() -> None:
 async def test_who_waits_takes_a_server_that_a_reload_brought() -> None:
     policy = one_place()
     queue, fleet = a_queue(policy)
-    place, leave = fleet.take(list(fleet)), asyncio.Event()
+    place, leave = fleet.take(list(fleet), 0.0), asyncio.Event()
     assert place is not None
     order: list[str] = []
     waiting = asyncio.create_task(hold(queue, call_now(policy), order, "moved", leave))
