@@ -14,7 +14,7 @@ import msgspec
 
 from gateway.errors import UpstreamCut
 
-HELD_MAX_BYTES = 64 * 1024  # of chunks that are kept as they came; then their text is
+HELD_MAX_BYTES = 16 * 1024  # of chunks that are kept as they came; then their text is
 TEXT_MAX_CHARACTERS = 2**20  # of an answer that can go on elsewhere
 
 _FRAME = re.compile(rb"(?s).+?(?:\r?\n\r?\n|\Z)")

@@ -140,11 +140,13 @@ class Gateway(Running):
 
     def receipts(self, **fields: Any) -> list[dict[str, Any]]:
         """The ledger's receipts that have these values."""
-        return [row for row in self.rows() if {"kind": "receipt", **fields}.items() <= row.items()]
+        return self.rows(kind="receipt", **fields)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self, **fields: Any) -> list[dict[str, Any]]:
+        """The ledger's rows that have these values."""
         files = [file for chain in chains(self.ledger) for file in segments(chain)]
-        return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+        rows = [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+        return [row for row in rows if fields.items() <= row.items()]
 
     def receipt(self, call_id: str) -> dict[str, Any]:
         """The one receipt of a call, as soon as it is there."""

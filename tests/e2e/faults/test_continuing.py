@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,14 +35,27 @@ pytestmark = pytest.mark.e2e
 
 async def goes_on(request: Request) -> None:
     """As an engine does: the rest of the answer that the last message begins, in pieces of its own."""
+    said = said_before(request)
+    await request.head()
+    await pieces_from(request, len(said), len(WHOLE))
+    await finish(request, said)
+
+
+def said_before(request: Request) -> str:
     last = request.body["messages"][-1]
-    said = last["content"] if last["role"] == "assistant" else ""
+    said: str = last["content"] if last["role"] == "assistant" else ""
     assert (request.body.get("continue_final_message") is True) == bool(said)
     assert WHOLE.startswith(said)
-    pieces = [WHOLE[at : at + 7] for at in range(len(said), len(WHOLE), 7)]
-    await request.head()
-    for piece in pieces:
+    return said
+
+
+async def pieces_from(request: Request, start: int, end: int) -> None:
+    for at in range(start, end, 7):
+        piece = WHOLE[at : min(at + 7, end)]
         await request.frame({"delta": {"content": piece}, "index": 0, "finish_reason": None})
+
+
+async def finish(request: Request, said: str) -> None:
     await request.frame({"delta": {}, "index": 0, "finish_reason": "stop"})
     known = len(said.split())
     counts = {"prompt_tokens": PROMPT_TOKENS + known, "completion_tokens": TOKENS - known}
@@ -50,6 +66,10 @@ async def goes_on(request: Request) -> None:
 async def error_event(request: Request) -> None:
     await request.head()
     await request.tokens(0, CUT_AT)
+    await told_error(request)
+
+
+async def told_error(request: Request) -> None:
     await request.write(coded(b'data: {"error": {"message": "x"}}\n\n'))
 
 
@@ -58,10 +78,51 @@ BREAKS: dict[str, Behaviour] = {
 }  # fmt: skip
 
 
+def by_chance(seed: int) -> Behaviour:
+    """A server that breaks off every other time, somewhere, in some way."""
+    chance = random.Random(seed)
+
+    async def behave(request: Request) -> None:
+        said = said_before(request)
+        kind = chance.choice([*["good"] * 6, "500", "reset", "cut", "cut", "malformed", "no done", "error"])
+        at = chance.randint(len(said), len(WHOLE))
+        if kind == "good":
+            await goes_on(request)
+        elif kind == "500":
+            await request.refuse("500 Internal Server Error")
+        else:
+            if kind != "reset":
+                await request.head()
+                await pieces_from(request, len(said), at)
+            await ENDS[kind](request)
+
+    return behave
+
+
+async def hang_up(request: Request) -> None:
+    request.reset()
+
+
+async def broken_event(request: Request) -> None:
+    await request.write(coded(b'data: {"choices":[{"delta":\n\n'))
+    await pieces_from(request, 0, len(WHOLE))
+
+
+async def end_of_body(request: Request) -> None:
+    await request.write(STREAM_END)
+
+
+ENDS: dict[str, Behaviour] = {
+    "reset": hang_up, "cut": hang_up, "malformed": broken_event, "no done": end_of_body, "error": told_error,
+}  # fmt: skip
+CHANCES = ("chance-0", "chance-1", "chance-2")
+
+
 @pytest.fixture(scope="module")
 def upstreams() -> Iterator[Upstreams]:
     servers = {f"{name}-{place}": b for name, broken in BREAKS.items() for place, b in enumerate((broken, goes_on))}
-    with listening({**servers, "both-0": cut, "both-1": cut}) as started:
+    chances = {name: by_chance(seed) for seed, name in enumerate(CHANCES)}
+    with listening({**servers, **chances, "both-0": cut, "both-1": cut}) as started:
         yield started
 
 
@@ -75,8 +136,11 @@ def faulty(upstreams: Upstreams, tmp_path_factory: pytest.TempPathFactory) -> It
             }
             for name, port in upstreams.ports.items()
         ],
-        "models": [{"name": name, "deployments": [f"{name}-0", f"{name}-1"]} for name in (*BREAKS, "both")],
-        "classes": {"realtime": {"inter_token": "1s", "continue_cut_streams": True}},
+        "models": [
+            *({"name": name, "deployments": [f"{name}-0", f"{name}-1"]} for name in (*BREAKS, "both")),
+            {"name": "chance", "deployments": list(CHANCES)},
+        ],
+        "classes": {"realtime": {"inter_token": "1s", "continue_cut_streams": True, "retries": 1.0}},
         "cache": {"scope": "off"},
         "tenants": [tenant("dev")],
     }  # fmt: skip
@@ -94,6 +158,30 @@ async def test_the_client_gets_all_of_it_once(faulty: Gateway, upstreams: Upstre
     ]  # fmt: skip
     assert (receipt["outcome"], receipt["input_uncached"], receipt["output"]) == ("complete", PROMPT_TOKENS, TOKENS)
     assert receipt["cost"] == "0.000025" and upstreams.asked(f"{name}-1") == 1
+
+
+async def test_whatever_happens_nothing_is_lost_and_nothing_comes_twice(faulty: Gateway) -> None:
+    places, ends = asyncio.Semaphore(20), Counter[str]()
+
+    async def one() -> None:
+        async with places:
+            seen = await ask(faulty, "chance")
+        assert WHOLE.startswith(seen.text)
+        assert seen.done == (seen.text == WHOLE and seen.error is None)
+        if seen.status != 200:
+            ends["refused"] += 1
+            return
+        receipt = faulty.receipt(seen.headers["x-request-id"])
+        went_on = any(each.get("continues") for each in receipt["attempts"])
+        ends["went on" if seen.done and went_on else "whole" if seen.done else "cut"] += 1
+        assert (receipt["outcome"] == "complete") == seen.done
+        if seen.done:
+            assert receipt["input_uncached"] + receipt["output"] == PROMPT_TOKENS + TOKENS
+
+    await asyncio.gather(*(one() for _ in range(120)))
+    assert ends["went on"] > 10 and ends["whole"] > 10 and ends["cut"] > 2, ends
+    assert faulty.metric("warmpath_cut_streams_total", result="continued") >= ends["went on"]
+    assert faulty.metric("warmpath_deployment_inflight") == 0
 
 
 async def test_a_second_cut_is_told(faulty: Gateway) -> None:
