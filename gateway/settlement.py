@@ -204,7 +204,7 @@ class Settlement:
         self._settler = settler
         self._opening = opening
         self._from_cache = from_cache
-        self._losers = Losers(call)
+        self._losers: Losers | None = None  # where a race was won
         self._upstream: Upstream | None = None
         self._recorded_at: Server | None = None  # who had a record of the call
         self._written = False
@@ -217,8 +217,10 @@ class Settlement:
     def answered_by(self, upstream: Upstream) -> None:
         """A server has given its first chunk: from here on its price holds."""
         self._upstream = upstream
-        for server in self._attempts.losers:
-            self._losers.ask(server, self._opening.request_id_at(server))
+        if self._attempts.losers:
+            self._losers = Losers(self._call)
+            for server in self._attempts.losers:
+                self._losers.ask(server, self._opening.request_id_at(server))
         self.meter.strip_every_usage = upstream.server.deployment.continuous_usage and not self._call.continuous_usage
         self._record.deployment = upstream.server.name
         if self._record.trace.sampled:  # for the span; putting it into words costs
@@ -300,7 +302,7 @@ class Settlement:
             if self._attempts.done:
                 self._attempts.conclude("ok" if self.meter.complete else _fault(outcome, upstream.fault))
         if self._attempts.losers:
-            self._attempts.done = self._losers.told(self._attempts.done)
+            self._attempts.done = (self._losers or Losers(self._call)).told(self._attempts.done)
         record.outcome = outcome
         record.attempts = self._attempts.done
         record.usage = self.meter.usage
