@@ -128,12 +128,13 @@ class Gateway:
         self._ship_to = settings.ledger_ship
         self._compacts = settings.ledger_compact
         self._replica = settings.replica
-        self._recovery = Recovery(self._ledger, self._fleet, policies)
         limiter = Limiter(self._counters, LIMITS)
         pepper = settings.key_pepper.get_secret_value()
+        authenticator = Authenticator(self._storage, pepper)
+        self._recovery = Recovery(self._ledger, self._fleet, policies, limiter, authenticator)
         self.house = House(
             policies=policies,
-            authenticator=Authenticator(self._storage, pepper),
+            authenticator=authenticator,
             canonicaliser=Canonicaliser(pepper.encode(), self._storage),
             cache=ResponseCache(self._storage),
             limiter=limiter,
@@ -289,7 +290,9 @@ class Gateway:
         for name in left_behind(self._ledger_dir, self._machine, self._seat) if self._seat.number == 0 else ():
             with contextlib.suppress(LedgerUnavailable):  # another gateway is writing it
                 async with Ledger(self._ledger_dir, name) as ledger:
-                    recovery = Recovery(ledger, self._fleet, self._policies)
+                    recovery = Recovery(
+                        ledger, self._fleet, self._policies, self.house.limiter, self.house.authenticator
+                    )
                     recovery.take_over()
                     await recovery.catch_up()
         await self._recovery.run()

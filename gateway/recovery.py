@@ -9,6 +9,9 @@ billed, by what can be learnt:
   the server's record of the call            its numbers, exact
   a server that keeps records, and has none  nothing, as an estimate: it was killed as well, or was never reached
   no record can be had                       the prompt's estimate, as an estimate; of an attempt in vain, nothing
+
+What it cost is charged as soon as the receipt is durable: to what the killed gateway had reserved, where the storage
+knows of that, else to the budgets of the period in which the call began.
 """
 
 from __future__ import annotations
@@ -21,11 +24,16 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import datetime
 
-from gateway.errors import LedgerUnavailable
+import msgspec
+
+from gateway.auth import Authenticator
+from gateway.errors import LedgerUnavailable, StorageUnavailable
 from gateway.fleet import Fleet, Server
 from gateway.ids import new_event_id
 from gateway.ledger import Ledger, Opened, Unbilled
+from gateway.limits.limiter import Limiter
 from gateway.metering import Meter, bill_of, make_receipt, rfc3339
+from gateway.money import nanos_of
 from gateway.policy import LatencyClass, Model, Policy, Tenant
 from gateway.policy_file import PolicyHolder
 from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Trace, Usage
@@ -42,9 +50,18 @@ class Recovery:
     """Closes what nobody else closes: also the attempts in vain of calls that ended well (`add`)."""
 
     def __init__(
-        self, ledger: Ledger, fleet: Fleet, policies: PolicyHolder, *, ask_seconds: float = ASK_SECONDS
+        self,
+        ledger: Ledger,
+        fleet: Fleet,
+        policies: PolicyHolder,
+        limiter: Limiter,
+        authenticator: Authenticator,
+        *,
+        ask_seconds: float = ASK_SECONDS,
     ) -> None:
         self._ask_seconds = ask_seconds
+        self._limiter = limiter
+        self._authenticator = authenticator
         self._ledger = ledger
         self._fleet = fleet
         self._policies = policies
@@ -102,6 +119,17 @@ class Recovery:
             started=last.started, trace_id=last.trace_id,
         )  # fmt: skip
         self._ledger.append(receipt)
+        await self._charge(call, usage, nanos_of(bill.cost or 0), marks.started_ns / 1e9)
+
+    async def _charge(self, call: Call, usage: Usage, cost_nanos: int, admitted: float) -> None:
+        try:
+            await self._ledger.durable()
+            owner = await self._authenticator.principal_of(call.principal.key_id, call.policy)
+            if owner is not None and owner.tenant.name == call.principal.tenant.name:  # with the key's own limits
+                call = msgspec.structs.replace(call, principal=owner)
+            await self._limiter.charge_lost(call, usage, cost_nanos, admitted=admitted)
+        except StorageUnavailable as error:
+            log.warning("no budget was charged for the call %s: %s", call.id, error.message)
 
     async def _close_in_vain(self, opened: Opened) -> None:
         usage, server = await self._ask(call_of(opened, self._policies.current), [opened])

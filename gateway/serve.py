@@ -79,9 +79,11 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
     )
     if isinstance(found, Answer):
         record.cache = found.kind
+        priced = call.model.name in policy.cache_prices
+        reservation = await house.settler.admit_hit(call) if priced else UNLIMITED
         marks.enter("chat")
         account = Settlement(
-            call, UNLIMITED, UNRECORDED, attempts, exchange, record, house.ledger, house.settler, opening,
+            call, reservation, UNRECORDED, attempts, exchange, record, house.ledger, house.settler, opening,
             from_cache=True,
         )  # fmt: skip
         try:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from types import TracebackType
 from typing import Protocol
 
@@ -115,13 +115,20 @@ class Settler:
 
     async def admit(self, call: Call) -> Reservation:
         """As `Limiter.admit`, by what is true."""
+        return await self._by_what_is_true(self._limiter.admit, call)
+
+    async def admit_hit(self, call: Call) -> Reservation:
+        """As `Limiter.admit_hit`, by what is true."""
+        return await self._by_what_is_true(self._limiter.admit_hit, call)
+
+    async def _by_what_is_true(self, admit: Callable[[Call], Awaitable[Reservation]], call: Call) -> Reservation:
         try:
-            return await self._limiter.admit(call)
+            return await admit(call)
         except (LimitReached, BudgetSpent):
             if call.principal.tenant.name not in self._unsettled:
                 raise
         await self._settle_now()
-        return await self._limiter.admit(call)
+        return await admit(call)
 
     def settle(self, reservation: Reservation, usage: Usage, cost_nanos: int, tenant: str) -> None:
         """Settle it when every row that the ledger has now is durable."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import ClassVar, Generic, Literal, Self, TypeVar
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from gateway.errors import GatewayError
 from gateway.limits.scope import Scope
 from gateway.money import nanos_of
-from gateway.policy import Limits
+from gateway.policy import Limits, Price
 from gateway.storage.base import LeaseCharge, RateCharge, Refused, SpendCharge
 from gateway.types import Call, Operation, Usage
 
@@ -57,21 +58,25 @@ class Limit(ABC, Generic[ChargeType]):
         """The refusal names the limit and its scope."""
 
 
-def estimate_of(call: Call, now: float) -> Estimate:
-    """The whole prompt uncached and the longest answer, at the dearest server that the call may reach."""
+def estimate_of(call: Call, now: float, *, prices: Iterable[Price] | None = None) -> Estimate:
+    """The whole prompt uncached and the longest answer, at the dearest of `prices`; left out: of the servers' that the
+    call may reach.
+    """
     output_tokens = call.max_output_tokens
     if call.operation is Operation.EMBEDDING:
         output_tokens = 0
     guessed = output_tokens is None
     if output_tokens is None:
         output_tokens = call.principal.tenant.limits.default_output_tokens
-    cost = dearest_cost_nanos(call, call.prompt_tokens_estimate, output_tokens)
+    cost = dearest_cost_nanos(call, call.prompt_tokens_estimate, output_tokens, prices=prices)
     return Estimate(call.prompt_tokens_estimate, output_tokens, guessed, cost, now)
 
 
-def dearest_cost_nanos(call: Call, input_tokens: int, output_tokens: int) -> int:
+def dearest_cost_nanos(
+    call: Call, input_tokens: int, output_tokens: int, *, prices: Iterable[Price] | None = None
+) -> int:
     dearest = 0
-    for price in call.policy.prices_by_model[call.model.name]:
+    for price in call.policy.prices_by_model[call.model.name] if prices is None else prices:
         per_input, per_output = price.dearest
         cost = input_tokens * per_input + output_tokens * per_output
         if cost > dearest:

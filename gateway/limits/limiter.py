@@ -24,7 +24,7 @@ from gateway.limits.headers import Shown, tightest_headers
 from gateway.limits.scope import scopes_of_call, tenant_part
 from gateway.limits.stream_budget import StreamBudget
 from gateway.policy import Limits, Policy
-from gateway.storage.base import Counters, Granted, Refused
+from gateway.storage.base import Charge, Counters, Granted, Refused
 from gateway.types import Call, Usage
 
 LEASE_SECONDS = 30.0  # after a crash without return, places and money are held so long
@@ -93,6 +93,7 @@ class _Plan(msgspec.Struct, frozen=True):
     limits: tuple[Limit[Any], ...]
     shown: tuple[tuple[Shown, int], ...]  # of which clients are told, and where they stand among the limits
     holds_a_place: bool
+    budgets: tuple[Budget, ...]
     cutting: tuple[Budget, ...]  # those that may cut a stream
 
 
@@ -146,17 +147,8 @@ class Limiter:
         now = self._clock()
         estimate = estimate_of(call, now)
         charges = [limit.charge(estimate) for limit in limits]
-        name = f"{tenant_part(call.principal.tenant.name)}/{call.id}"
-        try:
-            verdict = await self._counters.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
-        except (StorageUnavailable, asyncio.CancelledError) as error:
-            # It may have been reserved without our hearing of it.
-            self._put_off(name, [0] * len(charges))
-            self.store_failures += isinstance(error, StorageUnavailable)
-            raise
-        if isinstance(verdict, Refused):
-            raise limits[verdict.index].refuse(charges[verdict.index], verdict)
-        self._open[name] = now
+        name = _name_of(call)
+        verdict = await self._reserve(name, limits, charges, now)
         return Reservation(
             self,
             name,
@@ -167,6 +159,46 @@ class Limiter:
                 self._stream_budget(call, plan.cutting, name, estimate) if plan.cutting and call.stream else None
             ),
         )
+
+    async def admit_hit(self, call: Call) -> Reservation:
+        """Of a call that the response cache answers: it may cost money, and nothing else. Raises as `admit` does."""
+        prices = call.policy.cache_prices.get(call.model.name)
+        if prices is None or not (budgets := self._plan_of(call).budgets):
+            return UNLIMITED
+        now = self._clock()
+        estimate = estimate_of(call, now, prices=prices.prices)
+        name = f"{_name_of(call)}+hit"  # the call may yet have to ask for itself
+        await self._reserve(name, budgets, [budget.charge(estimate) for budget in budgets], now)
+        return Reservation(self, name, budgets, {})
+
+    async def charge_lost(self, call: Call, usage: Usage, cost_nanos: int, *, admitted: float) -> None:
+        """A killed gateway's call is over, and its bill is known: settle its reservation, where the store has it still.
+        Where it has not, take the cost from the budgets of the period in which it was admitted (seconds since the
+        epoch), be it there or not. Raises `StorageUnavailable`.
+        """
+        plan, name, now = self._plan_of(call), _name_of(call), self._clock()
+        try:
+            if await self._counters.settle(name, [limit.actual(usage, cost_nanos) for limit in plan.limits], now=now):
+                return
+        except ValueError:  # it was made under other limits, and ends with its lease
+            name += "+lost"
+        if plan.budgets:
+            charges = [budget.of_amount(cost_nanos, admitted) for budget in plan.budgets]
+            await self._counters.adopt(name, charges, lease_seconds=LEASE_SECONDS, now=now)
+            await self._counters.settle(name, [cost_nanos] * len(charges), now=now)
+
+    async def _reserve(self, name: str, limits: Sequence[Limit[Any]], charges: Sequence[Charge], now: float) -> Granted:
+        try:
+            verdict = await self._counters.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
+        except (StorageUnavailable, asyncio.CancelledError) as error:
+            # It may have been reserved without our hearing of it.
+            self._put_off(name, [0] * len(charges))
+            self.store_failures += isinstance(error, StorageUnavailable)
+            raise
+        if isinstance(verdict, Refused):
+            raise limits[verdict.index].refuse(charges[verdict.index], verdict)
+        self._open[name] = now
+        return verdict
 
     def _plan_of(self, call: Call) -> _Plan:
         principal = call.principal
@@ -189,7 +221,8 @@ class Limiter:
             limits,
             tuple((limit.shown_as, index) for index, limit in enumerate(limits) if limit.shown_as is not None),
             any(isinstance(limit, Concurrency) for limit in limits),
-            tuple(limit for limit in limits if isinstance(limit, Budget) and limit.cuts_streams),
+            budgets := tuple(limit for limit in limits if isinstance(limit, Budget)),
+            tuple(budget for budget in budgets if budget.cuts_streams),
         )
 
     def _stream_budget(self, call: Call, budgets: Sequence[Budget], name: str, estimate: Estimate) -> StreamBudget:
@@ -281,6 +314,10 @@ class Limiter:
         answers = await asyncio.gather(*(_unless_away(operation) for operation in operations))
         self.store_failures += answers.count(None)
         return answers
+
+
+def _name_of(call: Call) -> str:
+    return f"{tenant_part(call.principal.tenant.name)}/{call.id}"
 
 
 async def _unless_away(operation: Callable[[], Awaitable[bool]]) -> bool | None:

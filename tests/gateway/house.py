@@ -247,6 +247,10 @@ class CountingStorage(MemoryStorage):
             self.granted.add(reservation_id)
         return verdict
 
+    async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
+        await super().adopt(reservation_id, charges, lease_seconds=lease_seconds, now=now)
+        self.granted.add(reservation_id)
+
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
         ended = await super().settle(reservation_id, actual, now=now)
         if ended:
@@ -306,7 +310,9 @@ class Rig:
             max_body_bytes=MAX_BODY_BYTES,
             bodies=BodyRoom(100 * MAX_BODY_BYTES),
         )
-        self.recovery = Recovery(self.ledger, self.fleet, self.house.policies, ask_seconds=0.0)
+        self.recovery = Recovery(
+            self.ledger, self.fleet, self.house.policies, limiter, self.house.authenticator, ask_seconds=0.0
+        )
         self.fleet.apply(self.house.policies.current)
         self.house.policies.subscribe(self.fleet.apply)
 

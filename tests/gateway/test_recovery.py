@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
+
+from gateway.errors import BudgetSpent
 from gateway.ids import new_event_id
 from gateway.ledger import Opened, verify
-from gateway.recovery import Recovery
-from tests.gateway.house import Rig, a_rig, counted, in_time, policy_of
+from gateway.limits import LIMITS
+from gateway.limits.limiter import Limiter
+from gateway.recovery import Recovery, call_of
+from tests.gateway.house import Rig, a_rig, counted, in_time, policy_of, tenant
 from tests.gateway.ledger.receipts import a_receipt
 
 
@@ -32,7 +40,8 @@ async def left_behind(directory: Path, *rows: Opened) -> None:
 
 
 async def recover(rig: Rig) -> list[dict[str, Any]]:
-    recovering = Recovery(rig.ledger, rig.fleet, rig.house.policies, ask_seconds=0.0)
+    house = rig.house
+    recovering = Recovery(rig.ledger, rig.fleet, house.policies, house.limiter, house.authenticator, ask_seconds=0.0)
     recovering.take_over()
     await in_time(recovering.catch_up())
     return rig.receipts()
@@ -52,6 +61,43 @@ async def test_the_servers_record_is_billed(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
         assert await recover(rig) == [receipt]
     assert verify(tmp_path / "ledger").broken is None
+
+
+def spent_nanos(rig: Rig) -> dict[str, int]:
+    return {key.rpartition("/")[2]: account.spent for key, account in rig.storage._accounts.items() if "budget" in key}
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_budgets_are_charged(tmp_path: Path, known: bool) -> None:
+    """In the period in which the call began; by its reservation, where the storage has outlived the gateway."""
+    await left_behind(tmp_path, opened())
+    limits = tenant(tokens="1000/1d", budget={"amount": "0.00003", "per": "month"})
+    async with a_rig(tmp_path, tenants=[limits]) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
+        lost = call_of(opened(), rig.house.policies.current)
+        if known:
+            call = msgspec.structs.replace(lost, max_output_tokens=8)
+            await Limiter(rig.storage, LIMITS).admit(call)  # of the gateway that was killed
+        await recover(rig)
+        await recover(rig)
+        (month,) = spent_nanos(rig)
+        assert spent_nanos(rig) == {month: 24_000} and (known or month == "2026-11")
+        refused = msgspec.structs.replace(lost, id="req_2", max_output_tokens=0)
+        if known or month == f"{datetime.now(UTC):%Y-%m}":
+            with pytest.raises(BudgetSpent):
+                await rig.house.limiter.admit(refused)
+
+
+async def test_a_budget_is_charged_even_where_the_limits_are_others_now(tmp_path: Path) -> None:
+    await left_behind(tmp_path, opened())
+    async with a_rig(tmp_path, tenants=[tenant(budget={"amount": "1", "per": "total"})]) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
+        await Limiter(rig.storage, LIMITS).admit(call_of(opened(), rig.house.policies.current))
+        rig.write_policy(policy_of(tenants=[tenant(tokens="1000/1d", budget={"amount": "1", "per": "total"})]))
+        await rig.house.policies.reload()
+        await recover(rig)
+        assert spent_nanos(rig) == {"total": 24_000}
+        assert await rig.storage.settle("t/req_1", [0], now=time.time()), "which else ends with its lease"
 
 
 async def test_the_last_server_that_was_asked_is_asked_first(tmp_path: Path) -> None:

@@ -136,6 +136,39 @@ async def test_the_reservation_is_settled_to_the_truth(tmp_path: Path) -> None:
         assert account.spent == 2 * (10 * 1000 + 2 * 2000)  # billionths: 10 tokens at 1 and 2 at 2 per million
 
 
+async def test_an_answer_from_the_cache_that_costs_money_is_held_against_the_budget(tmp_path: Path) -> None:
+    models = [{"name": "m", "deployments": ["a"], "cache_price": {"input": "0.5", "output": "1"}}]
+    limits = tenant(requests="2/1d", budget={"amount": "1", "per": "total"})
+    async with a_rig(tmp_path, models=models, tenants=[limits]) as rig:
+        rig.script(answer())  # 10 tokens and 2
+        assert [(await rig.ask(SURE)).status for _ in range(4)] == [200] * 4, "requests count those to servers"
+        await rig.house.settler.stop()
+        assert [receipt["cost"] for receipt in rig.receipts()] == ["0.000014", *["0.000007"] * 3]
+        (account,) = (account for key, account in rig.storage._accounts.items() if "budget" in key)
+        assert (account.spent, account.held) == (14_000 + 3 * 7_000, 0)
+        account.spent = 10**9
+        refused = await rig.ask(SURE)
+        assert (refused.status, refused.json["error"]["code"]) == (429, "insufficient_quota")
+        assert len(rig.receipts()) == 4
+
+
+async def test_a_priced_answer_that_is_shared_and_fails_is_charged_nothing(tmp_path: Path) -> None:
+    models = [{"name": "m", "deployments": ["a"], "cache_price": {"input": "0.5"}}]
+    limits = tenant(budget={"amount": "1", "per": "total"})
+    async with a_rig(tmp_path, models=models, tenants=[limits]) as rig:
+        follower = Client(SURE)
+        serving = [rig.begin(Client(SURE))]
+        reply = await rig.reply()
+        serving.append(rig.begin(follower))
+        await settle()
+        reply.say(ProviderFailure(Fault.REFUSED, "", status=400, body=b"{}"))
+        (await rig.reply(1)).say(answer(), None)  # it asks for itself
+        await in_time(asyncio.gather(*serving))
+        await rig.house.settler.stop()
+        (account,) = (account for key, account in rig.storage._accounts.items() if "budget" in key)
+        assert (follower.status, account.spent, account.held) == (200, 14_000, 0)
+
+
 async def test_nobody_is_refused_for_what_is_over_and_not_yet_settled(tmp_path: Path) -> None:
     async with a_rig(tmp_path, tenants=[tenant(tokens="150/1d")]) as rig:
         rig.script(answer())  # 12 tokens, of some 106 that are reserved
