@@ -1,4 +1,4 @@
-"""Chat templates in the styles of the field, each with its own way to read content and to print tools.
+"""Chat templates in the styles of the field, each with its own way to read content and to print tools, and token ids.
 
 Written for these tests: what matters is which values of a request each can see, and how it prints them. A server
 gives a template that knows only text the joined text of a message's parts, as vLLM, SGLang and llama.cpp do.
@@ -7,11 +7,25 @@ gives a template that knows only text the joined text of a message's parts, as v
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
 import backend.demo_model
 from backend.server.templates import ChatTemplate, TemplateError
+
+DEMO_MODEL = Path(backend.demo_model.__file__).parent
+MARKS = (  # one token each, as in the vocabularies that know them
+    "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+    "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[IMG]", "<bos>", "<start_of_turn>", "<end_of_turn>",
+    "<start_of_image>", "<tool_call>", "</tool_call>",
+)  # fmt: skip
 
 CHATML = """
 {%- if tools -%}
@@ -149,19 +163,42 @@ HERMES = """
 
 class Dialect(NamedTuple):
     name: str
+    source: str
     template: ChatTemplate
     knows_parts: bool
 
     def prompt(self, body: bytes) -> str:
-        """What a server makes of a request's body; the template's own words where it refuses it."""
+        """What our engine makes of a request's body; the template's own words where it refuses it."""
         asked = json.loads(body)
-        messages = asked["messages"]
-        if not self.knows_parts:
-            messages = [{**message, "content": _joined(message.get("content"))} for message in messages]
         try:
-            return self.template.render(messages, asked.get("tools"), asked.get("chat_template_kwargs"))
+            return self.template.render(self._messages(asked), asked.get("tools"), asked.get("chat_template_kwargs"))
         except TemplateError as refusal:
             return f"refused: {refusal}"
+
+    def ids(self, body: bytes) -> Sequence[int] | str:
+        """What transformers makes of it; as above."""
+        asked = json.loads(body)
+        try:
+            ids: list[int] = _tokenizer().apply_chat_template(
+                self._messages(asked), tools=asked.get("tools") or None, chat_template=self.source,
+                add_generation_prompt=True, return_dict=False, **(asked.get("chat_template_kwargs") or {}),
+            )  # fmt: skip
+        except (jinja2.TemplateError, TypeError, ValueError) as refusal:
+            return f"refused: {refusal}"
+        return ids
+
+    def _messages(self, asked: Any) -> Any:
+        if self.knows_parts:
+            return asked["messages"]
+        return [{**message, "content": _joined(message.get("content"))} for message in asked["messages"]]
+
+
+@cache
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """The demo model's, with the marks of all dialects."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "weights" / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(MARKS))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def _joined(content: Any) -> Any:
@@ -171,7 +208,7 @@ def _joined(content: Any) -> Any:
 
 
 def _dialect(name: str, source: str, *, knows_parts: bool) -> Dialect:
-    return Dialect(name, ChatTemplate({"default": source}, {}), knows_parts)
+    return Dialect(name, source, ChatTemplate({"default": source}, {}), knows_parts)
 
 
 DIALECTS = (
@@ -180,7 +217,5 @@ DIALECTS = (
     _dialect("mistral", MISTRAL, knows_parts=True),
     _dialect("gemma", GEMMA, knows_parts=True),
     _dialect("hermes", HERMES, knows_parts=False),
-    _dialect(
-        "demo", (Path(backend.demo_model.__file__).parent / "chat_template.jinja").read_text("utf-8"), knows_parts=True
-    ),
+    _dialect("demo", (DEMO_MODEL / "chat_template.jinja").read_text("utf-8"), knows_parts=True),
 )

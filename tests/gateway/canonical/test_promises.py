@@ -22,6 +22,7 @@ from tests.gateway.canonical.requests import CACHED, TAU_BENCH, bodies, recorded
 
 CHAT = DOORS[0]
 EVERYTHING = Plan(VERSION, "full", OPT_IN, "26 Jul 2024")
+IDS_EVERY = 10  # recorded turns: tokenizing takes longer than all else
 PROVEN = [transform for transform in VERSIONS[VERSION] if transform.safety is Safety.P0]
 
 
@@ -54,14 +55,16 @@ def proven(body: bytes) -> bytes:
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @given(body=bodies())
 @settings(max_examples=60, deadline=None)
-def test_p0_renders_to_the_same_prompt(dialect: Dialect, body: bytes) -> None:
-    assert dialect.prompt(proven(body)) == dialect.prompt(body)
+def test_p0_is_the_same_prompt_in_text_and_in_token_ids(dialect: Dialect, body: bytes) -> None:
+    form = proven(body)
+    assert dialect.prompt(form) == dialect.prompt(body)
+    assert dialect.ids(form) == dialect.ids(body)
 
 
 @pytest.mark.skipif(not TAU_BENCH.exists(), reason=f"no recorded conversations at {TAU_BENCH.name}")
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_p0_renders_recorded_conversations_to_the_same_prompt(dialect: Dialect) -> None:
-    changed = 0
+def test_p0_is_the_same_prompt_of_recorded_conversations(dialect: Dialect) -> None:
+    changed = compared = 0
     for number, turn in enumerate(recorded()):
         in_parts = [
             {**message, "content": [{"type": "text", "text": message["content"]}]}
@@ -73,7 +76,24 @@ def test_p0_renders_recorded_conversations_to_the_same_prompt(dialect: Dialect) 
             form = proven(body)
             changed += form != body
             assert dialect.prompt(form) == dialect.prompt(body)
+            if number % IDS_EVERY == 0:
+                ids = dialect.ids(body)
+                assert dialect.ids(form) == ids
+                compared += not isinstance(ids, str)
     assert changed > 200
+    assert compared > 20
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
+def test_token_ids_tell_prompts_apart(dialect: Dialect) -> None:
+    """What the promise is checked with sees a changed word, and a mark of the template is one token."""
+    one, other = (
+        dialect.ids(written({"model": "m", "messages": [{"role": "user", "content": word}]}, 0))
+        for word in ("warm", "cold")
+    )
+    assert not isinstance(one, str) and not isinstance(other, str)
+    assert one != other
+    assert len(one) < len(dialect.prompt(written({"messages": [{"role": "user", "content": "warm"}]}, 0)))
 
 
 @given(body=bodies())
