@@ -48,9 +48,10 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         listening(1, "benchmarks.gateway.mock_server") as (_, mock_port),
+        listening(1, "benchmarks.gateway.mock_server") as (_, flood_port),  # for those who do not read what it sends
     ):
         policy = Path(folder) / "policy.yaml"
-        policy.write_text(yaml.safe_dump(policy_for(mock_port)))
+        policy.write_text(yaml.safe_dump(policy_for(mock_port, flood_port)))
         settings = {"WARMPATH_DATA_DIR": f"{folder}/data", "WARMPATH_LOG_LEVEL": "error"}
         with listening(0, "gateway", "serve", "--policy", str(policy), "--port", "0", env=settings) as (pid, port):
             stages = uvloop.run(Crowds(options, pid, port).all())
@@ -58,19 +59,21 @@ def main() -> None:
     save(options, stages)
 
 
-def policy_for(port: int) -> dict[str, Any]:
+def policy_for(port: int, flood_port: int) -> dict[str, Any]:
+    ports = {"mock": port, "flood": flood_port}
     return {
         "deployments": [
-            {"name": "s", "base_url": f"http://127.0.0.1:{port}/v1", "model": "mock", "max_concurrency": 4000}
+            {"name": name, "base_url": f"http://127.0.0.1:{each}/v1", "model": "mock", "max_concurrency": 4000}
+            for name, each in ports.items()
         ],
-        "models": [{"name": "mock", "deployments": ["s"]}],
+        "models": [{"name": name, "deployments": [name]} for name in ports],
         "cache": {"scope": "off"},
         "tenants": [{"name": "bench", "keys": [{"id": "bench", "hash": hash_key(KEY, "")}]}],
     }
 
 
-def stream_of(tokens: int, pace: int | None, prompt: str = "Hi") -> bytes:
-    body = {"model": "mock", "stream": True, "max_tokens": tokens, "user": f"paced-{pace}" if pace else "unpaced"}
+def stream_of(tokens: int, pace: int | None, prompt: str = "Hi", model: str = "mock") -> bytes:
+    body = {"model": model, "stream": True, "max_tokens": tokens, "user": f"paced-{pace}" if pace else "unpaced"}
     return payload(KEY, {**body, "messages": [{"role": "user", "content": prompt}]})
 
 
@@ -141,7 +144,7 @@ class Crowds:
             client.setblocking(False)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             await loop.sock_connect(client, ("127.0.0.1", self._port))
-            await loop.sock_sendall(client, stream_of(10_000, None))  # 2 MB come back
+            await loop.sock_sendall(client, stream_of(4_000, None, model="flood"))  # 1 MB
             self._held.append(client)
         return {}
 

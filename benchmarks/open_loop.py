@@ -16,6 +16,7 @@ _STATUS = re.compile(rb"HTTP/1\.1 (\d+)")
 _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _RETRY_AFTER = re.compile(rb"retry-after-ms: (\d+)", re.IGNORECASE)
 _CLOSE = re.compile(rb"connection: close", re.IGNORECASE)
+_TEXT = re.compile(rb'"content": *"[^"]')
 CALL_SECONDS = 600.0  # a call that takes longer has failed
 
 
@@ -85,7 +86,7 @@ async def _read(call: Call, head: bytes, reader: asyncio.StreamReader) -> None:
     done = False
     while size := int(await reader.readline(), 16):
         chunk = await reader.readexactly(size + 2)
-        if call.first is None and b'"content"' in chunk:
+        if call.first is None and _TEXT.search(chunk):
             call.first = time.monotonic() - call.began
         done = done or b"data: [DONE]" in chunk
     await reader.readline()

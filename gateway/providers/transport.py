@@ -28,7 +28,7 @@ from typing import NoReturn, cast
 import httptools
 import httpx2
 
-MAX_CONNECTIONS_PER_ORIGIN = 1024  # a backstop: deployments have their own, smaller `max_concurrency`
+MAX_CONNECTIONS_PER_ORIGIN = 16_384  # a backstop: deployments have their own, smaller `max_concurrency`
 POOL_TIMEOUT_SECONDS = 1.0
 CONNECT_TIMEOUT_SECONDS = 5.0
 KEEPALIVE_SECONDS = 4.0  # below the 5 s after which uvicorn, and with it vLLM and SGLang, closes an idle connection
