@@ -128,7 +128,8 @@ class Gateway:
         self._ship_to = settings.ledger_ship
         self._compacts = settings.ledger_compact
         self._replica = settings.replica
-        limiter = Limiter(self._counters, LIMITS)
+        # Memory is never away.
+        limiter = Limiter(self._storage if isinstance(self._storage, MemoryStorage) else self._counters, LIMITS)
         pepper = settings.key_pepper.get_secret_value()
         authenticator = Authenticator(self._storage, pepper)
         self._recovery = Recovery(self._ledger, self._fleet, policies, limiter, authenticator)

@@ -105,6 +105,7 @@ class Server:
         working_set: WorkingSet,
         told: deque[SentCall] | None = None,
     ) -> None:
+        self.name = deployment.name  # which is what makes it this one
         self.deployment = deployment
         self.provider = provider
         self.working_set = working_set  # of all servers
@@ -121,10 +122,6 @@ class Server:
         self.cut_at = -math.inf  # when it last broke an answer that had begun
         self.asked_at = 0.0  # by a call or a health check; event-loop seconds
         self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, after how many seconds)
-
-    @property
-    def name(self) -> str:
-        return self.deployment.name
 
     def billed(self, usage: Usage) -> None:
         self.input_billed += usage.input

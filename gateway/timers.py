@@ -41,7 +41,7 @@ class WaitBound:
         """A wait begins; also where one ends and the next begins at once."""
         self._since = self._loop.time()
         if self._ticker is None:
-            self._ticker = _ticker_of(self._loop)
+            self._ticker = _tickers.of(self._loop)
             self._ticker.watch(self)
 
     def end(self) -> None:
@@ -71,30 +71,41 @@ class _Ticker:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.watched: set[WaitBound] = set()  # bounded by the calls under way
-        self._loop = loop
+        self.loop = loop
         self._ticking = False
 
     def watch(self, bound: WaitBound) -> None:
         self.watched.add(bound)
         if not self._ticking:
             self._ticking = True
-            self._loop.call_later(TICK_SECONDS, self._tick)
+            self.loop.call_later(TICK_SECONDS, self._tick)
 
     def _tick(self) -> None:
-        now = self._loop.time()
+        now = self.loop.time()
         for bound in list(self.watched):
             bound.look(now)
         if self.watched:
-            self._loop.call_later(TICK_SECONDS, self._tick)
+            self.loop.call_later(TICK_SECONDS, self._tick)
         else:
             self._ticking = False
 
 
-_tickers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Ticker] = WeakKeyDictionary()
+class _Tickers:
+    """One for each event loop; that of the loop that asked last is at hand, since mostly there is but one."""
+
+    def __init__(self) -> None:
+        self._all: WeakKeyDictionary[asyncio.AbstractEventLoop, _Ticker] = WeakKeyDictionary()
+        self._last: _Ticker | None = None
+
+    def of(self, loop: asyncio.AbstractEventLoop) -> _Ticker:
+        last = self._last
+        if last is not None and last.loop is loop:
+            return last
+        ticker = self._all.get(loop)
+        if ticker is None:
+            ticker = self._all[loop] = _Ticker(loop)
+        self._last = ticker
+        return ticker
 
 
-def _ticker_of(loop: asyncio.AbstractEventLoop) -> _Ticker:
-    ticker = _tickers.get(loop)
-    if ticker is None:
-        ticker = _tickers[loop] = _Ticker(loop)
-    return ticker
+_tickers = _Tickers()

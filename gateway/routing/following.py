@@ -20,12 +20,13 @@ FOLLOW_AT_MOST = 2.0  # times what is predicted
 async def follow(call: Call, server: Server, deadline: float) -> None:
     """Wait while the server computes what this call would otherwise compute, too. `deadline`: event-loop seconds."""
     estimate = server.estimate
-    if not estimate.prefill_tokens_queued or not call.fingerprint:
+    rate = estimate.prefill_tokens_per_second
+    if not estimate.prefill_tokens_queued or call.prompt_tokens_estimate < FOLLOW_MIN_SECONDS * rate:
         return
     leader = estimate.prefill_under_way(call.fingerprint)
     if leader is None:
         return
-    loop, rate = asyncio.get_running_loop(), estimate.prefill_tokens_per_second
+    loop = asyncio.get_running_loop()
     spared = shared_blocks(leader.chain, call.fingerprint) - leader.believed.matched
     if spared * BLOCK_TOKENS / rate < FOLLOW_MIN_SECONDS:
         return

@@ -7,7 +7,7 @@ when a server dies is refused. That a server has died, and not just a connection
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 import xxhash
 
@@ -22,18 +22,11 @@ CONVICTED = 2
 
 
 class Suspects:
-    """Bodies by their hash. On the way of a call that goes well, this is two changes of a counter."""
+    """Bodies by their hash. On the way of a call that goes well, nothing happens here."""
 
     def __init__(self) -> None:
-        self._unanswered: Counter[str] = Counter()  # calls by server
-        self._deaths: dict[str, tuple[float, int]] = {}  # the newest, by server: when, and with how many unanswered
+        self._deaths: dict[str, tuple[float, int]] = {}  # the newest, by server: when, and with how many under way
         self._suspects: OrderedDict[int, tuple[float, int]] = OrderedDict()  # until when, and how much is against it
-
-    def begin(self, server: Server) -> None:
-        self._unanswered[server.name] += 1
-
-    def end(self, server: Server) -> None:
-        self._unanswered[server.name] -= 1
 
     def died(self, server: Server, call: Call, under_way: int, now: float) -> None:
         """The server has died while it worked on this call, and on `under_way` ones in all."""
@@ -46,9 +39,6 @@ class Suspects:
         self._suspects[digest] = (now + SUSPECT_SECONDS, against + (CONVICTED if alone else 1))
         while len(self._suspects) > SUSPECTS_MAX:
             self._suspects.popitem(last=False)
-
-    def unanswered(self, server: Server) -> int:
-        return self._unanswered[server.name]
 
     def check(self, call: Call, now: float) -> None:
         """Raises `PoisonousRequest`."""

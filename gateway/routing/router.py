@@ -211,7 +211,6 @@ class Router:
         server.breaker.allows(started)
         server.asked_at = started
         sent = server.send(call, started, streams=call.stream, believed=candidate.believed)
-        self._suspects.begin(server)
         wait = WaitBound(deadline - started, task=None if racing else attempts.task)
         wait.begin()
         outcome, status = GIVEN_UP, None
@@ -240,8 +239,7 @@ class Router:
             _rest(server, failure, loop.time())
         finally:
             wait.close()
-            under_way = max(self._suspects.unanswered(server), server.in_flight)
-            self._suspects.end(server)
+            under_way = server.in_flight
             _judge(server, outcome, status, loop.time())
             if outcome != "ok":
                 sent.end(loop.time(), answered=False)
