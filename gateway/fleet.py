@@ -249,9 +249,20 @@ class Fleet:
 
     def take(self, servers: Sequence[Server], now: float, *, background: bool = False) -> Place | None:
         """A place at the least busy of these, or None where all are full."""
-        free = [server for server in servers if server.has_place]
-        if any(server.breaker.open for server in servers):
-            free = _worth_asking(servers, free)
+        chosen, least = None, math.inf
+        for server in servers:
+            if server.breaker.open:
+                return self._take_worth_asking(servers)
+            if server.has_place and (load := server.places_taken / server.deployment.max_concurrency) < least:
+                chosen, least = server, load
+        return None if chosen is None else Place(self, chosen)
+
+    def _take_worth_asking(self, servers: Sequence[Server]) -> Place | None:
+        """Of those that may be asked now: waiting for one that works is better than a place at one that does not. Where
+        none works, any will do: the router tells the caller so."""
+        now = asyncio.get_running_loop().time()
+        working = [server for server in servers if server.breaker.would_allow(now)]
+        free = [server for server in working or servers if server.has_place]
         if not free:
             return None
         server = min(free, key=lambda s: s.places_taken / s.deployment.max_concurrency)
@@ -265,11 +276,3 @@ class Fleet:
         server.background.taken -= background
         assert server.places_taken >= 0
         self.on_free()
-
-
-def _worth_asking(servers: Sequence[Server], free: list[Server]) -> list[Server]:
-    """Those of the free ones that may be asked now: waiting for one that works is better than a place at one that
-    does not. Where none works, any will do: the router tells the caller so."""
-    now = asyncio.get_running_loop().time()
-    working = [server for server in servers if server.breaker.would_allow(now)]
-    return [server for server in free if server in working] if working else free

@@ -160,11 +160,14 @@ class Estimate:
         done = (now - self._prefilling_since) * self.prefill_tokens_per_second
         return self.others.queued_tokens + self.prefill_tokens_queued - min(done, first.missing)
 
-    def prefill_under_way(self, chain: Sequence[int]) -> Sent | None:
-        """The prompt that is being computed and shares the most with this one, if it shares what was missing then."""
+    def prefill_under_way(self, chain: Sequence[int], at_least_tokens: float = 0.0) -> Sent | None:
+        """The prompt that is being computed and shares the most with this one, if it shares what was missing then. Only
+        of those of which as much was missing."""
         best: Sent | None = None
         longest = 0
         for sent in self._prefills:
+            if sent.missing < at_least_tokens:
+                continue
             shared = shared_blocks(sent.chain, chain)
             if shared > max(longest, sent.believed.matched):
                 best, longest = sent, shared

@@ -90,12 +90,12 @@ class Queue:
     async def place_for(self, call: Call) -> Place:
         if self._closed:
             raise shutting_down()
-        if not self._fleet.servers_of(call.model):
-            raise nowhere_to_go(call.model)
         now = asyncio.get_running_loop().time()
         return self._lines.at_once(call, now) or await self._wait(call, now)
 
     async def _wait(self, call: Call, now: float) -> Place:
+        if not self._fleet.servers_of(call.model):
+            raise nowhere_to_go(call.model)
         max_wait = call.latency_class.max_wait
         if self._lines.in_vain(call) and not call.may_be_held:
             max_wait *= IN_VAIN_SHARE

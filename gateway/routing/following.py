@@ -21,9 +21,10 @@ async def follow(call: Call, server: Server, deadline: float) -> None:
     """Wait while the server computes what this call would otherwise compute, too. `deadline`: event-loop seconds."""
     estimate = server.estimate
     rate = estimate.prefill_tokens_per_second
-    if not estimate.prefill_tokens_queued or call.prompt_tokens_estimate < FOLLOW_MIN_SECONDS * rate:
+    at_least_tokens = FOLLOW_MIN_SECONDS * rate
+    if estimate.prefill_tokens_queued < at_least_tokens or call.prompt_tokens_estimate < at_least_tokens:
         return
-    leader = estimate.prefill_under_way(call.fingerprint)
+    leader = estimate.prefill_under_way(call.fingerprint, at_least_tokens)
     if leader is None:
         return
     loop = asyncio.get_running_loop()
