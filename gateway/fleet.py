@@ -252,23 +252,15 @@ class Fleet:
         chosen, least = None, math.inf
         for server in servers:
             if server.breaker.open:
-                return self._take_worth_asking(servers)
+                chosen = _worth_asking(servers, now)
+                break
             if server.has_place and (load := server.places_taken / server.deployment.max_concurrency) < least:
                 chosen, least = server, load
-        return None if chosen is None else Place(self, chosen)
-
-    def _take_worth_asking(self, servers: Sequence[Server]) -> Place | None:
-        """Of those that may be asked now: waiting for one that works is better than a place at one that does not. Where
-        none works, any will do: the router tells the caller so."""
-        now = asyncio.get_running_loop().time()
-        working = [server for server in servers if server.breaker.would_allow(now)]
-        free = [server for server in working or servers if server.has_place]
-        if not free:
+        if chosen is None:
             return None
-        server = min(free, key=lambda s: s.places_taken / s.deployment.max_concurrency)
-        place = Place(self, server, background=background)
+        place = Place(self, chosen, background=background)
         if not background:
-            server.background.note_urgent(server.places_taken - server.background.taken, now)
+            chosen.background.note_urgent(chosen.places_taken - chosen.background.taken, now)
         return place
 
     def give_back(self, server: Server, *, background: bool = False) -> None:
@@ -276,3 +268,11 @@ class Fleet:
         server.background.taken -= background
         assert server.places_taken >= 0
         self.on_free()
+
+
+def _worth_asking(servers: Sequence[Server], now: float) -> Server | None:
+    """The least busy of those that may be asked now: waiting for one that works is better than a place at one that does
+    not. Where none works, any will do: the router tells the caller so."""
+    working = [server for server in servers if server.breaker.would_allow(now)]
+    free = [server for server in working or servers if server.has_place]
+    return min(free, key=lambda s: s.places_taken / s.deployment.max_concurrency, default=None)
