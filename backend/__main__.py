@@ -25,6 +25,7 @@ from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import EngineError
+from backend.engine.speculation import DRAFTERS
 from backend.kv_cache import KV_FORMS
 from backend.quantization import QUANTIZATIONS
 from backend.server.app import create_app
@@ -168,6 +169,8 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
         "max_waiting": args.max_waiting,
         "num_threads": args.num_threads,
         "kv_cache_dtype": args.kv_cache_dtype,
+        "max_draft_tokens": args.max_draft_tokens,
+        "draft_model_dir": args.draft_model and resolve_model(args.draft_model)[0],
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     return EngineConfig(
@@ -176,6 +179,7 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
         device=args.device,
         enable_prefix_caching=args.prefix_caching,
         quantization=args.quantization,
+        speculation=args.speculation,
         **chosen,
     )
 
@@ -208,6 +212,14 @@ def parser() -> argparse.ArgumentParser:
     add("--max-num-seqs", type=_positive, metavar="N", help="sequences that run together (default: the engine's)")
     add("--max-num-batched-tokens", type=_positive, metavar="N", help="tokens in one step (default: the engine's)")
     add("--max-waiting", type=_positive, metavar="N", help="requests that may wait; more get 503")
+    add(
+        "--speculation",
+        choices=("none", *DRAFTERS),
+        default="none",
+        help="guess tokens, so that a step may give several: by n-grams of the text so far, or by a smaller model",
+    )
+    add("--draft-model", metavar="MODEL", help="the smaller model, of the same vocabulary; as --model")
+    add("--max-draft-tokens", type=_positive, metavar="N", help="guesses for one request in a step (default: 8)")
     add("--num-threads", type=_positive, metavar="N", help="threads of a step (default: the engine's choice)")
     add(
         "--prefix-caching",

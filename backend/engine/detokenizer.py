@@ -26,6 +26,7 @@ class Detokenizer:
         include_stop_string: bool = False,
     ) -> None:
         self.stop_string: str | None = None  # the one that came, if one did
+        self.num_tokens = 0  # that were pushed until then
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._include_stop_string = include_stop_string
@@ -45,6 +46,7 @@ class Detokenizer:
         for token_id in token_ids:
             if self.stopped:
                 break
+            self.num_tokens += 1
             released += self._release(self._decode(token_id))
         return released
 

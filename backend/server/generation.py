@@ -278,7 +278,8 @@ class _Sequence:
     def _note(self, output: StepOutput) -> None:
         self.num_cached_tokens = output.num_cached_tokens
         self.num_preemptions = output.num_preemptions
-        count = len(output.new_token_ids)
+
+    def _count(self, count: int) -> None:
         if not count:
             return
         now_ns = time.time_ns()
@@ -300,8 +301,13 @@ class _Sequence:
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise EngineFailure(output.error or "The engine gave this request up.")
         # The token that made the engine stop is counted, and is no part of the text.
-        shown = -1 if reason is FinishReason.STOP else None
+        shown = len(output.new_token_ids) - (reason is FinishReason.STOP)
+        before = self._detokenizer.num_tokens
         text = self._detokenizer.push(output.new_token_ids[:shown])
+        count = len(output.new_token_ids)
+        if self._detokenizer.stopped:  # what came in the same step behind the stop string would not have come alone
+            count = shown = self._detokenizer.num_tokens - before
+        self._count(count)
         if reason is not None:
             text += self._detokenizer.flush()
             self.finish_reason = reason.value
@@ -314,7 +320,7 @@ class _Sequence:
             output.logprobs[:shown],
             self.finish_reason or None,
             embedding=output.embedding,
-            events=self._events(text, len(output.new_token_ids)),
+            events=self._events(text, count),
             token_ids=output.new_token_ids[:shown],
             prompt_logprobs=output.prompt_logprobs,
         )

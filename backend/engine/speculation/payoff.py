@@ -21,7 +21,7 @@ OUTLIER = 2.0  # times the mean is the most that a step counts for: a pause of t
 MIN_PLAIN_STEPS = 3  # before anything is compared with them
 PLAIN_EVERY = 64  # steps, at the most, between two plain ones: contexts grow, and with them the cost of a step
 HYSTERESIS = 1.25  # times the rate at which it would just pay, before guessing is taken up again
-FORGETTING = 0.8  # what a request's drafts count for with each time that there are newer ones
+FORGETTING = 0.9  # what a request's drafts count for with each time that there are newer ones
 FIRST_RATE, FIRST_WEIGHT = 0.75, 4.0  # a request's rate before anything was seen, and for how many drafts that counts
 FIRST_PATIENCE, MAX_PATIENCE = 32, 512  # tokens until a request that does not pay is tried again; doubles each time
 
@@ -107,7 +107,7 @@ class Payoff:
         record.patience = FIRST_PATIENCE
         if least_rate <= 0.0 or record.rate >= 1.0:
             return most
-        return math.ceil(math.log(least_rate) / math.log(record.rate)) - 1 or 1
+        return max(1, math.ceil(math.log(least_rate) / math.log(record.rate)) - 1)
 
     def _cost(self, num_requests: int) -> _Cost:
         return self._costs.setdefault(num_requests.bit_length(), _Cost())

@@ -197,6 +197,26 @@ async def test_logprobs_and_token_ids_lose_nothing_to_the_parsers() -> None:
         assert tokens == [token.token for token in logprobs.content]
 
 
+async def test_a_stop_string_ends_the_answer_in_the_middle_of_a_step() -> None:
+    """Where guesses come true, a step has several tokens: those behind the stop string are neither shown nor billed."""
+    answers = []
+    for tokens_per_step in (1, 2, 7):
+        async with serve("hermes") as (engine, client):
+            engine.text, engine.tokens_per_step = "One two three four five six seven eight nine.", tokens_per_step
+            completion = await client.chat.completions.create(
+                model="m", messages=MESSAGES, stop=["four"], logprobs=True, extra_body={"return_token_ids": True}
+            )
+            (choice,) = completion.choices
+            assert choice.logprobs is not None
+            assert choice.logprobs.content is not None
+            assert completion.usage is not None
+            assert completion.usage.completion_tokens == len(choice.logprobs.content)
+            assert choice.message.content == "One two three "
+            assert choice.finish_reason == "stop"
+            answers.append((choice.logprobs, completion.usage, choice.model_extra))
+    assert answers[0] == answers[1] == answers[2]
+
+
 async def test_priority_salt_and_deadline_reach_the_engine() -> None:
     async with serve("hermes") as (engine, client):
         engine.text = "Yes."

@@ -16,7 +16,7 @@ from backend.__main__ import DEMO_DIR, StartError, parser, resolve_model
 from tests.backend.gguf_writer import as_type, tokenizer_fields, write_gguf
 
 if TYPE_CHECKING:
-    from tests.backend.server.conftest import StartServer
+    from tests.backend.server.conftest import RunningServer, StartServer
 
 
 def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -54,6 +54,49 @@ def test_a_directory_without_a_model_and_a_taken_port_are_clear_errors(tmp_path:
         result = run("--model", str(tmp_path), "--port", str(taken.getsockname()[1]))
     assert result.returncode == 1
     assert "cannot listen on" in result.stderr
+
+
+@pytest.mark.e2e
+def test_a_draft_model_must_have_the_same_vocabulary(checkpoint: Path) -> None:
+    result = run("--model", "demo", "--speculation", "draft_model", "--draft-model", str(checkpoint))
+    assert result.returncode == 1
+    assert f"the draft model in {checkpoint} has another vocabulary" in result.stderr
+    assert "Traceback" not in result.stderr
+    result = run("--model", "demo", "--speculation", "draft_model")
+    assert result.returncode == 1
+    assert "draft_model_dir" in result.stderr
+
+
+@pytest.mark.e2e
+def test_guesses_change_no_answer_and_are_counted(
+    checkpoint: Path, server: RunningServer, start_server: StartServer
+) -> None:
+    def answer(asked: RunningServer) -> list[Any]:
+        options: dict[str, Any] = {"model": asked.model, "prompt": "The quick", "max_tokens": 100, "seed": 1}
+        completions = asked.client().completions
+        return [
+            completions.create(temperature=temperature, logprobs=1, extra_body={"ignore_eos": True}, **options)
+            .choices[0]
+            .text
+            for temperature in (0.0, 1.0)
+        ]
+
+    expected = answer(server)
+    assert server.metric("vllm:spec_decode_num_draft_tokens_total") == 0
+    for options in (("ngram",), ("draft_model", "--draft-model", str(checkpoint), "--max-draft-tokens", "3")):
+        with start_server("--speculation", *options) as guessing:
+            assert answer(guessing) == expected
+            drafted = guessing.metric("vllm:spec_decode_num_draft_tokens_total")
+            accepted = guessing.metric("vllm:spec_decode_num_accepted_tokens_total")
+            if options != ("ngram",):
+                assert guessing.metric("vllm:spec_decode_num_drafts_total") * 3 >= drafted > 0
+                # The model guesses at itself.
+                assert accepted == drafted
+                by_place = [
+                    guessing.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", position=str(place))
+                    for place in range(3)
+                ]
+                assert sum(by_place) == accepted
 
 
 @pytest.mark.e2e

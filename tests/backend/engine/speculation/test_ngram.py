@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from backend.engine.request import Request, SamplingParams
+from backend.engine.speculation import ngram
+from backend.engine.speculation.base import Wanted
+from backend.engine.speculation.ngram import NgramDrafter
+
+
+@pytest.fixture
+def drafter() -> NgramDrafter:
+    return NgramDrafter(cast(Any, Path()))
+
+
+def draft(drafter: NgramDrafter, token_ids: list[int], count: int = 4) -> tuple[int, ...]:
+    (found,) = drafter.draft([Wanted(Request("r", token_ids, SamplingParams(max_tokens=9)), count)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3], (4, 5, 6, 7)),
+        ([1, 2, 3], ()),
+        ([1, 2], ()),
+        ([1, 2, 3, 4, 9, 2, 3], ()),  # two tokens agree, which is too few
+        ([1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2, 3], (5, 0, 1, 2)),  # the later of two that agree alike
+        ([9, 1, 2, 3, 4, 0, 1, 2, 3, 5, 9, 1, 2, 3], (4, 0, 1, 2)),  # the one that agrees further back
+        ([7, 7, 7, 7], (7, 7, 7, 7)),  # into what is being drafted
+        ([1, 2, 3, 1, 2, 3], (1, 2, 3, 1)),
+    ],
+)
+def test_what_followed_before_follows_again(
+    drafter: NgramDrafter, token_ids: list[int], expected: tuple[int, ...]
+) -> None:
+    assert draft(drafter, token_ids) == expected
+
+
+def test_an_index_grows_with_its_request(drafter: NgramDrafter) -> None:
+    request = Request("r", [1, 2, 3, 4, 5], SamplingParams(max_tokens=99))
+    for token_id, expected in ((1, ()), (2, ()), (3, (4, 5)), (9, ()), (2, ()), (3, ()), (9, (2, 3))):
+        request.append(token_id)
+        assert drafter.draft([Wanted(request, 2)]) == [expected]
+
+
+def test_search_and_indexing_are_bounded(drafter: NgramDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places beyond the latest few are not looked at, however well they agree; a long prompt is indexed in pieces."""
+    best = [8, 1, 2, 3, 5]
+    others = [9, 1, 2, 3, 6] * ngram.MAX_PLACES
+    assert draft(drafter, [*best, *others[5:], 8, 1, 2, 3], 1) == (5,)
+    assert draft(drafter, [*best, *others, 8, 1, 2, 3], 1) == (6,)
+    monkeypatch.setattr(ngram, "MAX_INDEXED", 4)
+    request = Request("r", [0, 0, 0, *range(1, 12), 8, 9, 10], SamplingParams(max_tokens=9))
+    found = [drafter.draft([Wanted(request, 1)])[0] for _ in range(5)]
+    assert found == [(), (), (11,), (11,), (11,)]
+
+
+def test_what_is_kept_of_a_request_goes_with_it(drafter: NgramDrafter) -> None:
+    request = Request("r", [1, 2, 3, 1, 2, 3], SamplingParams(max_tokens=9))
+    drafter.draft([Wanted(request, 1)])
+    assert len(drafter._indexes) == 1
+    del request
+    assert len(drafter._indexes) == 0

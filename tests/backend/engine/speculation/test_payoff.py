@@ -1,0 +1,109 @@
+"""Costs and luck are made up; what is looked at is how much is guessed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from backend.engine.request import Request, SamplingParams
+from backend.engine.speculation.payoff import MAX_PATIENCE, MIN_PLAIN_STEPS, PLAIN_EVERY, Payoff
+
+MOST = 8
+
+
+def make_requests(count: int) -> list[Request]:
+    return [Request(f"r{i}", [1], SamplingParams(max_tokens=9)) for i in range(count)]
+
+
+class Machine:
+    """A plain step takes 10 ms and each drafted token `extra_ms` more; request i's drafts come true at `rates[i]`."""
+
+    def __init__(self, extra_ms: float, rates: list[float]) -> None:
+        self.extra_ms, self.rates = extra_ms, rates
+        self.requests = make_requests(len(rates))
+        self.payoff = Payoff()
+        self.random = Random(0)
+        self.seconds = 0.0
+        self.tokens = 0
+
+    def step(self) -> list[int]:
+        numbers = self.payoff.num_drafts(self.requests, MOST)
+        seconds = 0.010 + 0.001 * self.extra_ms * sum(numbers)
+        self.payoff.saw_step(len(numbers), sum(numbers), seconds)
+        for request, rate, number in zip(self.requests, self.rates, numbers, strict=True):
+            confirmed = 0
+            while confirmed < number and self.random.random() < rate:
+                confirmed += 1
+            if number:
+                self.payoff.saw_drafts(request, number, confirmed)
+            self.tokens += confirmed + 1
+        self.seconds += seconds
+        return numbers
+
+    def run(self, steps: int = 500) -> list[list[int]]:
+        self.seconds, self.tokens = 0.0, 0
+        return [self.step() for _ in range(steps)]
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens / self.seconds / (len(self.rates) / 0.010)
+
+
+def test_the_first_steps_are_plain_and_every_so_often_one_more() -> None:
+    numbers = [number for (number,) in Machine(0.1, [1.0]).run()]
+    assert numbers[: MIN_PLAIN_STEPS + 1] == [0] * MIN_PLAIN_STEPS + [MOST]
+    plain = [i for i, number in enumerate(numbers) if not number][MIN_PLAIN_STEPS - 1 :]
+    assert {b - a for a, b in pairwise(plain)} == {PLAIN_EVERY + 1}
+
+
+@pytest.mark.parametrize(("extra_ms", "rate"), [(0.2, 0.9), (1.0, 0.8), (3.0, 0.7)])
+def test_where_it_pays_it_is_done(extra_ms: float, rate: float) -> None:
+    machine = Machine(extra_ms, [rate])
+    machine.run()
+    machine.run()
+    most = max((1 - rate ** (k + 1)) / (1 - rate) / (1 + 0.1 * extra_ms * k) for k in range(MOST + 1))
+    assert machine.speedup > 1 + 0.75 * (most - 1)
+
+
+@pytest.mark.parametrize(("extra_ms", "rate"), [(0.5, 0.0), (9.0, 0.6), (2.0, 0.05), (20.0, 0.95)])
+def test_where_it_does_not_pay_it_is_left_but_for_a_try_now_and_then(extra_ms: float, rate: float) -> None:
+    machine = Machine(extra_ms, [rate])
+    machine.run()
+    numbers = [number for (number,) in machine.run(4 * MAX_PATIENCE)]
+    assert 0 < sum(number > 0 for number in numbers) < 0.02 * len(numbers)
+    assert machine.speedup > 0.95
+
+
+def test_it_is_taken_up_again_when_it_pays_again() -> None:
+    machine = Machine(1.0, [0.0])
+    machine.run(200)
+    machine.rates = [0.9]
+    machine.run()
+    machine.run()
+    assert machine.speedup > 1.5
+
+
+def test_requests_are_told_apart() -> None:
+    machine = Machine(0.5, [0.95, 0.0, 0.95, 0.0])
+    machine.run()
+    sums = [sum(numbers) for numbers in zip(*machine.run(), strict=True)]
+    assert min(sums[0], sums[2]) > 10 * max(sums[1], sums[3])
+
+
+def test_the_same_guesses_pay_in_a_small_batch_and_not_in_a_large_one() -> None:
+    few, many = Machine(0.8, [0.6] * 2), Machine(0.8, [0.6] * 16)
+    many.payoff = few.payoff
+    for machine in (few, many):
+        machine.run()
+    assert sum(map(sum, few.run())) / 2 > 10 * sum(map(sum, many.run())) / 16
+    assert few.speedup > 1.2
+    assert many.speedup > 0.95
+
+
+def test_a_pause_of_the_machine_switches_nothing_off() -> None:
+    machine = Machine(0.5, [0.9])
+    machine.run()
+    machine.payoff.saw_step(1, 8, 5.0)
+    assert machine.step() != [0]
