@@ -38,8 +38,8 @@ class LatencyClass(Frozen):
     priority: int = Field(0, description="Lower goes first; engines that know priorities are told.")
     min_share: Share = Field(
         0.0,
-        description="Of what a model's waiting calls are given, in tokens, so much goes to this class while it waits, "
-        "however urgent the others are.",
+        description="Of what a model's calls are given while this class waits, in tokens, so much goes to it, however "
+        "urgent the others are.",
     )
     hold: bool = Field(
         False, description="Its calls wait for their turn, too, while their conversations do not fit into the caches."

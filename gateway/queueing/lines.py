@@ -1,8 +1,8 @@
 """Who waits, and who is next: without an event loop, so that a simulator can use it.
 
 There is one line for each class of each model. The more urgent class goes first, but a class to which the policy gives
-a `min_share` is owed that much of what the model's waiting calls are given, in estimated tokens: as long as it has not
-had that and waits, it goes before all others. Inside a line, `gateway.queueing.line` decides.
+a `min_share` is owed that much of what the model's calls are given while it waits, in estimated tokens: as long as it
+has not had that, it goes before all others. Inside a line, `gateway.queueing.line` decides.
 
 A class that may be held (`hold` in the policy, as batch) may have to wait although there are places: as long as
 `gateway.prefix.working_set` says that its conversation does not fit into the caches beside those that are under way;
@@ -67,11 +67,9 @@ class Lines(Generic[W]):
             return self._place(call, now)
         priority, model = call.latency_class.priority, call.model.name
         before = [waits for waits, _, name in self._lines if waits <= priority and name == model]
-        if not before:
-            return self._place(call, now)
-        if not call.may_be_held or min(before) != priority:
+        if before and not (call.may_be_held and min(before) == priority):
             return None
-        place = self._place(call, now, goes_on=True)
+        place = self._place(call, now, goes_on=bool(before))
         if place is not None:
             self._charge(call)
         return place

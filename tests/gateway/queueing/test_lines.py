@@ -238,6 +238,31 @@ def test_a_minimum_share_is_of_tokens() -> None:
     assert served["batch"] / served.total() == pytest.approx(0.2, abs=0.1)
 
 
+def test_a_share_is_also_of_what_others_get_without_waiting() -> None:
+    """There are places, left for real-time calls by how many there lately were; batch is owed some all the same."""
+    pool = Pool(places=4, classes={"batch": {"min_share": "25%"}})
+    for place in pool.taken[:4]:
+        place.release()
+    busiest = [pool.lines.at_once(pool.call(), 0.0) for _ in range(4)]
+    for each in busiest[1:]:
+        assert each is not None
+        each.release()
+    waiting = [pool.join(pool.call(class_name="batch")) for _ in range(5)]
+    pool.lines.serve(0.0)
+    assert pool.lines.depth("batch") == 5, "they wait although there is room"
+    for number in range(1, 16):
+        place = pool.lines.at_once(pool.call(), 0.0)
+        assert place is not None
+        place.release()
+        pool.lines.serve(0.0)
+        for batch in waiting:
+            if batch.place is not None:
+                batch.place.release()
+        had = 5 - pool.lines.depth("batch")
+        assert had >= 0.25 * (number + had) - 1, f"{had} of {number + had}"
+    assert 4 <= had <= 5
+
+
 def test_a_share_is_of_the_models_own_servers() -> None:
     pool = Pool(classes={"batch": {"hold": False, "min_share": "50%"}})
     pool.join(pool.call(class_name="batch", model=1))
