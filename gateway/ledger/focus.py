@@ -64,7 +64,11 @@ def focus_rows(ledger: Path, *, provider: str, period: Period = EVERYTHING) -> I
                 billed += cost
                 yield _usage(common, group, bucket, tokens, unit_price, cost)
         if billed != group["cost"]:  # by rules that another version of the gateway had
-            yield _charge(common, "Usage that is not told apart", group["cost"] - billed)
+            rest = group["cost"] - billed
+            # Not of the category Usage, of which every row has a quantity and a price.
+            yield _charge(
+                common, "Usage that is not told apart", rest, ChargeCategory="Adjustment", ChargeFrequency="One-Time"
+            )
 
 
 def _buckets(group: dict[str, Any]) -> dict[str, Decimal]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from pathlib import Path
 
@@ -21,6 +22,52 @@ MANDATORY = {
     "PublisherName", "ServiceCategory", "ServiceName",
 }  # fmt: skip
 MAY_BE_EMPTY = {"ChargeClass", "PricingQuantity", "PricingUnit"}
+
+
+DECIMALS = {
+    "BilledCost", "ConsumedQuantity", "ContractedCost", "ContractedUnitPrice", "EffectiveCost", "ListCost",
+    "ListUnitPrice", "PricingQuantity",
+}  # fmt: skip
+TIMES = {"BillingPeriodEnd", "BillingPeriodStart", "ChargePeriodEnd", "ChargePeriodStart"}
+VALUES = {
+    "ChargeCategory": {"Usage", "Purchase", "Tax", "Credit", "Adjustment"},
+    "ChargeClass": {"", "Correction"},
+    "ChargeFrequency": {"One-Time", "Recurring", "Usage-Based"},
+    "PricingCategory": {"", "Standard", "Dynamic", "Committed", "Other"},
+    "ServiceCategory": {"AI and Machine Learning"},
+    "ServiceSubcategory": {"Generative AI"},
+}
+# Of these, none is null where usage is charged that is no correction; and those are null where others are.
+OF_USAGE = {"ListUnitPrice", "PricingCategory", "PricingQuantity", "PricingUnit", "SkuId", "SkuMeter", "SkuPriceId"}
+TOGETHER = [
+    ("PricingQuantity", "PricingUnit"), ("ConsumedQuantity", "ConsumedUnit"), ("SkuId", "SkuPriceId"),
+    ("ResourceId", "ResourceType"), ("SubAccountId", "SubAccountType"), ("BillingAccountId", "BillingAccountType"),
+]  # fmt: skip
+
+
+def test_types_values_and_nulls_are_those_of_the_specification(tmp_path: Path) -> None:
+    """The rules of version 1.2, as far as a CSV shows them; `focus-validator` checks those of 1.0."""
+    receipt = a_receipt(
+        reasoning=1, cache_write=3, audio_input=6, audio_output=1, price_output="0.0000001", cost="0.0000001"
+    )
+    hit, no_server = a_receipt(source="cache"), a_receipt(deployment=None, model_served=None, cost="0")
+    write_chain(tmp_path / "replica", [receipt, hit, no_server, a_correction(receipt, cost="-0.000001")])
+    rows = list(focus_rows(tmp_path, provider="Us"))
+    assert {(row["ChargeCategory"], row["ChargeClass"]) for row in rows} == {
+        ("Usage", ""), ("Usage", "Correction"), ("Adjustment", ""),
+    }  # fmt: skip
+    for row in rows:
+        assert all(re.fullmatch(r"-?\d+(\.\d+)?", row[name]) for name in DECIMALS if row[name])
+        assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row[name]) for name in TIMES)
+        assert row["ChargePeriodStart"] < row["ChargePeriodEnd"] <= row["BillingPeriodEnd"]
+        assert re.fullmatch("[A-Z]{3}", row["BillingCurrency"])
+        assert all(row[name] in values for name, values in VALUES.items())
+        assert all(isinstance(value, str) for value in orjson.loads(row["Tags"]).values())
+        assert all(bool(row[one]) == bool(other and row[other]) for one, other in TOGETHER)
+        if row["ChargeCategory"] == "Usage" and not row["ChargeClass"]:
+            assert all(row[name] for name in OF_USAGE)
+        else:
+            assert not row["ConsumedQuantity"] and not row["PricingQuantity"]
 
 
 def test_every_kind_of_token_is_a_charge_that_multiplies_out(tmp_path: Path) -> None:
