@@ -16,6 +16,7 @@ import resource
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 import uvloop
 import yaml
 
-from benchmarks.gateway.run import listening, machine, resident_mib
+from benchmarks.gateway.run import cpu_seconds, listening, machine, resident_mib
 from benchmarks.open_loop import Clients, payload, percentiles_ms
 from gateway.keys import hash_key
 
@@ -32,6 +33,7 @@ KEY = "wp-bench-0123456789abcdef"
 MEBIBYTE = 2**20
 PROBES = 200
 CONNECTING_AT_ONCE = 200
+QUIET_SECONDS, QUIET_CPU_SHARE = 0.5, 0.1
 
 
 def main() -> None:
@@ -146,7 +148,16 @@ class Crowds:
             await loop.sock_connect(client, ("127.0.0.1", self._port))
             await loop.sock_sendall(client, stream_of(4_000, None, model="flood"))  # 1 MB
             self._held.append(client)
-        return {}
+        return {"seconds_until_quiet": await self._quiet()}
+
+    async def _quiet(self) -> float:
+        """Until all that these readers' buffers have room for is in them: what comes then is no load of tokens any
+        more, but of streams that stand."""
+        began, before, now = time.monotonic(), 0.0, cpu_seconds(self._pid)
+        while now - before > QUIET_CPU_SHARE * QUIET_SECONDS:
+            await asyncio.sleep(QUIET_SECONDS)
+            before, now = now, cpu_seconds(self._pid)
+        return round(time.monotonic() - began, 1)
 
     async def _large_prompts(self) -> dict[str, Any]:
         large = stream_of(600, 20, "word " * (MEBIBYTE // 5))

@@ -54,7 +54,7 @@ _fork = multiprocessing.get_context("fork")
 
 @dataclass
 class Worker:
-    """One seat, and whoever has it now."""
+    """One seat, and the process that has it now."""
 
     seat: Seat
     process: ForkProcess | None = None
@@ -133,19 +133,21 @@ class Supervisor:
 
     def run(self, on_ready: Callable[[], None]) -> bool:
         all_ready = False
-        while self._stop_before is None or any(worker.process for worker in self._workers):
-            self._start_due()
-            self._wait()
-            for worker in self._workers:
-                if worker.process is not None and worker.process.exitcode is not None:
-                    self._ended(worker, worker.process.exitcode, all_ready)
-            if not all_ready and all(worker.ready for worker in self._workers):
-                all_ready = True
-                on_ready()
-            if self._stop_before is not None and time.monotonic() > self._stop_before:
-                self._kill()
-        os.close(self._lifeline)
-        os.close(self._held)
+        try:
+            while self._stop_before is None or any(worker.process for worker in self._workers):
+                self._start_due()
+                self._wait()
+                for worker in self._workers:
+                    if worker.process is not None and worker.process.exitcode is not None:
+                        self._ended(worker, worker.process.exitcode, all_ready)
+                if not all_ready and all(worker.ready for worker in self._workers):
+                    all_ready = True
+                    on_ready()
+                if self._stop_before is not None and time.monotonic() > self._stop_before:
+                    self._kill()
+        finally:  # whatever happens here, no worker stays behind
+            os.close(self._held)
+            os.close(self._lifeline)
         return all_ready and not self._failed
 
     def _start_due(self) -> None:

@@ -109,6 +109,23 @@ def test_a_killed_worker_loses_its_own_streams_and_nothing_else(front: Gateway, 
     assert verified.returncode == 0, verified.stdout
 
 
+def test_a_batch_is_worked_through_once_whichever_worker_dies(front: Gateway) -> None:
+    lines = [
+        {"custom_id": f"c{n}", "method": "POST", "url": "/v1/chat/completions", "body": chat(f"Say {n}.", max_tokens=4)}
+        for n in range(400)
+    ]
+    client = front.client(max_retries=5)  # its connection may be the dead worker's
+    file = client.files.create(file="\n".join(map(json.dumps, lines)).encode(), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    workers = until(lambda: [n for n in range(WORKERS) if calls_of(front, n, "receipt")])  # it is one that works on it
+    assert len(workers) == 1
+    os.kill(pids(front)[workers[0]], signal.SIGKILL)
+    assert len(front.receipts()) < len(lines)
+    ended = until(lambda: done if (done := client.batches.retrieve(batch.id)).status == "completed" else None)
+    assert (ended.request_counts.completed, ended.request_counts.failed) == (400, 0)
+    assert len({receipt["call_id"].rpartition("-")[0] for receipt in front.receipts()}) == len(front.receipts()) == 400
+
+
 def test_all_finish_their_streams_when_they_are_told_to_stop(front: Gateway) -> None:
     with ExitStack() as stack:
         streams = streams_on_all(front, stack, chat(stream=True, max_tokens=150, ignore_eos=True))
