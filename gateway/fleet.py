@@ -185,6 +185,9 @@ class Place:
         self._fleet.give_back(left, background=self._background)
         return True
 
+    def is_at(self, server: Server) -> bool:
+        return self._server is server
+
     def swap(self, other: Place) -> None:
         """Hold what the other one of the same call holds, and the other way round."""
         self._server, other._server = other._server, self._server
@@ -215,6 +218,7 @@ class Fleet:
         self._by_names: dict[tuple[str, ...], list[Server]] = {}  # of this policy's models, as they are asked for
         self.working_set = WorkingSet()
         self.on_free: Callable[[], None] = lambda: None
+        self._moving: dict[Place, tuple[Sequence[Server], asyncio.Future[None]]] = {}  # of calls in flight: so many
 
     def apply(self, policy: Policy) -> None:
         """Take over a new policy; a call in flight keeps the servers that it began with."""
@@ -267,7 +271,27 @@ class Fleet:
         server.places_taken -= 1
         server.background.taken -= background
         assert server.places_taken >= 0
+        if self._moving:
+            self._move_one_to(server)
         self.on_free()
+
+    async def move_when_free(self, place: Place, servers: Sequence[Server], seconds: float) -> None:
+        """Wait so long, or until one of the servers has a place: then `place` is there. Who has had a turn, and whose
+        server has failed, comes before those that wait for theirs."""
+        moved = asyncio.get_running_loop().create_future()
+        self._moving[place] = (servers, moved)
+        try:
+            await asyncio.wait([moved], timeout=seconds)
+        finally:
+            self._moving.pop(place, None)
+
+    def _move_one_to(self, server: Server) -> None:
+        for place, (servers, moved) in self._moving.items():
+            if server in servers and server.has_place:
+                del self._moving[place]
+                place.move_to(server)
+                moved.set_result(None)
+                return
 
 
 def _worth_asking(servers: Sequence[Server], now: float) -> Server | None:

@@ -150,7 +150,14 @@ class Router:
             ):
                 raise _nobody_answered(call, attempts, soonest_seconds)
             # Where nobody was asked, one of them has no place, or is being probed by another call.
-            await asyncio.sleep(max(pause_seconds, BUSY_PAUSE_SECONDS))
+            full = [
+                candidate.server
+                for candidate in candidates
+                if candidate.server.breaker.would_allow(now) and not candidate.server.has_place
+            ]
+            await self._fleet.move_when_free(
+                place, [server for server in full if not place.is_at(server)], max(pause_seconds, BUSY_PAUSE_SECONDS)
+            )
             rounds += 1
 
     async def _one_round(

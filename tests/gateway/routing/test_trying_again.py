@@ -326,3 +326,53 @@ async def test_a_call_brings_its_share_of_a_hedge_once_however_often_it_is_tried
     rig.router._hedging._pot = 0.0
     assert await rig.chunks() == [TEXT, DONE]
     assert rig.router._hedging._pot == pytest.approx(0.1)
+
+
+async def test_a_call_whose_server_fails_comes_before_those_that_wait_for_their_turn() -> None:
+    """Both servers are full, and more calls wait: whose server fails has the next place that comes free."""
+    policy = a_policy(
+        deployments=[
+            {"name": name, "base_url": f"http://{name}.invalid/v1", "model": "m", "max_concurrency": 1} for name in "ab"
+        ],
+        models=[{"name": "m", "deployments": ["a", "b"]}],
+    )
+    fails = asyncio.Event()
+    a = Turns(Failing(fails), Script(TEXT, DONE))
+    b = Turns(Script(TEXT, last := asyncio.Event(), DONE), Script(TEXT, DONE))
+    rig = Rig(policy, a=a, b=b)
+    server(rig, "a").breaker.doubt(asyncio.get_running_loop().time(), 3600.0)  # b is the first to be asked
+    order: list[str] = []
+
+    async def ask(name: str) -> None:
+        await rig.chunks(rig.new_attempts())
+        order.append(name)
+
+    on_b = asyncio.create_task(ask("on b"))
+    while not b.opened:
+        await asyncio.sleep(0)
+    on_a = asyncio.create_task(ask("on a"))
+    while not a.opened:
+        await asyncio.sleep(0)
+    waiting = asyncio.create_task(ask("waiting"))
+    while not rig.queue.depth("realtime"):
+        await asyncio.sleep(0)
+    server(rig, "a").breaker.eject(asyncio.get_running_loop().time(), 3600.0)  # as one that has failed often
+    fails.set()
+    while not rig.fleet._moving:
+        await asyncio.sleep(0.001)
+    last.set()
+    await asyncio.gather(on_b, on_a, waiting)
+    assert order == ["on b", "on a", "waiting"] and rig.idle()
+    assert (a.opened, b.opened) == (1, 3)
+
+
+class Failing(Script):
+    """Breaks off when it is told to."""
+
+    def __init__(self, when: asyncio.Event) -> None:
+        super().__init__()
+        self.when = when
+
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+        await self.when.wait()
+        raise ProviderFailure(Fault.CONNECT, "gone")
