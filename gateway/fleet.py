@@ -52,7 +52,9 @@ class SentCall:
 
     def learn_cached(self, input_tokens: int, cached_tokens: int) -> None:
         """The reply said how many of its prompt's tokens were cached. In the engine's own tokens."""
-        self.server.estimate.learn_cached(self.note, input_tokens, cached_tokens)
+        blocks = self.server.blocks
+        evictions_told = blocks is not None and blocks.tells_all
+        self.server.estimate.learn_cached(self.note, input_tokens, cached_tokens, evictions_told=evictions_told)
 
     def learn_usage(self, call_id: str, input_tokens: int, cached_tokens: int, output_tokens: int) -> None:
         """The same reply, for what tokens prompts have; and of servers that tell of their blocks, which are this
@@ -153,11 +155,18 @@ class Server:
         """Calls that were sent and are not answered to the end."""
         return self.estimate.in_flight
 
+    def foresee(self, chain: Sequence[int], now: float) -> Recall:
+        """What its cache will have of a prompt when its turn comes there; of one whose evictions nobody tells, what it
+        is believed to have now."""
+        if self.blocks is None:
+            return self.estimate.cache.recall(chain)
+        return self.estimate.foresee(chain, self.blocks.present_tokens, now)
+
     def send(self, call: Prompt, now: float, *, streams: bool = True, believed: Recall | None = None) -> SentCall:
         """A call goes to it now. `believed`: what its cache model said of the prompt when it was chosen."""
         chain, estimate = call.fingerprint, self.estimate
         if believed is None or believed.version != estimate.cache.version:
-            believed = estimate.cache.recall(chain)
+            believed = self.foresee(chain, now)
         conversation = self.working_set.begin(call, estimate, now, believed.remembered)
         note = estimate.begin(chain, call.prompt_tokens_estimate, now, streams=streams, believed=believed)
         return SentCall(self, call, note, self.working_set, conversation)

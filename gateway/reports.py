@@ -28,7 +28,7 @@ LOOK_SECONDS = 1.0
 METRICS_SECONDS = 2.0  # between two looks at a server's metrics
 ANSWER_SECONDS = 2.0
 ANSWER_MAX_BYTES = 8 * 1024 * 1024
-EVENTS_CAPACITY_FACTOR = 1.25  # where evictions are told, the model's own bound is only there to hold its memory
+EVENTS_ROOM = 2.0  # where evictions are told, the model's own bound is only there to hold its memory
 
 log = logging.getLogger("warmpath")
 
@@ -86,8 +86,8 @@ class Reporting:
         estimate, now = self._server.estimate, asyncio.get_running_loop().time()
         estimate.load = Load(now, reported.running, reported.waiting, reported.kv_usage)
         if reported.capacity_tokens is not None:
-            factor = EVENTS_CAPACITY_FACTOR if self._server.blocks is not None else 1.0
-            estimate.told_capacity(round(reported.capacity_tokens * factor))
+            room = EVENTS_ROOM if self._server.blocks is not None else 1.0
+            estimate.told_capacity(reported.capacity_tokens, room)
 
     def _metrics_url(self) -> httpx2.URL:
         if isinstance(self.deployment.metrics, str):

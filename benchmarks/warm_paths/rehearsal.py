@@ -44,7 +44,7 @@ from gateway.prefix.events.blocks import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_BYTES, text_bytes_of
 from gateway.providers.base import Unasked
 from gateway.queueing import Queue
-from gateway.reports import EVENTS_CAPACITY_FACTOR, METRICS_SECONDS
+from gateway.reports import EVENTS_ROOM, METRICS_SECONDS
 from gateway.routing import STRATEGIES
 from gateway.routing.attempts import Attempts
 from gateway.routing.router import Router
@@ -261,6 +261,7 @@ class Rehearsal:
         self._canonicaliser = Canonicaliser(b"secret")
         self._spans = itertools.count(1)
         self._last: dict[int, tuple[Call, list[int]]] = {}  # of each conversation, its last prompt
+        self._ends: dict[int, list[tuple[int, int]]] = {}  # and where its prompts ended, in tokens and in bytes
         self.served: list[Rehearsed] = []
         self.believed_wrongly = self.believed = 0  # tokens, over all comparisons
 
@@ -306,6 +307,8 @@ class Rehearsal:
         predicted = attempts.done[-1].predicted_cached_tokens
         self.served.append(Rehearsed(tenant, sent_at, ttft_seconds, token_ids, reply.cached_tokens, predicted))
         self._last[number] = (call, token_ids)
+        text_bytes = text_bytes_of(call.fingerprint, call.prompt_tokens_estimate)
+        self._ends.setdefault(number, [(0, 0)]).append((len(token_ids), text_bytes))
         loop.call_later(2 * EVENTS_SECONDS, self._compare)
 
     async def _report_load(self) -> None:
@@ -315,20 +318,25 @@ class Rehearsal:
                 scheduler = self._engines[server.name].scheduler
                 now = asyncio.get_running_loop().time()
                 server.estimate.load = Load(now, len(scheduler.running), len(scheduler.waiting))
-                server.estimate.told_capacity(round(EVENTS_CAPACITY_FACTOR * self._scene.num_blocks * BLOCK_TOKENS))
+                server.estimate.told_capacity(self._scene.num_blocks * BLOCK_TOKENS, EVENTS_ROOM)
 
     def _compare(self) -> None:
         for server in self._servers:
             engine = self._engines[server.name]
             if engine.scheduler.has_unfinished:
                 continue  # what is on its way there is believed to be there already
-            for call, token_ids in self._last.values():
+            for number, (call, token_ids) in self._last.items():
                 true = engine.cached_tokens(token_ids, call.cache_salt)
-                text_bytes = text_bytes_of(call.fingerprint, call.prompt_tokens_estimate)
-                warm_bytes = server.cache.match(call.fingerprint) * BLOCK_BYTES
-                believed = round(len(token_ids) * warm_bytes / text_bytes)
+                believed = _tokens_at(server.cache.match(call.fingerprint) * BLOCK_BYTES, self._ends[number])
                 self.believed += believed
                 self.believed_wrongly += max(0, abs(believed - true) - EDGE_TOKENS)
+
+
+def _tokens_at(text_bytes: int, ends: Sequence[tuple[int, int]]) -> int:
+    for (tokens, start), (more_tokens, end) in itertools.pairwise(ends):
+        if text_bytes < end:
+            return tokens + (text_bytes - start) * (more_tokens - tokens) // (end - start)
+    return ends[-1][0]
 
 
 def rehearse(texts: Texts, work: Sequence[Conversation], scene: Scene, strategy: str) -> dict[str, float]:

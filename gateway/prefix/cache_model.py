@@ -14,7 +14,7 @@ its size is believed (`resize`). Memory is bounded by the capacity: some 40 byte
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import msgspec
 
@@ -103,6 +103,43 @@ class CacheModel:
             else:
                 ages.append((end, self._evicted - run.evicted))
         return Recall(matched, depth, tuple(ages), self.version)
+
+    def foresee(self, chain: Sequence[int], coming: int, busy: Container[int]) -> Recall:
+        """What will be there of a chain when `coming` blocks have made room for themselves. What was used last at a
+        time in `busy` is in use, and stays. Changes nothing."""
+        going = self._going(coming, busy)
+        path, depth, _ = self._walk(chain)
+        matched, end = 0, 0
+        ages: list[tuple[int, int]] = []
+        for run in path:
+            stays = len(run.blocks) - going.get(run, 0) if run.held else 0
+            if matched == end:
+                matched = min(end + stays, depth)
+            end = min(end + len(run.blocks), depth)
+            ages.append((end, run.used if stays else 0))
+        return Recall(matched, depth, tuple(ages), self.version)
+
+    def _going(self, blocks: int, busy: Container[int]) -> dict[_Run, int]:
+        """Which runs make way for so many blocks, and how much of them."""
+        going: dict[_Run, int] = {}
+        for run in self._held:
+            if blocks <= 0:
+                break
+            if run.used not in busy:
+                going[run] = min(blocks, len(run.blocks))
+                blocks -= len(run.blocks)
+        return going
+
+    def touch(self, chain: Sequence[int]) -> None:
+        """Whatever is held of it has been used until now."""
+        self.clock += 1
+        self.version += 1
+        path, _, cut = self._walk(chain)
+        if cut and path[-1].held:
+            path[-1] = self._split(path[-1], cut)
+        for run in reversed(path):
+            if run.held:
+                self._use(run)
 
     def add(self, chain: Sequence[int]) -> None:
         """The server computes this prompt, or has: it is the most recently used now."""

@@ -6,6 +6,7 @@ Tokens are the fingerprint's: estimates by the length of text. Replies give the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -69,8 +70,11 @@ class Estimate:
         self.evicted_share_held = 0.5  # of what should have been evicted, how much turned out to be there
         self.load: Load | None = None
         self.others = NO_OTHERS
+        self.begun = 0  # calls, ever
         self.in_flight = 0  # calls that were sent and are not answered to the end
         self.prompt_tokens_in_flight = 0  # of these calls
+        self.engine_tokens: int | None = None  # that its cache holds, where it has told
+        self._busy: set[int] = set()  # when, by the cache model's clock, the calls in flight were sent
         self._prefills: dict[Sent, None] = {}  # in the order in which they were sent
         self._prefilling_since = 0.0  # when the first of them could begin
         self._alone_since_then = True  # as far as others have told: else it has been computing theirs, too
@@ -79,6 +83,16 @@ class Estimate:
         """How many tokens of a prompt's beginning are expected to be found, evicted ones by their probability."""
         matched, remembered = believed.matched, believed.remembered
         return (matched + self.evicted_share_held * (remembered - matched)) * BLOCK_TOKENS
+
+    def foresee(self, chain: Sequence[int], present_tokens: int, now: float) -> Recall:
+        """What its cache will have of a prompt when its turn comes. `present_tokens`, of the engine's own, are in the
+        cache now; what was sent before needs room, and what was used longest ago makes it."""
+        if self.engine_tokens is None:
+            return self.cache.recall(chain)
+        excess = present_tokens + self.queued_tokens(now) * self.tokens_scale - self.engine_tokens
+        if excess <= 0:
+            return self.cache.recall(chain)
+        return self.cache.foresee(chain, math.ceil(excess / self.tokens_scale / BLOCK_TOKENS), self._busy)
 
     def under_way(self, now: float) -> int:
         """Calls that it works on; those of others, too, where it has told of its load lately."""
@@ -118,7 +132,9 @@ class Estimate:
             streams=streams,
         )
         prefills[sent] = None
+        self._busy.add(sent.clock)
         self.prefill_tokens_queued += sent.missing
+        self.begun += 1
         self.in_flight += 1
         self.prompt_tokens_in_flight += prompt_tokens
         return sent
@@ -140,7 +156,10 @@ class Estimate:
             self._leave(sent, now)
         self.in_flight -= 1
         self.prompt_tokens_in_flight -= sent.prompt_tokens
-        if not answered:
+        self._busy.discard(sent.clock)
+        if answered:
+            self.cache.touch(sent.chain)  # engines give blocks up when the last call that uses them is over
+        else:
             self.cache.remove(sent.chain[: sent.believed.matched + 1])
 
     def _leave(self, sent: Sent, now: float) -> None:
@@ -180,8 +199,9 @@ class Estimate:
             self.speed_is_learnt = True
             self.prefill_tokens_per_second += RATE_WEIGHT * (observed - self.prefill_tokens_per_second)
 
-    def learn_cached(self, sent: Sent, input_tokens: int, cached_tokens: int) -> None:
-        """A reply said how much of its prompt was cached. Zero is believed of servers that have ever said more."""
+    def learn_cached(self, sent: Sent, input_tokens: int, cached_tokens: int, *, evictions_told: bool = False) -> None:
+        """A reply said how much of its prompt was cached. Zero is believed of servers that have ever said more.
+        `evictions_told`: the engine says itself what is gone, so that nothing has to be concluded."""
         self.reports_cached = self.reports_cached or cached_tokens > 0
         if not self.reports_cached or not sent.chain or not input_tokens:
             return
@@ -194,6 +214,8 @@ class Estimate:
         if (evicted := believed.remembered - believed.matched) > 0:
             held = max(0, min(reported, believed.remembered) - believed.matched)
             self.evicted_share_held += HELD_WEIGHT * (held / evicted - self.evicted_share_held)
+        if evictions_told:
+            return
         if reported < believed.matched:
             if reported + tolerated >= believed.matched:
                 return
@@ -208,9 +230,10 @@ class Estimate:
         if others.queued_tokens:
             self._alone_since_then = False
 
-    def told_capacity(self, engine_tokens: int) -> None:
-        """The engine says how many of its own tokens its cache holds."""
-        self.cache.resize(round(engine_tokens / self.tokens_scale))
+    def told_capacity(self, engine_tokens: int, room: float = 1.0) -> None:
+        """The engine says how many of its own tokens its cache holds. The model holds `room` times as many."""
+        self.engine_tokens = engine_tokens
+        self.cache.resize(round(room * engine_tokens / self.tokens_scale))
 
 
 def shared_blocks(one: Sequence[int], other: Sequence[int]) -> int:

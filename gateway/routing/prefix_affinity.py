@@ -37,7 +37,7 @@ class PrefixAffinity:
         warm: list[float] = []
         for server in servers:
             estimate = server.estimate
-            beliefs.append(believed := estimate.cache.recall(chain))
+            beliefs.append(believed := server.foresee(chain, now))
             warm.append(estimate.warm_tokens(believed))
         common = sorted(warm)[(len(warm) - 1) // 2] if warm else 0.0
         home = _home(call.session, servers) if call.session is not None and servers else None

@@ -14,7 +14,7 @@ class RoundRobin:
     """The server that was sent a call the longest time ago is the next."""
 
     def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
-        turns = sorted(servers, key=lambda server: (server.cooling(now), server.estimate.cache.clock))
+        turns = sorted(servers, key=lambda server: (server.cooling(now), server.estimate.begun))
         return [self._candidate(call, server, now) for server in turns]
 
     def _candidate(self, call: Prompt, server: Server, now: float) -> Candidate:

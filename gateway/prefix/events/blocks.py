@@ -67,7 +67,7 @@ class _Text:
         self.ends = ends
         self.trunk = trunk
         self.shared = shared
-        self.present: set[int] = set()  # depths of its own blocks that the engine has
+        self.present: dict[int, _Block] = {}  # its own blocks that the engine has, by their depth
 
     @property
     def tokens(self) -> float:
@@ -123,11 +123,21 @@ class _Block:
         self.text: _Text | None = None
 
     def holds(self, text: _Text, depth: int) -> None:
-        if self.text is not None:
-            self.text.present.discard(self.depth)
+        """Instead of whatever it held, and of what was there: an answer that nobody went on from."""
+        self.leave_text()
         self.text, self.depth = text, depth
         if self.present:
-            text.present.add(depth)
+            if (other := text.present.get(depth)) is not None:
+                other.text = None
+            text.present[depth] = self
+
+    def leave_text(self) -> _Text | None:
+        """It is gone; returns the text that misses it now."""
+        text = self.text
+        if text is None or text.present.get(self.depth) is not self:
+            return None
+        del text.present[self.depth]
+        return text
 
 
 class BlockIndex:
@@ -148,6 +158,16 @@ class BlockIndex:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    @property
+    def present_tokens(self) -> int:
+        """How many of the engine's tokens are known to be in its cache."""
+        return len(self._blocks) * self._block_tokens
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether what is gone is known, so that nothing need be concluded from what replies say."""
+        return self._tells_sessions
 
     # -- what the engine tells -------------------------------------------------------------------------------------
 
@@ -179,7 +199,7 @@ class BlockIndex:
                 block.parent, block.depth = above, depth
             block.present = True
             if block.text is not None:
-                block.text.present.add(block.depth)
+                block.text.present.setdefault(block.depth, block)
             self._blocks[block_hash] = above = block
         while len(self._blocks) > BLOCKS_MAX:
             self._blocks.popitem(last=False)
@@ -195,9 +215,8 @@ class BlockIndex:
                 continue
             block.present = False
             self.blocks_removed += 1
-            if block.text is not None:
-                block.text.present.discard(block.depth)
-                self._withdraw(block.text, block.depth - 1)
+            if (text := block.leave_text()) is not None:
+                self._withdraw(text, block.depth - 1)
 
     def _withdraw(self, text: _Text, kept: int) -> None:
         """Of this text there are `kept` blocks at most."""
@@ -248,9 +267,10 @@ class BlockIndex:
         else:
             depth = above.depth if above else 0
         text = self._text_of(call, above, depth)
-        for i, block in enumerate(path, start=depth + 1):
-            block.holds(text, i)
         wanted = call.prompt_tokens // self._block_tokens
+        for i, block in enumerate(path, start=depth + 1):
+            if i <= wanted or i not in text.present:  # another answer to an old prompt is no part of what followed
+                block.holds(text, i)
         reached = text.present_up_to(wanted)
         if reached < wanted and depth + len(path) < wanted:
             return  # others are to be told yet

@@ -35,6 +35,10 @@ class PlainCache:
         while len(self.blocks) > self.capacity:
             self.blocks.popitem(last=False)
 
+    def touch(self, chain: Sequence[int]) -> None:
+        for block in reversed(chain[: self.match(chain)]):
+            self.blocks.move_to_end(block)
+
     def remove(self, chain: Sequence[int]) -> None:
         if chain and self.match(chain) == len(chain):
             for block, before in list(PARENTS.items()):
@@ -47,7 +51,10 @@ EVERY_TEXT = [""] + ["".join(t) for n in range(1, 10) for t in product("ab", rep
 PARENTS = {chain_of(text)[-1]: set(chain_of(text)) for text in EVERY_TEXT[1:]}
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "add", "add", "remove"]), texts), max_size=40), st.integers(1, 15))
+steps_of = st.lists(st.tuples(st.sampled_from(["add", "add", "add", "remove", "touch"]), texts), max_size=40)
+
+
+@given(steps_of, st.integers(1, 15))
 def test_it_holds_what_a_plain_lru_of_blocks_holds(steps: list[tuple[str, str]], capacity: int) -> None:
     model, plain = CacheModel(capacity * BLOCK_TOKENS), PlainCache(capacity)
     for step, text in steps:
@@ -56,3 +63,24 @@ def test_it_holds_what_a_plain_lru_of_blocks_holds(steps: list[tuple[str, str]],
         assert len(model) == len(plain.blocks)
     for text in EVERY_TEXT:
         assert model.match(chain_of(text)) == plain.match(chain_of(text)), text
+
+
+@given(steps_of, st.integers(1, 15))
+def test_what_is_foreseen_is_what_is_there_when_it_has_happened(steps: list[tuple[str, str]], coming: int) -> None:
+    model = CacheModel(100 * BLOCK_TOKENS)
+    for step, text in steps:
+        getattr(model, step)(chain_of(text))
+    foreseen = {text: model.foresee(chain_of(text), coming, ()).matched for text in EVERY_TEXT}
+    model.resize(max(1, len(model)) * BLOCK_TOKENS)
+    model.add(range(coming))
+    for text in EVERY_TEXT:
+        assert model.match(chain_of(text)) == foreseen[text], text
+
+
+def test_what_is_in_use_stays() -> None:
+    model = CacheModel(100 * BLOCK_TOKENS)
+    model.add((1, 2, 3))
+    in_use = model.clock
+    model.add((7, 8, 9))
+    assert model.foresee((1, 2, 3), 2, {in_use}).matched == 3
+    assert model.foresee((7, 8, 9), 2, {in_use}).matched == 1

@@ -133,3 +133,26 @@ def test_what_a_server_tells_of_its_load_counts_while_it_is_new() -> None:
     assert estimate.under_way(1.1 + LOAD_VALID_SECONDS) == 1
     estimate.load = Load(at=1.0, running=0, waiting=0)
     assert estimate.under_way(1.0) == 1  # it has not told of this call yet
+
+
+def test_what_those_before_it_will_drive_out_is_not_expected() -> None:
+    """A cache of 100 blocks is full when a prompt of 30 is sent: it takes the place of what was used first."""
+    estimate = an_estimate()
+    estimate.told_capacity(100 * BLOCK_TOKENS, room=2.0)
+    for first in (1000, 2000):
+        replied(estimate, tuple(range(first, first + 50)), 0.0, cached_blocks=0)
+    old, full = tuple(range(1000, 1050)), 100 * BLOCK_TOKENS
+    assert estimate.foresee(old, full, now=1.0).matched == 50
+    estimate.begin(tuple(range(30)), 30 * BLOCK_TOKENS, now=1.0)
+    assert estimate.foresee(old, full, now=1.0).matched == 20
+    assert estimate.foresee(old, full - 30 * BLOCK_TOKENS, now=1.0).matched == 50, "there is room for it"
+    assert estimate.cache.match(old) == 50, "it has not happened yet"
+
+
+def test_who_tells_what_is_evicted_needs_no_conclusions() -> None:
+    estimate = an_estimate()
+    replied(estimate, LONG, 0.0, 0)
+    sent = estimate.begin(LONG, TOKENS, 1.0)
+    estimate.first_chunk(sent, 1.0)
+    estimate.learn_cached(sent, TOKENS, BLOCK_TOKENS, evictions_told=True)
+    assert estimate.cache.match(LONG) == len(LONG)
