@@ -1,27 +1,23 @@
 """What the Batch API keeps, in one SQLite file, which several processes of one machine may share.
 
-One thread owns the connection; `BEGIN IMMEDIATE` makes a transaction the only writer of all processes. Unlike the
-counters of `gateway.storage.sqlite`, results are worth an fsync each time: `synchronous=FULL`, and a power cut loses
-nothing either. Callers gather what they write.
+Unlike the counters of `gateway.storage.sqlite`, results are worth an fsync each time: a power cut loses nothing either.
+Callers gather what they write.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from gateway.batches.records import Batch, File, Result, new_id
 from gateway.batches.store import CHUNK_BYTES, UNFINISHED_SECONDS, Change
-from gateway.errors import StorageUnavailable
+from gateway.storage.sqlite_file import Answer, SqliteFile, in_transaction
 
-SCHEMA_VERSION = 1
 BUSY_SECONDS = 5.0  # until another process has ended its transaction
 
 SCHEMA = (
@@ -42,10 +38,7 @@ SCHEMA = (
         PRIMARY KEY (batch, line)
     ) WITHOUT ROWID""",
     "CREATE INDEX results_owed ON results (batch) WHERE owed IS NOT NULL",
-    f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
-
-Answer = TypeVar("Answer")
 
 _encode = msgspec.msgpack.Encoder().encode
 _batch = msgspec.msgpack.Decoder(Batch).decode
@@ -54,72 +47,19 @@ _file = msgspec.msgpack.Decoder(File).decode
 
 class SqliteStore:
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._thread: ThreadPoolExecutor | None = None
-        self._connection: sqlite3.Connection | None = None  # the thread's alone
+        self._file = SqliteFile(path, "batches", (SCHEMA,), synchronous="FULL", busy_seconds=BUSY_SECONDS)
 
     async def open(self) -> None:
-        if self._thread is not None:
-            return
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        try:
-            await asyncio.get_running_loop().run_in_executor(thread, self._connect)
-        except (OSError, sqlite3.Error) as error:
-            thread.shutdown(wait=False)
-            raise StorageUnavailable(f"the SQLite file {self._path} can not be opened: {error}") from error
-        self._thread = thread
+        if await self._file.open():
+            unfinished = new_id("file-", time.time() - UNFINISHED_SECONDS)
+            query = "DELETE FROM contents WHERE file < ? AND file NOT IN (SELECT id FROM files)"
+            await self._do(lambda db: db.execute(query, (unfinished,)).rowcount)
 
     async def close(self) -> None:
-        if self._thread is None:
-            return
-        thread, self._thread = self._thread, None
-        await asyncio.get_running_loop().run_in_executor(thread, self._disconnect)
-        thread.shutdown(wait=False)
-
-    def _connect(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        db = sqlite3.connect(self._path, timeout=BUSY_SECONDS, isolation_level=None)
-        db.execute("PRAGMA journal_mode = WAL")
-        db.execute("PRAGMA synchronous = FULL")
-        db.execute("BEGIN IMMEDIATE")
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            for statement in SCHEMA:
-                db.execute(statement)
-        elif version != SCHEMA_VERSION:
-            db.close()
-            raise sqlite3.DatabaseError(f"its schema has version {version}, this program knows {SCHEMA_VERSION}")
-        unfinished = new_id("file-", time.time() - UNFINISHED_SECONDS)
-        db.execute("DELETE FROM contents WHERE file < ? AND file NOT IN (SELECT id FROM files)", (unfinished,))
-        db.execute("COMMIT")
-        self._connection = db
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        await self._file.close()
 
     async def _do(self, work: Callable[[sqlite3.Connection], Answer], *, writes: bool = True) -> Answer:
-        if self._thread is None:
-            raise StorageUnavailable("the SQLite file of the batches is not open")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, work, writes)
-
-    def _transact(self, work: Callable[[sqlite3.Connection], Answer], writes: bool) -> Answer:
-        db = self._connection
-        if db is None:
-            raise StorageUnavailable("the SQLite file of the batches is not open")
-        try:
-            if not writes:
-                return work(db)
-            db.execute("BEGIN IMMEDIATE")
-            answer = work(db)
-            db.execute("COMMIT")
-            return answer
-        except sqlite3.Error as error:
-            raise StorageUnavailable(f"the SQLite file of the batches can not be used: {error}") from error
-        finally:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
+        return await self._file.do(partial(in_transaction, work) if writes else work)
 
     # Contents
 

@@ -1,25 +1,20 @@
 """The state of one machine in one file: budgets and keys survive a restart, and several processes may share it.
 
-One thread owns the connection. What is asked meanwhile is gathered and becomes one transaction (group commit), so the
-price of a commit is shared; `BEGIN IMMEDIATE` makes a transaction the only writer of all processes. A killed process
-loses nothing that was answered. WAL with `synchronous=NORMAL` may lose the last moments when the power fails: counters
-may, as the ledger has what was billed.
+What is asked while a transaction is under way is gathered and becomes the next one (group commit), so the price of a
+commit is shared. Counters may lose the last moments when the power fails, as the ledger has what was billed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.errors import StorageUnavailable
 from gateway.storage.base import (
     DEFAULT_BLOB_BYTES,
     NOTICES_AT_ONCE,
@@ -38,9 +33,9 @@ from gateway.storage.base import (
 )
 from gateway.storage.bucket import Bucket
 from gateway.storage.coalesce import Coalescer
+from gateway.storage.sqlite_file import SqliteFile, in_transaction
 from gateway.storage.verdict import account_verdict, rate_verdict, room_of
 
-OPEN_TIMEOUT_SECONDS = 5.0  # another process may be making the schema
 BUSY_SHARE = 0.8  # of an operation's time is spent on waiting for other writers: less than all, to tell the reason
 SWEEP_SECONDS = 10.0
 
@@ -103,87 +98,31 @@ class SqliteStorage:
         path = url.removeprefix("sqlite:///")
         if path == url or not path:
             raise ValueError("storage URL: SQLite needs a path, as in sqlite:///warmpath.db or sqlite:////var/lib/w.db")
-        self._path = Path(path)
         self._owner = owner
         self._blob_bytes = blob_bytes
-        self._busy_timeout_seconds = BUSY_SHARE * timeout_seconds
         self._clock = clock
-        self._thread: ThreadPoolExecutor | None = None
-        self._connection: sqlite3.Connection | None = None  # the thread's alone
+        self._file = SqliteFile(
+            Path(path),
+            "sqlite",
+            [_statements(script) for script in SCHEMAS],
+            synchronous="NORMAL",
+            busy_seconds=BUSY_SHARE * timeout_seconds,
+        )
         self._next_sweep = 0.0
         self._transactions: Coalescer[_Work] = Coalescer(
             self._run, max_in_flight=1, timeout_seconds=timeout_seconds, store="the SQLite file"
         )
 
     async def open(self) -> None:
-        if self._thread is not None:
-            return
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sqlite")
-        try:
-            await asyncio.get_running_loop().run_in_executor(thread, self._connect)
-        except (OSError, sqlite3.Error) as error:
-            thread.shutdown(wait=False)
-            raise StorageUnavailable(f"the SQLite file {self._path} can not be opened: {error}") from error
-        self._thread = thread
-        if self._owner:
+        if await self._file.open() and self._owner:
             await self.release_owner(self._owner, now=self._clock())
 
     async def close(self) -> None:
-        if self._thread is None:
-            return
-        thread, self._thread = self._thread, None
         await self._transactions.drain()
-        await asyncio.get_running_loop().run_in_executor(thread, self._disconnect)
-        thread.shutdown(wait=False)
-
-    def _connect(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(self._path, timeout=OPEN_TIMEOUT_SECONDS, isolation_level=None)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("BEGIN IMMEDIATE")
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version > len(SCHEMAS):
-            connection.close()
-            raise sqlite3.DatabaseError(f"its schema has version {version}, this program knows {len(SCHEMAS)}")
-        for script in SCHEMAS[version:]:
-            for statement in _statements(script):
-                connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {len(SCHEMAS)}")
-        connection.execute("COMMIT")
-        connection.execute(f"PRAGMA busy_timeout = {round(self._busy_timeout_seconds * 1000)}")
-        self._connection = connection
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        await self._file.close()
 
     async def _run(self, batch: Sequence[_Work]) -> Sequence[Any]:
-        if self._thread is None:
-            raise StorageUnavailable("the SQLite file is not open")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, batch)
-
-    def _transact(self, batch: Sequence[_Work]) -> list[Any]:
-        """All of the batch in one transaction. A ValueError is one caller's own, and is raised before it writes."""
-        db = self._connection
-        if db is None:
-            raise StorageUnavailable("the SQLite file is not open")
-        answers: list[Any] = []
-        try:
-            db.execute("BEGIN IMMEDIATE")
-            for work in batch:
-                try:
-                    answers.append(work(db))
-                except ValueError as error:
-                    answers.append(error)
-            db.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise StorageUnavailable(f"the SQLite file can not be used: {error}") from error
-        finally:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-        return answers
+        return await self._file.do(partial(in_transaction, partial(_all, batch)))
 
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
@@ -294,6 +233,17 @@ class SqliteStorage:
     async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
         rows: list[tuple[int, bytes]] = await self._transactions.submit(partial(_exchange, notice, int(after or 0)))
         return [body for _, body in rows], str(rows[-1][0]) if rows else after
+
+
+def _all(batch: Sequence[_Work], db: sqlite3.Connection) -> list[Any]:
+    """What each answers. A ValueError is one caller's own, and is raised before it writes."""
+    answers: list[Any] = []
+    for work in batch:
+        try:
+            answers.append(work(db))
+        except ValueError as error:
+            answers.append(error)
+    return answers
 
 
 def _is_open(reservation_id: str, db: sqlite3.Connection) -> bool:
