@@ -156,12 +156,10 @@ class Marks:
 
     def lasted(self, phase: str) -> int:
         """Nanoseconds until the next phase; 0 where it was not entered, or goes on."""
-        begun = 0
-        for name, ns in self.phases:
-            if begun:
-                return ns - begun
+        phases = self.phases
+        for number, (name, ns) in enumerate(phases, 1):
             if name == phase:
-                begun = ns
+                return phases[number][1] - ns if number < len(phases) else 0
         return 0
 
     def end(self) -> None:
