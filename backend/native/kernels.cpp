@@ -169,12 +169,12 @@ thread_local Scratch team_scratch;  // of the thread that calls: what its team s
 #if defined(__clang__)
 #pragma clang attribute pop
 #pragma clang attribute push( \
-    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16"))), \
+    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,amx-int8"))), \
     apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,amx-int8")
 #endif
 
 // ---- AMX: y^T = W x^T in tiles of 16 x 16 sums over 32 products each -------------------------------------------------
@@ -213,6 +213,13 @@ void pack_pairs(const uint32_t* const* rows, int64_t num_rows, int64_t num_pairs
   written();
 }
 
+// A cache line each of the two panels after the next: thirty-two rows at once, and short ones, are more than what the
+// hardware's own prefetching follows.
+inline void fetch_next(const void* row, int64_t row_bytes) {
+  for (int64_t i = 2 * TILE; i < 4 * TILE; i++)
+    _mm_prefetch(static_cast<const char*>(row) + i * row_bytes, _MM_HINT_T1);
+}
+
 template <class W>
 struct Panel {  // sixteen rows of a weight; what is not bfloat16 is made so, 32 columns at a time
   avx512::Row<W> rows[TILE];
@@ -225,7 +232,8 @@ struct Panel {  // sixteen rows of a weight; what is not bfloat16 is made so, 32
     written();
     return expanded;
   }
-  int64_t stride(int64_t) const { return sizeof expanded[0]; }
+  void fetch_next(int64_t) const {}
+  int64_t stride() const { return sizeof expanded[0]; }
 };
 template <>
 struct Panel<bf16> {
@@ -233,7 +241,8 @@ struct Panel<bf16> {
   int64_t ins;
   Panel(const Linear& a, int64_t n) : rows(static_cast<const bf16*>(a.w) + n * a.ins), ins(a.ins) {}
   const void* tile(int64_t k) const { return rows + k; }
-  int64_t stride(int64_t) const { return ins * sizeof(bf16); }
+  void fetch_next(int64_t k) const { amx::fetch_next(rows + k, stride()); }
+  int64_t stride() const { return ins * sizeof(bf16); }
 };
 
 void put(const Linear& a, const float* sums, int64_t n, int64_t t) {  // sums: [16 outs][16 rows]
@@ -251,7 +260,7 @@ template <class W>
 void two_panels(const Linear& a, const uint32_t* packed, int64_t n) {
   Panel<W> first(a, n), second(a, n + TILE);
   alignas(64) float sums[2][TILE * TILE];
-  const int64_t steps = a.ins / DEPTH, stride = first.stride(0);
+  const int64_t steps = a.ins / DEPTH, stride = first.stride();
   for (int64_t t = 0; t < a.rows; t += 2 * TILE) {
     const uint32_t *x0 = packed + t * a.ins / 2, *x1 = x0 + TILE * a.ins / 2;
     const bool both = t + TILE < a.rows;
@@ -260,6 +269,7 @@ void two_panels(const Linear& a, const uint32_t* packed, int64_t n) {
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < steps; k++) {
+      first.fetch_next(k * DEPTH);
       _tile_loadd(4, first.tile(k * DEPTH), stride);
       _tile_loadd(6, x0 + k * TILE * TILE, 64);
       _tile_dpbf16ps(0, 4, 6);
@@ -283,7 +293,89 @@ void two_panels(const Linear& a, const uint32_t* packed, int64_t n) {
   }
 }
 
-bool suits(const Linear& a) { return a.dtype == BFLOAT16 && a.rows > 1 && a.ins % DEPTH == 0; }
+// ---- int8 by int8, since making bfloat16 of a weight takes longer than to read it. A row of x becomes whole numbers of
+// sixteen bits, each in two halves, so that nothing is lost that bfloat16 had beside the row's largest value.
+
+constexpr int64_t BYTES = 64;               // products behind one step of a sum
+constexpr float MOST_HALVES = 127 * 256.0f;  // the largest number whose high half is an int8
+
+struct Halves {  // of sixteen rows, each [ins / 4][row][4]
+  int8_t *high, *low;
+  float* scales;
+  Halves(const Linear& a, void* memory, int64_t t)
+      : high(static_cast<int8_t*>(memory) + t * a.ins * 2), low(high + TILE * a.ins),
+        scales(reinterpret_cast<float*>(static_cast<int8_t*>(memory) + ceil_div(a.rows, TILE) * TILE * a.ins * 2) + t) {}
+};
+
+void pack_halves(const Linear& a, int64_t row, void* memory) {
+  const int64_t lane = row % TILE;
+  const Halves to(a, memory, row - lane);
+  const bf16* x = static_cast<const bf16*>(a.x) + row * a.x_stride;
+  __m512 largest = _mm512_setzero_ps();
+  for (int64_t k = 0; k < a.ins; k += TILE) largest = _mm512_max_ps(largest, _mm512_abs_ps((__m512)avx512::load(x + k)));
+  const float most_of_row = _mm512_reduce_max_ps(largest);
+  const float factor = most_of_row > 0 ? MOST_HALVES / most_of_row : 0;
+  to.scales[lane] = most_of_row / MOST_HALVES;
+  for (int64_t k = 0; k < a.ins; k += TILE) {
+    const __m512i number = _mm512_cvtps_epi32((__m512)(avx512::load(x + k) * factor));
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(128)), 8);
+    alignas(16) int8_t highs[TILE], lows[TILE];
+    _mm_store_si128((__m128i*)highs, _mm512_cvtepi32_epi8(high));
+    _mm_store_si128((__m128i*)lows, _mm512_cvtepi32_epi8(number));  // what is left is the low byte, as it stands
+    for (int64_t i = 0; i < TILE; i += 4) {
+      __builtin_memcpy(to.high + (k + i) * TILE + lane * 4, highs + i, 4);
+      __builtin_memcpy(to.low + (k + i) * TILE + lane * 4, lows + i, 4);
+    }
+  }
+}
+
+void two_panels_int8(const Linear& a, void* memory, int64_t n) {
+  const int8_t* w = static_cast<const int8_t*>(a.w) + n * a.ins;
+  alignas(64) int32_t sums[4][TILE * TILE];  // high and low of one panel, then of the other
+  for (int64_t t = 0; t < a.rows; t += TILE) {
+    const Halves x(a, memory, t);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < a.ins; k += BYTES) {
+      fetch_next(w + k, a.ins);
+      _tile_loadd(4, w + k, a.ins);
+      _tile_loadd(6, x.high + k * TILE, 64);
+      _tile_dpbssd(0, 4, 6);
+      _tile_loadd(7, x.low + k * TILE, 64);
+      _tile_dpbssd(1, 4, 7);
+      _tile_loadd(5, w + TILE * a.ins + k, a.ins);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
+    }
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    alignas(64) float whole[2][TILE * TILE];
+    const vf scales = avx512::load(x.scales);
+    for (int64_t i = 0; i < 2 * TILE; i++) {
+      const int32_t *high = sums[i / TILE * 2] + i % TILE * TILE, *low = high + TILE * TILE;
+      const vf total = (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(high)), _mm512_set1_ps(256),
+                                           _mm512_cvtepi32_ps(_mm512_load_si512(low)));
+      avx512::store(whole[0] + i * TILE, total * scales);
+    }
+    put(a, whole[0], n, t);
+    put(a, whole[1], n + TILE, t);
+  }
+}
+
+bool suits(const Linear& a) { return a.dtype == BFLOAT16 && a.ins % DEPTH == 0; }
+
+void linear_int8(const Linear& a, void* memory) {
+  const int64_t panels = a.outs / (2 * TILE);
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < a.rows; row++) pack_halves(a, row, memory);
+#pragma omp for schedule(dynamic, 4) nowait
+  for (int64_t i = 0; i < panels; i++) two_panels_int8(a, memory, i * 2 * TILE);
+  avx512::linear_columns<bf16, int8_t>(a, panels * 2 * TILE, a.outs);
+}
 
 template <class W>
 void linear(const Linear& a, uint32_t* packed) {
@@ -298,9 +390,48 @@ void linear(const Linear& a, uint32_t* packed) {
     pack_pairs(rows, num_rows, TILE, packed + t * a.ins / 2 + k * TILE * TILE);
   }
   const int64_t panels = a.outs / (2 * TILE);
-#pragma omp for schedule(dynamic) nowait
+#pragma omp for schedule(dynamic, 4) nowait
   for (int64_t i = 0; i < panels; i++) two_panels<W>(a, packed, i * 2 * TILE);
   avx512::linear_columns<bf16, W>(a, panels * 2 * TILE, a.outs);
+}
+
+// N tiles below each other, left(i, k), each by the same column of tiles, right(k): N at a time hide each one's latency.
+template <int N, class Left>
+inline void multiply(Left left, int64_t left_stride, const void* right, int64_t steps, float* sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t k = 0; k < steps; k++) {
+    _tile_loadd(7, static_cast<const uint32_t*>(right) + k * TILE * TILE, 64);
+    _tile_loadd(4, left(0, k), left_stride);
+    _tile_dpbf16ps(0, 4, 7);
+    if constexpr (N > 1) {
+      _tile_loadd(5, left(1, k), left_stride);
+      _tile_dpbf16ps(1, 5, 7);
+    }
+    if constexpr (N > 2) {
+      _tile_loadd(6, left(2, k), left_stride);
+      _tile_dpbf16ps(2, 6, 7);
+    }
+    if constexpr (N > 3) {
+      _tile_loadd(4, left(3, k), left_stride);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  _tile_stored(0, sums, 64);
+  if constexpr (N > 1) _tile_stored(1, sums + TILE * TILE, 64);
+  if constexpr (N > 2) _tile_stored(2, sums + 2 * TILE * TILE, 64);
+  if constexpr (N > 3) _tile_stored(3, sums + 3 * TILE * TILE, 64);
+}
+template <class Left>
+inline void multiply(int64_t n, Left left, int64_t left_stride, const void* right, int64_t steps, float* sums) {
+  switch (n) {
+    case 1: return multiply<1>(left, left_stride, right, steps, sums);
+    case 2: return multiply<2>(left, left_stride, right, steps, sums);
+    case 3: return multiply<3>(left, left_stride, right, steps, sums);
+    default: return multiply<4>(left, left_stride, right, steps, sums);
+  }
 }
 
 // One tile of attention: sixteen rows, being the heads that share a key/value head, token after token.
@@ -312,7 +443,7 @@ struct QueryTile {
   alignas(64) int32_t first_seen[TILE], last_seen[TILE];
   alignas(64) float scores[STEP_KEYS][TILE];
   alignas(64) uint32_t weights[STEP_KEYS / 2][TILE];
-  alignas(64) float product[TILE][TILE];
+  alignas(64) float product[4 * TILE][TILE];
 
   QueryTile(const Attend& a, const uint16_t* values, int64_t seq, int64_t head, int64_t row, int64_t begin)
       : a(a), table(a.tables + seq * a.table_width), values(values), seq(seq), head(head), row(row), begin(begin),
@@ -362,14 +493,12 @@ struct QueryTile {
   }
 
   void score(const uint32_t* queries, int64_t p, int64_t count) {
-    for (int64_t i = 0; i < count; i += TILE) {
-      _tile_zero(0);
-      for (int64_t k = 0; k < dim / DEPTH; k++) {
-        _tile_loadd(1, key(p + i) + k * DEPTH, a.num_kv_heads * dim * sizeof(bf16));
-        _tile_loadd(2, queries + k * TILE * TILE, 64);
-        _tile_dpbf16ps(0, 1, 2);
-      }
-      _tile_stored(0, scores[i], 64);
+    const int64_t stride = a.num_kv_heads * dim * sizeof(bf16), tiles = ceil_div(count, TILE);
+    for (int64_t i = 0; i < tiles; i += 4) {
+      const bf16* keys[4];
+      for (int64_t j = 0; j < least(4, tiles - i); j++) keys[j] = key(p + (i + j) * TILE);
+      const auto left = [&](int64_t j, int64_t k) { return keys[j] + k * DEPTH; };
+      multiply(least(4, tiles - i), left, stride, queries, dim / DEPTH, scores[i * TILE]);
     }
   }
 
@@ -396,12 +525,13 @@ struct QueryTile {
     const int64_t padded = ceil_div(count, DEPTH) * DEPTH;
     for (int64_t i = count; i < padded; i++) avx512::store(scores[i], hidden);
     total *= correction;
+    const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i pairs = _mm512_or_si512(lane, _mm512_slli_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(16)), 16));
     for (int64_t i = 0; i < padded; i += 2) {
       const vf even = avx512::exp(avx512::load(scores[i]) - base), odd = avx512::exp(avx512::load(scores[i + 1]) - base);
       total += even + odd;
-      const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)even));
-      const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)odd));
-      _mm512_store_si512(weights[i / 2], _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);  // the sixteen even ones first
+      _mm512_store_si512(weights[i / 2], _mm512_permutexvar_epi16(pairs, both));
     }
     written();
     highest = top;
@@ -411,15 +541,11 @@ struct QueryTile {
   void weigh(int64_t p, int64_t count, vf correction, float* output) {
     const int64_t d_tiles = dim / TILE;
     const uint16_t* packed = values + (p - begin) / DEPTH * dim * DEPTH;
-    for (int64_t d = 0; d < d_tiles; d++) {
-      _tile_zero(0);
-      for (int64_t i = 0; i < count; i += DEPTH) {
-        _tile_loadd(1, packed + (i / DEPTH * d_tiles + d) * TILE * DEPTH, 64);
-        _tile_loadd(2, weights[i / 2], 64);
-        _tile_dpbf16ps(0, 1, 2);
-      }
-      _tile_stored(0, product, 64);
-      for (int64_t i = 0; i < TILE; i++) {
+    for (int64_t d = 0; d < d_tiles; d += 4) {
+      const int64_t n = least(4, d_tiles - d);
+      const auto left = [&](int64_t j, int64_t k) { return packed + (k * d_tiles + d + j) * TILE * DEPTH; };
+      multiply(n, left, 64, weights, ceil_div(count, DEPTH), product[0]);
+      for (int64_t i = 0; i < n * TILE; i++) {
         float* sum = output + (d * TILE + i) * TILE;
         avx512::store(sum, avx512::load(sum) * correction + avx512::load(product[i]));
       }
@@ -463,7 +589,7 @@ void attend_sequence(const Attend& a, int64_t seq, uint16_t* packed) {
 }
 
 size_t shared_bytes(const Op& op) {
-  if (op.code == LINEAR && suits(op.linear)) return ceil_div(op.linear.rows, TILE) * TILE * op.linear.ins * 2;
+  if (op.code == LINEAR && suits(op.linear)) return ceil_div(op.linear.rows, TILE) * TILE * (op.linear.ins * 2 + sizeof(float));
   if (op.code == ATTEND)
     return op.attend.num_kv_heads * op.attend.head_dim * (op.attend.max_seq_len + 2 * DEPTH) * sizeof(bf16);
   return 0;
@@ -473,6 +599,7 @@ void run(const Op& op, void* shared) {
   if (op.code == LINEAR && suits(op.linear)) {
     const Linear& a = op.linear;
     if (a.format == PLAIN) return linear<bf16>(a, static_cast<uint32_t*>(shared));
+    if (a.format == INT8 && a.ins % BYTES == 0) return linear_int8(a, shared);
     if (a.format == INT8) return linear<int8_t>(a, static_cast<uint32_t*>(shared));
     return linear<int4x32>(a, static_cast<uint32_t*>(shared));
   }
@@ -519,10 +646,10 @@ const Level LEVELS[] = {
 bool has_amx() {  // and may use it: Linux gives the tiles' state to whoever asks
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const bool tiles = d >> 24 & 1, bf16_products = d >> 22 & 1;
+  const bool tiles = d >> 24 & 1, products = (d >> 22 & 1) && (d >> 25 & 1);  // of bfloat16 and of int8
 #if defined(__linux__)
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-  return tiles && bf16_products && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+  return tiles && products && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 #else
   return false;
 #endif
@@ -574,9 +701,6 @@ constexpr int64_t LANES = WIDTH / 4;
 typedef float vf __attribute__((vector_size(WIDTH)));
 typedef int32_t vi __attribute__((vector_size(WIDTH)));
 typedef uint32_t vu __attribute__((vector_size(WIDTH)));
-typedef uint16_t vh __attribute__((vector_size(WIDTH / 2)));
-typedef int8_t vb __attribute__((vector_size(WIDTH / 4)));
-typedef uint8_t vub __attribute__((vector_size(WIDTH / 4)));
 
 template <class V>
 inline V read(const void* from) {
@@ -585,11 +709,33 @@ inline V read(const void* from) {
   return v;
 }
 inline vf all(float value) { return value - vf{}; }
+
+// Narrow numbers, widened. Compilers take the general form apart into single lanes, so that x86 has its own.
+#if WIDTH == 64
+inline vu widened(const uint16_t* from) { return (vu)_mm512_cvtepu16_epi32(read<__m256i>(from)); }
+inline vi widened(const int8_t* from) { return (vi)_mm512_cvtepi8_epi32(read<__m128i>(from)); }
+inline vu widened(const uint8_t* from) { return (vu)_mm512_cvtepu8_epi32(read<__m128i>(from)); }
+inline vf as_floats(vi v) { return (vf)_mm512_cvtepi32_ps((__m512i)v); }
+#elif WIDTH == 32
+inline vu widened(const uint16_t* from) { return (vu)_mm256_cvtepu16_epi32(read<__m128i>(from)); }
+inline vi widened(const int8_t* from) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+inline vu widened(const uint8_t* from) { return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+inline vf as_floats(vi v) { return (vf)_mm256_cvtepi32_ps((__m256i)v); }
+inline vi whole(vf v) { return (vi)_mm256_cvttps_epi32((__m256)v); }
+#else
+typedef uint16_t vh __attribute__((vector_size(WIDTH / 2)));
+typedef int8_t vb __attribute__((vector_size(WIDTH / 4)));
+typedef uint8_t vub __attribute__((vector_size(WIDTH / 4)));
+inline vu widened(const uint16_t* from) { return __builtin_convertvector(read<vh>(from), vu); }
+inline vi widened(const int8_t* from) { return __builtin_convertvector(read<vb>(from), vi); }
+inline vu widened(const uint8_t* from) { return __builtin_convertvector(read<vub>(from), vu); }
+inline vf as_floats(vi v) { return __builtin_convertvector(v, vf); }
+inline vi whole(vf v) { return __builtin_convertvector(v, vi); }
+#endif
+
 inline vf load(const float* from) { return read<vf>(from); }
-inline vf load(const bf16* from) { return (vf)(__builtin_convertvector(read<vh>(from), vu) << 16); }
-inline vf load(const int8_t* from) {
-  return __builtin_convertvector(__builtin_convertvector(read<vb>(from), vi), vf);
-}
+inline vf load(const bf16* from) { return (vf)(widened(&from->bits) << 16); }
+inline vf load(const int8_t* from) { return as_floats(widened(from)); }
 template <class T>
 inline vf load(const T* from, int64_t left) {  // zeros behind the end
   if (left >= LANES) return load(from);
@@ -598,16 +744,21 @@ inline vf load(const T* from, int64_t left) {  // zeros behind the end
   return load(some);
 }
 
-inline vf select(vi condition, vf yes, vf no) { return (vf)((condition & (vi)yes) | (~condition & (vi)no)); }
-inline vf max(vf a, vf b) { return select(a > b, a, b); }
+inline vf max(vf a, vf b) { return a > b ? a : b; }
 
 inline void store(float* to, vf v) { __builtin_memcpy(to, &v, sizeof v); }
 inline void store(bf16* to, vf v) {
 #if WIDTH == 64
   const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)v);
 #else
-  const vu bits = (vu)select(v != v, all(__builtin_nanf("")), v);
-  const vh half = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, vh);
+  const vu bits = (vu)(v != v ? all(__builtin_nanf("")) : v);
+  const vu rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+#if WIDTH == 32
+  const __m128i half = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)rounded),
+                                        _mm256_extracti128_si256((__m256i)rounded, 1));
+#else
+  const vh half = __builtin_convertvector(rounded, vh);
+#endif
 #endif
   __builtin_memcpy(to, &half, sizeof half);
 }
@@ -627,10 +778,16 @@ inline float sum(vf v) {
   return lanes[0];
 }
 
-inline vf exp(vf x) {  // Cephes' polynomial, within 2e-7 of the truth; exactly zero from -87 down
+// Cephes' polynomial, within 2e-7 of the truth. Far below zero it is zero, and far above it stays finite.
+inline vf exp(vf x) {
+#if WIDTH == 64
+  x = max(x, all(-110.0f));
+  const vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 8);
+#else
   const vi vanishes = x < all(-87.0f);
-  x = select(x > all(88.0f), all(88.0f), x);
+  x = vanishes ? vf{} : (x > all(88.0f) ? all(88.0f) : x);
   const vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest whole number
+#endif
   const vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
   vf p = all(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
@@ -639,8 +796,11 @@ inline vf exp(vf x) {  // Cephes' polynomial, within 2e-7 of the truth; exactly 
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  const vf power = (vf)((__builtin_convertvector(select(vanishes, vf{}, n), vi) + 127) << 23);
-  return select(vanishes, vf{}, p * power);
+#if WIDTH == 64
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return vanishes ? vf{} : p * (vf)((whole(n) + 127) << 23);
+#endif
 }
 inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f); }
 inline vf capped(vf x, float cap) { return tanh(x / cap) * cap; }
@@ -682,9 +842,8 @@ struct Row<int4x32> {
         scales(static_cast<const bf16*>(a.scales) + n * (a.ins / GROUP)) {}
   vf floats(int64_t k, int64_t) const {
     const int64_t group = k / GROUP, at = k % GROUP;
-    const vu bytes = __builtin_convertvector(read<vub>(groups[group].bytes + at % 16), vu);
-    const vi values = (vi)(at < 16 ? bytes & 15 : bytes >> 4) - 8;
-    return __builtin_convertvector(values, vf) * to_float(scales[group]);
+    const vu bytes = widened(groups[group].bytes + at % 16);
+    return as_floats((vi)(at < 16 ? bytes & 15 : bytes >> 4) - 8) * to_float(scales[group]);
   }
 #if WIDTH == 64
   __m512i pairs(int64_t k, int64_t) const {  // by a table of the sixteen values that this group's weights can have
@@ -757,7 +916,7 @@ inline void product(const Linear& a, int64_t t, int64_t n) {
 
 template <class X, class W, int R>
 inline void rows_of_x(const Linear& a, int64_t t, int64_t n, int64_t end) {
-  constexpr int C = WIDTH == 64 ? 4 : 2;  // as many sums as there are registers for
+  constexpr int C = R == 1 ? 8 : WIDTH == 64 ? 4 : 2;  // as many sums as there are registers for
   for (; n + C <= end; n += C) product<X, W, R, C>(a, t, n);
   for (; n < end; n++) product<X, W, R, 1>(a, t, n);
 }
@@ -900,7 +1059,7 @@ inline void attend_rows(const Attend& a, int64_t seq, int64_t head, int64_t row)
       vf s = load(own + i) * float(a.scale);
       if (a.softcap) s = capped(s, float(a.softcap));
       const vf position = lane + float(i);
-      s = select((position >= from) & (position <= to), s, all(-__builtin_inff()));
+      s = (position >= from) & (position <= to) ? s : all(-__builtin_inff());
       highest = max(highest, s);
       store(own + i, s);
     }
