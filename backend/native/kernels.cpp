@@ -5,15 +5,19 @@
 // argument of `warmpath_run`. On ARM the base level is NEON. What only some CPUs can do stands apart: pairs of bfloat16
 // with AVX-512 (`Row::pairs`), and the matrix tiles of AMX (namespace `amx`).
 //
-// A call runs a list of operations on one team of threads. An operation shares its work out by `omp for`, whose end is
-// a barrier, so that each operation sees what those before it wrote. Every element of a result is summed by one thread,
-// in an order that depends on nothing outside its row: float32 results are bitwise independent of their neighbours.
+// An operation shares its work out by `share`, which returns when all of it is done. Every element of a result is summed
+// by one thread, in an order that depends on nothing outside its row: float32 results are bitwise independent of their
+// neighbours, and all results of the number of threads.
 
 #ifndef LEVEL  // ==== the file as compiled: what all levels share, the levels, the interface ==========================
 
+#include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <mutex>
+#include <thread>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -130,6 +134,116 @@ struct Scratch {  // memory of one thread: it grows to what was asked for, and s
 };
 thread_local Scratch own_scratch;   // for what a thread does alone
 thread_local Scratch team_scratch;  // of the thread that calls: what its team shares
+
+// ---- threads --------------------------------------------------------------------------------------------------------
+//
+// One team for the process. Who calls does the work, and helpers take from it what they can get: a helper that the
+// system runs late, since its core is shared with others, finds the work done and keeps nobody waiting, as it would at
+// the barrier of an OpenMP team.
+
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+class Team {
+ public:
+  // Calls work(context, i) for each i below count, on at most num_threads threads, between begin and end on each.
+  void run(int64_t num_threads, int64_t count, void (*work)(void*, int64_t), void* context, void (*begin)(),
+           void (*end)()) {
+    std::unique_lock<std::mutex> turn(turns_, std::defer_lock);
+    if (num_threads <= 1 || count <= 1 || !turn.try_lock()) {  // another caller has the helpers
+      for (int64_t i = 0; i < count; i++) work(context, i);
+      return;
+    }
+    while (num_helpers_ < num_threads - 1) std::thread(&Team::help, this, num_helpers_++).detach();
+    work_ = work, context_ = context, count_ = count, begin_ = begin, end_ = end, wanted_ = num_threads - 1;
+    next_.store(0, std::memory_order_relaxed);
+    open_.store(open_.load() + 1);  // odd: there is work
+    if (sleepers_.load()) {
+      std::lock_guard<std::mutex> lock(sleep_);
+      wake_.notify_all();
+    }
+    take();
+    open_.store(open_.load() + 1);  // even: there is none, and nobody may begin
+    for (int spins = 0; inside_.load(); spins++) spins < SPINS ? pause() : std::this_thread::yield();
+  }
+
+ private:
+  static constexpr int SPINS = 4000;  // of a helper without work, before it sleeps: some 100 microseconds
+
+  void take() {
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) work_(context_, i);
+  }
+
+  void help(int64_t index) {
+    uint64_t done = 0;  // the last work that this helper has taken part in, or let go by
+    while (true) {
+      uint64_t now = open_.load();
+      for (int spins = 0; now == done || now % 2 == 0; now = open_.load()) {
+        if (++spins < SPINS) {
+          pause();
+          continue;
+        }
+        std::unique_lock<std::mutex> lock(sleep_);
+        sleepers_.fetch_add(1);
+        wake_.wait(lock, [&] { return open_.load() % 2 && open_.load() != done; });
+        sleepers_.fetch_sub(1);
+        spins = 0;
+      }
+      done = now;
+      inside_.fetch_add(1);
+      // Only while it is still the same work: from here on, nobody changes it until this helper has left.
+      if (open_.load() == now && index < wanted_) {
+        begin_();
+        take();
+        end_();
+      }
+      inside_.fetch_sub(1);
+    }
+  }
+
+  std::mutex turns_, sleep_;
+  std::condition_variable wake_;
+  std::atomic<uint64_t> open_{0};
+  std::atomic<int64_t> next_{0}, inside_{0}, sleepers_{0};
+  int64_t num_helpers_ = 0, wanted_ = 0, count_ = 0;
+  void (*work_)(void*, int64_t) = nullptr;
+  void* context_ = nullptr;
+  void (*begin_)() = nullptr;
+  void (*end_)() = nullptr;
+};
+Team& team() {
+  static Team* const made = new Team;  // never deleted: helpers sleep in it until the process ends
+  return *made;
+}
+
+struct Calling {  // how the caller of `warmpath_run` wants its work to be done
+  int64_t num_threads = 1;
+  void (*begin)() = nullptr;
+  void (*end)() = nullptr;
+};
+thread_local Calling calling;
+
+constexpr int64_t SHARES_PER_THREAD = 4;
+
+// f(i) for each i below count, `grain` neighbours at a time to one thread; grain 0: a few shares for each.
+template <class F>
+void share(int64_t count, int64_t grain, F f) {
+  if (grain == 0) grain = most(1, ceil_div(count, calling.num_threads * SHARES_PER_THREAD));
+  struct Context {
+    F& f;
+    int64_t count, grain;
+  } context{f, count, grain};
+  const auto work = [](void* pointer, int64_t i) {
+    const Context& c = *static_cast<Context*>(pointer);
+    for (int64_t j = i * c.grain; j < least(c.count, (i + 1) * c.grain); j++) c.f(j);
+  };
+  team().run(calling.num_threads, ceil_div(count, grain), work, &context, calling.begin, calling.end);
+}
 
 }  // namespace
 
@@ -370,28 +484,24 @@ bool suits(const Linear& a) { return a.dtype == BFLOAT16 && a.ins % DEPTH == 0; 
 
 void linear_int8(const Linear& a, void* memory) {
   const int64_t panels = a.outs / (2 * TILE);
-#pragma omp for schedule(static)
-  for (int64_t row = 0; row < a.rows; row++) pack_halves(a, row, memory);
-#pragma omp for schedule(dynamic, 4) nowait
-  for (int64_t i = 0; i < panels; i++) two_panels_int8(a, memory, i * 2 * TILE);
+  share(a.rows, 0, [&](int64_t row) { pack_halves(a, row, memory); });
+  share(panels, 4, [&](int64_t i) { two_panels_int8(a, memory, i * 2 * TILE); });
   avx512::linear_columns<bf16, int8_t>(a, panels * 2 * TILE, a.outs);
 }
 
 template <class W>
 void linear(const Linear& a, uint32_t* packed) {
   const int64_t tiles = ceil_div(a.rows, TILE), steps = a.ins / DEPTH;
-#pragma omp for schedule(static)
-  for (int64_t i = 0; i < tiles * steps; i++) {
+  share(tiles * steps, 0, [&](int64_t i) {
     const int64_t t = i / steps * TILE, k = i % steps;
     const uint32_t* rows[TILE] = {};
     const int64_t num_rows = least(TILE, a.rows - t);
     for (int64_t r = 0; r < num_rows; r++)
       rows[r] = reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(a.x) + (t + r) * a.x_stride) + k * TILE;
     pack_pairs(rows, num_rows, TILE, packed + t * a.ins / 2 + k * TILE * TILE);
-  }
+  });
   const int64_t panels = a.outs / (2 * TILE);
-#pragma omp for schedule(dynamic, 4) nowait
-  for (int64_t i = 0; i < panels; i++) two_panels<W>(a, packed, i * 2 * TILE);
+  share(panels, 4, [&](int64_t i) { two_panels<W>(a, packed, i * 2 * TILE); });
   avx512::linear_columns<bf16, W>(a, panels * 2 * TILE, a.outs);
 }
 
@@ -565,8 +675,7 @@ void attend_sequence(const Attend& a, int64_t seq, uint16_t* packed) {
   const int64_t begin = a.window ? most(0, seq_len - query_len + 1 - a.window) / DEPTH * DEPTH : 0;
   const int64_t steps = ceil_div(seq_len - begin, DEPTH), tiles = ceil_div(query_len * a.num_heads / heads, TILE);
   const int32_t* table = a.tables + seq * a.table_width;
-#pragma omp for schedule(static)
-  for (int64_t i = 0; i < heads * steps; i++) {
+  share(heads * steps, 0, [&](int64_t i) {
     const int64_t head = i / steps, p = begin + i % steps * DEPTH;
     uint16_t* to = packed + i * dim * DEPTH;
     for (int64_t j = 0; j < DEPTH; j++) {
@@ -579,13 +688,12 @@ void attend_sequence(const Attend& a, int64_t seq, uint16_t* packed) {
       const uint16_t* from = static_cast<const uint16_t*>(a.values) + (slot * heads + head) * dim;
       for (int64_t d = 0; d < dim; d++) to[d * DEPTH + j] = from[d];
     }
-  }
-#pragma omp for schedule(dynamic)
-  for (int64_t i = 0; i < heads * tiles; i++) {
+  });
+  share(heads * tiles, 1, [&](int64_t i) {
     const int64_t head = i % heads, tile = tiles - 1 - i / heads;  // the last ones see most: the longest work first
     QueryTile query(a, packed + head * steps * dim * DEPTH, seq, head, tile * TILE, begin);
     query.run(own_scratch.get(dim * TILE * 6));
-  }
+  });
 }
 
 size_t shared_bytes(const Op& op) {
@@ -604,11 +712,9 @@ void run(const Op& op, void* shared) {
     return linear<int4x32>(a, static_cast<uint32_t*>(shared));
   }
   if (op.code != ATTEND) return avx512::run(op, shared);
-  for (int64_t seq = 0; seq < op.attend.num_seqs; seq++) {
+  for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
     if (suits(op.attend, seq)) attend_sequence(op.attend, seq, static_cast<uint16_t*>(shared));
-    else avx512::attend_sequence(op.attend, seq);
-  }
-#pragma omp barrier
+  avx512::attend(op.attend, suits);
 }
 
 }  // namespace amx
@@ -682,12 +788,10 @@ void warmpath_run(const Op* ops, int64_t count, int64_t num_threads, int64_t lev
   size_t bytes = 0;
   for (int64_t i = 0; i < count; i++) bytes = most(bytes, level.shared_bytes(ops[i]));
   void* shared = bytes ? team_scratch.get(bytes) : nullptr;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-  {
-    level.begin();
-    for (int64_t i = 0; i < count; i++) level.run(ops[i], shared);
-    level.end();
-  }
+  calling = {num_threads, level.begin, level.end};
+  level.begin();
+  for (int64_t i = 0; i < count; i++) level.run(ops[i], shared);
+  level.end();
 }
 
 }  // extern "C"
@@ -924,33 +1028,30 @@ inline void rows_of_x(const Linear& a, int64_t t, int64_t n, int64_t end) {
 template <class X, class W>
 void linear_columns(const Linear& a, int64_t begin, int64_t end) {
   constexpr int64_t CHUNK = 32;  // columns at a time: their weights stay near while all rows of x go by
-#pragma omp for schedule(dynamic)
-  for (int64_t i = 0; i < ceil_div(end - begin, CHUNK); i++) {
+  share(ceil_div(end - begin, CHUNK), 1, [&](int64_t i) {
     const int64_t n = begin + i * CHUNK, until = least(n + CHUNK, end);
     int64_t t = 0;
     for (; t + 4 <= a.rows; t += 4) rows_of_x<X, W, 4>(a, t, n, until);
     if (t + 2 <= a.rows) rows_of_x<X, W, 2>(a, t, n, until), t += 2;
     if (t < a.rows) rows_of_x<X, W, 1>(a, t, n, until);
-  }
+  });
 }
 
 template <class X, class W>
 void expand(const Expand& a) {
-#pragma omp for schedule(static)
-  for (int64_t n = 0; n < a.outs; n++) {
+  share(a.outs, 0, [&](int64_t n) {
     const Row<W> row(a, n);
     const float scale = a.format == INT8 ? static_cast<const float*>(a.scales)[n] : 1.0f;
     X* out = static_cast<X*>(a.out) + n * a.ins;
     for (int64_t k = 0; k < a.ins; k += LANES) store(out + k, row.floats(k, a.ins - k) * scale, a.ins - k);
-  }
+  });
 }
 
 // ---- between the products -------------------------------------------------------------------------------------------
 
 template <class T, class W>
 void rms_norm(const RmsNorm& a) {
-#pragma omp for schedule(static)
-  for (int64_t i = 0; i < a.rows * a.inner; i++) {
+  share(a.rows * a.inner, 0, [&](int64_t i) {
     const T* x = static_cast<const T*>(a.x) + i / a.inner * a.x_stride + i % a.inner * a.dim;
     if (a.residual) {  // summed and rounded first: what is normed is what goes on
       const T* residual = static_cast<const T*>(a.residual) + i * a.dim;
@@ -968,14 +1069,13 @@ void rms_norm(const RmsNorm& a) {
     T* out = static_cast<T*>(a.out) + i * a.dim;
     for (int64_t k = 0; k < a.dim; k += LANES)
       store(out + k, load(x + k, a.dim - k) * factor * load(static_cast<const W*>(a.weight) + k, a.dim - k), a.dim - k);
-  }
+  });
 }
 
 template <class T>
 void rope(const Rope& a) {
   const int64_t half = a.dim / 2;
-#pragma omp for schedule(static)
-  for (int64_t i = 0; i < a.rows * a.heads; i++) {
+  share(a.rows * a.heads, 0, [&](int64_t i) {
     const int64_t t = i / a.heads;
     const T* x = static_cast<const T*>(a.x) + t * a.x_stride + i % a.heads * a.dim;
     T* out = static_cast<T*>(a.out) + i * a.dim;
@@ -986,28 +1086,26 @@ void rope(const Rope& a) {
       store(out + k, first * cos - second * sin, left);
       store(out + half + k, second * cos + first * sin, left);
     }
-  }
+  });
 }
 
 template <class T>
 void gated(const Gated& a) {
-#pragma omp for schedule(static)
-  for (int64_t t = 0; t < a.rows; t++) {
+  share(a.rows, 0, [&](int64_t t) {
     const T *gate = static_cast<const T*>(a.x) + t * 2 * a.inner, *up = gate + a.inner;
     T* out = static_cast<T*>(a.out) + t * a.inner;
     for (int64_t k = 0; k < a.inner; k += LANES) {
       const vf g = load(gate + k, a.inner - k);
       store(out + k, (a.is_gelu ? gelu(g) : silu(g)) * load(up + k, a.inner - k), a.inner - k);
     }
-  }
+  });
 }
 
 inline void store_kv(const StoreKv& a) {
-#pragma omp for schedule(static)
-  for (int64_t t = 0; t < a.rows; t++) {
+  share(a.rows, 0, [&](int64_t t) {
     __builtin_memcpy(a.key_cache + a.slots[t] * a.row_bytes, a.key + t * a.key_stride, a.row_bytes);
     __builtin_memcpy(a.value_cache + a.slots[t] * a.row_bytes, a.value + t * a.value_stride, a.row_bytes);
-  }
+  });
 }
 
 // ---- attention ------------------------------------------------------------------------------------------------------
@@ -1090,24 +1188,30 @@ inline void attend_rows(const Attend& a, int64_t seq, int64_t head, int64_t row)
   }
 }
 
+// All sequences but those that are skipped, as one piece of work.
 template <class T>
-void attend_sequence(const Attend& a, int64_t seq) {
+void attend(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
   constexpr int64_t R = 4;
-  const int64_t rows = (a.starts[seq + 1] - a.starts[seq]) * (a.num_heads / a.num_kv_heads);
-  const int64_t tiles = ceil_div(rows, R);
-#pragma omp for schedule(dynamic) nowait
-  for (int64_t i = 0; i < a.num_kv_heads * tiles; i++) {
+  const int64_t group = a.num_heads / a.num_kv_heads;
+  const auto tiles_of = [&](int64_t seq) {
+    return skips(a, seq) ? 0 : ceil_div((a.starts[seq + 1] - a.starts[seq]) * group, R) * a.num_kv_heads;
+  };
+  int64_t tiles = 0;
+  for (int64_t seq = 0; seq < a.num_seqs; seq++) tiles += tiles_of(seq);
+  share(tiles, 1, [&](int64_t i) {
+    int64_t seq = 0;
+    for (; i >= tiles_of(seq); seq++) i -= tiles_of(seq);
     const int64_t head = i % a.num_kv_heads, row = i / a.num_kv_heads * R;
-    switch (least(R, rows - row)) {
-      case 4: attend_rows<T, 4>(a, seq, head, row); break;
-      case 3: attend_rows<T, 3>(a, seq, head, row); break;
-      case 2: attend_rows<T, 2>(a, seq, head, row); break;
-      default: attend_rows<T, 1>(a, seq, head, row);
+    switch (least(R, (a.starts[seq + 1] - a.starts[seq]) * group - row)) {
+      case 4: return attend_rows<T, 4>(a, seq, head, row);
+      case 3: return attend_rows<T, 3>(a, seq, head, row);
+      case 2: return attend_rows<T, 2>(a, seq, head, row);
+      default: return attend_rows<T, 1>(a, seq, head, row);
     }
-  }
+  });
 }
-inline void attend_sequence(const Attend& a, int64_t seq) {
-  a.dtype == FLOAT32 ? attend_sequence<float>(a, seq) : attend_sequence<bf16>(a, seq);
+inline void attend(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
+  a.dtype == FLOAT32 ? attend<float>(a, skips) : attend<bf16>(a, skips);
 }
 
 // ---- one operation --------------------------------------------------------------------------------------------------
@@ -1144,11 +1248,7 @@ inline int64_t dtype_of(const Op& op) {
 
 void run(const Op& op, void*) {
   if (op.code == STORE_KV) return store_kv(op.store_kv);
-  if (op.code == ATTEND) {
-    for (int64_t seq = 0; seq < op.attend.num_seqs; seq++) attend_sequence(op.attend, seq);
-#pragma omp barrier
-    return;
-  }
+  if (op.code == ATTEND) return attend(op.attend, [](const Attend&, int64_t) { return false; });
   dtype_of(op) == FLOAT32 ? run_with<float>(op) : run_with<bf16>(op);
 }
 

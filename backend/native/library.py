@@ -21,8 +21,10 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-w")
-THREADED = ("-fopenmp",)  # without it, as with Apple's compiler, one thread computes
+FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
+    "-w",
+)  # fmt: skip
 COMPILE_SECONDS = 120.0  # after which a compiler has failed; it takes three
 MAX_COMPLAINT_CHARS = 300  # of what a compiler says, in the log
 
@@ -111,17 +113,14 @@ def build(cache_dir: Path | None, compilers: tuple[str, ...] = COMPILERS) -> Pat
         raise BuildError(f"there is no C++ compiler ({', '.join(compilers)}) to compile {SOURCE.name}")
     source = SOURCE.read_bytes()
     version = _output(compiler, "--version")
-    key = hashlib.sha256(b"\0".join([source, version.encode(), repr((FLAGS, THREADED)).encode()])).hexdigest()[:20]
+    key = hashlib.sha256(b"\0".join([source, version.encode(), repr(FLAGS).encode()])).hexdigest()[:20]
     name = f"kernels-{platform.system()}-{platform.machine()}-{key}.so".lower()
     if cache_dir is not None and (cache_dir / name).exists():
         return cache_dir / name
     folder = _writable(cache_dir)
     with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as building:
         made = Path(building) / name
-        try:
-            _output(compiler, *FLAGS, *THREADED, str(SOURCE), "-o", str(made))
-        except BuildError:
-            _output(compiler, *FLAGS, str(SOURCE), "-o", str(made))
+        _output(compiler, *FLAGS, str(SOURCE), "-o", str(made))
         made.replace(folder / name)
     return folder / name
 

@@ -1,8 +1,8 @@
 """The kernels of backend/native, for float32 and bfloat16 on a CPU.
 
 In float32 every product is theirs, whatever the number of rows, so that a row's result is bitwise the same in every
-batch. In bfloat16 they have the products with few rows, which are bound by reading the weight, and torch's own matrix
-products those with many.
+batch. In bfloat16 they have the products with few rows, which are bound by reading the weight, and where there is AMX all of
+them; elsewhere torch's own matrix products have those with many.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from backend.ops.reference import ReferenceOps
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 PLAIN, INT8, INT4 = range(3)
-MAX_ROWS = {"base": 2, "avx2": 4, "avx512": 8, "amx": 64}  # beyond which torch's product of bfloat16 is faster
+MAX_ROWS = {"base": 2, "avx2": 4, "avx512": 8, "amx": 1 << 30}  # beyond which torch's product of bfloat16 is faster
+MAX_INT4_ROWS = 32  # beyond which weights in four bits are made bfloat16 first, rather than once for so many rows
 MIN_SHARED_ITEMS = 1 << 14  # below which waking the other threads costs more than they take over
 
 
@@ -43,8 +44,8 @@ class NativeOps(ReferenceOps):
         return self._product(x, weight, scales, bias, len(weight), INT8)
 
     def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        if len(x) > self._max_rows and x.dtype is torch.bfloat16:
-            return F.linear(x, self._expanded(weight, scales, x, INT4), bias)
+        if len(x) > min(self._max_rows, MAX_INT4_ROWS) and x.dtype is torch.bfloat16:
+            return self.linear(x, self._expanded(weight, scales, x, INT4), bias)
         return self._product(x, weight, scales, bias, len(weight), INT4)
 
     def _product(
