@@ -320,10 +320,40 @@ void end() { _tile_release(); }
 // Before a tile is loaded: compilers do not know what the instruction reads, and would leave stores out.
 inline void written() { __asm__ volatile("" ::: "memory"); }
 
-// Sixteen rows of pairs, as the right operand of a product: packed[pair][row].
+inline void transpose(__m512i (&r)[TILE]) {  // sixteen rows of sixteen words
+  __m512i t[TILE];
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < TILE; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int j = 0; j < 4; j++) {  // quarter q of r[i + j] is now column 4 q + j of rows i to i + 3
+    t[j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88);
+    t[4 + j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
+    t[8 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
+    t[12 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
+  }
+  for (int j = 0; j < 4; j++) {
+    r[j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0x88);
+    r[4 + j] = _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0x88);
+    r[8 + j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0xdd);
+    r[12 + j] = _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0xdd);
+  }
+}
+
+// Sixteen rows of pairs, as the right operand of a product: packed[pair][row]. Rows that are not there are zero.
 void pack_pairs(const uint32_t* const* rows, int64_t num_rows, int64_t num_pairs, uint32_t* packed) {
-  for (int64_t i = 0; i < num_pairs; i++)
-    for (int64_t r = 0; r < TILE; r++) packed[i * TILE + r] = r < num_rows ? rows[r][i] : 0;
+  for (int64_t i = 0; i < num_pairs; i += TILE) {
+    __m512i r[TILE];
+    for (int64_t j = 0; j < TILE; j++) r[j] = j < num_rows ? _mm512_loadu_si512(rows[j] + i) : _mm512_setzero_si512();
+    transpose(r);
+    for (int64_t j = 0; j < TILE; j++) _mm512_store_si512(packed + (i + j) * TILE, r[j]);
+  }
   written();
 }
 
@@ -360,14 +390,13 @@ struct Panel<bf16> {
 };
 
 void put(const Linear& a, const float* sums, int64_t n, int64_t t) {  // sums: [16 outs][16 rows]
-  const __m512i column = _mm512_mullo_epi32(_mm512_set1_epi32(TILE),
-      _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
-  for (int64_t r = 0; r < least(TILE, a.rows - t); r++) {
-    vf y = (vf)_mm512_i32gather_ps(column, sums + r, 4);
-    if (a.format == INT8) y *= avx512::load(static_cast<const float*>(a.scales) + n);
-    if (a.bias) y += avx512::load(static_cast<const bf16*>(a.bias) + n);
-    avx512::store(static_cast<bf16*>(a.out) + (t + r) * a.outs + n, y);
-  }
+  __m512i r[TILE];
+  for (int64_t i = 0; i < TILE; i++) r[i] = _mm512_load_si512(sums + i * TILE);
+  transpose(r);
+  const vf scales = a.format == INT8 ? avx512::load(static_cast<const float*>(a.scales) + n) : avx512::all(1);
+  const vf bias = a.bias ? avx512::load(static_cast<const bf16*>(a.bias) + n) : avx512::all(0);
+  bf16* out = static_cast<bf16*>(a.out) + t * a.outs + n;
+  for (int64_t i = 0; i < least(TILE, a.rows - t); i++) avx512::store(out + i * a.outs, (vf)r[i] * scales + bias);
 }
 
 template <class W>
@@ -592,13 +621,12 @@ struct QueryTile {
       weigh(p, count, correction, output);
     }
     const vf inverse = avx512::all(1) / total;
-    const __m512i column = _mm512_mullo_epi32(_mm512_set1_epi32(TILE),
-        _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
-    for (int64_t d = 0; d < dim; d++) avx512::store(output + d * TILE, avx512::load(output + d * TILE) * inverse);
-    for (int64_t i = 0; i < num_rows; i++) {
-      bf16* out = static_cast<bf16*>(a.out) + (query(i) - static_cast<const bf16*>(a.query));
-      for (int64_t d = 0; d < dim; d += TILE)
-        avx512::store(out + d, (vf)_mm512_i32gather_ps(column, output + d * TILE + i, 4));
+    for (int64_t d = 0; d < dim; d += TILE) {
+      __m512i r[TILE];
+      for (int64_t i = 0; i < TILE; i++) r[i] = (__m512i)(avx512::load(output + (d + i) * TILE) * inverse);
+      transpose(r);
+      for (int64_t i = 0; i < num_rows; i++)
+        avx512::store(static_cast<bf16*>(a.out) + (query(i) - static_cast<const bf16*>(a.query)) + d, (vf)r[i]);
     }
   }
 
@@ -669,6 +697,10 @@ bool suits(const Attend& a, int64_t seq) {
   return a.dtype == BFLOAT16 && a.head_dim % DEPTH == 0 && a.block_size % TILE == 0 && rows >= TILE;
 }
 
+inline __m512i words_at(const uint16_t* row, int64_t d) {
+  return row ? (__m512i)avx512::widened(row + d) : _mm512_setzero_si512();
+}
+
 void attend_sequence(const Attend& a, int64_t seq, uint16_t* packed) {
   const int64_t heads = a.num_kv_heads, dim = a.head_dim, seq_len = a.seq_lens[seq];
   const int64_t query_len = a.starts[seq + 1] - a.starts[seq];
@@ -677,16 +709,21 @@ void attend_sequence(const Attend& a, int64_t seq, uint16_t* packed) {
   const int32_t* table = a.tables + seq * a.table_width;
   share(heads * steps, 0, [&](int64_t i) {
     const int64_t head = i / steps, p = begin + i % steps * DEPTH;
-    uint16_t* to = packed + i * dim * DEPTH;
+    const uint16_t* from[DEPTH];  // whatever a block holds behind its sequence's end must not be multiplied
     for (int64_t j = 0; j < DEPTH; j++) {
-      const int64_t position = p + j;
-      if (position >= seq_len) {  // whatever a block holds behind its sequence's end must not be multiplied
-        for (int64_t d = 0; d < dim; d++) to[d * DEPTH + j] = 0;
-        continue;
+      from[j] = nullptr;
+      if (p + j >= seq_len) continue;
+      const int64_t slot = int64_t(table[(p + j) / a.block_size]) * a.block_size + (p + j) % a.block_size;
+      from[j] = static_cast<const uint16_t*>(a.values) + (slot * heads + head) * dim;
+    }
+    for (int64_t d = 0; d < dim; d += TILE) {
+      __m512i r[TILE];  // of pairs of positions
+      for (int64_t j = 0; j < TILE; j++) {
+        const __m512i even = words_at(from[2 * j], d), odd = words_at(from[2 * j + 1], d);
+        r[j] = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
       }
-      const int64_t slot = int64_t(table[position / a.block_size]) * a.block_size + position % a.block_size;
-      const uint16_t* from = static_cast<const uint16_t*>(a.values) + (slot * heads + head) * dim;
-      for (int64_t d = 0; d < dim; d++) to[d * DEPTH + j] = from[d];
+      transpose(r);
+      for (int64_t j = 0; j < TILE; j++) _mm512_store_si512(packed + i * dim * DEPTH + (d + j) * DEPTH, r[j]);
     }
   });
   share(heads * tiles, 1, [&](int64_t i) {

@@ -1,8 +1,8 @@
 """The kernels of backend/native, for float32 and bfloat16 on a CPU.
 
 In float32 every product is theirs, whatever the number of rows, so that a row's result is bitwise the same in every
-batch. In bfloat16 they have the products with few rows, which are bound by reading the weight, and where there is AMX all of
-them; elsewhere torch's own matrix products have those with many.
+batch. In bfloat16 they have the products with few rows, which are bound by reading the weight, and with AMX all of
+them; without it, torch's own matrix products have those with many.
 """
 
 from __future__ import annotations
