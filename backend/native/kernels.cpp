@@ -305,6 +305,7 @@ using avx512::vf;
 
 constexpr int64_t TILE = 16;       // rows of a tile, and sums in one
 constexpr int64_t DEPTH = 32;      // products behind one step of a sum
+constexpr int64_t AHEAD = 3;        // steps that operands are fetched ahead
 constexpr int64_t STEP_KEYS = 128;  // positions between two corrections of a running softmax
 
 struct alignas(64) TileConfig {
@@ -412,7 +413,11 @@ void two_panels(const Linear& a, const uint32_t* packed, int64_t n) {
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < steps; k++) {
-      first.fetch_next(k * DEPTH);
+      if (t == 0) first.fetch_next(k * DEPTH);
+      for (int64_t i = 0; i < TILE; i++) {  // tiles of x, before their turn
+        _mm_prefetch(x0 + ((k + AHEAD) * TILE + i) * TILE, _MM_HINT_T0);
+        if (both) _mm_prefetch(x1 + ((k + AHEAD) * TILE + i) * TILE, _MM_HINT_T0);
+      }
       _tile_loadd(4, first.tile(k * DEPTH), stride);
       _tile_loadd(6, x0 + k * TILE * TILE, 64);
       _tile_dpbf16ps(0, 4, 6);
@@ -482,7 +487,7 @@ void two_panels_int8(const Linear& a, void* memory, int64_t n) {
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < a.ins; k += BYTES) {
-      fetch_next(w + k, a.ins);
+      if (t == 0) fetch_next(w + k, a.ins);
       _tile_loadd(4, w + k, a.ins);
       _tile_loadd(6, x.high + k * TILE, 64);
       _tile_dpbssd(0, 4, 6);
