@@ -80,7 +80,7 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
     if isinstance(found, Answer):
         record.cache = found.kind
         priced = call.model.name in policy.cache_prices
-        reservation = await house.settler.admit_hit(call) if priced else UNLIMITED
+        reservation = await house.settler.admit(call, from_cache=True) if priced else UNLIMITED
         marks.enter("chat")
         account = Settlement(
             call, reservation, UNRECORDED, attempts, exchange, record, house.ledger, house.settler, opening,

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Protocol
 
@@ -113,15 +113,9 @@ class Settler:
         self._gathering = asyncio.Event()  # and when `_due` is
         self._task: asyncio.Task[None] | None = None
 
-    async def admit(self, call: Call) -> Reservation:
-        """As `Limiter.admit`, by what is true."""
-        return await self._by_what_is_true(self._limiter.admit, call)
-
-    async def admit_hit(self, call: Call) -> Reservation:
-        """As `Limiter.admit_hit`, by what is true."""
-        return await self._by_what_is_true(self._limiter.admit_hit, call)
-
-    async def _by_what_is_true(self, admit: Callable[[Call], Awaitable[Reservation]], call: Call) -> Reservation:
+    async def admit(self, call: Call, *, from_cache: bool = False) -> Reservation:
+        """As `Limiter.admit`, or its `admit_hit` for an answer from the cache, by what is true."""
+        admit = self._limiter.admit_hit if from_cache else self._limiter.admit
         try:
             return await admit(call)
         except (LimitReached, BudgetSpent):

@@ -91,7 +91,7 @@ class MemoryStorage:
         remaining: list[int] = []
         for charge in charges:
             left = self._verdict(len(remaining), charge, now)
-            if type(left) is Refused:
+            if isinstance(left, Refused):
                 return left
             remaining.append(left)
         self._hold(reservation_id, charges, lease_seconds, now)
@@ -108,7 +108,7 @@ class MemoryStorage:
         return tuple([room_of(charge, self._verdict(0, charge, now)) for charge in charges])
 
     def _verdict(self, index: int, charge: Charge, now: float) -> int | Refused:
-        if type(charge) is RateCharge:
+        if isinstance(charge, RateCharge):
             return rate_verdict(index, charge, self._buckets.get(charge.key) or Bucket(), now)
         account = self._accounts.get(charge.key)
         if account is None:
