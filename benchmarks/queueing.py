@@ -1,0 +1,148 @@
+"""What waiting for a turn costs: microseconds of CPU to join a line, to have a turn, and to leave, by how many wait.
+
+    python benchmarks/queueing.py [--calls 2000] [--result FILE]
+
+The lines of `gateway.queueing` before one server with one place; a hundred tenants, lengths and deadlines drawn by
+chance. A turn is all that happens when the place comes free. The first row is a call that finds it free, beside which
+nobody waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from gateway.errors import GatewayError
+from gateway.fleet import Fleet, Place
+from gateway.policy import LatencyClass, Model, Policy
+from gateway.providers.base import Unasked
+from gateway.queueing.lines import Lines
+
+ROUNDS = 5
+WAITING = (100, 1_000, 10_000, 100_000)
+TENANTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the lines have to know of a call."""
+
+    tenant_name: str
+    tokens_estimate: int
+    latency_class: LatencyClass
+    model: Model
+    class_name: str = "realtime"
+    fingerprint: tuple[int, ...] = ()
+    prompt_tokens_estimate: int = 0
+    session: str | None = None
+    may_be_held: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    call: Asked
+    due: float
+    gone: bool = False
+    place: Place | None = None
+
+    def grant(self, place: Place) -> None:
+        self.place = place
+        place.release()  # it is done at once
+
+    def refuse(self, error: GatewayError) -> None:
+        raise AssertionError(error.message)
+
+
+class Round:
+    """Lines in which `waiting` calls stand, and `more` that are still to come."""
+
+    def __init__(self, waiting: int, more: int) -> None:
+        policy = Policy.model_validate(
+            {
+                "deployments": [{"name": "a", "base_url": "http://a.invalid", "model": "m", "max_concurrency": 1}],
+                "models": [{"name": "m", "deployments": ["a"]}],
+                "classes": {"realtime": {"max_queue": waiting + more}},
+                "tenants": [{"name": "t"}],
+            }
+        )
+        self.fleet, chance = Fleet(lambda deployment: Unasked()), random.Random(waiting)
+        self.fleet.apply(policy)
+        self.lines: Lines[Waiting] = Lines(self.fleet, waiting_max=waiting + more)
+        limits, (model,) = policy.classes["realtime"], policy.models
+        calls = [
+            Waiting(Asked(f"t{chance.randrange(TENANTS)}", chance.randrange(10, 4000), limits, model), chance.random())
+            for _ in range(waiting + more)
+        ]
+        self.coming = calls[waiting:]
+        for each in calls[:waiting]:
+            self.lines.join(each, 0.0)
+        chance.shuffle(calls)
+        self.leaving = calls
+
+    def at_once(self) -> None:
+        for each in self.coming:
+            place = self.lines.at_once(each.call, 0.0)
+            assert place is not None
+            place.release()
+
+    def join(self) -> None:
+        for each in self.coming:
+            self.lines.join(each, 0.0)
+
+    def turn(self) -> None:
+        """The place is free: one call after the other has it."""
+        self.lines.serve(0.0)
+
+    def leave(self) -> None:
+        for each in self.leaving[: len(self.coming)]:
+            self.lines.leave(each)
+
+
+def micros_of(work: Callable[[], None], count: int) -> float:
+    started = time.process_time()
+    work()
+    return (time.process_time() - started) / count * 1e6
+
+
+def measure(calls: int) -> dict[str, dict[str, float]]:
+    """The best of some rounds: what others do on the machine only adds."""
+    rows = {"nobody waits": {"at once": min(micros_of(Round(0, calls).at_once, calls) for _ in range(ROUNDS))}}
+    for waiting in WAITING:
+        found: dict[str, float] = {}
+        for _ in range(ROUNDS):
+            each = Round(waiting, calls)
+            joined, left = micros_of(each.join, calls), micros_of(each.leave, calls)
+            turns = each.lines.waiting
+            for name, micros in (("join", joined), ("leave", left), ("turn", micros_of(each.turn, turns))):
+                found[name] = min(micros, found.get(name, micros))
+        rows[f"{waiting} wait"] = found
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--result", type=Path, help="Write the figures there, as JSON.")
+    options = parser.parse_args()
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
+    rows = measure(options.calls)
+    print(machine)
+    for name, row in rows.items():
+        print(f"{name:16}" + "".join(f"{what:>10} {micros:6.1f} us" for what, micros in row.items()))
+    if options.result:
+        found = {"machine": machine, "date": datetime.now(UTC).date().isoformat(), "unit": "us"}
+        found["load_average"] = f"{os.getloadavg()[0]:.1f}"
+        rounded = {name: {what: round(micros, 1) for what, micros in row.items()} for name, row in rows.items()}
+        options.result.write_text(json.dumps({**found, "rows": rounded}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
