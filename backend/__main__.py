@@ -171,6 +171,8 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
         "kv_cache_dtype": args.kv_cache_dtype,
         "max_draft_tokens": args.max_draft_tokens,
         "draft_model_dir": args.draft_model and resolve_model(args.draft_model)[0],
+        "kv_host_bytes": args.kv_host_bytes,
+        "kv_host_dir": args.kv_host_dir,
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     return EngineConfig(
@@ -208,6 +210,8 @@ def parser() -> argparse.ArgumentParser:
     memory.add_argument("--num-blocks", type=_positive, metavar="N", help="size of the KV cache, in blocks")
     memory.add_argument("--kv-cache-memory-mib", type=_positive, metavar="MIB", help="size of the KV cache, in MiB")
     add("--kv-cache-dtype", choices=tuple(KV_FORMS), help="auto, the default: the model's; the others take half of it")
+    add("--kv-host-bytes", type=_positive, metavar="N", help="host memory for blocks that the KV cache has no room for")
+    add("--kv-host-dir", type=Path, metavar="DIR", help="hold those in a file here instead of RAM")
     add("--block-size", type=_positive, metavar="TOKENS", help="tokens in a KV block (default: the engine's)")
     add("--max-num-seqs", type=_positive, metavar="N", help="sequences that run together (default: the engine's)")
     add("--max-num-batched-tokens", type=_positive, metavar="N", help="tokens in one step (default: the engine's)")

@@ -11,6 +11,8 @@ and all other cached ones. Each is in order of reuse, least recently used first.
 of one chain the last block goes first: a prefix without its end is still a prefix, an end without its prefix can never
 be found.
 
+Where there is a second tier (host_tier.py), what is reused goes there, and can be found until that gives it up, too.
+
 A full block's hash covers its tokens and, through its parent's hash, everything before it; sixteen tokens alone do
 not determine their keys and values, the whole prefix does. SHA-256, because the isolation between salts and the
 truth of every hit rest on digest equality alone.
@@ -26,6 +28,7 @@ from hashlib import sha256
 from typing import Protocol
 
 from backend.engine.errors import IntegrityError
+from backend.engine.host_tier import HostTier
 
 ROOT_HASH = bytes(32)  # the parent of a first block
 
@@ -62,9 +65,18 @@ class BlockListener(Protocol):
 class BlockPool:
     """Every operation takes constant time per block."""
 
-    def __init__(self, num_blocks: int, block_size: int, listener: BlockListener | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        listener: BlockListener | None = None,
+        tier: HostTier | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.tier = tier
+        if tier:
+            tier.on_lost = self._lost
         self._listener = listener
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
@@ -109,6 +121,26 @@ class BlockPool:
             self._background[block] &= background
         return [*cached, *(self._take(background) for _ in range(num_new))]
 
+    def expect(self, block_hashes: Sequence[bytes], *, background: bool = False) -> None:
+        """These, which follow those that were matched, are about to be restored as far as the second tier has them:
+        what `allocate` gives up in between takes the place of others there."""
+        if self.tier:
+            self.tier.touch(block_hashes, background=background)
+
+    def restore(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> int:
+        """Fills blocks that were just allocated from the second tier, up to the first that it does not have. How many
+        those are; they are known by their hashes then, if no others are."""
+        num_restored = 0
+        if self.tier:
+            for block, block_hash in zip(blocks, block_hashes, strict=False):
+                if not self.tier.restore(block_hash, block):
+                    break
+                if block_hash not in self._index:
+                    self._index[block_hash] = block
+                    self._hashes[block] = block_hash
+                num_restored += 1
+        return num_restored
+
     def publish(self, block: int, content: CachedBlock) -> None:
         """Makes a full, computed block in use findable. If an equal block is known already, that one stays known."""
         assert self._ref_counts[block] > 0, "only a block in use has content"
@@ -116,7 +148,7 @@ class BlockPool:
             return
         self._index[content.block_hash] = block
         self._hashes[block] = content.block_hash
-        if self._listener:
+        if self._listener and not (self.tier and content.block_hash in self.tier):
             self._listener.stored(content)
 
     def release(self, block_table: Sequence[int]) -> None:
@@ -134,6 +166,8 @@ class BlockPool:
         for cached in (self._cached_background, self._cached):
             self._blank.update(cached)
             cached.clear()
+        if self.tier:
+            self.tier.clear()
         if self._listener:
             self._listener.cleared()
 
@@ -154,14 +188,20 @@ class BlockPool:
 
     def _take(self, background: bool) -> int:
         block, _ = next(filter(None, self._free_lists)).popitem(last=False)
-        self._ref_counts[block] = 1
-        self._background[block] = background
         if (block_hash := self._hashes[block]) is not None:
             del self._index[block_hash]
             self._hashes[block] = None
-            if self._listener:
+            is_kept = self.tier is not None and self.tier.keep(block_hash, block, background=self._background[block])
+            if self._listener and not is_kept:
                 self._listener.removed(block_hash)
+        self._ref_counts[block] = 1
+        self._background[block] = background
         return block
+
+    def _lost(self, block_hash: bytes) -> None:
+        """By the second tier."""
+        if self._listener and block_hash not in self._index:
+            self._listener.removed(block_hash)
 
     def _faults(self) -> Iterator[str]:
         in_use = self.num_blocks - self._ref_counts.count(0)
@@ -177,3 +217,5 @@ class BlockPool:
             yield f"{len(self._index)} blocks in the index, {self.num_blocks - self._hashes.count(None)} with a hash"
         if list(map(self._hashes.__getitem__, self._index.values())) != list(self._index):
             yield "the index names a block that holds something else"
+        if self.tier:
+            yield from self.tier.faults()

@@ -47,6 +47,8 @@ class ResolvedConfig:
     max_waiting: int
     enable_prefix_caching: bool
     kv_cache_dtype: str
+    num_host_blocks: int
+    kv_host_dir: Path | None
     attention: str
     ops: str
     quantization: str
@@ -72,6 +74,8 @@ class EngineConfig:
     max_waiting: int = 512  # beyond the max_num_seqs that can run
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = AUTO  # "int8" or "fp8_e4m3"; auto: the model's
+    kv_host_bytes: int | None = None  # of host memory for blocks that the cache gives up; None: they are lost
+    kv_host_dir: Path | None = None  # where a file holds them; None: RAM does
     attention: str = AUTO
     ops: str = AUTO
     quantization: str = "none"
@@ -88,6 +92,7 @@ class EngineConfig:
             "max_model_len",
             "max_num_seqs",
             "max_draft_tokens",
+            "kv_host_bytes",
         ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
@@ -120,7 +125,8 @@ class EngineConfig:
         draft = ModelConfig.load(self.draft_model_dir) if self.draft_model_dir else None
         dtype = DTYPES[AUTO_DTYPES[model.dtype] if self.dtype == AUTO else self.dtype]
         device = _device(self.device)
-        num_blocks = self.num_blocks or self._num_blocks((model, draft) if draft else (model,), dtype, device)
+        block_bytes = self._block_bytes([model, draft] if draft else [model], dtype)
+        num_blocks = self.num_blocks or self._num_blocks(block_bytes, dtype, device)
         max_model_len = self.max_model_len or min(model.max_position_embeddings, num_blocks * self.block_size)
         _check_context(model, max_model_len)
         resolved = ResolvedConfig(
@@ -137,6 +143,8 @@ class EngineConfig:
             max_waiting=self.max_waiting,
             enable_prefix_caching=self.enable_prefix_caching,
             kv_cache_dtype=self.kv_cache_dtype,
+            num_host_blocks=self._num_host_blocks(self._block_bytes([model], dtype)),
+            kv_host_dir=self.kv_host_dir,
             attention=self._attention(model, device),
             ops=_member(self.ops, fast="native", plain="reference", device=device),
             quantization=self.quantization,
@@ -149,11 +157,26 @@ class EngineConfig:
         drafting = replace(resolved, model_dir=self.draft_model_dir, model=draft, attention=attention)
         return replace(resolved, draft=drafting)
 
-    def _num_blocks(self, models: Sequence[ModelConfig], dtype: torch.dtype, device: torch.device) -> int:
-        memory = self.kv_cache_memory_bytes or self._free_memory_bytes(dtype, device)
+    def _block_bytes(self, models: Sequence[ModelConfig], dtype: torch.dtype) -> int:
         form = create_kv_form(self.kv_cache_dtype)
         num_values = sum(2 * m.num_layers * m.num_kv_heads * form.width(m.head_dim) for m in models)
-        block_bytes = self.block_size * num_values * form.dtype(dtype).itemsize
+        return self.block_size * num_values * form.dtype(dtype).itemsize
+
+    def _num_host_blocks(self, block_bytes: int) -> int:
+        if self.kv_host_bytes is None:
+            if self.kv_host_dir is not None:
+                raise ConfigError("kv_host_dir says where kv_host_bytes are, which are not given", param="kv_host_dir")
+            return 0
+        if self.kv_host_bytes < block_bytes:
+            raise ConfigError(
+                f"{self.kv_host_bytes} bytes do not hold one block of {block_bytes} bytes", param="kv_host_bytes"
+            )
+        if not self.enable_prefix_caching:
+            raise ConfigError("kv_host_bytes is for prefix caching, which is off", param="kv_host_bytes")
+        return self.kv_host_bytes // block_bytes
+
+    def _num_blocks(self, block_bytes: int, dtype: torch.dtype, device: torch.device) -> int:
+        memory = self.kv_cache_memory_bytes or self._free_memory_bytes(dtype, device)
         if memory < block_bytes:
             raise ConfigError(
                 f"{memory} bytes of KV cache do not hold one block of {block_bytes} bytes",

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from backend.engine.block_pool import BlockListener, BlockPool
 from backend.engine.config import EngineConfig, ResolvedConfig
 from backend.engine.errors import RequestRefused
+from backend.engine.host_tier import HostTier
 from backend.engine.interruption import Interruption
+from backend.engine.kv_memory import HostSlots
 from backend.engine.request import FinishReason, Request, StepOutput
 from backend.engine.runner import Runner
 from backend.engine.scheduler import Scheduler
@@ -42,6 +44,11 @@ class EngineStats:
     accepted_tokens_total: Sequence[int]  # of these, by their place among the drafts
     requests_finished: Mapping[FinishReason, int]
     aborted_total: int
+    num_host_blocks: int  # that the second tier has room for; 0 without one
+    num_host_blocks_used: int
+    host_blocks_saved_total: int
+    host_blocks_restored_total: int
+    host_blocks_corrupted_total: int  # whose checksum was another when they were wanted
     integrity_ok: bool
     integrity_checks_total: int
 
@@ -64,15 +71,18 @@ class Engine:
     def load(cls, config: EngineConfig, listener: BlockListener | None = None) -> Engine:
         """Reads the weights and reserves the cache. Raises `ConfigError`, `UnsupportedModel` or `WeightsError`."""
         resolved = config.resolve()
+        runner = Runner(resolved)
+        tier = None
+        if resolved.num_host_blocks:
+            tier = HostTier(HostSlots(runner.kv, resolved.num_host_blocks, resolved.kv_host_dir))
         scheduler = Scheduler(
-            BlockPool(resolved.num_blocks, resolved.block_size, listener),
+            BlockPool(resolved.num_blocks, resolved.block_size, listener, tier),
             max_num_seqs=resolved.max_num_seqs,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             max_model_len=resolved.max_model_len,
             max_waiting=resolved.max_waiting,
             enable_prefix_caching=resolved.enable_prefix_caching,
         )
-        runner = Runner(resolved)
         speculator = Speculator(scheduler, create_drafter(resolved), resolved.max_draft_tokens)
         return cls(resolved, scheduler, runner, speculator)
 
@@ -127,7 +137,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Safe to call from any thread; taken while a step is under way, it may be of two minds about one request."""
         scheduler, pool, counters = self.scheduler, self.scheduler.pool, self.scheduler.counters
-        num_free = pool.num_free
+        num_free, tier = pool.num_free, pool.tier
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -145,6 +155,11 @@ class Engine:
             accepted_tokens_total=tuple(counters.accepted_tokens),
             requests_finished=dict(counters.finished),
             aborted_total=counters.finished[FinishReason.ABORT],
+            num_host_blocks=tier.num_slots if tier else 0,
+            num_host_blocks_used=len(tier) if tier else 0,
+            host_blocks_saved_total=tier.num_saved_total if tier else 0,
+            host_blocks_restored_total=tier.num_restored_total if tier else 0,
+            host_blocks_corrupted_total=tier.num_corrupted_total if tier else 0,
             integrity_ok=self._integrity_ok,
             integrity_checks_total=self._integrity_checks,
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from backend.engine.batch import make_batch
 from backend.engine.config import ResolvedConfig
+from backend.engine.kv_memory import KvMemory
 from backend.engine.masks import MaskFiller
 from backend.engine.paged_model import GivenUp, PagedModel
 from backend.engine.request import TokenLogprob
@@ -28,6 +29,10 @@ class Runner:
         self._config = config
         self._model = PagedModel(config)
         self._masks = MaskFiller(config.model.vocab_size, config.device)
+
+    @property
+    def kv(self) -> KvMemory:
+        return self._model.kv
 
     @torch.inference_mode()
     def run(self, plan: Sequence[Scheduled], is_given_up: Callable[[], bool]) -> list[Computed] | None:

@@ -316,10 +316,15 @@ class Scheduler:
         """The blocks that a request starts with, and how many of them are cached; None if there is no room for it."""
         if len(self.running) >= self._max_num_seqs:
             return None
-        cached = self._match(request)
+        hashes = self._full_hashes(request)
+        cached = self.pool.match(hashes)
+        self.pool.expect(hashes[len(cached) :], background=request.is_background)
         num_new = self._num_blocks(len(request.token_ids)) - len(cached)
         blocks = self.pool.allocate(num_new, cached, background=request.is_background)
-        return None if blocks is None else (blocks, len(cached))
+        if blocks is None:
+            return None
+        num_restored = self.pool.restore(blocks[len(cached) :], hashes[len(cached) :])
+        return blocks, len(cached) + num_restored
 
     def _start(self, request: Request, blocks: list[int], num_cached: int) -> None:
         self.waiting.remove(request)
@@ -349,12 +354,13 @@ class Scheduler:
     def _reads_cache(self, request: Request) -> bool:
         return self._enable_prefix_caching and not request.needs_all_hidden
 
-    def _match(self, request: Request) -> list[int]:
+    def _full_hashes(self, request: Request) -> list[bytes]:
+        """Of the blocks that may come from the cache."""
         if not self._reads_cache(request):
             return []
         num_full = (len(request.token_ids) - 1) // self.pool.block_size
         self._hash_blocks(request, num_full)
-        return self.pool.match(request.block_hashes[:num_full])
+        return request.block_hashes[:num_full]
 
     def _publish(self, request: Request, start: int) -> None:
         """Makes the blocks that were filled since token `start` findable."""

@@ -108,6 +108,8 @@ class _EngineCollector(Collector):
             "vllm:num_requests_waiting": ("Requests that wait for a place in the batch.", stats.num_waiting),
             "vllm:kv_cache_usage_perc": ("Used share of the KV cache, 0 to 1.", stats.kv_usage),
             "warmpath:num_free_blocks": ("KV blocks that no request holds.", stats.num_free_blocks),
+            "warmpath:num_host_blocks": ("KV blocks that the host tier has room for.", stats.num_host_blocks),
+            "warmpath:num_host_blocks_used": ("KV blocks in the host tier.", stats.num_host_blocks_used),
             "warmpath:integrity": ("1 while the block pool's books balance.", int(stats.integrity_ok)),
             "warmpath:engine_up": ("1 while the engine runs.", int(self._engine.healthy)),
         }
@@ -121,6 +123,9 @@ class _EngineCollector(Collector):
             "vllm:spec_decode_num_draft_tokens": ("Tokens drafted.", stats.draft_tokens_total),
             "vllm:spec_decode_num_accepted_tokens": ("Drafted tokens that came true.", num_accepted),
             "warmpath:steps_given_up": ("Steps left for more urgent work.", stats.steps_given_up_total),
+            "warmpath:host_blocks_saved": ("KV blocks copied to the host tier.", stats.host_blocks_saved_total),
+            "warmpath:host_blocks_restored": ("KV blocks that came back.", stats.host_blocks_restored_total),
+            "warmpath:host_blocks_corrupted": ("Of them, with a wrong checksum.", stats.host_blocks_corrupted_total),
             "warmpath:integrity_checks": ("Times the block pool's books were balanced.", stats.integrity_checks_total),
             "warmpath:requests_aborted": ("Requests given up before their end.", stats.aborted_total),
         }
