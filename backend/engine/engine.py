@@ -156,7 +156,7 @@ class Engine:
             requests_finished=dict(counters.finished),
             aborted_total=counters.finished[FinishReason.ABORT],
             num_host_blocks=tier.num_slots if tier else 0,
-            num_host_blocks_used=len(tier) if tier else 0,
+            num_host_blocks_used=tier.num_kept if tier else 0,
             host_blocks_saved_total=tier.num_saved_total if tier else 0,
             host_blocks_restored_total=tier.num_restored_total if tier else 0,
             host_blocks_corrupted_total=tier.num_corrupted_total if tier else 0,

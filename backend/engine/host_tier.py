@@ -47,7 +47,8 @@ class HostTier:
         self._background: OrderedDict[bytes, _Kept] = OrderedDict()  # both in order of reuse
         self._others: OrderedDict[bytes, _Kept] = OrderedDict()
 
-    def __len__(self) -> int:
+    @property
+    def num_kept(self) -> int:
         return len(self._background) + len(self._others)
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -108,7 +109,7 @@ class HostTier:
     def faults(self) -> Iterator[str]:
         slots = [kept.slot for kept in (*self._background.values(), *self._others.values())] + self._free
         if sorted(slots) != list(range(self._store.num_slots)):
-            yield f"the host tier's {len(self)} blocks and {len(self._free)} free slots are not its slots"
+            yield f"the host tier's {self.num_kept} blocks and {len(self._free)} free slots are not its slots"
         if self._background.keys() & self._others.keys():
             yield "a block is in the host tier twice"
 

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from backend.engine.block_pool import BlockPool, CachedBlock
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
+from backend.engine.host_tier import HostTier
 from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput
 from backend.engine.scheduler import Computed, Scheduled, Scheduler
 from backend.engine.speculation.base import Drafter, Wanted
@@ -71,6 +72,26 @@ class Eager(Payoff):
         return [most] * len(requests)
 
 
+class Slots:
+    """Host memory, of which one time in ten something is found spoilt."""
+
+    def __init__(self, num_slots: int, blocks: list[list[Content | None]]) -> None:
+        self.num_slots = num_slots
+        self._blocks = blocks
+        self._kept: list[list[Content | None]] = [[] for _ in range(num_slots)]
+        self._random = Random(0)
+
+    def save(self, block: int, slot: int) -> int:
+        self._kept[slot] = list(self._blocks[block])
+        return hash(tuple(self._kept[slot]))
+
+    def load(self, slot: int, block: int, checksum: int) -> bool:
+        sound = self._random.random() < 0.9
+        self._blocks[block][:] = self._kept[slot] if sound else [None] * len(self._kept[slot])
+        assert hash(tuple(self._kept[slot])) == checksum
+        return sound
+
+
 class Histories(RuleBasedStateMachine):
     @initialize(
         pool_tokens=st.integers(4, 12) | st.integers(24, 40),
@@ -80,6 +101,7 @@ class Histories(RuleBasedStateMachine):
         max_waiting=st.integers(0, 6),
         caching=st.sampled_from([True, True, True, False]),
         max_drafts=st.sampled_from([0, 1, 6]),
+        host_slots=st.sampled_from([0, 0, 2, 12]),
     )
     def start(
         self,
@@ -90,9 +112,13 @@ class Histories(RuleBasedStateMachine):
         max_waiting: int,
         caching: bool,
         max_drafts: int,
+        host_slots: int = 0,
     ) -> None:
         num_blocks = pool_tokens // block_size
-        self.pool = BlockPool(num_blocks, block_size, self)
+        self.slots: list[list[Content | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.tier = HostTier(Slots(host_slots, self.slots)) if host_slots else None
+        self.pool = BlockPool(num_blocks, block_size, self, self.tier)
+        self.findable: set[bytes] = set()  # as a listener hears it
         self.foreground: set[bytes] = set()  # hashes of blocks that have served more than background work
         self.num_foreground_lost = 0
         self.scheduler = Scheduler(
@@ -107,24 +133,25 @@ class Histories(RuleBasedStateMachine):
         self.speculator._payoff = Eager()
         self.budget, self.max_num_seqs, self.max_unfinished = budget, max_num_seqs, max_num_seqs + max_waiting
         self.caching = caching
-        self.slots: list[list[Content | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.live: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.clock = 0
 
     def stored(self, block: CachedBlock) -> None:
-        pass
+        assert block.block_hash not in self.findable
+        self.findable.add(block.block_hash)
 
     def removed(self, block_hash: bytes) -> None:
         """A block is reused: nothing that only background work has used may be left to give up in its place."""
-        if block_hash in self.foreground:
+        self.findable.remove(block_hash)
+        if block_hash in self.foreground and not self.tier:
             self.foreground.remove(block_hash)
             free = [h for h, block in self.pool._index.items() if not self.pool._ref_counts[block]]
             assert set(free) <= self.foreground
             self.num_foreground_lost += 1
 
     def cleared(self) -> None:
-        pass
+        self.findable.clear()
 
     def step_over(self) -> None:
         pass
@@ -199,6 +226,11 @@ class Histories(RuleBasedStateMachine):
         assert all(output.finish_reason is FinishReason.DEADLINE for output in outputs)
         assert all(self.live.pop(request_id).block_table == [] for request_id in due)
         assert len(self.scheduler._deadlines) <= 2 * self.max_unfinished + 1
+
+    @rule()
+    def clear(self) -> None:
+        self.pool.clear()
+        assert not self.findable
 
     @precondition(lambda self: self.live)
     @rule(count=st.integers(1, 3))
@@ -293,6 +325,8 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.pool.check_integrity()
+        kept = {*self.tier._others, *self.tier._background} if self.tier else set()
+        assert self.findable == self.pool._index.keys() | kept
         held = Counter(block for request in self.live.values() for block in request.block_table)
         assert {block: n for block, n in enumerate(self.pool._ref_counts) if n} == held
         assert all(not request.block_table for request in self.scheduler.waiting)
@@ -326,7 +360,8 @@ def test_histories_under_pressure() -> None:
         machine = Histories()
         block_size = random.choice([1, 2, 4])
         budget, drafts = random.choice([6, 16, 60]), random.choice([0, 4])
-        machine.start(random.randint(24, 40), block_size, budget, 6, 6, caching=seed % 4 > 0, max_drafts=drafts)
+        caching, host_slots = seed % 4 > 0, random.choice([4, 30]) if seed % 2 else 0
+        machine.start(random.randint(24, 40), block_size, budget, 6, 6, caching, drafts, host_slots)
         for _ in range(60):
             action = random.random()
             if action < 0.4:
@@ -350,9 +385,14 @@ def test_histories_under_pressure() -> None:
         counters["hits"] += machine.scheduler.counters.prefix_cache_hits
         counters["expired"] += machine.scheduler.counters.finished[FinishReason.DEADLINE]
         counters["foreground lost"] += machine.num_foreground_lost
+        if machine.tier:
+            counters["restored"] += machine.tier.num_restored_total
+            counters["corrupted"] += machine.tier.num_corrupted_total
     assert counters["preemptions"] > 300, counters
     assert counters["hits"] > 500, counters
     assert counters["drafts"] > 1.3 * counters["accepted drafts"] > 200, counters
     assert counters["chunks"] > 200, counters
     assert counters["expired"] > 25, counters
-    assert counters["foreground lost"] > 100, counters
+    assert counters["foreground lost"] > 50, counters
+    assert counters["restored"] > 200, counters
+    assert counters["corrupted"] > 20, counters
