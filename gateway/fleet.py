@@ -17,6 +17,7 @@ from gateway.prefix.cache_model import Recall
 from gateway.prefix.estimate import LOAD_VALID_SECONDS, Estimate, Sent
 from gateway.prefix.events.blocks import BlockIndex, Ended
 from gateway.prefix.fingerprint import text_bytes_of
+from gateway.prefix.slots import SlotCaches
 from gateway.prefix.token_counts import TokenCounts
 from gateway.prefix.working_set import Conversation, Prompt, WorkingSet
 from gateway.providers.base import Provider
@@ -30,7 +31,8 @@ class SentCall:
     """A call at a server, from its sending to its end: what is expected of the server follows it."""
 
     __slots__ = (
-        "_conversation", "_working_set", "may_be_held", "note", "predicted_cached_tokens", "server", "session", "usage",
+        "_conversation", "_working_set", "may_be_held", "note", "predicted_cached_tokens", "server", "session", "slot",
+        "usage",
     )  # fmt: skip
 
     def __init__(
@@ -38,6 +40,7 @@ class SentCall:
     ) -> None:
         self.server = server
         self.note = note
+        self.slot = None if server.slots is None else server.slots.take()
         self.session = call.session
         self.may_be_held = call.may_be_held
         self.usage: tuple[str, int, int, int] | None = None  # call id, input, cached and output tokens; as told below
@@ -71,6 +74,8 @@ class SentCall:
         self.server.estimate.end(self.note, now, answered=answered)
         if self._conversation is not None:
             self._working_set.end(self._conversation, now)
+        if self.slot is not None and self.server.slots is not None:
+            self.server.slots.give_back(self.slot)
         if answered and self.server.told is not None:
             self.server.told.append(self)
 
@@ -112,7 +117,8 @@ class Server:
         self.provider = provider
         self.working_set = working_set  # of all servers
         self.told = told  # where calls go that are over, for other gateways; of all servers
-        self.estimate = Estimate(deployment.cache_tokens, deployment.prefill_tokens_per_second)
+        self.slots = SlotCaches(deployment.slots, deployment.cache_tokens) if deployment.slots is not None else None
+        self.estimate = Estimate(deployment.cache_tokens, deployment.prefill_tokens_per_second, self.slots)
         self.cache = self.estimate.cache
         self.token_counts = TokenCounts()
         self.blocks: BlockIndex | None = None  # of a server that publishes KV events
@@ -240,10 +246,7 @@ class Fleet:
         if places != deployment.max_concurrency:
             deployment = deployment.model_copy(update={"max_concurrency": places})
         known = self._servers.get(deployment.name)
-        if known is None or (known.deployment.base_url, known.deployment.model) != (
-            deployment.base_url,
-            deployment.model,
-        ):
+        if known is None or _same(known.deployment) != _same(deployment):
             return Server(deployment, self._make_provider(deployment), self.working_set, self._told)
         if known.deployment != deployment:
             known.deployment, known.provider = deployment, self._make_provider(deployment)
@@ -301,6 +304,11 @@ class Fleet:
                 place.move_to(server)
                 moved.set_result(None)
                 return
+
+
+def _same(deployment: Deployment) -> tuple[str, str, int | None]:
+    """What makes it another server, of which nothing is known."""
+    return deployment.base_url, deployment.model, deployment.slots
 
 
 def _worth_asking(servers: Sequence[Server], now: float) -> Server | None:

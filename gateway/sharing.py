@@ -51,6 +51,7 @@ class _Call(msgspec.Struct, array_like=True, frozen=True):
     session: str | None
     may_be_held: bool
     usage: tuple[str, int, int, int] | None  # call id, input, cached and output tokens
+    slot: int | None = None  # of a server that has some
 
 
 class _Notice(msgspec.Struct, array_like=True, frozen=True, tag=1):
@@ -189,14 +190,18 @@ def _load(server: Server, now: float) -> _Load:
 def _told(sent: SentCall) -> _Call:
     note = sent.note
     chain = tuple(note.chain)
-    return _Call(_name(sent.server), chain, note.prompt_tokens, sent.session, sent.may_be_held, sent.usage)
+    where = _name(sent.server)
+    return _Call(where, chain, note.prompt_tokens, sent.session, sent.may_be_held, sent.usage, sent.slot)
 
 
 def _enter(call: _Call, server: Server, now: float) -> None:
     """As if it had been sent from here, and had been answered."""
     chain = call.fingerprint
     believed = server.cache.recall(chain)
-    server.cache.add(chain)
+    if server.slots is None:
+        server.cache.add(chain)
+    elif call.slot is not None:
+        server.slots.put(call.slot, chain)
     conversation = server.working_set.begin(call, server.estimate, now, believed.remembered)
     if conversation is not None:
         server.working_set.end(conversation, now)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gateway.policy.fields import Count, EnvSecret, Frozen, Name
 from gateway.policy.prices import Prices
+
+SLOTS_MAX = 1024
 
 
 class Deployment(Frozen):
     """A configured target: one server, one model on it."""
 
     name: Name = Field(description="How receipts, metrics and headers name it.")
-    provider: Name = Field("openai", description="The dialect it speaks: openai, warmpath, vllm.")
+    provider: Name = Field("openai", description="The dialect it speaks: openai, warmpath, vllm, llamacpp.")
     base_url: str = Field(pattern=r"^https?://", description="The OpenAI-compatible base URL, /v1 included.")
     model: Name = Field(description="The model's name on that server.")
     max_concurrency: Count = Field(64, description="Calls that it is sent at the same time, at most.")
+    slots: Count | None = Field(
+        None,
+        description="llamacpp: how many slots it has (--parallel). Calls then go to the slot that holds their "
+        "conversation, and `max_concurrency` is as many, where it is left out. Left out: the server chooses slots.",
+    )
     api_key: EnvSecret | None = Field(None, description="The key it is called with.")
     price: Prices = Field(
         (), description="What its tokens cost: one price, or several of which the first that fits a call holds."
@@ -47,6 +54,25 @@ class Deployment(Frozen):
         description="Whether its load is read at /metrics, beside /v1; or the URL where it is. The names of vLLM, "
         "SGLang, llama.cpp and TensorRT-LLM are known.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_call_for_each_slot(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("slots") is not None:
+            return {"max_concurrency": data["slots"], **data}
+        return data
+
+    @model_validator(mode="after")
+    def _slots_fit(self) -> Deployment:
+        if self.slots is None:
+            return self
+        if self.provider != "llamacpp":
+            raise ValueError(f"slots: the dialect {self.provider} has none; llamacpp has")
+        if self.slots > SLOTS_MAX:
+            raise ValueError(f"slots: at most {SLOTS_MAX}")
+        if self.max_concurrency > self.slots:
+            raise ValueError(f"max_concurrency: {self.max_concurrency} calls do not fit into {self.slots} slots")
+        return self
 
 
 class Model(Frozen):

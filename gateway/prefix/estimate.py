@@ -60,8 +60,8 @@ class Sent(msgspec.Struct, eq=False, kw_only=True):
 class Estimate:
     """Of one server. Owned by the event loop, changed without locks."""
 
-    def __init__(self, cache_tokens: int, prefill_tokens_per_second: float) -> None:
-        self.cache = CacheModel(cache_tokens)
+    def __init__(self, cache_tokens: int, prefill_tokens_per_second: float, cache: CacheModel | None = None) -> None:
+        self.cache = CacheModel(cache_tokens) if cache is None else cache
         self.prefill_tokens_per_second = prefill_tokens_per_second
         self.speed_is_learnt = False  # else it is a first guess
         self.prefill_tokens_queued = 0  # sent, and not yet answered by a first chunk

@@ -12,6 +12,7 @@ from gateway.providers.transport import HTTPTransport
 # name in a policy -> module:class, imported when a policy first names it
 PROVIDERS = {
     "openai": "gateway.providers.openai:OpenAI",
+    "llamacpp": "gateway.providers.llamacpp:LlamaCpp",
     "vllm": "gateway.providers.vllm:VLLM",
     "warmpath": "gateway.providers.vllm:Warmpath",
 }

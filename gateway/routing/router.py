@@ -16,6 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+import msgspec
+
 from gateway.errors import (
     GatewayError,
     Overloaded,
@@ -222,7 +224,8 @@ class Router:
         wait.begin()
         outcome, status = GIVEN_UP, None
         try:
-            reply = await server.provider.open(call, headers=attempts.headers(span_id))
+            asked = call if sent.slot is None else msgspec.structs.replace(call, slot=sent.slot)
+            reply = await server.provider.open(asked, headers=attempts.headers(span_id))
             first = await anext(reply)
             if call.stream and (floor is not None or not has_output(first)):
                 first = await _whole_opening(first, reply, floor)

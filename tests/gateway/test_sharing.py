@@ -144,6 +144,20 @@ def test_a_server_of_this_name_at_another_address_is_another_server() -> None:
     assert other.b.estimate.others == NO_OTHERS
 
 
+def test_the_slots_of_a_server_hold_what_others_have_sent_there() -> None:
+    whole = a_policy().model_dump(by_alias=True)
+    for deployment in whole["deployments"]:
+        deployment.update(provider="llamacpp", slots=2, max_concurrency=2)
+    policy = Policy.model_validate(whole)
+    one, other = One(policy), One(policy)
+    calls = [long_call(), long_call("twice ")]
+    assert [one.answers(call).slot for call in calls] == [0, 1]
+    other.hearsay.hear(one.hearsay.notice(0.0), 0.0)
+    assert other.b.slots is not None
+    assert [other.b.slots.choose(call.fingerprint) for call in calls] == [0, 1]
+    assert other.first_choice(calls[1]) == "b"
+
+
 def test_much_is_told_in_several_notices_and_too_much_not_at_all() -> None:
     one, other = One(), One()
     calls = [long_call(f"{number} ") for number in range(400)]
