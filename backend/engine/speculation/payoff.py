@@ -3,8 +3,8 @@
 A plain step gives n requests a token each in `plain` seconds, so that a token is worth plain / n. A drafted token costs
 `extra` seconds more, drafting included, and is of use if it comes true, and all before it. So the i-th draft of a
 request pays while rate ** i > extra * n / plain, where `rate` is how often that request's drafts come true. Costs are
-measured per size of the batch, rates per request. Where nothing is known guesses are made freely, where they do not pay
-they are tried again now and then.
+measured per size of the batch, rates per request, which begins with what is usual. Where guesses do not pay they are
+tried again now and then.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ MIN_PLAIN_STEPS = 3  # before anything is compared with them
 PLAIN_EVERY = 64  # steps, at the most, between two plain ones: contexts grow, and with them the cost of a step
 HYSTERESIS = 1.25  # times the rate at which it would just pay, before guessing is taken up again
 FORGETTING = 0.9  # what a request's drafts count for with each time that there are newer ones
-FIRST_RATE, FIRST_WEIGHT = 0.75, 4.0  # a request's rate before anything was seen, and for how many drafts that counts
+FORGETTING_USUAL = 0.99  # the same for those of all requests
+FIRST_RATE, FIRST_WEIGHT = 0.5, 2.0  # before anything was seen, and for how many drafts that counts
+LEAST_RATE = 0.1  # however cheap a draft seems: it is never free, and measuring is not exact
 FIRST_PATIENCE, MAX_PATIENCE = 32, 512  # tokens until a request that does not pay is tried again; doubles each time
+TRIAL = 3  # tokens that it is tried again with
 
 
 @dataclass(slots=True)
@@ -51,23 +54,36 @@ class _Cost:
 
 
 @dataclass(slots=True)
-class _Record:
-    """Of one request's drafts."""
+class _Luck:
+    """How often drafts come true, the newer ones above all."""
 
-    confirmed: float = FIRST_RATE * FIRST_WEIGHT
-    tried: float = FIRST_WEIGHT
-    is_paused: bool = False
-    waited: int = 0
-    patience: int = FIRST_PATIENCE
+    confirmed: float
+    tried: float
 
     @property
     def rate(self) -> float:
         return self.confirmed / self.tried
 
+    def add(self, num_drafts: int, num_confirmed: int, forgetting: float) -> None:
+        """What stands behind the first wrong one has not been tried."""
+        self.confirmed = forgetting * self.confirmed + num_confirmed
+        self.tried = forgetting * self.tried + min(num_drafts, num_confirmed + 1)
+
+
+@dataclass(slots=True)
+class _Record:
+    """Of one request's drafts."""
+
+    luck: _Luck
+    is_paused: bool = False
+    waited: int = 0
+    patience: int = FIRST_PATIENCE
+
 
 class Payoff:
     def __init__(self) -> None:
         self._costs: dict[int, _Cost] = {}
+        self._usual = _Luck(FIRST_RATE * FIRST_WEIGHT, FIRST_WEIGHT)
         self._records: WeakKeyDictionary[Request, _Record] = WeakKeyDictionary()
 
     def num_drafts(self, requests: Sequence[Request], most: int) -> list[int]:
@@ -75,7 +91,7 @@ class Payoff:
         cost = self._cost(len(requests))
         if cost.plain.count < MIN_PLAIN_STEPS or cost.since_plain >= PLAIN_EVERY:
             return [0] * len(requests)
-        least_rate = cost.extra.value * len(requests) / cost.plain.value if cost.extra.count else 0.0
+        least_rate = max(LEAST_RATE, cost.extra.value * len(requests) / cost.plain.value)
         return [min(most, self._num_drafts(self._record(request), least_rate, most)) for request in requests]
 
     def saw_step(self, num_requests: int, num_drafts: int, seconds: float) -> None:
@@ -88,26 +104,23 @@ class Payoff:
             cost.plain.add(seconds)
 
     def saw_drafts(self, request: Request, num_drafts: int, num_confirmed: int) -> None:
-        """What stands behind the first wrong one has not been tried."""
-        record = self._record(request)
-        record.confirmed = FORGETTING * record.confirmed + num_confirmed
-        record.tried = FORGETTING * record.tried + min(num_drafts, num_confirmed + 1)
+        self._record(request).luck.add(num_drafts, num_confirmed, FORGETTING)
+        self._usual.add(num_drafts, num_confirmed, FORGETTING_USUAL)
 
     def _num_drafts(self, record: _Record, least_rate: float, most: int) -> int:
-        if record.is_paused and record.rate <= HYSTERESIS * least_rate:
+        rate = record.luck.rate
+        if record.is_paused and rate <= HYSTERESIS * least_rate:
             record.waited += 1
             if record.waited < record.patience:
                 return 0
             record.waited, record.patience = 0, min(MAX_PATIENCE, 2 * record.patience)
-            return most
-        record.is_paused = record.rate <= least_rate
+            return TRIAL
+        record.is_paused = rate <= least_rate
         if record.is_paused:
             record.waited = 0
             return 0
         record.patience = FIRST_PATIENCE
-        if least_rate <= 0.0 or record.rate >= 1.0:
-            return most
-        return max(1, math.ceil(math.log(least_rate) / math.log(record.rate)) - 1)
+        return most if rate >= 1.0 else max(1, math.ceil(math.log(least_rate) / math.log(rate)) - 1)
 
     def _cost(self, num_requests: int) -> _Cost:
         return self._costs.setdefault(num_requests.bit_length(), _Cost())
@@ -115,5 +128,5 @@ class Payoff:
     def _record(self, request: Request) -> _Record:
         record = self._records.get(request)
         if record is None:
-            record = self._records[request] = _Record()
+            record = self._records[request] = _Record(_Luck(self._usual.rate * FIRST_WEIGHT, FIRST_WEIGHT))
         return record

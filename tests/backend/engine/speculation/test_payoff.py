@@ -53,7 +53,7 @@ class Machine:
 
 def test_the_first_steps_are_plain_and_every_so_often_one_more() -> None:
     numbers = [number for (number,) in Machine(0.1, [1.0]).run()]
-    assert numbers[: MIN_PLAIN_STEPS + 1] == [0] * MIN_PLAIN_STEPS + [MOST]
+    assert numbers[: MIN_PLAIN_STEPS + 2] == [0] * MIN_PLAIN_STEPS + [3, MOST]  # and it begins with a few guesses
     plain = [i for i, number in enumerate(numbers) if not number][MIN_PLAIN_STEPS - 1 :]
     assert {b - a for a, b in pairwise(plain)} == {PLAIN_EVERY + 1}
 
@@ -90,6 +90,13 @@ def test_requests_are_told_apart() -> None:
     machine.run()
     sums = [sum(numbers) for numbers in zip(*machine.run(), strict=True)]
     assert min(sums[0], sums[2]) > 10 * max(sums[1], sums[3])
+
+
+def test_a_request_begins_with_what_is_usual() -> None:
+    machine = Machine(1.0, [0.0])
+    machine.run()
+    machine.requests = make_requests(1)
+    assert machine.run(20) == [[0]] * 20
 
 
 def test_the_same_guesses_pay_in_a_small_batch_and_not_in_a_large_one() -> None:
