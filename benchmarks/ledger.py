@@ -22,6 +22,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -124,18 +125,26 @@ class AtRate(NamedTuple):
     latencies: list[float]
 
 
+class SettledAt(Limiter):
+    """Notes how long after its receipt each reservation is settled, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStorage(), LIMITS)
+        self.appended = deque[float]()
+        self.latencies: list[float] = []
+
+    async def end(self, name: str, actual: Sequence[int]) -> None:
+        self.latencies.append(time.perf_counter() - self.appended.popleft())
+
+
 async def at_rate(ledger: Ledger, receipts: int, per_second: int) -> AtRate:
-    latencies: list[float] = []
-    settler = Settler(Limiter(MemoryStorage(), LIMITS), ledger)
+    limiter = SettledAt()
+    settler = Settler(limiter, ledger)
 
     def settle_one() -> None:
         one_call(ledger)
-        appended = time.perf_counter()
-
-        async def settled(actual: Sequence[int]) -> None:
-            latencies.append(time.perf_counter() - appended)
-
-        settler.settle(Reservation(settled, (), {}), USAGE, 0, "acme")
+        limiter.appended.append(time.perf_counter())
+        settler.settle(Reservation(limiter, "acme/req", (), {}), USAGE, 0, "acme")
 
     async def paced(work: Callable[[], object]) -> float:
         cpu, started = time.process_time(), time.perf_counter()
@@ -148,7 +157,7 @@ async def at_rate(ledger: Ledger, receipts: int, per_second: int) -> AtRate:
     rounds = [[await paced(work) for work in works] for _ in range(max(1, receipts // ROUND))]
     await settler.stop()
     pacing, making, call = (statistics.median(costs) for costs in zip(*rounds, strict=True))
-    return AtRate(pacing, making - pacing, call - pacing, latencies)
+    return AtRate(pacing, making - pacing, call - pacing, limiter.latencies)
 
 
 async def measure(directory: Path, receipts: int, per_second: int) -> list[str]:
