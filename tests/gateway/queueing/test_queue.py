@@ -143,6 +143,38 @@ async def test_where_calls_wait_in_vain_later_ones_wait_less_until_nobody_waits(
         await asyncio.wait([batch])
 
 
+async def test_who_waits_may_be_refused_for_a_tenant_that_has_fewer() -> None:
+    policy = one_place(max_queue=2)
+    queue, fleet = a_queue(policy)
+    order: list[str] = []
+    leave = asyncio.Event()
+    first = asyncio.create_task(hold(queue, call_now(policy), order, "first", leave))
+    await settle()
+    many = [asyncio.create_task(hold(queue, call_now(policy), order, f"t{n}", leave)) for n in range(2)]
+    await settle()
+    other = a_call(chat(), policy, tenant="u", now=asyncio.get_running_loop().time())
+    alone = asyncio.create_task(hold(queue, other, order, "u", leave))
+    await settle()
+    with pytest.raises(Overloaded, match="2 realtime calls already wait") as refusal:
+        await many[1]
+    assert refusal.value.status == 503 and int(refusal.value.headers["retry-after"]) >= 1
+    leave.set()
+    await asyncio.gather(first, many[0], alone)
+    assert sorted(order) == ["first", "t0", "u"] and queue.gave_way("realtime") == 1
+    assert [server.places_taken for server in fleet] == [0]
+
+
+async def test_nobody_waits_longer_than_the_client_does() -> None:
+    policy = one_place(max_wait="60s")
+    queue, _ = a_queue(policy)
+    now = asyncio.get_running_loop().time()
+    hurried = a_call(chat(stream=True), policy, headers={b"x-stainless-read-timeout": b"0.02"}, now=now)
+    async with queue.turn(call_now(policy)):
+        with pytest.raises(Overloaded, match=r"within 0\.02 s"):
+            async with queue.turn(hurried):
+                pass
+
+
 async def test_a_caller_that_leaves_while_waiting_leaves_the_line() -> None:
     policy = one_place()
     queue, fleet = a_queue(policy)
