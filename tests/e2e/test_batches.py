@@ -205,7 +205,7 @@ def test_a_window_that_is_too_short_ends_as_expired(front: Gateway, validate: Va
 
 def worked(front: Gateway) -> list[dict[str, Any]]:
     """The rows that say what servers have done."""
-    return [*front.rows(kind="receipt"), *front.receipts(kind="unbilled")]
+    return [*front.rows(kind="receipt"), *front.rows(kind="unbilled")]
 
 
 LINES = 60
