@@ -286,7 +286,7 @@ class Settlement:
         """Milliseconds from the request's arrival to the first attempt, less the time in the queue."""
         marks = self._record.marks
         asked_ns = self._attempts.done[0].started_ns if self._attempts.done else time.time_ns()
-        queued_ns = marks.lasted("queue")
+        queued_ns = marks.between("queue", "route")
         return f"{(asked_ns - marks.started_ns - queued_ns) / 1e6:.2f}"
 
     def write(self, outcome: Outcome) -> None:

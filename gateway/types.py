@@ -155,13 +155,10 @@ class Marks:
     def enter(self, phase: str) -> None:
         self.phases.append((phase, time.time_ns()))
 
-    def lasted(self, phase: str) -> int:
-        """Nanoseconds until the next phase; 0 where it was not entered, or goes on."""
-        phases = self.phases
-        for number, (name, ns) in enumerate(phases, 1):
-            if name == phase:
-                return phases[number][1] - ns if number < len(phases) else 0
-        return 0
+    def between(self, phase: str, later: str) -> int:
+        """Nanoseconds from the beginning of one phase to that of a later one; 0 where one was not entered."""
+        at = dict(self.phases)
+        return max(0, at[later] - at[phase]) if phase in at and later in at else 0
 
     def end(self) -> None:
         self.ended_ns = time.time_ns()
