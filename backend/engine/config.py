@@ -11,6 +11,7 @@ import torch
 
 from backend.attention import ATTENTIONS, KNOW_SINKS, READ_EVERY_FORM
 from backend.engine.errors import ConfigError
+from backend.engine.free_memory import free_memory_bytes
 from backend.engine.speculation import DRAFTERS
 from backend.kv_cache import KV_FORMS, create_kv_form
 from backend.model_files import open_model_files
@@ -27,6 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 AUTO_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
 CPU_KV_CACHE_BYTES = 1 << 30
+CPU_KV_CACHE_FRACTION = 0.5  # at most, of what is free once the weights are loaded
 GPU_KV_CACHE_FRACTION = 0.8  # of what is free once the weights are loaded; the rest is for activations
 
 
@@ -67,7 +69,7 @@ class EngineConfig:
     num_threads: int | None = None  # None: the machine's cores, less one for the server if there are only two
     block_size: int = 16
     num_blocks: int | None = None  # None: as many as kv_cache_memory_bytes holds
-    kv_cache_memory_bytes: int | None = None  # None: 1 GiB on a CPU, most of the free memory of a GPU
+    kv_cache_memory_bytes: int | None = None  # None: from what is free
     max_model_len: int | None = None  # None: the model's own, as far as the KV cache holds it
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -176,7 +178,7 @@ class EngineConfig:
         return self.kv_host_bytes // block_bytes
 
     def _num_blocks(self, block_bytes: int, dtype: torch.dtype, device: torch.device) -> int:
-        memory = self.kv_cache_memory_bytes or self._free_memory_bytes(dtype, device)
+        memory = self.kv_cache_memory_bytes or self._cache_memory_bytes(dtype, device)
         if memory < block_bytes:
             raise ConfigError(
                 f"{memory} bytes of KV cache do not hold one block of {block_bytes} bytes",
@@ -198,13 +200,17 @@ class EngineConfig:
             raise ConfigError(f"attention {chosen!r} does not know {wanted}", param="attention")
         return chosen
 
-    def _free_memory_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
-        if device.type == "cpu":
+    def _cache_memory_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
+        """From what is free. A GPU is the engine's own; a CPU's memory is shared with others, so there no more than the
+        weights take, or the gibibyte that a small model gets."""
+        free = free_memory_bytes(device)
+        if free is None:
             return CPU_KV_CACHE_BYTES
-        free, _ = torch.cuda.mem_get_info(device)
         model_dirs = [model_dir for model_dir in (self.model_dir, self.draft_model_dir) if model_dir]
         weights = sum(open_model_files(model_dir).weights_bytes(dtype) for model_dir in model_dirs)
-        return max(0, int((free - weights) * GPU_KV_CACHE_FRACTION))
+        if device.type == "cuda":
+            return max(0, int((free - weights) * GPU_KV_CACHE_FRACTION))
+        return min(max(CPU_KV_CACHE_BYTES, weights), max(0, int((free - weights) * CPU_KV_CACHE_FRACTION)))
 
 
 def _member(name: str, *, fast: str, plain: str, device: torch.device) -> str:

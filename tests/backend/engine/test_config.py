@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from backend.engine import config
 from backend.engine.config import EngineConfig
 from backend.engine.errors import ConfigError, RequestRefused
 from backend.engine.request import SamplingParams
+from backend.model_files import open_model_files
+from backend.model_files.directory import ModelDirectory
 from backend.native import library
 
 
@@ -38,9 +41,36 @@ def test_the_number_of_blocks_follows_from_the_memory(directory: Path) -> None:
         assert resolved.max_model_len == 160  # all that fits
 
 
+GIB = 1 << 30
+
+
+def test_the_memory_of_a_small_model_follows_from_what_is_free(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = open_model_files(directory).weights_bytes(torch.float32)
+    for free, expected in ((64 * GIB, GIB), (GIB, (GIB - weights) // 2), (None, GIB)):
+        monkeypatch.setattr(config, "free_memory_bytes", lambda device, free=free: free)
+        resolved = EngineConfig(model_dir=directory, dtype="float32", device="cpu").resolve()
+        assert resolved.num_blocks == expected // 8192
+
+
+def test_a_large_model_gets_as_much_as_its_weights_take(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "free_memory_bytes", lambda device: 100 * GIB)
+    monkeypatch.setattr(ModelDirectory, "weights_bytes", lambda self, dtype: 16 * GIB)
+    assert EngineConfig(model_dir=directory, dtype="float32", device="cpu").resolve().num_blocks == 16 * GIB // 8192
+    monkeypatch.setattr(config, "free_memory_bytes", lambda device: 20 * GIB)
+    assert EngineConfig(model_dir=directory, dtype="float32", device="cpu").resolve().num_blocks == 2 * GIB // 8192
+
+
+def test_no_room_for_a_cache_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "free_memory_bytes", lambda device: 0)
+    with pytest.raises(ConfigError, match="0 bytes of KV cache do not hold one block"):
+        EngineConfig(model_dir=directory, device="cpu").resolve()
+
+
 def test_a_quantised_cache_has_more_blocks_and_an_attention_that_reads_it(directory: Path) -> None:
-    config = EngineConfig(model_dir=directory, dtype="bfloat16", kv_cache_memory_bytes=1 << 20, device="cpu")
-    plain, quantised = config.resolve(), replace(config, kv_cache_dtype="int8").resolve()
+    asked = EngineConfig(model_dir=directory, dtype="bfloat16", kv_cache_memory_bytes=1 << 20, device="cpu")
+    plain, quantised = asked.resolve(), replace(asked, kv_cache_dtype="int8").resolve()
     assert quantised.num_blocks == plain.num_blocks * 2 * 16 // (16 + 4)
     assert quantised.attention == "sdpa"
 
