@@ -17,7 +17,7 @@ from gateway.errors import UpstreamCut
 HELD_MAX_BYTES = 16 * 1024  # of chunks that are kept as they came; then their text is
 TEXT_MAX_CHARACTERS = 2**20  # of an answer that can go on elsewhere
 
-_FRAME = re.compile(rb"(?s).+?(?:\r?\n\r?\n|\Z)")
+_BLANK_LINE = re.compile(rb"\n\r?\n")
 _fields = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.encode
 
@@ -36,11 +36,17 @@ class _Choice(msgspec.Struct):
 
 def _said_in(choices: Sequence[_Choice]) -> str:
     """The text of an event. Raises `_NotPlain` where there is anything besides."""
+    text = ""
     for choice in choices:
-        others = [name for name, value in (choice.delta or {}).items() if value and name not in ("role", "content")]
-        if choice.index or others or choice.logprobs:
+        if choice.index or choice.logprobs:
             raise _NotPlain
-    return "".join([choice.text or (choice.delta or {}).get("content") or "" for choice in choices])
+        for name, value in choice.delta.items() if choice.delta else ():
+            if name == "content":
+                text += value or ""
+            elif value and name != "role":
+                raise _NotPlain
+        text += choice.text or ""
+    return text
 
 
 class _Event(msgspec.Struct):
@@ -54,7 +60,15 @@ class _Event(msgspec.Struct):
 _event = msgspec.json.Decoder(_Event).decode
 
 
+def _frames(chunk: bytes) -> list[bytes]:
+    """The events of a chunk, without the blank lines that end them."""
+    frames = _BLANK_LINE.split(chunk) if b"\r" in chunk else chunk.split(b"\n\n")
+    return [frame for frame in frames if frame]
+
+
 def _data_of(frame: bytes) -> bytes:
+    if frame.startswith(b"data: ") and b"\n" not in frame:
+        return frame[6:].strip()
     return b"\n".join([line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:")])
 
 
@@ -88,7 +102,7 @@ class SoFar:
     def _read(self) -> None:
         chunks, self._chunks, self._held_bytes = b"".join(self._chunks), [], 0
         try:
-            for frame in _FRAME.findall(chunks):
+            for frame in _frames(chunks):
                 if data := _data_of(frame):
                     self._read_event(_event(data))
         except (msgspec.MsgspecError, _NotPlain):
@@ -104,8 +118,9 @@ class SoFar:
             self._texts.append(text)
             self.characters += len(text)
             self.output_tokens += 1
-        if any(choice.finish_reason for choice in event.choices):
-            raise _NotPlain  # it has come to its end: only that it had was lost
+        for choice in event.choices:
+            if choice.finish_reason:
+                raise _NotPlain  # it has come to its end: only that it had was lost
         if event.usage is not None:
             counted = event.usage.get("completion_tokens")
             if isinstance(counted, int):
@@ -129,17 +144,17 @@ class Rest:
     def rewritten(self, chunk: bytes) -> bytes:
         """Raises `UpstreamCut` where it does not go on as text."""
         try:
-            return b"".join([self._frame(frame) for frame in _FRAME.findall(chunk)])
+            return b"".join([self._frame(frame) for frame in _frames(chunk)])
         except (msgspec.MsgspecError, _NotPlain):
             raise UpstreamCut("the server at which the answer went on did not answer with text") from None
 
     def _frame(self, frame: bytes) -> bytes:
         data = _data_of(frame)
         if not data or data == b"[DONE]":
-            return frame
+            return frame + b"\n\n"
         event = _fields(data)
         if "error" in event:
-            return frame
+            return frame + b"\n\n"
         choices = msgspec.convert(event.get("choices") or [], list[_Choice])
         event |= {"id": self._head.id, "created": self._head.created, "model": self._head.model}
         if usage := event.get("usage"):
