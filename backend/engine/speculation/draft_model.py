@@ -56,8 +56,11 @@ class ModelDrafter(Drafter):
         plan = self._catch_up([each.request for each in wanted])
         while plan:
             for scheduled, token_id in zip(plan, self._run(plan), strict=True):
+                request = scheduled.request
                 if scheduled.catches_up:
-                    drafts[scheduled.request] = (*scheduled.drafts, token_id)
+                    drafts[request] = (*scheduled.drafts, token_id)
+                else:
+                    self._followed[request] = _Followed(scheduled.end, (), request.num_preemptions)
             unfinished = [w.request for w in wanted if 0 < len(drafts.get(w.request, ())) < w.num_tokens]
             plan = [_next(request, drafts[request]) for request in unfinished]
         for request, guess in drafts.items():

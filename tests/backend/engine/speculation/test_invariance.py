@@ -187,7 +187,12 @@ def test_an_answer_ends_where_it_would_have_ended(guess: Callable[..., Engine], 
 @pytest.mark.parametrize("draft", ["llama", "llama-biased"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_num_batched_tokens": 16}, {"num_blocks": 100, "block_size": 1}, {"enable_prefix_caching": False}],
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
+        {"num_blocks": 100, "block_size": 1},
+    ],
 )
 def test_by_a_draft_model(
     load: Callable[..., Engine], alone: list[list[int]], draft: str, options: dict[str, Any]
@@ -197,7 +202,7 @@ def test_by_a_draft_model(
     for _ in range(2):
         assert run(engine, make_requests()) == alone
     stats = engine.stats()
-    assert stats.draft_tokens_total > 100
+    assert stats.draft_tokens_total > 50
     if draft == "llama":
         assert accepted(engine) == stats.draft_tokens_total
     else:
