@@ -209,6 +209,9 @@ class Supervisor:
         assert worker.process is not None
         worker.process.close()
         worker.process = None
+        if worker.told >= 0:
+            os.close(worker.told)
+            worker.told = -1
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         if self._stop_before is not None:
             self._failed |= worker.ready and code != 0
