@@ -35,7 +35,7 @@ WAIT_STATUSES = frozenset({429, 503})  # no room yet: waiting for that is no fai
 BACKOFF_FIRST_SECONDS = 0.5
 BACKOFF_MAX_SECONDS = 30.0
 LEDGER_RETRY_SECONDS = 1.0
-LINES_PER_TURN = 50  # that are judged before others on the event loop get their turn
+TURN_SECONDS = 0.002  # spent on lines of a file before others on the event loop get their turn
 
 _receipt = msgspec.json.Decoder(Receipt).decode
 
@@ -159,14 +159,14 @@ class Run:
     async def _scan(self) -> AsyncIterator[tuple[int, int, bytes]]:
         """(number, offset, line) of the whole input file; others on the event loop get their turns between."""
         splitter = LineSplitter(self._shop.house.max_body_bytes)
-        offset, since = 0, 0
+        offset, turn = 0, time.perf_counter()
         while chunk := await self._store.read(self.batch.input_file_id, offset, CHUNK_BYTES):
             offset += len(chunk)
             for found in splitter.feed(chunk):
                 yield found
-                since += 1
-                if since % LINES_PER_TURN == 0:
+                if time.perf_counter() - turn > TURN_SECONDS:
                     await asyncio.sleep(0)
+                    turn = time.perf_counter()
         for found in splitter.end():
             yield found
 
