@@ -168,6 +168,12 @@ class Server:
             return self.estimate.cache.recall(chain)
         return self.estimate.foresee(chain, self.blocks.present_tokens, now)
 
+    def loss_tokens(self, computed_tokens: float, now: float) -> float:
+        """What others lose when so much is computed there; of one whose evictions nobody tells, as much."""
+        if self.blocks is None or self.estimate.engine_tokens is None:
+            return computed_tokens
+        return self.estimate.loss_tokens(computed_tokens, self.blocks.present_tokens, now)
+
     def send(self, call: Prompt, now: float, *, streams: bool = True, believed: Recall | None = None) -> SentCall:
         """A call goes to it now. `believed`: what its cache model said of the prompt when it was chosen."""
         chain, estimate = call.fingerprint, self.estimate

@@ -23,6 +23,7 @@ from gateway.prefix.fingerprint import BLOCK_TOKENS
 REMEMBERED = 3  # times the capacity
 SHRINK_AT_MOST = 0.1  # of the learned capacity, by one reply: a restarted server has lost its content, not its size
 GROW_AT_MOST = 0.1
+RECENT_USES = 4  # of a cache, since the last of which a block is as good as wanted again; then ever less
 CAPACITY_MAX_TOKENS = 64_000_000  # up to which a capacity is learned
 
 
@@ -129,6 +130,21 @@ class CacheModel:
                 going[run] = min(blocks, len(run.blocks))
                 blocks -= len(run.blocks)
         return going
+
+    def loss(self, coming: int, blocks: int, busy: Container[int]) -> float:
+        """What is lost when, after `coming` blocks as above, `blocks` more make room for themselves: so many of those
+        that go will be wanted again, by how lately they were used. What finds no room drives out as much as it is."""
+        lost = 0.0
+        for run in self._held:
+            if blocks <= 0:
+                return lost
+            if run.used in busy:
+                continue
+            going = max(0, min(len(run.blocks) - coming, blocks))
+            coming = max(0, coming - len(run.blocks))
+            blocks -= going
+            lost += going * min(1.0, RECENT_USES / (1 + self.clock - run.used))
+        return lost + blocks
 
     def touch(self, chain: Sequence[int]) -> None:
         """Whatever is held of it has been used until now."""

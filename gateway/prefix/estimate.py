@@ -87,12 +87,21 @@ class Estimate:
     def foresee(self, chain: Sequence[int], present_tokens: int, now: float) -> Recall:
         """What its cache will have of a prompt when its turn comes. `present_tokens`, of the engine's own, are in the
         cache now; what was sent before needs room, and what was used longest ago makes it."""
+        coming = self._coming_blocks(0.0, present_tokens, now)
+        return self.cache.foresee(chain, coming, self._busy) if coming else self.cache.recall(chain)
+
+    def loss_tokens(self, computed_tokens: float, present_tokens: int, now: float) -> float:
+        """What computing so many tokens there costs others: what it drives out, as far as that is wanted again."""
+        before = self._coming_blocks(0.0, present_tokens, now)
+        victims = self._coming_blocks(computed_tokens, present_tokens, now) - before
+        return self.cache.loss(before, victims, self._busy) * BLOCK_TOKENS if victims > 0 else 0.0
+
+    def _coming_blocks(self, tokens: float, present_tokens: int, now: float) -> int:
+        """How many blocks have to make way for what was sent, and for so many tokens behind it."""
         if self.engine_tokens is None:
-            return self.cache.recall(chain)
-        excess = present_tokens + self.queued_tokens(now) * self.tokens_scale - self.engine_tokens
-        if excess <= 0:
-            return self.cache.recall(chain)
-        return self.cache.foresee(chain, math.ceil(excess / self.tokens_scale / BLOCK_TOKENS), self._busy)
+            return 0
+        room = (self.engine_tokens - present_tokens) / self.tokens_scale
+        return max(0, math.ceil((tokens + self.queued_tokens(now) - room) / BLOCK_TOKENS))
 
     def under_way(self, now: float) -> int:
         """Calls that it works on; those of others, too, where it has told of its load lately."""

@@ -3,13 +3,15 @@
 The cost is one number in predicted seconds, without thresholds and without a switch that drops affinity:
 
     cost = missing / speed                       what has to be computed
-         + EVICTION_WEIGHT * own missing / speed what that drives out of the cache, and others will miss
+         + EVICTION_WEIGHT * lost / speed        what that drives out of the cache, and others will miss
          + queued / speed                        what is computed before it
          + calls under way / places * LOAD_SECONDS
          - PIN_SECONDS, where the conversation that its client names was, or would be
 
-`own missing` leaves out what half of the servers hold: that is not lost if it is evicted here, and one copy more costs
-little. So a prefix that everybody holds distinguishes nobody, and a hot one comes to be held by another server as soon
+`lost` is as much as is computed, but for what half of the servers hold: one copy more of that costs little. Of servers
+that tell what is in their caches it is what will have to go, as far as it was used lately: where the oldest is of no
+use any more nothing is lost, and when conversations do not fit, few of them lose much and not all of them all. So a
+prefix that everybody holds distinguishes nobody, and a hot one comes to be held by another server as soon
 as waiting costs more than computing it there.
 """
 
@@ -48,7 +50,7 @@ class PrefixAffinity:
             queued = estimate.queued_tokens(now)
             missing, own = prompt - warm_tokens, prompt - max(warm_tokens, common)
             load = LOAD_SECONDS * estimate.under_way(now) / server.deployment.max_concurrency
-            cost_seconds = (missing + EVICTION_WEIGHT * own + queued) / rate + load
+            cost_seconds = (missing + EVICTION_WEIGHT * server.loss_tokens(own, now) + queued) / rate + load
             if estimate is home:
                 cost_seconds -= PIN_SECONDS
             candidates.append(

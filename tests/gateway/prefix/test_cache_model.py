@@ -84,3 +84,16 @@ def test_what_is_in_use_stays() -> None:
     model.add((7, 8, 9))
     assert model.foresee((1, 2, 3), 2, {in_use}).matched == 3
     assert model.foresee((7, 8, 9), 2, {in_use}).matched == 1
+
+
+def test_what_was_used_long_ago_is_no_loss() -> None:
+    model = CacheModel(100 * BLOCK_TOKENS)
+    model.add(range(10))
+    model.add(range(100, 110))
+    assert model.loss(0, 10, ()) == model.loss(10, 10, ()) == 10
+    for _ in range(99):
+        model.touch(range(100, 110))
+    assert 0 < model.loss(0, 10, ()) < 1
+    assert model.loss(10, 10, ()) == 10, "those before it have taken what is old"
+    assert model.loss(0, 10, {1}) == 10, "what is old is in use"
+    assert model.loss(0, 50, ()) > 40, "there is not so much to drive out"
