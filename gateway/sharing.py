@@ -133,6 +133,7 @@ class Hearsay:
             self._sum_up()
 
     def _sum_up(self) -> None:
+        self._fleet.working_set.has_rivals = bool(self._loads)
         in_flight: dict[int, int] = {}
         queued: dict[int, int] = {}
         for _, loads in self._loads.values():

@@ -92,6 +92,7 @@ class WorkingSet:
         self._first_turns: dict[Conversation, float] = {}  # that are over, and until when a second one is expected
         self._at: dict[Estimate, dict[Conversation, None]] = {}
         self._rooms: dict[Estimate, _Room] = {}
+        self.has_rivals = False  # other gateways that send calls to the same servers
         self._continues = 0.5
         self._urgent_seen_until = 0.0
         self._followed_until = -math.inf  # then nobody who may be held will have come for long, and none is followed
@@ -212,6 +213,8 @@ class WorkingSet:
 
     def _has_room(self, home: Estimate, tokens: int) -> bool:
         room = self._room(home)
+        if self.has_rivals:
+            tokens *= 2  # another gateway may give the same room away before it is heard of
         return not room.runs_batch or room.claimed_tokens + tokens <= RESUME_SHARE * self._limit(home)
 
     def _limit(self, home: Estimate) -> float:

@@ -121,6 +121,26 @@ def test_conversations_of_others_claim_their_room() -> None:
     assert other.fleet.working_set.claimed(other.b.estimate) == claimed > 4500
 
 
+def test_a_room_is_not_given_away_twice_before_the_other_gateway_is_heard_of() -> None:
+    policy = a_policy(rules=[{"match": {"service_tier": "flex"}, "class": "batch"}])
+    one, rival = One(policy), One(policy)
+
+    def fits(words: int) -> bool:
+        call = a_call(chat("more " * words, service_tier="flex"), policy)
+        return one.fleet.working_set.admit(call, [one.b.estimate], 0.0)
+
+    one.b.cache.resize(20_000)
+    for words in (4000, 4500):
+        call = a_call(chat("once " * words, service_tier="flex"), policy)
+        assert one.fleet.working_set.admit(call, [one.b.estimate], 0.0)
+        one.answers(call)
+    rival.a.send(long_call(), 0.0)
+    one.hearsay.hear(rival.hearsay.notice(0.0), 0.0)
+    assert not fits(6000)
+    one.hearsay.forget_silent(SILENT_SECONDS)
+    assert fits(6000)
+
+
 def test_ones_own_notices_and_those_of_another_form_change_nothing() -> None:
     one = One()
     one.answers(long_call())
