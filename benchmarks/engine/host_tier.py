@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import time
@@ -24,6 +23,7 @@ from backend.__main__ import DEMO_DIR
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.request import Request, SamplingParams
+from benchmarks.gateway.run import machine
 
 HOST_BYTES = 1 << 28
 
@@ -76,7 +76,7 @@ def main() -> None:
     if args.result:
         result = {
             "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": f"{platform.machine()} {platform.system()}, torch {torch.__version__}, one thread",
+            "machine": machine() | {"torch": torch.__version__},
             "tokens": args.tokens,
             "tier": "a file" if args.file_in else "RAM",
             "milliseconds": {name: round(1000 * median, 3) for name, median in medians.items()},

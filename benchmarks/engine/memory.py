@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from backend.__main__ import DEMO_DIR
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.request import Request, SamplingParams
+from benchmarks.gateway.run import machine
 
 SEED = 20_261
 SHARED_TOKENS = 64
@@ -104,7 +104,7 @@ def main() -> None:
     if args.result:
         result = {
             "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": f"{platform.machine()} {platform.system()}, torch {torch.__version__}",
+            "machine": machine() | {"torch": torch.__version__},
             "requests": args.requests,
             "block_size": args.block_size,
             "steps": num_steps,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import random
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -28,6 +27,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.request import Request, SamplingParams
 from backend.server.model import ServedModel, load_model
+from benchmarks.gateway.run import machine
 
 SEED = 20_261
 MAX_TOKENS = 2000  # of a conversation
@@ -98,7 +98,7 @@ def main() -> None:
         print(f"{name:24} perplexity {perplexity:.5f}  change {100 * change:+.3f} %  worst {worst:.3f}", flush=True)
     result = {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{platform.machine()} {platform.system()}, torch {torch.__version__}",
+        "machine": machine() | {"torch": torch.__version__},
         "tokens": sum(len(ids) for ids, _ in texts),
         "tokens_scored": len(exact),
         "rows": rows,
