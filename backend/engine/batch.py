@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from backend.attention.base import AttentionMetadata
+from backend.engine.plan import Scheduled
 from backend.engine.sampling_batch import NextToken
-from backend.engine.scheduler import Scheduled
 
 
 @dataclass(frozen=True, slots=True)

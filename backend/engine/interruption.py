@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from backend.engine.scheduler import Scheduled
+from backend.engine.plan import Scheduled
 
 SHARE_IN_VAIN = 0.1  # of all time
 MAX_CREDIT_SECONDS = 2.0  # that may be spent in vain at once, after a long time without

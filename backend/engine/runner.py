@@ -13,10 +13,10 @@ from backend.engine.config import ResolvedConfig
 from backend.engine.kv_memory import KvMemory
 from backend.engine.masks import MaskFiller
 from backend.engine.paged_model import GivenUp, PagedModel
+from backend.engine.plan import Computed, Scheduled
 from backend.engine.request import TokenLogprob
 from backend.engine.sampler import sample, score
 from backend.engine.sampling_batch import make_sampling_batch
-from backend.engine.scheduler import Computed, Scheduled
 
 PROMPT_LOGPROBS_ROWS = 64  # rows of logits that are held at once to score a prompt
 

@@ -19,53 +19,10 @@ from heapq import heappop, heappush
 from typing import TypedDict, Unpack
 
 from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
+from backend.engine.budget import Budget
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
+from backend.engine.plan import Computed, Scheduled, confirmed
 from backend.engine.request import FinishReason, Request, Status, StepOutput, TokenLogprob
-
-BACKGROUND_PROMPTS_SHARE = 0.25  # of a step's tokens, beside somebody more urgent who is at his output
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """One request's part in a step: its tokens `[start, start + num_tokens)` are computed.
-
-    Drafts are guesses at what follows its last token, and come behind it. The model says at each of them which token
-    would have followed; as far as that is the draft, it was right, and what was computed for it stands.
-    """
-
-    request: Request
-    start: int
-    num_tokens: int  # with the drafts
-    drafts: tuple[int, ...] = ()
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-    @property
-    def catches_up(self) -> bool:
-        """Whether the step gets to the last known token, so that the next one can be sampled."""
-        return self.end - len(self.drafts) == len(self.request.token_ids)
-
-    @property
-    def num_sampled(self) -> int:
-        return min(self.num_tokens, 1 + len(self.drafts)) if self.catches_up else 0
-
-    @property
-    def token_ids(self) -> list[int]:
-        known = self.request.token_ids
-        return [*known[self.start : self.end], *self.drafts[max(0, self.start - len(known)) :]]
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """What the model made of one `Scheduled`: new tokens where it caught up, hidden states where it is pooling."""
-
-    token_ids: tuple[int, ...] = ()  # what follows the last known token, and what follows each draft
-    logprobs: tuple[TokenLogprob, ...] = ()
-    hidden_sum: tuple[float, ...] = ()  # over the scheduled tokens
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens behind each of the scheduled ones
-    error: str | None = None  # the request can not go on
 
 
 @dataclass(slots=True)
@@ -83,40 +40,6 @@ class Counters:
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
 
-@dataclass(slots=True)
-class _Budget:
-    """The tokens of one step that are still to be given out.
-
-    Beside more urgent output, prompts of background work are read in small pieces; beside a more urgent prompt, which
-    is somebody's time to the first token, not at all. Single tokens of background work hold a step up very little.
-    """
-
-    tokens: int
-    background_prompts: int = field(init=False)  # of these tokens, how many may be of background work's prompts
-    beside_output: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.background_prompts = self.tokens
-        self.beside_output = max(1, int(self.tokens * BACKGROUND_PROMPTS_SHARE))
-
-    def admits(self, request: Request) -> bool:
-        return not request.is_background or self.background_prompts > 0
-
-    def share(self, request: Request) -> int:
-        """How many tokens a request may advance by. It spends them all, or none."""
-        wanted = min(request.num_uncomputed_tokens, self.tokens)
-        is_held_back = request.is_background and request.num_uncomputed_tokens > 1
-        return min(wanted, self.background_prompts) if is_held_back else wanted
-
-    def spend(self, request: Request, num_tokens: int) -> None:
-        self.tokens -= num_tokens
-        is_prompt = request.num_uncomputed_tokens > 1
-        if not request.is_background:
-            self.background_prompts = 0 if is_prompt else min(self.background_prompts, self.beside_output)
-        elif is_prompt:
-            self.background_prompts -= num_tokens
-
-
 class _New(TypedDict, total=False):
     """What a step adds to a request's output, by `StepOutput`'s names."""
 
@@ -125,11 +48,6 @@ class _New(TypedDict, total=False):
     prompt_logprobs: tuple[TokenLogprob, ...] | None
     embedding: tuple[float, ...] | None
     error: str | None
-
-
-def confirmed(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
-    """How many drafts came true. `token_ids`: what the model says in place of each, and behind the last."""
-    return next((i for i, draft in enumerate(drafts) if draft != token_ids[i]), len(drafts))
 
 
 def urgency(request: Request) -> tuple[int, float]:
@@ -209,7 +127,7 @@ class Scheduler:
 
     def schedule(self) -> tuple[Scheduled, ...]:
         """Spends one token budget, class by class: in each on what runs, then on what waits, the most urgent first."""
-        budget = _Budget(self.max_num_batched_tokens)
+        budget = Budget(self.max_num_batched_tokens)
         plan: list[Scheduled] = []
         num_seen = 0
         while budget.tokens:

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
+from backend.engine.plan import Computed
 from backend.engine.request import Request, SamplingParams
-from backend.engine.scheduler import Computed, Scheduler
+from backend.engine.scheduler import Scheduler
 from backend.model_files import open_model_files
 from backend.server.templates import ChatTemplate
 from backend.server.tokenizer import load_codec

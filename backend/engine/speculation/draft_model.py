@@ -22,10 +22,10 @@ from backend.engine.batch import make_batch
 from backend.engine.config import ResolvedConfig
 from backend.engine.errors import ConfigError
 from backend.engine.paged_model import PagedModel
+from backend.engine.plan import Scheduled, confirmed
 from backend.engine.request import Request
 from backend.engine.sampler import sample
 from backend.engine.sampling_batch import make_sampling_batch
-from backend.engine.scheduler import Scheduled, confirmed
 from backend.engine.speculation.base import Drafter, Wanted
 from backend.model_files import open_model_files
 

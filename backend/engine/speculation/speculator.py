@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from backend.engine.plan import Computed, Scheduled, confirmed
 from backend.engine.request import Request
-from backend.engine.scheduler import Computed, Scheduled, Scheduler, confirmed
+from backend.engine.scheduler import Scheduler
 from backend.engine.speculation.base import Drafter, Wanted
 from backend.engine.speculation.payoff import Payoff
 

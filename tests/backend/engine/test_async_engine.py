@@ -17,8 +17,9 @@ from backend.engine.block_pool import BlockPool
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import ContextTooLong, EngineDead, QueueFull, RequestRefused
+from backend.engine.plan import Computed, Scheduled
 from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput
-from backend.engine.scheduler import Computed, Scheduled, Scheduler
+from backend.engine.scheduler import Scheduler
 
 WAIT_SECONDS = 30  # only ever reached by a test that fails
 

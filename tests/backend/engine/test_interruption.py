@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from backend.engine.interruption import MAX_CREDIT_SECONDS, Interruption
+from backend.engine.plan import Scheduled
 from backend.engine.request import Request, SamplingParams
-from backend.engine.scheduler import Scheduled
 
 
 class Clock:

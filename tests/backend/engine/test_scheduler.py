@@ -6,8 +6,9 @@ import pytest
 
 from backend.engine.block_pool import BlockPool
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
+from backend.engine.plan import Computed
 from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput
-from backend.engine.scheduler import Computed, Scheduler
+from backend.engine.scheduler import Scheduler
 
 
 def make_scheduler(

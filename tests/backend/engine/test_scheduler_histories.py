@@ -22,8 +22,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backend.engine.block_pool import BlockPool, CachedBlock
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
 from backend.engine.host_tier import HostTier
+from backend.engine.plan import Computed, Scheduled
 from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput
-from backend.engine.scheduler import Computed, Scheduled, Scheduler
+from backend.engine.scheduler import Scheduler
 from backend.engine.speculation.base import Drafter, Wanted
 from backend.engine.speculation.payoff import Payoff
 from backend.engine.speculation.speculator import Speculator

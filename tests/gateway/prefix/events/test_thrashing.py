@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
 from backend.engine.request import Request, SamplingParams
-from backend.engine.scheduler import Computed, Scheduler
+from backend.engine.plan import Computed
+from backend.engine.scheduler import Scheduler
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.events.base import Removed, Stored
 from gateway.prefix.events.blocks import BlockIndex, Ended
