@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
-from backend.engine.request import Request, SamplingParams
 from backend.engine.plan import Computed
+from backend.engine.request import Request, SamplingParams
 from backend.engine.scheduler import Scheduler
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.events.base import Removed, Stored
