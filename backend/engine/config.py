@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from backend.attention import ATTENTIONS, KNOW_SINKS, READ_EVERY_FORM
 from backend.engine.errors import ConfigError
 from backend.engine.free_memory import free_memory_bytes
 from backend.engine.speculation import DRAFTERS
+from backend.engine.threads import choose_num_threads, num_cores
 from backend.kv_cache import KV_FORMS, create_kv_form
 from backend.model_files import open_model_files
 from backend.models.config import ModelConfig
@@ -66,7 +66,7 @@ class EngineConfig:
     model_dir: Path
     dtype: str = AUTO  # "float32" or "bfloat16"; auto: the checkpoint's
     device: str = AUTO  # "cpu", "cuda", "cuda:1"; auto: a GPU if there is one
-    num_threads: int | None = None  # None: the machine's cores, less one for the server if there are only two
+    num_threads: int | None = None  # None: as many as pay, by a short measurement
     block_size: int = 16
     num_blocks: int | None = None  # None: as many as kv_cache_memory_bytes holds
     kv_cache_memory_bytes: int | None = None  # None: from what is free
@@ -136,7 +136,7 @@ class EngineConfig:
             model=model,
             dtype=dtype,
             device=device,
-            num_threads=self.num_threads or _num_threads(),
+            num_threads=self.num_threads or choose_num_threads(library.load(), num_cores()),
             block_size=self.block_size,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
@@ -231,12 +231,6 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} is not on this machine", param="device")
     return device
-
-
-def _num_threads() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # With two cores, a kernel that waits for both is slowed by everything that the server does on one of them.
-    return 1 if cores <= 2 else cores
 
 
 def _check_context(model: ModelConfig, max_model_len: int) -> None:

@@ -23,10 +23,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def make_checkpoint(shape: str, directory: Path) -> Path:
-    """In bfloat16, with embeddings tied and a context of 8192. Takes seconds."""
+def make_checkpoint(shape: str, directory: Path, **changes: int) -> Path:
+    """In bfloat16, with embeddings tied and a context of 8192, and with `changes` to the shape. Takes seconds."""
     torch.manual_seed(0)
     shared = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 8192, "tie_word_embeddings": True}
-    config = AutoConfig.for_model(**SHAPES[shape], **shared)
+    config = AutoConfig.for_model(**{**SHAPES[shape], **shared, **changes})
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     return directory

@@ -1,0 +1,291 @@
+"""How near the engine comes to what this CPU can do at most: to its memory when it decodes, to its matrix units when
+it reads a prompt.
+
+    python -m benchmarks.engine.cpu [--shapes tiny small] [--threads N] [--clock wall] [--rounds 3]
+        [--result FILE]
+
+The checkpoints are random, of two shapes (100 and 387 million parameters, bfloat16), and made on the spot. Each round
+measures the machine's own limits, then the engine, and again; a figure is the best of all rounds, limits included,
+so that a neighbour on the same cores spoils neither. The engine runs in this process, without HTTP. Where neighbours
+leave no core alone, `--threads 1 --clock cpu` still compares: the engine's CPU seconds with those of the limits.
+
+    read        the most bytes per second that all threads together read from memory, from as many as the weights are
+    gemm        the most bfloat16 operations per second of torch's matrix product, of several shapes
+    one         tokens per second of one sequence; its limit: the bytes of weights and cache at read
+    sixteen     tokens per second of 16 sequences, 256 tokens in and 64 out, with reading their prompts; its limit: the
+                prompts at gemm, and then weights and cache 64 times at read
+    ttft        seconds to the first token behind a prompt of 1024; its limit: the operations that it takes, at gemm
+    warm        the same behind a prompt that shares its first 1024 tokens with one before
+    int8, int4  tokens per second of one sequence, with such weights
+    dispatch    seconds of a step of one sequence with layers that hardly compute: what is left is Python, torch and
+                the threads' waking
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from backend.engine.config import EngineConfig
+from backend.engine.engine import Engine
+from backend.engine.request import Request, SamplingParams
+from backend.models.config import ModelConfig
+from backend.native import library
+from benchmarks.engine.shapes import SHAPES, make_checkpoint
+
+PROMPT_TOKENS = 1024
+BATCH, BATCH_PROMPT_TOKENS, BATCH_OUTPUT_TOKENS = 16, 256, 64
+DECODE_PROMPT_TOKENS, DECODE_TOKENS = 128, 48
+NUM_BLOCKS = 1024
+# Layers that hardly compute, as many as ever.
+HOLLOW = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+READ_SOURCE = Path(__file__).with_name("read.c")
+
+# vLLM 0.32 on the machine of the figures to beat, where 55 GB/s were read and 406 GFLOP/s computed: 16 sequences.
+PEER_READ, PEER_GEMM = 55e9, 406e9
+PEER_SIXTEEN = {"tiny": 290.0, "small": 73.0}
+
+
+class Size:
+    """How much there is to read and to compute, by a checkpoint's configuration."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+        self.model = model
+        self.layer_params = model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)
+        self.head_params = model.vocab_size * model.hidden_size
+        self.weight_bytes = 2 * (self.layer_params + self.head_params)
+        self.token_bytes = 2 * 2 * model.num_layers * model.num_kv_heads * model.head_dim  # keys and values of one
+
+    def prompt_operations(self, tokens: int) -> float:
+        """Of all layers over a prompt, each token looking at those before it, and of one row of logits."""
+        attention = 2.0 * self.model.num_layers * tokens * tokens * self.model.num_heads * self.model.head_dim
+        return 2.0 * tokens * self.layer_params + attention + 2.0 * self.head_params
+
+    def one_seconds(self, read: float) -> float:
+        context = DECODE_PROMPT_TOKENS + DECODE_TOKENS / 2
+        return (self.weight_bytes + context * self.token_bytes) / read
+
+    def sixteen_seconds(self, read: float, gemm: float) -> float:
+        prompts = BATCH * self.prompt_operations(BATCH_PROMPT_TOKENS) / gemm
+        context = BATCH_PROMPT_TOKENS + BATCH_OUTPUT_TOKENS / 2
+        return prompts + BATCH_OUTPUT_TOKENS * (self.weight_bytes + BATCH * context * self.token_bytes) / read
+
+
+Clock = Callable[[], float]
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def seconds_of(run: Callable[[], object], clock: Clock) -> float:
+    started = clock()
+    run()
+    return clock() - started
+
+
+class Limits:
+    """What the machine can do, measured again in each round."""
+
+    def __init__(self, size: Size, threads: int, directory: Path, clock: Clock) -> None:
+        self._threads = threads
+        self._clock = clock
+        self._words = torch.ones(size.weight_bytes // 8, dtype=torch.int64)
+        made = directory / "read.so"
+        compiler = shutil.which("cc") or "gcc"
+        flags = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+        subprocess.run([compiler, *flags, str(READ_SOURCE), "-o", str(made)], check=True)
+        self._read = ctypes.CDLL(str(made)).read_all
+        self._read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+        hidden, inner = size.model.hidden_size, size.model.intermediate_size
+        sizes = [(1024, 2048, 2048), (1024, hidden, 2 * inner), (512, inner, hidden)]
+        self._products = [
+            (2.0 * m * k * n, torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()) for m, k, n in sizes
+        ]
+
+    def read(self) -> float:
+        pointer, count = self._words.data_ptr(), len(self._words)
+        read = partial(self._read, pointer, count, self._threads)
+        return self._words.nbytes / min(seconds_of(read, self._clock) for _ in range(4))
+
+    def gemm(self) -> float:
+        return max(
+            operations / seconds_of(partial(torch.nn.functional.linear, x, w), self._clock)
+            for operations, x, w in self._products
+            for _ in range(5)
+        )
+
+
+def load(model_dir: Path, threads: int, quantization: str = "none") -> Engine:
+    return Engine.load(
+        EngineConfig(
+            model_dir=model_dir, device="cpu", num_threads=threads, num_blocks=NUM_BLOCKS, quantization=quantization
+        )
+    )
+
+
+class Load:
+    """Requests with prompts that nobody had before."""
+
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self.engine = engine
+        self._clock = clock
+        self._vocab_size = engine.config.model.vocab_size
+        self._count = 0
+
+    def prompt(self, length: int) -> list[int]:
+        self._count += 1
+        generator = torch.Generator().manual_seed(self._count)
+        return [int(token) for token in torch.randint(self._vocab_size, (length,), generator=generator)]
+
+    def add(self, prompt: list[int], max_tokens: int) -> None:
+        self._count += 1
+        self.engine.add(Request(f"r{self._count}", prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0)))
+
+    def finish(self) -> None:
+        while self.engine.has_unfinished:
+            self.engine.step()
+
+    def one(self) -> float:
+        """The median step of one sequence, in seconds."""
+        self.add(self.prompt(DECODE_PROMPT_TOKENS), DECODE_TOKENS + 1)
+        self.engine.step()
+        steps = sorted(seconds_of(self.engine.step, self._clock) for _ in range(DECODE_TOKENS))
+        assert not self.engine.has_unfinished
+        return steps[len(steps) // 2]
+
+    def sixteen(self) -> float:
+        for _ in range(BATCH):
+            self.add(self.prompt(BATCH_PROMPT_TOKENS), BATCH_OUTPUT_TOKENS)
+        return seconds_of(self.finish, self._clock)
+
+    def cold_and_warm(self) -> tuple[float, float]:
+        shared = self.prompt(PROMPT_TOKENS)
+        self.add(shared, 1)
+        cold = seconds_of(self.finish, self._clock)
+        self.add([*shared, 1, 2, 3, 4], 1)
+        return cold, seconds_of(self.finish, self._clock)
+
+
+def measure(name: str, threads: int, clock: Clock, rounds: int, directory: Path) -> tuple[Size, dict[str, float]]:
+    """The best of all rounds: rates per second, and seconds."""
+    model_dir = make_checkpoint(name, directory / name)
+    hollow_dir = make_checkpoint(name, directory / "hollow", **HOLLOW)
+    loads = {kind: Load(load(model_dir, threads, kind), clock) for kind in ("none", "int8", "int4")}
+    hollow = Load(load(hollow_dir, threads), clock)
+    size = Size(loads["none"].engine.config.model)
+    limits = Limits(size, threads, directory, clock)
+    best: dict[str, float] = {}
+
+    def rate(key: str, value: float) -> None:
+        best[key] = max(best.get(key, 0.0), value)
+
+    def duration(key: str, value: float) -> None:
+        best[key] = min(best.get(key, float("inf")), value)
+
+    for _ in range(rounds):
+        for key, kind in (("one", "none"), ("int8", "int8"), ("int4", "int4")):
+            rate("read", limits.read())
+            rate(key, 1 / loads[kind].one())
+        duration("dispatch", hollow.one())
+        rate("gemm", limits.gemm())
+        cold, warm = loads["none"].cold_and_warm()
+        duration("ttft", cold)
+        duration("warm", warm)
+        rate("gemm", limits.gemm())
+        rate("sixteen", BATCH * BATCH_OUTPUT_TOKENS / loads["none"].sixteen())
+        rate("read", limits.read())
+    return size, best
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    what: str
+    figure: str
+    ratio: float
+    of: str
+    goal: str
+
+
+def judged(name: str, size: Size, best: dict[str, float]) -> list[Row]:
+    """What was measured, as a ratio, beside its goal."""
+    tokens = BATCH * BATCH_OUTPUT_TOKENS
+    one = 1 / size.one_seconds(best["read"])
+    sixteen = tokens / size.sixteen_seconds(best["read"], best["gemm"])
+    goal = 1.5 * PEER_SIXTEEN[name] / (tokens / size.sixteen_seconds(PEER_READ, PEER_GEMM))
+    ttft = size.prompt_operations(PROMPT_TOKENS) / best["gemm"]
+    faster = {kind: best[kind] / best["one"] for kind in ("int8", "int4")}
+
+    def speed(key: str) -> str:
+        return f"{best[key]:.1f} tok/s"
+
+    def milliseconds(key: str) -> str:
+        return f"{best[key] * 1e3:.1f} ms"
+
+    return [
+        Row("one sequence", speed("one"), best["one"] / one, f"limit {one:.1f}", ">= 0.60"),
+        Row("16 concurrent", speed("sixteen"), best["sixteen"] / sixteen, f"limit {sixteen:.0f}", f">= {goal:.2f}"),
+        Row("TTFT, 1024 tokens", milliseconds("ttft"), ttft / best["ttft"], f"limit {ttft * 1e3:.0f}", ">= 0.80"),
+        Row("TTFT, warm", milliseconds("warm"), best["warm"] / best["ttft"], "cold", "< 0.10"),
+        Row("int8, one sequence", speed("int8"), faster["int8"], "bfloat16", ">= 1.60"),
+        Row("int4, one sequence", speed("int4"), faster["int4"], "bfloat16", ""),
+        Row("dispatch of a step", milliseconds("dispatch"), best["dispatch"] * best["one"], "a step", ""),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The engine on this CPU, beside the CPU's own limits.")
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=[*SHAPES])
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="(default: all)")
+    parser.add_argument("--clock", choices=[*CLOCKS], default="wall", help="cpu: only for one thread")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--result", type=Path, help="a file for the figures")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    native = library.load()
+    level = native.level_names[-1] if native else "none"
+    machine = f"{cpu_name()}, {args.threads} threads, {args.clock} time, kernels {level}, torch {torch.__version__}"
+    print(machine)
+    figures = {}
+    for name in args.shapes:
+        with tempfile.TemporaryDirectory() as directory:
+            size, best = measure(name, args.threads, CLOCKS[args.clock], args.rounds, Path(directory))
+        print(f"\n{name}: read {best['read'] / 1e9:.1f} GB/s, gemm {best['gemm'] / 1e9:.0f} GFLOP/s")
+        rows = judged(name, size, best)
+        for row in rows:
+            print(f"  {row.what:20}{row.figure:>14}{row.ratio:8.2f} of {row.of:12}{row.goal:>10}")
+        figures[name] = {"best": best, "judged": [asdict(row) for row in rows]}
+    if args.result:
+        load_average = f"load average {os.getloadavg()[0]:.0f} at the end"
+        date = datetime.now(UTC).date().isoformat()
+        result = {"machine": f"{machine}, {load_average}", "date": date, "rounds": args.rounds, "figures": figures}
+        args.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} CPUs"
+
+
+if __name__ == "__main__":
+    main()
