@@ -916,12 +916,16 @@ inline void store(T* to, vf v, int64_t left) {
   __builtin_memcpy(to, some, left * sizeof(T));
 }
 
-inline float sum(vf v) {
-  float lanes[LANES];
-  store(lanes, v);
-  for (int64_t half = LANES / 2; half; half /= 2)
-    for (int64_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  return lanes[0];
+inline float sum(vf v) {  // halves onto halves
+#if WIDTH == 64
+  return _mm512_reduce_add_ps((__m512)v);
+#elif WIDTH == 32
+  const __m128 halves = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  const __m128 pairs = _mm_add_ps(halves, _mm_movehl_ps(halves, halves));
+  return _mm_cvtss_f32(_mm_add_ss(pairs, _mm_movehdup_ps(pairs)));
+#else
+  return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
 }
 
 // Cephes' polynomial, within 2e-7 of the truth. Far below zero it is zero, and far above it stays finite.

@@ -1,0 +1,71 @@
+// Prints what the base level makes of every operation, for numbers that are the same on every machine.
+#include "../../../backend/native/kernels.cpp"
+
+#include <cstdio>
+#include <vector>
+
+template <class T>
+T number(int64_t i) {
+  const float value = float((i * 7919 + 13) % 257 - 128) / 97.0f;
+  if constexpr (sizeof(T) == 2) return T{to_bf16(value)};
+  else if constexpr (sizeof(T) == 1) return T((i * 31 + 7) % 255 - 127);
+  else return T(value);
+}
+template <class T>
+std::vector<T> numbers(int64_t count) {
+  std::vector<T> made;
+  for (int64_t i = 0; i < count; i++) made.push_back(number<T>(i));
+  return made;
+}
+
+template <class T>
+void run(const char* name, Op op, const std::vector<T>& out) {
+  warmpath_run(&op, 1, 2, 0);
+  std::printf("%s", name);
+  for (const T& value : out) {
+    if constexpr (sizeof(T) == 2) std::printf(" %.9g", to_float(value));
+    else std::printf(" %.9g", value);
+  }
+  std::printf("\n");
+}
+
+template <class T>
+void all_operations(Dtype dtype) {
+  constexpr int64_t T_ROWS = 3, K = 96, N = 37;
+  const auto x = numbers<T>(T_ROWS * K), w = numbers<T>(N * K), bias = numbers<T>(N);
+  const auto w8 = numbers<int8_t>(N * K);
+  const auto scales = numbers<float>(N);
+  const auto scales4 = numbers<bf16>(N * K / 32);
+  std::vector<T> out(T_ROWS * N);
+  Op op{LINEAR, {}};
+  op.linear = {x.data(), w.data(), nullptr, bias.data(), out.data(), T_ROWS, N, K, K, dtype, PLAIN};
+  run("linear", op, out);
+  op.linear = {x.data(), w8.data(), scales.data(), nullptr, out.data(), T_ROWS, N, K, K, dtype, INT8};
+  run("int8", op, out);
+  op.linear = {x.data(), w8.data(), scales4.data(), nullptr, out.data(), T_ROWS, N, K, K, dtype, INT4};
+  run("int4", op, out);
+  std::vector<T> rows(T_ROWS * K), sums(T_ROWS * K);
+  op.code = RMS_NORM;
+  op.rms_norm = {x.data(), x.data(), w.data(), rows.data(), sums.data(), T_ROWS, K, 1, K, dtype, dtype, 1e-6};
+  run("norm", op, rows);
+  const auto angles = numbers<float>(T_ROWS * 12);
+  op.code = ROPE;
+  op.rope = {x.data(), angles.data(), angles.data(), rows.data(), T_ROWS, K, 4, 24, dtype};
+  run("rope", op, rows);
+  std::vector<T> half(T_ROWS * K / 2);
+  op.code = GATED;
+  op.gated = {x.data(), half.data(), T_ROWS, K / 2, dtype, 1};
+  run("gated", op, half);
+  const auto cache = numbers<T>(8 * 4 * 2 * 24), query = numbers<T>(T_ROWS * 4 * 24);
+  const int32_t tables[] = {3, 1, 5, 0, 2, 0}, starts[] = {0, 1, 3}, seq_lens[] = {9, 6};
+  std::vector<T> seen(T_ROWS * 4 * 24);
+  op.code = ATTEND;
+  op.attend = {query.data(), cache.data(), cache.data(), seen.data(), tables, starts, seq_lens,
+               2, 3, 4, 4, 2, 24, dtype, 5, 0.2, 3.0, 9};
+  run("attend", op, seen);
+}
+
+int main() {
+  all_operations<float>(FLOAT32);
+  all_operations<bf16>(BFLOAT16);
+}

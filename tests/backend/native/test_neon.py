@@ -1,0 +1,31 @@
+"""The base level on ARM, where it is NEON, against the same here, which the other tests hold against the formulas."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+DRIVER = Path(__file__).with_name("levels.cpp")
+FLAGS = ("-std=c++17", "-O1", "-pthread", "-static", "-w")
+
+if not (shutil.which(CROSS) and shutil.which(EMULATOR) and shutil.which("g++")):
+    pytest.skip(f"{CROSS} and {EMULATOR} are not both here", allow_module_level=True)
+
+
+def output(compiler: str, runner: tuple[str, ...], directory: Path) -> list[tuple[str, list[float]]]:
+    program = directory / compiler
+    subprocess.run([compiler, *FLAGS, str(DRIVER), "-o", str(program)], check=True)
+    printed = subprocess.run([*runner, str(program)], check=True, capture_output=True, text=True).stdout
+    return [(name, [float(v) for v in values]) for name, *values in map(str.split, printed.splitlines())]
+
+
+def test_neon_computes_what_the_base_level_computes_here(tmp_path: Path) -> None:
+    ours, theirs = output("g++", (), tmp_path), output(CROSS, (EMULATOR,), tmp_path)
+    assert len(ours) == 14
+    assert [name for name, _ in ours] == [name for name, _ in theirs]
+    for i, (_, values) in enumerate(theirs):
+        assert values == pytest.approx(ours[i][1], rel=1e-4 if i < 7 else 1e-2, abs=1e-3 if i < 7 else 1e-2)
