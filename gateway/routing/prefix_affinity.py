@@ -11,8 +11,8 @@ The cost is one number in predicted seconds, without thresholds and without a sw
 `lost` is as much as is computed, but for what half of the servers hold: one copy more of that costs little. Of servers
 that tell what is in their caches it is what will have to go, as far as it was used lately: where the oldest is of no
 use any more nothing is lost, and when conversations do not fit, few of them lose much and not all of them all. So a
-prefix that everybody holds distinguishes nobody, and a hot one comes to be held by another server as soon
-as waiting costs more than computing it there.
+prefix that everybody holds distinguishes nobody, and a hot one comes to be held by another server as soon as waiting
+costs more than computing it there.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@ from __future__ import annotations
 import msgspec
 
 from gateway.fleet import Fleet, Server
+from gateway.prefix.events.base import Stored
+from gateway.prefix.events.blocks import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import Unasked
 from gateway.routing.least_busy import LeastBusy
@@ -115,3 +117,19 @@ def test_round_robin_takes_turns() -> None:
         server.send(a_call(LONG), float(now))
         chosen.append(server)
     assert chosen == [a, b, a, b]
+
+
+def test_where_caches_are_full_what_lies_idle_makes_way() -> None:
+    """Both have been asked as often, and what b holds was used all the while."""
+    a, b = servers()
+    for server in (a, b):
+        server.blocks = BlockIndex(server.cache)
+        server.blocks.stored(Stored(tuple(range(100)), None, BLOCK_TOKENS))
+        server.estimate.told_capacity(100 * BLOCK_TOKENS, room=2.0)
+        server.cache.add(tuple(range(100)))
+    for turn in range(50):
+        a.cache.touch((-1 - turn,))
+        b.cache.touch(tuple(range(100)))
+    call = a_call(LONG)
+    assert [candidate.server for candidate in PrefixAffinity().order(call, [b, a], now=0.0)] == [a, b]
+    assert b.loss_tokens(640.0, 0.0) == 640.0 > 10 * a.loss_tokens(640.0, 0.0)
