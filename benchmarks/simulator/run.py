@@ -66,18 +66,18 @@ def agents(trace: Trace, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def _run(trace: Trace, servers: int, capacity_tokens: int, rate: float) -> dict[str, Any]:
-    started, cpu_started = time.perf_counter(), _cpu_seconds()
+    started, cpu_started = time.perf_counter(), cpu_seconds()
     site = Site(policy_for(Policy.model_validate(BARE_POLICY), servers), capacity_tokens, rate)
     summaries = list(compare(trace, site, list(STRATEGIES), processes=os.cpu_count() or 1))
     return {
         "trace": trace.name, "requests": trace.requests, "servers": servers, "capacity_tokens": capacity_tokens,
-        "prefill_tokens_per_second": round(rate), "cpu_seconds": round(_cpu_seconds() - cpu_started, 1),
+        "prefill_tokens_per_second": round(rate), "cpu_seconds": round(cpu_seconds() - cpu_started, 1),
         "seconds": round(time.perf_counter() - started, 1),
         "summaries": summaries,
     }  # fmt: skip
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     """Of this process and of those that have ended."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system

@@ -1,0 +1,43 @@
+"""How long the simulator takes for 48,000 requests of coding agents, all strategies beside each other.
+
+The bound is two minutes. As many processes share the strategies as there are CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+
+from benchmarks.simulator.run import AGENT_PREFILL_TOKENS_PER_SECOND, cpu_seconds
+from gateway.cli.simulate import BARE_POLICY
+from gateway.policy import Policy
+from gateway.simulator import generate
+from gateway.simulator.compare import STRATEGIES, compare, policy_for
+from gateway.simulator.replay import Site
+from gateway.simulator.traces import staggered
+
+REQUESTS = 48_000
+REQUESTS_PER_SESSION = 53  # about
+LIMIT_SECONDS = 120.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=REQUESTS)
+    arguments = parser.parse_args()
+    made = generate.agents(1, sessions=max(1, arguments.requests // REQUESTS_PER_SESSION))
+    trace, policy = staggered(made, seed=1), policy_for(Policy.model_validate(BARE_POLICY), 4)
+    site = Site(policy, 1_000_000, AGENT_PREFILL_TOKENS_PER_SECOND)
+    started, cpu_started = time.perf_counter(), cpu_seconds()
+    for summary in compare(trace, site, list(STRATEGIES), processes=os.cpu_count() or 1):
+        print(f"{summary.strategy:22} cached {summary.hit_rate:6.1%}", flush=True)
+    print(json.dumps({
+        "requests": trace.requests, "strategies": len(STRATEGIES), "seconds": round(time.perf_counter() - started, 1),
+        "limit_seconds": LIMIT_SECONDS, "cpu_seconds": round(cpu_seconds() - cpu_started, 1),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
