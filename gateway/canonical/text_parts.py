@@ -9,13 +9,19 @@ further key (a cache breakpoint, say).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
 from gateway.canonical.base import Message, MessagesTransform, Safety, View
 
-_parts = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+
+class _Text(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: msgspec.Raw
+
+
+_one_text = msgspec.json.Decoder(tuple[_Text])
 _FORBIDDEN_ROLES = {b'"assistant"', b'"tool"', b'"function"'}  # history and tool results stay as they came
 
 
@@ -41,10 +47,7 @@ def _single_text(content: msgspec.Raw | None) -> msgspec.Raw | None:
     if content is None or bytes(memoryview(content)[:1]) != b"[":
         return None
     try:
-        parts = _parts.decode(content)
-    except (msgspec.MsgspecError, RecursionError):  # no such parts: the server is to judge them
+        text = _one_text.decode(content)[0].text
+    except (msgspec.MsgspecError, RecursionError):  # other parts, or none that the server would take
         return None
-    if len(parts) != 1 or parts[0].keys() != {"type", "text"} or bytes(parts[0]["type"]) != b'"text"':
-        return None
-    text = parts[0]["text"]
     return text if bytes(memoryview(text)[:1]) == b'"' else None
