@@ -143,7 +143,7 @@ class JoinedProtocol(HttpToolsProtocol):
     """Beside how replies are written: bounds on connections and on heads, which uvicorn has none of. A client that
     sends nothing, or a byte now and then, has one connection, and that for a while only."""
 
-    _in_head = False
+    _head: object = None  # the scope of the request whose head is counted
     _head_bytes = 0
     _deadline: asyncio.TimerHandle | None = None  # of the first bytes, then of a head that has begun
     server_state: Connections
@@ -159,23 +159,27 @@ class JoinedProtocol(HttpToolsProtocol):
         if self._deadline is not None and not self._in_head:
             self._forget_deadline()
         super().data_received(data)
-        if self._in_head and not self.transport.is_closing():  # nearly every head comes whole
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, b"the head of the request is too long")
-            elif self._deadline is None:
-                self._deadline = self.loop.call_later(HEAD_SECONDS, self._give_up)
-
-    def on_message_begin(self) -> None:
-        self._in_head = True
-        self._head_bytes = 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        if self._deadline is not None:
+        if self._in_head:  # nearly every head comes whole
+            self._wait_for_head(len(data))
+        elif self._deadline is not None:
             self._forget_deadline()
-        super().on_headers_complete()
+
+    @property
+    def _in_head(self) -> bool:
+        """uvicorn makes a scope when a request begins, and a cycle of it when its head is complete."""
+        cycle = self.cycle
+        return self.scope is not None and (cycle is None or cycle.scope is not self.scope)
+
+    def _wait_for_head(self, more_bytes: int) -> None:
+        if self.transport.is_closing():
+            return
+        if self._head is not self.scope:
+            self._head, self._head_bytes = self.scope, 0
+        self._head_bytes += more_bytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, b"the head of the request is too long")
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
         self._deadline = None

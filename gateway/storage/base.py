@@ -12,6 +12,7 @@ begins alike on one node.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -192,17 +193,19 @@ class Storage(Counters, Blobs, Keys, Notices, Protocol):
 
 def check_charges(reservation_id: str, charges: Sequence[Charge]) -> None:
     """What every engine relies on; ValueError where a caller broke it."""
-    tenant = first_part(reservation_id) + "/"
-    keys = [charge.key for charge in charges]
-    for key in (min(keys), max(keys)) if keys else ():  # between which all others stand
-        if not key.startswith(tenant):
-            raise ValueError(f"the charge {key!r} and the reservation {reservation_id!r} begin with different tenants")
+    _check_keys(first_part(reservation_id), tuple([charge.key for charge in charges]))
     amounts = [charge.amount for charge in charges]
     if amounts and not (min(amounts) >= 0 and max(amounts) <= MAX_AMOUNT):
         raise ValueError(f"an amount is outside 0..2**63-1: {', '.join(map(repr, charges))}")
-    if len(set(keys)) != len(charges):
-        named = ", ".join(charge.key for charge in charges)
-        raise ValueError(f"a key stands twice in the charges of {reservation_id}: {named}")
+
+
+@lru_cache(maxsize=10_000)  # a caller comes with the same ones again and again
+def _check_keys(tenant: str, keys: tuple[str, ...]) -> None:
+    for key in keys:
+        if first_part(key) != tenant:
+            raise ValueError(f"the charge {key!r} and the reservation, of {tenant!r}, begin with different tenants")
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"a key stands twice in the charges: {', '.join(keys)}")
 
 
 def check_actual(reservation_id: str, actual: Sequence[int], *, charges: int | None = None) -> None:
