@@ -10,11 +10,11 @@ from benchmarks import ledger_faults
 
 pytestmark = pytest.mark.e2e
 
-REQUESTS = 200
+REQUESTS = 400
 
 
 async def test_the_books_say_what_the_engine_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_faults, "FAULT_SECONDS", (0.5, 1.5))
+    monkeypatch.setattr(ledger_faults, "FAULT_SECONDS", (0.05, 0.3))
     monkeypatch.setattr(ledger_faults, "CUT_SHARE", 0.02)
     findings = await ledger_faults.run(tmp_path, REQUESTS, clients=12, seed=1)
     assert findings.good, "\n".join(findings.lines())
