@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Literal, TypeVar
 from gateway.errors import StorageUnavailable
 
 OPEN_TIMEOUT_SECONDS = 5.0  # another process may be making the schema
+LOOK_AGAIN_SECONDS = 0.02
 
 Answer = TypeVar("Answer")
 
@@ -74,7 +76,7 @@ class SqliteFile:
     def _connect(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         db = sqlite3.connect(self._path, timeout=OPEN_TIMEOUT_SECONDS, isolation_level=None)
-        db.execute("PRAGMA journal_mode = WAL")
+        _use_wal(db)
         db.execute(f"PRAGMA synchronous = {self._synchronous}")
         db.execute("BEGIN IMMEDIATE")
         (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -105,6 +107,21 @@ class SqliteFile:
         finally:
             if db.in_transaction:
                 db.execute("ROLLBACK")
+
+
+def _use_wal(db: sqlite3.Connection) -> None:
+    """The one statement for which SQLite does not wait by itself: while another process changes the mode, or looks
+    through a log that was left behind, it is refused at once.
+    """
+    until = time.monotonic() + OPEN_TIMEOUT_SECONDS
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+        time.sleep(LOOK_AGAIN_SECONDS)
 
 
 def in_transaction(work: Callable[[sqlite3.Connection], Answer], db: sqlite3.Connection) -> Answer:
