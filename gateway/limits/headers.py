@@ -20,13 +20,13 @@ def tightest_headers(
 ) -> dict[str, str]:
     """Of several limits of one sort, a client is told of the one that has the least left. `shown`: the sort of each
     that clients are told of, and where its charge stands."""
-    least: dict[Shown, int] = {}
-    for sort, index in shown:
-        if sort not in least or remaining[index] < remaining[least[sort]]:
-            least[sort] = index
     headers: dict[str, str] = {}
-    for sort, index in least.items():
-        headers.update(ratelimit_headers(sort, charges[index], remaining[index]))
+    told: dict[Shown, int] = {}
+    for sort, index in shown:
+        left = remaining[index]
+        if told.setdefault(sort, left) >= left:
+            told[sort] = left
+            headers.update(ratelimit_headers(sort, charges[index], left))
     return headers
 
 

@@ -54,18 +54,24 @@ class Tally(Collector):
 
 
 class Spread:
-    """A histogram's buckets for one combination of labels."""
+    """A histogram's buckets for one combination of labels. `observe` is a list's own `append`, since every request has
+    several values to tell; they come into their buckets with `sort_in`, which whoever observes calls now and then.
+    """
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("_bounds", "_new", "counts", "observe", "sum")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
+        self._bounds = bounds
+        self._new: list[float] = []
+        self.observe = self._new.append
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+    def sort_in(self) -> None:
+        for value in self._new:
+            self.counts[bisect_left(self._bounds, value)] += 1
+        self.sum += sum(self._new)
+        self._new.clear()
 
 
 class Histogram(Collector):
@@ -83,6 +89,10 @@ class Histogram(Collector):
             spread = self._spreads.setdefault(_bounded(labels, self._spreads), Spread(self._bounds))
         return spread
 
+    def sort_in(self) -> None:
+        for spread in self._spreads.values():
+            spread.sort_in()
+
     def describe(self) -> list[Metric]:
         return [HistogramMetricFamily(self._name, self._text, labels=self._labels)]
 
@@ -90,6 +100,7 @@ class Histogram(Collector):
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
         bounds = [floatToGoString(bound) for bound in (*self._bounds, float("inf"))]  # type: ignore[no-untyped-call]
         for labels, spread in self._spreads.items():
+            spread.sort_in()
             cumulated = zip(bounds, itertools.accumulate(spread.counts), strict=True)
             family.add_metric(labels, [(bound, float(count)) for bound, count in cumulated], spread.sum)
         yield family

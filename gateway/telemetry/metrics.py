@@ -33,6 +33,7 @@ DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20,
 WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 600, 3600)
 OVERHEAD_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1)
 GEN_AI_DURATION_BUCKETS = tuple(0.01 * 2**i for i in range(14))  # as the conventions ask: 0.01 ... 81.92
+UNSORTED_MAX = 512  # requests, after which their values are sorted into buckets
 TOKEN_KINDS = ("input_uncached", "cache_read", "cache_write", "output", "reasoning")
 GEN_AI_TOKEN_BUCKETS = tuple(4**i for i in range(14))  # likewise: 1 ... 67108864
 
@@ -166,6 +167,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         # What a request adds to, looked up once for all requests that have the same labels.
         self._own: dict[tuple[str, str, str], _OwnSeries] = {}
+        self._histograms: list[Histogram] = []
+        self._unsorted = 0  # requests since their values were sorted into buckets
         self._upstream: dict[tuple[Operation, str, str, str], _UpstreamSeries] = {}
         ProcessCollector(registry=self._registry)
         self._requests = self._counter(
@@ -255,11 +258,16 @@ class Metrics:
         self._reloads.of("rejected").add()
 
     def update(self, record: CallRecord, times: Times) -> None:
+        self._unsorted += 1
+        if self._unsorted >= UNSORTED_MAX:
+            self._unsorted = 0
+            for histogram in self._histograms:
+                histogram.sort_in()
         call, marks = record.call, record.marks
         operation = str(record.operation) if record.operation else names.OTHER
         model, class_name = (call.model.name, call.class_name) if call else (names.OTHER, names.OTHER)
         outcome = str(record.outcome) if record.outcome else "rejected"
-        self._requests.of(operation, model, class_name, str(record.status), outcome).add()
+        self._requests.of(operation, model, class_name, str(record.status), outcome).total += 1
         series = self._own_series(operation, model, class_name)
         series.duration.observe(times.whole / 1e9)
         if marks.first_chunk_ns:
@@ -268,11 +276,11 @@ class Metrics:
         if times.queued is not None:
             series.queue_wait.observe(times.queued / 1e9)
         for attempt in record.attempts:
-            self._attempts.of(attempt.deployment, _attempt_outcome(attempt)).add()
+            self._attempts.of(attempt.deployment, _attempt_outcome(attempt)).total += 1
             if attempt.unbilled is not None:
                 self._add_lost(attempt.deployment, attempt.unbilled)
         if call is not None:
-            self._cache.of(record.cache).add()
+            self._cache.of(record.cache).total += 1
             if record.attempts:
                 self._update_upstream(record, call, times)
 
@@ -341,6 +349,7 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, labels: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram(name, text, labels, buckets)
+        self._histograms.append(histogram)
         self._registry.register(histogram)
         return histogram
 
