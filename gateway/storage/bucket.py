@@ -38,9 +38,11 @@ class Bucket(msgspec.Struct, array_like=True):
 
     def room(self, charge: RateCharge, now: float) -> float:
         """How much may be poured in now; below zero in debt. Includes what leaks in `TOLERANCE_SECONDS`."""
-        limit = charge.limit
+        limit, level = charge.limit, self.level
         leak = limit / charge.period_seconds
-        return limit - self._level_at(now, leak) + TOLERANCE_SECONDS * (1 + leak)
+        if now > self.time:
+            level = max(0.0, level - (now - self.time) * leak)
+        return limit - level + TOLERANCE_SECONDS * (1 + leak)
 
     def pour(self, amount: int, charge: RateCharge, now: float) -> float:
         """Whether or not there is room. Returns the time of it, to be named in `settle`."""
@@ -79,11 +81,5 @@ class Bucket(msgspec.Struct, array_like=True):
 
     def _leak(self, now: float, leak: float) -> None:
         if now > self.time:
-            self.level = self._level_at(now, leak)
+            self.level = max(0.0, self.level - (now - self.time) * leak)
             self.time = now
-
-    def _level_at(self, now: float, leak: float) -> float:
-        if now <= self.time:
-            return self.level
-        level = self.level - (now - self.time) * leak
-        return level if level > 0 else 0.0

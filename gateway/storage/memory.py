@@ -116,10 +116,18 @@ class MemoryStorage:
         return account_verdict(index, charge, account.spent, account.held)
 
     def _hold(self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float) -> None:
-        poured_at = tuple([self._take(charge, lease_seconds, now) for charge in charges])
         expires_at = now + lease_seconds
+        poured_at: list[float] = []
+        for charge in charges:
+            if isinstance(charge, RateCharge):
+                bucket = self._buckets.get(charge.key) or self._new_bucket(charge.key, now)
+                poured_at.append(bucket.pour(charge.amount, charge, now))
+            else:
+                forget_at = now + charge.keep_seconds if isinstance(charge, SpendCharge) else expires_at
+                self._account(charge.key, forget_at).held += charge.amount
+                poured_at.append(0.0)
         self._reservations[reservation_id] = _Reservation(
-            self._owner, tuple(charges), poured_at, expires_at, expires_at + REMEMBER_SECONDS
+            self._owner, tuple(charges), tuple(poured_at), expires_at, expires_at + REMEMBER_SECONDS
         )
         if len(self._sweeps) > self._sweeps_max:
             self._drop_stale_sweeps()
@@ -172,13 +180,6 @@ class MemoryStorage:
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
         return 1 if self._owner else 0
-
-    def _take(self, charge: Charge, lease_seconds: float, now: float) -> float:
-        if type(charge) is RateCharge:
-            return (self._buckets.get(charge.key) or self._new_bucket(charge.key, now)).pour(charge.amount, charge, now)
-        keep_seconds = charge.keep_seconds if type(charge) is SpendCharge else lease_seconds
-        self._account(charge.key, now + keep_seconds).held += charge.amount
-        return 0.0
 
     def _return_holds(self, reservation: _Reservation) -> None:
         if reservation.holding:
