@@ -77,6 +77,14 @@ class JoinedCycle(RequestResponseCycle):
         self.waiting_for_100_continue = False
         return True
 
+    def whole_body(self) -> bytes | None:
+        """See `Wire.whole_body`."""
+        if self.more_body or self.disconnected or self.response_complete:
+            return None
+        body, self.body = bytes(self.body), bytearray()
+        self.message_event.clear()
+        return body
+
     def _put(self, message: ASGISendEvent) -> bool:
         """Send a message without waiting. False: nothing was sent."""
         if self.disconnected:

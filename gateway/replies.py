@@ -40,6 +40,9 @@ class ClientGone(Exception):
 class Wire(Protocol):
     """What a server may offer beside ASGI's coroutines, in the scope's extensions under `WIRE`."""
 
+    def whole_body(self) -> bytes | None:
+        """The request's body, once; None where it is not all there yet, or nobody is there any more: `receive` it."""
+
     def begin(self, status: int, lines: bytes, *, length: int | None, close: bool) -> bool:
         """Send a head without waiting: `lines` are its headers, each with its CRLF; `length` and `close` say what they
         say of the body and of the connection. False: nothing was sent; `send` it, which waits if it has to.
@@ -85,11 +88,13 @@ class Exchange:
         self._bound: WaitBound | None = None
         self._watch: asyncio.Task[None] | None = None
         self._task: asyncio.Task[Any] | None = None
-        self._wanted: Callable[[], bool] = lambda: False
+        self._wanted: Callable[[], bool] = _nobody
         self._sending: Awaitable[None] | None = None  # a `send` that has to wait
 
     async def body(self) -> bytes:
         """The whole body. Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `ClientGone`."""
+        if self._wire is not None and (body := self._wire.whole_body()) is not None:
+            return self._checked(body)
         receiving = self._whole_body().__await__()
         try:
             waits_for = next(receiving)
@@ -116,13 +121,15 @@ class Exchange:
             raise self._too_large() if length > self._max_body_bytes else self._no_room()
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body"):
-            body: bytes = message.get("body", b"")
-            if len(body) > self._max_body_bytes:
-                raise self._too_large()
-            if not self._hold(len(body)):
-                raise self._no_room()
-            return body
+            return self._checked(message.get("body", b""))
         return await self._rest_of_body(message)
+
+    def _checked(self, body: bytes) -> bytes:
+        if len(body) > self._max_body_bytes:
+            raise self._too_large()
+        if not self._hold(len(body)):
+            raise self._no_room()
+        return body
 
     async def _rest_of_body(self, message: Message) -> bytes:
         body = bytearray()
@@ -316,6 +323,10 @@ class Exchange:
         self._held_bytes = 0
         if self._bound is not None:
             self._bound.close()
+
+
+def _nobody() -> bool:
+    return False
 
 
 @types.coroutine

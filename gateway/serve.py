@@ -93,8 +93,9 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
         except LeaderFailed:
             found = UNRECORDED  # it asks for itself
     record.cache = "off" if found is UNRECORDED else "miss"
-    exchange.stay_while(lambda: found.followed)
-    found.when_abandoned(exchange.leave_if_gone)
+    if found is not UNRECORDED:
+        exchange.stay_while(lambda: found.followed)
+        found.when_abandoned(exchange.leave_if_gone)
 
     with found:
         marks.enter("admit")
