@@ -121,6 +121,7 @@ class AtRate(NamedTuple):
 
     pacing: float
     making: float
+    receipt: float
     call: float
     latencies: list[float]
 
@@ -153,11 +154,11 @@ async def at_rate(ledger: Ledger, receipts: int, per_second: int) -> AtRate:
             await asyncio.sleep(max(0.0, started + (number + 1) / per_second - time.perf_counter()))
         return (time.process_time() - cpu) / ROUND * 1e6
 
-    works: list[Callable[[], object]] = [lambda: None, make_rows, settle_one]
+    works: list[Callable[[], object]] = [lambda: None, make_rows, lambda: ledger.append(a_receipt()), settle_one]
     rounds = [[await paced(work) for work in works] for _ in range(max(1, receipts // ROUND))]
     await settler.stop()
-    pacing, making, call = (statistics.median(costs) for costs in zip(*rounds, strict=True))
-    return AtRate(pacing, making - pacing, call - pacing, limiter.latencies)
+    pacing, making, receipt, call = (statistics.median(costs) for costs in zip(*rounds, strict=True))
+    return AtRate(pacing, making - pacing, receipt - pacing, call - pacing, limiter.latencies)
 
 
 async def measure(directory: Path, receipts: int, per_second: int) -> list[str]:
@@ -182,6 +183,7 @@ async def measure(directory: Path, receipts: int, per_second: int) -> list[str]:
         paced = await at_rate(ledger, receipts, per_second)
     say(f"{per_second} a second: pacing alone", paced.pacing, "us CPU")
     say("more, with making the rows alone", paced.making, "us CPU a call")
+    say("more, with a receipt made and kept", paced.receipt, "us CPU a receipt")
     say("more, with open, receipt and settle", paced.call, "us CPU a call")
     quantiles = statistics.quantiles(paced.latencies, n=100)
     say("until settled", quantiles[49] * 1e3, "ms p50", f", {quantiles[98] * 1e3:.2f} ms p99")

@@ -16,7 +16,7 @@ class Deployment(Frozen):
     """A configured target: one server, one model on it."""
 
     name: Name = Field(description="How receipts, metrics and headers name it.")
-    provider: Name = Field("openai", description="The dialect it speaks: openai, warmpath, vllm, llamacpp.")
+    provider: Name = Field("openai", description="The dialect it speaks: openai, warmpath, vllm, sglang, llamacpp.")
     base_url: str = Field(pattern=r"^https?://", description="The OpenAI-compatible base URL, /v1 included.")
     model: Name = Field(description="The model's name on that server.")
     max_concurrency: Count = Field(64, description="Calls that it is sent at the same time, at most.")
@@ -28,6 +28,11 @@ class Deployment(Frozen):
     api_key: EnvSecret | None = Field(None, description="The key it is called with.")
     price: Prices = Field(
         (), description="What its tokens cost: one price, or several of which the first that fits a call holds."
+    )
+    priorities: bool = Field(
+        False,
+        description="vllm, sglang: its scheduler knows priorities (`--scheduling-policy priority`, "
+        "`--enable-priority-scheduling`), and is told each call's. The bundled engine always is.",
     )
     continuous_usage: bool = Field(
         False, description="It can count in every chunk (`continuous_usage_stats`): a stream that is cut is exact then."

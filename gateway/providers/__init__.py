@@ -13,11 +13,14 @@ from gateway.providers.transport import HTTPTransport
 PROVIDERS = {
     "openai": "gateway.providers.openai:OpenAI",
     "llamacpp": "gateway.providers.llamacpp:LlamaCpp",
+    "sglang": "gateway.providers.sglang:SGLang",
     "vllm": "gateway.providers.vllm:VLLM",
     "warmpath": "gateway.providers.vllm:Warmpath",
 }
 
-SALTED = frozenset({"vllm", "warmpath"})  # those that keep the prefix caches of tenants apart, by `cache_salt`
+SALTED = frozenset(
+    {"sglang", "vllm", "warmpath"}
+)  # those that keep the prefix caches of tenants apart, by `cache_salt`
 
 
 class UnknownProvider(ValueError):

@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import Callable
 from functools import lru_cache
+from typing import ClassVar
 
 import msgspec
 
+from gateway.policy import Deployment, EnvSecret
 from gateway.providers.openai import OpenAI
+from gateway.providers.transport import HTTPTransport
 from gateway.types import Call, Operation
-
-# Fields by which a client would reach past the gateway: into other tenants' caches, ahead of their requests, and, as
-# `kv_transfer_params` names hosts to fetch KV blocks from, into the network.
-_RESERVED = ("cache_salt", "priority", "kv_transfer_params")
-
 
 MAX_METRICS_BYTES = 8 * 1024 * 1024
 MAX_TOKENIZED_BYTES = 32 * 1024 * 1024  # it tells every token, too
 _PROMPT = ("prompt", "messages", "tools", "chat_template", "chat_template_kwargs")
-_COUNTER = re.compile(rb"^vllm:(prompt|generation)_tokens_total(?:\{(.*)\})? +(\S+)", re.MULTILINE)
+_COUNTER = re.compile(rb"^(?:vllm|sglang):(prompt|generation)_tokens_total(?:\{(.*)\})? +(\S+)", re.MULTILINE)
 
 
 class _Tokenized(msgspec.Struct):
@@ -38,11 +37,20 @@ def _encoded(text: str) -> msgspec.Raw:
 class VLLM(OpenAI):
     """OpenAI's dialect plus `cache_salt`.
 
-    Usage is asked for at the end, and in every chunk (`continuous_usage_stats`) where the policy says so.
-    `priority` is not sent: vLLM refuses it unless its scheduler was started with `--scheduling-policy priority`.
+    Usage is asked for at the end, and in every chunk (`continuous_usage_stats`) where the policy says so. `priority` is
+    sent where it says so, too: vLLM refuses it unless its scheduler was started with `--scheduling-policy priority`.
     """
 
+    # Fields by which a client would reach past the gateway: into other tenants' caches, ahead of their requests, and,
+    # as `kv_transfer_params` names hosts to fetch KV blocks from, into the network.
+    reserved: ClassVar[tuple[str, ...]] = ("cache_salt", "priority", "kv_transfer_params")
     continues_messages = True
+
+    def __init__(
+        self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
+    ) -> None:
+        super().__init__(deployment, transport, resolve_secret)
+        self._knows_priorities = deployment.priorities
 
     @property
     def health_path(self) -> bytes:
@@ -69,11 +77,19 @@ class VLLM(OpenAI):
 
     def fields(self, call: Call) -> dict[str, msgspec.Raw]:
         fields = super().fields(call)
-        for name in _RESERVED:
+        for name in self.reserved:
             fields.pop(name, None)
-        if call.operation is not Operation.EMBEDDING and call.cache_salt:
+        if call.operation is Operation.EMBEDDING:
+            return fields
+        if call.cache_salt:
             fields["cache_salt"] = _encoded(call.cache_salt)
+        if self._knows_priorities:
+            fields["priority"] = self._priority(call)
         return fields
+
+    def _priority(self, call: Call) -> msgspec.Raw:
+        """In the server's own sense: here the lowest goes first, as in the policy."""
+        return msgspec.Raw(b"%d" % call.latency_class.priority)
 
 
 def read_counters(metrics: bytes, model: bytes) -> tuple[int, int] | None:
@@ -99,6 +115,12 @@ class Warmpath(VLLM):
     keeps_records = True
     knows_deadlines = True
 
+    def __init__(
+        self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
+    ) -> None:
+        super().__init__(deployment, transport, resolve_secret)
+        self._knows_priorities = True
+
     async def usage_of(self, call_id: str) -> bytes | None:
         path = b"%b/requests/%b" % (self.root_path, call_id.encode())
         with contextlib.suppress(TimeoutError):
@@ -108,9 +130,3 @@ class Warmpath(VLLM):
                     if (record := await self._get(path)) is not None:
                         return record
         return None
-
-    def fields(self, call: Call) -> dict[str, msgspec.Raw]:
-        fields = super().fields(call)
-        if call.operation is not Operation.EMBEDDING:
-            fields["priority"] = msgspec.Raw(b"%d" % call.latency_class.priority)
-        return fields

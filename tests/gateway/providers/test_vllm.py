@@ -30,6 +30,24 @@ def test_what_each_is_told_beyond_openais_dialect(operation: Operation) -> None:
     assert rendered("warmpath", operation=operation) == {**vllm, "priority": 10}
 
 
+def test_a_scheduler_that_knows_priorities_is_told_them_in_its_own_sense() -> None:
+    deployment = {"name": "d", "base_url": "http://x/v1", "model": "m", "priorities": True}
+    for provider, priority in (("vllm", 10), ("sglang", -10), ("warmpath", 10)):
+        made = make_provider(
+            Deployment.model_validate({**deployment, "provider": provider}), HTTPTransport(), resolve_nothing
+        )
+        assert msgspec.json.decode(made.render(call(FORGED)))["priority"] == priority
+    assert "priority" not in rendered("sglang")
+
+
+def test_a_client_reaches_nobody_else_on_sglang() -> None:
+    forged = b'{"rid": "r", "extra_key": "k", "session_params": {}, "bootstrap_host": "x", "cache_salt": "y"}'
+    made = make_provider(
+        Deployment(name="d", provider="sglang", base_url="http://x/v1", model="m"), HTTPTransport(), resolve_nothing
+    )
+    assert msgspec.json.decode(made.render(call(forged))) == {"model": "m", "cache_salt": "salt-of-the-tenant"}
+
+
 def test_embeddings_have_neither() -> None:
     for provider in ("vllm", "warmpath"):
         assert rendered(provider, operation=Operation.EMBEDDING) == {"model": "m"}
@@ -62,6 +80,11 @@ vllm:generation_tokens_total{engine="0",model_name="m"} 46.0
         (METRICS, b"other", (3, 0)),
         (METRICS, b"an alias", (1_250_010, 46)),
         (b"vllm:prompt_tokens_total 5\nvllm:generation_tokens_total 6\n", b"m", (5, 6)),
+        (
+            b'sglang:prompt_tokens_total{model_name="m"} 5.0\nsglang:generation_tokens_total{model_name="m"} 6.0\n',
+            b"m",
+            (5, 6),
+        ),
         (b"process_cpu_seconds_total 5\n", b"m", None),
     ],
 )
