@@ -20,7 +20,7 @@ from gateway.doors.base import Door
 from gateway.errors import Unauthenticated
 from gateway.ledger import Opened
 from gateway.policy import LatencyClass, Policy
-from gateway.replies import WIRE
+from gateway.replies import WIRE, Wire
 from gateway.serve import House, handle
 from gateway.settlement import Books
 from gateway.types import Call, Principal, Receipt
@@ -83,6 +83,10 @@ class Reply:
     body: bytes = b""
     receipt: Receipt | None = None
 
+    def whole_body(self) -> bytes | None:
+        """It is received, as any."""
+        return None
+
     def begin(self, status: int, lines: bytes, *, length: int | None, close: bool) -> bool:
         self.status = status
         pairs = (line.partition(": ") for line in lines.decode("latin-1").splitlines())
@@ -99,12 +103,13 @@ class Reply:
 
 async def call(house: House, door: Door, body: bytes, reply: Reply, *, key_id: str, call_id: str) -> None:
     """One request from its beginning to its end. Cancelled, it gives back what it held, as any call."""
+    wire: Wire = reply
     scope = {
         "type": "http",
         "method": "POST",
         "path": f"/v1/{door.operation.value}",
         "headers": [(b"content-type", b"application/json"), (KEY_HEADER, key_id.encode())],
-        "extensions": {WIRE: reply},
+        "extensions": {WIRE: wire},
     }
 
     async def receive() -> Message:
