@@ -158,19 +158,7 @@ class Gateway:
             canonicaliser=AtBatchClass(pepper.encode(), self._storage),
         )
         self._doors = {f"/v1/{door.operation.value}": door for door in DOORS}
-        self._shell = Starlette(
-            routes=[
-                *(Route(path, _post_only, methods=["POST"]) for path in self._doors),  # any other method: 405
-                *self._batches.routes,
-                Route("/v1/models", self._models),
-                Route("/v1/models/{name:path}", self._model),
-                Route("/health", self._health),
-                Route("/ready", self._ready),
-                Route("/metrics", self._metrics),
-            ],
-            exception_handlers=EXCEPTION_HANDLERS,
-        )
-        self._shell.router.redirect_slashes = False  # a redirect would name whatever host the client made up
+        self._shell = self._make_shell()
         # On a listener of its own, where settings give it one; `routes` is where further ones are mounted.
         self.admin = Admin(
             policies=policies,
@@ -183,6 +171,23 @@ class Gateway:
         self._take_over(policies.current)
         policies.subscribe(self._take_over, refused=self._telemetry.policy_rejected)
         self._show_numbers()
+
+    def _make_shell(self) -> Starlette:
+        """All that is no call of a model."""
+        shell = Starlette(
+            routes=[
+                *(Route(path, _post_only, methods=["POST"]) for path in self._doors),  # any other method: 405
+                *self._batches.routes,
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/health", self._health),
+                Route("/ready", self._ready),
+                Route("/metrics", self._metrics),
+            ],
+            exception_handlers=EXCEPTION_HANDLERS,
+        )
+        shell.router.redirect_slashes = False  # a redirect would name whatever host the client made up
+        return shell
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         door = self._doors.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None

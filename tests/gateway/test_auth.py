@@ -107,6 +107,15 @@ async def test_one_that_expires_later_is_valid_now(keys: CountingKeys) -> None:
     assert (await Authenticator(keys, PEPPER).authenticate(bearer(STORED), policy())).key_id == "in_store"
 
 
+async def test_a_key_that_the_next_policy_does_not_have_is_known_no_more(keys: CountingKeys) -> None:
+    authenticator, before = Authenticator(keys, PEPPER), policy()
+    known = await authenticator.authenticate(bearer(KEY), before)
+    assert await authenticator.authenticate(bearer(KEY), before) == known
+    await refusal_of(authenticator, bearer(f"{KEY}0"))
+    with pytest.raises(Unauthenticated):
+        await authenticator.authenticate(bearer(KEY), a_policy(tenants=[{"name": "t"}]))
+
+
 async def test_another_pepper_voids_every_key(keys: CountingKeys) -> None:
     for key in (KEY, STORED):
         await refusal_of(Authenticator(keys, "another"), bearer(key))

@@ -28,6 +28,17 @@ def test_a_provider_is_made_anew_only_for_what_has_changed() -> None:
     assert made == ["a", "b", "b"]
 
 
+def test_a_model_has_the_servers_of_the_policy_that_is_in_force() -> None:
+    known, policy = Fleet(lambda deployment: Unasked()), a_policy()
+    (model,) = policy.models
+    known.apply(policy)
+    assert [server.name for server in known.servers_of(model)] == list(model.deployments) == ["a", "b"]
+    fewer = policy.model_dump(by_alias=True)
+    fewer["models"][0]["deployments"] = ["a"]
+    known.apply(Policy.model_validate({**fewer, "deployments": fewer["deployments"][:1]}))
+    assert [server.name for server in known.servers_of(model)] == ["a"], "also of a call that came before"
+
+
 def test_the_least_busy_by_share_gives_its_place_first() -> None:
     policy = a_policy().model_dump(by_alias=True)
     policy["deployments"][0]["max_concurrency"] = 4

@@ -154,6 +154,31 @@ async def test_what_does_not_fit_is_sent_when_there_is_room() -> None:
     assert reply.endswith(b"xxhi")
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_body_is_there_at_once_only_if_it_came_with_its_head(at_once: bool) -> None:
+    found: list[bytes | None] = []
+    begun = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        wire: Wire = scope["extensions"][WIRE]
+        found.append(wire.whole_body())
+        begun.set()
+        while not at_once and (message := await receive())["more_body"]:
+            found.append(message["body"])
+        await send(head(200, (b"content-length", b"2")))
+        await send(body(b"hi"))
+
+    request = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\nconnection: close\r\n\r\nbo"
+    async with serving(app) as port, asyncio.timeout(TIMEOUT_SECONDS):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request + b"dy" if at_once else request)
+        await begun.wait()
+        writer.write(b"" if at_once else b"dy")
+        assert (await reader.read()).endswith(b"hi")
+        writer.close()
+    assert found[0] == (b"body" if at_once else None)
+
+
 async def test_a_client_that_leaves_is_told_of_once_and_only_to_who_wants_to_know() -> None:
     told: list[str] = []
     left = asyncio.Event()

@@ -6,6 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.policy import Policy
 from gateway.telemetry import LEDGER_ROWS, QUEUE_DEPTH, CallRecord, Telemetry, Watched, aggregates
+from gateway.telemetry.metrics import UNSORTED_MAX
 from gateway.types import Attempt, Outcome
 from tests.gateway.telemetry.conftest import CANARY, TRACE, at, marks
 
@@ -54,6 +55,17 @@ def test_a_request_is_counted_once_with_its_tokens_and_times(record: CallRecord)
     }
     assert read("gen_ai_client_operation_duration_seconds_sum", **gen_ai, error_type="") == pytest.approx(0.0488)
     assert read("gen_ai_client_token_usage_sum", **gen_ai, gen_ai_token_type="input") == 120
+
+
+def test_values_are_kept_apart_only_for_a_while_and_all_of_them_count(record: CallRecord) -> None:
+    telemetry, requests = Telemetry(), 2 * UNSORTED_MAX + 1
+    for _ in range(requests):
+        telemetry.record(record)
+    call = {"operation": "chat/completions", "model": "qwen3", "class_": "realtime"}
+    spread = telemetry._metrics._own_series("chat/completions", "qwen3", "realtime").duration
+    assert sum(spread.counts) >= 2 * UNSORTED_MAX - 1, "sorted before anybody asked"
+    assert value(telemetry, "warmpath_request_duration_seconds_count", **call) == requests
+    assert value(telemetry, "warmpath_request_duration_seconds_sum", **call) == pytest.approx(0.0504 * requests)
 
 
 def test_a_request_refused_at_the_door_has_no_model() -> None:
