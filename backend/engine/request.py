@@ -198,6 +198,7 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1  # of the token among the whole vocabulary; 1 is the most likely
 
 
 @dataclass(frozen=True, slots=True)

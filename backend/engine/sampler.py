@@ -50,12 +50,13 @@ def score(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> list[Toke
     logits: [N, vocab_size], token_ids: [N]. The model's own: nothing has been done to its logits.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
-    own = logprobs.gather(-1, token_ids[:, None]).squeeze(-1)
+    own = logprobs.gather(-1, token_ids[:, None])
+    ranks = (logprobs > own).sum(dim=-1) + 1
     top = logprobs.topk(min(max(counts), logits.shape[-1]), dim=-1)
-    columns = (token_ids.tolist(), own.tolist(), top.indices.tolist(), top.values.tolist())
+    columns = (token_ids.tolist(), own.squeeze(-1).tolist(), top.indices.tolist(), top.values.tolist(), ranks.tolist())
     return [
-        TokenLogprob(token_id, value, tuple(zip(top_ids, top_values, strict=True))[:count])
-        for count, token_id, value, top_ids, top_values in zip(counts, *columns, strict=True)
+        TokenLogprob(token_id, value, tuple(zip(top_ids, top_values, strict=True))[:count], rank)
+        for count, token_id, value, top_ids, top_values, rank in zip(counts, *columns, strict=True)
     ]
 
 

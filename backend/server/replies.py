@@ -113,13 +113,13 @@ def joined_logprobs(parts: Sequence[Json]) -> Json:
 def prompt_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> list[Json | None]:
     """vLLM's form: one object per token of the prompt, by token id; null for the first."""
 
-    def entry(token_id: int, logprob: float, rank: int | None) -> Json:
+    def entry(token_id: int, logprob: float, rank: int) -> Json:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": codec.token_text(token_id)}
 
     return [
         None,
         *(
-            {str(token.token_id): entry(token.token_id, token.logprob, None)}
+            {str(token.token_id): entry(token.token_id, token.logprob, token.rank)}
             | {str(id): entry(id, logprob, rank) for rank, (id, logprob) in enumerate(token.top, start=1)}
             for token in logprobs
         ),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from backend.engine.request import Request, SamplingParams
-from backend.engine.sampler import sample
+from backend.engine.sampler import sample, score
 from backend.engine.sampling_batch import NextToken, make_sampling_batch, uniform
 
 VOCAB_SIZE = 8
@@ -194,3 +194,10 @@ def test_the_least_noise_does_not_draw_a_forbidden_token() -> None:
     assert batch.random is not None
     silent = replace(batch, random=replace(batch.random, uniform=torch.zeros(1, dtype=torch.float64)))
     assert sample(torch.tensor([LOGITS]), silent)[0].token_id == 2
+
+
+def test_a_scored_token_has_its_rank_among_all() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 4)
+    scored = score(logits, torch.tensor([0, 1, 2, 3]), [1, 1, 1, 1])
+    assert [token.rank for token in scored] == [4, 1, 3, 2]
+    assert {token.top[0][0] for token in scored} == {1}

@@ -309,6 +309,10 @@ def test_prompt_logprobs_and_token_ids_as_vllm_tells_them(server: RunningServer)
     assert told["prompt_logprobs"][0] is None
     for token_id, scored in zip(told["prompt_token_ids"][1:], told["prompt_logprobs"][1:], strict=True):
         assert scored[str(token_id)]["logprob"] <= max(entry["logprob"] for entry in scored.values()) <= 0
+        by_rank = sorted(scored.values(), key=lambda entry: entry["rank"])
+        assert by_rank[0]["rank"] == 1
+        assert (by_rank[-1]["rank"] == 1) == (len(scored) == 1)
+        assert by_rank == sorted(by_rank, key=lambda entry: -entry["logprob"])
     text = server.client().completions.create(model=server.model, prompt=[5, 6, 7], extra_body=extra, **GREEDY)
     told = text.choices[0].model_extra or {}
     assert told["prompt_token_ids"] == [5, 6, 7]
