@@ -101,24 +101,25 @@ def statuses(replies: list[httpx2.Response]) -> Counter[int]:
 
 async def test_requests(twins: list[Gateway]) -> None:
     replies = await at_once(twins, "requests", chat(max_tokens=1))
-    # 30 an hour: not one more comes back while the test runs.
-    assert statuses(replies) == {200: REQUESTS, 429: CALLS - REQUESTS}
+    assert_granted(replies, REQUESTS)  # an hour: not one more comes back while the test runs
     for reply in replies:
-        assert reply.headers["x-ratelimit-limit-requests"] == str(REQUESTS)
+        if reply.status_code != 503:
+            assert reply.headers["x-ratelimit-limit-requests"] == str(REQUESTS)
         if reply.status_code == 429:
             assert reply.json()["error"]["code"] == "rate_limit_exceeded"
             assert int(reply.headers["retry-after-ms"]) > 0
-    assert sum(len(front.receipts(tenant="requests")) for front in twins) == REQUESTS
+    assert sum(len(front.receipts(tenant="requests")) for front in twins) == statuses(replies)[200]
 
 
 async def test_tokens(twins: list[Gateway]) -> None:
     """The prompt as token ids, so that what a call will use is known before: a fortieth of the limit."""
     body = {"model": DEMO, "prompt": list(range(100, 115)), "max_tokens": 60, "ignore_eos": True}
     replies = await at_once(twins, "tokens", body, "completions")
-    assert statuses(replies) == {200: TOKENS // 75, 429: CALLS - TOKENS // 75}
+    assert_granted(replies, TOKENS // 75)
+    granted = statuses(replies)[200]
     assert {reply.json()["usage"]["total_tokens"] for reply in replies if reply.status_code == 200} == {75}
     receipts = [row for front in twins for row in front.receipts(tenant="tokens")]
-    assert sum(row["input_uncached"] + row["cache_read"] + row["output"] for row in receipts) == TOKENS
+    assert sum(row["input_uncached"] + row["cache_read"] + row["output"] for row in receipts) == 75 * granted
 
 
 async def test_the_case_in_which_another_gateway_granted_663_tokens_of_100(twins: list[Gateway]) -> None:
