@@ -1,4 +1,7 @@
-"""The end of a batch: its results become an output file and an error file, in the order of its lines."""
+"""The end of a batch: its results become an output file and an error file, in the order of its lines.
+
+A result has been billed: it comes into its file, whatever has become of the rest and of the input file.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ RESULTS_PER_PAGE = 200
 UNANSWERED = {
     Status.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request was answered."),
     Status.EXPIRED: ("batch_expired", "This request could not be answered before the completion window ended."),
+    Status.FAILED: ("batch_failed", "The batch failed before this request was answered."),
 }
 
 
@@ -98,6 +102,9 @@ async def write_files(
         line = read_line(number, raw)
         custom_id = "" if isinstance(line, LineError) else line.custom_id
         await errors.put(unanswered_line(custom_id, f"{batch.id}-{number}", batch.ending))
+    while result is not None:
+        await (output if result.ok else errors).put(result.content)
+        result = await anext(results, None)
     return Written(await output.end(now, keep_seconds), await errors.end(now, keep_seconds), count)
 
 

@@ -152,8 +152,9 @@ class Verdict(NamedTuple):
     prefix: bytes = b""
 
 
-def judge(number: int, raw: bytes, batch: Batch, principal: Principal, policy: Policy) -> Verdict:
-    """A body that is only wrong for its endpoint is no error here: the line gets that answer in the error file."""
+def judge(number: int, raw: bytes, batch: Batch, principal: Principal | None, policy: Policy) -> Verdict:
+    """A body that is only wrong for its endpoint is no error here: the line gets that answer in the error file.
+    Nor is a model, where there is no principal any more that might use it."""
     line = read_line(number, raw)
     if isinstance(line, LineError):
         return Verdict(line)
@@ -167,8 +168,9 @@ def judge(number: int, raw: bytes, batch: Batch, principal: Principal, policy: P
         return Verdict(None)
     if asked.common.stream:
         return Verdict(LineError("invalid_request", "stream: a batch has no streams", number, "body.stream"))
-    try:
-        catalogue.entry(policy, principal, 0, asked.common.model)
-    except BadRequest as error:
-        return Verdict(LineError(error.code or "invalid_request", error.message, number, "body.model"))
+    if principal is not None:
+        try:
+            catalogue.entry(policy, principal, 0, asked.common.model)
+        except BadRequest as error:
+            return Verdict(LineError(error.code or "invalid_request", error.message, number, "body.model"))
     return Verdict(None, asked.common.model, prefix_key(asked.pieces))

@@ -2,7 +2,7 @@
 
 A batch goes this way, and no other; each status that it has entered has its time:
 
-  validating -> in_progress -> finalizing -> completed | expired
+  validating -> in_progress -> finalizing -> completed | expired | failed, where its input file is gone
   validating -> failed
   validating | in_progress -> cancelling -> cancelled
 """

@@ -35,6 +35,7 @@ WAIT_STATUSES = frozenset({429, 503})  # no room yet: waiting for that is no fai
 BACKOFF_FIRST_SECONDS = 0.5
 BACKOFF_MAX_SECONDS = 30.0
 LEDGER_RETRY_SECONDS = 1.0
+INPUT_GONE = LineError("invalid_file", "the input file is gone", param="input_file_id")
 TURN_SECONDS = 0.002  # spent on lines of a file before others on the event loop get their turn
 
 _receipt = msgspec.json.Decoder(Receipt).decode
@@ -68,6 +69,7 @@ class _Judged:
     """What a reading of the whole input file has shown."""
 
     errors: list[LineError] = field(default_factory=list)
+    input_gone: bool = False
     models: set[str] = field(default_factory=set)
     lines: list[tuple[bytes, int, int, int]] = field(default_factory=list)  # prefix key, number, offset, bytes
 
@@ -100,7 +102,7 @@ class Run:
         await self._finish()
 
     def stop(self, ending: Status) -> None:
-        """No more lines: it has been cancelled, or its window is over."""
+        """No more lines: it has been cancelled, its window is over, or its input file is gone."""
         if self._ending is None:
             self._ending = ending
             if self._lanes is not None:
@@ -137,15 +139,14 @@ class Run:
         await self._update(next_status)
 
     async def _judge(self) -> _Judged:
+        """Of a batch that is worked on already, only `lines` and `input_gone` still matter."""
         judged = _Judged()
         policy = self._shop.house.policies.current
         principal = await self._shop.house.authenticator.principal_of(self.batch.key_id, policy)
         if principal is None:
             judged.errors.append(LineError("invalid_api_key", "the key that created the batch is not valid any more"))
-            return judged
-        if await self._store.file(self.batch.input_file_id) is None:
-            judged.errors.append(LineError("invalid_file", "the input file is gone", param="input_file_id"))
-            return judged
+            if self.batch.status is Status.VALIDATING:
+                return judged
         async for number, offset, raw in self._scan():
             verdict = judge(number, raw, self.batch, principal, policy)
             if verdict.error is not None and len(judged.errors) < ERRORS_TOLD_MAX:
@@ -153,6 +154,10 @@ class Run:
             if verdict.model:
                 judged.models.add(verdict.model)
             judged.lines.append((verdict.prefix, number, offset, len(raw)))
+        # A file goes with its content: as long as it is there, what was read was all of it.
+        judged.input_gone = await self._store.file(self.batch.input_file_id) is None
+        if judged.input_gone:
+            judged.errors.insert(0, INPUT_GONE)
         self._judged = judged
         return judged
 
@@ -190,6 +195,9 @@ class Run:
 
     async def _all_lines(self) -> None:
         judged = self._judged or await self._judge()
+        if judged.input_gone:
+            self.stop(Status.FAILED)
+            return
         done = set(await self._store.done(self.batch.id))
         in_order = sorted(judged.lines)
         left = iter([(number, offset, length) for _, number, offset, length in in_order if number not in done])
@@ -202,7 +210,9 @@ class Run:
         for number, offset, length in left:
             raw = await self._line_at(offset, length)
             line = read_line(number, raw)
-            assert isinstance(line, Line), "it was read when the batch was validated"
+            if isinstance(line, LineError):  # it was none when the batch was validated
+                self.stop(Status.FAILED)
+                return
             try:
                 result = await self._answer(number, line)
             except _Later:
@@ -334,7 +344,9 @@ class Run:
                 return None
             if batch.status is not Status.IN_PROGRESS:  # cancelling, or it was finalizing when its owner was killed
                 return batch
-            return batch.entered(Status.FINALIZING, self._shop.clock(), ending=self._ending or Status.COMPLETED)
+            ending = self._ending or Status.COMPLETED
+            errors = (INPUT_GONE,) if ending is Status.FAILED else ()
+            return batch.entered(Status.FINALIZING, self._shop.clock(), ending=ending, errors=errors)
 
         await self._update(finalizing)
         while self._owed:  # the ledger can not be written; what is owed must not be forgotten with the results
@@ -346,11 +358,12 @@ class Run:
         def ended(batch: Batch) -> Batch | None:
             if batch.owner != self._shop.owner:
                 return None
+            total = max(written.lines, batch.total)  # of an input file that is gone, no lines are there any more
             return batch.entered(
                 batch.ending,
                 now,
-                total=written.lines,
-                failed=written.lines - batch.completed,
+                total=total,
+                failed=total - batch.completed,
                 output_file_id=written.output.id if written.output else None,
                 error_file_id=written.errors.id if written.errors else None,
             )

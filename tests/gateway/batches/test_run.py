@@ -219,6 +219,48 @@ async def test_a_key_that_was_revoked_ends_its_batches(tmp_path: Path) -> None:
         assert (run.batch.status, run.batch.errors[0].code) == (Status.FAILED, "invalid_api_key")
 
 
+async def test_a_key_that_is_revoked_while_nobody_works_ends_its_lines_and_not_in_a_loop(tmp_path: Path) -> None:
+    async with a_bench(tmp_path) as bench:
+        batch = await bench.add([ask("one"), ask("two")])
+        await bench.store.update(
+            batch.id,
+            lambda each: msgspec.structs.replace(each.entered(Status.IN_PROGRESS, 0.0, total=2), key_id="nobody"),
+        )
+        run = await bench.claim(batch)
+        await in_time(run.live())
+        assert (run.batch.status, run.batch.total, run.batch.failed) == (Status.COMPLETED, 2, 2)
+        errors = await bench.lines(batch.id, "error")
+        assert {row["response"]["status_code"] for row in errors.values()} == {401}
+        assert bench.rig.replies == []
+
+
+@pytest.mark.parametrize("when", ["before it is read again", "between two lines"])
+async def test_an_input_file_that_is_gone_fails_the_batch_and_no_answer_is_lost(tmp_path: Path, when: str) -> None:
+    async with a_bench(tmp_path, batches={"concurrency": 1}) as bench:
+        batch = await bench.add([ask("one"), ask("two"), ask("three")])
+        file = await bench.store.file(batch.input_file_id)
+        assert file is not None
+        run = await bench.claim(batch)
+        live = asyncio.create_task(run.live())
+        told = await reply_of(bench, 0)
+        if when == "between two lines":
+            await bench.store.delete_file(file)
+            told.say(answer())
+        else:
+            run.drain()
+            told.say(answer())
+            await in_time(live)
+            await bench.store.delete_file(file)
+            run = Run(bench.shop, run.batch)
+            live = asyncio.create_task(run.live())
+        await in_time(live)
+        ended = run.batch
+        assert (ended.status, ended.errors[0].code) == (Status.FAILED, "invalid_file")
+        assert (ended.total, ended.completed, ended.failed) == (3, 1, 2)
+        assert list(await bench.lines(batch.id, "output")) == ["c-1"]
+        assert len(bench.rig.receipts()) == 1
+
+
 async def reply_of(bench: Bench, number: int) -> Told:
     for _ in range(1000):
         if len(bench.rig.replies) > number:
