@@ -31,12 +31,14 @@ class Breaker:
     """One server's. `allows` before asking it, then exactly one of `succeeded`, `failed`, `abandoned`."""
 
     __slots__ = (
-        "_in_a_row", "_open", "_openings", "_outcomes", "_probing", "_recovered_at", "asked_after", "last_after",
+        "_in_a_row", "_left_alone_until", "_open", "_openings", "_outcomes", "_probing", "_recovered_at", "asked_after",
+        "last_after",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.asked_after = 0.0  # when it may be asked again
         self.last_after = 0.0  # until then it is asked after all others
+        self._left_alone_until = 0.0  # as it asked for, or as it was ejected: no sign of life shortens that
         self._open = False
         self._probing = False
         self._in_a_row = 0
@@ -77,7 +79,7 @@ class Breaker:
 
     def succeeded(self, now: float) -> None:
         self._in_a_row = 0
-        if self._open:
+        if self._open and now >= self._left_alone_until:
             self._recovered_at = now
             self._outcomes.clear()
             self._open = self._probing = False
@@ -109,7 +111,7 @@ class Breaker:
     def rest(self, now: float, seconds: float) -> None:
         """It asked for a pause (429 or 503 with `Retry-After`), which is no failure."""
         self._probing = False
-        self.asked_after = max(self.asked_after, now + min(seconds, REST_MAX_SECONDS))
+        self._leave_alone(now + min(seconds, REST_MAX_SECONDS))
         self.last_after = max(self.last_after, self.asked_after)
 
     def doubt(self, now: float, seconds: float) -> None:
@@ -120,12 +122,16 @@ class Breaker:
         """It answers, but so slowly that others should: open for a while, as if it had failed."""
         self._open = True
         self._recovered_at = None
-        self.asked_after = max(self.asked_after, now + seconds)
+        self._leave_alone(now + seconds)
+
+    def _leave_alone(self, until: float) -> None:
+        self._left_alone_until = max(self._left_alone_until, until)
+        self.asked_after = max(self.asked_after, until)
 
     def probe_now(self, now: float) -> None:
-        """A health check found it well: half-open at once."""
+        """A health check found it well: half-open as soon as it may be asked at all."""
         if self._open and self.asked_after > now:
-            self.asked_after = now
+            self.asked_after = max(now, self._left_alone_until)
 
     def share(self, now: float) -> float:
         """Of its places, how many it is given: all, or fewer while it is warming up after it was open."""

@@ -108,6 +108,14 @@ def test_a_health_check_shortens_the_pause() -> None:
     assert breaker.open and breaker.allows(0.1)
 
 
+def test_a_health_check_does_not_shorten_the_pause_that_a_server_asked_for() -> None:
+    breaker = opened()
+    breaker.rest(0.0, 60.0)
+    breaker.probe_now(0.1)
+    breaker.succeeded(0.2)  # a call that was under way
+    assert not breaker.would_allow(59.0) and breaker.allows(60.0)
+
+
 def test_a_slow_one_is_ejected_for_a_while() -> None:
     breaker = Breaker()
     breaker.eject(0.0, 30.0)

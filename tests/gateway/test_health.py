@@ -59,7 +59,7 @@ async def test_a_failing_server_is_used_again_as_soon_as_it_is_well(
     assert not any(patient.asked for patient in providers.values())  # nothing stands against them
     for _ in range(FAILURES_TO_OPEN):
         a.breaker.failed(now)
-    a.breaker.eject(now, 1000.0)
+    a.breaker.asked_after = now + 1000.0
     providers["a"].well = False
     await checks.look()
     assert providers["a"].asked == 1 and not a.breaker.would_allow(now + 60)
@@ -131,3 +131,14 @@ def test_an_ejected_one_comes_back_and_old_samples_say_nothing() -> None:
     eject_outliers(peers, now=101.0)
     (out,) = (server for server in peers if server.breaker.open)
     assert not out.breaker.would_allow(101.0) and out.breaker.would_allow(101.0 + EJECTION_SECONDS)
+
+
+async def test_an_ejected_one_stays_out_although_it_is_well(fleet: Fleet, providers: dict[str, Patient]) -> None:
+    """It is slow, and not ill: good health checks, and the slow answers that were under way, change nothing."""
+    checks, a, now = HealthChecks(fleet), named(fleet, "a"), asyncio.get_running_loop().time()
+    a.breaker.eject(now, EJECTION_SECONDS)
+    await checks.look()
+    assert providers["a"].asked == 1
+    a.breaker.succeeded(now + 0.5)
+    assert a.breaker.open
+    assert not a.breaker.would_allow(now + EJECTION_SECONDS - 1) and a.breaker.would_allow(now + EJECTION_SECONDS)
