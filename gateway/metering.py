@@ -19,7 +19,6 @@ docs/billing.md has the whole table, and which price holds.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import re
@@ -89,9 +88,35 @@ class _Event(msgspec.Struct):
         return self.service_tier or (self.usage.service_tier if self.usage is not None else None)
 
 
-_decode = msgspec.json.Decoder(_Event).decode
-_decode_counts = msgspec.json.Decoder(Counts).decode
+class _Uncounted(msgspec.Struct):
+    """Of an event whose counts can not be read, the rest."""
+
+    object: str | None = None
+    choices: list[_Choice] | None = None
+    error: Any = None
+
+
+_decode_strictly = msgspec.json.Decoder(_Event).decode
+_decode_leniently = msgspec.json.Decoder(_Event, strict=False).decode
+_decode_uncounted = msgspec.json.Decoder(_Uncounted).decode
+_decode_counts = msgspec.json.Decoder(Counts, strict=False).decode
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def _decode(data: bytes) -> _Event:
+    """Counts may be written as `12.0` or `"12"`; where they are no numbers at all, the event is as if it had none.
+
+    Raises `msgspec.MsgspecError` for what is no event.
+    """
+    try:
+        return _decode_strictly(data)
+    except msgspec.ValidationError:
+        pass
+    try:
+        return _decode_leniently(data)
+    except msgspec.ValidationError:
+        rest = _decode_uncounted(data)
+        return _Event(object=rest.object, choices=rest.choices, error=rest.error)
 
 
 class Meter:
@@ -184,8 +209,10 @@ class Meter:
     def _count(self) -> Usage | None:
         if self._unread is not None:
             unread, self._unread = self._unread, None
-            with contextlib.suppress(msgspec.MsgspecError):  # what is no count leaves the one before
+            try:
                 self._counts = _decode_counts(unread)
+            except msgspec.MsgspecError:
+                self._uncounted += 1  # what is no count leaves the one before, and is a token more by estimate
         return usage_of(self._counts) if self._counts is not None else None
 
     def _learn(self, counts: Counts) -> None:
@@ -296,7 +323,8 @@ def cost_of(usage: Usage, price: Price) -> int:
     return (
         (usage.input_uncached - usage.audio_input) * per_token.input
         + usage.cache_read * per_token.cached_input
-        + usage.cache_write * per_token.cache_write
+        + (usage.cache_write - usage.cache_write_1h) * per_token.cache_write
+        + usage.cache_write_1h * per_token.cache_write_1h
         + (usage.output - usage.reasoning - usage.audio_output) * per_token.output
         + usage.reasoning * per_token.reasoning
         + usage.audio_input * per_token.audio_input
@@ -384,6 +412,8 @@ def make_receipt(
         prices["price_audio_output"],
         usage.audio_input,
         usage.audio_output,
+        prices["price_cache_write_1h"],
+        usage.cache_write_1h,
     )
 
 

@@ -114,7 +114,8 @@ class Trace(msgspec.Struct, frozen=True):
 
 class Usage(msgspec.Struct, frozen=True):
     """Tokens consumed, in buckets that do not overlap. `reasoning` is the part of `output` spent thinking, and
-    `audio_output` the part that was sound; `audio_input` is a part of `input_uncached`.
+    `audio_output` the part that was sound; `audio_input` is a part of `input_uncached`, and `cache_write_1h` the part
+    of `cache_write` that its cache keeps for an hour and not for minutes.
 
     `exact` is True only when the engine that did the work counted; everything else is marked as an estimate.
     """
@@ -127,6 +128,7 @@ class Usage(msgspec.Struct, frozen=True):
     exact: bool = False
     audio_input: int = 0
     audio_output: int = 0
+    cache_write_1h: int = 0
 
     @property
     def input(self) -> int:
@@ -256,3 +258,5 @@ class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind",
     price_audio_output: str | None = None
     audio_input: int = 0
     audio_output: int = 0
+    price_cache_write_1h: str | None = None
+    cache_write_1h: int = 0

@@ -21,6 +21,11 @@ class OutputDetails(msgspec.Struct):
     audio_tokens: int | None = None
 
 
+class CacheCreation(msgspec.Struct):
+    ephemeral_5m_input_tokens: int | None = None
+    ephemeral_1h_input_tokens: int | None = None
+
+
 class Counts(msgspec.Struct):
     """A `usage` object; and of Ollama's answers, which have none, the counts that stand in the answer itself."""
 
@@ -30,6 +35,8 @@ class Counts(msgspec.Struct):
     total_tokens: int | None = None
     prompt_tokens_details: InputDetails | None = None
     completion_tokens_details: OutputDetails | None = None
+    cached_tokens: int | None = None  # Moonshot's, which has no details
+    prompt_cache_hit_tokens: int | None = None  # DeepSeek's
     # OpenAI: responses. Anthropic
     input_tokens: int | None = None
     output_tokens: int | None = None
@@ -38,6 +45,7 @@ class Counts(msgspec.Struct):
     # Anthropic
     cache_creation_input_tokens: int | None = None
     cache_read_input_tokens: int | None = None
+    cache_creation: CacheCreation | None = None
     service_tier: str | None = None
     # Ollama
     prompt_eval_count: int | None = None
@@ -68,6 +76,7 @@ def in_bounds(
     reasoning: int = 0,
     audio_input: int = 0,
     audio_output: int = 0,
+    cache_write_1h: int = 0,
     agree: bool = True,
 ) -> Usage:
     """Buckets of a prompt and an output of which the others are parts. `agree`: what else is known fits, too."""
@@ -80,8 +89,9 @@ def in_bounds(
         return Usage(input_uncached=prompt - cache_read, cache_read=cache_read, output=output, exact=True)
     agree = (
         agree
-        and min(prompt, output, cache_read, cache_write, reasoning, audio_input, audio_output) >= 0
+        and min(prompt, output, cache_read, cache_write, reasoning, audio_input, audio_output, cache_write_1h) >= 0
         and cache_read + cache_write <= prompt
+        and cache_write_1h <= cache_write
         and audio_input <= prompt
         and reasoning + audio_output <= output
     )
@@ -98,6 +108,7 @@ def in_bounds(
         reasoning=reasoning,
         audio_input=_within(audio_input, input_uncached),  # sound that was cached is priced as cached
         audio_output=_within(audio_output, output - reasoning),
+        cache_write_1h=_within(cache_write_1h, cache_write),
         exact=agree,
     )
 

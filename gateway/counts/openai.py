@@ -35,7 +35,7 @@ def usage_of(counts: Counts) -> Usage:
     return in_bounds(
         prompt=prompt,
         output=output,
-        cache_read=of_input.cached_tokens or 0,
+        cache_read=of_input.cached_tokens or counts.cached_tokens or counts.prompt_cache_hit_tokens or 0,
         cache_write=of_input.cache_write_tokens or 0,
         reasoning=reasoning,
         audio_input=of_input.audio_tokens or 0,

@@ -25,7 +25,7 @@ import msgspec
 
 from gateway.ledger.chain import RowError, chains, check_row, closed_segments
 from gateway.ledger.rows import decode_head
-from gateway.ledger.tables import ROW_COLUMNS, UnreadableLedger, database, typed
+from gateway.ledger.tables import ROW_COLUMNS, UnreadableLedger, database, nulls, typed
 
 LINE_BYTES_MAX = 64 * 1024 * 1024
 _FETCH_ROWS = 10_000
@@ -177,8 +177,13 @@ def _manifest_of(file: Path, content: bytes) -> Manifest:
 
 
 def _wrong_columns(connection: duckdb.DuckDBPyConnection, file: Path) -> int | None:
-    """The first row, from 0, of which a column does not have the value that its line has."""
-    stored = f"SELECT file_row_number AS number, * FROM read_parquet('{_quoted(file)}', file_row_number = true)"
+    """The first row, from 0, of which a column does not have the value that its line has. A column that the file lacks,
+    as an earlier version knew nothing of it, has none.
+    """
+    stored = (
+        f"SELECT {nulls(_STORED)} WHERE false UNION ALL BY NAME "
+        f"SELECT file_row_number AS number, * FROM read_parquet('{_quoted(file)}', file_row_number = true)"
+    )
     parsed = f"SELECT {typed(_STORED)}, number FROM (SELECT number, {_COLUMNS} FROM stored)"
     differ = " OR ".join(f"stored.{name} IS DISTINCT FROM parsed.{name}" for name in _STORED)
     found = connection.execute(

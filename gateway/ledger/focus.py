@@ -30,9 +30,13 @@ COLUMNS = (
 )  # fmt: skip
 
 _UNIT = "Tokens"
-_PRICES = ("input", "cached_input", "cache_write", "output", "reasoning", "audio_input", "audio_output")
-_INHERITED = {"cached_input": "input", "cache_write": "input", "reasoning": "output", "audio_input": "input",
-              "audio_output": "output"}  # fmt: skip
+_PRICES = (
+    "input", "cached_input", "cache_write", "cache_write_1h", "output", "reasoning", "audio_input", "audio_output",
+)  # fmt: skip
+_INHERITED = {
+    "cached_input": "input", "cache_write": "input", "cache_write_1h": "cache_write", "reasoning": "output",
+    "audio_input": "input", "audio_output": "output",
+}  # fmt: skip
 _GROUP = (
     "finished[:10]", "kind", "source = 'cache'", "tenant", "key_id", "model_asked", "deployment", "latency_class",
     "service_tier", "currency", "price_version", *(f"price_{name}" for name in _PRICES),
@@ -76,7 +80,8 @@ def _buckets(group: dict[str, Any]) -> dict[str, Decimal]:
     return {
         "input": tokens["input_uncached"] - tokens["audio_input"],
         "cached_input": tokens["cache_read"],
-        "cache_write": tokens["cache_write"],
+        "cache_write": tokens["cache_write"] - tokens["cache_write_1h"],
+        "cache_write_1h": tokens["cache_write_1h"],
         "output": tokens["output"] - tokens["reasoning"] - tokens["audio_output"],
         "reasoning": tokens["reasoning"],
         "audio_input": tokens["audio_input"],
@@ -86,8 +91,8 @@ def _buckets(group: dict[str, Any]) -> dict[str, Decimal]:
 
 def _unit_price(group: dict[str, Any], bucket: str) -> Decimal:
     """Of one token."""
-    own = group[f"price_{bucket}"]
-    per_million = own if own is not None else group[f"price_{_INHERITED.get(bucket, bucket)}"]
+    while (per_million := group[f"price_{bucket}"]) is None and bucket in _INHERITED:
+        bucket = _INHERITED[bucket]
     return Decimal(per_million or 0).scaleb(-6)
 
 

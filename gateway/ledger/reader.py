@@ -35,6 +35,7 @@ DIMENSIONS = {
 }
 TOKENS = (
     "input_uncached", "cache_read", "cache_write", "output", "reasoning", "audio_input", "audio_output",
+    "cache_write_1h",
 )  # fmt: skip
 
 _CHECKS = ("inexact", "unpriced")
@@ -69,6 +70,7 @@ class UsageLine(NamedTuple):
     reasoning: int
     audio_input: int
     audio_output: int
+    cache_write_1h: int
     inexact: int
     unpriced: int
     cost: dict[str, Decimal]

@@ -17,7 +17,7 @@ import duckdb
 
 from gateway.ledger.chain import chains, segments
 
-# The receipt's fields, in the order in which Parquet has had them from the beginning.
+# The receipt's fields. Parquet that an earlier version has made lacks those that came later: they are null there.
 COLUMNS = {
     "event_id": "VARCHAR",
     "call_id": "VARCHAR",
@@ -39,6 +39,7 @@ COLUMNS = {
     "input_uncached": "BIGINT",
     "cache_read": "BIGINT",
     "cache_write": "BIGINT",
+    "cache_write_1h": "BIGINT",
     "output": "BIGINT",
     "reasoning": "BIGINT",
     "audio_input": "BIGINT",
@@ -47,6 +48,7 @@ COLUMNS = {
     "price_input": "VARCHAR",
     "price_cached_input": "VARCHAR",
     "price_cache_write": "VARCHAR",
+    "price_cache_write_1h": "VARCHAR",
     "price_output": "VARCHAR",
     "price_reasoning": "VARCHAR",
     "price_audio_input": "VARCHAR",
@@ -68,6 +70,11 @@ _CORRECTION = b'"kind":"correction"'
 def typed(names: Iterable[str]) -> str:
     """What is selected from JSON, so that it has the types of the tables."""
     return ", ".join(f"{name}::{_COST} AS {name}" if name == "cost" else name for name in names)
+
+
+def nulls(names: Iterable[str]) -> str:
+    """What is selected for rows that have none of these."""
+    return ", ".join(f"NULL::{_COST if name == 'cost' else ROW_COLUMNS[name]} AS {name}" for name in names)
 
 
 class UnreadableLedger(Exception):
@@ -103,15 +110,14 @@ def connect(ledger: Path, *, threads: int | None = None) -> Iterator[duckdb.Duck
 
 def _rows(lines: list[Path], compacted: list[Path]) -> str:
     columns = ", ".join(f"{name}: '{kind}'" for name, kind in ROW_COLUMNS.items())
-    nothing = ", ".join(f"NULL::{kind} AS {name}" for name, kind in ROW_COLUMNS.items())
-    parts = [f"SELECT {typed(ROW_COLUMNS)} FROM (SELECT {nothing}) WHERE false"]
+    parts = [f"SELECT {nulls(ROW_COLUMNS)} WHERE false"]
     if lines:
         source = f"read_json({_sql_list(lines)}, format = 'newline_delimited', columns = {{{columns}}})"
         parts.append(f"SELECT {typed(ROW_COLUMNS)} FROM {source}")
     if compacted:
-        columns = ", ".join("line::JSON->'attempts'" if name == "attempts" else name for name in ROW_COLUMNS)
-        parts.append(f"SELECT {columns} FROM read_parquet({_sql_list(compacted)})")
-    return f"SELECT * FROM ({' UNION ALL '.join(parts)}) WHERE kind IN ('receipt', 'correction', 'unbilled')"
+        source = f"read_parquet({_sql_list(compacted)}, union_by_name = true)"
+        parts.append(f"SELECT * EXCLUDE (line), line::JSON->'attempts' AS attempts FROM {source}")
+    return f"SELECT * FROM ({' UNION ALL BY NAME '.join(parts)}) WHERE kind IN ('receipt', 'correction', 'unbilled')"
 
 
 def _sql_list(files: list[Path]) -> str:

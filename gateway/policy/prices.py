@@ -38,6 +38,7 @@ class PerToken(NamedTuple):
     input: int
     cached_input: int
     cache_write: int
+    cache_write_1h: int
     output: int
     reasoning: int
     audio_input: int
@@ -52,6 +53,9 @@ class Price(Frozen):
     input: Amount = Field(description="Per million input tokens that were computed.")
     cached_input: Amount | None = Field(None, description="Per million input tokens read from a prefix cache.")
     cache_write: Amount | None = Field(None, description="Per million input tokens computed and put into a cache.")
+    cache_write_1h: Amount | None = Field(
+        None, description="Of these, per million that the cache keeps for an hour; left out: as the others."
+    )
     output: Amount = Field(Decimal(0), description="Per million output tokens.")
     reasoning: Amount | None = Field(None, description="Per million output tokens spent thinking.")
     audio_input: Amount | None = Field(None, description="Per million computed input tokens that were sound.")
@@ -77,6 +81,7 @@ class Price(Frozen):
             self.input,
             _or(self.cached_input, self.input),
             _or(self.cache_write, self.input),
+            _or(self.cache_write_1h, _or(self.cache_write, self.input)),
             self.output,
             _or(self.reasoning, self.output),
             _or(self.audio_input, self.input),
@@ -89,7 +94,7 @@ class Price(Frozen):
         """What a token of the input may cost at most, and one of the output; in atoms."""
         each = self.atoms
         return (
-            max(each.input, each.cached_input, each.cache_write, each.audio_input),
+            max(each.input, each.cached_input, each.cache_write, each.cache_write_1h, each.audio_input),
             max(each.output, each.reasoning, each.audio_output),
         )
 

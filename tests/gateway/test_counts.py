@@ -43,26 +43,32 @@ THINKING_BESIDE = {  # xAI
 }  # fmt: skip
 ANTHROPIC = {
     "input_tokens": 21, "cache_creation_input_tokens": 188_086, "cache_read_input_tokens": 1_000,
-    "cache_creation": {"ephemeral_5m_input_tokens": 188_086, "ephemeral_1h_input_tokens": 0},
+    "cache_creation": {"ephemeral_5m_input_tokens": 188_000, "ephemeral_1h_input_tokens": 86},
     "output_tokens": 393, "output_tokens_details": {"thinking_tokens": 100}, "service_tier": "standard",
+}  # fmt: skip
+MOONSHOT = {"prompt_tokens": 19, "completion_tokens": 21, "total_tokens": 40, "cached_tokens": 16}
+DEEPSEEK = {
+    "prompt_tokens": 71, "completion_tokens": 5, "total_tokens": 76, "prompt_cache_hit_tokens": 64,
+    "prompt_cache_miss_tokens": 7,
 }  # fmt: skip
 OLLAMA = {"prompt_eval_count": 26, "eval_count": 298}
 
 
-@pytest.mark.parametrize(
-    ("counts", "expected"),
-    [
-        (OPENAI_CHAT, Usage(93, 1024, 0, 46, 12, exact=True)),
-        (OPENAI_AUDIO, Usage(120, output=90, exact=True, audio_input=100, audio_output=75)),
-        (OPENAI_RESPONSES, Usage(2, 30, 4, 87, 64, exact=True)),
-        (VLLM, Usage(10, output=4, exact=True)),
-        (EMBEDDING, Usage(8, exact=True)),
-        (THINKING_BESIDE, Usage(1, 40, 0, 454, 350, exact=True)),
-        (ANTHROPIC, Usage(21, 1_000, 188_086, 393, 100, exact=True)),
-        (OLLAMA, Usage(26, output=298, exact=True)),
-    ],
-    ids=["openai", "audio", "responses", "vllm", "embedding", "thinking beside", "anthropic", "ollama"],
-)
+DIALECTS = {
+    "openai": (OPENAI_CHAT, Usage(93, 1024, 0, 46, 12, exact=True)),
+    "audio": (OPENAI_AUDIO, Usage(120, output=90, exact=True, audio_input=100, audio_output=75)),
+    "responses": (OPENAI_RESPONSES, Usage(2, 30, 4, 87, 64, exact=True)),
+    "vllm": (VLLM, Usage(10, output=4, exact=True)),
+    "embedding": (EMBEDDING, Usage(8, exact=True)),
+    "thinking beside": (THINKING_BESIDE, Usage(1, 40, 0, 454, 350, exact=True)),
+    "anthropic": (ANTHROPIC, Usage(21, 1_000, 188_086, 393, 100, exact=True, cache_write_1h=86)),
+    "moonshot": (MOONSHOT, Usage(3, 16, output=21, exact=True)),
+    "deepseek": (DEEPSEEK, Usage(7, 64, output=5, exact=True)),
+    "ollama": (OLLAMA, Usage(26, output=298, exact=True)),
+}
+
+
+@pytest.mark.parametrize(("counts", "expected"), DIALECTS.values(), ids=DIALECTS)
 def test_every_dialect_says_the_same_in_buckets(counts: dict[str, Any], expected: Usage) -> None:
     assert read(counts) == expected
 
@@ -75,6 +81,7 @@ def test_every_dialect_says_the_same_in_buckets(counts: dict[str, Any], expected
         ({"prompt_tokens": 5, "completion_tokens": 2, "completion_tokens_details": {"audio_tokens": 3}}, 7),
         ({"input_tokens": -3, "output_tokens": 2, "cache_read_input_tokens": 5}, 4),
         ({**OPENAI_RESPONSES, "output_tokens": 50}, 36 + 50),
+        ({**ANTHROPIC, "cache_creation_input_tokens": 50}, 21 + 1_000 + 50 + 393),
         ({"eval_count": 7}, 7),  # Ollama did not evaluate the prompt anew, and does not say how long it is
     ],
 )
@@ -109,6 +116,10 @@ details = st.none() | st.fixed_dictionaries(
         {},
         optional={
             **{name: number for name in Counts.__struct_fields__ if name.endswith(("_tokens", "_count"))},
+            "cache_creation": st.none()
+            | st.fixed_dictionaries(
+                {}, optional=dict.fromkeys(("ephemeral_5m_input_tokens", "ephemeral_1h_input_tokens"), number)
+            ),
             **{name: details for name in Counts.__struct_fields__ if name.endswith("_details")},
         },
     )
@@ -119,6 +130,7 @@ def test_whatever_is_counted_the_buckets_hold_together(counts: dict[str, Any]) -
         return
     assert min(usage.input_uncached, usage.cache_read, usage.cache_write, usage.audio_input) >= 0
     assert usage.audio_input <= usage.input_uncached
+    assert 0 <= usage.cache_write_1h <= usage.cache_write
     assert min(usage.output, usage.reasoning, usage.audio_output) >= 0
     assert usage.reasoning + usage.audio_output <= usage.output
     assert usage.total == usage.input_uncached + usage.cache_read + usage.cache_write + usage.output

@@ -227,6 +227,30 @@ def test_a_json_answer_without_usage_is_estimated_from_its_text() -> None:
     assert meter.usage == Usage(input_uncached=PROMPT_ESTIMATE, output=2, exact=False)
 
 
+@pytest.mark.parametrize(
+    ("prompt_tokens", "expected"),
+    [(8.0, Usage(8, exact=True)), ("8", Usage(8, exact=True)), ("many", Usage(PROMPT_ESTIMATE)), (8.5, None)],
+)
+def test_odd_counts_spoil_no_answer(prompt_tokens: Any, expected: Usage | None) -> None:
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    meter = Meter(make_call(stream=False))
+    meter.watch(orjson.dumps({"choices": [], "usage": usage}))
+    assert meter.complete and meter.usage == (expected or Usage(PROMPT_ESTIMATE))
+    meter = Meter(make_call(stream=False))
+    meter.watch(orjson.dumps({"error": {"message": "no"}, "usage": usage}))
+    assert meter.error and not meter.complete
+
+
+def test_odd_counts_of_a_chunk_leave_the_ones_before_as_an_estimate() -> None:
+    meter = Meter(make_call())
+    meter.strip_every_usage = True
+    counted = {"prompt_tokens": 8, "completion_tokens": 1}
+    watch_all(meter, [frame({**text_frame("a"), "usage": counted})] * 2)
+    assert meter.usage == Usage(8, output=1, exact=True)
+    meter.watch(frame({**text_frame("b"), "usage": {"prompt_tokens": 8.5}}))
+    assert meter.usage == Usage(8, output=2, exact=False)
+
+
 def test_a_body_that_is_not_json_is_no_answer() -> None:
     meter = Meter(make_call(stream=False))
     meter.watch(b"<html>")
@@ -333,7 +357,7 @@ def test_receipt_of_a_finished_call() -> None:
 def test_every_field_of_a_receipt_is_in_its_place() -> None:
     price = {
         "input": "1", "cached_input": "2", "cache_write": "3", "output": "4", "reasoning": "5", "audio_input": "6",
-        "audio_output": "7", "version": "v7", "currency": "EUR",
+        "audio_output": "7", "cache_write_1h": "8", "version": "v7", "currency": "EUR",
     }  # fmt: skip
     deployment = {"name": "a", "base_url": "http://a/v1", "model": "served", "price": price}
     policy = Policy.model_validate(
@@ -347,7 +371,7 @@ def test_every_field_of_a_receipt_is_in_its_place() -> None:
     marks.started_ns, marks.first_chunk_ns, marks.ended_ns = 1_790_000_000_000_000_000, 1_790_000_000_500_000_000, (
         1_790_000_001_000_000_000
     )  # fmt: skip
-    usage = Usage(20, 30, 40, 50, 11, exact=True, audio_input=12, audio_output=13)
+    usage = Usage(20, 30, 40, 50, 11, exact=True, audio_input=12, audio_output=13, cache_write_1h=14)
     (served,) = policy.deployments
     attempts = [Attempt("a", "ok", marks.started_ns, marks.ended_ns, span_id=16, status=200, predicted_cached_tokens=9)]
     bill = bill_of(call, usage, served, arrived_ns=marks.started_ns, service_tier="flex")
@@ -380,6 +404,7 @@ def test_every_field_of_a_receipt_is_in_its_place() -> None:
         "reasoning": 11,
         "audio_input": 12,
         "audio_output": 13,
+        "cache_write_1h": 14,
         "price_version": "v7",
         "price_input": "1",
         "price_cached_input": "2",
@@ -388,7 +413,8 @@ def test_every_field_of_a_receipt_is_in_its_place() -> None:
         "price_reasoning": "5",
         "price_audio_input": "6",
         "price_audio_output": "7",
-        "cost": "0.00051",  # 8*1 + 12*6 + 30*2 + 40*3 + 26*4 + 11*5 + 13*7 per million
+        "price_cache_write_1h": "8",
+        "cost": "0.00058",  # 8*1 + 12*6 + 30*2 + 26*3 + 14*8 + 26*4 + 11*5 + 13*7 per million
         "currency": "EUR",
         "attempts": (
             {
@@ -562,15 +588,19 @@ def test_an_answer_from_the_cache_costs_what_the_model_says() -> None:
 
 
 def test_every_bucket_has_its_price_or_inherits_one() -> None:
-    usage = Usage(10, 20, 30, 40, 5, audio_input=3, audio_output=7)
-    own = Price.model_validate(
-        {"input": 1, "cached_input": 2, "cache_write": 3, "output": 5, "reasoning": 7, "audio_input": 11,
-         "audio_output": 13}
-    )  # fmt: skip
-    expected = 7 * 1 + 3 * 11 + 20 * 2 + 30 * 3 + (40 - 5 - 7) * 5 + 5 * 7 + 7 * 13
+    usage = Usage(10, 20, 30, 40, 5, audio_input=3, audio_output=7, cache_write_1h=12)
+    prices = {
+        "input": 1, "cached_input": 2, "cache_write": 3, "output": 5, "reasoning": 7, "audio_input": 11,
+        "audio_output": 13, "cache_write_1h": 17,
+    }  # fmt: skip
+    own = Price.model_validate(prices)
+    expected = 7 * 1 + 3 * 11 + 20 * 2 + 18 * 3 + 12 * 17 + (40 - 5 - 7) * 5 + 5 * 7 + 7 * 13
     assert text_of(cost_of(usage, own) * 10**6) == str(expected)
     inherited = Price.model_validate({"input": 1, "output": 5})
     assert text_of(cost_of(usage, inherited) * 10**6) == str(60 * 1 + 40 * 5)
+    of_any_write = Price.model_validate({"input": 1, "cache_write": 3})
+    assert text_of(cost_of(usage, of_any_write) * 10**6) == str(30 * 1 + 30 * 3)
+    assert own.dearest == (17 * 10**9, 13 * 10**9)
 
 
 def test_the_receipt_says_which_price_held() -> None:

@@ -55,6 +55,22 @@ def test_sums_proof_and_rows_stay_what_they_were(ledger: Path) -> None:
     assert compact(ledger, before=math.inf) == []
 
 
+def test_columns_that_came_later_are_those_of_rows_that_lack_them(ledger: Path) -> None:
+    """Parquet of an earlier version, beside that of this one and lines."""
+    sums, proof = summarise(ledger, by=["tenant"]), verify(ledger)
+    first, _ = compact(ledger, before=math.inf)
+    with duckdb.connect(":memory:") as connection:
+        later = "cache_write_1h, price_cache_write_1h"
+        connection.execute(f"CREATE TABLE rows AS SELECT * EXCLUDE ({later}) FROM read_parquet('{first.file}')")
+        connection.execute(f"COPY rows TO '{first.file}' (FORMAT parquet)")
+    assert summarise(ledger, by=["tenant"]) == sums
+    assert verify(ledger, lines_of) == proof
+    assert len(latest(ledger, 20)) == 11
+    for other in (ledger / "replica").glob("*[2-9].*"):
+        other.unlink()
+    assert [line.requests for line in summarise(ledger, by=["tenant"])] == [1, 1]
+
+
 def test_without_a_reader_of_parquet_nothing_is_called_good(ledger: Path) -> None:
     compact(ledger, before=math.inf)
     broken = verify(ledger).broken

@@ -72,8 +72,9 @@ def test_types_values_and_nulls_are_those_of_the_specification(tmp_path: Path) -
 
 def test_every_kind_of_token_is_a_charge_that_multiplies_out(tmp_path: Path) -> None:
     receipt = a_receipt(
-        reasoning=1, audio_input=6, audio_output=1, price_audio_output="2", cost="0.000006640", service_tier="flex"
-    )
+        reasoning=1, audio_input=6, audio_output=1, price_audio_output="2", cache_write=4, cache_write_1h=3,
+        price_cache_write="0.2", cost="0.000007440", service_tier="flex",
+    )  # fmt: skip
     write_chain(tmp_path / "replica", [receipt, receipt, a_receipt(cost=None, currency=None)])
     rows = list(focus_rows(tmp_path, provider="Us"))
     assert all(set(row) == set(COLUMNS) for row in rows)
@@ -82,6 +83,8 @@ def test_every_kind_of_token_is_a_charge_that_multiplies_out(tmp_path: Path) -> 
     assert {row["SkuMeter"]: (row["PricingQuantity"], row["BilledCost"]) for row in rows} == {
         "Input tokens": ("60", "0.000006"),
         "Cached input tokens": ("128", "0.00000128"),
+        "Cache write tokens": ("2", "0.0000004"),
+        "Cache write 1h tokens": ("6", "0.0000012"),
         "Output tokens": ("2", "0.0000008"),
         "Reasoning tokens": ("2", "0.0000008"),
         "Audio input tokens": ("12", "0.0000012"),
@@ -91,7 +94,7 @@ def test_every_kind_of_token_is_a_charge_that_multiplies_out(tmp_path: Path) -> 
     for row in rows:
         if row["SkuMeter"]:
             assert Decimal(row["ListUnitPrice"]) * Decimal(row["PricingQuantity"]) == Decimal(row["BilledCost"])
-    assert sum(Decimal(row["BilledCost"]) for row in rows) == 2 * Decimal("0.00000664")
+    assert sum(Decimal(row["BilledCost"]) for row in rows) == 2 * Decimal("0.00000744")
     (day,) = {(row["ChargePeriodStart"], row["ChargePeriodEnd"]) for row in rows}
     assert day == ("2026-11-20T00:00:00Z", "2026-11-21T00:00:00Z")
     (month,) = {(row["BillingPeriodStart"], row["BillingPeriodEnd"]) for row in rows}
