@@ -25,6 +25,7 @@ from gateway.types import Usage
 
 PEAK_SECONDS = 60.0  # in which a busy moment fades to a third
 FIRST_CHUNKS = 32  # of streams, remembered to compare servers by
+SAME_CUT_SECONDS = 5.0  # in which answers break off that one and the same mishap has cut
 
 
 class SentCall:
@@ -127,13 +128,18 @@ class Server:
         self.places_taken = 0  # by calls whose turn it is
         self.background = Background()
         self.breaker = Breaker()
-        self.cut_at = -math.inf  # when it last broke an answer that had begun
+        self.last_cut = (-math.inf, 0)  # when answers last broke off here, and how many were under way then
         self.asked_at = 0.0  # by a call or a health check; event-loop seconds
         self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, after how many seconds)
 
     def billed(self, usage: Usage) -> None:
         self.input_billed += usage.input
         self.output_billed += usage.output
+
+    def note_cut(self, now: float) -> None:
+        """An answer breaks off, which is still under way; maybe others do, too."""
+        when, most = self.last_cut
+        self.last_cut = now, max(self.in_flight, most if now - when < SAME_CUT_SECONDS else 0)
 
     @property
     def has_place(self) -> bool:

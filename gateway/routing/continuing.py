@@ -7,7 +7,8 @@ is not, under `warmpath`: a field that no client has to know, where comments tri
 
 Only text goes on. Not an answer that has thought, called a tool or given logprobs, or that was asked for as several, as
 JSON or with tools: what a parser or a grammar was in the middle of, another server can not know. And it goes on once: a
-request that two servers have broken off at may be the reason.
+request that two servers have broken off at may be the reason. Nor does it go on at a server that has died of it and
+lives again.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Unbroken(Upstream):
         open_next: OpenNext,
     ) -> None:
         """`servers` may go on with it."""
-        super().__init__(call, begun.chosen, begun.sent, begun.reply, begun.begins_with, attempts.task)
+        super().__init__(call, begun.chosen, begun.sent, begun.reply, begun.begins_with, attempts.task, begun._suspects)
         self._attempts = attempts
         self._servers = servers
         self._open_next = open_next
@@ -124,7 +125,7 @@ class Unbroken(Upstream):
         """Become the server at which the answer goes on. Raises `cut` where there is none."""
         loop, so_far, attempts = asyncio.get_running_loop(), self._so_far, self._attempts
         servers = self._servers()
-        others = [server for server in servers if server is not self.server] or servers
+        others = [server for server in servers if server is not self.server] or ([] if self.died_of_it else servers)
         text = so_far.text
         if not text or not so_far.plain or not others or loop.time() >= self._call.deadline:
             raise cut

@@ -1,12 +1,13 @@
 """Requests that end the server that works on them: asked once, and not over and over until no server is left.
 
-When a server dies, one of the calls that it worked on may be why. Where there was only one, it is refused from then
-on; where there were several, those that it had not answered yet may be asked once more, and the one that is there again
-when a server dies is refused. That a server has died, and not just a connection, its health says right afterwards.
+When a server dies, one of the calls that it worked on may be why, whether its answer had begun or not. Where there was
+only one, it is refused from then on; where there were several, they may be asked once more, and the one that is there
+again when a server dies is refused. That a server has died, and not just a connection, its health says right after.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 
 import xxhash
@@ -17,7 +18,6 @@ from gateway.types import Call
 
 SUSPECTS_MAX = 1000
 SUSPECT_SECONDS = 600.0
-SAME_DEATH_SECONDS = 5.0  # in which calls fail that one death has ended
 CONVICTED = 2
 
 
@@ -25,20 +25,20 @@ class Suspects:
     """Bodies by their hash. On the way of a call that goes well, nothing happens here."""
 
     def __init__(self) -> None:
-        self._deaths: dict[str, tuple[float, int]] = {}  # the newest, by server: when, and with how many under way
         self._suspects: OrderedDict[int, tuple[float, int]] = OrderedDict()  # until when, and how much is against it
 
-    def died(self, server: Server, call: Call, under_way: int, now: float) -> None:
-        """The server has died while it worked on this call, and on `under_way` ones in all."""
-        when, most = self._deaths.get(server.name, (-SAME_DEATH_SECONDS, 0))
-        most = max(under_way, most) if now - when < SAME_DEATH_SECONDS else under_way
-        self._deaths[server.name] = (now, most)
-        alone = most == 1 and now - server.cut_at > SAME_DEATH_SECONDS
-        digest = _digest(call)
+    async def after_cut(self, server: Server, call: Call) -> bool:
+        """The call's answer has broken off (`Server.note_cut`). True where the server has died, and of this call."""
+        _, under_way = server.last_cut
+        if await server.provider.healthy():
+            return False
+        now, digest = asyncio.get_running_loop().time(), _digest(call)
         _, against = self._suspects.pop(digest, (0.0, 0))
-        self._suspects[digest] = (now + SUSPECT_SECONDS, against + (CONVICTED if alone else 1))
+        against += CONVICTED if under_way == 1 else 1
+        self._suspects[digest] = (now + SUSPECT_SECONDS, against)
         while len(self._suspects) > SUSPECTS_MAX:
             self._suspects.popitem(last=False)
+        return against >= CONVICTED
 
     def check(self, call: Call, now: float) -> None:
         """Raises `PoisonousRequest`."""

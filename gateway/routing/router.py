@@ -249,21 +249,22 @@ class Router:
             _rest(server, failure, loop.time())
         finally:
             wait.close()
-            under_way = server.in_flight
+            if outcome == Fault.CUT.value:
+                server.note_cut(loop.time())
             _judge(server, outcome, status, loop.time())
             if outcome != "ok":
                 sent.end(loop.time(), answered=False)
                 attempts.add(sent, outcome, started_ns, span_id, status)
                 if reply is not None:
                     await reply.aclose()
-        if outcome == Fault.CUT.value and not await server.provider.healthy():
-            self._suspects.died(server, call, under_way, loop.time())
+        if outcome == Fault.CUT.value:
+            await self._suspects.after_cut(server, call)
         if outcome != "ok":
             return None
         assert reply is not None
         self._learn(call, sent, started, loop.time())
         attempts.add(sent, outcome, started_ns, span_id, status)
-        return Upstream(call, candidate, sent, reply, first, attempts.task)
+        return Upstream(call, candidate, sent, reply, first, attempts.task, self._suspects)
 
     def _learn(self, call: Call, sent: SentCall, started: float, now: float) -> None:
         """From how long a first chunk took."""

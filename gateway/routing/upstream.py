@@ -9,6 +9,7 @@ from gateway.errors import UpstreamCut
 from gateway.fleet import SentCall
 from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
 from gateway.routing.base import Candidate
+from gateway.routing.poison import Suspects
 from gateway.timers import WaitBound
 from gateway.types import Call
 
@@ -24,6 +25,7 @@ class Upstream:
         reply: Reply,
         first: bytes,
         task: asyncio.Task[Any] | None,
+        suspects: Suspects,
     ) -> None:
         self.reply = reply
         self.sent = sent
@@ -32,8 +34,10 @@ class Upstream:
         self.matched_tokens = chosen.matched_tokens
         self.begins_with = first
         self.fault: Fault | None = None  # why it broke, once it has
+        self.died_of_it = False  # the server, and this call is why
         self._call = call
         self._task = task
+        self._suspects = suspects
         self._wait: WaitBound | None = None
 
     async def first(self) -> bytes:
@@ -65,7 +69,10 @@ class Upstream:
             return await self.reply.pour(taking)
         except ProviderFailure as failure:
             self.fault = failure.fault
-            self.server.cut_at = asyncio.get_running_loop().time()
+            wait.end()
+            if failure.fault is Fault.CUT:
+                self.server.note_cut(asyncio.get_running_loop().time())
+                self.died_of_it = await self._suspects.after_cut(self.server, self._call)
             raise UpstreamCut(f"{self.server.name}: {failure}") from None
         except asyncio.CancelledError:
             if not wait.expired:

@@ -7,14 +7,23 @@ from collections.abc import Mapping
 
 import pytest
 
-from gateway.errors import GatewayError, Overloaded, PoisonousRequest, UpstreamBusy, UpstreamError, UpstreamTimeout
+from gateway.breaker import Breaker
+from gateway.errors import (
+    GatewayError,
+    Overloaded,
+    PoisonousRequest,
+    UpstreamBusy,
+    UpstreamCut,
+    UpstreamError,
+    UpstreamTimeout,
+)
 from gateway.fleet import Server
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.routing.hedging import SAMPLES_MIN
 from gateway.routing.retries import POT_MAX_RETRIES, RetryBudget, backoff_seconds
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
-from tests.gateway.routing.test_router import Rig, Script, Step, status
+from tests.gateway.routing.test_router import Rig, Script, status
 
 TEXT = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
@@ -262,9 +271,7 @@ async def test_both_answering_in_one_moment_is_one_answer(monkeypatch: pytest.Mo
 class Mortal(Script):
     """Dies of what it is asked: the connection is cut, and nobody answers health checks afterwards."""
 
-    def __init__(self, *steps: Step) -> None:
-        super().__init__(*steps)
-        self.dead = False
+    dead = False
 
     async def healthy(self) -> bool:
         return not self.dead
@@ -300,6 +307,67 @@ async def test_of_several_that_were_there_each_is_asked_once_more() -> None:
             break
     gate.set()
     assert await asyncio.gather(*asking) == [[TEXT, DONE]] * 2
+
+
+class MortalLater(Script):
+    """Dies in the middle of an answer, and so do all the others that it gives."""
+
+    dead = False
+
+    async def healthy(self) -> bool:
+        return not self.dead
+
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+        return DyingReply(self, await super().open(call, headers=headers))
+
+
+class DyingReply(Reply):
+    def __init__(self, server: MortalLater, reply: Reply) -> None:
+        self._server = server
+        self._reply = reply
+
+    async def __anext__(self) -> bytes:
+        try:
+            return await anext(self._reply)
+        except ProviderFailure:
+            self._server.dead = True
+            raise
+
+    async def aclose(self) -> None:
+        await self._reply.aclose()
+
+
+DIES = ProviderFailure(Fault.CUT, "died")
+
+
+async def test_a_request_that_a_server_dies_of_in_the_middle_of_its_answer_is_not_sent_to_one_again() -> None:
+    a, b = MortalLater(TEXT, DIES), MortalLater(TEXT, DIES)
+    rig = Rig(two_servers(), a=a, b=b)
+    assert isinstance(await failing(rig), UpstreamCut)
+    a.dead = False  # it has been started again
+    assert isinstance(await failing(rig), PoisonousRequest)
+    assert (a.opened, b.opened) == (1, 0)
+
+
+async def test_of_several_answers_that_a_death_breaks_off_each_may_be_asked_for_once_more() -> None:
+    gate = asyncio.Event()
+    rig = Rig(one_server(), a=(a := MortalLater(TEXT, gate, DIES)))
+    asking = [asyncio.create_task(rig.chunks(rig.new_attempts(), user=name)) for name in ("one", "two")]
+    while a.opened < 2:
+        await asyncio.sleep(0.001)
+    gate.set()
+    cut = await asyncio.gather(*asking, return_exceptions=True)
+    assert [type(error) for error in cut] == [UpstreamCut, UpstreamCut]
+    a.dead, a.steps = False, (TEXT, DONE)
+    server(rig, "a").breaker = Breaker()
+    assert await rig.chunks(user="one") == [TEXT, DONE]
+
+
+async def test_an_answer_does_not_go_on_at_the_server_that_has_died_of_it() -> None:
+    rig = Rig(one_server(continue_cut_streams=True), a=(a := MortalLater(TEXT, DIES)))
+    a.continues_messages = True
+    assert isinstance(await failing(rig), UpstreamCut)
+    assert a.opened == 1
 
 
 async def test_a_cut_connection_to_a_living_server_says_nothing_about_the_request() -> None:
