@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from backend.parsers.base import ToolFormat
+from backend.parsers.harmony import Harmony, HarmonyChannels
 from backend.parsers.hermes import Hermes
 from backend.parsers.llama3 import Llama3
 from backend.parsers.mistral import Mistral
+from backend.parsers.reasoning import ReasoningFormat
 from backend.parsers.thinking import ThinkingFormat
 
-TOOL_FORMATS: dict[str, ToolFormat] = {"hermes": Hermes(), "llama3": Llama3(), "mistral": Mistral()}
-REASONING_FORMATS = {"think": ThinkingFormat("<think>", "</think>"), "mistral": ThinkingFormat("[THINK]", "[/THINK]")}
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "hermes": Hermes(),
+    "llama3": Llama3(),
+    "mistral": Mistral(),
+    "harmony": Harmony(),
+}
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    "think": ThinkingFormat("<think>", "</think>"),
+    "mistral": ThinkingFormat("[THINK]", "[/THINK]"),
+    "harmony": HarmonyChannels(),
+}
 
 AUTO, NONE = "auto", "none"
 # By what chat templates print when they show a model its own earlier calls and thoughts; the first that is found.
@@ -18,8 +29,9 @@ _TOOL_SIGNS = {
     "[TOOL_CALLS]": "mistral",
     "<|python_tag|>": "llama3",
     "<|start_header_id|>": "llama3",
+    "<|channel|>analysis": "harmony",
 }
-_REASONING_SIGNS = {"</think>": "think", "[/THINK]": "mistral"}
+_REASONING_SIGNS = {"</think>": "think", "[/THINK]": "mistral", "<|channel|>analysis": "harmony"}
 
 
 def tool_format(name: str, template: str) -> ToolFormat | None:
@@ -27,7 +39,7 @@ def tool_format(name: str, template: str) -> ToolFormat | None:
     return TOOL_FORMATS.get(_suggested(_TOOL_SIGNS, template) if name == AUTO else name)
 
 
-def reasoning_format(name: str, template: str) -> ThinkingFormat | None:
+def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
     return REASONING_FORMATS.get(_suggested(_REASONING_SIGNS, template) if name == AUTO else name)
 
 

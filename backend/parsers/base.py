@@ -74,6 +74,7 @@ class ToolFormat(ABC):
 
     markers: ClassVar[tuple[str, ...]]  # what stands around calls; special tokens in some vocabularies
     begins: ClassVar[str]  # the marker before the first call
+    stands_alone: ClassVar[bool] = False  # whether no text can come before it
 
     @abstractmethod
     def parser(self, tools: Sequence[Tool]) -> OutputParser: ...

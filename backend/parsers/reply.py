@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from backend.parsers.base import Event, OutputParser, Text
-from backend.parsers.thinking import ThinkingParser
+from backend.parsers.reasoning import ReasoningParser
 
 
 class ReplyParser(OutputParser):
-    def __init__(self, thinking: ThinkingParser | None, calls: OutputParser | None) -> None:
+    def __init__(self, thinking: ReasoningParser | None, calls: OutputParser | None) -> None:
         self._thinking = thinking
         self._calls = calls
 

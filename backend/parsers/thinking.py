@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backend.parsers.base import Event, Mark, OutputParser, Reasoning, Text
+from backend.parsers.base import Event, Mark, Reasoning, Text
 from backend.parsers.marked import held_back
+from backend.parsers.reasoning import NO_THOUGHT, ReasoningFormat, ReasoningParser, up_to
 
 
 @dataclass(frozen=True, slots=True)
-class ThinkingFormat:
+class ThinkingFormat(ReasoningFormat):
     opens: str
     closes: str
 
@@ -32,24 +33,14 @@ class ThinkingFormat:
         return ThinkingParser(self, is_open=self.is_open(prompt))
 
     def rules(self, prompt: str, mark: Mark) -> str:
-        """Lark rules: `thinking` is what comes before the answer, or nothing."""
         if self.is_over(prompt):
-            return 'thinking: ""'
-        body = f"within {mark(self.closes)}" if _is_token(mark(self.closes)) else "through"
-        rules = [
-            f"thinking: {body} BREAKS" if self.is_open(prompt) else f"thinking: ({mark(self.opens)} {body} BREAKS)?",
-            r"BREAKS: /\n{0,2}/",
-        ]
-        if _is_token(mark(self.closes)):
-            return "\n".join([*rules, "within: /(?s:.*)/"])
-        return "\n".join([*rules, f"through[suffix={mark(self.closes)}]: /(?s:.*)/"])
+            return NO_THOUGHT
+        body, rule = up_to(self.closes, mark)
+        thinking = f"{body} BREAKS" if self.is_open(prompt) else f"({mark(self.opens)} {body} BREAKS)?"
+        return "\n".join([f"thinking: {thinking}", r"BREAKS: /\n{0,2}/", 'opening: ""', rule])
 
 
-def _is_token(terminal: str) -> bool:
-    return not terminal.startswith('"')
-
-
-class ThinkingParser(OutputParser):
+class ThinkingParser(ReasoningParser):
     def __init__(self, markers: ThinkingFormat, *, is_open: bool) -> None:
         self._markers = markers
         self._begun = is_open  # known to be reasoning, or not

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from backend.parsers.base import ToolFormat
+from backend.parsers.reasoning import ReasoningFormat
 from backend.parsers.reply import ReplyParser
-from backend.parsers.thinking import ThinkingFormat
 from backend.server import replies
 from backend.server.asgi import Door, Exchange
 from backend.server.choices import ChatChoice
@@ -62,7 +62,7 @@ class ChatCompletions(Door):
             priority=request.priority or 0,
         )
 
-    def _formats(self, request: ChatRequest) -> tuple[ToolFormat | None, ThinkingFormat | None]:
+    def _formats(self, request: ChatRequest) -> tuple[ToolFormat | None, ReasoningFormat | None]:
         """How an answer to this request is to be read."""
         model = self._serving.model
         return model.tool_format if callable_tools(request) else None, model.reasoning_format

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from backend.engine import grammar
 from backend.engine.grammar import CompiledGrammar, GrammarError
 from backend.parsers.base import Mark, Tool, ToolFormat, quoted
-from backend.parsers.thinking import ThinkingFormat
+from backend.parsers.reasoning import NO_THOUGHT, ReasoningFormat
 from backend.server.errors import InvalidRequest
 from backend.server.model import ServedModel
 from backend.server.requests import (
@@ -63,7 +64,7 @@ def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> Co
     if calls is not None and _is_forced(request):
         return _compile(model, grammar.lark("\n".join([*rules, "start: thinking head calls"])), "tools")
     if asked is not None:
-        start = "start: thinking (head calls | @answer)" if calls else "start: thinking @answer"
+        start = f"start: thinking {'(head calls | opening @answer)' if calls else 'opening @answer'}"
         return _compile(model, grammar.nested("\n".join([*rules, start]), asked[0]), asked[1])
     return _compile(model, grammar.lark("\n".join([*rules, *_text_or_calls(model.tool_format, mark)])), "tools")
 
@@ -183,20 +184,21 @@ def _parameters_field(request: ChatRequest, tool: Tool) -> str:
     return f"tools[{names.index(tool.name)}].function.parameters"
 
 
-def _thinking(format: ThinkingFormat | None, prompt: str, mark: Mark) -> str:
-    return 'thinking: ""' if format is None else format.rules(prompt, mark)
+def _thinking(format: ReasoningFormat | None, prompt: str, mark: Mark) -> str:
+    return NO_THOUGHT if format is None else format.rules(prompt, mark)
 
 
 def _text_or_calls(format: ToolFormat | None, mark: Mark) -> Sequence[str]:
     """An answer that may be text; but what it calls, it calls as it is written."""
     begins = format.begins if format else ""
     if not begins:  # a call is told by its first character
-        return ["start: thinking (TEXT | head calls)", r"TEXT: /([^{\s](?s:.*))?/"]
+        return ["start: thinking (opening TEXT | head calls)", r"TEXT: /([^{\s](?s:.*))?/"]
     if mark(begins) != quoted(begins):  # a special token, which no text contains
-        return ["start: thinking TEXT (head calls)?", f"TEXT: {TEXT}"]
-    pattern = begins.replace("[", r"\[").replace("]", r"\]")
+        choice = "(opening TEXT | head calls)" if format and format.stands_alone else "opening TEXT (head calls)?"
+        return [f"start: thinking {choice}", f"TEXT: {TEXT}"]
+    pattern = re.sub(r"([\[\]|])", r"\\\1", begins)
     return [
-        "start: thinking (TEXT | before calls)",
+        "start: thinking (opening TEXT | before calls)",
         f"TEXT: {TEXT} & ~/(?s:.*){pattern}(?s:.*)/",
         f"before[suffix={quoted(begins)}]: {TEXT}",
     ]

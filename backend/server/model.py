@@ -14,7 +14,7 @@ from backend.engine.grammar import GrammarCompiler
 from backend.engine.request import SamplingParams
 from backend.model_files import open_model_files
 from backend.parsers.base import ToolFormat
-from backend.parsers.thinking import ThinkingFormat
+from backend.parsers.reasoning import ReasoningFormat
 from backend.server.errors import ContextLengthError, InvalidRequest
 from backend.server.requests import GenerationRequest
 from backend.server.templates import ChatTemplate
@@ -37,7 +37,7 @@ class ServedModel:
     sampling_defaults: Mapping[str, float]
     grammars: GrammarCompiler
     tool_format: ToolFormat | None
-    reasoning_format: ThinkingFormat | None
+    reasoning_format: ReasoningFormat | None
     default_max_tokens: int | None = None  # of a chat that asks for none; None: all the room there is
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -28,6 +28,7 @@ class Read:
     reasoning: str = ""
 
 
+TO = "<|channel|>commentary to=functions."
 BOTH = (("weather", ZIP), ("now", "{}"))
 # By format: answers as the models write them, well-formed and not, and what is to be read from them.
 CASES: dict[str, dict[str, Read]] = {
@@ -79,6 +80,32 @@ CASES: dict[str, dict[str, Read]] = {
         f"[TOOL_CALLS][{N},": Read("", BOTH[1:]),
         "[TOOL_CALLS]wea": Read("[TOOL_CALLS]wea"),
     },
+    "harmony": {
+        "Nothing to call. \n": Read("Nothing to call. \n"),
+        f"{TO}weather <|constrain|>json<|message|>{ZIP}<|call|>": Read("", BOTH[:1]),
+        f"{TO}weather <|constrain|>json<|message|>{ZIP}<|call|>{TO}now<|message|>": Read("", BOTH),
+        f"Sure.\n{TO}now json<|message|><|call|>": Read("Sure.", BOTH[1:]),
+        f"{TO}weather <|constrain|>json<|message|>" + '{"zip': Read("", (("weather", '{"zip'),)),
+        f"{TO}weather <|constrain|>js": Read(f"{TO}weather <|constrain|>js"),
+        f"{TO} <|message|>{{}}": Read(f"{TO} <|message|>{{}}"),
+        "<|channel|>final<|message|>x": Read("<|channel|>final<|message|>x"),
+    },
+}
+# Whole answers of gpt-oss, for both of its parsers together.
+ANALYSIS, NEXT = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+HARMONY: dict[str, Read] = {
+    f"{ANALYSIS}Let me see: <b>.{NEXT}<|channel|>final<|message|>42\n": Read("42\n", reasoning="Let me see: <b>."),
+    "<|channel|>final<|message|>42<|return|>": Read("42"),
+    f"{ANALYSIS}Rain?{NEXT}{TO}weather <|constrain|>json<|message|>{ZIP}<|call|>": Read("", BOTH[:1], "Rain?"),
+    f"{ANALYSIS}Rain?{NEXT} to=functions.now<|channel|>commentary json<|message|>{{}}": Read("", BOTH[1:], "Rain?"),
+    "<|channel|>analysis to=functions.now code<|message|>{}<|call|>": Read("", BOTH[1:]),
+    f"<|channel|>commentary<|message|>I look.{NEXT}{TO}now <|constrain|>json<|message|>": Read("I look.", BOTH[1:]),
+    f"{ANALYSIS}One.{NEXT}{ANALYSIS} Two.{NEXT}<|channel|>final<|message|>3": Read("3", reasoning="One. Two."),
+    f"{ANALYSIS}No end<|start|>assistant<|channel|>final<|message|>x": Read("x", reasoning="No end"),
+    f"{ANALYSIS}cut <|en": Read("", reasoning="cut <|en"),
+    "<|channel|>fin": Read(""),
+    "Without any channel. <|end|>\n": Read("Without any channel. <|end|>\n"),
+    "<|channel|>" + "x" * 600: Read("<|channel|>" + "x" * 600),
 }
 THOUGHTS: dict[str, Read] = {
     THOUGHT + "42\n": Read("42\n", reasoning="Let me see: <b>.\n\nYes."),
@@ -114,6 +141,11 @@ def read(name: str, pieces: list[str], *, prompt: str = "", thinking: bool = Tru
     return fold([event for piece in pieces for event in parser.push(piece)] + parser.finish())
 
 
+def read_harmony(pieces: list[str]) -> Read:
+    parser = ReplyParser(REASONING_FORMATS["harmony"].parser(""), TOOL_FORMATS["harmony"].parser(TOOLS))
+    return fold([event for piece in pieces for event in parser.push(piece)] + parser.finish())
+
+
 def cut(text: str, places: set[int]) -> list[str]:
     ends = sorted(place % (len(text) + 1) for place in places)
     return [text[start:end] for start, end in pairwise([0, *ends, len(text)])]
@@ -125,6 +157,26 @@ def test_what_is_read_from_an_answer(name: str, text: str, expected: Read) -> No
     assert read(name, [*text]) == expected
     for size in (2, 3, 5, 7):
         assert read(name, [text[i : i + size] for i in range(0, len(text), size)]) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), HARMONY.items())
+def test_what_is_read_from_channels(text: str, expected: Read) -> None:
+    for size in (1, 2, 3, 5, 7, len(text)):
+        assert read_harmony([text[i : i + size] for i in range(0, len(text), size)]) == expected
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(
+    text=st.lists(
+        st.sampled_from(
+            [*TOOL_FORMATS["harmony"].markers, "analysis", "final", " to=functions.", "now", "{}", TO, " <|"]
+        ),
+        max_size=12,
+    ).map("".join),
+    places=st.sets(st.integers(0, 300), max_size=12),
+)
+def test_no_cut_changes_what_is_read_from_channels(text: str, places: set[int]) -> None:
+    assert read_harmony(cut(text, places)) == read_harmony([*text]) == read_harmony([text])
 
 
 @pytest.mark.parametrize(("text", "expected"), THOUGHTS.items())
@@ -209,6 +261,7 @@ def test_ids_of_calls_differ(name: str) -> None:
         ("{{ '<tool_call>\\n' }} {% if '</think>' in content %}", "hermes", "think"),
         ("[TOOL_CALLS] [THINK]x[/THINK]", "mistral", "mistral"),
         ("<|start_header_id|>assistant<|end_header_id|>", "llama3", None),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "harmony", "harmony"),
         ("{{ message.content }}", None, None),
     ],
 )

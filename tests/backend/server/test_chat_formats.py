@@ -35,6 +35,8 @@ CALLS = {
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     "llama3": f'{{"name": "weather", "parameters": {ZIP}}}; {{"name": "now", "parameters": {{}}}}',
     "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {ZIP}}}, {{"name": "now", "arguments": {{}}}}]',
+    "harmony": f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ZIP}<|call|>"
+    "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}",
 }
 
 
@@ -134,6 +136,25 @@ async def test_markers_that_are_special_tokens_are_seen_by_the_parsers_and_by_no
             assert calls_of(completion) == [("weather", ZIP), ("now", NONE)]
             assert completion.choices[0].message.model_extra["reasoning_content"] == "Hm."
             assert not completion.choices[0].message.content
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+async def test_channels_of_gpt_oss(tokens_per_step: int) -> None:
+    async with serve("harmony", "harmony", TOOL_FORMATS["harmony"].markers) as (engine, client):
+        engine.tokens_per_step = tokens_per_step
+        thought = "<|channel|>analysis<|message|>Rain, or sun?<|end|><|start|>assistant"
+        engine.text = f"{thought}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ZIP}<|call|>"
+        for completion in await both(client, tools=TOOLS):
+            assert calls_of(completion) == [("weather", ZIP)]
+            assert completion.choices[0].message.model_extra["reasoning_content"] == "Rain, or sun?"
+            assert completion.choices[0].finish_reason == "tool_calls"
+            assert not completion.choices[0].message.content
+        engine.text = f"{thought}<|channel|>final<|message|>It rains."
+        for completion in await both(client):
+            assert completion.choices[0].message.content == "It rains."
+            assert completion.choices[0].message.model_extra["reasoning_content"] == "Rain, or sun?"
+            details = completion.usage.completion_tokens_details
+            assert 5 < details.reasoning_tokens < completion.usage.completion_tokens
 
 
 @pytest.mark.parametrize("tools", [*TOOL_FORMATS])

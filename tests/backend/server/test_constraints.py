@@ -141,6 +141,7 @@ CALLS = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
     "llama3": '{"name": "weather", "parameters": %s}',
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": %s}]',
+    "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>%s",
 }
 
 
@@ -195,6 +196,35 @@ def test_a_marker_that_is_a_special_token_is_that_token_and_no_text(demo: Served
         matcher = grammar._matcher.deep_copy()
         # As text, the marker is but text, behind which a call is none.
         assert (matcher.try_consume_tokens(spelled) == len(spelled)) is (choice == "auto")
+
+
+def test_channels_of_gpt_oss(demo: ServedModel) -> None:
+    tokenizer = Tokenizer.from_str(demo.codec.tokenizer.to_str())
+    tokenizer.add_special_tokens([*TOOL_FORMATS["harmony"].markers])
+    size = tokenizer.get_vocab_size()
+    model = replace(
+        make_model(demo, "harmony", "harmony"),
+        codec=TextCodec(tokenizer, {}),
+        vocab_size=size,
+        grammars=GrammarCompiler(tokenizer.to_str(), size, demo.eos_token_ids),
+    )
+    thought, final = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", "<|channel|>final<|message|>"
+    call, wrong = (CALLS["harmony"] % arguments for arguments in ('{"zip": "8004"}', "{}"))
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["sun", "rain"]}}}
+    # What is asked for, and of a call, an answer as text, an answer in the format: which of them may be said.
+    for fields, allowed in (
+        ({"tool_choice": "required"}, (True, False, False)),
+        ({"tool_choice": "auto"}, (True, True, True)),
+        ({"response_format": format}, (True, False, True)),
+        ({"response_format": format, "tools": None}, (False, False, True)),
+    ):
+        grammar = chat_constraint(model, make_request(**fields), "<|start|>assistant")
+        assert grammar is not None
+        for before in ("", thought):
+            said = (call, f"{final}rain", f'{final}"rain"')
+            assert tuple(accepts(model, grammar, before + text) for text in said) == allowed
+            assert not accepts(model, grammar, before + wrong)
+        assert not accepts(model, grammar, thought + thought)
 
 
 @pytest.mark.parametrize(
