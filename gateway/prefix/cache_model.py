@@ -66,6 +66,7 @@ class CacheModel:
         self._evicted = 0  # blocks, ever
         self.clock = 0  # counts additions
         self.version = 0  # counts changes of any kind
+        self.removals = 0  # by events
         self._told = False
 
     def __len__(self) -> int:
@@ -131,9 +132,10 @@ class CacheModel:
                 blocks -= len(run.blocks)
         return going
 
-    def loss(self, coming: int, blocks: int, busy: Container[int]) -> float:
+    def loss(self, coming: int, blocks: int, busy: Container[int], idle_uses: float = 0.0) -> float:
         """What is lost when, after `coming` blocks as above, `blocks` more make room for themselves: so many of those
-        that go will be wanted again, by how lately they were used. What finds no room drives out as much as it is."""
+        that go will be wanted again, by how lately they were used. What finds no room drives out as much as it is.
+        `idle_uses`: how many times it would have been used since the last time, had it been as before."""
         lost = 0.0
         for run in self._held:
             if blocks <= 0:
@@ -143,7 +145,7 @@ class CacheModel:
             going = max(0, min(len(run.blocks) - coming, blocks))
             coming = max(0, coming - len(run.blocks))
             blocks -= going
-            lost += going * min(1.0, RECENT_USES / (1 + self.clock - run.used))
+            lost += going * min(1.0, RECENT_USES / (1 + self.clock - run.used + idle_uses))
         return lost + blocks
 
     def touch(self, chain: Sequence[int]) -> None:
@@ -190,6 +192,7 @@ class CacheModel:
         if not chain or depth < len(chain):
             return
         self.version += 1
+        self.removals += 1
         tip, before = path[-1], sum(len(run.blocks) for run in path[:-1])
         gone = list(tip.children.values())
         for run in gone:

@@ -18,6 +18,7 @@ from gateway.prefix.fingerprint import BLOCK_TOKENS
 RATE_WEIGHT = 0.2  # of the newest observation in the learned prefill speed
 RATE_MIN_TOKENS = 64  # shorter prefills tell more about the network than about the server
 SCALE_WEIGHT = 0.05  # of the newest prompt in the learned tokens per estimated token
+GAP_WEIGHT = 0.1  # of the newest gap in the mean time from one call to the next
 HELD_WEIGHT = 0.1  # of the newest reply in `evicted_share_held`
 MISPREDICTED_SHARE = 0.1  # of a prediction that may be missing without meaning that anything was evicted
 MISPREDICTED_BLOCKS = 2
@@ -78,6 +79,9 @@ class Estimate:
         self._prefills: dict[Sent, None] = {}  # in the order in which they were sent
         self._prefilling_since = 0.0  # when the first of them could begin
         self._alone_since_then = True  # as far as others have told: else it has been computing theirs, too
+        self._begun_at = -math.inf  # the newest call
+        self._gap_seconds = 0.0  # from one call to the next, by mean
+        self._removals = 0  # of the cache model, when what is missing was last looked at
 
     def warm_tokens(self, believed: Recall) -> float:
         """How many tokens of a prompt's beginning are expected to be found, evicted ones by their probability."""
@@ -94,7 +98,11 @@ class Estimate:
         """What computing so many tokens there costs others: what it drives out, as far as that is wanted again."""
         before = self._coming_blocks(0.0, present_tokens, now)
         victims = self._coming_blocks(computed_tokens, present_tokens, now) - before
-        return self.cache.loss(before, victims, self._busy) * BLOCK_TOKENS if victims > 0 else 0.0
+        if victims <= 0:
+            return 0.0
+        # Where nobody asks, nothing ages by being used: what idles grows old at the pace at which it was asked before.
+        idle_uses = (now - self._begun_at) / self._gap_seconds if self._gap_seconds > 0 else 0.0
+        return self.cache.loss(before, victims, self._busy, idle_uses) * BLOCK_TOKENS
 
     def _coming_blocks(self, tokens: float, present_tokens: int, now: float) -> int:
         """How many blocks have to make way for what was sent, and for so many tokens behind it."""
@@ -102,6 +110,15 @@ class Estimate:
             return 0
         room = (self.engine_tokens - present_tokens) / self.tokens_scale
         return max(0, math.ceil((tokens + self.queued_tokens(now) - room) / BLOCK_TOKENS))
+
+    def _miss_what_was_removed(self) -> None:
+        """What was evicted of prompts that wait for their turn is to be computed as well."""
+        self._removals = self.cache.removals
+        for sent in self._prefills:
+            missing = sent.prompt_tokens - self.cache.match(sent.chain) * BLOCK_TOKENS
+            if missing > sent.missing:
+                self.prefill_tokens_queued += missing - sent.missing
+                sent.missing = missing
 
     def under_way(self, now: float) -> int:
         """Calls that it works on; those of others, too, where it has told of its load lately."""
@@ -143,6 +160,10 @@ class Estimate:
         prefills[sent] = None
         self._busy.add(sent.clock)
         self.prefill_tokens_queued += sent.missing
+        gap_seconds = now - self._begun_at
+        self._begun_at = now
+        if gap_seconds < math.inf:
+            self._gap_seconds += GAP_WEIGHT * (gap_seconds - self._gap_seconds)
         self.begun += 1
         self.in_flight += 1
         self.prompt_tokens_in_flight += prompt_tokens
@@ -185,6 +206,8 @@ class Estimate:
         first = next(iter(self._prefills), None)
         if first is None:
             return self.others.queued_tokens
+        if self._removals != self.cache.removals:
+            self._miss_what_was_removed()
         done = (now - self._prefilling_since) * self.prefill_tokens_per_second
         return self.others.queued_tokens + self.prefill_tokens_queued - min(done, first.missing)
 

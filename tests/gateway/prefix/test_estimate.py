@@ -149,6 +149,35 @@ def test_what_those_before_it_will_drive_out_is_not_expected() -> None:
     assert estimate.cache.match(old) == 50, "it has not happened yet"
 
 
+def test_what_is_evicted_of_prompts_that_wait_is_computed_as_well() -> None:
+    """A prompt of 40 blocks was all there when it was sent; 30 of them go before its turn comes."""
+    estimate = an_estimate()
+    estimate.told_capacity(100 * BLOCK_TOKENS, room=2.0)
+    idle, waiting = tuple(range(1000, 1060)), tuple(range(40))
+    for chain in (idle, waiting):
+        replied(estimate, chain, 0.0, cached_blocks=0)
+    replied(estimate, idle, 0.5, cached_blocks=60)
+    estimate.begin(waiting, 40 * BLOCK_TOKENS, now=1.0)
+    assert estimate.queued_tokens(1.0) == 0
+    estimate.cache.remove(waiting[:11])
+    assert estimate.queued_tokens(1.0) == 30 * BLOCK_TOKENS
+    assert estimate.foresee(idle, 100 * BLOCK_TOKENS, now=1.0).matched == 30, "it makes way for them"
+    assert estimate.queued_tokens(1.0) == 30 * BLOCK_TOKENS, "they are counted once"
+
+
+def test_what_a_server_holds_that_nobody_asks_grows_old() -> None:
+    """It was asked every second: 39 seconds later its newest prompt is as old as after 39 others."""
+    estimate = an_estimate()
+    estimate.told_capacity(100 * BLOCK_TOKENS, room=2.0)
+    for turn in range(200):
+        replied(estimate, tuple(range(50)), float(turn), cached_blocks=50 if turn else 0)
+    replied(estimate, tuple(range(1000, 1050)), 200.0, cached_blocks=0)
+    full = 100 * BLOCK_TOKENS
+    now, later = (estimate.loss_tokens(100 * BLOCK_TOKENS, full, at) for at in (200.0, 239.0))
+    assert now == 100 * BLOCK_TOKENS
+    assert later == pytest.approx(0.1 * now, rel=0.1)
+
+
 def test_who_tells_what_is_evicted_needs_no_conclusions() -> None:
     estimate = an_estimate()
     replied(estimate, LONG, 0.0, 0)
