@@ -10,6 +10,7 @@ import msgspec
 
 from gateway.ids import new_event_id
 from gateway.ledger.chain import GENESIS, encode_row
+from gateway.ledger.reader import TOKENS
 from gateway.ledger.rows import Correction, Row
 from gateway.types import AttemptRow, Receipt
 
@@ -57,7 +58,7 @@ def a_receipt(**changes: Any) -> Receipt:
 def a_correction(receipt: Receipt, **changes: Any) -> Correction:
     """Of nothing but what `changes` says."""
     same = msgspec.structs.asdict(receipt)
-    nothing = dict.fromkeys(("input_uncached", "cache_read", "cache_write", "output", "reasoning"), 0)
+    nothing = dict.fromkeys(TOKENS, 0)
     about = {"corrects": receipt.event_id, "reason": "test", "corrected": "2026-11-21T00:00:00.000000Z"}
     return Correction(**{**same, **nothing, "cost": "0", **about, "event_id": new_event_id(), **changes})
 

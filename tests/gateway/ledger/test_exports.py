@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import re
+import shutil
+import subprocess
 from decimal import Decimal
 from pathlib import Path
 
@@ -24,6 +27,7 @@ MANDATORY = {
 MAY_BE_EMPTY = {"ChargeClass", "PricingQuantity", "PricingUnit"}
 
 
+OVERRIDES = Path(__file__).parents[3] / "docs" / "focus-validator.yaml"
 DECIMALS = {
     "BilledCost", "ConsumedQuantity", "ContractedCost", "ContractedUnitPrice", "EffectiveCost", "ListCost",
     "ListUnitPrice", "PricingQuantity",
@@ -68,6 +72,25 @@ def test_types_values_and_nulls_are_those_of_the_specification(tmp_path: Path) -
             assert all(row[name] for name in OF_USAGE)
         else:
             assert not row["ConsumedQuantity"] and not row["PricingQuantity"]
+
+
+def test_the_specifications_own_validator(tmp_path: Path) -> None:
+    validator = shutil.which("focus-validator")
+    if validator is None:
+        pytest.skip("focus-validator is not installed: it needs older libraries than this project")
+    receipt = a_receipt(audio_input=6, audio_output=1, cache_write=3, cache_write_1h=2, service_tier="flex")
+    others = [a_receipt(source="cache"), a_receipt(deployment=None, model_served=None, cost="0")]
+    write_chain(tmp_path / "replica", [receipt, *others, a_correction(receipt, cost="-0.000001")])
+    with (tmp_path / "focus.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(focus_rows(tmp_path, provider="Us"))
+    options = {"--data-file": file.name, "--validate-version": "1.0", "--override-file": str(OVERRIDES)}
+    command = [validator, *(word for option in options.items() for word in option)]
+    # Its list of currencies is looked for below the current directory.
+    (packages,) = Path(validator).parents[1].glob("lib/python*/site-packages")
+    found = subprocess.run(command, cwd=packages, capture_output=True, text=True, timeout=60, check=False)
+    assert "Validation succeeded" in found.stdout, found.stdout
 
 
 def test_every_kind_of_token_is_a_charge_that_multiplies_out(tmp_path: Path) -> None:
