@@ -14,11 +14,13 @@ import msgspec
 from gateway.errors import BadRequest
 from gateway.types import Operation, Said
 
+NAME_CHARS_MAX = 512  # of what a client names and the ledger keeps: one row of megabytes would be everybody's trouble
 MAX_TOKENS = 2**31 - 1  # of an answer: far above any model, and small enough to be counted in any store
 
 Fields = dict[str, msgspec.Raw]
 Body = TypeVar("Body")
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+Name = Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
 Choices = Annotated[int, msgspec.Meta(ge=1, le=128)]
 
 
@@ -31,10 +33,10 @@ class Common(msgspec.Struct):
     """What every door's body has and the phases act on."""
 
     model: str
-    user: str | None = None
-    safety_identifier: str | None = None
+    user: Name | None = None
+    safety_identifier: Name | None = None
     prompt_cache_key: str | None = None
-    service_tier: str | None = None
+    service_tier: Name | None = None
     metadata: dict[str, Any] | None = None
     temperature: float | None = None
     seed: int | None = None

@@ -20,6 +20,21 @@ def test_what_is_not_known_is_kept_byte_for_byte() -> None:
 
 
 @pytest.mark.parametrize(
+    ("named", "end_user"),
+    [
+        ({}, None),
+        ({"user": "u" * 512}, "u" * 512),
+        ({"safety_identifier": "s"}, "s"),
+        ({"safety_identifier": "s", "user": "u"}, "s"),
+        ({"safety_identifier": "", "user": "u"}, "u"),
+    ],
+)
+def test_whom_a_call_is_for(named: dict[str, str], end_user: str | None) -> None:
+    """OpenAI has put `safety_identifier` in the place of `user`."""
+    assert a_call(chat(**named)).end_user == end_user
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         (b"", None),
@@ -40,6 +55,9 @@ def test_what_is_not_known_is_kept_byte_for_byte() -> None:
         (b'{"model": "m", "messages": [{"role": "user"}], "max_tokens": -1}', "max_tokens"),
         (b'{"model": "m", "messages": [{"role": "user"}], "n": 0}', "n"),
         (b'{"model": "m", "messages": [{"role": "user"}], "tools": {}}', "tools"),
+        (b'{"model": "m", "messages": [], "user": "%b"}' % (b"x" * 513), "user"),
+        (b'{"model": "m", "messages": [], "safety_identifier": "%b"}' % (b"x" * 513), "safety_identifier"),
+        (b'{"model": "m", "messages": [], "service_tier": "%b"}' % (b"x" * 513), "service_tier"),
     ],
 )
 def test_a_bad_body_is_refused_with_the_name_of_the_field(body: bytes, param: str | None) -> None:
