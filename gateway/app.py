@@ -149,7 +149,10 @@ class Gateway:
             bodies=BodyRoom(settings.max_bodies_bytes),
         )
         self._reconciliation = Reconciliation(
-            self._fleet, settings.ledger_dir / settings.replica, every_seconds=settings.reconcile_seconds
+            self._fleet,
+            settings.ledger_dir / settings.replica,
+            every_seconds=settings.reconcile_seconds,
+            leads=seat.number == 0,
         )
         self._batches = Batches(
             settings,

@@ -1,7 +1,8 @@
 """Every hour, what the engines have counted is noted beside the ledger, and the difference to what was billed is shown.
 
 `warmpath usage reconcile` compares the notes with the ledger itself. The metric is about this gateway's own receipts
-since the note before: where several gateways share a server, the sum of what each has billed is what counts.
+since the note before: where several gateways share a server, the sum of what each has billed is what counts. Of the
+workers of one machine a single one takes the engine's counts into its metric, so that their sum is the drift.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ class _Noted(NamedTuple):
 
 class Reconciliation:
     """Run as a task beside the gateway. `drift` is by deployment and kind of token, of the last span between two notes:
-    the engine's count less what this gateway has billed.
+    the engine's count less what this gateway has billed. One that does not `lead` leaves the engine's count, and the
+    notes, to another one.
     """
 
-    def __init__(self, servers: Iterable[Server], folder: Path, *, every_seconds: float) -> None:
+    def __init__(self, servers: Iterable[Server], folder: Path, *, every_seconds: float, leads: bool = True) -> None:
+        self._leads = leads
         self._servers = servers
         self._folder = folder
         self._every_seconds = every_seconds
@@ -49,9 +52,12 @@ class Reconciliation:
         for name, now in noted.items():
             before = self._noted.get(name)
             if before is not None and before.server is now.server and min(_less(now.counted, before.counted)) >= 0:
-                engine, ledger = _less(now.counted, before.counted), _less(now.billed, before.billed)
+                engine = _less(now.counted, before.counted) if self._leads else (0, 0)
+                ledger = _less(now.billed, before.billed)
                 self.drift[name, "input"], self.drift[name, "output"] = _less(engine, ledger)
         self._noted = noted
+        if not self._leads:
+            return
         try:
             note(self._folder, marks_of(noted))
         except OSError as error:

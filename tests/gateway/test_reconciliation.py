@@ -59,6 +59,28 @@ async def test_drift_is_what_was_done_and_not_billed(fleet: Fleet, tmp_path: Pat
     ]  # fmt: skip
 
 
+async def test_the_drifts_of_workers_add_up(fleet: Fleet, tmp_path: Path) -> None:
+    """The engine's count is in one of them, and so are the notes."""
+    first = Reconciliation(fleet, tmp_path / "w0", every_seconds=3600)
+    second = Reconciliation(fleet, tmp_path / "w1", every_seconds=3600, leads=False)
+    server = next(iter(fleet))
+    assert isinstance(server.provider, Telling)
+    await first.note()
+    server.provider.counted = (1100, 110)
+    server.billed(Usage(60, output=6))
+    await first.note()
+    # Here both have the same server and so the same bill; of two processes each has its own.
+    await second.note()
+    server.billed(Usage(40, output=3))
+    await second.note()
+    drifts = first.drift, second.drift
+    assert drifts == (
+        {("a", "input"): 40, ("a", "output"): 4},
+        {("a", "input"): -40, ("a", "output"): -3},
+    )
+    assert len(read_marks(tmp_path)) == 2  # of the first
+
+
 async def test_a_note_that_can_not_be_written_costs_the_note_alone(
     fleet: Fleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

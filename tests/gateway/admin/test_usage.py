@@ -29,7 +29,9 @@ DAY = seconds("2026-11-20")
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
-    first = a_receipt(cache_write=5, finished="2026-11-20T09:59:59.999999Z", end_user="u", cost="1")
+    first = a_receipt(
+        cache_write=5, finished="2026-11-20T09:59:59.999999Z", end_user="u", cost="1", audio_input=6, audio_output=1
+    )
     rows = [
         first,
         a_receipt(latency_class="batch", finished="2026-11-20T10:00:00.000000Z", model_asked="other", cost="2"),
@@ -66,7 +68,9 @@ async def test_usage_by_the_hour(usage: Any) -> None:
     (first,), (batch,), (cached,) = (bucket.results for bucket in page.data)
     assert (first.model, first.batch, first.project_id) == ("gpt-4o", False, None)
     assert (first.input_tokens, first.input_cached_tokens, first.input_uncached_tokens) == (105, 64, 36)
-    assert (first.output_tokens, first.num_model_requests) == (3, 1)
+    assert (first.input_text_tokens, first.input_audio_tokens) == (30, 6)
+    assert (first.output_tokens, first.output_text_tokens, first.output_audio_tokens) == (3, 2, 1)
+    assert first.num_model_requests == 1
     assert (batch.model, batch.batch, batch.num_model_requests) == ("other", True, 1)
     assert (cached.input_tokens, cached.num_model_requests) == (0, 0)  # no model was asked
     assert not page.has_more and page.next_page is None
