@@ -92,7 +92,7 @@ class Canonicaliser:
             if form is not None:
                 asked, steps = in_form(door, asked, form), form.steps
         tokens = _prompt_tokens(asked)
-        rule, class_name = choose_class(policy, principal, asked, tokens, headers)
+        rule, class_name = choose_class(policy, principal, door.operation, asked, tokens, headers)
         if principal.classes is not None and class_name not in principal.classes:
             raise Forbidden(f"the key {principal.key_id!r} may not use the class {class_name!r}")
         latency_class = policy.classes[class_name]
@@ -176,20 +176,23 @@ def join(fields: Fields) -> bytes:
 
 
 def choose_class(
-    policy: Policy, principal: Principal, asked: Asked, prompt_tokens: int, headers: Headers
+    policy: Policy, principal: Principal, operation: Operation, asked: Asked, prompt_tokens: int, headers: Headers
 ) -> tuple[int | None, str]:
     """The first rule that matches and the class that it gives; (None, the default class) where none does."""
     for index, rule in enumerate(policy.rules):
-        if matches(rule.match, principal, asked, prompt_tokens, headers):
+        if matches(rule.match, principal, operation, asked, prompt_tokens, headers):
             return index, rule.latency_class
     return None, policy.default_class
 
 
-def matches(match: Match, principal: Principal, asked: Asked, prompt_tokens: int, headers: Headers) -> bool:
+def matches(
+    match: Match, principal: Principal, operation: Operation, asked: Asked, prompt_tokens: int, headers: Headers
+) -> bool:
     """Whether all conditions of a rule hold."""
     common = asked.common
     return (
         (match.model is None or common.model in match.model)
+        and (match.endpoint is None or operation in match.endpoint)
         and (match.tenant is None or principal.tenant.name in match.tenant)
         and (match.key is None or principal.key_id in match.key)
         and (match.service_tier is None or common.service_tier in match.service_tier)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Seconds, Share
+from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Seconds, Share, one_is_a_list
+
+Endpoint = Literal["chat/completions", "completions", "embeddings"]
+Endpoints = Annotated[
+    tuple[Endpoint, ...], BeforeValidator(one_is_a_list, json_schema_input_type=Endpoint | tuple[Endpoint, ...])
+]
 
 
 class Hedge(Frozen):
@@ -64,6 +69,7 @@ class Match(Frozen):
     """Conditions on a call; all that are given must hold. One name may stand without its list."""
 
     model: Names | None = Field(None, description="The model asked for is one of these.")
+    endpoint: Endpoints | None = Field(None, description="It was posted to one of these, behind /v1/.")
     tenant: Names | None = Field(None, description="The tenant is one of these.")
     key: Names | None = Field(None, description="The key id is one of these.")
     service_tier: Names | None = Field(None, description="The body's service_tier is one of these.")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import msgspec
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from gateway.canonicaliser import Canonicaliser, join
 from gateway.doors import DOORS
 from gateway.errors import BadRequest, Forbidden, ModelNotFound
+from gateway.policy.traffic import Endpoint
 from gateway.types import Call, Operation, Principal
 from tests.gateway.calls import UNTRACED, a_call, a_policy, chat
 
@@ -108,6 +110,16 @@ def test_the_first_rule_that_matches_gives_the_class() -> None:
     ]
     assert [call.class_rule for call in matching] == [0, 1, 2, 3, 4]
     assert {call.class_name for call in matching} == {"batch"}
+
+
+def test_an_endpoint_may_have_a_class_of_its_own() -> None:
+    assert set(get_args(Endpoint)) == {operation.value for operation in Operation}
+    policy = a_policy(rules=[{"match": {"endpoint": "embeddings"}, "class": "batch"}])
+    embedding = a_call({"model": "m", "input": "x"}, policy, operation=Operation.EMBEDDING)
+    completion = a_call({"model": "m", "prompt": "x"}, policy, operation=Operation.COMPLETION)
+    assert [each.class_name for each in (embedding, completion, a_call(policy=policy))] == [
+        "batch", "realtime", "realtime",
+    ]  # fmt: skip
 
 
 def test_the_deadline_is_the_classes() -> None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from gateway.policy import EnvSecret, Policy
 from gateway.policy_checks import ANYWHERE
 from gateway.policy_file import load_policy, policy_schema
+from tests.gateway.calls import a_call, chat
 
 POLICIES = Path(__file__).parents[2] / "policies"
 FILES = sorted(POLICIES.rglob("*.yaml"))
@@ -82,6 +83,19 @@ def test_the_default_policy_shows_every_field() -> None:
     hidden = fields_of(Policy) - fields_shown(Policy, yaml.safe_load(text))
     assert hidden == {(EnvSecret, "env")}  # a default that needs a secret would not start
     assert re.search(r"api_key: null +#.*\{env: \w+\}", text)
+
+
+@pytest.mark.parametrize(
+    ("tier", "class_name"),
+    [("flex", "batch"), ("priority", "realtime"), ("auto", "realtime"), ("default", "realtime"), (None, "realtime")],
+)
+def test_the_default_policy_knows_the_service_tiers(tier: str | None, class_name: str) -> None:
+    policy = load_policy(POLICIES / "default.yaml", checks=ANYWHERE)
+    body = chat(service_tier=tier) | {"model": "warmpath-demo"}
+    assert a_call(body, policy, tenant="dev").class_name == class_name
+    # What pays for priority is not put behind others for another reason; what leaves it open is.
+    nightly = a_call({**body, "metadata": {"job": "nightly"}}, policy, tenant="dev").class_name
+    assert nightly == ("realtime" if tier == "priority" else "batch")
 
 
 def test_every_field_of_the_default_policy_has_its_comment_where_it_first_stands() -> None:
