@@ -86,7 +86,10 @@ class Reporting:
         estimate, now = self._server.estimate, asyncio.get_running_loop().time()
         estimate.load = Load(now, reported.running, reported.waiting, reported.kv_usage)
         if reported.capacity_tokens is not None:
-            room = EVENTS_ROOM if self._server.blocks is not None else 1.0
+            blocks, room = self._server.blocks, 1.0
+            if blocks is not None:
+                blocks.told_capacity(reported.capacity_tokens)
+                room = 1.0 if blocks.in_doubt else EVENTS_ROOM
             estimate.told_capacity(reported.capacity_tokens, room)
 
     def _metrics_url(self) -> httpx2.URL:

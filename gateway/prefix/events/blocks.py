@@ -34,6 +34,7 @@ BLOCKS_MAX = 1 << 19  # followed of one engine: 8M tokens in blocks of 16; the o
 GONE_MAX = 1 << 18  # blocks that are gone, and remembered for calls that are not over yet
 CALLS_MAX = 256  # that are over, and remembered for events that come late
 SESSIONS_MAX = 4096  # whose last block is remembered until their calls are over
+ALL_KNOWN_SHARE = 0.95  # of an engine's blocks, of which we know, is all of them: some are empty or not full
 UNCLAIMED_MAX = 256  # ends of paths that belong to no call yet, of engines that do not tell sessions
 
 K = TypeVar("K")
@@ -149,6 +150,8 @@ class BlockIndex:
         self._known: WeakValueDictionary[BlockHash, _Block] = WeakValueDictionary()  # and those that lead to others
         self._block_tokens = 0
         self._tells_sessions = False
+        self._in_doubt = False  # events were lost: it may hold blocks whose removal will mean nothing to us
+        self._capacity_tokens = 0  # of the engine, where it has told
         self._calls: OrderedDict[str, Ended] = OrderedDict()
         self._tips: OrderedDict[str, _Block] = OrderedDict()  # by session: its last block
         self._unclaimed: OrderedDict[BlockHash, _Block] = OrderedDict()  # ends of paths that came without a session
@@ -161,13 +164,25 @@ class BlockIndex:
 
     @property
     def present_tokens(self) -> int:
-        """How many of the engine's tokens are known to be in its cache."""
-        return len(self._blocks) * self._block_tokens
+        """How many of the engine's tokens are in its cache, as far as is known; in doubt, it is taken to be full."""
+        known = len(self._blocks) * self._block_tokens
+        return max(known, self._capacity_tokens) if self._in_doubt else known
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether events were lost, and what was in the cache then may be there still. Not for ever: once all of a
+        cache is known again, nothing else can be in it."""
+        if self._in_doubt and self._capacity_tokens:
+            self._in_doubt = len(self._blocks) * self._block_tokens < ALL_KNOWN_SHARE * self._capacity_tokens
+        return self._in_doubt
 
     @property
     def tells_all(self) -> bool:
         """Whether what is gone is known, so that nothing need be concluded from what replies say."""
-        return self._tells_sessions
+        return self._tells_sessions and not self.in_doubt
+
+    def told_capacity(self, engine_tokens: int) -> None:
+        self._capacity_tokens = engine_tokens
 
     # -- what the engine tells -------------------------------------------------------------------------------------
 
@@ -226,10 +241,12 @@ class BlockIndex:
 
     def cleared(self) -> None:
         self.lost()
+        self._in_doubt = False
         self._cache.clear()
 
     def lost(self) -> None:
         """The cache model stays as it is: as good as one without events, and corrected by replies."""
+        self._in_doubt = True
         self._blocks.clear()
         self._known.clear()
         self._tips.clear()

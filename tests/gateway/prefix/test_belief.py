@@ -1,0 +1,157 @@
+"""What is predicted of a server's cache against what is found there, call by call, over a long time in which the cache
+holds a fraction of what is asked for: with KV events, without, and with some that were lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from zlib import crc32
+
+import pytest
+
+from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
+from gateway.prefix.estimate import Estimate
+from gateway.prefix.events.base import Removed, Stored
+from gateway.prefix.events.blocks import BlockIndex, Ended
+from gateway.prefix.fingerprint import BLOCK_BYTES, BYTES_PER_TOKEN, fingerprint
+
+BLOCK_TOKENS = 16
+POOL_BLOCKS = 400
+POOL_TOKENS = POOL_BLOCKS * BLOCK_TOKENS
+CONVERSATIONS = 30
+ROOM = 2.0
+
+
+class Server:
+    """One engine's block pool, and what is expected of it. Tokens are slices of text, here of just the length that a
+    fingerprint takes them to have: what is wrong is the belief, and not the count."""
+
+    def __init__(self, *, guess_tokens: int = POOL_TOKENS, tells: bool = False, capacity_told: bool = False) -> None:
+        self.estimate = Estimate(guess_tokens, prefill_tokens_per_second=1000)
+        self.index = BlockIndex(self.estimate.cache) if tells else None
+        self.pool = BlockPool(POOL_BLOCKS, BLOCK_TOKENS, self)
+        self.hears = True  # else events are lost
+        self.capacity_told = capacity_told
+        self.calls = 0
+        self.off_tokens: list[int] = []  # of each call: predicted and not found, or found and not predicted
+        self.found_tokens: list[int] = []
+
+    def stored(self, block: CachedBlock) -> None:
+        if self.index is not None and self.hears:
+            parent = None if block.parent == ROOT_HASH else block.parent
+            self.index.stored(Stored((block.block_hash,), parent, BLOCK_TOKENS, block.session_id))
+
+    def removed(self, block_hash: bytes) -> None:
+        if self.index is not None and self.hears:
+            self.index.removed(Removed((block_hash,)))
+
+    def cleared(self) -> None:
+        if self.index is not None:
+            self.index.cleared()
+
+    def step_over(self) -> None:
+        pass
+
+    def ask(self, text: str) -> None:
+        """A prompt, sent and answered, as the fleet's `Server` and `SentCall` go about it."""
+        self.calls += 1
+        if self.capacity_told:
+            in_doubt = self.index is not None and self.index.in_doubt
+            self.estimate.told_capacity(POOL_TOKENS, ROOM if self.index is not None and not in_doubt else 1.0)
+            if self.index is not None:
+                self.index.told_capacity(POOL_TOKENS)
+        chain, tokens, now = fingerprint([text.encode()], 7), len(text) // BYTES_PER_TOKEN, float(self.calls)
+        believed = self.estimate.cache.recall(chain)
+        if self.index is not None:
+            believed = self.estimate.foresee(chain, self.index.present_tokens, now)
+        sent = self.estimate.begin(chain, tokens, now, believed=believed)
+        cached = self._compute(f"call-{self.calls}", text)
+        self.estimate.first_chunk(sent, now)
+        told = self.index is not None and self.index.tells_all
+        self.estimate.learn_cached(sent, tokens, cached, evictions_told=told)
+        if self.index is not None:
+            self.index.ended(Ended(f"call-{self.calls}", chain, len(text), tokens, cached, 1))
+        self.estimate.end(sent, now)
+        edge = BLOCK_BYTES // BYTES_PER_TOKEN + BLOCK_TOKENS  # of two kinds of blocks that do not end together
+        off = abs(believed.matched * BLOCK_BYTES // BYTES_PER_TOKEN - cached)
+        self.off_tokens.append(max(0, off - edge))
+        self.found_tokens.append(cached)
+
+    def _compute(self, call_id: str, text: str) -> int:
+        hashes: list[bytes] = []
+        for start in range(0, len(text) // BYTES_PER_TOKEN - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            piece = text[start * BYTES_PER_TOKEN : (start + BLOCK_TOKENS) * BYTES_PER_TOKEN]
+            hashes.append(hash_block(hashes[-1] if hashes else ROOT_HASH, [crc32(piece.encode()) % 2**31]))
+        cached = self.pool.match(hashes)
+        table = self.pool.allocate(len(hashes) - len(cached), cached)
+        assert table is not None
+        for i in range(len(cached), len(hashes)):
+            self.pool.publish(table[i], CachedBlock(hashes[i], hashes[i - 1] if i else ROOT_HASH, (), "", call_id))
+        self.pool.release(table)
+        return len(cached) * BLOCK_TOKENS
+
+    def off_share(self, last: int) -> float:
+        """Of what was found by the last so many calls."""
+        return sum(self.off_tokens[-last:]) / sum(self.found_tokens[-last:])
+
+
+class Traffic:
+    """Conversations that grow turn by turn and begin anew when they are long; some are asked often, most seldom."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._texts = [self._words(i, 2_000) for i in range(CONVERSATIONS)]
+        self._made = CONVERSATIONS
+
+    def prompts(self, count: int) -> Sequence[str]:
+        made = []
+        for _ in range(count):
+            number = min(int(self._rng.expovariate(0.15)), CONVERSATIONS - 1)
+            self._made += 1
+            text = self._texts[number] + self._words(self._made, self._rng.randrange(200, 1_200))
+            self._texts[number] = text if len(text) < 8_000 else self._words(self._made, 2_000)
+            made.append(text)
+        return made
+
+    @staticmethod
+    def _words(name: int, length: int) -> str:
+        return "".join(f"{name}:{i:05}," for i in range(length // 7))[:length]
+
+
+@pytest.mark.parametrize("guess_tokens", [POOL_TOKENS // 5, POOL_TOKENS, POOL_TOKENS * 5])
+def test_without_events_replies_bound_the_error(guess_tokens: int) -> None:
+    """Also where the first guess of the cache's size was far off."""
+    server = Server(guess_tokens=guess_tokens)
+    for text in Traffic(2).prompts(800):
+        server.ask(text)
+    assert server.off_share(400) < 0.08
+
+
+def test_with_events_there_is_none() -> None:
+    server = Server(tells=True, capacity_told=True)
+    for text in Traffic(1).prompts(300):
+        server.ask(text)
+    assert server.off_share(300) == 0
+    assert server.pool.num_cached * BLOCK_TOKENS > 0.95 * POOL_TOKENS, "it was full"
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("capacity_told", [True, False])
+def test_where_events_were_lost_replies_count_again_until_all_is_known(seed: int, capacity_told: bool) -> None:
+    server, traffic = Server(tells=True, capacity_told=capacity_told), Traffic(seed)
+    assert server.index is not None
+    for text in traffic.prompts(150):
+        server.ask(text)
+    server.hears = False
+    for text in traffic.prompts(100):
+        server.ask(text)
+    server.hears = True
+    server.index.lost()
+    assert not server.index.tells_all
+    for text in traffic.prompts(50):
+        server.ask(text)
+    assert server.off_share(50) < 0.02
+    assert server.index.tells_all == capacity_told, "without a capacity nobody knows when all is known"
+    for text in traffic.prompts(50):
+        server.ask(text)
+    assert server.off_share(50) < 0.02
