@@ -13,6 +13,8 @@ another one's single call neither its turn nor its place in the line.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
@@ -25,6 +27,8 @@ from gateway.queueing.ordered import Ordered
 
 HELD_LOOK_TENANTS = 4  # whose calls may not go, after which the others' are not looked at
 HELD_LOOK_AT = 4  # of a tenant's calls, likewise
+PACE_TURNS = 32  # the newest ones, by which it is told how fast a line moves
+PACE_TURNS_MIN = 4
 GROUP_BLOCKS = 16  # of a prompt's beginning, by which calls are grouped
 GROUP_SECONDS = 60.0  # in which a group takes others in: who comes later goes behind the groups that came meanwhile
 
@@ -92,6 +96,7 @@ class Line(Generic[W]):
         self._by_length: dict[int, dict[_Backlog[W], None]] = {}
         self._longest = 0
         self._joined = 0
+        self._turns_at: deque[float] = deque(maxlen=PACE_TURNS)
 
     def __len__(self) -> int:
         return len(self._where)
@@ -142,8 +147,15 @@ class Line(Generic[W]):
             if backlog.turn[0] > self._now_at:
                 self._ahead[backlog.tenant] = backlog.turn[0]
 
-    def charge(self, call: Queued) -> None:
+    def empty_in_seconds(self, now: float) -> float:
+        """In which all that wait now would have their turns, as fast as the last ones came. Infinite where too few
+        have come to tell."""
+        turns = self._turns_at
+        return math.inf if len(turns) < PACE_TURNS_MIN else len(self) * (now - turns[0]) / len(turns)
+
+    def charge(self, call: Queued, now: float) -> None:
         """A call of this class has its turn, whether it has waited here or not: its tenant's next comes the later."""
+        self._turns_at.append(now)
         tokens, backlog = max(1, call.tokens_estimate), self._backlogs.get(call.tenant_name)
         if backlog is None:
             self._ahead[call.tenant_name] = max(self._ahead.get(call.tenant_name, 0.0), self._now_at) + tokens

@@ -14,12 +14,13 @@ others, and the least urgent call of the line, or of all lines, gives way; which
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import Generic
 
-from gateway.errors import Overloaded
+from gateway.errors import RETRY_AFTER_MAX_SECONDS, Overloaded
 from gateway.fleet import Fleet, Place
 from gateway.policy import Model
 from gateway.queueing.line import Line, Queued, W
@@ -27,7 +28,7 @@ from gateway.queueing.line import Line, Queued, W
 WAITING_MAX = 10_000  # calls of one gateway: each has its connection, and its body in memory
 OWED_MAX_TOKENS = 1_000_000.0  # to a class that was held although it had its share: it does not get every turn then
 RETRY_AFTER_MIN_SECONDS = 1.0
-RETRY_AFTER_MAX_SECONDS = 30.0
+RETRY_AFTER_UNKNOWN_MAX_SECONDS = 30.0  # where it is not known how fast a line moves
 
 Key = tuple[int, str, str]  # priority, class, model
 
@@ -71,7 +72,7 @@ class Lines(Generic[W]):
             return None
         place = self._place(call, now, goes_on=bool(before))
         if place is not None:
-            self._charge(call)
+            self._charge(call, now)
         return place
 
     def _place(self, call: Queued, now: float, *, goes_on: bool = False) -> Place | None:
@@ -103,16 +104,27 @@ class Lines(Generic[W]):
         line.join(waiter, known.started if known is not None else None, now)
         self.waiting += 1
         if len(line) > limits.max_queue:
-            self._give_way(line, f"{limits.max_queue} {call.class_name} calls already wait for {call.model.name}")
+            self._give_way(line, now, f"{limits.max_queue} {call.class_name} calls already wait for {call.model.name}")
         elif self.waiting > self._waiting_max:
             least_urgent = max(self._lines, key=lambda each: (each[0], len(self._lines[each])))
-            self._give_way(self._lines[least_urgent], f"{self._waiting_max} calls already wait, others before this one")
+            line = self._lines[least_urgent]
+            self._give_way(line, now, f"{self._waiting_max} calls already wait, others before this one")
 
-    def _give_way(self, line: Line[W], why: str) -> None:
+    def _give_way(self, line: Line[W], now: float, why: str) -> None:
         last = line.last
+        seconds = self.retry_after_seconds(last.call, now)
         self.leave(last)
         self.gave_way[last.call.class_name] += 1
-        last.refuse(Overloaded(why, retry_after_seconds=honest_wait_seconds(last.call.latency_class.max_wait)))
+        last.refuse(Overloaded(why, retry_after_seconds=seconds))
+
+    def retry_after_seconds(self, call: Queued, now: float) -> float:
+        """When a call that has to go may come again: when those that wait now have had their turns, at the pace of the
+        last ones. Nobody waits longer than the class does; where the pace is not known, that is all that can be said.
+        """
+        line, max_wait = self._lines.get(_key(call)), call.latency_class.max_wait
+        known = math.inf if line is None else line.empty_in_seconds(now)
+        most = RETRY_AFTER_UNKNOWN_MAX_SECONDS if known == math.inf else RETRY_AFTER_MAX_SECONDS
+        return max(min(known, max_wait, most), RETRY_AFTER_MIN_SECONDS)
 
     def leave(self, waiter: W) -> None:
         """Whoever is not in line any more may say so again."""
@@ -178,18 +190,18 @@ class Lines(Generic[W]):
                     self.someone_is_held = True
                     held.add(waiter)
                     continue
-                self._charge(waiter.call)
+                self._charge(waiter.call, now)
                 waiter.grant(place)
             self.leave(waiter)
             return True
         return False
 
-    def _charge(self, call: Queued) -> None:
+    def _charge(self, call: Queued, now: float) -> None:
         """A call has its turn while others wait."""
         key, tokens = _key(call), max(1, call.tokens_estimate)
         line = self._lines.get(key)
         if line is not None:
-            line.charge(call)
+            line.charge(call, now)
         for each, owed in self._owed.items():
             if each[2] == key[2]:
                 owed.tokens += owed.share * tokens - (tokens if each == key else 0)
@@ -199,11 +211,6 @@ class Lines(Generic[W]):
 
 def _key(call: Queued) -> Key:
     return call.latency_class.priority, call.class_name, call.model.name
-
-
-def honest_wait_seconds(max_wait_seconds: float) -> float:
-    """Nobody can promise that a place comes free sooner than the class itself was ready to wait."""
-    return min(max(max_wait_seconds, RETRY_AFTER_MIN_SECONDS), RETRY_AFTER_MAX_SECONDS)
 
 
 def nowhere_to_go(model: Model) -> Overloaded:

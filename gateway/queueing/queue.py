@@ -16,7 +16,7 @@ import asyncio
 
 from gateway.errors import GatewayError, Overloaded, shutting_down
 from gateway.fleet import Fleet, Place
-from gateway.queueing.lines import Lines, honest_wait_seconds, nowhere_to_go
+from gateway.queueing.lines import Lines, nowhere_to_go
 from gateway.types import Call
 
 IN_VAIN_SHARE = 0.25  # of `max_wait`, while calls wait in vain
@@ -112,7 +112,7 @@ class Queue:
                 self._lines.note_in_vain(call)
             raise Overloaded(
                 f"no server of {call.model.name} became free within {waiter.due - now:g} s",
-                retry_after_seconds=honest_wait_seconds(call.latency_class.max_wait),
+                retry_after_seconds=self._lines.retry_after_seconds(call, waiter.due),
             ) from None
         except asyncio.CancelledError:
             waiter.decline()

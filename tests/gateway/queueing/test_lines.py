@@ -217,6 +217,29 @@ def test_batch_is_shed_first() -> None:
     assert pool.lines.waiting == 3 and pool.lines.gave_way == {"batch": 4}
 
 
+def test_who_is_refused_is_told_when_those_that_wait_will_have_had_their_turns() -> None:
+    pool = Pool(classes={"realtime": {"max_queue": 20, "max_wait": "9s"}})
+
+    def told(now: float) -> str:
+        error = pool.join(pool.call(), now=now).error
+        assert error is not None
+        return error.headers["retry-after-ms"]
+
+    for _ in range(20):
+        pool.join(pool.call())
+    assert told(0.0) == "9000"  # nobody has had a turn yet: no longer than the class waits
+    for number in range(10):
+        pool.next(now=number * 0.25)
+        pool.join(pool.call(), now=number * 0.25)
+    assert told(2.5) == "5250"  # 21 of them, four a second
+    assert told(60.0) == "9000"
+    pool.lines.serve(60.0)
+    for _ in range(40):
+        pool.next(now=60.0)
+        pool.join(pool.call(), now=60.0)
+    assert told(60.0) == "1000"
+
+
 def test_without_a_minimum_share_batch_gets_what_is_left() -> None:
     pool = Pool(classes=BATCH)
     pool.join(pool.call(class_name="batch"))
