@@ -424,6 +424,12 @@ def rfc3339(time_ns: int) -> str:
     return f"{whole}{_THREE_DIGITS[microseconds // 1000 % 1000]}{_THREE_DIGITS[microseconds % 1000]}Z"
 
 
+def nanoseconds_of(rfc3339: str) -> int:
+    """Since the epoch: what `rfc3339` was made of, to the microsecond."""
+    moment = datetime.fromisoformat(rfc3339)
+    return int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
+
+
 @functools.lru_cache(maxsize=64)  # a receipt has half a dozen times, mostly of the same few seconds
 def _whole_seconds(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()[:19] + "."

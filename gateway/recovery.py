@@ -22,7 +22,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from datetime import datetime
 
 import msgspec
 
@@ -32,7 +31,7 @@ from gateway.fleet import Fleet, Server
 from gateway.ids import new_event_id
 from gateway.ledger import Ledger, Opened, Unbilled
 from gateway.limits.limiter import Limiter
-from gateway.metering import Meter, bill_of, make_receipt, rfc3339
+from gateway.metering import Meter, bill_of, make_receipt, nanoseconds_of, rfc3339
 from gateway.money import nanos_of
 from gateway.policy import LatencyClass, Model, Policy, Tenant
 from gateway.policy_file import PolicyHolder
@@ -109,7 +108,7 @@ class Recovery:
         usage, server = await self._ask(call, attempts)
         deployment = server.deployment if server is not None else None
         marks = Marks()
-        marks.started_ns = _nanoseconds(last.started)
+        marks.started_ns = nanoseconds_of(last.started)
         marks.end()
         bill = bill_of(call, usage, deployment, arrived_ns=marks.started_ns, service_tier=call.service_tier)
         lost = Outcome.GATEWAY_LOST
@@ -204,8 +203,3 @@ def call_of(opened: Opened, policy: Policy) -> Call:
         deadline=0.0,
         trace=Trace(int(opened.trace_id, 16), 0, sampled=False),
     )
-
-
-def _nanoseconds(rfc3339: str) -> int:
-    moment = datetime.fromisoformat(rfc3339)
-    return int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000

@@ -7,7 +7,6 @@ may go on writing theirs; and each is a difference, so that sums of both are rig
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from gateway.ids import new_event_id
 from gateway.ledger import Ledger
 from gateway.ledger.reader import TOKENS, Period, standing
 from gateway.ledger.rows import Correction
-from gateway.metering import cost_of
+from gateway.metering import cost_of, nanoseconds_of
 from gateway.money import atoms_of, plain_text, text_of
 from gateway.policy import Policy, Price
 from gateway.types import Usage
@@ -81,8 +80,7 @@ def _price(policy: Policy, row: dict[str, Any]) -> Price | None:
         prices = policy.price_lists.get((model.name, row["deployment"]))
     if prices is None:
         return None
-    arrived_ns = int(datetime.fromisoformat(row["started"]).timestamp()) * 1_000_000_000
-    return prices.price(row["latency_class"], row["service_tier"], arrived_ns)
+    return prices.price(row["latency_class"], row["service_tier"], nanoseconds_of(row["started"]))
 
 
 def _correction(row: dict[str, Any], price: Price, difference: int, now: str) -> Correction:

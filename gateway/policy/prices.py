@@ -126,7 +126,7 @@ def _or(amount: Decimal | None, general: Decimal) -> Decimal:
 
 
 def _ns(moment: datetime) -> int:
-    return int(moment.timestamp()) * 1_000_000_000
+    return int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
 
 
 def _one_is_a_list(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from datetime import UTC, datetime
 from decimal import Context, Decimal, Inexact, localcontext
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.metering import Meter, bill_of, cost_of, make_receipt, new_event_id, rfc3339
+from gateway.metering import Meter, bill_of, cost_of, make_receipt, nanoseconds_of, new_event_id, rfc3339
 from gateway.money import nanos_of, text_of
 from gateway.policy import Deployment, Policy, Price
 from gateway.types import Attempt, Call, Marks, Operation, Outcome, Trace, Usage
@@ -551,7 +550,7 @@ def priced(*prices: dict[str, Any], model: dict[str, Any] | None = None, fallbac
 
 def billed(policy: Policy, *, model: str = "m", tier: str | None = None, at: str = "2026-11-20", **changes: Any) -> Any:
     call = msgspec.structs.replace(make_call(), policy=policy, model=policy.models_by_name[model], **changes)
-    arrived_ns = int(datetime.fromisoformat(at).replace(tzinfo=UTC).timestamp()) * 10**9
+    arrived_ns = nanoseconds_of(f"{at}Z" if "T" in at else f"{at}T00:00:00Z")
     bill = bill_of(call, Usage(1_000_000), policy.deployments[0], arrived_ns=arrived_ns, service_tier=tier)
     return None if bill.cost is None else text_of(bill.cost)
 
@@ -570,6 +569,9 @@ def test_the_first_price_that_fits_holds() -> None:
     assert billed(policy, at="2026-11-19T23:59:59") == "4"
     assert billed(policy, tier="anything", at="2026-11-20") == "5"
     assert billed(policy, at="2026-12-01T05:59:59") == "5"
+    to_the_microsecond = priced({"input": 6, "until": "2026-11-20T00:00:00.5Z"}, {"input": 7})
+    assert billed(to_the_microsecond, at="2026-11-20T00:00:00.499999") == "6"
+    assert billed(to_the_microsecond, at="2026-11-20T00:00:00.5") == "7"
     assert billed(policy, at="2026-12-01T06:00:00") is None  # unpriced, and not free
 
 
