@@ -34,6 +34,7 @@ from gateway.health import HealthChecks
 from gateway.keyring import Keyring
 from gateway.ledger import Ledger
 from gateway.ledger.compacting import Compactor
+from gateway.ledger.retention import drop_old_segments
 from gateway.ledger.shipping import Shipper
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
@@ -126,6 +127,7 @@ class Gateway:
         self._ledger_dir = settings.ledger_dir
         self._ledger = Ledger(settings.ledger_dir, settings.replica, keep_days=settings.ledger_keep_days)
         self._ship_to = settings.ledger_ship
+        self._keep_days = settings.ledger_keep_days
         self._compacts = settings.ledger_compact
         self._replica = settings.replica
         # Memory is never away.
@@ -295,16 +297,31 @@ class Gateway:
             return opened.pop_all()
 
     async def _recover(self) -> None:
-        """For ever; before, what workers have left open that there are no more."""
-        for name in left_behind(self._ledger_dir, self._machine, self._seat) if self._seat.number == 0 else ():
-            with contextlib.suppress(LedgerUnavailable):  # another gateway is writing it
-                async with Ledger(self._ledger_dir, name) as ledger:
-                    recovery = Recovery(
-                        ledger, self._fleet, self._policies, self.house.limiter, self.house.authenticator
-                    )
-                    recovery.take_over()
-                    await recovery.catch_up()
-        await self._recovery.run()
+        """For ever; beside it, the chains of workers that there are no more are wound up."""
+        async with asyncio.TaskGroup() as tasks:
+            for name in left_behind(self._ledger_dir, self._machine, self._seat) if self._seat.number == 0 else ():
+                tasks.create_task(self._wind_up(name), name=f"winding up {name}")
+            await self._recovery.run()
+
+    async def _wind_up(self, name: str) -> None:
+        """What nobody does any more for this chain: close its calls, ship its rows, let it age, compact it."""
+        try:
+            async with Ledger(self._ledger_dir, name) as ledger:
+                recovery = Recovery(ledger, self._fleet, self._policies, self.house.limiter, self.house.authenticator)
+                recovery.take_over()
+                await recovery.catch_up()
+                await ledger.durable(hurry=True)
+                if self._ship_to is not None:
+                    await Shipper(self._ship_to, ledger, name).run(for_ever=False)
+                if self._keep_days is not None:
+                    oldest = time.time() - self._keep_days * 86_400
+                    await asyncio.to_thread(drop_old_segments, ledger.folder, oldest, ledger.may_remove)
+                if self._compacts:
+                    await Compactor(ledger).catch_up()
+        except LedgerUnavailable:
+            pass  # another gateway is writing it
+        except OSError as error:
+            log.warning("the ledger of %s stays as it is until the next start: %s", name, error)
 
     async def _last_calls(self) -> None:
         """Those that the server cut off at the end of its patience still settle, into what is closed next."""

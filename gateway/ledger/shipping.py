@@ -81,8 +81,10 @@ class Shipper:
         self._last = NO_ENTRY  # the id of the stream's newest entry, as we left it
         ledger.may_remove = lambda segment: self._place is not None and segment < self._place.segment
 
-    async def run(self) -> None:
-        """For ever. A Redis that is away is asked again and again, and said once."""
+    async def run(self, *, for_ever: bool = True) -> None:
+        """For ever, or until all that is durable was sent. A Redis that is away is asked again and again, and said
+        once.
+        """
         seconds, away = LOOK_SECONDS, False
         while True:
             try:
@@ -92,6 +94,8 @@ class Shipper:
                     seconds, away = LOOK_SECONDS, False
                     while True:
                         if not await self._ship(redis, stream):
+                            if not for_ever and self._place >= self._ledger.durable_end:
+                                return
                             await asyncio.sleep(LOOK_SECONDS)
             except (RedisError, OSError) as error:
                 if not away:

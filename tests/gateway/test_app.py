@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -18,7 +19,9 @@ import yaml
 from gateway import app as app_module
 from gateway.app import Gateway
 from gateway.errors import LedgerUnavailable
+from gateway.ledger import Ledger
 from gateway.ledger.chain import segments
+from gateway.ledger.shipping import STREAM_PREFIX
 from gateway.policy_checks import IN_SERVICE
 from gateway.policy_file import PolicyHolder
 from gateway.settings import Settings
@@ -34,7 +37,14 @@ from tests.gateway.house import (
     settle,
     tenant,
 )
+from tests.gateway.ledger.receipts import a_receipt
 from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, Received, ScriptedServer, coded, json_answer
+from tests.redis_server import RedisServer, own_redis_server
+
+__all__ = ["own_redis_server"]
+
+
+AS_IT_IS_THEN = ("2.parquet", "3.parquet", "4.jsonl", "5.jsonl")
 
 
 def policy_for(base_url: str, **changes: Any) -> dict[str, Any]:
@@ -339,6 +349,27 @@ async def test_a_client_that_is_slow_on_the_way_loses_nothing(tmp_path: Path) ->
         client = Slow(chat(stream=True))
         await in_time(app.begin(client))
         assert client.whole and client.content == b"".join(frames) + DONE
+
+
+async def test_what_a_worker_has_left_behind_is_shipped_ages_and_is_compacted(
+    tmp_path: Path, own_redis_server: RedisServer
+) -> None:
+    receipts = [a_receipt(event_id=f"{number:026d}") for number in range(2)] + [a_receipt() for _ in range(3)]
+    async with Ledger(tmp_path / "ledger", "r.w1", segment_bytes=1000) as gone:  # a row in each
+        for receipt in receipts:
+            gone.append(receipt)
+
+    async def wound_up() -> None:
+        while [file.name for file in segments(gone.folder)] != [f"000000000{n}" for n in AS_IT_IS_THEN]:
+            await asyncio.sleep(0.01)
+
+    settings = {"ledger_ship": own_redis_server.url, "ledger_keep_days": 1}
+    async with running(tmp_path, policy_for("http://127.0.0.1:9/v1"), **settings):
+        await in_time(wound_up())
+    with own_redis_server.client() as client:
+        (stream,) = client.scan_iter(f"{STREAM_PREFIX}r.w1.*")
+        shipped = [json.loads(fields[b"row"])["event_id"] for _, fields in client.xrange(stream)]
+    assert shipped == [receipt.event_id for receipt in receipts]
 
 
 async def test_the_admin_api_reports_usage(tmp_path: Path) -> None:
