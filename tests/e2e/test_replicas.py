@@ -1,17 +1,19 @@
 """Two gateways before the same two engines: what one has sent where, the other knows; without their Redis, too, they
-go on."""
+go on, and without each other."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
-from tests.e2e.processes import DEMO, Gateway, Running, deployment, engine, gateway, tenant, until
+from tests.e2e.processes import DEMO, Gateway, Running, deployment, endless, engine, gateway, key, tenant, until
 from tests.redis_server import RedisServer, own_redis_server
 
 __all__ = ["own_redis_server"]
@@ -24,8 +26,16 @@ WORDS = 150  # of a conversation's beginning: many blocks
 @contextmanager
 def fleet(folder: Path, engines: list[Running], storage: str) -> Iterator[list[Gateway]]:
     """Each server has one place at each gateway, so that two calls at a time need both."""
+    policy = policy_of(engines)
+    with ExitStack() as started:
+        yield [
+            started.enter_context(gateway(folder / name, policy, storage=storage, replica=name)) for name in ("a", "b")
+        ]
+
+
+def policy_of(engines: list[Running]) -> dict[str, Any]:
     names = [f"engine-{number}" for number in range(len(engines))]
-    policy = {
+    return {
         "deployments": [
             deployment(name, each.url, max_concurrency=1) for name, each in zip(names, engines, strict=True)
         ],
@@ -33,10 +43,6 @@ def fleet(folder: Path, engines: list[Running], storage: str) -> Iterator[list[G
         "tenants": [tenant("dev")],
         "storage_outage": {"limits": "local_share", "replicas": 2},
     }
-    with ExitStack() as started:
-        yield [
-            started.enter_context(gateway(folder / name, policy, storage=storage, replica=name)) for name in ("a", "b")
-        ]
 
 
 class Conversation:
@@ -45,12 +51,14 @@ class Conversation:
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": opening}]
         self.servers: list[str] = []
         self.cached: list[int] = []
+        self.answers: list[str] = []
 
     def take_turn(self, front: Gateway) -> None:
-        body = {"model": DEMO, "messages": self.messages, "max_tokens": 8}
+        body = {"model": DEMO, "messages": self.messages, "max_tokens": 8, "temperature": 0}
         reply = front.post("chat/completions", body)
         assert reply.status_code == 200, reply.text
         answer = reply.json()
+        self.answers.append(answer["choices"][0]["message"]["content"])
         self.servers.append(reply.headers["x-warmpath-deployment"])
         self.cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
         self.messages += [answer["choices"][0]["message"], {"role": "user", "content": "And then?"}]
@@ -84,6 +92,42 @@ def test_conversations_that_alternate_between_gateways_stay_where_they_are_warm(
         assert "other gateways are not heard of" in until(lambda: fronts[0].log.read_text())
         own_redis_server.start()
         all_are_heard_of(fronts, conversations)
+
+
+def test_the_death_of_one_costs_no_answer(tmp_path: Path, own_redis_server: RedisServer) -> None:
+    """Killed with a call under way, which the other one takes; what the dead one had told is still used."""
+    with ExitStack() as started:
+        engines = [started.enter_context(engine(tmp_path / f"engine-{number}")) for number in range(2)]
+        doomed, other = started.enter_context(fleet(tmp_path, engines, own_redis_server.url))
+        conversations = open_side_by_side(doomed)
+        all_are_heard_of([doomed, other], conversations)
+        headers = {"authorization": f"Bearer {key('dev')}"}
+        url = f"{doomed.url}/v1/chat/completions"
+        with httpx2.stream("POST", url, json=endless(), headers=headers, timeout=60) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            doomed.kill()
+            with pytest.raises(httpx2.TransportError):
+                list(lines)
+        for conversation in conversations:
+            conversation.take_turn(other)
+            assert conversation.cached[-1] > WORDS, "the dead one had told where it is warm"
+        untold = Conversation(CONVERSATIONS)
+        with gateway(tmp_path / "again", policy_of(engines), storage=own_redis_server.url, replica="a") as again:
+            untold.take_turn(again)
+            again.kill()
+        untold.take_turn(other)  # warm or not
+        for conversation in [*conversations, untold]:
+            for turn, answer in enumerate(conversation.answers):
+                assert answer == answer_of(engines[0], conversation.messages[: 2 * turn + 1])
+
+
+def answer_of(server: Running, messages: list[dict[str, Any]]) -> str:
+    """What the engine itself answers, from a cache in which nobody has left anything."""
+    body = {"model": DEMO, "messages": messages, "max_tokens": 8, "temperature": 0, "cache_salt": secrets.token_hex(8)}
+    reply = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+    assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    return str(reply.json()["choices"][0]["message"]["content"])
 
 
 def all_are_heard_of(fronts: list[Gateway], conversations: list[Conversation]) -> None:

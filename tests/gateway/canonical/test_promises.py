@@ -122,12 +122,53 @@ def test_forbidden_ground_is_untouched(body: bytes) -> None:
     before, after = json.loads(body), json.loads(canonical(body, EVERYTHING))
     assert _exact(_spoken(before)) == _exact(_spoken(after))
     assert len(before["messages"]) == len(after["messages"])
+    assert [_plainly(message) for message in _users(before)[:-1]] == [
+        _plainly(message) for message in _users(after)[:-1]
+    ]
     assert _exact(_marked(before["messages"])) == _exact(_marked(after["messages"]))
     if CACHED["cache_control"] in [tool.get("cache_control") for tool in before.get("tools", ())]:
         assert [_named(tool) for tool in before["tools"]] == [_named(tool) for tool in after["tools"]]
         assert _exact(_marked(before["tools"])) == _exact(_marked(after["tools"]))
     untouched = before.keys() - {"messages", "tools", "response_format"}
     assert {name: before[name] for name in untouched} == {name: after[name] for name in untouched}
+
+
+@given(body=bodies(), opt_in=st.sets(st.sampled_from(("volatile_to_end", "volatile_to_user")), min_size=1))
+@settings(max_examples=120, deadline=None)
+def test_what_p3_moves_is_said_elsewhere(body: bytes, opt_in: set[str]) -> None:
+    """Lines leave the system prompt for its end or for the last user message; none is lost, changed, or said twice. The
+    last user's own words stand before them."""
+    plan = Plan(VERSION, "full", tuple(sorted(opt_in)))
+    safe, moved = (json.loads(canonical(body, p)) for p in (Plan(VERSION, "safe"), plan))
+    assert _lines(safe) == _lines(moved)
+    assert [message["role"] for message in safe["messages"]] == [message["role"] for message in moved["messages"]]
+    for one, other in zip(_users(safe)[-1:], _users(moved)[-1:], strict=True):
+        assert _texts(other)[0].startswith(_texts(one)[0]) if _texts(one) else True
+    if "volatile_to_user" not in opt_in:
+        assert _exact(_users(safe)) == _exact(_users(moved))
+
+
+@pytest.mark.skipif(not TAU_BENCH.exists(), reason=f"no recorded conversations at {TAU_BENCH.name}")
+def test_p3_of_recorded_conversations() -> None:
+    """A clock before a recorded system prompt: all that it moves is the clock, and history stays as it was said."""
+    plan, moved = Plan(VERSION, "full", ("volatile_to_user",)), 0
+    for number, turn in enumerate(recorded()):
+        system, *said = turn["messages"]
+        clock = f"Current time: 09:{number % 60:02}"
+        told = json.loads(
+            canonical(
+                written({**turn, "messages": [{**system, "content": f"{clock}\n{system['content']}"}, *said]}, 0), plan
+            )
+        )["messages"]
+        assert clock not in told[0]["content"]
+        last = max(i for i, message in enumerate(said, start=1) if message["role"] == "user")
+        assert told[last]["content"].split("\n\n", 1)[0] == said[last - 1]["content"].split("\n\n", 1)[0]
+        assert clock in told[last]["content"]
+        assert [m for i, m in enumerate(told) if i not in (0, last)] == [
+            m for i, m in enumerate(turn["messages"]) if i not in (0, last)
+        ]
+        moved += 1
+    assert moved > 100
 
 
 @given(body=bodies())
@@ -160,6 +201,30 @@ def test_what_is_of_no_known_shape_is_passed_on(junk: Any) -> None:
 
 def _spoken(body: Any) -> list[Any]:
     return [message for message in body["messages"] if message["role"] in ("assistant", "tool")]
+
+
+def _users(body: Any) -> list[Any]:
+    return [message for message in body["messages"] if message["role"] == "user"]
+
+
+def _plainly(message: Any) -> str:
+    """Of one text part, its text: P0 writes it so."""
+    match message["content"]:
+        case [{"type": "text", "text": text, **more}] if not more:
+            return _exact({**message, "content": text})
+    return _exact(message)
+
+
+def _texts(message: Any) -> list[str]:
+    content = message["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+
+
+def _lines(body: Any) -> list[str]:
+    """Of system and users, in any order; but for noise, which may come to stand first, and goes then."""
+    spoken = (message for message in body["messages"] if message["role"] in ("system", "user"))
+    lines = (line for message in spoken for text in _texts(message) for line in text.split("\n"))
+    return sorted(line for line in lines if line and not line.startswith("x-"))
 
 
 def _marked(value: Any) -> list[Any]:

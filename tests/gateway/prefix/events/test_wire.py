@@ -44,6 +44,7 @@ def test_a_batch_that_is_a_map_too() -> None:
         ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2],  # the oldest
         ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2, None],
         ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2, 7, "GPU"],
+        ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2, None, "GPU", {"cache_salt": "salt"}],  # SGLang's
         ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2, None, "GPU", None, [["salt"], None], 0, "full", None, None],
     ],
 )
@@ -55,6 +56,16 @@ def test_arrays_as_they_were_until_june_2026(stored: list[object]) -> None:
         Removed((13,)),
         Cleared(),
     ]
+
+
+def test_maps_of_sglang() -> None:
+    """Hashes may be below zero, and say nothing; what it knows of a block besides is a field of its own."""
+    stored = {
+        "type": "BlockStored", "block_hashes": [-(2**63), 2**64 - 1], "parent_block_hash": None, "token_ids": [1, 2],
+        "block_size": 1, "lora_id": None, "medium": "GPU", "metadata": {"cache_salt": "salt"},
+    }  # fmt: skip
+    batch = packed([1.0, [stored, {"type": "BlockRemoved", "block_hashes": [-(2**63)]}], None])
+    assert read_batch(batch).events == [Stored((-(2**63), 2**64 - 1), None, 1), Removed((-(2**63),))]
 
 
 def test_hashes_may_be_bytes() -> None:
