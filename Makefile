@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 
-.PHONY: up install test check bench docs clean
+.PHONY: up install test test-triton check bench docs clean
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
@@ -15,6 +15,10 @@ test: $(VENV)/.installed-dev ## everything a change must pass, real redis-server
 	@scripts/ensure-redis.sh
 	@$(MAKE) --no-print-directory check
 	@$(BIN)/pytest
+
+test-triton: $(VENV)/.installed-dev ## the kernels for GPUs, on a CPU: interpreted, and compiled without being run
+	$(PIP) install -q -c constraints.txt -e '.[triton]'  # whose version torch for CUDA pins, so that the constraints do not
+	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/gpu_kernels tests/backend/attention tests/backend/ops
 
 check: $(VENV)/.installed-dev ## ruff, mypy strict, import directions, documents against the code
 	$(BIN)/ruff check .

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 ATTENTIONS = {
     "native": "backend.attention.native:NativeAttention",
     "sdpa": "backend.attention.sdpa:SdpaAttention",
+    "triton": "backend.attention.triton:TritonAttention",
 }
 
 
-KNOW_SINKS = ("sdpa",)
-READ_EVERY_FORM = ("sdpa",)  # of the cache; the others read it as the model computes it
+KNOW_SINKS = ("sdpa", "triton")
+READ_EVERY_FORM = ("sdpa", "triton")  # of the cache; the others read it as the model computes it
 
 
 def create_attention(name: str, scale: float, form: KvForm = PLAIN) -> Attention:

@@ -16,6 +16,7 @@ from torch import Tensor
 class AttentionMetadata:
     query_lens: tuple[int, ...]  # of each sequence, how many tokens are new; at least 1
     seq_lens: tuple[int, ...]  # of each sequence, how many tokens are in the cache, the new ones included
+    kv_lens: Tensor  # [S] int32: the same, where the caches are
     cu_seqlens_q: Tensor  # [S + 1] int32: where each sequence's new tokens begin
     block_tables: Tensor  # [S, max_blocks] int32, padded with block 0
     block_size: int

@@ -41,7 +41,7 @@ class _Step(StepAttention):
         self._scale = scale
         self._tables = metadata.block_tables
         self._starts = metadata.cu_seqlens_q
-        self._seq_lens = torch.tensor(metadata.seq_lens, dtype=torch.int32)
+        self._seq_lens = metadata.kv_lens
         self._layout = (len(metadata.seq_lens), metadata.block_tables.shape[1], metadata.block_size)
         self._max_seq_len = max(metadata.seq_lens)
 

@@ -42,6 +42,7 @@ def make_batch(plan: Sequence[Scheduled], block_size: int, device: torch.device)
     starts = [*accumulate(query_lens, initial=0)]
     # Behind the last known token, and behind each that was drafted.
     sampled = [(i, n) for i, s in enumerate(plan) if not s.request.pooling for n in range(s.num_sampled, 0, -1)]
+    seq_lens = tuple(scheduled.end for scheduled in plan)
     max_blocks = max(len(scheduled.request.block_table) for scheduled in plan)
     tables = [s.request.block_table + [0] * (max_blocks - len(s.request.block_table)) for s in plan]
     return Batch(
@@ -55,7 +56,8 @@ def make_batch(plan: Sequence[Scheduled], block_size: int, device: torch.device)
         sampled_rows=tensor([starts[i + 1] - n for i, n in sampled]),
         attention=AttentionMetadata(
             query_lens=query_lens,
-            seq_lens=tuple(scheduled.end for scheduled in plan),
+            seq_lens=seq_lens,
+            kv_lens=tensor(seq_lens, torch.int32),
             cu_seqlens_q=tensor(starts, torch.int32),
             block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
             block_size=block_size,

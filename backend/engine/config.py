@@ -19,10 +19,13 @@ from backend.models.config import ModelConfig
 from backend.native import library
 from backend.ops import OPS
 from backend.quantization import QUANTIZATIONS
+from backend.triton_runtime import runs_triton
 
 AUTO = "auto"
 NONE = "none"
 DRAFT_MODEL = "draft_model"
+FP8 = "fp8_e4m3"
+NATIVE, TRITON = "native", "triton"  # members of both families, of attention and of ops
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # float16 has no fast path on a CPU, and bfloat16 its range.
 AUTO_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
@@ -148,7 +151,7 @@ class EngineConfig:
             num_host_blocks=self._num_host_blocks(self._block_bytes([model], dtype)),
             kv_host_dir=self.kv_host_dir,
             attention=self._attention(model, device),
-            ops=_member(self.ops, fast="native", plain="reference", device=device),
+            ops=_member("ops", self.ops, plain="reference", device=device),
             quantization=self.quantization,
             speculation=self.speculation,
             max_draft_tokens=self.max_draft_tokens,
@@ -193,8 +196,11 @@ class EngineConfig:
             able &= set(READ_EVERY_FORM)
         if model.attention_sinks:
             able &= set(KNOW_SINKS)
-        fast = "native" if "native" in able else "sdpa"
-        chosen = _member(self.attention, fast=fast, plain="sdpa", device=device)
+        if self.kv_cache_dtype == FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            able.discard(TRITON)  # whose kernels convert it as newer GPUs do
+        chosen = _member("attention", self.attention, plain="sdpa", device=device)
+        if self.attention == AUTO and chosen not in able:
+            chosen = "sdpa"
         if chosen not in able:
             wanted = "attention sinks" if model.attention_sinks else f"a KV cache of {self.kv_cache_dtype}"
             raise ConfigError(f"attention {chosen!r} does not know {wanted}", param="attention")
@@ -213,10 +219,16 @@ class EngineConfig:
         return min(max(CPU_KV_CACHE_BYTES, weights), max(0, int((free - weights) * CPU_KV_CACHE_FRACTION)))
 
 
-def _member(name: str, *, fast: str, plain: str, device: torch.device) -> str:
+def _member(family: str, name: str, *, plain: str, device: torch.device) -> str:
+    """The fastest of a family that the device has, or the one that was named. Raises `ConfigError` if it has not."""
+    if name == TRITON and not runs_triton(device):
+        needs = "a GPU and the triton package, which torch for CUDA brings"
+        raise ConfigError(f"{family} {name!r} needs {needs}", param=family)
     if name != AUTO:
         return name
-    return fast if device.type == "cpu" and library.load() else plain
+    if device.type == "cpu":
+        return NATIVE if library.load() else plain
+    return TRITON if runs_triton(device) else plain
 
 
 def _device(name: str) -> torch.device:

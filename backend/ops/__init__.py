@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 OPS = {
     "native": "backend.ops.native:NativeOps",
     "reference": "backend.ops.reference:ReferenceOps",
+    "triton": "backend.ops.triton:TritonOps",
 }
 
 

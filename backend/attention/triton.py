@@ -1,0 +1,157 @@
+"""The kernels of triton_kernels.py: keys and values are read where they lie in the pool, by any number of programs.
+
+Sequences with several new tokens are cut into tiles of some tokens each; those with one are decoded by splits. Nothing
+that a step of decodes alone launches depends on how long its sequences are, so that a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backend.attention.base import EVERYTHING, Attention, AttentionMetadata, Span, StepAttention
+from backend.attention.triton_kernels import FP8, INT8, PLAIN, attend_chunks, attend_decodes, join_splits
+from backend.kv_cache.base import KvForm
+from backend.kv_cache.plain import PLAIN as PLAIN_FORM
+from backend.kv_cache.plain import PlainForm
+from backend.kv_cache.scaled import Fp8Form, Int8Form
+from backend.triton_runtime import is_interpreted
+
+FORMS: dict[type[KvForm], int] = {PlainForm: PLAIN.value, Int8Form: INT8.value, Fp8Form: FP8.value}
+MIN_DOT = 16  # rows and columns of the smallest product of matrices
+TILE_BYTES = 1 << 14  # of keys, and of values, that are read at once
+MIN_TILE, MAX_TILE = 16, 64  # in tokens
+CHUNK_ROWS = 128  # of the tile of a chunk: tokens times the heads that share a key
+# Of such a tile: wide heads have fewer rows. No tensor core takes float32 as it is, so registers hold its products.
+CHUNK_NUMBERS = {torch.bfloat16: 1 << 14, torch.float32: 1 << 11}
+WIDE_TILE = 1 << 13  # numbers of a tile's result, from which on eight warps hold them
+MIN_TILES = 2  # of a split: less is not worth the joining
+MAX_SPLITS = 32  # of a sequence
+PROGRAMS_PER_UNIT = 4  # of a GPU's multiprocessors, that find something to do among a step's decodes
+
+
+class TritonAttention(Attention):
+    """`form`: what it is to read, whose bytes the kernels know."""
+
+    def __init__(self, scale: float, form: KvForm = PLAIN_FORM) -> None:
+        super().__init__(scale)
+        self._form = FORMS[type(form)]
+
+    def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
+        return _Step(metadata, self.scale, self._form)
+
+
+class _Step(StepAttention):
+    def __init__(self, metadata: AttentionMetadata, scale: float, form: int) -> None:
+        self._metadata = metadata
+        self._scale = scale
+        self._form = form
+        lens = metadata.query_lens
+        device = metadata.block_tables.device
+        self._num_decodes = lens.count(1)
+        self._decodes = (
+            torch.arange(len(lens), device=device)
+            if self._num_decodes == len(lens)
+            else torch.tensor([i for i, length in enumerate(lens) if length == 1], device=device)
+        )
+        self._tiles: dict[int, Tensor] = {}  # by their tokens; all layers have the same, mostly
+
+    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
+        query = query.contiguous()
+        output = torch.empty_like(query)
+        if self._num_decodes:
+            self._attend_decodes(query, key_cache, value_cache, output, span)
+        if self._num_decodes < len(self._metadata.query_lens):
+            self._attend_chunks(query, key_cache, value_cache, output, span)
+        return output
+
+    def _attend_chunks(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, span: Span) -> None:
+        metadata, num_kv_heads = self._metadata, key_cache.shape[2]
+        group = query.shape[1] // num_kv_heads
+        constants = self._constants(query, key_cache, span)
+        most = min(CHUNK_ROWS, CHUNK_NUMBERS[query.dtype] // constants["BLOCK_D"])
+        longest = max(metadata.query_lens) * group
+        block_m = max(MIN_DOT, triton.next_power_of_2(group), min(most, triton.next_power_of_2(longest)))
+        tiles = self._tiles_of(block_m // group)
+        attend_chunks[len(tiles), num_kv_heads](
+            query, key_cache, value_cache, output,
+            tiles, metadata.cu_seqlens_q, metadata.kv_lens, metadata.block_tables,
+            span.sinks, metadata.block_tables.stride(0), self._scale,
+            NUM_HEADS=query.shape[1],
+            BLOCK_M=block_m,
+            BLOCK_Q=block_m // group,
+            HAS_SINKS=span.sinks is not None,
+            **constants,
+            num_warps=8 if block_m * constants["BLOCK_D"] >= WIDE_TILE else 4,
+            num_stages=2,
+        )  # fmt: skip
+
+    def _tiles_of(self, size: int) -> Tensor:
+        """[num_tiles, 2] int32: a sequence with several new tokens, and the first of `size` of them."""
+        if size not in self._tiles:
+            lens = enumerate(self._metadata.query_lens)
+            tiles = [(i, first) for i, length in lens if length > 1 for first in range(0, length, size)]
+            device = self._metadata.block_tables.device
+            self._tiles[size] = torch.tensor(tiles, dtype=torch.int32, device=device)
+        return self._tiles[size]
+
+    def _attend_decodes(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, span: Span
+    ) -> None:
+        metadata, size = self._metadata, self._num_decodes
+        num_heads, num_kv_heads, head_dim = query.shape[1], key_cache.shape[2], query.shape[2]
+        parts = (size, num_heads, MAX_SPLITS)
+        results = torch.empty((*parts, head_dim), dtype=torch.float32, device=query.device)
+        peaks, totals = torch.empty((2, *parts), dtype=torch.float32, device=query.device)
+        constants = self._constants(query, key_cache, span)
+        wanted = PROGRAMS_PER_UNIT * _num_units(query.device)
+        attend_decodes[size, num_kv_heads, min(MAX_SPLITS, -(-wanted // (size * num_kv_heads)))](
+            query, key_cache, value_cache, results, peaks, totals,
+            self._decodes, metadata.cu_seqlens_q, metadata.kv_lens, metadata.block_tables,
+            metadata.block_tables.stride(0), self._scale,
+            NUM_HEADS=num_heads,
+            BLOCK_M=max(MIN_DOT, triton.next_power_of_2(num_heads // num_kv_heads)),
+            MIN_TILES=MIN_TILES,
+            MAX_SPLITS=MAX_SPLITS,
+            **constants,
+            num_warps=4,
+            num_stages=2,
+        )  # fmt: skip
+        join_splits[size, num_heads](
+            results, peaks, totals, output, self._decodes, metadata.cu_seqlens_q, metadata.kv_lens, span.sinks,
+            NUM_HEADS=num_heads,
+            HAS_SINKS=span.sinks is not None,
+            MIN_TILES=MIN_TILES,
+            MAX_SPLITS=MAX_SPLITS,
+            **{name: constants[name] for name in ("HEAD_DIM", "BLOCK_D", "TILE", "WINDOW")},
+        )  # fmt: skip
+
+    def _constants(self, query: Tensor, key_cache: Tensor, span: Span) -> dict[str, Any]:
+        """What kernels are compiled for. The interpreter knows no products of bfloat16."""
+        head_dim = query.shape[2]
+        block_d = max(MIN_DOT, triton.next_power_of_2(head_dim))
+        tile = TILE_BYTES // (block_d * query.element_size())
+        return {
+            "NUM_KV_HEADS": key_cache.shape[2],
+            "HEAD_DIM": head_dim,
+            "WIDTH": key_cache.shape[3],
+            "BLOCK_SIZE": key_cache.shape[1],
+            "BLOCK_D": block_d,
+            "TILE": min(MAX_TILE, max(MIN_TILE, tile)),
+            "WINDOW": span.window or 0,
+            "SOFTCAP": span.softcap or 0.0,
+            "FORM": self._form,
+            "OPERANDS": tl.bfloat16 if query.dtype is torch.bfloat16 and not is_interpreted() else tl.float32,
+        }
+
+
+@cache
+def _num_units(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 1

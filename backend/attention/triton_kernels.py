@@ -1,0 +1,213 @@
+"""Attention over blocks where they lie, in Triton.
+
+A key/value head is read once for all query heads that share it: they are the rows of one tile, [BLOCK_M, D], and a tile
+of a chunk holds several of its tokens beside each other, each with all of those heads. Keys and values come in tiles of
+TILE tokens, each through the block table; the softmax is kept as it grows, by its peak and its total so far (Milakov
+and Gimelshein, arXiv 1805.02867).
+
+A decode has one token to compute and everything before it to read, so several programs share a sequence's keys
+(flash-decoding). Where they are split depends on the sequence alone: how many programs there are, which depends on its
+neighbours, decides only who computes which parts. So a row is summed in the same order in every batch.
+
+Scores are kept in powers of two, log2(e) times what they are. OPERANDS is the type that products are taken of.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+PLAIN = tl.constexpr(0)  # forms of the cache, as in backend.kv_cache
+INT8 = tl.constexpr(1)
+FP8 = tl.constexpr(2)
+
+
+@triton.jit
+def _load_rows(cache, rows, is_row, dims, is_dim, HEAD_DIM: tl.constexpr, FORM: tl.constexpr, OPERANDS: tl.constexpr):
+    """rows: where each begins in `cache`. rows and dims are broadcast: [N, 1] and [1, D], or [1, N] and [D, 1]."""
+    values = tl.load(cache + rows + dims, mask=is_row & is_dim, other=0.0 if FORM == PLAIN else 0)
+    if FORM != PLAIN:  # a float32 stands behind the bytes: what they are to be multiplied with
+        scales = tl.load((cache + rows + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=is_row, other=0.0)
+        if FORM == FP8:
+            values = values.to(tl.float8e4nv, bitcast=True)
+        values = values.to(tl.float32) * scales
+    return values.to(OPERANDS)
+
+
+@triton.jit
+def _absorb(
+    peak, total, result, query, position, start, seq_len, head, table, key_cache, value_cache, scale,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORM: tl.constexpr,
+    OPERANDS: tl.constexpr,
+):  # fmt: skip
+    """Takes the keys and values of TILE tokens from `start` on into the softmax of rows that stand at `position`."""
+    tokens = start + tl.arange(0, TILE)
+    dims = tl.arange(0, BLOCK_D)
+    is_token, is_dim = tokens < seq_len, dims < HEAD_DIM
+    blocks = tl.load(table + tokens // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
+    rows = ((blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * NUM_KV_HEADS + head) * WIDTH
+
+    keys = _load_rows(
+        key_cache, rows[None, :], is_token[None, :], dims[:, None], is_dim[:, None], HEAD_DIM, FORM, OPERANDS
+    )  # [D, TILE]
+    scores = tl.dot(query, keys, input_precision="ieee") * scale  # [BLOCK_M, TILE]
+    if SOFTCAP > 0.0:
+        scores = SOFTCAP * (2.0 * tl.sigmoid(2.0 * scores / SOFTCAP) - 1.0)  # tanh
+    is_seen = tokens[None, :] <= position[:, None]
+    if WINDOW > 0:
+        is_seen = is_seen & (tokens[None, :] > position[:, None] - WINDOW)
+    scores = tl.where(is_seen, scores * LOG2E, float("-inf"))
+
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # of rows that have seen nothing yet
+    shares = tl.exp2(scores - base[:, None])
+    fading = tl.exp2(peak - base)
+    values = _load_rows(
+        value_cache, rows[:, None], is_token[:, None], dims[None, :], is_dim[None, :], HEAD_DIM, FORM, OPERANDS
+    )  # [TILE, D]
+    result = tl.dot(shares.to(OPERANDS), values, result * fading[:, None], input_precision="ieee")
+    return new_peak, total * fading + tl.sum(shares, 1), result
+
+
+@triton.jit
+def attend_chunks(
+    query, key_cache, value_cache, output, tiles, starts, seq_lens, tables, sinks, table_width, scale,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, FORM: tl.constexpr,
+    OPERANDS: tl.constexpr,
+):  # fmt: skip
+    """One program computes BLOCK_Q tokens of one sequence, for one key/value head.
+
+    tiles: [num_tiles, 2], a sequence and the first of its tokens. Grid: (num_tiles, NUM_KV_HEADS).
+    """
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    sequence = tl.load(tiles + 2 * tl.program_id(0))
+    first = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    kv_head = tl.program_id(1)
+    begin = tl.load(starts + sequence)
+    query_len = tl.load(starts + sequence + 1) - begin
+    seq_len = tl.load(seq_lens + sequence)
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    token = first + rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    is_row = (rows < BLOCK_Q * GROUP) & (token < query_len)
+    position = seq_len - query_len + token
+    places = (((begin + token).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
+    is_place = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    queries = tl.load(query + places, mask=is_place, other=0.0).to(OPERANDS)
+
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        peak = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2E
+        total += 1.0
+    result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(0, seq_len - query_len + first - WINDOW + 1) // TILE * TILE
+    high = tl.minimum(seq_len, seq_len - query_len + first + BLOCK_Q)
+    for start in range(low, high, TILE):
+        peak, total, result = _absorb(
+            peak, total, result, queries, position, start, seq_len, kv_head, tables + sequence * table_width,
+            key_cache, value_cache, scale, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, BLOCK_D, TILE, WINDOW, SOFTCAP,
+            FORM, OPERANDS,
+        )  # fmt: skip
+    total = tl.where(is_row, total, 1.0)
+    tl.store(output + places, result / total[:, None], mask=is_place)
+
+
+@triton.jit
+def _splits(seq_len, TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """The first tile that a decode reads, how many a split has, and how many splits there are."""
+    first_tile = 0
+    if WINDOW > 0:
+        first_tile = tl.maximum(0, seq_len - WINDOW) // TILE
+    num_tiles = (seq_len + TILE - 1) // TILE - first_tile
+    split_tiles = tl.maximum(MIN_TILES, (num_tiles + MAX_SPLITS - 1) // MAX_SPLITS)
+    return first_tile, split_tiles, (num_tiles + split_tiles - 1) // split_tiles
+
+
+@triton.jit
+def attend_decodes(
+    query, key_cache, value_cache, results, peaks, totals, sequences, starts, seq_lens, tables, table_width, scale,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORM: tl.constexpr, OPERANDS: tl.constexpr,
+    MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program computes every so manieth split of one sequence, for one key/value head.
+
+    results: [N, NUM_HEADS, MAX_SPLITS, HEAD_DIM]; peaks, totals: [N, NUM_HEADS, MAX_SPLITS], all float32; what lies
+    behind a sequence's last split is not written. Grid: (N, NUM_KV_HEADS, programs for one sequence).
+    """
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    sequence = tl.load(sequences + tl.program_id(0))
+    kv_head = tl.program_id(1)
+    seq_len = tl.load(seq_lens + sequence)
+    begin = tl.load(starts + sequence).to(tl.int64)
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + rows
+    is_row = rows < GROUP
+    is_place = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    places = (begin * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
+    queries = tl.load(query + places, mask=is_place, other=0.0).to(OPERANDS)
+    position = tl.zeros([BLOCK_M], tl.int32) + (seq_len - 1).to(tl.int32)
+
+    first_tile, split_tiles, num_splits = _splits(seq_len, TILE, WINDOW, MIN_TILES, MAX_SPLITS)
+    for split in range(tl.program_id(2), num_splits, tl.num_programs(2)):
+        low = (first_tile + split * split_tiles) * TILE
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start in range(low, tl.minimum(low + split_tiles * TILE, seq_len), TILE):
+            peak, total, result = _absorb(
+                peak, total, result, queries, position, start, seq_len, kv_head, tables + sequence * table_width,
+                key_cache, value_cache, scale, NUM_KV_HEADS, HEAD_DIM, WIDTH, BLOCK_SIZE, BLOCK_D, TILE, WINDOW,
+                SOFTCAP, FORM, OPERANDS,
+            )  # fmt: skip
+        part = (tl.program_id(0).to(tl.int64) * NUM_HEADS + head) * MAX_SPLITS + split
+        tl.store(peaks + part, peak, mask=is_row)
+        tl.store(totals + part, total, mask=is_row)
+        tl.store(results + part[:, None] * HEAD_DIM + dims[None, :], result, mask=is_place)
+
+
+@triton.jit
+def join_splits(
+    results, peaks, totals, output, sequences, starts, seq_lens, sinks,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """What `attend_decodes` has left in parts becomes one row. Grid: (N, NUM_HEADS)."""
+    sequence = tl.load(sequences + tl.program_id(0))
+    head = tl.program_id(1)
+    seq_len = tl.load(seq_lens + sequence)
+    begin = tl.load(starts + sequence).to(tl.int64)
+    _, _, num_splits = _splits(seq_len, TILE, WINDOW, MIN_TILES, MAX_SPLITS)
+
+    splits = tl.arange(0, MAX_SPLITS)
+    dims = tl.arange(0, BLOCK_D)
+    is_split, is_dim = splits < num_splits, dims < HEAD_DIM
+    parts = (tl.program_id(0).to(tl.int64) * NUM_HEADS + head) * MAX_SPLITS + splits
+    heights = tl.load(peaks + parts, mask=is_split, other=float("-inf"))
+    sums = tl.load(totals + parts, mask=is_split, other=0.0)
+    partial = tl.load(
+        results + parts[:, None] * HEAD_DIM + dims[None, :], mask=is_split[:, None] & is_dim[None, :], other=0.0
+    )
+
+    peak = tl.max(heights, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head) * LOG2E
+        peak = tl.maximum(peak, sink)
+    weights = tl.exp2(heights - peak)
+    total = tl.sum(sums * weights, 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - peak)
+    row = tl.sum(partial * weights[:, None], 0) / total
+    tl.store(output + (begin * NUM_HEADS + head) * HEAD_DIM + dims, row, mask=is_dim)

@@ -1,0 +1,121 @@
+"""The kernels of triton_kernels.py. Products with whole weights are torch's, which are cuBLAS's; those of a few rows
+with weights in eight or four bits read them as they are, and many rows have them expanded first."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backend.ops import triton_kernels as kernels
+from backend.ops.base import INT4_GROUP
+from backend.ops.reference import ReferenceOps
+from backend.triton_runtime import is_interpreted
+
+MAX_ROWS = 64  # of a product with a packed weight, beyond which expanding it costs less than unpacking it for each tile
+MIN_ROWS = 16  # of the smallest product of matrices
+BLOCK_OUTS, BLOCK_INS = 32, 128
+GATED_BLOCK = 1024
+
+
+class TritonOps(ReferenceOps):
+    def linear_int8(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) > MAX_ROWS:
+            return super().linear_int8(x, weight, scales, bias)
+        x, output, grid, rows = _product(x, weight)
+        kernels.linear_int8[grid](
+            x, weight, scales, bias, output, *output.shape, x.shape[1], x.stride(0),
+            HAS_BIAS=bias is not None, OPERANDS=_operands(x), BLOCK_M=rows, BLOCK_N=BLOCK_OUTS, BLOCK_K=BLOCK_INS,
+            num_stages=4,
+        )  # fmt: skip
+        return output
+
+    def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) > MAX_ROWS:
+            return super().linear_int4(x, weight, scales, bias)
+        x, output, grid, rows = _product(x, weight)
+        kernels.linear_int4[grid](
+            x, weight, scales, bias, output, *output.shape, x.shape[1], x.stride(0),
+            HAS_BIAS=bias is not None, OPERANDS=_operands(x), BLOCK_M=rows, BLOCK_N=BLOCK_OUTS, GROUP=INT4_GROUP,
+            num_stages=4,
+        )  # fmt: skip
+        return output
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(x, None, weight, eps)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total = self._norm(x, residual, weight, eps)
+        assert total is not None
+        return normed, total
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+        x, dim = _rows(x), x.shape[-1]
+        output = x.new_empty(x.shape)
+        if residual is not None:
+            residual = residual.contiguous()
+        total = None if residual is None else torch.empty_like(output)
+        block = triton.next_power_of_2(dim)
+        kernels.rms_norm[(x.numel() // dim,)](
+            x, residual, weight, output, total, x.stride(0), eps,
+            INNER=x.shape[1] if x.dim() > 2 else 1, DIM=dim, BLOCK=block, HAS_RESIDUAL=residual is not None,
+            num_warps=_num_warps(block),
+        )  # fmt: skip
+        return output, total
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        output = x.new_empty(x.shape)
+        num_tokens, num_heads, dim = x.shape
+        kernels.rope[(num_tokens,)](
+            x, cos, sin, output, *x.stride()[:2],
+            NUM_HEADS=num_heads, HALF=dim // 2,
+            BLOCK_H=triton.next_power_of_2(num_heads), BLOCK=triton.next_power_of_2(dim // 2),
+        )  # fmt: skip
+        return output
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, is_gelu=False)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, is_gelu=True)
+
+    def _gated(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
+        gate_up = gate_up.contiguous()
+        rows, inner = len(gate_up), gate_up.shape[1] // 2
+        output = gate_up.new_empty((rows, inner))
+        block = min(GATED_BLOCK, triton.next_power_of_2(inner))
+        kernels.gated[rows, triton.cdiv(inner, block)](gate_up, output, inner, IS_GELU=is_gelu, BLOCK=block)
+        return output
+
+    def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        key, value = _rows(key), _rows(value)
+        width = key.shape[1] * key.shape[2]
+        kernels.store_kv[(len(key),)](
+            key, value, key_cache, value_cache, slots, key.stride(0), value.stride(0),
+            WIDTH=width, BLOCK=triton.next_power_of_2(width),
+        )  # fmt: skip
+
+
+def _product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, tuple[int, int], int]:
+    """The input as the kernels take it, room for the output, the grid, and how many rows share a look at the weight."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    rows = max(MIN_ROWS, triton.next_power_of_2(len(x)))
+    output = x.new_empty((len(x), len(weight)))
+    return x, output, (triton.cdiv(len(weight), BLOCK_OUTS), triton.cdiv(len(x), rows)), rows
+
+
+def _operands(x: Tensor) -> tl.dtype:
+    """What products are taken of: the interpreter knows none of bfloat16."""
+    return tl.bfloat16 if x.dtype is torch.bfloat16 and not is_interpreted() else tl.float32
+
+
+def _num_warps(block: int) -> int:
+    return min(8, max(1, block // 512))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """With contiguous rows, however far apart: as a part of a projection is."""
+    whole = x.stride(-1) == 1 and (x.dim() < 3 or x.stride(1) == x.shape[2])
+    return x if whole else x.contiguous()

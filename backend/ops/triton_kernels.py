@@ -1,0 +1,147 @@
+"""The arithmetic between the matrix products, in Triton: each result is read and written once.
+
+A row is a program's own, so that it is the same in every batch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm(
+    x, residual, weight, output, total, x_stride, eps, INNER: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """x: rows of INNER vectors of DIM, the rows `x_stride` apart; all others contiguous. Grid: (rows * INNER,)."""
+    vector = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < DIM
+    values = tl.load(x + vector // INNER * x_stride + vector % INNER * DIM + columns, mask=is_column, other=0.0)
+    values = values.to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + vector * DIM + columns, mask=is_column, other=0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + vector * DIM + columns, rounded, mask=is_column)
+        values = rounded.to(tl.float32)  # the norm is of what is kept
+    factor = tl.rsqrt(tl.sum(values * values, 0) / DIM + eps)
+    scale = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(output + vector * DIM + columns, values * factor * scale, mask=is_column)
+
+
+@triton.jit
+def rope(
+    x, cos, sin, output, x_stride, head_stride, NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x: [T, NUM_HEADS, 2 * HALF]; cos, sin: [T, HALF] float32. Grid: (T,)."""
+    token = tl.program_id(0).to(tl.int64)
+    heads, columns = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK)[None, :]
+    is_place = (heads < NUM_HEADS) & (columns < HALF)
+    source = x + token * x_stride + heads * head_stride + columns
+    target = output + (token * NUM_HEADS + heads) * 2 * HALF + columns
+    first = tl.load(source, mask=is_place, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=is_place, other=0.0).to(tl.float32)
+    turn_cos = tl.load(cos + token * HALF + columns, mask=columns < HALF, other=0.0)
+    turn_sin = tl.load(sin + token * HALF + columns, mask=columns < HALF, other=0.0)
+    tl.store(target, first * turn_cos - second * turn_sin, mask=is_place)
+    tl.store(target + HALF, second * turn_cos + first * turn_sin, mask=is_place)
+
+
+@triton.jit
+def gated(gate_up, output, inner, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """gate_up: [T, 2 * inner] -> [T, inner]. Grid: (T, columns / BLOCK)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < inner
+    gate = tl.load(gate_up + row * 2 * inner + columns, mask=is_column, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * inner + inner + columns, mask=is_column, other=0.0).to(tl.float32)
+    if IS_GELU:  # 0.5 * (1 + tanh(x)) is sigmoid(2 * x)
+        gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        gate = gate * tl.sigmoid(gate)
+    tl.store(output + row * inner + columns, gate * up, mask=is_column)
+
+
+@triton.jit
+def store_kv(
+    key, value, key_cache, value_cache, slots, key_stride, value_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """key, value: rows of WIDTH numbers, over all heads, so far apart; slots: [T]. Grid: (T,)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < WIDTH
+    tl.store(
+        key_cache + slot * WIDTH + columns, tl.load(key + token * key_stride + columns, mask=is_column), mask=is_column
+    )
+    tl.store(
+        value_cache + slot * WIDTH + columns,
+        tl.load(value + token * value_stride + columns, mask=is_column),
+        mask=is_column,
+    )
+
+
+@triton.jit
+def linear_int8(
+    x, weight, scales, bias, output, num_rows, outs, ins, x_stride, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A few rows with a weight in bytes, [outs, ins], that is read once for BLOCK_M of them. Grid: (outs / BLOCK_N,
+    rows / BLOCK_M)."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_column, is_row = columns < outs, rows < num_rows
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, ins, BLOCK_K):
+        inputs = start + tl.arange(0, BLOCK_K)
+        is_input = inputs < ins
+        part = tl.load(
+            x + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :], mask=is_row[:, None] & is_input[None, :],
+            other=0.0,
+        )  # fmt: skip
+        numbers = tl.load(
+            weight + columns.to(tl.int64)[None, :] * ins + inputs[:, None],
+            mask=is_column[None, :] & is_input[:, None], other=0,
+        )  # fmt: skip
+        total = tl.dot(part.to(OPERANDS), numbers.to(OPERANDS), total, input_precision="ieee")
+    total *= tl.load(scales + columns, mask=is_column, other=0.0)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        output + rows.to(tl.int64)[:, None] * outs + columns[None, :], total, mask=is_row[:, None] & is_column[None, :]
+    )
+
+
+@triton.jit
+def linear_int4(
+    x, weight, scales, bias, output, num_rows, outs, ins, x_stride, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The same with a weight in groups of GROUP, as `Ops.linear_int4` has it: a byte holds two numbers, half a group
+    apart, so that each half is a product of its own."""
+    HALF: tl.constexpr = GROUP // 2
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_column, is_row = columns < outs, rows < num_rows
+    num_groups = ins // GROUP
+    places = tl.arange(0, HALF)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for group in range(num_groups):
+        source = x + rows.to(tl.int64)[:, None] * x_stride + group * GROUP + places[None, :]
+        low = tl.load(source, mask=is_row[:, None], other=0.0)
+        high = tl.load(source + HALF, mask=is_row[:, None], other=0.0)
+        numbers = tl.load(
+            weight + (columns.to(tl.int64) * num_groups + group)[None, :] * HALF + places[:, None],
+            mask=is_column[None, :], other=0,
+        ).to(tl.int32)  # fmt: skip
+        sums = tl.dot(low.to(OPERANDS), ((numbers & 15) - 8).to(OPERANDS), input_precision="ieee")
+        sums = tl.dot(high.to(OPERANDS), ((numbers >> 4) - 8).to(OPERANDS), sums, input_precision="ieee")
+        scale = tl.load(scales + columns.to(tl.int64) * num_groups + group, mask=is_column, other=0.0)
+        total += sums * scale.to(tl.float32)[None, :]
+    if HAS_BIAS:
+        total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        output + rows.to(tl.int64)[:, None] * outs + columns[None, :], total, mask=is_row[:, None] & is_column[None, :]
+    )

@@ -1,0 +1,19 @@
+"""Whether Triton's kernels run: on a GPU, for which torch brings it, and elsewhere by its interpreter, for tests."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+def is_interpreted() -> bool:
+    """Whether TRITON_INTERPRET was set when Triton was imported."""
+    return HAS_TRITON and bool(import_module("triton.knobs").runtime.interpret)
+
+
+def runs_triton(device: torch.device) -> bool:
+    return (HAS_TRITON and device.type == "cuda") or is_interpreted()

@@ -1,0 +1,124 @@
+"""Compiles what a model's layers would launch for a GPU that need not be here, and says what each kernel takes.
+
+    python -m tests.gpu_kernels.compilation CAPABILITY        80, 89, 90: one line of JSON for each kernel
+
+The launchers are called as the engine calls them, with tensors of a CPU; where a kernel would be launched, it is only
+compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from backend.attention.base import AttentionMetadata, Span
+from backend.attention.triton import TritonAttention
+from backend.kv_cache import create_kv_form
+from backend.ops.base import INT4_GROUP
+from backend.ops.triton import TritonOps
+
+BLOCK_SIZE, CONTEXT = 16, 64
+
+
+def attend(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, span: Span | None = None, form: str = "auto"
+) -> None:
+    """A step with a chunk in it and a decode."""
+    kv_form = create_kv_form(form)
+    width = kv_form.width(head_dim)
+    cache = torch.zeros(CONTEXT, BLOCK_SIZE, kv_heads, width, dtype=kv_form.dtype(dtype))
+    metadata = AttentionMetadata(
+        query_lens=(1, 40),
+        seq_lens=(CONTEXT, CONTEXT),
+        kv_lens=torch.full((2,), CONTEXT, dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, 1, 41], dtype=torch.int32),
+        block_tables=torch.zeros(2, CONTEXT // BLOCK_SIZE, dtype=torch.int32),
+        block_size=BLOCK_SIZE,
+    )
+    step = TritonAttention(0.1, kv_form).prepare(metadata, cache)
+    step(torch.zeros(41, heads, head_dim, dtype=dtype), cache, cache, span or Span())
+
+
+def compute(hidden: int, inner: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """All that a layer does besides."""
+    ops, rows = TritonOps(), 3
+    x, weight = torch.zeros(rows, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
+    ops.rms_norm(x, weight, 1e-6)
+    ops.add_rms_norm(x, x, weight, 1e-6)
+    by_heads = torch.zeros(rows, heads, head_dim, dtype=dtype)
+    ops.rms_norm(by_heads, weight[:head_dim], 1e-6)
+    angles = torch.zeros(rows, head_dim // 2)
+    ops.rope(by_heads, angles, angles)
+    ops.silu_mul(torch.zeros(rows, 2 * inner, dtype=dtype))
+    ops.gelu_mul(torch.zeros(rows, 2 * inner, dtype=dtype))
+    cache = torch.zeros(4, BLOCK_SIZE, heads, head_dim, dtype=dtype)
+    ops.store_kv(by_heads, by_heads, cache, cache, torch.zeros(rows, dtype=torch.int64))
+    for count in (1, 64):
+        x = torch.zeros(count, hidden, dtype=dtype)
+        ops.linear_int8(x, torch.zeros(inner, hidden, dtype=torch.int8), torch.zeros(inner), None)
+        packed = torch.zeros(inner, hidden // 2, dtype=torch.uint8)
+        scales = torch.zeros(inner, hidden // INT4_GROUP, dtype=torch.bfloat16)
+        ops.linear_int4(x, packed, scales, torch.zeros(inner, dtype=dtype))
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Of a kernel, as NVIDIA's own tool reads them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", said)}
+
+
+def compile_all(capability: int, report: Callable[[str, Any], None]) -> None:
+    """`report` gets the name and the compiled kernel of each launch."""
+    no_gpu = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    driver.set_active(no_gpu)
+    run = JITFunction.run
+
+    def only_compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        report(kernel.fn.__name__, run(kernel, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = only_compile
+    bfloat16 = torch.bfloat16
+    attend(32, 8, 128, bfloat16)  # Llama 3 8B
+    attend(16, 8, 128, bfloat16)  # Qwen3 0.6B
+    attend(8, 4, 256, bfloat16, Span(window=4096, softcap=50.0))  # Gemma 2
+    attend(64, 8, 64, bfloat16, Span(window=128, sinks=torch.zeros(64)))  # gpt-oss
+    attend(32, 32, 96, bfloat16, Span(window=2047))  # Phi 3
+    attend(14, 2, 64, torch.float32)
+    attend(32, 8, 128, bfloat16, form="int8")
+    if capability >= 89:  # which have eight-bit floats
+        attend(32, 8, 128, bfloat16, form="fp8_e4m3")
+    compute(4096, 14336, 8, 128, bfloat16)
+    compute(896, 4864, 2, 64, torch.float32)
+
+
+def main() -> None:
+    def report(name: str, kernel: Any) -> None:
+        used = resources(kernel.asm["cubin"])
+        spilled, shared = used["STACK"] + used["LOCAL"], kernel.metadata.shared
+        figures = {"name": name, "registers": used["REG"], "spill_bytes": spilled, "shared_bytes": shared}
+        print(json.dumps(figures), flush=True)
+
+    compile_all(int(sys.argv[1]), report)
+
+
+if __name__ == "__main__":
+    main()

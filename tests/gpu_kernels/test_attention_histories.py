@@ -1,0 +1,128 @@
+"""Triton's attention against the gathered one, over random steps: any heads, lengths, blocks, spans and cache forms.
+
+By Triton's interpreter on a CPU (TRITON_INTERPRET=1), or on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.attention import create_attention
+from backend.attention.base import AttentionMetadata, Span
+from backend.kv_cache import KV_FORMS, create_kv_form
+from backend.triton_runtime import runs_triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(not runs_triton(DEVICE), reason="no GPU, and no TRITON_INTERPRET=1 with triton")
+
+SCALE = 0.25
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    lens: tuple[tuple[int, int], ...]  # of each sequence, how many tokens are new, and how many there are
+    kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    form: str
+    span: Span
+    seed: int
+
+
+def sequences() -> st.SearchStrategy[tuple[int, int]]:
+    decodes = st.integers(1, 700).map(lambda length: (1, length))
+    chunks = st.tuples(st.integers(2, 70), st.integers(0, 200)).map(lambda c: (c[0], c[0] + c[1]))
+    return st.one_of(decodes, chunks)
+
+
+cases = st.builds(
+    Case,
+    lens=st.lists(sequences(), min_size=1, max_size=4).map(tuple),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 8),
+    head_dim=st.sampled_from([32, 64, 96, 128]),
+    block_size=st.sampled_from([1, 4, 16, 24, 64]),
+    dtype=st.sampled_from([*TOLERANCES]),
+    form=st.sampled_from([*KV_FORMS]),
+    span=st.builds(Span, window=st.none() | st.integers(1, 300), softcap=st.none() | st.floats(0.5, 50.0)),
+    seed=st.integers(0, 1 << 30),
+)
+
+
+@given(case=cases, has_sinks=st.booleans())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_random_steps(case: Case, has_sinks: bool) -> None:
+    shuffled, generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
+    form = create_kv_form(case.form)
+    num_blocks = [-(-seq_len // case.block_size) for _, seq_len in case.lens]
+    free = list(range(sum(num_blocks) + 3))
+    shuffled.shuffle(free)
+    tables = [[free.pop() for _ in range(count)] for count in num_blocks]
+    # What is nobody's own is no number, as far as a form of the cache has such.
+    shape = (sum(num_blocks) + 3, case.block_size, case.kv_heads, form.width(case.head_dim))
+    empty = torch.nan if form.dtype(case.dtype).is_floating_point else 127
+    caches = [torch.full(shape, empty, dtype=form.dtype(case.dtype)) for _ in range(2)]
+    for (_, seq_len), table in zip(case.lens, tables, strict=True):
+        size = case.block_size
+        slots = torch.tensor([table[i // size] * size + i % size for i in range(seq_len)])
+        for cache in caches:
+            vectors = torch.randn(seq_len, case.kv_heads, case.head_dim, generator=generator).to(case.dtype)
+            cache.flatten(0, 1)[slots] = form.encode(vectors)
+    num_heads = case.kv_heads * case.group
+    num_tokens = sum(query_len for query_len, _ in case.lens)
+    query = torch.randn(num_tokens, num_heads, case.head_dim, generator=generator).to(case.dtype).to(DEVICE)
+    caches = [cache.to(DEVICE) for cache in caches]
+    sinks = torch.randn(num_heads, generator=generator).to(DEVICE) if has_sinks else None
+    span = replace(case.span, sinks=sinks)
+    width = max(num_blocks)
+    metadata = AttentionMetadata(
+        query_lens=tuple(query_len for query_len, _ in case.lens),
+        seq_lens=tuple(seq_len for _, seq_len in case.lens),
+        kv_lens=torch.tensor([seq_len for _, seq_len in case.lens], dtype=torch.int32, device=DEVICE),
+        cu_seqlens_q=torch.tensor(
+            [*accumulate((n for n, _ in case.lens), initial=0)], dtype=torch.int32, device=DEVICE
+        ),
+        block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32, device=DEVICE),
+        block_size=case.block_size,
+    )
+    ours, expected = (
+        create_attention(name, SCALE, form).prepare(metadata, like=query)(query, *caches, span)
+        for name in ("triton", "sdpa")
+    )
+    assert ours.dtype == case.dtype
+    assert (ours.float() - expected.float()).abs().max().item() < TOLERANCES[case.dtype]
+
+
+@pytest.mark.parametrize("seq_len", [3, 130, 1500])
+def test_a_decode_is_the_same_to_the_bit_beside_any_neighbours(seq_len: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    caches = [torch.randn(200, 16, 2, 32, generator=generator).to(DEVICE) for _ in range(2)]
+    query = torch.randn(40, 4, 32, generator=generator).to(DEVICE)
+    table = list(range(-(-seq_len // 16)))
+
+    def attend(query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> torch.Tensor:
+        starts = [*accumulate(query_lens, initial=0)]
+        metadata = AttentionMetadata(
+            query_lens=query_lens,
+            seq_lens=seq_lens,
+            kv_lens=torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+            block_tables=torch.tensor([table] * len(seq_lens), dtype=torch.int32, device=DEVICE),
+            block_size=16,
+        )
+        return create_attention("triton", SCALE).prepare(metadata, query)(query[: starts[-1]], *caches)[0]
+
+    alone = attend((1,), (seq_len,))
+    assert torch.equal(alone, attend((1,) * 40, (seq_len, *[3] * 39)))
+    assert torch.equal(alone, attend((1, 1, 1), (seq_len, 1, 2)))
+    assert torch.equal(alone, attend((1, 2, 1), (seq_len, 2, 3)))

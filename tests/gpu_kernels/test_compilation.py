@@ -1,0 +1,35 @@
+"""Every kernel becomes machine code for the GPUs that people have, within their shared memory and registers.
+
+Triton compiles without a GPU. That is done in a process of its own, since the interpreter takes the place of the
+compiler in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="the triton package is not installed: make test-triton installs it")
+
+SHARED_MEMORY_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # that one program may have, by capability
+MAX_SPILL_BYTES = 16  # a number or two, which ptxas puts aside before a loop
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY_BYTES)
+def test_every_kernel_compiles(capability: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.gpu_kernels.compilation", str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {kernel["name"] for kernel in kernels} >= {
+        "attend_chunks", "attend_decodes", "join_splits",
+        "rms_norm", "rope", "gated", "store_kv", "linear_int8", "linear_int4",
+    }  # fmt: skip
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES[capability], kernel
+        assert kernel["spill_bytes"] <= MAX_SPILL_BYTES, kernel
