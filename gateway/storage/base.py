@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, final
 
 import msgspec
 
@@ -26,6 +26,7 @@ NOTICES_KEPT = 1000  # about: an engine may forget a hundred later
 NOTICES_AT_ONCE = 64
 
 
+@final
 class RateCharge(msgspec.Struct, frozen=True, tag=True):
     """`amount` of a limit that refills steadily: at most `limit` at once, `limit` per `period_seconds` in the long run.
 
@@ -40,6 +41,7 @@ class RateCharge(msgspec.Struct, frozen=True, tag=True):
     period_seconds: float
 
 
+@final
 class LeaseCharge(msgspec.Struct, frozen=True, tag=True):
     """One of at most `limit` places that are held until settled, or until the lease runs out."""
 
@@ -49,6 +51,7 @@ class LeaseCharge(msgspec.Struct, frozen=True, tag=True):
     limit: int
 
 
+@final
 class SpendCharge(msgspec.Struct, frozen=True, tag=True):
     """`amount` of an account that only fills up: spent + held may not pass `limit`.
 
@@ -65,12 +68,14 @@ class SpendCharge(msgspec.Struct, frozen=True, tag=True):
 Charge = RateCharge | LeaseCharge | SpendCharge
 
 
+@final
 class Granted(msgspec.Struct, frozen=True):
     """All charges are reserved. `remaining[i]` is what is left of charge i now."""
 
     remaining: tuple[int, ...]
 
 
+@final
 class Refused(msgspec.Struct, frozen=True):
     """Nothing was reserved and nothing was written: `index` is the first charge that did not fit.
 

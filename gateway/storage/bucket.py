@@ -40,14 +40,17 @@ class Bucket(msgspec.Struct, array_like=True):
         """How much may be poured in now; below zero in debt. Includes what leaks in `TOLERANCE_SECONDS`."""
         limit, level = charge.limit, self.level
         leak = limit / charge.period_seconds
-        if now > self.time:
-            level = max(0.0, level - (now - self.time) * leak)
+        if level and now > self.time:
+            level -= (now - self.time) * leak
+            if level < 0:
+                level = 0.0
         return limit - level + TOLERANCE_SECONDS * (1 + leak)
 
     def pour(self, amount: int, charge: RateCharge, now: float) -> float:
         """Whether or not there is room. Returns the time of it, to be named in `settle`."""
         leak = charge.limit / charge.period_seconds
-        self._leak(now, leak)
+        if now > self.time:
+            self._leak(now, leak)
         level, troughs = self.level, self.troughs
         while troughs and troughs[-1][1] >= level:
             troughs.pop()
@@ -62,13 +65,15 @@ class Bucket(msgspec.Struct, array_like=True):
     def settle(self, used: int, charge: RateCharge, poured_at: float, now: float) -> None:
         """Replace what was poured for the charge by what was used."""
         unused = charge.amount - used
-        if unused == 0:
-            return
-        if unused < 0:
-            self.pour(-unused, charge, now)
+        if unused <= 0:
+            if unused < 0:
+                self.pour(-unused, charge, now)
             return
         leak = charge.limit / charge.period_seconds
-        self._leak(now, leak)
+        if now > self.time:
+            self._leak(now, leak)
+        if not self.level:  # all of it has leaked out, so that there is nothing to return
+            return
         first_later = bisect_right(self.troughs, (poured_at, math.inf))
         later = self.troughs[first_later:]
         refund = min(unused, later[0][1] if later else self.level, self.level)
@@ -80,6 +85,7 @@ class Bucket(msgspec.Struct, array_like=True):
             self.troughs = [trough for trough in earlier if trough[1] < lowered[0][1]] + lowered
 
     def _leak(self, now: float, leak: float) -> None:
-        if now > self.time:
-            self.level = max(0.0, self.level - (now - self.time) * leak)
-            self.time = now
+        """Until `now`, which is later than the last change."""
+        level = self.level - (now - self.time) * leak
+        self.level = level if level > 0 else 0.0
+        self.time = now

@@ -17,7 +17,6 @@ from gateway.storage.base import (
     Charge,
     Granted,
     KeyRecord,
-    LeaseCharge,
     RateCharge,
     Refused,
     SpendCharge,
@@ -37,14 +36,19 @@ class _Account(msgspec.Struct):
     forget_at: float = 0.0
 
 
+_UNUSED = _Account()  # what is not known has not been used
+_NEW = Bucket()
+
+
 class _Reservation(msgspec.Struct):
     owner: str
     charges: tuple[Charge, ...]
-    poured_at: tuple[float, ...]  # of each rate; 0 for the others
+    poured_at: list[float]  # of each rate; 0 for the others
+    places: list[_Account]  # in which it holds one each
+    money: list[tuple[_Account, int]]  # in which it holds so much
     expires_at: float
     forget_at: float
     holding: bool = True
-    left: bool = False  # holding no places any more
 
 
 class MemoryStorage:
@@ -91,7 +95,7 @@ class MemoryStorage:
         remaining: list[int] = []
         for charge in charges:
             left = self._verdict(len(remaining), charge, now)
-            if isinstance(left, Refused):
+            if type(left) is Refused:
                 return left
             remaining.append(left)
         self._hold(reservation_id, charges, lease_seconds, now)
@@ -108,26 +112,32 @@ class MemoryStorage:
         return tuple([room_of(charge, self._verdict(0, charge, now)) for charge in charges])
 
     def _verdict(self, index: int, charge: Charge, now: float) -> int | Refused:
-        if isinstance(charge, RateCharge):
-            return rate_verdict(index, charge, self._buckets.get(charge.key) or Bucket(), now)
-        account = self._accounts.get(charge.key)
-        if account is None:
-            return account_verdict(index, charge, 0, 0)
+        if type(charge) is RateCharge:
+            return rate_verdict(index, charge, self._buckets.get(charge.key, _NEW), now)
+        account = self._accounts.get(charge.key, _UNUSED)
         return account_verdict(index, charge, account.spent, account.held)
 
     def _hold(self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float) -> None:
         expires_at = now + lease_seconds
         poured_at: list[float] = []
+        places: list[_Account] = []
+        money: list[tuple[_Account, int]] = []
         for charge in charges:
-            if isinstance(charge, RateCharge):
+            poured = 0.0
+            if type(charge) is RateCharge:
                 bucket = self._buckets.get(charge.key) or self._new_bucket(charge.key, now)
-                poured_at.append(bucket.pour(charge.amount, charge, now))
+                poured = bucket.pour(charge.amount, charge, now)
+            elif type(charge) is SpendCharge:
+                account = self._account(charge.key, now + charge.keep_seconds)
+                account.held += charge.amount
+                money.append((account, charge.amount))
             else:
-                forget_at = now + charge.keep_seconds if isinstance(charge, SpendCharge) else expires_at
-                self._account(charge.key, forget_at).held += charge.amount
-                poured_at.append(0.0)
+                place = self._account(charge.key, expires_at)
+                place.held += 1
+                places.append(place)
+            poured_at.append(poured)
         self._reservations[reservation_id] = _Reservation(
-            self._owner, tuple(charges), tuple(poured_at), expires_at, expires_at + REMEMBER_SECONDS
+            self._owner, tuple(charges), poured_at, places, money, expires_at, expires_at + REMEMBER_SECONDS
         )
         if len(self._sweeps) > self._sweeps_max:
             self._drop_stale_sweeps()
@@ -143,20 +153,19 @@ class MemoryStorage:
         return True
 
     async def leave(self, reservation_id: str, *, now: float) -> bool:
-        self._sweep(now)
+        if self._sweeps and self._sweeps[0][0] <= now:
+            self._sweep(now)
         reservation = self._reservations.get(reservation_id)
-        if reservation is None or reservation.left or not reservation.holding:
+        if reservation is None:
             return False
-        reservation.left = True
-        places = 0
-        for charge in reservation.charges:
-            if type(charge) is LeaseCharge:
-                self._accounts[charge.key].held -= 1
-                places += 1
-        return places > 0
+        places, reservation.places = reservation.places, []
+        for place in places:
+            place.held -= 1
+        return bool(places)
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
-        self._sweep(now)
+        if self._sweeps and self._sweeps[0][0] <= now:
+            self._sweep(now)
         reservation = self._reservations.get(reservation_id)
         if reservation is None:
             return False
@@ -165,8 +174,9 @@ class MemoryStorage:
         self._return_holds(reservation)
         for charge, poured_at, used in zip(reservation.charges, reservation.poured_at, actual, strict=True):
             if type(charge) is RateCharge:
-                bucket = self._buckets.get(charge.key) or self._new_bucket(charge.key, now)
-                bucket.settle(used, charge, poured_at, now)
+                if used != charge.amount:
+                    bucket = self._buckets.get(charge.key) or self._new_bucket(charge.key, now)
+                    bucket.settle(used, charge, poured_at, now)
             elif type(charge) is SpendCharge:
                 self._account(charge.key, now + charge.keep_seconds).spent += used
         return True
@@ -184,9 +194,11 @@ class MemoryStorage:
     def _return_holds(self, reservation: _Reservation) -> None:
         if reservation.holding:
             reservation.holding = False
-            for charge in reservation.charges:
-                if type(charge) is SpendCharge or (type(charge) is LeaseCharge and not reservation.left):
-                    self._accounts[charge.key].held -= charge.amount
+            for place in reservation.places:
+                place.held -= 1
+            for account, amount in reservation.money:
+                account.held -= amount
+            reservation.places, reservation.money = [], []
 
     def _new_bucket(self, key: str, now: float) -> Bucket:
         bucket = self._buckets[key] = Bucket()

@@ -12,7 +12,7 @@ def rate_verdict(index: int, charge: RateCharge, bucket: Bucket, now: float) -> 
     """What would be left after the charge, or why it can not be."""
     room = bucket.room(charge, now)
     if charge.amount <= room:
-        return math.floor(room - charge.amount)
+        return int(room - charge.amount)
     seconds = (charge.amount - room) * charge.period_seconds / charge.limit
     return Refused(index, max(0, math.floor(room)), seconds if charge.amount <= charge.limit else None)
 
