@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Generic, Literal, Self, TypeVar
 
 import msgspec
@@ -58,8 +58,17 @@ class Limit(ABC, Generic[ChargeType]):
         """The refusal names the limit and its scope."""
 
 
-def estimate_of(call: Call, now: float, *, prices: Iterable[Price] | None = None) -> Estimate:
-    """The whole prompt uncached and the longest answer, at the dearest of `prices`; left out: of the servers' that the
+Rates = Sequence[tuple[int, int]]
+"""Of each price that a call may come to: the most that a token of its input may cost, and one of its output. In atoms.
+"""
+
+
+def rates_of(prices: Iterable[Price]) -> Rates:
+    return tuple({price.dearest: None for price in prices})
+
+
+def estimate_of(call: Call, now: float, *, rates: Rates | None = None) -> Estimate:
+    """The whole prompt uncached and the longest answer, at the dearest of `rates`; left out: of the servers' that the
     call may reach.
     """
     output_tokens = call.max_output_tokens
@@ -68,16 +77,15 @@ def estimate_of(call: Call, now: float, *, prices: Iterable[Price] | None = None
     guessed = output_tokens is None
     if output_tokens is None:
         output_tokens = call.principal.tenant.limits.default_output_tokens
-    cost = dearest_cost_nanos(call, call.prompt_tokens_estimate, output_tokens, prices=prices)
-    return Estimate(call.prompt_tokens_estimate, output_tokens, guessed, cost, now)
+    if rates is None:
+        rates = rates_of(call.policy.prices_by_model[call.model.name])
+    input_tokens = call.prompt_tokens_estimate
+    return Estimate(input_tokens, output_tokens, guessed, dearest_cost_nanos(rates, input_tokens, output_tokens), now)
 
 
-def dearest_cost_nanos(
-    call: Call, input_tokens: int, output_tokens: int, *, prices: Iterable[Price] | None = None
-) -> int:
+def dearest_cost_nanos(rates: Rates, input_tokens: int, output_tokens: int) -> int:
     dearest = 0
-    for price in call.policy.prices_by_model[call.model.name] if prices is None else prices:
-        per_input, per_output = price.dearest
+    for per_input, per_output in rates:
         cost = input_tokens * per_input + output_tokens * per_output
         if cost > dearest:
             dearest = cost

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from gateway.storage.base import RateCharge
 
-Shown = Literal["requests", "tokens"]
+Sort = Literal["requests", "tokens"]
 
 _NAMES = {
     what: (f"x-ratelimit-limit-{what}", f"x-ratelimit-remaining-{what}", f"x-ratelimit-reset-{what}")
@@ -15,26 +15,43 @@ _NAMES = {
 }
 
 
-def tightest_headers(
-    shown: Sequence[tuple[Shown, int]], charges: Sequence[Any], remaining: Sequence[int]
-) -> dict[str, str]:
-    """Of several limits of one sort, a client is told of the one that has the least left. `shown`: the sort of each
-    that clients are told of, and where its charge stands."""
+class Shown(NamedTuple):
+    """The limits of one sort among all of a call's: where they stand, the narrowest scope first."""
+
+    sort: Sort
+    at: tuple[int, ...]
+
+
+def shown_of(sorts: Sequence[Sort | None]) -> tuple[Shown, ...]:
+    """What clients are told of limits of these sorts; None is for those of which they are told nothing."""
+    found: dict[Sort, list[int]] = {}
+    for index, sort in enumerate(sorts):
+        if sort is not None:
+            found.setdefault(sort, []).append(index)
+    return tuple(Shown(sort, tuple(reversed(at))) for sort, at in found.items())
+
+
+def tightest_headers(shown: Sequence[Shown], charges: Sequence[Any], remaining: Sequence[int]) -> dict[str, str]:
+    """Of several limits of one sort, a client is told of the one that has the least left."""
     headers: dict[str, str] = {}
-    told: dict[Shown, int] = {}
-    for sort, index in shown:
-        left = remaining[index]
-        if told.setdefault(sort, left) >= left:
-            told[sort] = left
-            headers.update(ratelimit_headers(sort, charges[index], left))
+    for sort, at in shown:
+        index = at[0] if len(at) == 1 else min(at, key=remaining.__getitem__)
+        _tell(headers, sort, charges[index], remaining[index])
     return headers
 
 
-def ratelimit_headers(what: Shown, charge: RateCharge, remaining: int) -> dict[str, str]:
+def ratelimit_headers(what: Sort, charge: RateCharge, remaining: int) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    _tell(headers, what, charge, remaining)
+    return headers
+
+
+def _tell(headers: dict[str, str], what: Sort, charge: RateCharge, remaining: int) -> None:
     """`reset` is when the limit is whole again if nobody asks meanwhile."""
     limit, rest, reset = _NAMES[what]
-    reset_seconds = (charge.limit - remaining) * charge.period_seconds / charge.limit
-    return {limit: str(charge.limit), rest: str(remaining), reset: go_duration(reset_seconds)}
+    headers[limit] = str(charge.limit)
+    headers[rest] = str(remaining)
+    headers[reset] = go_duration((charge.limit - remaining) * charge.period_seconds / charge.limit)
 
 
 def go_duration(seconds: float) -> str:

@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 
 from gateway.errors import StorageUnavailable
-from gateway.limits.base import Estimate, Limit, dearest_cost_nanos, estimate_of
+from gateway.limits.base import Estimate, Limit, Rates, dearest_cost_nanos, estimate_of, rates_of
 from gateway.limits.budget import Budget
 from gateway.limits.concurrency import Concurrency
-from gateway.limits.headers import Shown, tightest_headers
+from gateway.limits.headers import Shown, shown_of, tightest_headers
 from gateway.limits.scope import scopes_of_call, tenant_part
 from gateway.limits.stream_budget import StreamBudget
-from gateway.policy import Limits, Policy
+from gateway.policy import Limits, Policy, Tenant
 from gateway.storage.base import Charge, Counters, Granted, Refused
 from gateway.types import Call, Usage
 
@@ -89,9 +89,12 @@ UNLIMITED = Reservation(None, "", (), {})
 class _Plan(msgspec.Struct, frozen=True):
     """The limits that calls of one tenant, key, model and class fall under."""
 
-    key_limits: Limits | None  # of which it was made
+    tenant: Tenant  # of whom it was made
+    key_limits: Limits | None
+    names_begin: str  # of reservations
     limits: tuple[Limit[Any], ...]
-    shown: tuple[tuple[Shown, int], ...]  # of which clients are told, and where they stand among the limits
+    rates: Rates
+    shown: tuple[Shown, ...]
     holds_a_place: bool
     budgets: tuple[Budget, ...]
     cutting: tuple[Budget, ...]  # those that may cut a stream
@@ -107,7 +110,7 @@ class Limiter:
         self._family = family
         self._clock = clock
         self._planned_for: Policy | None = None
-        self._plans: dict[tuple[str, str, str, str], _Plan] = {}
+        self._plans: dict[tuple[str, str, str], _Plan] = {}  # by key, model and class
         self._open: dict[str, float] = {}  # when each open reservation was made or last extended
         self._unsettled: dict[str, Sequence[int]] = {}  # oldest first
         self._keeper: asyncio.Task[None] | None = None
@@ -145,9 +148,9 @@ class Limiter:
         if not limits:
             return UNLIMITED
         now = self._clock()
-        estimate = estimate_of(call, now)
+        estimate = estimate_of(call, now, rates=plan.rates)
         charges = [limit.charge(estimate) for limit in limits]
-        name = _name_of(call)
+        name = plan.names_begin + call.id
         verdict = await self._reserve(name, limits, charges, now)
         return Reservation(
             self,
@@ -162,12 +165,12 @@ class Limiter:
 
     async def admit_hit(self, call: Call) -> Reservation:
         """Of a call that the response cache answers: it may cost money, and nothing else. Raises as `admit` does."""
-        prices = call.policy.cache_prices.get(call.model.name)
-        if prices is None or not (budgets := self._plan_of(call).budgets):
+        prices, plan = call.policy.cache_prices.get(call.model.name), self._plan_of(call)
+        if prices is None or not (budgets := plan.budgets):
             return UNLIMITED
         now = self._clock()
-        estimate = estimate_of(call, now, prices=prices.prices)
-        name = f"{_name_of(call)}+hit"  # the call may yet have to ask for itself
+        estimate = estimate_of(call, now, rates=rates_of(prices.prices))
+        name = f"{plan.names_begin}{call.id}+hit"  # the call may yet have to ask for itself
         await self._reserve(name, budgets, [budget.charge(estimate) for budget in budgets], now)
         return Reservation(self, name, budgets, {})
 
@@ -176,7 +179,8 @@ class Limiter:
         Where it has not, take the cost from the budgets of the period in which it was admitted (seconds since the
         epoch), be it there or not. Raises `StorageUnavailable`.
         """
-        plan, name, now = self._plan_of(call), _name_of(call), self._clock()
+        plan, now = self._plan_of(call), self._clock()
+        name = plan.names_begin + call.id
         try:
             if await self._counters.settle(name, [limit.actual(usage, cost_nanos) for limit in plan.limits], now=now):
                 return
@@ -205,9 +209,9 @@ class Limiter:
         if call.policy is not self._planned_for or len(self._plans) >= MAX_PLANS:
             self._planned_for = call.policy
             self._plans.clear()
-        which = (principal.tenant.name, principal.key_id, call.model.name, call.class_name)
+        which = (principal.key_id, call.model.name, call.class_name)
         plan = self._plans.get(which)
-        if plan is None or plan.key_limits is not principal.limits:
+        if plan is None or plan.tenant is not principal.tenant or plan.key_limits is not principal.limits:
             plan = self._plans[which] = self._make_plan(call)
         return plan
 
@@ -217,9 +221,12 @@ class Limiter:
         found = [kind.of(limits, scope) for scope, limits in scopes for kind in self._family]
         limits = tuple(limit for limit in found if limit is not None)
         return _Plan(
+            principal.tenant,
             principal.limits,
+            f"{tenant_part(principal.tenant.name)}/",
             limits,
-            tuple((limit.shown_as, index) for index, limit in enumerate(limits) if limit.shown_as is not None),
+            rates_of(call.policy.prices_by_model.get(call.model.name, ())),  # of one that is over, it may be gone
+            shown_of([limit.shown_as for limit in limits]),
             any(isinstance(limit, Concurrency) for limit in limits),
             budgets := tuple(limit for limit in limits if isinstance(limit, Budget)),
             tuple(budget for budget in budgets if budget.cuts_streams),
@@ -245,7 +252,8 @@ class Limiter:
             self._open.pop(f"{name}+{number}", None)
             self._put_off(f"{name}+{number}", [0] * len(budgets))
 
-        a_slice = dearest_cost_nanos(call, 0, call.principal.tenant.limits.default_output_tokens)
+        rates = self._plan_of(call).rates
+        a_slice = dearest_cost_nanos(rates, 0, call.principal.tenant.limits.default_output_tokens)
         return StreamBudget(estimate.cost_nanos, a_slice, reserve, give_back, budgets)
 
     async def leave(self, name: str) -> None:
@@ -314,10 +322,6 @@ class Limiter:
         answers = await asyncio.gather(*(_unless_away(operation) for operation in operations))
         self.store_failures += answers.count(None)
         return answers
-
-
-def _name_of(call: Call) -> str:
-    return f"{tenant_part(call.principal.tenant.name)}/{call.id}"
 
 
 async def _unless_away(operation: Callable[[], Awaitable[bool]]) -> bool | None:

@@ -478,3 +478,14 @@ async def test_old_notices_are_forgotten(storage: Storage) -> None:
     notices, _ = await heard(storage, "")
     assert len(notices) <= NOTICES_KEPT * 1.11
     assert not storage.has_others or len(notices) >= NOTICES_KEPT
+
+
+async def test_a_call_for_nothing_may_outlive_the_account_it_fell_under(storage: Storage) -> None:
+    """What is free holds no money, so its account is forgotten while the call goes on."""
+    tenant = next(_tenants)
+    free = SpendCharge(f"{tenant}/budget", 0, 50, keep_seconds=10.0)
+    await storage.reserve(f"{tenant}/a", [free], lease_seconds=LEASE_SECONDS, now=NOW)
+    for seconds in (20.0, 40.0, 60.0):
+        assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + seconds)
+    assert await storage.settle(f"{tenant}/a", [5], now=NOW + 80)
+    assert await storage.left([free], now=NOW + 80) == (45,)

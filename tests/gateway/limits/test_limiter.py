@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from gateway.errors import LimitReached, StorageUnavailable
 from gateway.limits import LIMITS
 from gateway.limits import limiter as phase
+from gateway.limits.budget import Budget
 from gateway.limits.limiter import EXTEND_SECONDS, LEASE_SECONDS, UNLIMITED, Limiter
+from gateway.limits.scope import Scope, scopes_of_call
+from gateway.policy import Limits
 from gateway.storage.base import Charge, Granted, Refused
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Call, Usage
@@ -110,6 +114,20 @@ async def test_ended_once(house: House) -> None:
     assert house.store.asked == ["reserve", "settle"]
     await (await house.limiter.admit(house.call(budget={"amount": "0.000000010"}))).settle(Usage(), 5)
     await house.limiter.admit(house.call(budget={"amount": "0.000000010"}))  # nine of ten are spent
+
+
+async def test_what_a_killed_gateway_s_call_cost_is_charged_although_its_model_is_gone(house: House) -> None:
+    call = house.call(budget={"amount": "0.000000010"})
+    gone = structs.replace(call, id="lost", model=call.model.model_copy(update={"name": "gone"}))
+    await house.limiter.charge_lost(gone, Usage(output=5), 8, admitted=NOW)
+    (budget,) = [Budget.of(scope_limits, scope) for scope, scope_limits in _scopes(call)]
+    assert budget is not None
+    assert await house.store.left([budget.of_amount(0, NOW)], now=NOW) == (2,)
+
+
+def _scopes(call: Call) -> Iterable[tuple[Scope, Limits]]:
+    principal = call.principal
+    return scopes_of_call(principal.tenant, principal.key_id, principal.limits, call.model, call.class_name)
 
 
 async def test_a_store_that_is_away_refuses_and_is_counted(house: House) -> None:

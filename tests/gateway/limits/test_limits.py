@@ -194,6 +194,13 @@ class TestScopes:
         other = await limiter.admit(limited(limits))  # with another key of the tenant
         assert other.headers["x-ratelimit-remaining-requests"] == "1"  # of the model's five
 
+    async def test_of_two_that_have_as_little_left_the_narrower_is_told(self, limiter: Limiter) -> None:
+        key_limits = Limits.model_validate({"requests": "5/1h", "tokens": "1M/1m"})
+        reservation = await limiter.admit(limited({"requests": "5/1m"}, key_limits=key_limits))
+        assert reservation.headers["x-ratelimit-remaining-requests"] == "4"
+        assert reservation.headers["x-ratelimit-reset-requests"] == "12m0s"
+        assert reservation.headers["x-ratelimit-limit-tokens"] == "1000000"
+
     async def test_another_class_is_another_part(self, limiter: Limiter) -> None:
         limits = {"requests": "10/1m", "parts": self.PARTS}
         call = structs.replace(limited(limits), class_name="batch")
@@ -210,6 +217,14 @@ class TestScopes:
         await limiter.admit(structs.replace(call, id="3", principal=freed))
         unlimited = structs.replace(call.principal, limits=None)
         assert await limiter.admit(structs.replace(call, id="4", principal=unlimited)) is UNLIMITED
+
+    async def test_a_key_that_is_another_tenant_s_now_falls_under_its_limits(self, limiter: Limiter) -> None:
+        tenants = [{"name": "t", "limits": {"requests": "1/1m"}}, {"name": "u", "limits": {"requests": "9/1m"}}]
+        call = a_call(policy=a_policy(tenants=tenants), key="k")
+        await limiter.admit(call)
+        moved = structs.replace(call.principal, tenant=call.policy.tenants_by_name["u"])
+        reservation = await limiter.admit(structs.replace(call, principal=moved))
+        assert reservation.headers["x-ratelimit-remaining-requests"] == "8"
 
     async def test_the_tenant_s_weight_holds_for_its_keys_too(self, limiter: Limiter) -> None:
         key_limits = Limits.model_validate({"tokens": "100/1m"})
