@@ -47,7 +47,9 @@ class Bucket(msgspec.Struct, array_like=True):
         return limit - level + TOLERANCE_SECONDS * (1 + leak)
 
     def pour(self, amount: int, charge: RateCharge, now: float) -> float:
-        """Whether or not there is room. Returns the time of it, to be named in `settle`."""
+        """Whether or not there is room: returns how much is left then, below zero where there was not enough. `time` is
+        now that of this pouring, to be named in `settle`.
+        """
         leak = charge.limit / charge.period_seconds
         if now > self.time:
             self._leak(now, leak)
@@ -58,9 +60,14 @@ class Bucket(msgspec.Struct, array_like=True):
         if len(troughs) > MAX_TROUGHS:
             (_, lower), (later, _) = troughs[:2]
             troughs[:2] = [(later, lower)]
-        self.level = level = level + amount
-        self.empty_at = self.time + level / leak
-        return self.time
+        self.level = level + amount
+        self.empty_at = self.time + self.level / leak
+        return charge.limit - level + TOLERANCE_SECONDS * (1 + leak) - amount  # as `room` says it, to the last bit
+
+    def unpour(self, charge: RateCharge) -> None:
+        """Undo the last pouring, before anything else. Its trough stays: so low was the level at that time."""
+        self.level = self.troughs[-1][1]
+        self.empty_at = self.time + self.level * charge.period_seconds / charge.limit
 
     def settle(self, used: int, charge: RateCharge, poured_at: float, now: float) -> None:
         """Replace what was poured for the charge by what was used."""

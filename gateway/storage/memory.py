@@ -92,20 +92,14 @@ class MemoryStorage:
             self._sweep(now)
         if reservation_id in self._reservations:
             raise ValueError(f"the reservation {reservation_id} is open already")
-        remaining: list[int] = []
-        for charge in charges:
-            left = self._verdict(len(remaining), charge, now)
-            if type(left) is Refused:
-                return left
-            remaining.append(left)
-        self._hold(reservation_id, charges, lease_seconds, now)
-        return Granted(tuple(remaining))
+        verdict = self._take(reservation_id, charges, lease_seconds, now)
+        return verdict if type(verdict) is Refused else Granted(verdict)
 
     async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
         check_charges(reservation_id, charges)
         self._sweep(now)
         if reservation_id not in self._reservations:
-            self._hold(reservation_id, charges, lease_seconds, now)
+            self._take(reservation_id, charges, lease_seconds, now, fitting=False)
 
     async def left(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
         self._sweep(now)
@@ -117,31 +111,50 @@ class MemoryStorage:
         account = self._accounts.get(charge.key, _UNUSED)
         return account_verdict(index, charge, account.spent, account.held)
 
-    def _hold(self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float) -> None:
+    def _take(
+        self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, *, fitting: bool = True
+    ) -> tuple[int, ...] | Refused:
+        """What is left of each. `fitting`: all or none. Each is taken before it is known whether it fits, and given
+        back where one does not: so it is looked at once, and only a refusal costs more.
+        """
         expires_at = now + lease_seconds
-        poured_at: list[float] = []
-        places: list[_Account] = []
-        money: list[tuple[_Account, int]] = []
+        reservation = _Reservation(self._owner, tuple(charges), [], [], [], expires_at, expires_at + REMEMBER_SECONDS)
+        remaining: list[int] = []
         for charge in charges:
-            poured = 0.0
             if type(charge) is RateCharge:
                 bucket = self._buckets.get(charge.key) or self._new_bucket(charge.key, now)
-                poured = bucket.pour(charge.amount, charge, now)
+                left = bucket.pour(charge.amount, charge, now)
+                reservation.poured_at.append(bucket.time)
             elif type(charge) is SpendCharge:
                 account = self._account(charge.key, now + charge.keep_seconds)
                 account.held += charge.amount
-                money.append((account, charge.amount))
+                left = charge.limit - account.spent - account.held
+                reservation.money.append((account, charge.amount))
+                reservation.poured_at.append(0.0)
             else:
                 place = self._account(charge.key, expires_at)
                 place.held += 1
-                places.append(place)
-            poured_at.append(poured)
-        self._reservations[reservation_id] = _Reservation(
-            self._owner, tuple(charges), poured_at, places, money, expires_at, expires_at + REMEMBER_SECONDS
-        )
+                left = charge.limit - place.held
+                reservation.places.append(place)
+                reservation.poured_at.append(0.0)
+            if left < 0 and fitting:
+                self._give_back(reservation)
+                refused = self._verdict(len(remaining), charge, now)
+                assert type(refused) is Refused
+                return refused
+            remaining.append(int(left))
+        self._reservations[reservation_id] = reservation
         if len(self._sweeps) > self._sweeps_max:
             self._drop_stale_sweeps()
         heapq.heappush(self._sweeps, (expires_at, "reservation", reservation_id))
+        return tuple(remaining)
+
+    def _give_back(self, reservation: _Reservation) -> None:
+        """What was taken for one that is refused."""
+        self._return_holds(reservation)
+        for charge, _ in zip(reservation.charges, reservation.poured_at, strict=False):
+            if type(charge) is RateCharge:
+                self._buckets[charge.key].unpour(charge)
 
     async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
         self._sweep(now)

@@ -285,9 +285,9 @@ def _verdict(index: int, charge: Charge, now: float, db: sqlite3.Connection) -> 
 def _take(reservation_id: str, charge: Charge, expires_at: float, now: float, db: sqlite3.Connection) -> float:
     if isinstance(charge, RateCharge):
         bucket = _bucket(charge.key, db)
-        poured_at = bucket.pour(charge.amount, charge, now)
+        bucket.pour(charge.amount, charge, now)
         _save_bucket(charge.key, bucket, db)
-        return poured_at
+        return bucket.time
     db.execute("INSERT INTO holds VALUES (?, ?, ?, ?)", (charge.key, reservation_id, charge.amount, expires_at))
     return 0.0
 

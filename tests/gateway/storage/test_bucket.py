@@ -3,6 +3,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,8 +37,13 @@ def test_a_refund_is_as_if_only_the_truth_had_been_asked_for(steps: list[tuple[s
     for what, amount, number in steps:
         if what == "pour":
             now += number / 8
-            if amount <= bucket.room(charge(amount), now):
-                open_pours.append((len(history), bucket.pour(amount, charge(amount), now)))
+            if amount > bucket.room(charge(amount), now):
+                assert bucket.pour(amount, charge(amount), now) < 0
+                bucket.unpour(charge(amount))
+            else:
+                room = bucket.room(charge(amount), now)
+                assert bucket.pour(amount, charge(amount), now) == pytest.approx(room - amount)
+                open_pours.append((len(history), bucket.time))
                 history.append((now, amount))
         elif number < len(open_pours):
             index, poured_at = open_pours.pop(-1 - number)
@@ -51,7 +57,8 @@ def test_a_refund_is_as_if_only_the_truth_had_been_asked_for(steps: list[tuple[s
 def test_troughs_are_bounded_and_merging_them_only_makes_refunds_smaller() -> None:
     """Levels that rise at every pouring, so that none is undercut."""
     bucket, big = Bucket(), 10_000
-    first = bucket.pour(100, RateCharge("t/x", 100, big, 1000.0), 0.0)
+    bucket.pour(100, RateCharge("t/x", 100, big, 1000.0), 0.0)
+    first = bucket.time
     for second in range(1, 100):
         bucket.pour(20, RateCharge("t/x", 20, big, 1000.0), float(second))
         assert len(bucket.troughs) <= MAX_TROUGHS
