@@ -19,7 +19,7 @@ class Shown(NamedTuple):
     """The limits of one sort among all of a call's: where they stand, the narrowest scope first."""
 
     sort: Sort
-    at: tuple[int, ...]
+    at: tuple[int, ...]  # never empty
 
 
 def shown_of(sorts: Sequence[Sort | None]) -> tuple[Shown, ...]:

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-
-import msgspec
+from collections.abc import Sequence
 
 from gateway.storage.base import RateCharge
 
@@ -30,11 +29,26 @@ MAX_TROUGHS = 32
 TOLERANCE_SECONDS = 1e-6  # a time of today has a resolution of 0.24 microseconds as a float
 
 
-class Bucket(msgspec.Struct, array_like=True):
-    level: float = 0.0
-    time: float = 0.0  # of the last change; for a clock that steps back, time stands still
-    empty_at: float = 0.0  # from then on a bucket is like a new one, and may be forgotten
-    troughs: list[tuple[float, float]] = []  # (time, level), both rising; msgspec copies an empty default
+Trough = tuple[float, float]
+"""Time and level."""
+State = tuple[float, float, float, list[Trough]]
+"""A bucket as it is stored: the arguments that make it."""
+
+
+class Bucket:
+    __slots__ = ("empty_at", "level", "time", "troughs")
+
+    def __init__(
+        self, level: float = 0.0, time: float = 0.0, empty_at: float = 0.0, troughs: Sequence[Trough] = ()
+    ) -> None:
+        self.level = level
+        self.time = time  # of the last change; for a clock that steps back, time stands still
+        self.empty_at = empty_at  # from then on a bucket is like a new one, and may be forgotten
+        self.troughs = list(troughs)  # both rising
+
+    @property
+    def state(self) -> State:
+        return self.level, self.time, self.empty_at, self.troughs
 
     def room(self, charge: RateCharge, now: float) -> float:
         """How much may be poured in now; below zero in debt. Includes what leaks in `TOLERANCE_SECONDS`."""

@@ -30,10 +30,13 @@ LOOK_AGAIN_SECONDS = 1.0  # after which a bucket that may be empty by now is loo
 SPARE_SWEEPS = 256  # of reservations that were settled before their lease was over; twice as many as of live ones, too
 
 
-class _Account(msgspec.Struct):
-    spent: int = 0
-    held: int = 0
-    forget_at: float = 0.0
+class _Account:
+    __slots__ = ("forget_at", "held", "spent")
+
+    def __init__(self) -> None:
+        self.spent = 0
+        self.held = 0
+        self.forget_at = 0.0
 
 
 _UNUSED = _Account()  # what is not known has not been used
@@ -171,10 +174,11 @@ class MemoryStorage:
         reservation = self._reservations.get(reservation_id)
         if reservation is None:
             return False
-        places, reservation.places = reservation.places, []
-        for place in places:
-            place.held -= 1
-        return bool(places)
+        places = reservation.places
+        freed = len(places) > 0
+        while places:
+            places.pop().held -= 1
+        return freed
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
         if self._sweeps and self._sweeps[0][0] <= now:
@@ -207,11 +211,10 @@ class MemoryStorage:
     def _return_holds(self, reservation: _Reservation) -> None:
         if reservation.holding:
             reservation.holding = False
-            for place in reservation.places:
-                place.held -= 1
+            while reservation.places:
+                reservation.places.pop().held -= 1
             for account, amount in reservation.money:
                 account.held -= amount
-            reservation.places, reservation.money = [], []
 
     def _new_bucket(self, key: str, now: float) -> Bucket:
         bucket = self._buckets[key] = Bucket()

@@ -31,7 +31,7 @@ from gateway.storage.base import (
     check_actual,
     check_charges,
 )
-from gateway.storage.bucket import Bucket
+from gateway.storage.bucket import Bucket, State
 from gateway.storage.coalesce import Coalescer
 from gateway.storage.sqlite_file import SqliteFile, in_transaction
 from gateway.storage.verdict import account_verdict, rate_verdict, room_of
@@ -76,7 +76,7 @@ class _Taken(msgspec.Struct, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_bucket = msgspec.msgpack.Decoder(Bucket).decode
+_decode_bucket = msgspec.msgpack.Decoder(State).decode
 _decode_taken = msgspec.msgpack.Decoder(list[_Taken]).decode
 _decode_key = msgspec.msgpack.Decoder(KeyRecord).decode
 
@@ -363,11 +363,11 @@ def _held_keys(charges: bytes) -> list[str]:
 
 def _bucket(key: str, db: sqlite3.Connection) -> Bucket:
     row = db.execute("SELECT state FROM buckets WHERE key = ?", (key,)).fetchone()
-    return Bucket() if row is None else _decode_bucket(row[0])
+    return Bucket() if row is None else Bucket(*_decode_bucket(row[0]))
 
 
 def _save_bucket(key: str, bucket: Bucket, db: sqlite3.Connection) -> None:
-    db.execute("REPLACE INTO buckets VALUES (?, ?, ?)", (key, _encode(bucket), bucket.empty_at))
+    db.execute("REPLACE INTO buckets VALUES (?, ?, ?)", (key, _encode(bucket.state), bucket.empty_at))
 
 
 def _get_blob(key: str, now: float, db: sqlite3.Connection) -> bytes | None:
