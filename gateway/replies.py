@@ -233,11 +233,12 @@ class Exchange:
         if length is not None:
             named["content-length"] = str(length)
         if self._wire is not None:
-            lines = "".join([f"{name}: {value}\r\n" for name, value in named.items()])
-            if lines.count("\n") != len(named) or lines.count("\r") != len(named) or "\0" in lines:
+            fields = [*map(": ".join, named.items())]
+            text = "".join(fields)
+            if "\n" in text or "\r" in text or "\0" in text:
                 raise ValueError(f"a header of the reply would break out of its line: {named}")
-            close = named.get("connection") == "close"
-            if self._wire.begin(status, lines.encode("latin-1", "replace"), length=length, close=close):
+            lines = "\r\n".join(fields).encode("latin-1", "replace") + b"\r\n"
+            if self._wire.begin(status, lines, length=length, close=named.get("connection") == "close"):
                 return
         message = {
             "type": "http.response.start",

@@ -126,8 +126,10 @@ async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exch
 
     def take(chunk: bytes) -> bool:
         passed_on = watch(chunk)
-        there_is_room = exchange.put(passed_on, last=meter.complete) if passed_on or meter.complete else True
-        return there_is_room and not meter.complete
+        if meter.complete:
+            exchange.put(passed_on, last=True)
+            return False
+        return not passed_on or exchange.put(passed_on)
 
     passed_on = watch(await chunks.first())
     if call.stream:

@@ -7,7 +7,6 @@ import email.utils
 import re
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import ClassVar
 
 import httpx2
@@ -93,9 +92,10 @@ class OpenAI:
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
         body = self.render(call)
-        lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-        if lines.count("\n") != len(headers) or lines.count("\r") != len(headers):
+        named = [*map(": ".join, headers.items())]
+        if "\n" in (text := "".join(named)) or "\r" in text:
             raise ValueError(f"a header would break out of its line: {headers}")
+        lines = "\r\n".join([*named, ""])
         if self.knows_deadlines:
             left_seconds = call.deadline - asyncio.get_running_loop().time()
             lines += f"x-request-deadline-ms: {max(1, int(left_seconds * 1000))}\r\n"
@@ -210,8 +210,17 @@ class EventStreamReply(Reply):
             raise self._failure
         if self._ended:
             return True
+        split, checked = self._splitter.feed, self._checked
+
+        def pass_on(data: bytes) -> bool:
+            frames = split(data)
+            if not frames:
+                return True
+            wants_more = sink(checked(frames))
+            return wants_more and not self._ended and self._failure is None
+
         try:
-            body_ended = await self._answer.pour(partial(self._pass_on, sink))
+            body_ended = await self._answer.pour(pass_on)
         except httpx2.TransportError as error:
             raise _failure(error) from error
         except FrameTooLong as error:
@@ -222,13 +231,6 @@ class EventStreamReply(Reply):
             sink(await anext(self))  # the last frame, which may lack its blank line; or the failure to end
         return self._ended
 
-    def _pass_on(self, sink: Sink, data: bytes) -> bool:
-        frames = self._splitter.feed(data)
-        if not frames:
-            return True
-        wants_more = sink(self._checked(frames))
-        return wants_more and not self._ended and self._failure is None
-
     def _checked(self, frames: bytes) -> bytes:
         """The frames up to an error that the server tells of, which is raised when they are through."""
         if (offset := broken_at(frames)) is not None:
@@ -236,8 +238,6 @@ class EventStreamReply(Reply):
             if offset == 0:
                 raise self._failure
             return frames[:offset]
-        if b"[DONE]" not in frames and b'"error"' not in frames:
-            return frames
         if (error_at := error_in(frames)) is not None:
             offset, message = error_at
             self._failure = ProviderFailure(Fault.CUT, f"the server says: {message[:MAX_MESSAGE_CHARACTERS]}")

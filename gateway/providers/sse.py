@@ -70,7 +70,7 @@ def ends_stream(frames: bytes) -> bool:
 
 def error_in(frames: bytes) -> tuple[int, str] | None:
     """Where the server says that it failed, as an offset, and its message. Engines send such an event after a 200."""
-    if not frames.startswith(_ERROR) and frames.find(b"\n" + _ERROR) < 0:
+    if frames.find(_ERROR) < 0:
         return None
     for line in _ERROR_LINE.finditer(frames):
         try:
@@ -133,7 +133,7 @@ def broken_at(frames: bytes) -> int | None:
 
     Servers write an event at a time, mostly: that is skimmed as it is, for half a microsecond.
     """
-    if frames.startswith(b"data: {") and frames.find(b"\n\n") == len(frames) - 2:
+    if frames.startswith(b"data: {") and frames.endswith(b"\n\n") and frames.count(b"\n") == 2:
         try:
             _skim(frames[6:])
             return None

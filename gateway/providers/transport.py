@@ -217,6 +217,8 @@ class _Connection(asyncio.Protocol):
     def __init__(self, loop: asyncio.AbstractEventLoop, origin: Origin) -> None:
         self._loop = loop
         self._origin = origin
+        self._parts: list[bytes] = []  # of the body, not yet asked for
+        self.on_body = self._parts.append  # httptools calls it
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
         self._waiter: asyncio.Future[None] | None = None
@@ -234,8 +236,8 @@ class _Connection(asyncio.Protocol):
         self._keep_alive = False
         self._failure: httpx2.TransportError | None = None
         self._head_bytes = 0
-        self._parts: list[bytes] = []
-        self._parts_bytes = 0
+        self._parts.clear()
+        self._waiting_bytes = 0
 
     async def exchange(self, head: bytes, body: bytes, read_timeout_seconds: float | None) -> None:
         """Send the request, wait for the head of the answer. The connection is closed if that fails."""
@@ -276,9 +278,9 @@ class _Connection(asyncio.Protocol):
             self._sink = self._sink_failure = None
 
     def _take(self) -> bytes:
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        data = b"".join(self._parts)  # which is the one part itself, where there is one
         self._parts.clear()
-        self._parts_bytes = 0
+        self._waiting_bytes = 0
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
@@ -358,7 +360,8 @@ class _Connection(asyncio.Protocol):
         if self._sink is not None and self._parts:
             self._hand_over(self._sink)
             return
-        if self._parts_bytes > MAX_BUFFERED_BYTES and not self._paused and not self.complete:
+        self._waiting_bytes += len(data)
+        if self._waiting_bytes > MAX_BUFFERED_BYTES and not self._paused and not self.complete:
             self._paused = True
             self._transport.pause_reading()
         self._wake()
@@ -391,10 +394,6 @@ class _Connection(asyncio.Protocol):
             return
         self.status = status
         self._keep_alive = self._parser.should_keep_alive()
-
-    def on_body(self, data: bytes) -> None:
-        self._parts.append(data)
-        self._parts_bytes += len(data)
 
     def on_message_complete(self) -> None:
         self.complete = self.status != 0

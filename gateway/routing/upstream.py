@@ -58,10 +58,10 @@ class Upstream:
             limits = self._call.latency_class
             inter_token = min(limits.inter_token, self._call.patience_seconds)
             self._wait = WaitBound(inter_token, self._call.deadline, task=self._task)
-        wait = self._wait
+        wait, now = self._wait, asyncio.get_running_loop().time
 
         def taking(chunk: bytes) -> bool:
-            wait.begin()
+            wait.since = now()  # one wait ends, and the next begins
             return sink(chunk)
 
         wait.begin()
