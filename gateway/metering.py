@@ -319,16 +319,16 @@ class Bill(msgspec.Struct, frozen=True):
 
 def cost_of(usage: Usage, price: Price) -> int:
     """In `money`'s atoms, exactly: every token at the price of its bucket."""
-    per_token = price.atoms
+    uncached, cached, cache_write, cache_write_1h, output, reasoning, audio_input, audio_output = price.atoms
     return (
-        (usage.input_uncached - usage.audio_input) * per_token.input
-        + usage.cache_read * per_token.cached_input
-        + (usage.cache_write - usage.cache_write_1h) * per_token.cache_write
-        + usage.cache_write_1h * per_token.cache_write_1h
-        + (usage.output - usage.reasoning - usage.audio_output) * per_token.output
-        + usage.reasoning * per_token.reasoning
-        + usage.audio_input * per_token.audio_input
-        + usage.audio_output * per_token.audio_output
+        (usage.input_uncached - usage.audio_input) * uncached
+        + usage.cache_read * cached
+        + (usage.cache_write - usage.cache_write_1h) * cache_write
+        + usage.cache_write_1h * cache_write_1h
+        + (usage.output - usage.reasoning - usage.audio_output) * output
+        + usage.reasoning * reasoning
+        + usage.audio_input * audio_input
+        + usage.audio_output * audio_output
     )
 
 

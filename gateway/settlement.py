@@ -163,11 +163,13 @@ class Settler:
             try:
                 await self._ledger.durable()
                 rest = iter(due)
-                lanes = min(SETTLED_AT_ONCE, len(due))
-                await asyncio.gather(*[self._settle_each(rest) for _ in range(lanes)])
+                first = asyncio.ensure_future(self._settle_each(rest))
+                await asyncio.sleep(0)  # in which it has settled all, where the storage is in this process
+                lanes = 0 if first.done() else min(SETTLED_AT_ONCE, len(due)) - 1
+                await asyncio.gather(first, *[self._settle_each(rest) for _ in range(lanes)])
             except LedgerUnavailable:
                 pass  # which has said so, and is restarted; nothing settles before
-            self._unsettled -= Counter(tenant for *_, tenant in due)
+            self._unsettled -= Counter([tenant for _, _, _, tenant in due])
             self._running.set()
         self._task = None
 

@@ -19,7 +19,7 @@ from gateway.errors import LedgerUnavailable
 from gateway.ids import event_seconds, new_event_id
 from gateway.ledger.chain import GENESIS, RowError, UnknownVersion, check_row, encode_row, segment_name, segments
 from gateway.ledger.room import give_back_room, take_room
-from gateway.ledger.rows import Carried, Opened, Row, Unbilled, decode, decode_head, left_open
+from gateway.ledger.rows import Carried, Correction, Opened, Row, Unbilled, decode, decode_head, left_open
 from gateway.types import Receipt
 
 SEGMENT_BYTES = 32 * 1024 * 1024  # about 20,000 calls; the last segment is read whole when the chain is opened
@@ -89,8 +89,19 @@ class Appender:
                 raise LedgerUnavailable(f"the ledger can not be written: {error.strerror}") from error
             self._room_end = needed + AHEAD_BYTES if taken else math.inf
 
-    def append(self, row: Row) -> None:
-        """Write the row at the end of the chain. It outlives this process from here on."""
+    def open_call(self, row: Opened) -> None:
+        """Reserve, and write the row; then as `append`."""
+        self.reserve()
+        self._write(row)
+        self._open.setdefault(row.call_id, []).append(row)
+
+    def append(self, row: Receipt | Unbilled | Correction) -> None:
+        """Write the row at the end of the chain, which closes what it ends. It outlives this process from here on."""
+        self._write(row)
+        if type(row) is not Correction and (opened := self._open.pop(row.call_id, None)) and len(opened) > 1:
+            self._close_one(row, opened)
+
+    def _write(self, row: Row) -> None:
         line, digest = encode_row(row, self._head)
         if self.size + len(line) > self._segment_end and self.size:
             self._start_segment(row)
@@ -102,16 +113,8 @@ class Appender:
         if written != len(line):
             self._cut_off()
             raise LedgerUnavailable("the ledger can not be written: no room for a whole row")
-        if not self.size:
-            self._began = time.time()
         self._head = digest
         self.size += written
-        if type(row) is Opened:
-            self._open.setdefault(row.call_id, []).append(row)
-        elif type(row) is Receipt or type(row) is Unbilled:
-            opened = self._open.pop(row.call_id, None)
-            if opened is not None and len(opened) > 1:
-                self._close_one(row, opened)
 
     def open_attempts(self, call_id: str) -> list[Opened]:
         return self._open.get(call_id, [])
@@ -122,6 +125,9 @@ class Appender:
             self._open[row.call_id] = left
 
     def look_at_age(self, now: float) -> None:
+        """To be called behind each commit: the first one finds when the first row was written."""
+        if self._began == math.inf:
+            self._began = now
         if now >= self._began + SEGMENT_SECONDS:
             self._segment_end = 0
 

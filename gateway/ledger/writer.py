@@ -122,11 +122,9 @@ class Ledger:
 
         Raises `LedgerUnavailable` where that can not be had: then the server must not be asked.
         """
-        if not self.ok:
-            self.check()
+        self.check()
         try:
-            self._chain.reserve()
-            self._chain.append(opened)
+            self._chain.open_call(opened)
         except LedgerUnavailable as error:
             self._fail(error)
         self._wrote()
@@ -242,9 +240,10 @@ class Ledger:
         self._committer = None
 
     async def _gather(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GROUP_COMMIT_SECONDS):
-                await self._hurried.wait()
+        """Wait for neighbours of the row that was written, but not where somebody is in a hurry."""
+        enough = asyncio.get_running_loop().call_later(GROUP_COMMIT_SECONDS, self._hurried.set)
+        await self._hurried.wait()
+        enough.cancel()
         self._hurried.clear()
 
 
