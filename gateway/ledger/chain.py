@@ -21,7 +21,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from gateway.ledger.rows import Row, encode
+import msgspec
+
+from gateway.ledger.holding import held
+from gateway.ledger.rows import Row, decode_head, encode
 
 SCHEMA_VERSION = 1
 GENESIS = "0" * 64  # `prev` of the first row of all
@@ -96,6 +99,17 @@ def chains(ledger: Path) -> list[Path]:
     return sorted(folder for folder in ledger.iterdir() if folder.is_dir()) if ledger.is_dir() else []
 
 
+def first_event_id(segment: Path) -> str | None:
+    """Of its first row; None while it has none, or one that can not be read. Raises `OSError`."""
+    begins = segment if segment.suffix == ".jsonl" else segment.with_suffix(".manifest")
+    with begins.open("rb") as lines:
+        first = lines.readline()
+    try:
+        return decode_head(first).event_id
+    except msgspec.MsgspecError:
+        return None
+
+
 def segment_name(number: int) -> str:
     return f"{number:010d}.jsonl"
 
@@ -110,11 +124,13 @@ def _lines(file: Path) -> Iterator[bytes]:
 def verify(ledger: Path, lines_of: Callable[[Path], Iterator[bytes]] = _lines) -> Verification:
     """Check every row of every replica, up to the first that is broken. `lines_of` a segment may raise `RowError`."""
     rows, heads = 0, dict[str, str]()
+    found = chains(ledger)
     try:
-        for chain in chains(ledger):
-            for digest in _walk(chain, lines_of):
-                heads[chain.name] = digest
-                rows += 1
+        with held(found):
+            for chain in found:
+                for digest in _walk(chain, lines_of):
+                    heads[chain.name] = digest
+                    rows += 1
     except BrokenRow as broken:
         return Verification(rows, heads, broken)
     return Verification(rows, heads, None)

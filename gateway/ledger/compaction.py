@@ -24,6 +24,7 @@ import duckdb
 import msgspec
 
 from gateway.ledger.chain import RowError, chains, check_row, closed_segments
+from gateway.ledger.holding import removing
 from gateway.ledger.rows import decode_head
 from gateway.ledger.tables import ROW_COLUMNS, UnreadableLedger, database, nulls, typed
 
@@ -150,7 +151,8 @@ def _compact(file: Path, threads: int | None) -> Compacted:
     _sync(unfinished)
     unfinished.replace(target)
     _sync(file.parent)
-    file.unlink()
+    with removing(file.parent, wait=True):
+        file.unlink()
     return Compacted(target, manifest.rows, len(content), target.stat().st_size)
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import duckdb
 
-from gateway.ledger.chain import chains, segments
+from gateway.ledger.chain import chains, first_event_id, segments
+from gateway.ledger.holding import held
 
 # The receipt's fields. Parquet that an earlier version has made lacks those that came later: they are null there.
 COLUMNS = {
@@ -78,7 +79,7 @@ def nulls(names: Iterable[str]) -> str:
 
 
 class UnreadableLedger(Exception):
-    """A file of the ledger is not what the writer writes. The message names it."""
+    """A file of the ledger is not what the writer writes, or is there twice. The message names it."""
 
 
 def database(threads: int | None = None) -> duckdb.DuckDBPyConnection:
@@ -92,12 +93,17 @@ def database(threads: int | None = None) -> duckdb.DuckDBPyConnection:
 
 @contextmanager
 def connect(ledger: Path, *, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
-    """A database in memory with the tables of a ledger. What DuckDB can not do in it is an `UnreadableLedger`."""
-    files = [file for chain in chains(ledger) for file in segments(chain) if file.stat().st_size]
-    lines = [file for file in files if file.suffix == ".jsonl"]
-    compacted = [file for file in files if file.suffix == ".parquet"]
+    """A database in memory with the tables of a ledger, of which no segment goes meanwhile.
+
+    What DuckDB can not do in it is an `UnreadableLedger`.
+    """
+    found = chains(ledger)
     try:
-        with database(threads) as connection:
+        with held(found), database(threads) as connection:
+            files = [file for chain in found for file in segments(chain) if file.stat().st_size]
+            _refuse_copies(files)
+            lines = [file for file in files if file.suffix == ".jsonl"]
+            compacted = [file for file in files if file.suffix == ".parquet"]
             connection.execute(f"CREATE VIEW work AS {_rows(lines, compacted)}")
             connection.execute("CREATE VIEW bills AS FROM work WHERE kind <> 'unbilled'")
             connection.execute("CREATE VIEW receipts AS FROM bills WHERE kind = 'receipt'")
@@ -106,6 +112,15 @@ def connect(ledger: Path, *, threads: int | None = None) -> Iterator[duckdb.Duck
             yield connection
     except duckdb.Error as error:
         raise UnreadableLedger(str(error)) from error
+
+
+def _refuse_copies(files: Iterable[Path]) -> None:
+    """Of a chain that stands in the ledger twice, as a copy or collected into it, each call would count twice."""
+    seen: dict[str, Path] = {}
+    for file in files:
+        event_id = first_event_id(file)
+        if event_id is not None and (other := seen.setdefault(event_id, file)) is not file:
+            raise UnreadableLedger(f"{file} has the rows of {other}: they would count twice; move one of them away")
 
 
 def _rows(lines: list[Path], compacted: list[Path]) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import duckdb
@@ -18,6 +21,7 @@ from gateway.ledger.reader import UnreadableLedger, latest, summarise
 from gateway.ledger.retention import drop_old_segments
 from gateway.ledger.rows import Carried, Row
 from gateway.ledger.shipping import Place, rows_after
+from gateway.ledger.tables import connect
 from tests.gateway.ledger.receipts import a_receipt, write_chain
 
 ROWS_PER_SEGMENT = 3
@@ -106,6 +110,28 @@ def test_a_file_that_is_no_parquet_is_named(ledger: Path) -> None:
     assert broken is not None and (broken.file, broken.line) == (first.file, 1)
     with pytest.raises(UnreadableLedger):
         summarise(ledger)
+
+
+def test_no_segment_goes_while_somebody_reads(ledger: Path) -> None:
+    before = [file.name for file in segments(ledger / "replica")]
+    with ThreadPoolExecutor(1) as beside:
+        with connect(ledger) as reading:
+            compacting = beside.submit(compact, ledger, before=math.inf)
+            while not (ledger / "replica" / "0000000001.parquet").exists():
+                time.sleep(0.005)
+            assert drop_old_segments(ledger / "replica", math.inf, lambda _: True) == []
+            assert reading.execute("SELECT count(*) FROM receipts").fetchall() == [(11,)]
+            assert all((ledger / "replica" / name).exists() for name in before) and not compacting.done()
+        assert len(compacting.result(20)) == 2
+    assert not all((ledger / "replica" / name).exists() for name in before)
+
+
+def test_a_ledger_that_can_only_be_read(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", refused)
+    assert verify(ledger).rows == 12
 
 
 def test_a_broken_segment_is_not_compacted(ledger: Path) -> None:

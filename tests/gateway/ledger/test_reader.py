@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.ledger.compaction import compact
 from gateway.ledger.reader import (
     COLUMNS,
     Period,
@@ -111,6 +114,19 @@ def test_the_latest_receipts_are_as_written(tmp_path: Path) -> None:
     assert [row["event_id"] for row in found] == [receipts[4].event_id, receipts[3].event_id]
     assert found[0]["price_input"] == "0.10" and found[0]["cost"] is None
     assert found[0]["attempts"] == [msgspec.to_builtins(attempt) for attempt in receipts[4].attempts]
+
+
+def test_a_chain_that_is_there_twice_is_not_summed_up_twice(tmp_path: Path) -> None:
+    write_chain(tmp_path / "replica", [a_receipt() for _ in range(8)])
+    shutil.copytree(tmp_path / "replica", tmp_path / "replica.0123456789abcdef")  # as `collect` into it would
+    (tmp_path / "replica" / "0000000001.jsonl").unlink()  # too old
+    compact(tmp_path, before=math.inf)
+    with pytest.raises(
+        UnreadableLedger, match=r"replica\.0123456789abcdef/0000000002\.parquet has the rows of .*/replica/"
+    ):
+        summarise(tmp_path)
+    shutil.rmtree(tmp_path / "replica")
+    assert [line.requests for line in summarise(tmp_path)] == [8]
 
 
 def test_a_broken_ledger_is_not_summed_up(tmp_path: Path) -> None:
