@@ -20,7 +20,7 @@ from gateway.doors.base import MAX_TOKENS, Asked, Door, Fields, read_fields
 from gateway.errors import Forbidden, ModelNotFound
 from gateway.ids import random_bytes
 from gateway.policy import Match, Model, Policy, Tenant
-from gateway.prefix.fingerprint import BYTES_PER_TOKEN, fingerprint, seed_of
+from gateway.prefix.fingerprint import BYTES_PER_TOKEN, Fingerprints, seed_of
 from gateway.storage.base import Blobs
 from gateway.types import Call, Operation, Principal, Trace
 
@@ -47,6 +47,7 @@ class Canonicaliser:
         self._secret = secret
         self._salts: dict[tuple[str, str | None], str] = {}  # by tenant and group: bounded by the policies' tenants
         self._canon = Canon(SharedMemory(blobs))
+        self._fingerprints = Fingerprints()
         self._plans: dict[tuple[str, str], Plan] = {}  # of the policy that was seen last
         self._plans_policy: Policy | None = None
 
@@ -123,7 +124,9 @@ class Canonicaliser:
             max_output_tokens=_output_bound(asked),
             deterministic=asked.deterministic,
             fields=asked.fields,
-            fingerprint=() if door.operation is Operation.EMBEDDING else fingerprint(asked.pieces, seed_of(salt)),
+            fingerprint=()
+            if door.operation is Operation.EMBEDDING
+            else self._fingerprints.of(asked.pieces, seed_of(salt)),
             prompt_tokens_estimate=tokens,
             cache_salt=salt,
             service_tier=common.service_tier,

@@ -1,7 +1,8 @@
 """The transforms by version and level, and how a body comes into its canonical form.
 
 A change to what a transform does, or to a row of `VERSIONS`, is a new version: conversations that began under the old
-one go on under it (see `plans.py`), so its row stays for as long as they may be warm.
+one go on under it (see `plans.py`), so its row stays for as long as they may be warm. When a P0 transform applies may
+change: servers see the same tokens either way.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Canon:
         if "messages" in fields:
             raw = fields["messages"]
             if wanting := _wanting(context.for_messages, messages, plain, raw):
-                form, names, reworded = _with_messages(wanting, bytes(raw), context, plain)
+                form, names, reworded = _with_messages(wanting, raw, context, plain)
                 if form is not None:
                     changes["messages"] = msgspec.Raw(form)
                     steps += names
@@ -141,35 +142,39 @@ def _apply(wanting: Sequence[Transform], raw: bytes, context: Context) -> tuple[
 
 
 def _with_messages(
-    wanting: Sequence[Transform], raw: bytes, context: Context, plain: bool
+    wanting: Sequence[Transform], raw: msgspec.Raw, context: Context, plain: bool
 ) -> tuple[bytes | None, tuple[str, ...], dict[int, bytes] | None]:
-    """As `_apply`, for messages, and what `Form.reworded` is to be. They are taken apart and put together once."""
+    """As `_apply`, for messages, and what `Form.reworded` is to be. They are taken apart and put together once, and not
+    copied for it: a prompt of half a megabyte costs more to copy, by the pages that have to be had, than to read.
+    """
     first, *others = wanting
     if not others and not isinstance(first, MessagesTransform):  # as is mostly so, where there is anything to do
-        form, applied = _apply(wanting, raw, context)
+        form, applied = _apply(wanting, bytes(raw), context)
         return form, applied, {} if plain or form is None else None
     names: list[str] = []
     form = None
     if not isinstance(first, MessagesTransform):
-        form, applied = _apply([first], raw, context)
+        form, applied = _apply([first], bytes(raw), context)
         names += applied
     else:
         others = [first, *others]
     rewritten = form is not None
     try:
         messages = _messages.decode(form or raw) if others else []
-        changed: set[int] = set()
+        reworded: set[int] = set()
+        changed = False
         for transform in others:
             assert isinstance(transform, MessagesTransform), "those that go by bytes stand before the others"
             if numbers := set(transform.change(messages)):
-                changed |= numbers
+                changed = True
                 names.append(transform.name)
+                if not transform.same_words:
+                    reworded |= numbers
         if changed:
             form = _encode(messages)
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
         return None, (), {}
-    reworded = None if rewritten and not plain else {i: _encode(messages[i]) for i in changed}
-    return form, tuple(names), reworded
+    return form, tuple(names), None if rewritten and not plain else {i: _encode(messages[i]) for i in reworded}
 
 
 def _wanting(
@@ -178,9 +183,11 @@ def _wanting(
     """Those that see something in the messages, and all behind one that may bring forth more than was to be seen."""
     wanting: list[Transform] = []
     stirred = False
-    view = View(messages, plain, bytes(memoryview(raw)[:_HEAD_BYTES]))
+    written = memoryview(raw)
+    view = View(messages, plain, bytes(written[:_HEAD_BYTES]), len(written))
     for transform in candidates:
-        if stirred or (transform not in wanting and transform.sees(view)):
+        unseen = stirred and not (view.long and transform.safety is Safety.P0)
+        if unseen or (transform not in wanting and transform.sees(view)):
             wanting.append(transform)
             stirred = stirred or transform.safety > Safety.P0
     return wanting

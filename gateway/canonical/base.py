@@ -24,6 +24,7 @@ Fields = dict[str, msgspec.Raw]
 Message = dict[str, msgspec.Raw]  # its top-level values
 
 SYSTEM_ROLES = frozenset({b'"system"', b'"developer"'})
+LONG_BYTES = 128 * 1024  # some 32k tokens
 BREAKPOINT = b'"cache_control"'  # Anthropic's, and of those who took it over
 
 
@@ -58,6 +59,13 @@ class View(msgspec.Struct, frozen=True):
     messages: Sequence[Said]
     plain: bool  # all of them are text: no parts, and no tool calls
     head: bytes  # the first bytes of their JSON
+    size_bytes: int  # of their JSON
+
+    @property
+    def long(self) -> bool:
+        """To write them down anew costs as much as to read them. Not worth it where neither the server's prompt nor our
+        fingerprint is another one by it, but only the bytes between."""
+        return self.size_bytes > LONG_BYTES
 
 
 class Transform:
@@ -88,6 +96,7 @@ class Transform:
 
 class MessagesTransform(Transform):
     fields: ClassVar[tuple[str, ...]] = ("messages",)
+    same_words: ClassVar[bool] = False  # what it changes says the same to a door: no piece of the prompt's text differs
 
     def change(self, messages: list[Message]) -> Iterable[int]:
         """Change messages in place; the numbers of those that are now others."""

@@ -33,6 +33,8 @@ class JSONForm(Transform):
         """Who writes spaces writes them from the first key on. That text was escaped is not worth a search of all of
         it: strings are fingerprinted decoded. Parts and tool calls are fingerprinted as they are written.
         """
+        if view.plain and view.long:
+            return False
         if _SPACED.search(view.head):
             return True
         if view.plain:

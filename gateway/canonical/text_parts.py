@@ -28,9 +28,10 @@ _FORBIDDEN_ROLES = {b'"assistant"', b'"tool"', b'"function"'}  # history and too
 class TextParts(MessagesTransform):
     name: ClassVar[str] = "text_parts"
     safety: ClassVar[Safety] = Safety.P0
+    same_words: ClassVar[bool] = True
 
     def sees(self, view: View) -> bool:
-        return not view.plain and any(type(message.content) is list for message in view.messages)
+        return not view.plain and not view.long and any(type(message.content) is list for message in view.messages)
 
     def change(self, messages: list[Message]) -> Iterator[int]:
         for i, message in enumerate(messages):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -27,6 +27,12 @@ class ChatBody(Common, kw_only=True):
     max_completion_tokens: TokenCount | None = None
 
 
+class _TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+_text_part = msgspec.json.Decoder(_TextPart)
 _decoder = msgspec.json.Decoder(ChatBody)
 _message = msgspec.json.Decoder(Message)
 
@@ -60,11 +66,24 @@ class ChatDoor:
 
 def _piece(message: Message, calls: bytes) -> bytes:
     """A message as a template would lay it out: who speaks, what is said, which tools are called."""
-    if isinstance(message.content, str):
-        said = message.content.encode("utf-8", "surrogatepass")
+    content = message.content
+    if isinstance(content, list) and len(content) == 1:
+        content = _text_of(content[0])
+    if content is None:
+        said = b""
+    elif isinstance(content, str):
+        said = content.encode("utf-8", "surrogatepass")
     else:
-        said = b"".join(map(bytes, message.content or ()))
+        said = b"".join(map(bytes, content))
     return b"\x02%b\x03%b%b" % (message.role.encode(), said, calls)
+
+
+def _text_of(part: msgspec.Raw) -> str | list[msgspec.Raw]:
+    """Of one plain text part, its text: templates lay both out alike."""
+    try:
+        return _text_part.decode(part).text
+    except (msgspec.MsgspecError, RecursionError):
+        return [part]
 
 
 def _read_piece(message: bytes) -> bytes:

@@ -212,6 +212,17 @@ def test_the_date_of_a_template() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("length", [10, 300_000])
+def test_long_prompts_are_not_written_anew_for_nothing(length: int) -> None:
+    """Text in one part is the same prompt, and has the same fingerprint: a short one is written as text, so that equal
+    calls are equal bytes; of a long one that costs more than it is worth. Noise always goes."""
+    said = [{"role": "user", "content": [{"type": "text", "text": "x" * length}]}]
+    form = formed({"messages": said})["messages"]
+    assert form == ([{"role": "user", "content": "x" * length}] if length == 10 else said)
+    noisy = [{"role": "system", "content": BILLING.format(1) + "You are X."}, *said]
+    assert formed({"messages": noisy})["messages"][0]["content"] == "You are X."
+
+
 def test_levels_by_tenant_and_model() -> None:
     policy = a_policy(
         canonicalise={

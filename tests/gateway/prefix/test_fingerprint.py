@@ -1,10 +1,13 @@
 from __future__ import annotations
 
-from hypothesis import given
+import pytest
+import xxhash
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.prefix import fingerprint as fingerprints
 from gateway.prefix.cache_model import CacheModel
-from gateway.prefix.fingerprint import BLOCK_BYTES, BLOCK_TOKENS, fingerprint, seed_of
+from gateway.prefix.fingerprint import BLOCK_BYTES, BLOCK_TOKENS, Fingerprints, fingerprint, seed_of
 
 texts = st.binary(max_size=5 * BLOCK_BYTES)
 
@@ -21,6 +24,46 @@ def test_how_the_text_is_cut_into_pieces_does_not_matter(pieces: list[bytes]) ->
     whole = b"".join(pieces)
     assert fingerprint(pieces, 7) == fingerprint([whole], 7)
     assert len(fingerprint(pieces, 7)) == len(whole) // BLOCK_BYTES
+
+
+turns = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.lists(texts, min_size=1, max_size=4)), max_size=12)
+
+
+@given(turns)
+@settings(deadline=None)
+def test_conversations_that_come_back_have_the_same_fingerprint(turns: list[tuple[int, int, list[bytes]]]) -> None:
+    """Longer, shorter, edited, another tenant's: as if each were seen for the first time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprints, "REMEMBERED_MIN_BYTES", BLOCK_BYTES)
+        patch.setattr(fingerprints, "TURN_PIECES_MAX", 3)
+        patch.setattr(fingerprints, "REMEMBERED_BLOCKS_MAX", 20)
+        remembering = Fingerprints()
+        conversations: dict[int, list[bytes]] = {number: [b"system"] for number in range(3)}
+        for number, forgotten, added in turns:
+            said = conversations[number]
+            conversations[number] = [*said[: len(said) - forgotten], *added]
+            pieces = conversations[number]
+            assert remembering.of(pieces, number % 2) == fingerprint(pieces, number % 2)
+
+
+def test_of_a_turn_only_what_is_new_is_cut_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def digest(block: bytes, seed: int) -> int:
+        hashed.append(len(block))
+        return hash_of(block, seed)
+
+    hash_of = xxhash.xxh3_64_intdigest
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", digest)
+    remembering, said = Fingerprints(), [b"a" * 100_000, b"b" * 100_000]
+    remembering.of(said, 1)
+    assert len(hashed) == 200_000 // BLOCK_BYTES
+    hashed.clear()
+    remembering.of([*said, b"c" * 1_000, b"d" * 1_000], 1)
+    assert len(hashed) == 202_000 // BLOCK_BYTES - 200_000 // BLOCK_BYTES
+    hashed.clear()
+    remembering.of([*said, b"c" * 1_000, b"d" * 1_000], 2)
+    assert len(hashed) == 202_000 // BLOCK_BYTES, "another tenant's"
 
 
 def test_salts_give_chains_that_have_nothing_in_common() -> None:
