@@ -181,6 +181,7 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
         device=args.device,
         enable_prefix_caching=args.prefix_caching,
         quantization=args.quantization,
+        enforce_eager=args.enforce_eager,
         speculation=args.speculation,
         **chosen,
     )
@@ -205,6 +206,7 @@ def parser() -> argparse.ArgumentParser:
         default="none",
         help="how weights are held: int8 and int4 are made on load, from a checkpoint of any dtype (default: none)",
     )
+    add("--enforce-eager", action="store_true", help="on a GPU, no CUDA graphs: slower, and takes less memory")
     add("--max-model-len", type=_positive, metavar="TOKENS", help="longest prompt and answer (default: the model's)")
     memory = made.add_mutually_exclusive_group()
     memory.add_argument("--num-blocks", type=_positive, metavar="N", help="size of the KV cache, in blocks")

@@ -56,6 +56,7 @@ class ResolvedConfig:
     kv_host_dir: Path | None
     attention: str
     ops: str
+    enforce_eager: bool
     quantization: str
     speculation: str
     max_draft_tokens: int
@@ -83,6 +84,7 @@ class EngineConfig:
     kv_host_dir: Path | None = None  # where a file holds them; None: RAM does
     attention: str = AUTO
     ops: str = AUTO
+    enforce_eager: bool = False  # no CUDA graphs: slower, and less memory
     quantization: str = "none"
     speculation: str = NONE  # "ngram": from a request's own tokens; "draft_model": by the smaller model
     draft_model_dir: Path | None = None
@@ -152,6 +154,7 @@ class EngineConfig:
             kv_host_dir=self.kv_host_dir,
             attention=self._attention(model, device),
             ops=_member("ops", self.ops, plain="reference", device=device),
+            enforce_eager=self.enforce_eager,
             quantization=self.quantization,
             speculation=self.speculation,
             max_draft_tokens=self.max_draft_tokens,
@@ -233,16 +236,19 @@ def _member(family: str, name: str, *, plain: str, device: torch.device) -> str:
 
 def _device(name: str) -> torch.device:
     if name == AUTO:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"device {name!r} is not known", param="device") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device {name!r} is not supported, only cpu and cuda", param="device")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if device.type != "cuda":
+        return device
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} is not on this machine", param="device")
-    return device
+    return torch.device("cuda", index)
 
 
 def _check_context(model: ModelConfig, max_model_len: int) -> None:

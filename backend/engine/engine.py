@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from backend.engine.block_pool import BlockListener, BlockPool
 from backend.engine.config import EngineConfig, ResolvedConfig
 from backend.engine.errors import RequestRefused
+from backend.engine.foresight import foresee
+from backend.engine.graph_runner import create_runner
 from backend.engine.host_tier import HostTier
 from backend.engine.interruption import Interruption
 from backend.engine.kv_memory import HostSlots
@@ -71,7 +73,7 @@ class Engine:
     def load(cls, config: EngineConfig, listener: BlockListener | None = None) -> Engine:
         """Reads the weights and reserves the cache. Raises `ConfigError`, `UnsupportedModel` or `WeightsError`."""
         resolved = config.resolve()
-        runner = Runner(resolved)
+        runner = create_runner(resolved)
         tier = None
         if resolved.num_host_blocks:
             tier = HostTier(HostSlots(runner.kv, resolved.num_host_blocks, resolved.kv_host_dir))
@@ -89,7 +91,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         plan = self.speculator.extend(self.scheduler.schedule())
         assert plan, "a step with nothing to do: ask has_unfinished first"
-        computed = self.runner.run(plan, self.interruption.watch(plan))
+        following = foresee(self.scheduler, plan) if self.runner.looks_ahead else ()
+        computed = self.runner.run(plan, self.interruption.watch(plan), following)
         if computed is None:
             return []  # somebody more urgent waits: nobody has advanced
         outputs = self.scheduler.advance(plan, computed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor
 from backend.engine.batch import make_batch
 from backend.engine.config import ResolvedConfig
 from backend.engine.kv_memory import KvMemory
-from backend.engine.masks import MaskFiller
+from backend.engine.masks import AllowedTokens, MaskFiller
 from backend.engine.paged_model import GivenUp, PagedModel
 from backend.engine.plan import Computed, Scheduled
 from backend.engine.request import TokenLogprob
 from backend.engine.sampler import sample, score
-from backend.engine.sampling_batch import make_sampling_batch
+from backend.engine.sampling_batch import NextToken, make_sampling_batch
 
 PROMPT_LOGPROBS_ROWS = 64  # rows of logits that are held at once to score a prompt
 
@@ -27,6 +28,7 @@ class Runner:
     def __init__(self, config: ResolvedConfig) -> None:
         torch.set_num_threads(config.num_threads)
         self._config = config
+        self._use_device()
         self._model = PagedModel(config)
         self._masks = MaskFiller(config.model.vocab_size, config.device)
 
@@ -34,12 +36,21 @@ class Runner:
     def kv(self) -> KvMemory:
         return self._model.kv
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `run` does anything with what follows."""
+        return False
+
     @torch.inference_mode()
-    def run(self, plan: Sequence[Scheduled], is_given_up: Callable[[], bool]) -> list[Computed] | None:
+    def run(
+        self, plan: Sequence[Scheduled], is_given_up: Callable[[], bool], following: Sequence[Scheduled] = ()
+    ) -> list[Computed] | None:
         """Computes a non-empty plan: one result for each of its entries, in its order.
 
         None if `is_given_up`, asked once per layer, said so: some slots have been written then, which will be again.
+        `following` may be begun: what the next plan will be, if nothing happens meanwhile (foresight.py).
         """
+        self._use_device()
         device = self._config.device
         batch = make_batch(plan, self._config.block_size, device)
         masks = self._masks.start([row.request for row in batch.next_tokens])
@@ -54,17 +65,32 @@ class Runner:
         computed = [self._of_hidden(scheduled, part) for scheduled, part in zip(plan, parts, strict=True)]
         if batch.sampled:
             logits = self._model.logits(hidden[batch.sampled_rows])
-            sampling = make_sampling_batch(batch.next_tokens, self._config.model.vocab_size, device)
-            allowed = masks.result() if masks else None
-            errors = allowed.errors if allowed else {}
-            for row, (i, sampled) in enumerate(zip(batch.sampled, sample(logits, sampling, allowed), strict=True)):
+            chosen = self._choose(batch.next_tokens, logits, masks)
+            for i, sampled in zip(batch.sampled, chosen, strict=True):
                 computed[i] = replace(
                     computed[i],
-                    token_ids=(*computed[i].token_ids, sampled.token_id),
+                    token_ids=(*computed[i].token_ids, *sampled.token_ids),
                     logprobs=computed[i].logprobs + sampled.logprobs,
-                    error=errors.get(row),
+                    error=sampled.error,
                 )
         return computed
+
+    def _use_device(self) -> None:
+        """Of several GPUs, a thread uses the first until it is told otherwise, and kernels go where the thread is."""
+        if self._config.device.type == "cuda":
+            torch.cuda.set_device(self._config.device)
+
+    def _choose(
+        self, tokens: Sequence[NextToken], logits: Tensor, masks: Future[AllowedTokens] | None
+    ) -> list[Computed]:
+        """One token for each row of logits."""
+        sampling = make_sampling_batch(tokens, self._config.model.vocab_size, self._config.device)
+        allowed = masks.result() if masks else None
+        errors = allowed.errors if allowed else {}
+        return [
+            Computed((sampled.token_id,), sampled.logprobs, error=errors.get(row))
+            for row, sampled in enumerate(sample(logits, sampling, allowed))
+        ]
 
     def _of_hidden(self, scheduled: Scheduled, hidden: Tensor) -> Computed:
         """What is made of all hidden states of one request's tokens. hidden: [num_tokens, hidden_size]."""

@@ -39,7 +39,7 @@ def sample(logits: Tensor, batch: SamplingBatch, allowed: AllowedTokens | None =
         adjusted = _forbid(adjusted, allowed)
     chosen = adjusted.argmax(dim=-1)
     if batch.random:
-        chosen[batch.random.rows] = _draw(adjusted[batch.random.rows], batch.random)
+        chosen[batch.random.rows] = draw(adjusted[batch.random.rows], batch.random)
     logprobs = _logprobs(logits, chosen, batch.logprobs) if batch.logprobs else {}
     return [Sampled(token_id, logprobs.get(row, ())) for row, token_id in enumerate(chosen.tolist())]
 
@@ -91,8 +91,8 @@ def _forbid(logits: Tensor, allowed: AllowedTokens) -> Tensor:
     return logits.index_copy(0, allowed.rows, logits[allowed.rows].masked_fill(~is_allowed, float("-inf")))
 
 
-def _draw(logits: Tensor, random: RandomRows) -> Tensor:
-    """logits: [R, vocab_size] -> [R]."""
+def draw(logits: Tensor, random: RandomRows) -> Tensor:
+    """logits: [R, vocab_size] -> [R]. Without filters, nothing of it waits for a device."""
     # In double precision the sum is exact enough for every token to have its share, in a vocabulary of any size.
     cumulative = probabilities(logits, random).double().cumsum(dim=-1)
     points = random.uniform[:, None] * cumulative[:, -1:]

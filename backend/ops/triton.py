@@ -16,6 +16,7 @@ from backend.triton_runtime import is_interpreted
 MAX_ROWS = 64  # of a product with a packed weight, beyond which expanding it costs less than unpacking it for each tile
 MIN_ROWS = 16  # of the smallest product of matrices
 BLOCK_OUTS, BLOCK_INS = 32, 128
+STAGES = {torch.bfloat16: 4, torch.float32: 2}  # of reading ahead, within the shared memory that small GPUs have
 GATED_BLOCK = 1024
 
 
@@ -27,7 +28,7 @@ class TritonOps(ReferenceOps):
         kernels.linear_int8[grid](
             x, weight, scales, bias, output, *output.shape, x.shape[1], x.stride(0),
             HAS_BIAS=bias is not None, OPERANDS=_operands(x), BLOCK_M=rows, BLOCK_N=BLOCK_OUTS, BLOCK_K=BLOCK_INS,
-            num_stages=4,
+            num_stages=STAGES[x.dtype],
         )  # fmt: skip
         return output
 
@@ -38,7 +39,7 @@ class TritonOps(ReferenceOps):
         kernels.linear_int4[grid](
             x, weight, scales, bias, output, *output.shape, x.shape[1], x.stride(0),
             HAS_BIAS=bias is not None, OPERANDS=_operands(x), BLOCK_M=rows, BLOCK_N=BLOCK_OUTS, GROUP=INT4_GROUP,
-            num_stages=4,
+            num_stages=STAGES[x.dtype],
         )  # fmt: skip
         return output
 

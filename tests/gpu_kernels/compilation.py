@@ -82,8 +82,22 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", said)}
 
 
-def compile_all(capability: int, report: Callable[[str, Any], None]) -> None:
-    """`report` gets the name and the compiled kernel of each launch."""
+CASES: dict[str, Callable[[], None]] = {
+    "Llama 3 8B": lambda: attend(32, 8, 128, torch.bfloat16),
+    "Qwen3 0.6B": lambda: attend(16, 8, 128, torch.bfloat16),
+    "Gemma 2": lambda: attend(8, 4, 256, torch.bfloat16, Span(window=4096, softcap=50.0)),
+    "gpt-oss": lambda: attend(64, 8, 64, torch.bfloat16, Span(window=128, sinks=torch.zeros(64))),
+    "Phi 3": lambda: attend(32, 32, 96, torch.bfloat16, Span(window=2047)),
+    "float32": lambda: attend(14, 2, 64, torch.float32),
+    "int8 cache": lambda: attend(32, 8, 128, torch.bfloat16, form="int8"),
+    "fp8 cache": lambda: attend(32, 8, 128, torch.bfloat16, form="fp8_e4m3"),
+    "ops": lambda: compute(4096, 14336, 8, 128, torch.bfloat16),
+    "float32 ops": lambda: compute(896, 4864, 2, 64, torch.float32),
+}
+
+
+def compile_all(capability: int, report: Callable[[str, str, Any], None]) -> None:
+    """`report` gets the case, the name and the compiled kernel of each launch."""
     no_gpu = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
         get_current_device=lambda: 0,
@@ -91,30 +105,22 @@ def compile_all(capability: int, report: Callable[[str, Any], None]) -> None:
     )
     driver.set_active(no_gpu)
     run = JITFunction.run
+    for case, launch in CASES.items():
+        if case == "fp8 cache" and capability < 89:  # which have no eight-bit floats
+            continue
 
-    def only_compile(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        report(kernel.fn.__name__, run(kernel, *args, grid=grid, warmup=True, **options))
+        def only_compile(kernel: Any, *args: Any, grid: Any, warmup: bool, case: str = case, **options: Any) -> None:
+            report(case, kernel.fn.__name__, run(kernel, *args, grid=grid, warmup=True, **options))
 
-    JITFunction.run = only_compile
-    bfloat16 = torch.bfloat16
-    attend(32, 8, 128, bfloat16)  # Llama 3 8B
-    attend(16, 8, 128, bfloat16)  # Qwen3 0.6B
-    attend(8, 4, 256, bfloat16, Span(window=4096, softcap=50.0))  # Gemma 2
-    attend(64, 8, 64, bfloat16, Span(window=128, sinks=torch.zeros(64)))  # gpt-oss
-    attend(32, 32, 96, bfloat16, Span(window=2047))  # Phi 3
-    attend(14, 2, 64, torch.float32)
-    attend(32, 8, 128, bfloat16, form="int8")
-    if capability >= 89:  # which have eight-bit floats
-        attend(32, 8, 128, bfloat16, form="fp8_e4m3")
-    compute(4096, 14336, 8, 128, bfloat16)
-    compute(896, 4864, 2, 64, torch.float32)
+        JITFunction.run = only_compile
+        launch()
 
 
 def main() -> None:
-    def report(name: str, kernel: Any) -> None:
+    def report(case: str, name: str, kernel: Any) -> None:
         used = resources(kernel.asm["cubin"])
         spilled, shared = used["STACK"] + used["LOCAL"], kernel.metadata.shared
-        figures = {"name": name, "registers": used["REG"], "spill_bytes": spilled, "shared_bytes": shared}
+        figures = {"case": case, "name": name, "registers": used["REG"], "spill_bytes": spilled, "shared_bytes": shared}
         print(json.dumps(figures), flush=True)
 
     compile_all(int(sys.argv[1]), report)

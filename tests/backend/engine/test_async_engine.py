@@ -27,6 +27,8 @@ WAIT_SECONDS = 30  # only ever reached by a test that fails
 class ScriptedRunner:
     """Counts up from each prompt's last token. A test may hold it before a step, or let it fail."""
 
+    looks_ahead = False
+
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self.num_steps = 0
@@ -40,7 +42,9 @@ class ScriptedRunner:
     def release(self) -> None:
         self._gate.set()
 
-    def run(self, plan: Sequence[Scheduled], is_given_up: Callable[[], bool]) -> list[Computed] | None:
+    def run(
+        self, plan: Sequence[Scheduled], is_given_up: Callable[[], bool], following: Sequence[Scheduled] = ()
+    ) -> list[Computed] | None:
         assert self.num_steps < self._hold_after or self._gate.wait(WAIT_SECONDS)
         if self.failure:
             raise self.failure

@@ -1,0 +1,77 @@
+"""A runner for GPUs: steps in which each request computes one token are whole graphs, and begin before they are due.
+
+    step n      launched   ~~~~~~~~~~ read
+    step n + 1             launched   ~~~~~~~~~~ read        while step n is read, advanced and its tokens are sent
+
+What is due is either what was begun (foresight.py), or is computed now. A part of it that was not begun, such as a
+prompt that has come meanwhile, is computed beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from backend.engine.config import NONE, TRITON, ResolvedConfig
+from backend.engine.foresight import is_decode, is_plain
+from backend.engine.graphs import Capture, CudaCapture, DecodeSteps, Launched
+from backend.engine.plan import Computed, Scheduled
+from backend.engine.runner import Runner
+from backend.engine.sampling_batch import NextToken
+
+
+def create_runner(config: ResolvedConfig) -> Runner:
+    """With graphs where a step can be captured: on a GPU, with attention that finds lengths there, and without experts,
+    since who visits them has to be asked in the middle of a step."""
+    has_experts = any(layer.experts for layer in config.model.layers)
+    if config.device.type == "cuda" and config.attention == TRITON and not has_experts and not config.enforce_eager:
+        return GraphRunner(config, CudaCapture(config.device))
+    return Runner(config)
+
+
+class GraphRunner(Runner):
+    def __init__(self, config: ResolvedConfig, capture: Capture) -> None:
+        super().__init__(config)
+        with torch.inference_mode():
+            self._decodes = DecodeSteps(config, self._model, capture)
+        self._begun: Launched | None = None  # ahead of its time
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self._config.speculation == NONE  # whose guesses would be another step
+
+    @torch.inference_mode()
+    def run(
+        self, plan: Sequence[Scheduled], is_given_up: Callable[[], bool], following: Sequence[Scheduled] = ()
+    ) -> list[Computed] | None:
+        self._use_device()
+        begun, self._begun = self._begun, None
+        due = [begun is not None and begun.covers(s, self._decodes.slot(s)) for s in plan]
+        rest = [scheduled for scheduled, is_due in zip(plan, due, strict=True) if not is_due]
+        if len(rest) == len(plan):
+            if len(plan) > self._decodes.max_size or not all(map(is_decode, plan)):
+                return super().run(plan, is_given_up)
+            if not all(is_plain(scheduled.request) for scheduled in plan):
+                return self._run_and_sample(plan)
+            begun, rest = self._decodes.launch(plan), []
+        assert begun is not None
+        others = super().run(rest, is_given_up) if rest else []
+        if others is None:
+            return None
+        if following and not rest:
+            self._begun = self._decodes.launch(following, begun)
+        token_ids, computed = begun.token_ids(), iter(others)
+        rows = [begun.rows.get(scheduled.request.request_id) for scheduled in plan]
+        later = {id(scheduled) for scheduled in rest}
+        return [
+            next(computed) if row is None or id(scheduled) in later else Computed((token_ids[row.index],))
+            for scheduled, row in zip(plan, rows, strict=True)
+        ]
+
+    def _run_and_sample(self, plan: Sequence[Scheduled]) -> list[Computed]:
+        """A decode whose tokens are chosen with more than a graph knows."""
+        next_tokens = [NextToken(scheduled.request) for scheduled in plan]
+        masks = self._masks.start([token.request for token in next_tokens])
+        logits = self._decodes.logits(self._decodes.launch(plan), plan)
+        return self._choose(next_tokens, logits, masks)

@@ -1,0 +1,230 @@
+"""Decode steps over fixed buffers, begun before they are due: the same tokens as one plain step after the other.
+
+Without a GPU a step is not captured, but done again as it is, over the same buffers and in the same order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backend.engine import engine as engine_module
+from backend.engine import graphs
+from backend.engine.config import EngineConfig, ResolvedConfig
+from backend.engine.engine import Engine
+from backend.engine.graph_runner import GraphRunner, create_runner
+from backend.engine.graphs import MAX_SIZE, Capture, Launched, NoCapture, Row, Step, sizes_up_to
+from backend.engine.interruption import Interruption
+from backend.engine.plan import Scheduled
+from backend.engine.request import Request, SamplingParams
+from tests.backend.checkpoints import VOCAB_SIZE
+
+Load = Callable[..., Engine]
+
+
+@dataclass
+class Counting(Capture):
+    """Does not capture, and counts what is done."""
+
+    sizes: list[int] = field(default_factory=list)
+
+    def __call__(self, step: Step, size: int) -> Step:
+        def counted(seq_lens: Sequence[int]) -> None:
+            self.sizes.append(size)
+            step(seq_lens)
+
+        return counted
+
+
+@pytest.fixture
+def capture() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def load(checkpoint_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capture: Counting) -> Load:
+    def load(*, ahead: bool, **options: Any) -> Engine:
+        create = (lambda config: GraphRunner(config, capture)) if ahead else create_runner
+        monkeypatch.setattr(engine_module, "create_runner", create)
+        defaults: dict[str, Any] = {"num_blocks": 96, "block_size": 4, "num_threads": 1, "max_num_seqs": 6}
+        return Engine.load(EngineConfig(model_dir=checkpoint_dir("llama"), device="cpu", **(defaults | options)))
+
+    return load
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.6, "seed": 2, "stop_token_ids": frozenset(range(0, VOCAB_SIZE, 12))},
+    {"temperature": 1.2, "seed": 3, "stop_token_ids": frozenset(range(0, VOCAB_SIZE, 40)), "min_tokens": 5},
+]
+SPECIAL: list[dict[str, Any]] = [
+    {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 40},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"temperature": 0.9, "seed": 4, "logprobs": 2},
+]
+
+
+def make_request(random: random.Random, number: int, samplings: Sequence[dict[str, Any]]) -> Request:
+    shared = [(5 * i * i + i) % VOCAB_SIZE for i in range(random.choice([0, 8, 21]))]
+    prompt = [*shared, *(random.randrange(VOCAB_SIZE) for _ in range(random.randrange(1, 12)))]
+    max_tokens = random.randrange(5, 30)
+    sampling = SamplingParams(max_tokens=max_tokens, **random.choice(samplings))
+    return Request(f"r{number}", prompt, sampling, priority=random.choice([0, 0, 0, 1]))
+
+
+def copied(request: Request) -> Request:
+    return Request(request.request_id, request.prompt_token_ids, request.sampling, priority=request.priority)
+
+
+def output(request: Request) -> list[int]:
+    return request.token_ids[request.num_prompt_tokens :]
+
+
+def alone(engine: Engine, request: Request) -> list[int]:
+    request = copied(request)
+    engine.add(request)
+    while engine.has_unfinished:
+        engine.step()
+    return output(request)
+
+
+class Impatience(Interruption):
+    """Leaves a step now and then."""
+
+    num_asked = 0
+
+    def _is_due(self) -> bool:
+        self.num_asked += 1
+        self.num_given_up += self.num_asked % 11 == 0
+        return self.num_asked % 11 == 0
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_histories(load: Load, capture: Counting, seed: int) -> None:
+    """Requests come, end, are aborted and preempted, at any time; prompts are cut, and steps given up."""
+    rolled = random.Random(seed)
+    samplings = [SAMPLINGS, [*SAMPLINGS, *SPECIAL]][seed % 2]
+    engine = load(
+        ahead=True,
+        block_size=rolled.choice([1, 4, 16]),
+        num_blocks=rolled.choice([70, 200]),
+        max_model_len=64,
+        max_num_batched_tokens=rolled.choice([8, 64]),
+        enable_prefix_caching=rolled.random() < 0.7,
+    )
+    if seed % 3 == 0:
+        engine.interruption = Impatience()
+    requests, aborted = [], set()
+    for number in range(rolled.randrange(4, 16)):
+        requests.append(make_request(rolled, number, samplings))
+        engine.add(requests[-1])
+        for _ in range(rolled.choice([0, 1, 4, 12])):
+            if engine.has_unfinished:
+                engine.step()
+        if rolled.random() < 0.2:
+            aborted.add(rolled.choice(requests).request_id)
+            engine.abort(sorted(aborted)[-1])
+    while engine.has_unfinished:
+        engine.step()
+    engine.check_integrity()
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    assert capture.sizes
+
+    plain = load(ahead=False, enable_prefix_caching=False)
+    for request in requests:
+        expected = alone(plain, request)
+        ours = output(request)
+        assert ours == (expected[: len(ours)] if request.request_id in aborted else expected)
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    for request in requests:
+        engine.add(request)
+    while engine.has_unfinished:
+        engine.step()
+    return [output(request) for request in requests]
+
+
+def test_each_step_but_the_first_is_begun_before_it_is_due(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(ahead=True)
+    launched: list[tuple[int, bool]] = []
+    launch = graphs.DecodeSteps.launch
+
+    def noted(self: graphs.DecodeSteps, plan: Any, previous: Any = None) -> graphs.Launched:
+        launched.append((len(plan), previous is not None))
+        return launch(self, plan, previous)
+
+    monkeypatch.setattr(graphs.DecodeSteps, "launch", noted)
+    lengths = [9, 6, 12]
+    run(engine, [Request(f"r{i}", [i + 1], SamplingParams(max_tokens=n)) for i, n in enumerate(lengths)])
+    # Nothing is computed twice, nor for those who have ended.
+    assert launched == [(sum(n > i for n in lengths), i > 0) for i in range(12)]
+
+
+def test_what_a_stop_token_leaves_behind_is_dropped(load: Load) -> None:
+    """It is found when the step behind it has begun, whose other rows count."""
+    plain = load(ahead=False)
+    prompts = [[3, 1, 4], [1, 5, 9], [2, 6, 5]]
+    free = [SamplingParams(max_tokens=20, temperature=0.0)] * 3
+    expected = run(plain, [Request(f"r{i}", p, s) for i, (p, s) in enumerate(zip(prompts, free, strict=True))])
+    stop = SamplingParams(max_tokens=20, temperature=0.0, stop_token_ids=frozenset([expected[1][7]]))
+    samplings = [free[0], stop, free[2]]
+    ours = run(
+        load(ahead=True), [Request(f"r{i}", p, s) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
+    )
+    ended = expected[1].index(expected[1][7]) + 1
+    assert ours == [expected[0], expected[1][:ended], expected[2]]
+
+
+def test_what_was_begun_counts_for_just_that_token_at_just_that_place() -> None:
+    request, namesake = (Request("same", [1, 2, 3], SamplingParams(max_tokens=9)) for _ in range(2))
+    begun = Launched({"same": Row(request, index=0, start=5, slot=21)}, torch.tensor([7]))
+    assert begun.covers(Scheduled(request, 5, 1), slot=21)
+    assert not begun.covers(Scheduled(namesake, 5, 1), slot=21)
+    assert not begun.covers(Scheduled(request, 4, 1), slot=21)
+    assert not begun.covers(Scheduled(request, 5, 1), slot=37)  # preempted since, and back in other blocks
+    assert not begun.covers(Scheduled(request, 5, 2), slot=21)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 6, 8, 9, 64, 200, 1000])
+def test_sizes(most: int) -> None:
+    sizes = sizes_up_to(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(most, MAX_SIZE)
+    for count in range(1, sizes[-1] + 1):
+        size = next(size for size in sizes if size >= count)
+        assert size < count + 8
+
+
+def test_a_step_of_any_number_takes_the_next_size(load: Load, capture: Counting) -> None:
+    engine = load(ahead=True, max_num_seqs=12, max_num_batched_tokens=64)
+    for count in (1, 2, 3, 5, 9):
+        capture.sizes.clear()
+        run(engine, [Request(f"{i}", [i + 1, 2], SamplingParams(max_tokens=3, temperature=0.0)) for i in range(count)])
+        assert set(capture.sizes) == {{1: 1, 2: 2, 3: 4, 5: 8, 9: 12}[count]}
+
+
+def test_what_cannot_be_captured_runs_as_it_is(
+    checkpoint_dir: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(NoCapture):
+        def __call__(self, step: Step, size: int) -> Step:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    config = EngineConfig(model_dir=checkpoint_dir("llama"), device="cpu", num_blocks=64, max_num_seqs=2).resolve()
+    runner = GraphRunner(config, Failing())
+    assert "not permitted" in caplog.text
+    assert runner.looks_ahead
+
+
+def test_graphs_are_for_gpus(checkpoint_dir: Callable[[str], Path]) -> None:
+    config: ResolvedConfig = EngineConfig(model_dir=checkpoint_dir("llama"), device="cpu", num_blocks=64).resolve()
+    assert type(create_runner(config)) is not GraphRunner
+    assert torch.device("cpu") == config.device
