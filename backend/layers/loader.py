@@ -28,11 +28,13 @@ class LayerLoader:
     def below(self, name: str) -> LayerLoader:
         return replace(self, prefix=f"{self.prefix}{name}.")
 
-    def linear(self, outs: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False) -> Linear:
+    def linear(
+        self, outs: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False, gate: str | None = None
+    ) -> Linear:
         """One product for all the named (name, out_features) that share an input: one read of it, one launch."""
         weights = [self.tensor(f"{name}.weight", out, in_features) for name, out in outs]
         biases = [self.tensor(f"{name}.bias", out) for name, out in outs] if bias else []
-        return self.quantization.linear(torch.cat(weights), torch.cat(biases) if bias else None)
+        return self.quantization.linear(torch.cat(weights), torch.cat(biases) if bias else None, gate)
 
     def rms_norm(self, name: str, size: int, eps: float) -> RmsNorm:
         if self.norm_offset:

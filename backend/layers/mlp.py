@@ -7,7 +7,6 @@ from torch import Tensor
 
 from backend.layers.loader import LayerLoader
 from backend.models.config import ExpertsConfig, ModelConfig
-from backend.ops.base import Ops
 from backend.quantization.base import Linear
 
 PLAIN_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -22,12 +21,11 @@ class GatedMlp:
     ) -> None:
         *gate_up, down = names
         outs = [(name, 2 * inner_size // len(gate_up)) for name in gate_up]
-        self._gate_up = loader.linear(outs, config.hidden_size, bias=config.mlp_bias)
+        self._gate_up = loader.linear(outs, config.hidden_size, bias=config.mlp_bias, gate=config.activation)
         self._down = loader.linear([(down, config.hidden_size)], inner_size, bias=config.mlp_bias)
-        self._gated = _gated(config, loader.ops)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self._down(self._gated(self._gate_up(hidden)))
+        return self._down(self._gate_up(hidden))
 
 
 class SparseMlp:
@@ -53,7 +51,3 @@ class SparseMlp:
             result = self._mlps[expert](hidden[tokens]) * weights[tokens, places, None]
             output.index_add_(0, tokens, result)
         return output
-
-
-def _gated(config: ModelConfig, ops: Ops) -> Callable[[Tensor], Tensor]:
-    return {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}[config.activation]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from backend.attention.base import StepAttention
@@ -50,6 +49,7 @@ class Decoder:
         loader = loader.of_family(norm_offset=self.norm_offset)
         model = loader.below("model")
         self._config = config
+        self._ops = loader.ops
         self._embedding = model.tensor("embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._embedding_scale = self.embedding_scale(config)
         self._layers = [
@@ -61,6 +61,7 @@ class Decoder:
         if config.tie_word_embeddings:
             loader.checkpoint.skip("lm_head.weight")
             self._lm_head = loader.quantization.linear(self._embedding, None)
+            self._embedding = self._lm_head.embedding(self._embedding)
         else:
             self._lm_head = loader.linear([("lm_head", config.vocab_size)], config.hidden_size)
 
@@ -99,7 +100,7 @@ class Decoder:
     ) -> Tensor:
         """input_ids, positions, slot_mapping: [T] -> final hidden states: [T, hidden_size]."""
         step = Step(tuple(rope(positions) for rope in self._ropes), slot_mapping, attend)
-        delta = F.embedding(input_ids, self._embedding)
+        delta = self._ops.embedding(input_ids, self._embedding)
         if self._embedding_scale != 1.0:
             delta = delta * torch.tensor(self._embedding_scale, dtype=delta.dtype)  # rounded first, as in training
         residual = torch.zeros_like(delta)

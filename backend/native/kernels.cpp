@@ -40,6 +40,7 @@ constexpr int64_t GROUP = 32;
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16 };
 enum Format : int64_t { PLAIN, INT8, INT4 };  // how a weight is held; PLAIN: in the dtype of the input
+enum Activation : int64_t { NONE, SILU, GELU };
 
 // The operations, as Python packs them: eight bytes per field. Strides count elements. T rows, one per token.
 
@@ -47,6 +48,7 @@ struct Linear {  // out[T, N] = x[T, K] w[N, K]^T + bias[N]
   const void *x, *w, *scales, *bias;  // scales: of INT8 float32 [N], of INT4 bfloat16 [N, K / 32]; bias may be null
   void* out;
   int64_t rows, outs, ins, x_stride, dtype, format;
+  int64_t is_packed, activation;  // with AMX only: how the weight lies; out[T, N / 2] where its first half are gates
 };
 struct Expand {  // out[N, K]: a weight held as INT8 or INT4, in dtype
   const void *w, *scales;
@@ -441,87 +443,202 @@ void two_panels(const Linear& a, const uint32_t* packed, int64_t n) {
   }
 }
 
-// ---- int8 by int8, since making bfloat16 of a weight takes longer than to read it. A row of x becomes whole numbers of
-// sixteen bits, each in two halves, so that nothing is lost that bfloat16 had beside the row's largest value.
+// ---- Weights that were packed when they were loaded. They are the right operand, so that what comes out are rows as
+// they are kept, and lie as they are read: panels of 32 outs, in each [steps][2][16 words][16 outs], a word being what
+// one row of x has beside each other: two of bfloat16, four of int8. A step of two tiles has the same bytes for both.
+//
+// Inputs of a weight in int8 become whole numbers of sixteen bits, in two halves that are multiplied each for itself: so
+// nothing is lost that bfloat16 had beside the row's largest value, and no weight is made bfloat16 first, which takes
+// longer than to read it.
 
-constexpr int64_t BYTES = 64;               // products behind one step of a sum
+constexpr int64_t PANEL = 2 * TILE;
+constexpr int64_t STEP_BYTES = 2 * TILE * 64;
+constexpr int64_t FETCH_AHEAD = 8;           // steps of a weight that one pass over it is ahead of its products
+constexpr int64_t NEAR_BYTES = 1 << 20;      // of x that stay in a core's cache while panels go by
+constexpr int64_t BYTES = 64;                // products behind one step of a sum of int8
 constexpr float MOST_HALVES = 127 * 256.0f;  // the largest number whose high half is an int8
 
-struct Halves {  // of sixteen rows, each [ins / 4][row][4]
-  int8_t *high, *low;
+int64_t steps_of(const Linear& a) { return a.ins / (a.format == INT8 ? BYTES : DEPTH); }
+
+// Rows of x as tiles, one after the other, and with int8 their scales behind all of them. Of the last tile, rows that
+// are not there hold anything: they take part in no other row's sums.
+struct PackedRows {
+  char* tiles;
   float* scales;
-  Halves(const Linear& a, void* memory, int64_t t)
-      : high(static_cast<int8_t*>(memory) + t * a.ins * 2), low(high + TILE * a.ins),
-        scales(reinterpret_cast<float*>(static_cast<int8_t*>(memory) + ceil_div(a.rows, TILE) * TILE * a.ins * 2) + t) {}
+  int64_t tile_bytes;  // of all steps of sixteen rows: two tiles each for int8, the high halves before the low ones
+  PackedRows(const Linear& a, void* memory)
+      : tiles(static_cast<char*>(memory)), tile_bytes(steps_of(a) * TILE * 64 * (a.format == INT8 ? 2 : 1)) {
+    scales = reinterpret_cast<float*>(tiles + ceil_div(a.rows, TILE) * tile_bytes);
+  }
+  char* tile(int64_t row) const { return tiles + row / TILE * tile_bytes; }
 };
 
-void pack_halves(const Linear& a, int64_t row, void* memory) {
-  const int64_t lane = row % TILE;
-  const Halves to(a, memory, row - lane);
+void pack_row(const Linear& a, int64_t row, const PackedRows& to) {
   const bf16* x = static_cast<const bf16*>(a.x) + row * a.x_stride;
+  char* own = to.tile(row) + row % TILE * 64;
+  for (int64_t k = 0; k < steps_of(a); k++)
+    _mm512_store_si512(own + k * TILE * 64, _mm512_loadu_si512(x + k * DEPTH));
+}
+
+void pack_row_in_halves(const Linear& a, int64_t row, const PackedRows& to) {
+  const bf16* x = static_cast<const bf16*>(a.x) + row * a.x_stride;
+  char *high = to.tile(row) + row % TILE * 64, *low = high + to.tile_bytes / 2;
   __m512 largest = _mm512_setzero_ps();
   for (int64_t k = 0; k < a.ins; k += TILE) largest = _mm512_max_ps(largest, _mm512_abs_ps((__m512)avx512::load(x + k)));
   const float most_of_row = _mm512_reduce_max_ps(largest);
   const float factor = most_of_row > 0 ? MOST_HALVES / most_of_row : 0;
-  to.scales[lane] = most_of_row / MOST_HALVES;
+  to.scales[row] = most_of_row / MOST_HALVES;
   for (int64_t k = 0; k < a.ins; k += TILE) {
+    const int64_t at = k / BYTES * TILE * BYTES + k % BYTES;
     const __m512i number = _mm512_cvtps_epi32((__m512)(avx512::load(x + k) * factor));
-    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(128)), 8);
-    alignas(16) int8_t highs[TILE], lows[TILE];
-    _mm_store_si128((__m128i*)highs, _mm512_cvtepi32_epi8(high));
-    _mm_store_si128((__m128i*)lows, _mm512_cvtepi32_epi8(number));  // what is left is the low byte, as it stands
-    for (int64_t i = 0; i < TILE; i += 4) {
-      __builtin_memcpy(to.high + (k + i) * TILE + lane * 4, highs + i, 4);
-      __builtin_memcpy(to.low + (k + i) * TILE + lane * 4, lows + i, 4);
-    }
+    const __m512i half = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(128)), 8);
+    _mm_store_si128((__m128i*)(high + at), _mm512_cvtepi32_epi8(half));
+    _mm_store_si128((__m128i*)(low + at), _mm512_cvtepi32_epi8(number));  // what is left is the low byte, as it stands
   }
 }
 
-void two_panels_int8(const Linear& a, void* memory, int64_t n) {
-  const int8_t* w = static_cast<const int8_t*>(a.w) + n * a.ins;
-  alignas(64) int32_t sums[4][TILE * TILE];  // high and low of one panel, then of the other
-  for (int64_t t = 0; t < a.rows; t += TILE) {
-    const Halves x(a, memory, t);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t k = 0; k < a.ins; k += BYTES) {
-      if (t == 0) fetch_next(w + k, a.ins);
-      _tile_loadd(4, w + k, a.ins);
-      _tile_loadd(6, x.high + k * TILE, 64);
-      _tile_dpbssd(0, 4, 6);
-      _tile_loadd(7, x.low + k * TILE, 64);
-      _tile_dpbssd(1, 4, 7);
-      _tile_loadd(5, w + TILE * a.ins + k, a.ins);
-      _tile_dpbssd(2, 5, 6);
-      _tile_dpbssd(3, 5, 7);
+// A macro, since the names of tiles must be numbers for the compiler even where it does not optimise.
+#define ADD_PRODUCT(sum, x, w) \
+  if constexpr (IS_INT8) _tile_dpbssd(sum, x, w); \
+  else _tile_dpbf16ps(sum, x, w)
+
+struct Fetch {  // what is brought near beside the products, so many cache lines at each step
+  const char* from;
+  int64_t lines;
+};
+
+// Two tiles of x by a panel, added to sums[2 i + j], of tile i of x and outs 16 j and on, unless these are the first.
+// Without `BOTH` there is one tile of x.
+template <bool IS_INT8, bool BOTH>
+inline void multiply_panel(const char* x0, const char* x1, const char* panel, int64_t steps, Fetch fetch, bool is_first,
+                           float (*sums)[TILE * TILE]) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  if (!is_first) {
+    _tile_loadd(0, sums[0], 64);
+    _tile_loadd(1, sums[1], 64);
+    if constexpr (BOTH) {
+      _tile_loadd(2, sums[2], 64);
+      _tile_loadd(3, sums[3], 64);
     }
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
+  }
+  for (int64_t k = 0; k < steps; k++) {
+    const char* w = panel + k * STEP_BYTES;
+    for (int64_t i = 0; i < fetch.lines; i++) _mm_prefetch(fetch.from + (k * fetch.lines + i) * 64, _MM_HINT_T1);
+    _tile_loadd(4, w, 64);
+    _tile_loadd(6, x0 + k * TILE * 64, 64);
+    ADD_PRODUCT(0, 6, 4);
+    _tile_loadd(5, w + TILE * 64, 64);
+    ADD_PRODUCT(1, 6, 5);
+    if constexpr (BOTH) {
+      _tile_loadd(7, x1 + k * TILE * 64, 64);
+      ADD_PRODUCT(2, 7, 4);
+      ADD_PRODUCT(3, 7, 5);
+    }
+  }
+  _tile_stored(0, sums[0], 64);
+  _tile_stored(1, sums[1], 64);
+  if constexpr (BOTH) {
     _tile_stored(2, sums[2], 64);
     _tile_stored(3, sums[3], 64);
-    alignas(64) float whole[2][TILE * TILE];
-    const vf scales = avx512::load(x.scales);
-    for (int64_t i = 0; i < 2 * TILE; i++) {
-      const int32_t *high = sums[i / TILE * 2] + i % TILE * TILE, *low = high + TILE * TILE;
-      const vf total = (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(high)), _mm512_set1_ps(256),
-                                           _mm512_cvtepi32_ps(_mm512_load_si512(low)));
-      avx512::store(whole[0] + i * TILE, total * scales);
-    }
-    put(a, whole[0], n, t);
-    put(a, whole[1], n + TILE, t);
   }
+}
+#undef ADD_PRODUCT
+
+// Which outs the two halves of a panel are: with an activation, gates and what they are gates of.
+inline int64_t first_of(const Linear& a, int64_t n) { return a.activation == NONE ? n : n / 2; }
+inline int64_t second_of(const Linear& a, int64_t n) { return a.activation == NONE ? n + TILE : (a.outs + n) / 2; }
+
+// What is made of 32 sums of one row.
+inline void finish(const Linear& a, int64_t row, int64_t n, vf first, vf second) {
+  if (a.bias) {
+    first += avx512::load(static_cast<const bf16*>(a.bias) + first_of(a, n));
+    second += avx512::load(static_cast<const bf16*>(a.bias) + second_of(a, n));
+  }
+  bf16* out = static_cast<bf16*>(a.out);
+  if (a.activation == NONE) {
+    out += row * a.outs + n;
+    avx512::store(out, first);
+    avx512::store(out + TILE, second);
+  } else {
+    first = a.activation == SILU ? avx512::silu(first) : avx512::gelu(first);
+    avx512::store(out + row * (a.outs / 2) + n / 2, first * second);
+  }
+}
+
+void finish_rows(const Linear& a, int64_t t, int64_t n, const float (*sums)[TILE * TILE]) {
+  for (int64_t i = 0; i < least(2 * TILE, a.rows - t); i++) {
+    const float* own = sums[i / TILE * 2] + i % TILE * TILE;
+    finish(a, t + i, n, avx512::load(own), avx512::load(own + TILE * TILE));
+  }
+}
+
+// The sums are whole numbers, of the high halves and then of the low ones.
+void finish_rows_int8(const Linear& a, int64_t t, int64_t n, const float* row_scales, const float (*sums)[TILE * TILE]) {
+  const float* scales = static_cast<const float*>(a.scales);
+  const vf first = avx512::load(scales + first_of(a, n)), second = avx512::load(scales + second_of(a, n));
+  const auto whole = [&](int64_t i, int64_t j) {
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_load_si512(sums[j] + i * TILE));
+    return (vf)_mm512_fmadd_ps(high, _mm512_set1_ps(256), _mm512_cvtepi32_ps(_mm512_load_si512(sums[2 + j] + i * TILE)));
+  };
+  for (int64_t i = 0; i < least(TILE, a.rows - t); i++)
+    finish(a, t + i, n, whole(i, 0) * row_scales[t + i] * first, whole(i, 1) * row_scales[t + i] * second);
+}
+
+// Steps [from, from + count) of all products, a panel by all rows and then the next one, which is fetched meanwhile.
+// Where these are not all steps, sums wait in `kept` for the others.
+void multiply_packed(const Linear& a, const PackedRows& x, int64_t from, int64_t count, float (*kept)[TILE * TILE]) {
+  const bool is_int8 = a.format == INT8, is_first = from == 0, is_last = from + count == steps_of(a);
+  const int64_t panels = a.outs / PANEL, rows_at_once = is_int8 ? TILE : 2 * TILE;
+  const int64_t passes = ceil_div(a.rows, rows_at_once), panel_bytes = steps_of(a) * STEP_BYTES;
+  const int64_t lines = ceil_div(STEP_BYTES / 64, passes);
+  const auto panel_by_rows = [&](int64_t i) {
+    const char* panel = static_cast<const char*>(a.w) + i * panel_bytes + from * STEP_BYTES;
+    for (int64_t pass = 0; pass < passes; pass++) {
+      const Fetch fetch{passes == 1 ? panel + FETCH_AHEAD * STEP_BYTES : panel + panel_bytes + pass * count * lines * 64, lines};
+      const int64_t t = pass * rows_at_once;
+      const char *x0 = x.tile(t) + from * TILE * 64, *x1 = x0 + (is_int8 ? x.tile_bytes / 2 : x.tile_bytes);
+      alignas(64) float own[4][TILE * TILE];
+      float (*sums)[TILE * TILE] = is_first && is_last ? own : kept + (i * passes + pass) * 4;
+      if (is_int8) multiply_panel<true, true>(x0, x1, panel, count, fetch, is_first, sums);
+      else if (t + TILE < a.rows) multiply_panel<false, true>(x0, x1, panel, count, fetch, is_first, sums);
+      else multiply_panel<false, false>(x0, nullptr, panel, count, fetch, is_first, sums);
+      if (!is_last) continue;
+      if (is_int8) finish_rows_int8(a, t, i * PANEL, x.scales, sums);
+      else finish_rows(a, t, i * PANEL, sums);
+    }
+  };
+  share(panels, most(1, panels / (calling.num_threads * 2 * SHARES_PER_THREAD)), panel_by_rows);
+}
+
+// How many steps are taken together: all, unless x is too large for a core's cache.
+int64_t steps_together(const Linear& a) {
+  return ceil_div(steps_of(a), ceil_div(a.rows * a.ins * int64_t(sizeof(bf16)), NEAR_BYTES));
+}
+
+size_t packed_rows_bytes(const Linear& a) {
+  return ceil_div(ceil_div(a.rows, TILE) * TILE * (a.ins * sizeof(bf16) + sizeof(float)), 64) * 64;
+}
+
+size_t packed_bytes(const Linear& a) {  // of rows of x, and of sums that wait
+  const bool is_whole = steps_together(a) == steps_of(a);
+  return packed_rows_bytes(a) + (is_whole ? 0 : ceil_div(a.rows, PANEL) * PANEL * a.outs * (a.format == INT8 ? 2 : 1) * sizeof(float));
+}
+
+void linear_packed(const Linear& a, void* memory) {
+  const PackedRows x(a, memory);
+  const bool is_int8 = a.format == INT8;
+  share(a.rows, 0, [&](int64_t row) { is_int8 ? pack_row_in_halves(a, row, x) : pack_row(a, row, x); });
+  written();
+  float (*kept)[TILE * TILE] = reinterpret_cast<float (*)[TILE * TILE]>(x.tiles + packed_rows_bytes(a));
+  const int64_t together = steps_together(a);
+  for (int64_t from = 0; from < steps_of(a); from += together)
+    multiply_packed(a, x, from, least(together, steps_of(a) - from), kept);
 }
 
 bool suits(const Linear& a) { return a.dtype == BFLOAT16 && a.ins % DEPTH == 0; }
-
-void linear_int8(const Linear& a, void* memory) {
-  const int64_t panels = a.outs / (2 * TILE);
-  share(a.rows, 0, [&](int64_t row) { pack_halves(a, row, memory); });
-  share(panels, 4, [&](int64_t i) { two_panels_int8(a, memory, i * 2 * TILE); });
-  avx512::linear_columns<bf16, int8_t>(a, panels * 2 * TILE, a.outs);
-}
 
 template <class W>
 void linear(const Linear& a, uint32_t* packed) {
@@ -739,6 +856,7 @@ void attend_sequence(const Attend& a, int64_t seq, uint16_t* packed) {
 }
 
 size_t shared_bytes(const Op& op) {
+  if (op.code == LINEAR && op.linear.is_packed) return packed_bytes(op.linear);
   if (op.code == LINEAR && suits(op.linear)) return ceil_div(op.linear.rows, TILE) * TILE * (op.linear.ins * 2 + sizeof(float));
   if (op.code == ATTEND)
     return op.attend.num_kv_heads * op.attend.head_dim * (op.attend.max_seq_len + 2 * DEPTH) * sizeof(bf16);
@@ -748,8 +866,8 @@ size_t shared_bytes(const Op& op) {
 void run(const Op& op, void* shared) {
   if (op.code == LINEAR && suits(op.linear)) {
     const Linear& a = op.linear;
+    if (a.is_packed) return linear_packed(a, shared);
     if (a.format == PLAIN) return linear<bf16>(a, static_cast<uint32_t*>(shared));
-    if (a.format == INT8 && a.ins % BYTES == 0) return linear_int8(a, shared);
     if (a.format == INT8) return linear<int8_t>(a, static_cast<uint32_t*>(shared));
     return linear<int4x32>(a, static_cast<uint32_t*>(shared));
   }

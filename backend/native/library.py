@@ -30,7 +30,7 @@ MAX_COMPLAINT_CHARS = 300  # of what a compiler says, in the log
 
 # struct Op in kernels.cpp: its code and its fields, in eight bytes each. The floats are at the end of their structs.
 OP_BYTES = 160
-LINEAR = (0, struct.Struct("12q"))
+LINEAR = (0, struct.Struct("14q"))
 EXPAND = (1, struct.Struct("8q"))
 RMS_NORM = (2, struct.Struct("12qd"))
 ROPE = (3, struct.Struct("10q"))

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 INT4_GROUP = 32  # weights that share a scale
@@ -14,12 +16,24 @@ class Ops(ABC):
     a row are taken in float32. A row's result depends on that row alone, whatever stands beside it.
     """
 
-    @abstractmethod
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [T, in], weight: [out, in], bias: [out] -> [T, out]."""
+    def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
+        """A weight as `linear` and `linear_int8`, with inputs of this `dtype` and this `gate`, read it fastest: a copy
+        in a form of this member's own, with more dimensions than two, or the weight itself."""
+        return weight
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Rows of a weight, which may be packed without a gate. ids: [T] -> [T, in]."""
+        return F.embedding(ids, weight)
 
     @abstractmethod
-    def linear_int8(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
+        """x: [T, in], weight: [out, in], bias: [out] -> [T, out]. With a gate, "silu" or "gelu_tanh", the result goes
+        through `silu_mul` or `gelu_mul`: [T, out / 2]."""
+
+    @abstractmethod
+    def linear_int8(
+        self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, gate: str | None = None
+    ) -> Tensor:
         """The same with a weight held in int8, [out, in], and scales in float32, [out]: weight * scales."""
 
     @abstractmethod
@@ -47,6 +61,17 @@ class Ops(ABC):
     @abstractmethod
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up: [T, 2I] -> gelu(gate) * up: [T, I], by the tanh approximation that Gemma was trained with."""
+
+    def gated(self, x: Tensor, gate: str | None) -> Tensor:
+        """What a gate makes of a product: [T, 2I] -> [T, I]; without one, the product itself."""
+        match gate:
+            case None:
+                return x
+            case "silu":
+                return self.silu_mul(x)
+            case "gelu_tanh":
+                return self.gelu_mul(x)
+        raise ValueError(f"there is no gate {gate!r}")
 
     @abstractmethod
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

@@ -17,6 +17,8 @@ from backend.ops.reference import ReferenceOps
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 PLAIN, INT8, INT4 = range(3)
+GATES = {None: 0, "silu": 1, "gelu_tanh": 2}
+PANEL, TILE = 32, 16  # outs of a packed weight that are computed together, in two tiles
 MAX_ROWS = {"base": 2, "avx2": 4, "avx512": 8, "amx": 1 << 30}  # beyond which torch's product of bfloat16 is faster
 MAX_INT4_ROWS = 32  # beyond which weights in four bits are made bfloat16 first, rather than once for so many rows
 MIN_SHARED_ITEMS = 1 << 14  # below which waking the other threads costs more than they take over
@@ -33,15 +35,39 @@ class NativeOps(ReferenceOps):
         self._call = native.caller(num_threads or torch.get_num_threads(), level_name)
         self._max_rows = MAX_ROWS[self._call.level_name]
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if len(x) > self._max_rows and x.dtype is torch.bfloat16:
-            return F.linear(x, weight, bias)
-        return self._product(x, weight, None, bias, len(weight), PLAIN)
+    def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
+        """[out / 32, steps, 2, 16, 16, words], as kernels.cpp has it; the two halves of a panel are gates and what they
+        are gates of, or neighbours."""
+        words = {torch.bfloat16: 2, torch.int8: 4}.get(weight.dtype)
+        outs, ins = weight.shape
+        has_tiles = self._call.level_name == "amx" and dtype is torch.bfloat16
+        if not has_tiles or words is None or outs % PANEL or ins % (words * TILE):
+            return weight
+        panels = (outs // PANEL, 2, TILE) if gate is None else (2, outs // PANEL, TILE)
+        tiles = weight.view(*panels, -1, TILE, words)
+        tiles = tiles if gate is None else tiles.transpose(0, 1)
+        return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
 
-    def linear_int8(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        if weight.dim() == 2:
+            return super().embedding(ids, weight)
+        return weight[ids // PANEL, :, ids // TILE % 2, :, ids % TILE].flatten(1)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
+        if weight.dim() > 2:
+            return self._product(x, weight, None, bias, len(weight) * PANEL, PLAIN, gate)
         if len(x) > self._max_rows and x.dtype is torch.bfloat16:
-            return F.linear(x, self._expanded(weight, scales, x, INT8), bias)
-        return self._product(x, weight, scales, bias, len(weight), INT8)
+            return self.gated(F.linear(x, weight, bias), gate)
+        return self.gated(self._product(x, weight, None, bias, len(weight), PLAIN), gate)
+
+    def linear_int8(
+        self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, gate: str | None = None
+    ) -> Tensor:
+        if weight.dim() > 2:
+            return self._product(x, weight, scales, bias, len(weight) * PANEL, INT8, gate)
+        if len(x) > self._max_rows and x.dtype is torch.bfloat16:
+            return self.gated(F.linear(x, self._expanded(weight, scales, x, INT8), bias), gate)
+        return self.gated(self._product(x, weight, scales, bias, len(weight), INT8), gate)
 
     def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         if len(x) > min(self._max_rows, MAX_INT4_ROWS) and x.dtype is torch.bfloat16:
@@ -49,15 +75,23 @@ class NativeOps(ReferenceOps):
         return self._product(x, weight, scales, bias, len(weight), INT4)
 
     def _product(
-        self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, outs: int, form: int
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scales: Tensor | None,
+        bias: Tensor | None,
+        outs: int,
+        form: int,
+        gate: str | None = None,
     ) -> Tensor:
+        """The gate is for packed weights only."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         rows, ins = x.shape
-        out = x.new_empty((rows, outs))
+        out = x.new_empty((rows, outs // 2 if gate else outs))
         self._call(
             library.LINEAR,
             x.data_ptr(), weight.data_ptr(), _pointer(scales), _pointer(bias), out.data_ptr(),
-            rows, outs, ins, x.stride(0), DTYPES[x.dtype], form,
+            rows, outs, ins, x.stride(0), DTYPES[x.dtype], form, weight.dim() > 2, GATES[gate],
             threaded=rows * outs * ins >= MIN_SHARED_ITEMS * 4,
         )  # fmt: skip
         return out

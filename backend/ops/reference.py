@@ -10,11 +10,13 @@ from backend.ops.base import INT4_GROUP, Ops
 
 
 class ReferenceOps(Ops):
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
+        return self.gated(F.linear(x, weight, bias), gate)
 
-    def linear_int8(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, (weight * scales[:, None]).to(x.dtype), bias)
+    def linear_int8(
+        self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, gate: str | None = None
+    ) -> Tensor:
+        return self.gated(F.linear(x, (weight * scales[:, None]).to(x.dtype), bias), gate)
 
     def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         groups = weight.view(len(weight), -1, INT4_GROUP // 2)

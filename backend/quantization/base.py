@@ -12,7 +12,11 @@ class Linear(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, in] -> [T, out], in x's dtype."""
+        """x: [T, in] -> [T, out], in x's dtype; with a gate, [T, out / 2]."""
+
+    def embedding(self, weight: Tensor) -> Tensor:
+        """What `Ops.embedding` is to read, where this is a head tied to the embedding `weight`."""
+        return weight
 
 
 class Quantization(ABC):
@@ -20,6 +24,6 @@ class Quantization(ABC):
         self.ops = ops
 
     @abstractmethod
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
         """weight: [out, in] in the model's dtype, as it stands in the checkpoint. The result does not keep it unless
-        it computes with it, so that the memory of what was replaced is free again."""
+        it computes with it, so that the memory of what was replaced is free again. gate: as for `Ops.linear`."""

@@ -19,21 +19,22 @@ ENDS = (-7.0, -7.5, -8.0, -8.5, -9.0, 7.0, 7.5, 8.0, 8.5)
 
 
 class Int4Linear(Linear):
-    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None, gate: str | None) -> None:
         self._ops = ops
         self._bias = bias
+        self._gate = gate
         self._weight, self._scales = pack(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.linear_int4(x, self._weight, self._scales, self._bias)
+        return self._ops.gated(self._ops.linear_int4(x, self._weight, self._scales, self._bias), self._gate)
 
 
 class Int4(Quantization):
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+    def linear(self, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
         """Raises `WeightsError` for a weight whose rows are no whole number of groups."""
         if weight.shape[1] % INT4_GROUP:
             raise WeightsError(f"int4 needs inputs in multiples of {INT4_GROUP}, and a weight has {weight.shape[1]}")
-        return Int4Linear(self.ops, weight, bias)
+        return Int4Linear(self.ops, weight, bias, gate)
 
 
 def pack(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,17 +12,18 @@ MAX_NUMBER = 127
 
 
 class Int8Linear(Linear):
-    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None, gate: str | None) -> None:
         self._ops = ops
         self._bias = bias
+        self._gate = gate
         wide = weight.to(torch.float32, copy=True)  # a tied weight is the embedding, too
         self._scales = wide.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny) / MAX_NUMBER  # [out]
-        self._weight = wide.div_(self._scales[:, None]).round_().to(torch.int8)
+        self._weight = ops.pack(wide.div_(self._scales[:, None]).round_().to(torch.int8), weight.dtype, gate)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.linear_int8(x, self._weight, self._scales, self._bias)
+        return self._ops.linear_int8(x, self._weight, self._scales, self._bias, self._gate)
 
 
 class Int8(Quantization):
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return Int8Linear(self.ops, weight, bias)
+    def linear(self, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
+        return Int8Linear(self.ops, weight, bias, gate)

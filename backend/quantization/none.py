@@ -7,15 +7,19 @@ from backend.quantization.base import Linear, Quantization
 
 
 class PlainLinear(Linear):
-    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor | None, gate: str | None) -> None:
         self._ops = ops
-        self._weight = weight
+        self._weight = ops.pack(weight, weight.dtype, gate)
         self._bias = bias
+        self._gate = gate
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.linear(x, self._weight, self._bias)
+        return self._ops.linear(x, self._weight, self._bias, self._gate)
+
+    def embedding(self, weight: Tensor) -> Tensor:
+        return self._weight  # once in memory
 
 
 class Unquantized(Quantization):
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        return PlainLinear(self.ops, weight, bias)
+    def linear(self, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
+        return PlainLinear(self.ops, weight, bias, gate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from backend.native import library
@@ -87,6 +88,63 @@ def test_linear_int4(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: in
             packed[:, byte] |= (numbers[:, i] + 8).to(torch.uint8) << 4
     weight = numbers.double() * scales.double().repeat_interleave(INT4_GROUP, dim=1)
     assert_close(ops.linear_int4(x, packed, scales, bias), x.double() @ weight.T + bias.double())
+
+
+# Whole panels of a packed weight, of one row and of so many that x is taken in parts.
+PACKED_SHAPES = [(1, 32, 32), (1, 64, 96), (15, 128, 64), (16, 64, 32), (17, 192, 96), (33, 64, 64), (300, 2048, 64)]
+GATES = (None, "silu", "gelu_tanh")
+
+
+def gated(x: Tensor, gate: str | None) -> Tensor:
+    if gate is None:
+        return x
+    first, second = x.chunk(2, -1)
+    return second * (F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh"))
+
+
+@pytest.mark.parametrize(("rows", "ins", "outs"), PACKED_SHAPES)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_packed(
+    ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: int, gate: str | None, with_bias: bool
+) -> None:
+    x = random(rows, 2 * ins, dtype=dtype)[:, ins:]
+    weight, bias = random(outs, ins, dtype=dtype, seed=1) / ins**0.5 / 4, random(outs, dtype=dtype, seed=2) / 4
+    exact = gated(x.double() @ weight.double().T + (bias.double() if with_bias else 0.0), gate)
+    assert_close(ops.linear(x, ops.pack(weight, dtype, gate), bias if with_bias else None, gate), exact)
+
+
+@pytest.mark.parametrize(("rows", "ins", "outs"), PACKED_SHAPES)
+@pytest.mark.parametrize("gate", GATES)
+def test_linear_int8_packed(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: int, gate: str | None) -> None:
+    x, bias = random(rows, ins, dtype=dtype), random(outs, dtype=dtype, seed=2) / 4
+    weight = torch.randint(-127, 128, (outs, ins), generator=torch.Generator().manual_seed(3)).to(torch.int8)
+    scales = torch.linspace(0.5, 1.0, outs) / 127 / ins**0.5 / 4
+    exact = gated(x.double() @ (weight.double() * scales.double()[:, None]).T + bias.double(), gate)
+    assert_close(ops.linear_int8(x, ops.pack(weight, dtype, gate), scales, bias, gate), exact)
+
+
+@pytest.mark.parametrize("outs", [64, 70])
+def test_rows_of_a_packed_weight(ops: Ops, dtype: torch.dtype, outs: int) -> None:
+    weight, ids = random(outs, 96, dtype=dtype), torch.tensor([5, 0, outs - 1, 17, 33, 5])
+    assert torch.equal(ops.embedding(ids, ops.pack(weight, dtype)), weight[ids])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_packed_product_is_the_same_in_every_batch(threads: int) -> None:
+    """Also where so many rows are taken in parts of their inputs, and fewer are not."""
+    ops = NativeOps(num_threads=threads) if LEVELS else pytest.skip("there is no compiler here")
+    x, weight = random(300, 2048, dtype=torch.bfloat16), random(96, 2048, dtype=torch.bfloat16, seed=1)
+    packed = ops.pack(weight, torch.bfloat16)
+    together = ops.linear(x, packed, None)
+    for rows in (slice(0, 1), slice(3, 20), slice(100, 164)):
+        if packed.dim() > 2:
+            assert torch.equal(ops.linear(x[rows], packed, None), together[rows])
+
+
+def test_a_gate_that_does_not_exist(ops: Ops) -> None:
+    with pytest.raises(ValueError, match="swish"):
+        ops.gated(torch.ones(1, 2), "swish")
 
 
 @pytest.mark.parametrize("level", LEVELS)
