@@ -27,7 +27,7 @@ from gateway.policy import Policy
 from gateway.telemetry import names
 from gateway.telemetry.aggregates import Count, Histogram, Spread, Tally
 from gateway.telemetry.record import CallRecord, Times
-from gateway.types import Attempt, Call, Operation, Usage
+from gateway.types import Attempt, Call, Operation, Outcome, Usage
 
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600)
 WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 600, 3600)
@@ -142,6 +142,7 @@ class _Watcher(Collector):
 class _OwnSeries(NamedTuple):
     """What every request adds to."""
 
+    requests: Count
     duration: Spread
     ttft: Spread
     overhead: Spread
@@ -166,7 +167,7 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         # What a request adds to, looked up once for all requests that have the same labels.
-        self._own: dict[tuple[str, str, str], _OwnSeries] = {}
+        self._own: dict[tuple[Operation | None, str, str, int, Outcome | None], _OwnSeries] = {}
         self._histograms: list[Histogram] = []
         self._unsorted = 0  # requests since their values were sorted into buckets
         self._upstream: dict[tuple[Operation, str, str, str], _UpstreamSeries] = {}
@@ -264,11 +265,9 @@ class Metrics:
             for histogram in self._histograms:
                 histogram.sort_in()
         call, marks = record.call, record.marks
-        operation = str(record.operation) if record.operation else names.OTHER
         model, class_name = (call.model.name, call.class_name) if call else (names.OTHER, names.OTHER)
-        outcome = str(record.outcome) if record.outcome else "rejected"
-        self._requests.of(operation, model, class_name, str(record.status), outcome).total += 1
-        series = self._own_series(operation, model, class_name)
+        series = self._own_series(record.operation, model, class_name, record.status, record.outcome)
+        series.requests.total += 1
         series.duration.observe(times.whole / 1e9)
         if marks.first_chunk_ns:
             series.ttft.observe((marks.first_chunk_ns - marks.started_ns) / 1e9)
@@ -311,14 +310,18 @@ class Metrics:
             series.prefix_predicted.total += record.predicted_cached_tokens
             series.prefix_reported.total += usage.cache_read
 
-    def _own_series(self, operation: str, model: str, class_name: str) -> _OwnSeries:
-        key = (operation, model, class_name)
+    def _own_series(
+        self, operation: Operation | None, model: str, class_name: str, status: int, outcome: Outcome | None
+    ) -> _OwnSeries:
+        key = (operation, model, class_name, status, outcome)
         series = self._own.get(key)
         if series is None:
+            of = (str(operation) if operation else names.OTHER, model, class_name)
             series = self._own[key] = _OwnSeries(
-                duration=self._duration.of(*key),
-                ttft=self._ttft.of(*key),
-                overhead=self._overhead.of(operation),
+                requests=self._requests.of(*of, str(status), str(outcome) if outcome else "rejected"),
+                duration=self._duration.of(*of),
+                ttft=self._ttft.of(*of),
+                overhead=self._overhead.of(of[0]),
                 queue_wait=self._queue_wait.of(class_name),
             )
         return series

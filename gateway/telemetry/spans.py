@@ -1,40 +1,34 @@
 """A finished request as OpenTelemetry spans, built after the reply from the times noted on the way.
 
-Spans are written as OTLP's own messages, by OpenTelemetry's protobuf classes, in the moment in which they are built.
-The SDK's tracer chooses ids when a span starts, and an attempt's id has been sent upstream by then; and its way to
-these bytes (a span object, a thread, an encoder) costs a traced request four times as much.
+Spans are written as OTLP's own messages in the moment in which they are built. The SDK's tracer chooses ids when a
+span starts, and an attempt's id has been sent upstream by then; and its way to these bytes (a span object, a thread, an
+encoder) costs a traced request many times as much.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource as ResourceMessage
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 from opentelemetry.sdk.resources import Resource
 
-from gateway.telemetry import names
+from gateway.telemetry import names, otlp
+from gateway.telemetry.otlp import Attributes
 from gateway.telemetry.propagation import new_span_id
 from gateway.telemetry.record import CallRecord, Phase
 from gateway.types import Attempt, Call, Outcome, Usage
 
 ATTEMPT_OK = "ok"
 
-AttributeValue = str | bool | int | float | Sequence[str]
-Attributes = dict[str, AttributeValue]
 Draw = Callable[..., bytes]
 
-_SAMPLED = 0x01
-_HAS_IS_REMOTE, _IS_REMOTE = 0x100, 0x200  # of a span's flags: whether its parent's place is known, and is elsewhere
-_ERROR = Status(code=Status.STATUS_CODE_ERROR)
 _BROKEN = frozenset({Outcome.UPSTREAM_CUT, Outcome.TIMEOUT})
 _NOT_FAILED = frozenset({ATTEMPT_OK, Outcome.CLIENT_GONE.value})
-_SPAN_ATTRIBUTES = 9  # the number of the field
 _NOT_KEPT = frozenset({  # encoded: what hardly two requests have in common, and what is as long as a client likes
     names.WARMPATH_CALL_ID, names.WARMPATH_EVENT_ID, names.WARMPATH_ROUTE_REASON, names.GEN_AI_RESPONSE_ID,
     names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, names.OPENAI_REQUEST_SERVICE_TIER,
@@ -49,20 +43,23 @@ class SpanBuilder:
         service = {names.SERVICE_NAME: "warmpath-gateway", names.SERVICE_VERSION: version}
         resource = Resource.create(service | ({names.SERVICE_INSTANCE_ID: replica} if replica else {}))
         self._resource = ResourceMessage(
-            attributes=_key_values({name: str(value) for name, value in resource.attributes.items()})
+            attributes=[
+                KeyValue(key=name, value=AnyValue(string_value=str(value)))
+                for name, value in resource.attributes.items()
+            ]
         )
         self._scope = InstrumentationScope(name="warmpath.gateway", version=version)
 
     def envelope(self, spans: Sequence[bytes]) -> bytes:
         """An `ExportTraceServiceRequest` of encoded spans."""
         # A message's repeated field is the concatenation of its members, each behind its tag and length.
-        scoped = ScopeSpans(scope=self._scope).SerializeToString() + b"".join([_field(2, span) for span in spans])
-        return _field(1, ResourceSpans(resource=self._resource).SerializeToString() + _field(2, scoped))
+        scoped = ScopeSpans(scope=self._scope).SerializeToString() + b"".join([otlp.field(2, span) for span in spans])
+        return otlp.field(1, ResourceSpans(resource=self._resource).SerializeToString() + otlp.field(2, scoped))
 
     def build(self, record: CallRecord, phases: Sequence[Phase]) -> list[bytes]:
         """The request's spans, encoded."""
         trace, marks = record.trace, record.marks
-        span = partial(_span, trace.trace_id.to_bytes(16), trace.tracestate)
+        span = partial(_span, otlp.trace_fields(trace.trace_id.to_bytes(16), trace.tracestate))
         server_id = record.server_span_id.to_bytes(8)
         server = span(
             server_id,
@@ -109,7 +106,7 @@ class SpanBuilder:
             attributes,
             kind=Span.SPAN_KIND_CLIENT,
             failed=failed,
-            events=[Span.Event(name=names.FIRST_CHUNK_EVENT, time_unix_nano=first_chunk_ns)] if first_chunk_ns else [],
+            event=otlp.event(names.FIRST_CHUNK_EVENT, first_chunk_ns) if first_chunk_ns else b"",
         )
 
     def _attempts(self, span: Draw, chat_id: bytes, attempts: Sequence[Attempt], call: Call) -> Iterator[bytes]:
@@ -126,68 +123,30 @@ class SpanBuilder:
 
 
 def _span(
-    trace_id: bytes,
-    tracestate: str,
+    trace: bytes,
     span_id: bytes,
     name: str,
     parent_span_id: bytes,
     interval_ns: tuple[int, int],
     attributes: Attributes,
     *,
-    kind: Span.SpanKind.ValueType = Span.SPAN_KIND_INTERNAL,
+    kind: int = Span.SPAN_KIND_INTERNAL,
     remote_parent: bool = False,
     failed: bool = False,
-    events: Sequence[Span.Event] = (),
+    event: bytes = b"",
 ) -> bytes:
-    head = Span(
-        trace_id=trace_id,
-        span_id=span_id,
-        trace_state=tracestate,
-        parent_span_id=parent_span_id,
-        flags=_SAMPLED | _HAS_IS_REMOTE | (_IS_REMOTE if remote_parent else 0),
-        name=name,
-        kind=kind,
-        start_time_unix_nano=interval_ns[0],
-        end_time_unix_nano=interval_ns[1],
-        events=events,
-        status=_ERROR if failed else None,
-    ).SerializeToString()
     # Most attributes are the same in trace after trace.
     encoded = [
-        (_attribute if name in _NOT_KEPT else _kept_attribute)(type(value), name, value)
+        (otlp.attribute if name in _NOT_KEPT else _kept_attribute)(type(value), name, value)
         for name, value in attributes.items()
     ]
-    return b"".join([head, *encoded])
+    return otlp.span(
+        trace, span_id, name, parent_span_id, interval_ns, encoded,
+        kind=kind, remote_parent=remote_parent, failed=failed, event=event,
+    )  # fmt: skip
 
 
-def _attribute(kind: type, name: str, value: AttributeValue) -> bytes:
-    """An attribute as a field of an encoded span. `kind` is the value's: to a cache, True is 1 and 1.0."""
-    return _field(_SPAN_ATTRIBUTES, KeyValue(key=name, value=_VALUES[kind](value)).SerializeToString())
-
-
-_kept_attribute = lru_cache(maxsize=4096)(_attribute)
-
-
-def _key_values(attributes: Mapping[str, AttributeValue]) -> list[KeyValue]:
-    return [KeyValue(key=key, value=_VALUES[type(value)](value)) for key, value in attributes.items()]
-
-
-_VALUES: dict[type, Callable[[Any], AnyValue]] = {
-    str: lambda value: AnyValue(string_value=value),
-    bool: lambda value: AnyValue(bool_value=value),
-    int: lambda value: AnyValue(int_value=value),
-    float: lambda value: AnyValue(double_value=value),
-    tuple: lambda values: AnyValue(array_value=ArrayValue(values=[AnyValue(string_value=value) for value in values])),
-}
-
-
-def _field(number: int, content: bytes) -> bytes:
-    """A length-delimited field of a protobuf message."""
-    head, length = [number << 3 | 2], len(content)
-    while length > 0x7F:
-        head.append(length & 0x7F | 0x80)
-        length >>= 7
-    return bytes([*head, length]) + content
+_kept_attribute = lru_cache(maxsize=4096)(otlp.attribute)
 
 
 def _refusing_phase(record: CallRecord, phases: Sequence[Phase]) -> Phase | None:
@@ -307,11 +266,15 @@ def _attempt_attributes(attempt: Attempt, call: Call, resend_count: int) -> Attr
     if attempt.outcome != ATTEMPT_OK:
         attributes[names.ERROR_TYPE] = attempt.outcome
     if deployment := call.policy.deployments_by_name.get(attempt.deployment):
-        url = urlsplit(deployment.base_url)
-        host = url.hostname or ""
-        port = url.port or (443 if url.scheme == "https" else 80)
-        attributes[names.SERVER_ADDRESS] = host
-        attributes[names.SERVER_PORT] = port
-        # Put together anew: a base URL may hold a user and a password.
-        attributes[names.URL_FULL] = f"{url.scheme}://{host}:{port}{url.path.rstrip('/')}/{call.operation.value}"
+        attributes |= _url_attributes(deployment.base_url, call.operation.value)
     return attributes
+
+
+@lru_cache(maxsize=256)  # one for each server and door, mostly
+def _url_attributes(base_url: str, door: str) -> Attributes:
+    url = urlsplit(base_url)
+    host = url.hostname or ""
+    port = url.port or (443 if url.scheme == "https" else 80)
+    # Put together anew: a base URL may hold a user and a password.
+    full = f"{url.scheme}://{host}:{port}{url.path.rstrip('/')}/{door}"
+    return {names.SERVER_ADDRESS: host, names.SERVER_PORT: port, names.URL_FULL: full}

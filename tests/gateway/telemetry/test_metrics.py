@@ -62,7 +62,7 @@ def test_values_are_kept_apart_only_for_a_while_and_all_of_them_count(record: Ca
     for _ in range(requests):
         telemetry.record(record)
     call = {"operation": "chat/completions", "model": "qwen3", "class_": "realtime"}
-    spread = telemetry._metrics._own_series("chat/completions", "qwen3", "realtime").duration
+    spread = telemetry._metrics._duration.of("chat/completions", "qwen3", "realtime")
     assert sum(spread.counts) >= 2 * UNSORTED_MAX - 1, "sorted before anybody asked"
     assert value(telemetry, "warmpath_request_duration_seconds_count", **call) == requests
     assert value(telemetry, "warmpath_request_duration_seconds_sum", **call) == pytest.approx(0.0504 * requests)

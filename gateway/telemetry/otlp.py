@@ -1,0 +1,100 @@
+"""OTLP's messages as bytes, by the numbers in opentelemetry-proto's trace.proto and common.proto.
+
+A traced request has a dozen spans. Written this way they take a third of what protobuf's objects take, which would
+live for as long as it takes to encode them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+AttributeValue = str | bool | int | float | Sequence[str]
+Attributes = dict[str, AttributeValue]
+
+_SAMPLED = 0x01
+_HAS_IS_REMOTE, _IS_REMOTE = 0x100, 0x200  # of a span's flags: whether its parent's place is known, and is elsewhere
+_TIMES = struct.Struct("<BQBQ").pack  # start_time_unix_nano is field 7, end_time_unix_nano field 8
+_EVENT_TIME = struct.Struct("<BQ").pack
+_FLAGS = struct.Struct("<BBI").pack  # field 16: a tag of two bytes
+_DOUBLE = struct.Struct("<Bd").pack
+_FIXED64 = 1  # the wire type
+_ERROR = b"\x7a\x02\x18\x02"  # status, field 15: its code, field 3, is 2
+
+
+def trace_fields(trace_id: bytes, tracestate: str) -> bytes:
+    """What all spans of a trace have in common."""
+    return field(1, trace_id) + (field(3, tracestate.encode()) if tracestate else b"")
+
+
+def span(
+    trace: bytes,
+    span_id: bytes,
+    name: str,
+    parent_span_id: bytes,
+    interval_ns: tuple[int, int],
+    attributes: list[bytes],
+    *,
+    kind: int,
+    remote_parent: bool = False,
+    failed: bool = False,
+    event: bytes = b"",
+) -> bytes:
+    """A `Span`. `trace` is of `trace_fields`; `attributes` are encoded each, as `event` is; no parent: b""."""
+    start_ns, end_ns = interval_ns
+    flags = _SAMPLED | _HAS_IS_REMOTE | (_IS_REMOTE if remote_parent else 0)
+    return b"".join([
+        trace,
+        b"\x12\x08",  # field 2, of eight bytes
+        span_id,
+        b"\x22\x08" if parent_span_id else b"",  # field 4, as long
+        parent_span_id,
+        _name(name),
+        b"\x30%c" % kind,  # field 6
+        _TIMES(7 << 3 | _FIXED64, start_ns, 8 << 3 | _FIXED64, end_ns),
+        *attributes,
+        event,
+        _ERROR if failed else b"",
+        _FLAGS(0x85, 0x01, flags),
+    ])  # fmt: skip
+
+
+def event(name: str, time_ns: int) -> bytes:
+    """A span's `Event`, as a field of it."""
+    return field(11, _EVENT_TIME(1 << 3 | _FIXED64, time_ns) + field(2, name.encode()))
+
+
+def attribute(kind: type, name: str, value: AttributeValue) -> bytes:
+    """A span's attribute, as a field of it. `kind` is the value's: to a cache, True is 1 and 1.0."""
+    return field(9, field(1, name.encode()) + field(2, _VALUES[kind](value)))
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A length-delimited field of a message."""
+    length = len(content)
+    if length < 0x80:
+        return b"%c%c%b" % (number << 3 | 2, length, content)
+    return bytes([number << 3 | 2, *_varint(length)]) + content
+
+
+def _varint(number: int) -> Iterator[int]:
+    while number > 0x7F:
+        yield number & 0x7F | 0x80
+        number >>= 7
+    yield number
+
+
+@lru_cache(maxsize=256)  # phases, doors, and models as they are asked for
+def _name(name: str) -> bytes:
+    return field(5, name.encode())
+
+
+_VALUES: dict[type, Callable[[Any], bytes]] = {  # `AnyValue`
+    str: lambda value: field(1, value.encode()),
+    bool: lambda value: b"\x10\x01" if value else b"\x10\x00",
+    int: lambda value: bytes([3 << 3, *_varint(value & (1 << 64) - 1)]),
+    float: lambda value: _DOUBLE(4 << 3 | _FIXED64, value),
+    tuple: lambda values: field(5, b"".join([field(1, field(1, value.encode())) for value in values])),
+}
