@@ -1,0 +1,316 @@
+"""How near the engine comes to what one GPU can do at most, and how far it is ahead of transformers on the same card.
+
+    python -m benchmarks.engine.gpu [--shapes qwen3-0.6b llama-3-8b] [--rounds 3] [--without-peer] [--result FILE]
+    python -m benchmarks.engine.gpu --rehearse        the whole of it with tiny shapes on a CPU: figures mean nothing
+
+The checkpoints are random, in bfloat16, and made on the spot. The card's own limits are measured between the engine's
+rounds, and a figure is the best of all rounds, limits included. The engine runs in this process, without HTTP.
+
+    read    the most bytes per second that a sum over a large tensor reads
+    gemm    the most bfloat16 operations per second of a square matrix product
+    one     tokens per second of one sequence behind 128 tokens; its limit: the bytes of weights and cache at read
+    many    output tokens per second of 256 requests with 100 to 1024 tokens in and as many out, the same requests as
+            for transformers' continuous batching
+    ttft    seconds to the first token behind a prompt of 8192; its limit: the operations that it takes, at gemm
+    warm    the same behind a prompt that shares its first 8176 tokens with one before
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+from backend.engine.config import EngineConfig
+from backend.engine.engine import Engine
+from backend.engine.request import Request, SamplingParams
+from backend.triton_runtime import HAS_TRITON
+from benchmarks.engine.cpu import Row, Size
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936,
+        "tie_word_embeddings": True, "max_position_embeddings": 40_960,
+    },
+    "llama-3-8b": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256,
+        "tie_word_embeddings": False, "max_position_embeddings": 16_384,
+    },
+}  # fmt: skip
+TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256,
+}  # fmt: skip
+ONE_GOALS = {"llama-3-8b": ">= 0.80"}
+PEER_GOAL = ">= 5.00"
+NO_GPU = 2  # exit code
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    device: str
+    requests: int
+    lengths: tuple[int, int]  # of a request's prompt and output
+    one_prompt: int
+    one_tokens: int
+    long_prompt: int
+    read_bytes: int
+    gemm_size: int
+    num_blocks: int | None  # of the cache, and of the peer's; None: as memory allows
+    peer: dict[str, int]  # bounds for the peer, where it does not find its own
+
+
+WHOLE = Workload("cuda", 256, (100, 1024), 128, 256, 8192, 1 << 32, 8192, None, {})
+REHEARSAL = Workload("cpu", 6, (5, 12), 8, 8, 64, 1 << 20, 128, 256, {"num_blocks": 16, "max_batch_tokens": 64})
+
+
+def make_checkpoint(shape: dict[str, Any], directory: Path, device: str) -> Path:
+    """Made on the device, which is quicker at it, and written in one file."""
+    config = AutoConfig.for_model(**shape)
+    config.dtype = torch.bfloat16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(0)
+    tensors = {}
+    for name, parameter in model.named_parameters():  # those that are tied come once
+        made = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+        made = made.fill_(1.0) if name.endswith("norm.weight") else made.normal_(0.0, 0.02, generator=generator)
+        tensors[name] = made.cpu()
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(directory)
+    return directory
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+class Limits:
+    """What the card can do, measured again in each round."""
+
+    def __init__(self, work: Workload) -> None:
+        self._work = work
+        self._numbers = torch.ones(work.read_bytes // 4, dtype=torch.float32, device=work.device)
+        self._matrix = torch.randn(work.gemm_size, work.gemm_size, device=work.device).bfloat16()
+
+    def read(self) -> float:
+        return max(self._numbers.nbytes / self._seconds(lambda: self._numbers.sum()) for _ in range(5))
+
+    def gemm(self) -> float:
+        operations = 2.0 * self._work.gemm_size**3
+        return max(operations / self._seconds(lambda: self._matrix @ self._matrix) for _ in range(5))
+
+    def _seconds(self, run: Any, times: int = 4) -> float:
+        synchronize(self._work.device)
+        started = time.perf_counter()
+        for _ in range(times):
+            run()
+        synchronize(self._work.device)
+        return (time.perf_counter() - started) / times
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    prompt: list[int]
+    max_tokens: int
+
+
+def make_requests(work: Workload, vocab_size: int) -> list[Wanted]:
+    rolled = random.Random(0)
+
+    def length() -> int:
+        return rolled.randint(*work.lengths)
+
+    return [
+        Wanted(
+            [rolled.randrange(vocab_size) for _ in range(rolled.randint(*work.lengths))], rolled.randint(*work.lengths)
+        )
+        for _ in range(work.requests)
+    ]
+
+
+class Load:
+    def __init__(self, model_dir: Path, work: Workload) -> None:
+        self._work = work
+        self.engine = Engine.load(
+            EngineConfig(
+                model_dir=model_dir,
+                device=work.device,
+                num_blocks=work.num_blocks,
+                max_model_len=max(work.long_prompt, 2 * work.lengths[1], work.one_prompt + work.one_tokens) + 16,
+                max_num_seqs=work.requests,
+                max_num_batched_tokens=max(work.long_prompt, work.requests),
+            )
+        )
+        self.vocab_size = self.engine.config.model.vocab_size
+        self._rolled = random.Random(1)
+        self._count = 0
+
+    def prompt(self, length: int) -> list[int]:
+        """That nobody had before."""
+        return [self._rolled.randrange(self.vocab_size) for _ in range(length)]
+
+    def add(self, prompt: list[int], max_tokens: int) -> None:
+        self._count += 1
+        # Drawn by temperature, as nano-vllm's workload is.
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.6, seed=self._count)
+        self.engine.add(Request(f"r{self._count}", prompt, sampling))
+
+    def finish(self) -> float:
+        """How many seconds that took."""
+        started = time.perf_counter()
+        while self.engine.has_unfinished:
+            self.engine.step()
+        return time.perf_counter() - started
+
+    def one(self) -> float:
+        """Tokens per second behind the first."""
+        self.add(self.prompt(self._work.one_prompt), self._work.one_tokens + 1)
+        self.engine.step()
+        return self._work.one_tokens / self.finish()
+
+    def many(self, requests: Sequence[Wanted]) -> float:
+        for wanted in requests:
+            self.add(wanted.prompt, wanted.max_tokens)
+        seconds = self.finish()
+        self.engine.scheduler.pool.clear()  # the next round is to compute the same again
+        return sum(wanted.max_tokens for wanted in requests) / seconds
+
+    def cold_and_warm(self) -> tuple[float, float]:
+        shared = self.prompt(self._work.long_prompt - self.engine.config.block_size)
+        self.add(shared + self.prompt(self.engine.config.block_size), 1)
+        cold = self.finish()
+        self.add(shared + self.prompt(self.engine.config.block_size), 1)
+        return cold, self.finish()
+
+
+def measure(model_dir: Path, work: Workload, rounds: int) -> tuple[Size, dict[str, float]]:
+    """The best of all rounds: rates per second, and seconds. Kernels are compiled before the first."""
+    load, limits = Load(model_dir, work), Limits(work)
+    requests = make_requests(work, load.vocab_size)
+    load.many(requests)
+    load.cold_and_warm()
+    best: dict[str, float] = {}
+    for _ in range(rounds):
+        cold, warm = load.cold_and_warm()
+        rates = {"read": limits.read(), "gemm": limits.gemm(), "one": load.one(), "many": load.many(requests)}
+        best |= {name: max(best.get(name, 0.0), rate) for name, rate in rates.items()}
+        best["ttft"], best["warm"] = min(best.get("ttft", cold), cold), min(best.get("warm", warm), warm)
+    return Size(load.engine.config.model), best
+
+
+def measure_peer(model_dir: Path, work: Workload, rounds: int) -> float:
+    """Output tokens per second of transformers' continuous batching, with the same requests and temperature."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = model.to(work.device).eval()
+    requests = make_requests(work, model.config.vocab_size)
+    generation = GenerationConfig(
+        max_new_tokens=work.lengths[1], do_sample=True, temperature=0.6, top_k=0, eos_token_id=-1, pad_token_id=0
+    )
+    bounds = ContinuousBatchingConfig(max_requests_per_batch=work.requests, allow_block_sharing=False, **work.peer)
+    best = 0.0
+    with model.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=bounds, block=True, timeout=60
+    ) as manager:
+        for number in range(rounds + 1):
+            started = time.perf_counter()
+            for i, wanted in enumerate(requests):
+                manager.add_request(wanted.prompt, f"{number}-{i}", max_new_tokens=wanted.max_tokens, eos_token_id=-1)
+            tokens, unfinished = 0, len(requests)
+            while unfinished:
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    tokens += len(result.generated_tokens)
+                    unfinished -= 1
+                elif result is None and not manager.is_running():
+                    raise RuntimeError("transformers' continuous batching has ended before its requests")
+            assert tokens == sum(wanted.max_tokens for wanted in requests), "the peer has answered something else"
+            if number:  # the first warms up
+                best = max(best, tokens / (time.perf_counter() - started))
+    return best
+
+
+def judged(name: str, work: Workload, size: Size, best: dict[str, float]) -> list[Row]:
+    """What was measured, as a ratio, beside its goal."""
+    context = work.one_prompt + work.one_tokens / 2
+    one = best["read"] / (size.weight_bytes + context * size.token_bytes)
+    ttft = size.prompt_operations(work.long_prompt) / best["gemm"]
+    rows = [
+        Row("one sequence", f"{best['one']:.1f} tok/s", best["one"] / one, f"limit {one:.1f}", ONE_GOALS.get(name, "")),
+        Row(f"TTFT, {work.long_prompt} tokens", f"{best['ttft'] * 1e3:.1f} ms", ttft / best["ttft"],
+            f"limit {ttft * 1e3:.1f}", ""),
+        Row("TTFT, warm", f"{best['warm'] * 1e3:.1f} ms", best["warm"] / best["ttft"], "cold", ""),
+    ]  # fmt: skip
+    many = f"{best['many']:.0f} tok/s"
+    if peer := best.get("peer"):
+        rows.append(Row(f"{work.requests} requests", many, best["many"] / peer, f"peer {peer:.0f}", PEER_GOAL))
+    else:
+        rows.append(Row(f"{work.requests} requests", many, 1.0, "itself", ""))
+    return rows
+
+
+def machine(device: str) -> str:
+    name = torch.cuda.get_device_name() if device == "cuda" else "a rehearsal on a CPU"
+    return f"{name}, torch {torch.__version__}, {'with' if HAS_TRITON else 'without'} Triton"
+
+
+def forget() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The engine on this GPU, beside the GPU's own limits and a peer.")
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES], default=[*SHAPES])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--without-peer", action="store_true", help="leave out transformers' continuous batching")
+    parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU: to see that the script works")
+    parser.add_argument("--result", type=Path, help="a file for the figures")
+    args = parser.parse_args()
+    work = REHEARSAL if args.rehearse else WHOLE
+    if work.device == "cuda" and not torch.cuda.is_available():
+        print("there is no CUDA device here (--rehearse runs the script with tiny shapes on the CPU)", file=sys.stderr)
+        sys.exit(NO_GPU)
+    print(machine(work.device))
+    figures = {}
+    for name in args.shapes:
+        with tempfile.TemporaryDirectory() as directory:
+            shape = {**SHAPES[name], **(TINY if args.rehearse else {})}
+            model_dir = make_checkpoint(shape, Path(directory) / name, work.device)
+            size, best = measure(model_dir, work, args.rounds)
+            forget()
+            if not args.without_peer:
+                best["peer"] = measure_peer(model_dir, work, args.rounds)
+                forget()
+        print(f"\n{name}: read {best['read'] / 1e9:.0f} GB/s, gemm {best['gemm'] / 1e12:.1f} TFLOP/s")
+        rows = judged(name, work, size, best)
+        for row in rows:
+            print(f"  {row.what:20}{row.figure:>16}{row.ratio:8.2f} of {row.of:14}{row.goal:>10}")
+        figures[name] = {"best": best, "judged": [asdict(row) for row in rows]}
+    if args.result:
+        date = datetime.now(UTC).date().isoformat()
+        result = {"machine": machine(work.device), "date": date, "rounds": args.rounds, "figures": figures}
+        args.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
