@@ -16,9 +16,9 @@ from starlette.routing import Route
 
 from gateway.auth import Authenticator
 from gateway.batches.lines import ENDPOINTS, FileCheck
-from gateway.batches.records import DAY_SECONDS, Batch, File, Status, new_id
+from gateway.batches.records import DAY_SECONDS, INPUT_PURPOSE, Batch, File, Status, new_id
 from gateway.batches.store import CHUNK_BYTES, Store
-from gateway.batches.uploads import Form, receive
+from gateway.batches.uploads import Form, check_purpose, receive
 from gateway.batches.worker import Worker
 from gateway.doors.base import decode
 from gateway.errors import BadRequest, BodyTooLarge, Conflict, NotFound, Overloaded
@@ -33,7 +33,6 @@ CREATE_MAX_BYTES = 64 * 1024
 FILES_PER_PAGE = 10_000  # OpenAI's numbers
 BATCHES_PER_PAGE = 20
 BATCHES_PER_PAGE_MAX = 100
-PURPOSE = "batch"
 
 Pair = Annotated[str, msgspec.Meta(max_length=512)]
 Name = Annotated[str, msgspec.Meta(max_length=64)]
@@ -174,7 +173,7 @@ class BatchApi:
             file = await self._file(asked.input_file_id, principal, param="input_file_id")
         except NotFound as error:
             raise BadRequest(error.message, param="input_file_id") from None
-        if file.purpose != PURPOSE:
+        if file.purpose != INPUT_PURPOSE:
             raise BadRequest(f"input_file_id: the purpose of {file.id} is {file.purpose}", param="input_file_id")
         now = time.time()
         batch = Batch(
@@ -227,8 +226,7 @@ def _file_of(file_id: str, form: Form, stored: int, principal: Principal, policy
     """Raises `BadRequest` where the form's fields do not fit."""
     fields = dict(form.fields)
     purpose = fields.pop("purpose", "")
-    if purpose != PURPOSE:
-        raise BadRequest(f"purpose: it must be {PURPOSE}, not {purpose[:50]!r}", param="purpose")
+    check_purpose(purpose)
     anchor, seconds = fields.pop("expires_after[anchor]", None), fields.pop("expires_after[seconds]", None)
     if fields:
         raise BadRequest(f"the form's field {next(iter(fields))[:100]!r} is not known", param=next(iter(fields))[:100])

@@ -18,6 +18,7 @@ import msgspec
 from gateway.ids import random_bytes
 
 DAY_SECONDS = 86_400
+INPUT_PURPOSE = "batch"
 
 
 class Status(Enum):

@@ -15,6 +15,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from gateway.batches.lines import FileCheck
+from gateway.batches.records import INPUT_PURPOSE
 from gateway.batches.store import CHUNK_BYTES, Store
 from gateway.errors import BadRequest, BodyTooLarge, RequestTimeout
 from gateway.replies import DISCARD_MAX_BYTES, STALL_SECONDS
@@ -81,6 +82,8 @@ class _Reader:
             if name != "file" or self.form.filename is not None:
                 raise BadRequest("the form must have one file, named `file`", param="file")
             filename = options.get(b"filename", b"").decode("utf-8", "replace")
+            if "purpose" in self.form.fields:  # before the file is judged as what it is not meant to be
+                check_purpose(self.form.fields["purpose"])
             self.form.filename = _NOT_IN_NAMES.sub("", filename)[:FILENAME_MAX_CHARACTERS] or "file"
             self._field = None
             return
@@ -103,6 +106,11 @@ class _Reader:
 
     def _end(self) -> None:
         self.ended = True
+
+
+def check_purpose(purpose: str) -> None:
+    if purpose != INPUT_PURPOSE:
+        raise BadRequest(f"purpose: it must be {INPUT_PURPOSE}, not {purpose[:50]!r}", param="purpose")
 
 
 async def receive(

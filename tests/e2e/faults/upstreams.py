@@ -38,6 +38,7 @@ class Request:
         self.path = received.head.split(" ")[1]
         self.number = number
         self.name = name
+        self.piece_bytes = 0  # in which it is answered; 0: as it is written
         self._writer = writer
 
     @property
@@ -45,8 +46,10 @@ class Request:
         return bool(self.body.get("stream"))
 
     async def write(self, data: bytes) -> None:
-        self._writer.write(data)
-        await self._writer.drain()
+        size = self.piece_bytes or len(data)
+        for start in range(0, len(data), size):
+            self._writer.write(data[start : start + size])
+            await self._writer.drain()
 
     async def head(self) -> None:
         await self.write(STREAM_HEAD)

@@ -102,6 +102,12 @@ async def test_the_forms_fields_are_checked_by_name(tmp_path: Path, fields: dict
         assert (status, told in said) == (400, True), said
 
 
+async def test_a_file_for_another_purpose_is_not_judged_as_calls(tmp_path: Path) -> None:
+    async with an_api(tmp_path) as (client, _):
+        told = message(await upload(client, b'{"messages": []}\n', purpose="fine-tune"))
+        assert told == (400, "purpose: it must be batch, not 'fine-tune'")
+
+
 async def test_what_is_no_form_is_refused(tmp_path: Path) -> None:
     async with an_api(tmp_path) as (client, _):
         kind = {"content-type": "multipart/form-data; boundary=b"}

@@ -1,0 +1,53 @@
+"""Thousands of calls to servers that fail in every way, drawn by chance, and whether each client was told the truth.
+
+    python -m benchmarks.faults [--calls 20000] [--seed 1] [--result FILE]
+
+What is drawn and what must hold stands in `tests/e2e/faults/schedules.py`; the test beside it makes two thousand calls
+of one schedule. Each round has servers and a gateway of its own, and another seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import tempfile
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.progress import track
+
+from tests.e2e.faults.schedules import answers_of, check_all, in_front_of_faulty_servers
+
+CALLS_A_ROUND = 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--result", type=Path)
+    options = parser.parse_args()
+    began, ends, lost = time.monotonic(), Counter[str](), 0
+    rounds = -(-options.calls // CALLS_A_ROUND)
+    for seed in track(range(options.seed, options.seed + rounds), description="rounds"):
+        with tempfile.TemporaryDirectory() as folder, in_front_of_faulty_servers(Path(folder), seed) as front:
+            answers = asyncio.run(answers_of(front, CALLS_A_ROUND))
+            ends += check_all(front, answers)
+            lost += CALLS_A_ROUND - len(answers)
+    assert not lost
+    text = f"{ends.total()} calls in {time.monotonic() - began:.0f} s, each told the truth: {dict(ends.most_common())}"
+    print(text)
+    if options.result is not None:
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs"
+        known = {"when": when, "machine": machine, "seed": options.seed, "ends": dict(ends.most_common())}
+        options.result.write_text(json.dumps(known) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Random schedules of failures: servers of which each answers every request in a way drawn by chance.
+
+Whatever is drawn: what a client gets is the beginning of the right answer, its end says truly whether it is all of
+it, there is one receipt for it, and the receipt's tokens are those that it got.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.faults.test_scenarios import Seen, ask
+from tests.e2e.faults.upstreams import TOKENS, Behaviour, Request, listening
+from tests.e2e.processes import Gateway, gateway, tenant
+from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, coded, json_answer
+
+AT_ONCE = 50
+INTER_TOKEN_SECONDS = 0.5
+WHOLE = "".join(f"{token} " for token in range(TOKENS))
+SERVERS = ("first", "second", "third")
+ERRORS = {
+    "upstream_cut", "upstream_error", "upstream_timeout", "upstream_busy", "overloaded", "context_length_exceeded",
+}  # fmt: skip
+PAGE = b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 13\r\n\r\n<html></html>"
+ELSEWHERE = b"HTTP/1.1 302 Found\r\nlocation: http://elsewhere.invalid/\r\ncontent-length: 0\r\n\r\n"
+
+# By how often they are drawn; those that take long are drawn seldom.
+KINDS = {
+    "good": 30, "in pieces": 10, "more behind the end": 3,
+    # Before anything useful.
+    "500": 5, "503": 5, "429": 3, "busy for long": 1, "reset": 5, "400": 2, "late": 1, "page": 2, "elsewhere": 1,
+    "no http": 1, "half a head": 2,
+    # In the middle of an answer, or of one that came in one piece.
+    "cut": 8, "stall": 1, "malformed": 4, "no done": 6, "error": 4, "half an event": 4, "no chunk": 3,
+}  # fmt: skip
+
+
+def behaving(seed: str) -> Behaviour:
+    """A server that draws what it does."""
+    chance = random.Random(seed)
+
+    async def behave(request: Request) -> None:
+        kind = chance.choices(list(KINDS), list(KINDS.values()))[0]
+        at = chance.randrange(TOKENS)
+        match kind:
+            case "good":
+                await request.whole()
+            case "in pieces":
+                request.piece_bytes = chance.randrange(20, 500)
+                await request.whole()
+            case "more behind the end":
+                await request.whole()
+                await request.write(b"data: more\n\n")
+                request.reset()
+            case "500":
+                await request.refuse("500 Internal Server Error")
+            case "503":
+                await request.refuse("503 Service Unavailable")
+            case "429":
+                await request.refuse("429 Too Many Requests", "retry-after-ms: 20")
+            case "busy for long":
+                await request.refuse("429 Too Many Requests", "retry-after-ms: 300")
+            case "reset":
+                request.reset()
+            case "400":
+                await request.refuse("400 Bad Request", code="context_length_exceeded")
+            case "late":
+                await asyncio.sleep(3 * INTER_TOKEN_SECONDS)
+                await request.whole()
+            case "page":
+                await request.write(PAGE)
+            case "elsewhere":
+                await request.write(ELSEWHERE)
+            case "no http":
+                await request.write(b"no\x00http\r\n\r\n")
+                request.reset()
+            case "half a head":
+                await request.write(STREAM_HEAD[: at + 10])
+                request.reset()
+            case _ if request.streams:
+                await broken_stream(request, kind, at)
+            case _:
+                await broken_answer(request, kind, at)
+
+    return behave
+
+
+async def broken_stream(request: Request, kind: str, at: int) -> None:
+    await request.head()
+    await request.tokens(0, at)
+    match kind:
+        case "cut":
+            request.reset()
+        case "stall":
+            await asyncio.sleep(3 * INTER_TOKEN_SECONDS)
+        case "malformed":
+            await request.write(coded(b'data: {"choices":[{"delta\n\n'))
+            await request.tokens(at, TOKENS)
+            await request.finish()
+        case "no done":
+            await request.write(STREAM_END)
+        case "error":
+            await request.write(coded(b'data: {"error": {"message": "x"}}\n\n'))
+        case "half an event":
+            await request.write(coded(b'data: {"id": "chatcmpl", "choices": [{"index": 0, "delta": {"content": "x'))
+            request.reset()
+        case "no chunk":
+            await request.write(b"zz\r\nthis has no length\r\n")
+        case _:
+            raise AssertionError(kind)
+
+
+async def broken_answer(request: Request, kind: str, at: int) -> None:
+    whole = json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": WHOLE}}]}).encode()
+    match kind:
+        case "malformed" | "no chunk":
+            await request.write(json_answer(whole[: at + 1]))
+        case "error":
+            await request.write(json_answer(b'{"error": {"message": "x"}}'))
+        case "stall":
+            await request.write(json_answer(whole)[: -at or None])
+            await asyncio.sleep(3 * INTER_TOKEN_SECONDS)
+            request.reset()
+        case _:
+            await request.write(json_answer(whole)[: -at - 1])
+            request.reset()
+
+
+@contextmanager
+def in_front_of_faulty_servers(folder: Path, seed: int = 0) -> Iterator[Gateway]:
+    with listening({name: behaving(f"{name} {seed}") for name in SERVERS}) as upstreams:
+        policy = {
+            "deployments": [
+                {"name": name, "base_url": f"http://127.0.0.1:{port}/v1", "model": "m", "max_concurrency": AT_ONCE}
+                for name, port in upstreams.ports.items()
+            ],
+            "models": [{"name": "m", "deployments": list(SERVERS)}],
+            "classes": {
+                "realtime": {
+                    "ttft": "5s", "inter_token": f"{INTER_TOKEN_SECONDS}s", "total": "20s", "retries": 1.0,
+                    "hedge": {"after": "300ms", "budget": 1.0},
+                }
+            },
+            "cache": {"scope": "off"},
+            "tenants": [tenant("dev")],
+        }  # fmt: skip
+        with gateway(folder, policy) as started:
+            yield started
+
+
+async def answers_of(front: Gateway, calls: int) -> list[Seen]:
+    """A quarter of them in one piece."""
+    answers: list[Seen] = []
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(number: int) -> None:
+        async with places:
+            answers.append(await ask(front, "m", stream=number % 4 > 0))
+
+    await asyncio.gather(*(one(number) for number in range(calls)))
+    return answers
+
+
+def check_all(front: Gateway, answers: list[Seen]) -> Counter[str]:
+    """How they ended, by kind. Raises `AssertionError` where anything was not true."""
+    ends = Counter(how_it_ended(seen) for seen in answers)
+    rows: list[dict[str, Any]] = front.receipts()
+    receipts = {row["call_id"]: row for row in rows}
+    assert len(receipts) == len(rows)
+    for seen in answers:
+        receipt = receipts.get(seen.headers["x-request-id"])
+        if receipt is None:  # nobody was asked
+            assert seen.status == 503
+            continue
+        tokens = len(seen.text.split())
+        assert (receipt["outcome"] == "complete") == seen.done, (receipt, seen)
+        close = receipt["exact"] is False and abs(receipt["output"] - tokens) <= 1
+        assert receipt["output"] == tokens or close, (receipt, seen)
+    assert front.metric("warmpath_inflight") == 0
+    assert front.metric("warmpath_deployment_inflight") == 0
+    return ends
+
+
+def how_it_ended(seen: Seen) -> str:
+    """Whatever it was, it must be true."""
+    assert WHOLE.startswith(seen.text), seen
+    if seen.done:
+        assert (seen.status, seen.text, seen.error, seen.finish) == (200, WHOLE, None, "stop"), seen
+        return "complete"
+    assert seen.error is not None and seen.error["code"] in ERRORS, seen
+    if seen.status != 200:
+        assert seen.text == ""
+        return str(seen.error["code"])
+    assert seen.error["code"] == "upstream_cut"
+    return "upstream_cut"
