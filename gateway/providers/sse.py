@@ -83,6 +83,11 @@ def error_in(frames: bytes) -> tuple[int, str] | None:
     return None
 
 
+def count_events(frames: bytes) -> int:
+    """How many events with data there are in them, whether they came in one read or in several. Comments are none."""
+    return sum(1 for _ in _DATA_LINE.finditer(frames))
+
+
 class _Choice(msgspec.Struct):
     delta: dict[str, Any] | None = None
     text: str | None = None

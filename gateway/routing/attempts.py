@@ -55,6 +55,10 @@ class Attempts:
             )
         )
 
+    def was(self, outcome: str) -> bool:
+        """Whether one of them has ended so."""
+        return any(attempt.outcome == outcome for attempt in self.done)
+
     def conclude(self, outcome: str) -> None:
         """The attempt that had answered is over now, in this way. It is the last one, or over already."""
         last = self.done[-1]

@@ -30,7 +30,7 @@ from gateway.errors import (
 from gateway.fleet import Fleet, Place, SentCall, Server
 from gateway.policy import Floor
 from gateway.providers.base import Fault, ProviderFailure, Reply
-from gateway.providers.sse import ends_stream, has_output
+from gateway.providers.sse import count_events, ends_stream, has_output
 from gateway.routing.attempts import CLIENT_GONE, HEDGE_LOST, Attempts
 from gateway.routing.base import Candidate, Strategy
 from gateway.routing.continuing import Unbroken, may_go_on
@@ -186,8 +186,8 @@ class Router:
             if hedge is not None and hedge.budget and len(candidates) > 1:
                 late_after = self._hedging.delay_seconds(hedge, call.model.name, call.stream)
             floor = call.latency_class.floor
-            if floor is not None and (floor.chunks == 1 or len(candidates) == 1):
-                floor = None  # it says nothing, or nobody would be faster
+            if floor is not None and (floor.chunks == 1 or len(candidates) == 1 or attempts.was(TOO_SLOW)):
+                floor = None  # it says nothing, or nobody would be faster: where all are slow, slow is better than none
             if late_after is None:
                 upstream = await self._attempt(call, candidate, deadline, attempts, floor)
             else:
@@ -349,7 +349,7 @@ class _Race:
 
 
 async def _whole_opening(first: bytes, reply: Reply, floor: Floor | None) -> bytes:
-    """`first` and what follows, up to the first output; where there is a floor, as many chunks as it says.
+    """`first` and what follows, up to the first output; where there is a floor, as many events as it says.
 
     Raises `TimeoutError` where they do not come as fast as the floor wants.
     """
@@ -357,9 +357,7 @@ async def _whole_opening(first: bytes, reply: Reply, floor: Floor | None) -> byt
         first += await anext(reply)
     if floor is not None:
         async with asyncio.timeout(floor.within):
-            for _ in range(floor.chunks - 1):
-                if ends_stream(first):
-                    break
+            while count_events(first) < floor.chunks and not ends_stream(first):
                 first += await anext(reply)
     return first
 

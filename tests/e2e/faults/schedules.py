@@ -124,7 +124,7 @@ async def broken_answer(request: Request, kind: str, at: int) -> None:
         case "error":
             await request.write(json_answer(b'{"error": {"message": "x"}}'))
         case "stall":
-            await request.write(json_answer(whole)[: -at or None])
+            await request.write(json_answer(whole)[: -at - 1])
             await asyncio.sleep(3 * INTER_TOKEN_SECONDS)
             request.reset()
         case _:

@@ -162,10 +162,29 @@ async def test_an_empty_answer_is_an_answer() -> None:
 async def test_a_stream_that_begins_too_slowly_is_replaced() -> None:
     floor = {"chunks": 3, "within": "30ms"}
     rig = Rig(two_servers(floor=floor), a=Script(TEXT, asyncio.Event()), b=Script(TEXT, TEXT, TEXT, DONE))
-    assert await rig.chunks() == [TEXT * 3, DONE]
+    assert await rig.chunks() == [TEXT, TEXT, TEXT, DONE]
     assert rig.outcomes == [("a", "too_slow"), ("b", "ok")]
     assert not server(rig, "a").breaker.open
     assert rig.idle()
+
+
+async def test_where_all_are_slow_the_second_ones_slowness_is_borne() -> None:
+    slow = asyncio.Event()
+    rig = Rig(
+        two_servers(floor={"chunks": 3, "within": "30ms"}),
+        a=Script(TEXT, asyncio.Event()), b=Script(TEXT, slow, TEXT, TEXT, DONE),
+    )  # fmt: skip
+    asyncio.get_running_loop().call_later(0.2, slow.set)
+    assert await rig.chunks() == [TEXT, TEXT, TEXT, DONE]
+    assert rig.outcomes == [("a", "too_slow"), ("b", "ok")]
+
+
+async def test_a_floor_counts_what_was_said_and_not_how_often_it_was_read() -> None:
+    gate = asyncio.Event()
+    rig = Rig(two_servers(floor={"chunks": 3, "within": "30ms"}), a=Script(TEXT * 3, gate, DONE), b=Script(TEXT, DONE))
+    asyncio.get_running_loop().call_later(0.1, gate.set)
+    assert await rig.chunks() == [TEXT * 3, DONE]
+    assert rig.outcomes == [("a", "ok")]
 
 
 async def test_where_nobody_would_be_faster_slowness_is_borne() -> None:
