@@ -130,6 +130,7 @@ class Server:
         self.breaker = Breaker()
         self.last_cut = (-math.inf, 0)  # when answers last broke off here, and how many were under way then
         self.asked_at = 0.0  # by a call or a health check; event-loop seconds
+        self.compared_since = -math.inf  # by these, to its peers: what came before is over and done with
         self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, after how many seconds)
 
     def billed(self, usage: Usage) -> None:

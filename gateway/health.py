@@ -91,10 +91,11 @@ def eject_outliers(peers: list[Server], now: float) -> None:
             return
         log.warning("%s takes %.1f s to its first chunk, its peers %.1f s", server.name, own, statistics.median(others))
         server.breaker.eject(now, EJECTION_SECONDS)
-        server.first_chunks.clear()
+        server.compared_since = now + EJECTION_SECONDS  # not by the slow answers that are still under way
         del seconds[server.name]
         may_go -= 1
 
 
 def _recent(server: Server, now: float) -> list[float]:
-    return [seconds for at, seconds in server.first_chunks if now - at <= SAMPLE_MAX_AGE_SECONDS]
+    since = max(server.compared_since, now - SAMPLE_MAX_AGE_SECONDS)
+    return [seconds for at, seconds in server.first_chunks if at >= since]

@@ -79,7 +79,7 @@ class Estimate:
         self._prefills: dict[Sent, None] = {}  # in the order in which they were sent
         self._prefilling_since = 0.0  # when the first of them could begin
         self._alone_since_then = True  # as far as others have told: else it has been computing theirs, too
-        self._begun_at = -math.inf  # the newest call
+        self.begun_at = -math.inf  # the newest call
         self._gap_seconds = 0.0  # from one call to the next, by mean
         self._removals = 0  # of the cache model, when what is missing was last looked at
 
@@ -101,7 +101,7 @@ class Estimate:
         if victims <= 0:
             return 0.0
         # Where nobody asks, nothing ages by being used: what idles grows old at the pace at which it was asked before.
-        idle_uses = (now - self._begun_at) / self._gap_seconds if self._gap_seconds > 0 else 0.0
+        idle_uses = (now - self.begun_at) / self._gap_seconds if self._gap_seconds > 0 else 0.0
         return self.cache.loss(before, victims, self._busy, idle_uses) * BLOCK_TOKENS
 
     def _coming_blocks(self, tokens: float, present_tokens: int, now: float) -> int:
@@ -160,8 +160,8 @@ class Estimate:
         prefills[sent] = None
         self._busy.add(sent.clock)
         self.prefill_tokens_queued += sent.missing
-        gap_seconds = now - self._begun_at
-        self._begun_at = now
+        gap_seconds = now - self.begun_at
+        self.begun_at = now
         if gap_seconds < math.inf:
             self._gap_seconds += GAP_WEIGHT * (gap_seconds - self._gap_seconds)
         self.begun += 1

@@ -11,10 +11,10 @@ from gateway.routing.base import Candidate
 
 
 class RoundRobin:
-    """The server that was sent a call the longest time ago is the next."""
+    """The server that was sent a call the longest time ago is the next. Who was away has no turns to make up for."""
 
     def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
-        turns = sorted(servers, key=lambda server: (server.cooling(now), server.estimate.begun))
+        turns = sorted(servers, key=lambda server: (server.cooling(now), *_turn(server)))
         return [self._candidate(call, server, now) for server in turns]
 
     def _candidate(self, call: Prompt, server: Server, now: float) -> Candidate:
@@ -22,3 +22,8 @@ class RoundRobin:
         matched = min(estimate.cache.match(call.fingerprint) * BLOCK_TOKENS, prompt)
         queued = estimate.queued_tokens(now)
         return Candidate(server, 0.0, prompt, matched, queued, estimate.in_flight)
+
+
+def _turn(server: Server) -> tuple[float, int]:
+    """The calls of one moment are told apart by how many there were."""
+    return server.estimate.begun_at, server.estimate.begun

@@ -133,6 +133,23 @@ def test_an_ejected_one_comes_back_and_old_samples_say_nothing() -> None:
     assert not out.breaker.would_allow(101.0) and out.breaker.would_allow(101.0 + EJECTION_SECONDS)
 
 
+def test_what_was_slow_before_an_ejection_is_not_held_against_it_afterwards() -> None:
+    peers = servers(1.0, 1.0, 9.0)
+    eject_outliers(peers, now=101.0)
+    back = 101.0 + EJECTION_SECONDS
+    for peer in peers:
+        peer.first_chunks.extend([(105.0, 9.0 if peer.breaker.open else 1.0)] * OUTLIER_MIN_SAMPLES)
+    for peer in peers:
+        peer.breaker.succeeded(back)
+        peer.first_chunks.append((back, 1.0))
+    eject_outliers(peers, now=back + 1)
+    assert ejected(peers) == []
+    slow = peers[2]
+    slow.first_chunks.extend([(back + 1, 9.0)] * OUTLIER_MIN_SAMPLES)
+    eject_outliers(peers, now=back + 2)
+    assert ejected(peers) == [slow.name]
+
+
 async def test_an_ejected_one_stays_out_although_it_is_well(fleet: Fleet, providers: dict[str, Patient]) -> None:
     """It is slow, and not ill: good health checks, and the slow answers that were under way, change nothing."""
     checks, a, now = HealthChecks(fleet), named(fleet, "a"), asyncio.get_running_loop().time()

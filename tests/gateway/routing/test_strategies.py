@@ -119,6 +119,17 @@ def test_round_robin_takes_turns() -> None:
     assert chosen == [a, b, a, b]
 
 
+def test_round_robin_gives_one_that_was_away_no_more_than_its_turns() -> None:
+    a, b = servers()
+    for now in range(100):
+        a.send(a_call(LONG), float(now))
+    chosen = []
+    for now in (100.0, 100.0, 101.0, 102.0):
+        chosen.append(RoundRobin().order(a_call(LONG), [a, b], now=now)[0].server)
+        chosen[-1].send(a_call(LONG), now)
+    assert chosen == [b, a, b, a]
+
+
 def test_where_caches_are_full_what_lies_idle_makes_way() -> None:
     """Both have been asked as often, and what b holds was used all the while."""
     a, b = servers()
