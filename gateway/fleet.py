@@ -94,7 +94,7 @@ class Background:
         self._peak_at = -math.inf
 
     def note_urgent(self, count: int, now: float) -> None:
-        self._peak, self._peak_at = max(count, self._faded(now)), now
+        self._peak, self._peak_at = count if count >= self._peak else max(count, self._faded(now)), now
 
     def room(self, places: int, urgent: int, now: float) -> int:
         return max(places - max(urgent, round(self._faded(now))), 0 if urgent else 1)
@@ -114,8 +114,7 @@ class Server:
         told: deque[SentCall] | None = None,
     ) -> None:
         self.name = deployment.name  # which is what makes it this one
-        self.deployment = deployment
-        self.provider = provider
+        self.set_up(deployment, provider)
         self.working_set = working_set  # of all servers
         self.told = told  # where calls go that are over, for other gateways; of all servers
         self.slots = SlotCaches(deployment.slots, deployment.cache_tokens) if deployment.slots is not None else None
@@ -133,6 +132,12 @@ class Server:
         self.compared_since = -math.inf  # by these, to its peers: what came before is over and done with
         self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, after how many seconds)
 
+    def set_up(self, deployment: Deployment, provider: Provider) -> None:
+        """As the policy has it now; also while calls are under way."""
+        self.deployment = deployment
+        self.provider = provider
+        self.places = deployment.max_concurrency
+
     def billed(self, usage: Usage) -> None:
         self.input_billed += usage.input
         self.output_billed += usage.output
@@ -144,7 +149,7 @@ class Server:
 
     @property
     def has_place(self) -> bool:
-        places = self.deployment.max_concurrency
+        places = self.places
         if self.breaker.recovering:
             places = max(1, int(places * self.breaker.share(asyncio.get_running_loop().time())))
         return self.places_taken < places
@@ -157,7 +162,7 @@ class Server:
         if load is not None and load.waiting and now - load.at <= LOAD_VALID_SECONDS and self.background.taken:
             return False  # it has more than it can work on
         urgent = self.places_taken - self.background.taken
-        return self.background.taken < self.background.room(self.deployment.max_concurrency, urgent, now)
+        return self.background.taken < self.background.room(self.places, urgent, now)
 
     def cooling(self, now: float) -> bool:
         """Others go first."""
@@ -262,7 +267,7 @@ class Fleet:
         if known is None or _same(known.deployment) != _same(deployment):
             return Server(deployment, self._make_provider(deployment), self.working_set, self._told)
         if known.deployment != deployment:
-            known.deployment, known.provider = deployment, self._make_provider(deployment)
+            known.set_up(deployment, self._make_provider(deployment))
         return known
 
     def __iter__(self) -> Iterator[Server]:
@@ -283,7 +288,7 @@ class Fleet:
             if server.breaker.open:
                 chosen = _worth_asking(servers, now)
                 break
-            if server.has_place and (load := server.places_taken / server.deployment.max_concurrency) < least:
+            if server.has_place and (load := server.places_taken / server.places) < least:
                 chosen, least = server, load
         if chosen is None:
             return None
@@ -329,4 +334,4 @@ def _worth_asking(servers: Sequence[Server], now: float) -> Server | None:
     not. Where none works, any will do: the router tells the caller so."""
     working = [server for server in servers if server.breaker.would_allow(now)]
     free = [server for server in working or servers if server.has_place]
-    return min(free, key=lambda s: s.places_taken / s.deployment.max_concurrency, default=None)
+    return min(free, key=lambda s: s.places_taken / s.places, default=None)

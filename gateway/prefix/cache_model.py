@@ -42,15 +42,21 @@ class _Run:
         self.held = True  # else only remembered
 
 
+_Way = tuple[list[_Run], int, int]
+"""Along a chain from its beginning: the runs, how many of its blocks they cover, and, where it covers the last run in
+part, how many blocks of that."""
+
+
 class Recall(msgspec.Struct, frozen=True, gc=False):
     """What was believed of a chain at one moment. `ages`: for each run on its path, where it ends, and when it was used
     last; or, of those that have been evicted (from `matched` to `remembered`), how many blocks were so since.
-    `version` is the model's at that moment: while it is the same, so is what is believed."""
+    `version` is the model's at that moment: while it is the same, so is what is believed, and the way there."""
 
     matched: int
     remembered: int
     ages: tuple[tuple[int, int], ...]
     version: int
+    way: _Way | None = None
 
 
 class CacheModel:
@@ -92,7 +98,8 @@ class CacheModel:
 
     def recall(self, chain: Sequence[int]) -> Recall:
         """What is believed of a chain, in as much detail as `learn` wants it. Changes nothing."""
-        path, depth, _ = self._walk(chain)
+        way = self._walk(chain)
+        path, depth, _ = way
         matched, end = 0, 0
         ages: list[tuple[int, int]] = []
         for run in path:
@@ -104,13 +111,14 @@ class CacheModel:
                 ages.append((end, run.used))
             else:
                 ages.append((end, self._evicted - run.evicted))
-        return Recall(matched, depth, tuple(ages), self.version)
+        return Recall(matched, depth, tuple(ages), self.version, way)
 
     def foresee(self, chain: Sequence[int], coming: int, busy: Container[int]) -> Recall:
         """What will be there of a chain when `coming` blocks have made room for themselves. What was used last at a
         time in `busy` is in use, and stays. Changes nothing."""
         going = self._going(coming, busy)
-        path, depth, _ = self._walk(chain)
+        way = self._walk(chain)
+        path, depth, _ = way
         matched, end = 0, 0
         ages: list[tuple[int, int]] = []
         for run in path:
@@ -119,7 +127,7 @@ class CacheModel:
                 matched = min(end + stays, depth)
             end = min(end + len(run.blocks), depth)
             ages.append((end, run.used if stays else 0))
-        return Recall(matched, depth, tuple(ages), self.version)
+        return Recall(matched, depth, tuple(ages), self.version, way)
 
     def _going(self, blocks: int, busy: Container[int]) -> dict[_Run, int]:
         """Which runs make way for so many blocks, and how much of them."""
@@ -159,13 +167,18 @@ class CacheModel:
             if run.held:
                 self._use(run)
 
-    def add(self, chain: Sequence[int]) -> None:
-        """The server computes this prompt, or has: it is the most recently used now."""
+    def add(self, chain: Sequence[int], believed: Recall | None = None) -> None:
+        """The server computes this prompt, or has: it is the most recently used now. `believed`: what was believed of
+        it, which spares looking it up again."""
         if len(chain) > self.capacity:
-            chain = chain[: self.capacity]
+            chain, believed = chain[: self.capacity], None
+        if believed is None or believed.way is None or believed.version != self.version:
+            path, depth, cut = self._walk(chain)
+        else:
+            runs, depth, cut = believed.way
+            path = [*runs]
         self.clock += 1
         self.version += 1
-        path, depth, cut = self._walk(chain)
         if cut:  # it leaves the last run, or ends, in its midst
             path[-1] = self._split(path[-1], cut)
         if depth < len(chain):
@@ -243,9 +256,7 @@ class CacheModel:
             self.capacity = min(max(1, capacity), CAPACITY_MAX_TOKENS // BLOCK_TOKENS)
             self._make_room()
 
-    def _walk(self, chain: Sequence[int]) -> tuple[list[_Run], int, int]:
-        """The runs along a chain from its beginning, how many of its blocks they cover, and, where it covers the last
-        run in part, how many blocks of that."""
+    def _walk(self, chain: Sequence[int]) -> _Way:
         path: list[_Run] = []
         run, depth, length = self._root, 0, len(chain)
         while depth < length and (child := run.children.get(chain[depth])) is not None:

@@ -141,7 +141,7 @@ class Estimate:
         cache, prefills = self.cache, self._prefills
         if believed is None:
             believed = cache.recall(chain)
-        cache.add(chain)
+        cache.add(chain, believed)
         if prefills:
             unsure_from = next(iter(prefills)).clock
         else:

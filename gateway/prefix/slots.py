@@ -71,7 +71,7 @@ class SlotCaches(CacheModel):
         ages = () if slot is None or not matched else ((matched, self._used[slot]),)
         return Recall(matched, matched, ages, self.version)
 
-    def add(self, chain: Sequence[int]) -> None:
+    def add(self, chain: Sequence[int], believed: Recall | None = None) -> None:
         self._newest = self.choose(chain)
         if self._newest is not None:
             self.put(self._newest, chain)

@@ -28,7 +28,7 @@ class Candidate(msgspec.Struct, frozen=True):
         return (
             f"{self.matched_tokens} of {self.prompt_tokens} prompt tokens warm, "
             f"{self.queued_tokens:.0f} queued before it, "
-            f"{self.in_flight} of {self.server.deployment.max_concurrency} calls under way"
+            f"{self.in_flight} of {self.server.places} calls under way"
         )
 
 

@@ -16,6 +16,6 @@ class LeastBusy:
 
     def _candidate(self, call: Prompt, server: Server, now: float) -> Candidate:
         estimate, prompt = server.estimate, call.prompt_tokens_estimate
-        queued, taken = estimate.queued_tokens(now), estimate.under_way(now) / server.deployment.max_concurrency
+        queued, taken = estimate.queued_tokens(now), estimate.under_way(now) / server.places
         cost_seconds = (queued + prompt) / estimate.prefill_tokens_per_second + taken
         return Candidate(server, cost_seconds, prompt, 0, queued, estimate.in_flight)

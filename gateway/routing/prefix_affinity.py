@@ -34,6 +34,8 @@ PIN_SECONDS = 0.25  # the most that a client's word may cost: a hint, and never 
 
 class PrefixAffinity:
     def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
+        if len(servers) == 1:  # nothing to compare: what it would be compared by is only told
+            return [_alone(call, servers, now)]
         chain, prompt = call.fingerprint, call.prompt_tokens_estimate
         beliefs: list[Recall] = []
         warm: list[float] = []
@@ -47,18 +49,36 @@ class PrefixAffinity:
         for server, believed, warm_tokens in zip(servers, beliefs, warm, strict=True):
             estimate = server.estimate
             rate = estimate.prefill_tokens_per_second if estimate.speed_is_learnt else _first_guess(estimate, servers)
-            queued = estimate.queued_tokens(now)
-            missing, own = prompt - warm_tokens, prompt - max(warm_tokens, common)
-            load = LOAD_SECONDS * estimate.under_way(now) / server.deployment.max_concurrency
-            cost_seconds = (missing + EVICTION_WEIGHT * server.loss_tokens(own, now) + queued) / rate + load
-            if estimate is home:
-                cost_seconds -= PIN_SECONDS
+            own = prompt - max(warm_tokens, common)
             candidates.append(
-                Candidate(server, cost_seconds, prompt, int(warm_tokens), queued, estimate.in_flight, believed)
+                _candidate(server, believed, prompt, warm_tokens, own, rate, now, pinned=estimate is home)
             )
-        if len(candidates) > 1:
-            candidates.sort(key=lambda c: (c.server.cooling(now), c.cost_seconds, c.in_flight))
+        candidates.sort(key=lambda c: (c.server.cooling(now), c.cost_seconds, c.in_flight))
         return candidates
+
+
+def _alone(call: Prompt, servers: Sequence[Server], now: float) -> Candidate:
+    (server,) = servers
+    believed = server.foresee(call.fingerprint, now)
+    prompt, warm_tokens = call.prompt_tokens_estimate, server.estimate.warm_tokens(believed)
+    rate = server.estimate.prefill_tokens_per_second
+    pinned = call.session is not None and _home(call.session, servers) is server.estimate
+    return _candidate(server, believed, prompt, warm_tokens, prompt - warm_tokens, rate, now, pinned=pinned)
+
+
+def _candidate(
+    server: Server, believed: Recall, prompt: int, warm_tokens: float, own: float, rate: float, now: float, *,
+    pinned: bool,
+) -> Candidate:  # fmt: skip
+    """`own`: tokens that are computed there, and that too few others hold."""
+    estimate = server.estimate
+    queued = estimate.queued_tokens(now)
+    load = LOAD_SECONDS * estimate.under_way(now) / server.places
+    lost = EVICTION_WEIGHT * server.loss_tokens(own, now)
+    cost_seconds = (prompt - warm_tokens + lost + queued) / rate + load
+    if pinned:
+        cost_seconds -= PIN_SECONDS
+    return Candidate(server, cost_seconds, prompt, int(warm_tokens), queued, estimate.in_flight, believed)
 
 
 def _home(session: str, servers: Sequence[Server]) -> Estimate:

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prefix.cache_model import CacheModel
+from gateway.prefix.cache_model import CacheModel, Recall
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
 Chain = tuple[int, ...]
@@ -57,10 +57,15 @@ steps_of = st.lists(st.tuples(st.sampled_from(["add", "add", "add", "remove", "t
 @given(steps_of, st.integers(1, 15))
 def test_it_holds_what_a_plain_lru_of_blocks_holds(steps: list[tuple[str, str]], capacity: int) -> None:
     model, plain = CacheModel(capacity * BLOCK_TOKENS), PlainCache(capacity)
+    believed: dict[str, Recall] = {}  # the newest of each text, be it still so or not
     for step, text in steps:
-        getattr(model, step)(chain_of(text))
+        if step == "add":
+            model.add(chain_of(text), believed.get(text))
+        else:
+            getattr(model, step)(chain_of(text))
         getattr(plain, step)(chain_of(text))
         assert len(model) == len(plain.blocks)
+        believed[text] = model.recall(chain_of(text))
     for text in EVERY_TEXT:
         assert model.match(chain_of(text)) == plain.match(chain_of(text)), text
 
