@@ -20,7 +20,7 @@ import msgspec
 
 from gateway.errors import StorageUnavailable, Unauthenticated
 from gateway.keys import hash_key, parse_key, verify
-from gateway.policy import Limits, Policy
+from gateway.policy import Limits, Policy, Tenant
 from gateway.storage.base import KeyRecord, Keys
 from gateway.types import Principal
 
@@ -47,6 +47,7 @@ class Authenticator:
         self._remembered: OrderedDict[str, _Read] = OrderedDict()
         self._policy: Policy | None = None
         self._known: dict[str, Principal] = {}  # of that policy's own keys, as they were presented
+        self._stored: dict[str, Principal] = {}  # of keys in the storage, by their ids
         self._ask_after = 0.0  # while the storage is away
         self._nobodys_hash = hash_key("nobody", pepper)  # compared with where there is no record, to take as long
 
@@ -54,7 +55,7 @@ class Authenticator:
         """Raises `Unauthenticated`, in the same words whether the id or the secret is wrong."""
         key = _presented(headers)
         if policy is not self._policy:
-            self._policy, self._known = policy, {}
+            self._policy, self._known, self._stored = policy, {}, {}
         principal = self._known.get(key)
         if principal is not None:
             return principal
@@ -69,10 +70,24 @@ class Authenticator:
         elif parsed and (read := await self._read(key_id, policy)).record is not None:
             owner = policy.tenants_by_name.get(read.record.tenant)
             if self._opens(key, read.record) and owner is not None:
-                return Principal(owner, key_id, read.models, read.classes, read.limits)
+                return self._principal(key_id, owner, read)
         else:
             verify(key, self._nobodys_hash, self._pepper)
         raise Unauthenticated("the API key is not valid")
+
+    def _principal(self, key_id: str, owner: Tenant, read: _Read) -> Principal:
+        """Whom a stored key stands for: the same object until something has changed, by which it is known again."""
+        known = self._stored.get(key_id)
+        if (
+            known is None
+            or known.tenant is not owner
+            or (known.models, known.classes) != (read.models, read.classes)
+            or known.limits is not read.limits
+        ):
+            if len(self._stored) >= REMEMBERED_KEYS_MAX:
+                self._stored.clear()
+            known = self._stored[key_id] = Principal(owner, key_id, read.models, read.classes, read.limits)
+        return known
 
     async def principal_of(self, key_id: str, policy: Policy) -> Principal | None:
         """Whom a key stands for that was presented earlier, as for a batch; None where it is valid no more."""
@@ -83,7 +98,7 @@ class Authenticator:
         owner = policy.tenants_by_name.get(read.record.tenant) if read.record is not None else None
         if read.record is None or owner is None or read.record.revoked or _is_over(read.record.expires):
             return None
-        return Principal(owner, key_id, read.models, read.classes, read.limits)
+        return self._principal(key_id, owner, read)
 
     def _opens(self, key: str, record: KeyRecord) -> bool:
         right = verify(key, record.hash, self._pepper)

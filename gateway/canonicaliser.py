@@ -28,6 +28,7 @@ Headers = Mapping[bytes, bytes]
 SALT_BYTES = 16
 SESSION_HEADERS = (b"x-session-id", b"x-claude-code-session-id", b"session-id", b"session_id", b"x-session-affinity")
 _ASKED_BY_HEADERS = frozenset((*SESSION_HEADERS, *TIMEOUT_HEADERS))
+MAX_KNOWN = 10_000  # callers, each with a name of a model
 MAX_RECALLS = 6  # a plan, a conversation, and what three fields hold
 MAX_NAME_CHARACTERS = 200  # of a name that is told back; no policy has longer ones
 MESSAGE_TOKENS = 4  # what a chat template adds around each message, roughly
@@ -39,6 +40,17 @@ def new_call_id() -> str:
     return f"req_{random_bytes(12).hex()}"
 
 
+class _Known(msgspec.Struct, frozen=True):
+    """What calls of one caller for one name of a model have in common, for as long as the policy is the same."""
+
+    principal: Principal
+    model: Model
+    tenant_name: str
+    model_name: str
+    plan: Plan  # that the policy wants
+    salt: str
+
+
 class Canonicaliser:
     """`secret` keys the tenants' salts, so that nobody can compute another tenant's."""
 
@@ -48,8 +60,9 @@ class Canonicaliser:
         self._salts: dict[tuple[str, str | None], str] = {}  # by tenant and group: bounded by the policies' tenants
         self._canon = Canon(SharedMemory(blobs))
         self._fingerprints = Fingerprints()
-        self._plans: dict[tuple[str, str], Plan] = {}  # of the policy that was seen last
-        self._plans_policy: Policy | None = None
+        self._policy: Policy | None = None  # that was seen last
+        self._plans: dict[tuple[str, str], Plan] = {}  # of that policy, by tenant and model
+        self._known: dict[tuple[str, str], _Known] = {}  # likewise, by key and the model's name: bounded
 
     async def close(self) -> None:
         await self._canon.memory.close()
@@ -82,13 +95,14 @@ class Canonicaliser:
         """
         fields = read_fields(body)
         asked = door.read(fields, body)
-        model = _model(policy, principal, asked.common.model)
-        salt = self._salt(principal.tenant)
+        common = asked.common
+        known = self._known.get((principal.key_id, common.model))
+        if known is None or policy is not self._policy or principal is not known.principal:
+            known = self._get_to_know(policy, principal, common.model)
+        model, salt = known.model, known.salt
         steps: tuple[str, ...] = ()
         if asked.messages:
-            plan = self._canon.plans.plan_for(
-                self._plan(policy, principal.tenant.name, model.name), principal.tenant.name, model.name, asked.messages
-            )
+            plan = self._canon.plans.plan_for(known.plan, known.tenant_name, known.model_name, asked.messages)
             form = self._canon.form(fields, asked.messages, plan, salt, plain=asked.plain)
             if form is not None:
                 asked, steps = in_form(door, asked, form), form.steps
@@ -97,7 +111,6 @@ class Canonicaliser:
         if principal.classes is not None and class_name not in principal.classes:
             raise Forbidden(f"the key {principal.key_id!r} may not use the class {class_name!r}")
         latency_class = policy.classes[class_name]
-        common = asked.common
         stream = bool(common.stream) and door.operation is not Operation.EMBEDDING
         patience = whole = math.inf
         session = None
@@ -139,10 +152,19 @@ class Canonicaliser:
             session=session,
         )
 
+    def _get_to_know(self, policy: Policy, principal: Principal, asked: str) -> _Known:
+        """Raises `ModelNotFound` or `Forbidden`: of who may not use a model nothing is kept."""
+        if policy is not self._policy or len(self._known) >= MAX_KNOWN:
+            self._policy, self._plans, self._known = policy, {}, {}
+        model, tenant = _model(policy, principal, asked), principal.tenant
+        known = _Known(
+            principal, model, tenant.name, model.name, self._plan(policy, tenant.name, model.name), self._salt(tenant)
+        )
+        self._known[principal.key_id, asked] = known
+        return known
+
     def _plan(self, policy: Policy, tenant: str, model: str) -> Plan:
         """What the policy wants; the same object for as long as the policy is."""
-        if self._plans_policy is not policy:
-            self._plans, self._plans_policy = {}, policy
         plan = self._plans.get((tenant, model))
         if plan is None:
             form = policy.canonicalise.form_for(tenant, model)

@@ -28,7 +28,7 @@ from gateway.errors import (
     retry_after,
 )
 from gateway.fleet import Fleet, Place, SentCall, Server
-from gateway.policy import Floor
+from gateway.policy import Floor, Policy
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.providers.sse import count_events, ends_stream, has_output
 from gateway.routing.attempts import CLIENT_GONE, HEDGE_LOST, Attempts
@@ -77,6 +77,8 @@ class Router:
     def __init__(self, fleet: Fleet, strategies: Mapping[str, Mapping[Operation, Strategy]]) -> None:
         self._fleet = fleet
         self._strategies = strategies
+        self._policy: Policy | None = None  # that of the last call
+        self._chosen: Mapping[Operation, Strategy] = {}  # which it names
         self._budgets: dict[str, RetryBudget] = {}  # by class, of which a policy has a handful
         self._hedging = Hedging()
         self._suspects = Suspects()
@@ -90,7 +92,9 @@ class Router:
     def order(self, call: Call) -> list[Candidate]:
         """The model's servers, best first, then those of its fallbacks. Also what `explain` shows."""
         now = asyncio.get_running_loop().time()
-        strategy = self._strategies[call.policy.routing.strategy][call.operation]
+        if call.policy is not self._policy:
+            self._policy, self._chosen = call.policy, self._strategies[call.policy.routing.strategy]
+        strategy = self._chosen[call.operation]
         if not call.model.fallbacks:
             return strategy.order(call, self._fleet.servers_of(call.model), now)
         ordered: list[Candidate] = []
@@ -249,11 +253,12 @@ class Router:
             _rest(server, failure, loop.time())
         finally:
             wait.close()
+            ended = loop.time()
             if outcome == Fault.CUT.value:
-                server.note_cut(loop.time())
-            _judge(server, outcome, status, loop.time())
+                server.note_cut(ended)
+            _judge(server, outcome, status, ended)
             if outcome != "ok":
-                sent.end(loop.time(), answered=False)
+                sent.end(ended, answered=False)
                 attempts.add(sent, outcome, started_ns, span_id, status)
                 if reply is not None:
                     await reply.aclose()
@@ -262,7 +267,7 @@ class Router:
         if outcome != "ok":
             return None
         assert reply is not None
-        self._learn(call, sent, started, loop.time())
+        self._learn(call, sent, started, ended)
         attempts.add(sent, outcome, started_ns, span_id, status)
         return Upstream(call, candidate, sent, reply, first, attempts.task, self._suspects)
 

@@ -75,6 +75,23 @@ async def test_a_key_of_the_store_is_asked_for_once_a_while(keys: CountingKeys) 
     assert keys.asked == 1
 
 
+async def test_a_stored_key_is_the_same_principal_until_something_of_it_changes(
+    keys: CountingKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authenticator, policies = Authenticator(keys, PEPPER), policy()
+    first = await authenticator.authenticate(bearer(STORED), policies)
+    monkeypatch.setattr(auth, "REMEMBER_SECONDS", 0.0)
+    assert await authenticator.authenticate(bearer(STORED), policies) is first
+    assert await authenticator.principal_of("in_store", policies) is first
+    for change in {"models": ("m",)}, {"classes": ("batch",)}, {"limits": {"concurrency": 1}}, {"tenant": "u"}:
+        await keys.put_key(msgspec.structs.replace(RECORD, **change))
+        assert await authenticator.authenticate(bearer(STORED), policies) != first, change
+    await keys.put_key(RECORD)
+    next_policy = policy()
+    again = await authenticator.authenticate(bearer(STORED), next_policy)
+    assert again.tenant is next_policy.tenants_by_name["t"]
+
+
 async def test_all_wrong_keys_are_refused_in_the_same_words(keys: CountingKeys) -> None:
     authenticator = Authenticator(keys, PEPPER)
     wrong = [KEY + "0", new_key("in_policy"), new_key("in_store"), new_key("nobody"), "sk-other", "wp--", "é" * 300]

@@ -9,6 +9,7 @@ import pytest
 from gateway.canonicaliser import Canonicaliser, join
 from gateway.doors import DOORS
 from gateway.errors import BadRequest, Forbidden, ModelNotFound
+from gateway.policy import Policy
 from gateway.policy.traffic import Endpoint
 from gateway.types import Call, Operation, Principal
 from tests.gateway.calls import UNTRACED, a_call, a_policy, chat
@@ -82,6 +83,29 @@ def test_a_model_that_a_tenant_may_not_use_does_not_exist_for_it() -> None:
 def test_a_key_narrower_than_its_tenant_is_told_so() -> None:
     with pytest.raises(Forbidden, match="key 'k' may not use"):
         a_call(key_models=frozenset({"other"}))
+
+
+def test_what_is_known_of_a_caller_ends_with_its_rights_its_tenant_and_the_policy() -> None:
+    canonicaliser, policy = Canonicaliser(b"secret"), a_policy()
+    without = a_policy(models=[{"name": "other", "deployments": ["a", "b"]}])
+    free = Principal(policy.tenants_by_name["t"], "k")
+
+    def asked(principal: Principal, policy: Policy) -> Call:
+        door = next(door for door in DOORS if door.operation is Operation.CHAT)
+        return canonicaliser.canonicalise(
+            door, json.dumps(chat()).encode(), {}, call_id="1", principal=principal, policy=policy, now=0.0,
+            trace=UNTRACED,
+        )  # fmt: skip
+
+    salt = asked(free, policy).cache_salt
+    assert asked(free, policy).cache_salt == salt
+    with pytest.raises(Forbidden):
+        asked(Principal(free.tenant, "k", frozenset({"other"})), policy)
+    moved = Principal(policy.tenants_by_name["u"], "k")
+    assert asked(moved, policy).cache_salt != salt
+    with pytest.raises(ModelNotFound):
+        asked(free, without)
+    assert asked(free, policy).cache_salt == salt
 
 
 def test_an_alias_is_the_model() -> None:
