@@ -56,6 +56,24 @@ async def reserve(storage: RedisStorage, name: str, *charges: Charge, now: float
     return await storage.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
 
 
+async def test_a_refusal_writes_nothing(redis_server: RedisServer) -> None:
+    """Whichever of its charges does not fit."""
+    full = [
+        RateCharge("refusing/requests", 1, 1, 60.0),
+        LeaseCharge("refusing/concurrency", 1),
+        SpendCharge("refusing/budget/2026-11", 1, 1, 5_000_000.0),
+    ]
+    fits = RateCharge("refusing/tokens", 1, 100, 60.0)
+    async with opened(redis_server) as storage:
+        assert isinstance(await reserve(storage, "refusing/first", *full, fits), Granted)
+        with redis_server.client() as client:
+            keys = sorted(client.scan_iter("wp:{refusing}*"))
+            before = {key: client.dump(key) for key in keys}
+            for number, charge in enumerate(full):
+                assert isinstance(await reserve(storage, f"refusing/{number}", fits, charge), Refused)
+            assert {key: client.dump(key) for key in sorted(client.scan_iter("wp:{refusing}*"))} == before != {}
+
+
 async def test_one_script_call_to_reserve_and_one_to_settle(redis_server: RedisServer) -> None:
     async with opened(redis_server, owner="me") as storage:
         await reserve(storage, "counted/first", *all_kinds("counted"))  # also tells Redis that we know the tenant
