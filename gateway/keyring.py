@@ -109,9 +109,13 @@ class Keyring:
 
 
 def must_fit(
-    policy: Policy, tenant: str, models: Collection[str] | None = None, classes: Collection[str] | None = None
+    policy: Policy,
+    tenant: str,
+    models: Collection[str] | None = None,
+    classes: Collection[str] | None = None,
+    limits: Limits | None = None,
 ) -> None:
-    """Raises `BadRequest` where a key would name what the policy does not have."""
+    """Raises `BadRequest` where a key would name what the policy does not have, or count money of several kinds."""
     for param, what, names, known in (
         ("tenant", "tenant", [tenant], policy.tenants_by_name),
         ("models", "model", models or (), policy.models_by_name),
@@ -122,6 +126,9 @@ def must_fit(
                 raise BadRequest(
                     f"there is no {what} {name!r} in the policy; {choices(name, list(known))}", param=param
                 )
+    if limits is not None and limits.budget and len(policy.currencies) > 1:
+        message = f"a budget needs all prices in one currency; there are {' and '.join(policy.currencies)}"
+        raise BadRequest(message, param="limits.budget")
 
 
 def state_of(record: KeyRecord) -> str:

@@ -41,7 +41,7 @@ class _Rotate(BaseModel):
 def key_routes(keyring: Keyring, policy: Callable[[], Policy]) -> list[Route]:
     async def create(request: Request) -> Response:
         asked = await _read(request, _Create)
-        must_fit(policy(), asked.tenant, asked.models, asked.classes)
+        must_fit(policy(), asked.tenant, asked.models, asked.classes, asked.limits)
         key, record = await keyring.create(
             asked.tenant,
             key_id=asked.id,

@@ -92,7 +92,7 @@ def create(
     life_seconds, own_limits = _seconds(expires), _limits(limits)
     settings = settings_or_exit(storage=storage)
     if "policy" in settings.model_fields_set:  # the default one is not what a key for somewhere else is about
-        _or_exit(lambda: must_fit(policy_or_exit(settings.policy), tenant, model, latency_class))
+        _or_exit(lambda: must_fit(policy_or_exit(settings.policy), tenant, model, latency_class, own_limits))
 
     async def make() -> tuple[str, KeyRecord]:
         async with _keyring(settings) as keyring:

@@ -68,6 +68,11 @@ class Policy(Frozen):
         return self
 
     @cached_property
+    def currencies(self) -> list[str]:
+        """Of all prices, each once."""
+        return sorted({price.currency for _, price in _all_prices(self)})
+
+    @cached_property
     def hash(self) -> str:
         """Which policy this is: 16 hex digits over its content, in every receipt and metric."""
         return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()[:16]
@@ -202,11 +207,10 @@ def _all_prices(policy: Policy) -> Iterator[tuple[Path, Price]]:
 
 def _mixed_currencies(policy: Policy) -> Iterator[Finding]:
     """A budget is one amount: it can not be held against prices in several currencies."""
-    currencies = sorted({price.currency for _, price in _all_prices(policy)})
-    if len(currencies) > 1:
+    if len(policy.currencies) > 1:
         for place, limits in _all_limits(policy):
             if limits.budget:
-                message = f"a budget needs all prices in one currency; there are {' and '.join(currencies)}"
+                message = f"a budget needs all prices in one currency; there are {' and '.join(policy.currencies)}"
                 yield (*place, "budget"), message
 
 

@@ -151,6 +151,19 @@ async def test_what_is_no_key_is_told_by_its_field(desk: Desk, body: dict[str, A
     assert (answered, reply["error"]["param"]) == (status, param), reply
 
 
+async def test_a_key_has_no_budget_of_several_currencies(desk: Desk) -> None:
+    """As a tenant of the policy has none."""
+    budget = {"budget": {"amount": 5, "per": "day"}}
+    prices = [{"input": 1, "until": "2026-12-01"}, {"input": 1, "currency": "EUR"}]
+    assert (await desk.ask("POST", "/admin/keys", tenant="t", limits=budget))[0] == 201
+    models = [{"name": "m", "deployments": ["a"], "cache_price": prices}]
+    desk.write(tenants=[{"name": "t"}], models=models, rules=[])
+    assert (await desk.ask("POST", "/admin/policy/reload"))[0] == 200
+    status, reply = await desk.ask("POST", "/admin/keys", tenant="t", limits=budget)
+    assert (status, reply["error"]["param"]) == (400, "limits.budget") and "EUR and USD" in reply["error"]["message"]
+    assert (await desk.ask("POST", "/admin/keys", tenant="t", limits={"requests": "1/1s"}))[0] == 201
+
+
 async def test_keys_that_are_not_there(desk: Desk) -> None:
     for method, path in (("GET", "/admin/keys/x"), ("DELETE", "/admin/keys/x"), ("POST", "/admin/keys/x/rotate")):
         status, body = await desk.ask(method, path)
