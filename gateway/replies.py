@@ -198,6 +198,8 @@ class Exchange:
 
     def unwatch(self) -> None:
         """What the client does now changes nothing any more. ASGI calls the end of the reply a disconnect, too."""
+        if self._task is None:
+            return
         self._task = None
         if self._wire is not None:
             self._wire.when_gone(None)
@@ -263,7 +265,8 @@ class Exchange:
 
     async def send(self, chunk: bytes, *, last: bool = False) -> None:
         """Send bytes of the reply; waits while the client takes nothing, up to `STALL_SECONDS`."""
-        await self.drained()
+        if self._sending is not None:
+            await self.drained()
         if not self.put(chunk, last=last):
             await self.drained()
 

@@ -30,7 +30,7 @@ class WaitBound:
         task = task or asyncio.current_task()
         assert task is not None
         self._task = task
-        self._loop = asyncio.get_running_loop()
+        self._loop = task.get_loop()
         self.seconds = seconds
         self.deadline = deadline
         self.since: float | None = None

@@ -138,7 +138,7 @@ class OpenAI:
             async with asyncio.timeout(HEALTH_TIMEOUT_SECONDS):
                 answer = await self._transport.send(self._origin, head, body)
                 try:
-                    told = await _read(answer, max_bytes)  # to its end where it is short, to keep the connection
+                    told = await answer.rest(max_bytes)  # to its end where it is short, to keep the connection
                 finally:
                     await answer.aclose()
         except (httpx2.TransportError, TimeoutError):
@@ -157,17 +157,12 @@ class JSONReply(Reply):
         if self._given:
             raise StopAsyncIteration
         self._given = True
-        parts: list[bytes] = []
-        size_bytes = 0
         try:
-            async for part in self._answer:
-                parts.append(part)
-                size_bytes += len(part)
-                if size_bytes > MAX_JSON_BYTES:
-                    raise ProviderFailure(Fault.MALFORMED, f"the answer is longer than {MAX_JSON_BYTES} bytes")
+            body = await self._answer.rest(MAX_JSON_BYTES + 1)
         except httpx2.TransportError as error:
             raise _failure(error) from error
-        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        if len(body) > MAX_JSON_BYTES:
+            raise ProviderFailure(Fault.MALFORMED, f"the answer is longer than {MAX_JSON_BYTES} bytes")
         # A body whose only end is that of its connection can be cut without HTTP noticing.
         if not (body[:64].lstrip().startswith(b"{") and body[-64:].rstrip().endswith(b"}")):
             raise ProviderFailure(Fault.MALFORMED, "the answer is not a whole JSON object")
@@ -290,7 +285,7 @@ async def _status_failure(answer: Answer, content_type: str) -> ProviderFailure:
     if status in _OUR_FAULT_STATUSES:  # without the body: servers quote parts of the key in it
         return ProviderFailure(Fault.STATUS, f"status {status}: the server does not accept our key", status=status)
     try:
-        body = await _read(answer, MAX_ERROR_BYTES)
+        body = await answer.rest(MAX_ERROR_BYTES)
     except httpx2.TransportError:
         body = b""  # the status says enough
     return ProviderFailure(
@@ -301,15 +296,6 @@ async def _status_failure(answer: Answer, content_type: str) -> ProviderFailure:
         content_type=content_type or "text/plain",
         retry_after_seconds=_retry_after_seconds(answer),
     )
-
-
-async def _read(answer: Answer, max_bytes: int) -> bytes:
-    body = bytearray()
-    async for part in answer:
-        body += part
-        if len(body) > max_bytes:
-            break
-    return bytes(body[:max_bytes])
 
 
 def _retry_after_seconds(answer: Answer) -> float | None:

@@ -83,14 +83,14 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         await origin.take_slot(timeouts.get("pool", self._pool_timeout_seconds))
         try:
             if (reused := origin.take_idle()) is not None:
-                asked_at = asyncio.get_running_loop().time()
+                asked_at = reused.loop.time()
                 try:
                     await reused.exchange(head, body, read_timeout_seconds)
                     return Answer(reused, origin, read_timeout_seconds)
                 except httpx2.ReadError:
                     # A server that closes later may have begun to work: to ask once more is then another attempt, with
                     # a bill of its own, and the caller's to make (RFC 9110, 9.2.2).
-                    late = asyncio.get_running_loop().time() > asked_at + STALE_SECONDS
+                    late = reused.loop.time() > asked_at + STALE_SECONDS
                     if reused.answered or (late and not head.startswith(b"GET ")):
                         raise
             fresh = await origin.connect(timeouts.get("connect", self._connect_timeout_seconds))
@@ -176,14 +176,14 @@ class Origin:
         if not self._idle:
             return None
         connection, since = self._idle.popitem()
-        if asyncio.get_running_loop().time() - since < self._keepalive_seconds:
+        if connection.loop.time() - since < self._keepalive_seconds:
             return connection
         connection.abort()
         self.close_idle()  # the others are older still
         return None
 
     def keep(self, connection: _Connection) -> None:
-        self._idle[connection] = asyncio.get_running_loop().time()
+        self._idle[connection] = connection.loop.time()
 
     def forget(self, connection: _Connection) -> None:
         self._idle.pop(connection, None)
@@ -215,7 +215,7 @@ class _Connection(asyncio.Protocol):
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, origin: Origin) -> None:
-        self._loop = loop
+        self.loop = loop
         self._origin = origin
         self._parts: list[bytes] = []  # of the body, not yet asked for
         self.on_body = self._parts.append  # httptools calls it
@@ -300,11 +300,11 @@ class _Connection(asyncio.Protocol):
     async def _wait(self, timeout_seconds: float | None) -> None:
         if self._failure is not None:
             raise self._failure
-        self._waiter = waiter = self._loop.create_future()
+        self._waiter = waiter = self.loop.create_future()
         timer = None
         if timeout_seconds is not None:
             failure = httpx2.ReadTimeout(f"nothing came for {timeout_seconds:g} s")
-            timer = self._loop.call_later(timeout_seconds, self._fail, failure)
+            timer = self.loop.call_later(timeout_seconds, self._fail, failure)
         try:
             await waiter
         except asyncio.CancelledError:
@@ -437,6 +437,22 @@ class Answer(httpx2.AsyncByteStream):
                 return data
             self._close()
         raise StopAsyncIteration
+
+    async def rest(self, max_bytes: int) -> bytes:
+        """What is left of the body at its end, cut off behind `max_bytes`."""
+        parts: list[bytes] = []
+        room_bytes = max_bytes
+        try:
+            while not self._closed and room_bytes >= 0:
+                part = await self._connection.read(self._read_timeout_seconds)
+                if not part:
+                    self._close()
+                parts.append(part)
+                room_bytes -= len(part)
+        except BaseException:
+            self._close()
+            raise
+        return b"".join(parts)[:max_bytes]
 
     async def pour(self, sink: Callable[[bytes], bool]) -> bool:
         """See `Reply.pour`; the pieces are those in which the body came."""
