@@ -131,7 +131,9 @@ async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exch
             return False
         return not passed_on or exchange.put(passed_on)
 
-    passed_on = watch(await chunks.first())
+    first = await chunks.first()
+    account.answer_begins()
+    passed_on = watch(first)
     if call.stream:
         await exchange.start(200, STREAM_TYPE, account.reply_headers())
         await exchange.send(passed_on, last=meter.complete)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Protocol
 
-from gateway.cache import Recording, Unrecorded
+from gateway.cache import UNRECORDED, Recording, Unrecorded
 from gateway.errors import BudgetSpent, GatewayError, LedgerUnavailable, LimitReached, UpstreamCut, UpstreamTimeout
 from gateway.fleet import Server
 from gateway.ids import new_event_id
@@ -229,18 +229,22 @@ class Settlement:
         if self._record.trace.sampled:  # for the span; putting it into words costs
             self._record.route_reason = upstream.chosen.reason
 
+    def answer_begins(self) -> None:
+        """Its first chunk is here, and is watched next."""
+        self._record.marks.first_chunk_ns = time.time_ns()
+
     def watch(self, chunk: bytes) -> bytes:
         """A chunk is here: what the client gets of it. With the last one the receipt is written.
 
         Raises `UpstreamCut` where it says that the server failed, and `LedgerUnavailable`.
         """
-        if not self._record.marks.first_chunk_ns:
-            self._record.marks.first_chunk_ns = time.time_ns()
-        self.recording.write(chunk)
-        passed_on = self.meter.watch(chunk)
-        if self.meter.error:
+        if self.recording is not UNRECORDED:
+            self.recording.write(chunk)
+        meter = self.meter
+        passed_on = meter.watch(chunk)
+        if meter.error:
             raise UpstreamCut("the server reported an error in its answer")
-        if self.meter.complete:
+        if meter.complete:
             self.write(Outcome.COMPLETE)
         return passed_on
 
