@@ -49,6 +49,7 @@ class _Known(msgspec.Struct, frozen=True):
     model_name: str
     plan: Plan  # that the policy wants
     salt: str
+    seed: int
 
 
 class Canonicaliser:
@@ -139,7 +140,7 @@ class Canonicaliser:
             fields=asked.fields,
             fingerprint=()
             if door.operation is Operation.EMBEDDING
-            else self._fingerprints.of(asked.pieces, seed_of(salt)),
+            else self._fingerprints.of(asked.pieces, known.seed),
             prompt_tokens_estimate=tokens,
             cache_salt=salt,
             service_tier=common.service_tier,
@@ -157,9 +158,8 @@ class Canonicaliser:
         if policy is not self._policy or len(self._known) >= MAX_KNOWN:
             self._policy, self._plans, self._known = policy, {}, {}
         model, tenant = _model(policy, principal, asked), principal.tenant
-        known = _Known(
-            principal, model, tenant.name, model.name, self._plan(policy, tenant.name, model.name), self._salt(tenant)
-        )
+        plan, salt = self._plan(policy, tenant.name, model.name), self._salt(tenant)
+        known = _Known(principal, model, tenant.name, model.name, plan, salt, seed_of(salt))
         self._known[principal.key_id, asked] = known
         return known
 

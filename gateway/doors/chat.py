@@ -10,11 +10,13 @@ from gateway.doors.base import Asked, Choices, Common, Fields, TokenCount, decod
 from gateway.errors import BadRequest
 from gateway.types import Operation
 
+_NO_CALLS = msgspec.Raw()
+
 
 class Message(msgspec.Struct):
     role: str
     content: str | list[msgspec.Raw] | None = None
-    tool_calls: msgspec.Raw = msgspec.Raw()
+    tool_calls: msgspec.Raw = _NO_CALLS
     name: str | None = None
     tool_call_id: str | None = None
 
@@ -47,9 +49,9 @@ class ChatDoor:
         pieces: list[bytes] = [bytes(tool) for tool in chat.tools or ()]
         plain = True
         for message in chat.messages:
-            calls = bytes(message.tool_calls)
-            plain = plain and not calls and type(message.content) is str
-            pieces.append(_piece(message, calls))
+            if message.tool_calls is not _NO_CALLS or type(message.content) is not str:
+                plain = False
+            pieces.append(_piece(message))
         return Asked(
             common=chat,
             fields=fields,
@@ -64,18 +66,18 @@ class ChatDoor:
         )
 
 
-def _piece(message: Message, calls: bytes) -> bytes:
+def _piece(message: Message) -> bytes:
     """A message as a template would lay it out: who speaks, what is said, which tools are called."""
     content = message.content
-    if isinstance(content, list) and len(content) == 1:
+    if type(content) is list and len(content) == 1:
         content = _text_of(content[0])
     if content is None:
         said = b""
     elif isinstance(content, str):
-        said = content.encode("utf-8", "surrogatepass")
+        said = content.encode() if content.isascii() else content.encode("utf-8", "surrogatepass")
     else:
         said = b"".join(map(bytes, content))
-    return b"\x02%b\x03%b%b" % (message.role.encode(), said, calls)
+    return b"".join((b"\x02", message.role.encode(), b"\x03", said, message.tool_calls))
 
 
 def _text_of(part: msgspec.Raw) -> str | list[msgspec.Raw]:
@@ -87,5 +89,4 @@ def _text_of(part: msgspec.Raw) -> str | list[msgspec.Raw]:
 
 
 def _read_piece(message: bytes) -> bytes:
-    told = _message.decode(message)
-    return _piece(told, bytes(told.tool_calls))
+    return _piece(_message.decode(message))

@@ -35,7 +35,7 @@ def tightest_headers(shown: Sequence[Shown], charges: Sequence[Any], remaining: 
     """Of several limits of one sort, a client is told of the one that has the least left."""
     headers: dict[str, str] = {}
     for sort, at in shown:
-        index = at[0] if len(at) == 1 else min(at, key=remaining.__getitem__)
+        index = min(at, key=remaining.__getitem__) if len(at) > 1 else at[0]
         _tell(headers, sort, charges[index], remaining[index])
     return headers
 

@@ -48,6 +48,7 @@ PATIENCE_SECONDS = 15.0  # for a server that asked to be left alone: longer paus
 BUSY_PAUSE_SECONDS = 0.05
 UNNAMED_REST_SECONDS = 1.0  # of a 429 that says no time
 RESTING_STATUSES = frozenset({429, 503})
+CUT = Fault.CUT.value
 SERVER_FAULTS = frozenset(f.value for f in (Fault.CONNECT, Fault.TIMEOUT, Fault.CUT, Fault.MALFORMED))
 FAIR_SHARE = 0.9  # of the class's time: who had less, because the client hurries or others used it, is not at fault
 # Outcomes that no fault stands for.
@@ -243,7 +244,7 @@ class Router:
         except TimeoutError:
             outcome = TOO_SLOW
         except StopAsyncIteration:
-            outcome = Fault.CUT.value
+            outcome = CUT
         except ProviderFailure as failure:
             outcome, status = _outcome(failure), failure.status
             if failure.fault is not Fault.CUT:
@@ -254,7 +255,7 @@ class Router:
         finally:
             wait.close()
             ended = loop.time()
-            if outcome == Fault.CUT.value:
+            if outcome == CUT:
                 server.note_cut(ended)
             _judge(server, outcome, status, ended)
             if outcome != "ok":
@@ -262,7 +263,7 @@ class Router:
                 attempts.add(sent, outcome, started_ns, span_id, status)
                 if reply is not None:
                     await reply.aclose()
-        if outcome == Fault.CUT.value:
+        if outcome == CUT:
             await self._suspects.after_cut(server, call)
         if outcome != "ok":
             return None

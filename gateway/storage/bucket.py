@@ -67,15 +67,15 @@ class Bucket:
         leak = charge.limit / charge.period_seconds
         if now > self.time:
             self._leak(now, leak)
-        level, troughs = self.level, self.troughs
+        time, level, troughs = self.time, self.level, self.troughs
         while troughs and troughs[-1][1] >= level:
             troughs.pop()
-        troughs.append((self.time, level))
+        troughs.append((time, level))
         if len(troughs) > MAX_TROUGHS:
             (_, lower), (later, _) = troughs[:2]
             troughs[:2] = [(later, lower)]
-        self.level = level + amount
-        self.empty_at = self.time + self.level / leak
+        self.level = full = level + amount
+        self.empty_at = time + full / leak
         return charge.limit - level + TOLERANCE_SECONDS * (1 + leak) - amount  # as `room` says it, to the last bit
 
     def unpour(self, charge: RateCharge) -> None:
