@@ -157,6 +157,7 @@ class JoinedProtocol(HttpToolsProtocol):
     _in_head = False  # of a request that has begun
     _head_bytes = 0
     _deadline: asyncio.TimerHandle | None = None  # of the first bytes, then of a head that has begun
+    _idle_since: float | None = None  # between two requests; event-loop seconds
     server_state: Connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -236,6 +237,38 @@ class JoinedProtocol(HttpToolsProtocol):
             cycle.keep_alive = False
         super()._start_asgi_task(cycle, app)
 
+    # An idle connection's time: one timer for many requests, since next to none of them leaves it idle for so long.
+
+    def _unset_keepalive_if_required(self) -> None:
+        """uvicorn calls it when something comes."""
+        self._idle_since = None
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's, but for the timer."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._look_later(self.timeout_keep_alive)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self._idle_since is None:
+            return  # the end of its request looks later
+        left_seconds = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left_seconds > 0:
+            self._look_later(left_seconds)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _look_later(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
     def _forget_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
@@ -243,6 +276,9 @@ class JoinedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
         super().connection_lost(exc)
         if isinstance(self.cycle, JoinedCycle):
             self.cycle.gone()

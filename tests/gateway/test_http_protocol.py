@@ -38,10 +38,13 @@ def replying(*messages: Message) -> ASGIApp:
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, connections: Connections | None = None) -> AsyncIterator[int]:
+async def serving(
+    app: ASGIApp, connections: Connections | None = None, *, keep_alive_seconds: float = 60
+) -> AsyncIterator[int]:
     config = uvicorn.Config(
         app, http=JoinedProtocol, lifespan="off", log_config=None, server_header=False, date_header=False
     )
+    config.timeout_keep_alive = keep_alive_seconds  # type: ignore[assignment]
     server = uvicorn.Server(config)
     server.server_state = connections or Connections()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -245,6 +248,26 @@ async def test_a_silent_connection_is_closed_and_a_slow_body_is_not(monkeypatch:
             writer.write(part)
         async with asyncio.timeout(TIMEOUT_SECONDS):
             assert b"whole" in await reader.readuntil(b"whole")
+        writer.close()
+
+
+async def test_an_idle_connection_is_closed_and_a_busy_one_is_not() -> None:
+    """The time stands still while a request is answered, however long that takes."""
+    busy = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/slow":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(busy.wait(), 0.3)
+        await replying(head(200, (b"content-length", b"2")), body(b"ok"))(scope, receive, send)
+
+    async with serving(app, keep_alive_seconds=0.1) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            for path in (b"/", b"/slow"):  # three times as long as it may be idle
+                writer.write(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path)
+                assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+            assert await reader.read() == b""  # for it is closed
         writer.close()
 
 
