@@ -16,11 +16,14 @@ Attributes = dict[str, AttributeValue]
 
 _SAMPLED = 0x01
 _HAS_IS_REMOTE, _IS_REMOTE = 0x100, 0x200  # of a span's flags: whether its parent's place is known, and is elsewhere
-_TIMES = struct.Struct("<BQBQ").pack  # start_time_unix_nano is field 7, end_time_unix_nano field 8
+_TIMES = struct.Struct("<BQBQ").pack
+_START, _END = 7 << 3 | 1, 8 << 3 | 1  # the tags of start_time_unix_nano and end_time_unix_nano: fixed64
 _EVENT_TIME = struct.Struct("<BQ").pack
-_FLAGS = struct.Struct("<BBI").pack  # field 16: a tag of two bytes
 _DOUBLE = struct.Struct("<Bd").pack
-_FIXED64 = 1  # the wire type
+_FLAGS = struct.Struct("<BBI").pack  # field 16: a tag of two bytes
+_OWN_PARENT = _FLAGS(0x85, 0x01, _SAMPLED | _HAS_IS_REMOTE)
+_REMOTE_PARENT = _FLAGS(0x85, 0x01, _SAMPLED | _HAS_IS_REMOTE | _IS_REMOTE)
+_KINDS = [bytes([6 << 3, kind]) for kind in range(6)]
 _ERROR = b"\x7a\x02\x18\x02"  # status, field 15: its code, field 3, is 2
 
 
@@ -44,7 +47,6 @@ def span(
 ) -> bytes:
     """A `Span`. `trace` is of `trace_fields`; `attributes` are encoded each, as `event` is; no parent: b""."""
     start_ns, end_ns = interval_ns
-    flags = _SAMPLED | _HAS_IS_REMOTE | (_IS_REMOTE if remote_parent else 0)
     return b"".join([
         trace,
         b"\x12\x08",  # field 2, of eight bytes
@@ -52,18 +54,18 @@ def span(
         b"\x22\x08" if parent_span_id else b"",  # field 4, as long
         parent_span_id,
         _name(name),
-        b"\x30%c" % kind,  # field 6
-        _TIMES(7 << 3 | _FIXED64, start_ns, 8 << 3 | _FIXED64, end_ns),
+        _KINDS[kind],
+        _TIMES(_START, start_ns, _END, end_ns),
         *attributes,
         event,
         _ERROR if failed else b"",
-        _FLAGS(0x85, 0x01, flags),
+        _REMOTE_PARENT if remote_parent else _OWN_PARENT,
     ])  # fmt: skip
 
 
 def event(name: str, time_ns: int) -> bytes:
     """A span's `Event`, as a field of it."""
-    return field(11, _EVENT_TIME(1 << 3 | _FIXED64, time_ns) + field(2, name.encode()))
+    return field(11, _EVENT_TIME(1 << 3 | 1, time_ns) + field(2, name.encode()))
 
 
 def attribute(kind: type, name: str, value: AttributeValue) -> bytes:
@@ -95,6 +97,6 @@ _VALUES: dict[type, Callable[[Any], bytes]] = {  # `AnyValue`
     str: lambda value: field(1, value.encode()),
     bool: lambda value: b"\x10\x01" if value else b"\x10\x00",
     int: lambda value: bytes([3 << 3, *_varint(value & (1 << 64) - 1)]),
-    float: lambda value: _DOUBLE(4 << 3 | _FIXED64, value),
+    float: lambda value: _DOUBLE(4 << 3 | 1, value),
     tuple: lambda values: field(5, b"".join([field(1, field(1, value.encode())) for value in values])),
 }
