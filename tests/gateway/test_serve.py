@@ -120,7 +120,9 @@ async def test_embeddings(tmp_path: Path) -> None:
         rig.script(vectors)
         client = await rig.ask(b'{"model": "m", "input": "text", "stream": true}', Operation.EMBEDDING)
         assert (client.status, client.content) == (200, vectors)
-        assert rig.receipts()[0]["input_uncached"] == 3
+        (receipt,) = rig.receipts()
+        assert (receipt["input_uncached"], receipt["output"], receipt["cost"]) == (3, 0, "0.000003")
+        assert (receipt["operation"], receipt["outcome"], receipt["exact"]) == ("embeddings", "complete", True)
 
 
 async def test_the_reservation_is_settled_to_the_truth(tmp_path: Path) -> None:
