@@ -403,7 +403,7 @@ def make_receipt(
         prices["price_output"],
         None if bill.cost is None else text_of(bill.cost),
         price.currency if price else None,
-        tuple([_attempt_row(attempt) for attempt in attempts]),
+        tuple(map(_attempt_row, attempts)),
         call.policy.hash,
         trace_id or f"{call.trace.trace_id:032x}",
         prices["price_cache_write"],

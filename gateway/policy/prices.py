@@ -104,16 +104,10 @@ class Price(Frozen):
         amounts = {f"price_{bucket}": getattr(self, bucket) for bucket in PerToken._fields}
         return {name: None if amount is None else f"{amount:f}" for name, amount in amounts.items()}
 
-    @cached_property
-    def _from_ns(self) -> int:
-        return _ns(self.start) if self.start else 0
-
-    @cached_property
-    def _until_ns(self) -> int:
-        return _ns(self.until) if self.until else 1 << 63
-
-    def holds_at(self, time_ns: int) -> bool:
-        return self._from_ns <= time_ns < self._until_ns
+    @property
+    def period_ns(self) -> tuple[int, int]:
+        """From when on it holds, and until before when; since the epoch."""
+        return _ns(self.start) if self.start else 0, _ns(self.until) if self.until else 1 << 63
 
     def holds_for(self, class_name: str, service_tier: str | None) -> bool:
         return (self.latency_class is None or class_name in self.latency_class) and (
@@ -144,16 +138,18 @@ class PriceList:
     def __init__(self, prices: Iterable[Price]) -> None:
         self.prices: Collection[Price] = tuple(prices)
         self._tiers = frozenset(tier for price in self.prices for tier in price.service_tier or ())
-        self._fitting: dict[tuple[str, str | None], tuple[Price, ...]] = {}  # by class, and tiers that are named here
+        # By class, and tiers that are named here; each price behind its period.
+        self._fitting: dict[tuple[str, str | None], list[tuple[int, int, Price]]] = {}
 
     def price(self, class_name: str, service_tier: str | None, time_ns: int) -> Price | None:
         """None where no price holds: such a call is unpriced."""
         terms = (class_name, service_tier if service_tier in self._tiers else None)
         fitting = self._fitting.get(terms)
         if fitting is None:
-            fitting = self._fitting[terms] = tuple([price for price in self.prices if price.holds_for(*terms)])
-        for price in fitting:
-            if price.holds_at(time_ns):
+            fits = [price for price in self.prices if price.holds_for(*terms)]
+            fitting = self._fitting[terms] = [(*price.period_ns, price) for price in fits]
+        for from_ns, until_ns, price in fitting:
+            if from_ns <= time_ns < until_ns:
                 return price
         return None
 
