@@ -204,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
         "--quantization",
         choices=tuple(QUANTIZATIONS),
         default="none",
-        help="how weights are held: int8 and int4 are made on load, from a checkpoint of any dtype (default: none)",
+        help="how weights are held: made on load, from a checkpoint of any dtype; fp8 is for Hopper (default: none)",
     )
     add("--enforce-eager", action="store_true", help="on a GPU, no CUDA graphs: slower, and takes less memory")
     add("--max-model-len", type=_positive, metavar="TOKENS", help="longest prompt and answer (default: the model's)")

@@ -71,7 +71,7 @@ def _absorb(
     return new_peak, total * fading + tl.sum(shares, 1), result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])  # which is another in every step
 def attend_chunks(
     query, key_cache, value_cache, output, tiles, starts, seq_lens, tables, sinks, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
@@ -132,7 +132,7 @@ def _splits(seq_len, TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.con
     return first_tile, split_tiles, (num_tiles + split_tiles - 1) // split_tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])  # which is another in every step
 def attend_decodes(
     query, key_cache, value_cache, results, peaks, totals, sequences, starts, seq_lens, tables, table_width, scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,

@@ -134,6 +134,8 @@ class EngineConfig:
         device = _device(self.device)
         block_bytes = self._block_bytes([model, draft] if draft else [model], dtype)
         num_blocks = self.num_blocks or self._num_blocks(block_bytes, dtype, device)
+        if self.quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+            raise ConfigError("quantization 'fp8' needs a GPU of capability 9.0 or more", param="quantization")
         max_model_len = self.max_model_len or min(model.max_position_embeddings, num_blocks * self.block_size)
         _check_context(model, max_model_len)
         resolved = ResolvedConfig(

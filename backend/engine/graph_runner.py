@@ -13,12 +13,21 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from backend.attention.base import AttentionMetadata
+from backend.engine.batch import Batch
 from backend.engine.config import NONE, TRITON, ResolvedConfig
 from backend.engine.foresight import is_decode, is_plain
 from backend.engine.graphs import Capture, CudaCapture, DecodeSteps, Launched
 from backend.engine.plan import Computed, Scheduled
 from backend.engine.runner import Runner
 from backend.engine.sampling_batch import NextToken
+
+WARM_UP_ROWS = (
+    16,
+    32,
+    64,
+    128,
+)  # of the tiles that chunks of a prompt are cut into: their tokens times heads in a group
 
 
 def create_runner(config: ResolvedConfig) -> Runner:
@@ -34,6 +43,7 @@ class GraphRunner(Runner):
     def __init__(self, config: ResolvedConfig, capture: Capture) -> None:
         super().__init__(config)
         with torch.inference_mode():
+            self._warm_up()
             self._decodes = DecodeSteps(config, self._model, capture)
         self._begun: Launched | None = None  # ahead of its time
 
@@ -68,6 +78,19 @@ class GraphRunner(Runner):
             next(computed) if row is None or id(scheduled) in later else Computed((token_ids[row.index],))
             for scheduled, row in zip(plan, rows, strict=True)
         ]
+
+    def _warm_up(self) -> None:
+        """Has the kernels for prompts compiled, so that nobody's first token waits for that. The cache, which it writes
+        to, holds nothing yet."""
+        model, device = self._config.model, self._config.device
+        for rows in WARM_UP_ROWS:
+            length = max(2, min(rows // (model.num_heads // model.num_kv_heads), self._config.max_model_len))
+            places = torch.zeros(length, dtype=torch.int64, device=device)
+            lens = torch.tensor([0, length], dtype=torch.int32, device=device)
+            num_blocks = -(-length // self._config.block_size)
+            table = torch.zeros((1, num_blocks), dtype=torch.int32, device=device)
+            metadata = AttentionMetadata((length,), (length,), lens[1:], lens, table, self._config.block_size)
+            self._model.forward(Batch(places, places, places, (), (), places[:0], metadata))
 
     def _run_and_sample(self, plan: Sequence[Scheduled]) -> list[Computed]:
         """A decode whose tokens are chosen with more than a graph knows."""

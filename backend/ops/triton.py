@@ -21,16 +21,18 @@ GATED_BLOCK = 1024
 
 
 class TritonOps(ReferenceOps):
-    def linear_int8(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    def linear_int8(
+        self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, gate: str | None = None
+    ) -> Tensor:
         if len(x) > MAX_ROWS:
-            return super().linear_int8(x, weight, scales, bias)
+            return super().linear_int8(x, weight, scales, bias, gate)
         x, output, grid, rows = _product(x, weight)
         kernels.linear_int8[grid](
             x, weight, scales, bias, output, *output.shape, x.shape[1], x.stride(0),
             HAS_BIAS=bias is not None, OPERANDS=_operands(x), BLOCK_M=rows, BLOCK_N=BLOCK_OUTS, BLOCK_K=BLOCK_INS,
             num_stages=STAGES[x.dtype],
         )  # fmt: skip
-        return output
+        return self.gated(output, gate)
 
     def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         if len(x) > MAX_ROWS:

@@ -83,7 +83,7 @@ def store_kv(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def linear_int8(
     x, weight, scales, bias, output, num_rows, outs, ins, x_stride, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -114,7 +114,7 @@ def linear_int8(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def linear_int4(
     x, weight, scales, bias, output, num_rows, outs, ins, x_stride, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,

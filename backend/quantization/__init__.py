@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from backend.quantization.base import Quantization
 
 QUANTIZATIONS = {
+    "fp8": "backend.quantization.fp8:Fp8",
     "int4": "backend.quantization.int4:Int4",
     "int8": "backend.quantization.int8:Int8",
     "none": "backend.quantization.none:Unquantized",

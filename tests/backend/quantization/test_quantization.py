@@ -11,7 +11,7 @@ from backend.ops.reference import ReferenceOps
 from backend.quantization import create_quantization
 
 # By how much a normally distributed weight is missed, as a share of its own size.
-ERRORS = {"none": 0.0, "int8": 0.01, "int4": 0.085}
+ERRORS = {"none": 0.0, "int8": 0.01, "int4": 0.085, "fp8": 0.03}
 
 
 def weight(outs: int = 48, ins: int = 256) -> torch.Tensor:
@@ -36,8 +36,8 @@ def test_what_it_is_made_of_is_left_alone(name: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_weight_of_zeros_stays_one(name: str) -> None:
-    bias = torch.arange(4.0)
-    linear = create_quantization(name, ReferenceOps()).linear(torch.zeros(4, 64), bias)
+    bias = torch.arange(16.0)
+    linear = create_quantization(name, ReferenceOps()).linear(torch.zeros(16, 64), bias)
     assert torch.equal(linear(torch.ones(2, 64)), bias.expand(2, -1))
 
 
@@ -65,3 +65,20 @@ def test_every_way_of_computing_agrees(name: str) -> None:
 def test_int4_refuses_rows_of_broken_groups() -> None:
     with pytest.raises(WeightsError, match="multiples of 32, and a weight has 40"):
         create_quantization("int4", ReferenceOps()).linear(torch.zeros(4, 40), None)
+
+
+def test_products_of_fp8_are_those_of_the_rounded_numbers() -> None:
+    x = torch.randn(7, 256, generator=torch.Generator().manual_seed(3)).bfloat16()
+    linear = create_quantization("fp8", ReferenceOps()).linear(weight().bfloat16(), None)
+    held = linear(torch.eye(256).bfloat16()).T
+    scales = x.abs().amax(1, keepdim=True).float() / 448.0
+    rounded = (x / scales).to(torch.float8_e4m3fn).float() * scales
+    assert (linear(x) - rounded @ held.float().T).abs().max() < 0.02 * linear(x).abs().max()
+    assert linear(x).dtype is torch.bfloat16
+    assert torch.equal(linear(torch.zeros(2, 256)), torch.zeros(2, 48))
+
+
+def test_fp8_leaves_a_small_router_as_it_is() -> None:
+    router = create_quantization("fp8", ReferenceOps()).linear(weight(outs=6), None)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(router(x), x @ weight(outs=6).T)

@@ -1,0 +1,81 @@
+"""The whole engine as it runs on a GPU, with kernels in Triton and steps over fixed buffers, beside the references:
+the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backend.engine import engine as engine_module
+from backend.engine.config import EngineConfig
+from backend.engine.engine import Engine
+from backend.engine.graph_runner import GraphRunner, create_runner
+from backend.engine.graphs import Capture, CudaCapture, NoCapture
+from backend.engine.request import Request, SamplingParams
+from backend.triton_runtime import runs_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(not runs_triton(torch.device(DEVICE)), reason="no GPU, and no TRITON_INTERPRET=1")
+
+PROMPTS = [[3], [(7 * i * i + i) % 256 for i in range(30)], [9, 8, 7, 6], [(5 * i) % 251 for i in range(19)]]
+
+
+def tokens_of(engine: Engine) -> list[list[int]]:
+    """One after the other comes, so that there are prompts, chunks and decodes side by side."""
+    requests = [
+        Request(f"r{i}", prompt, SamplingParams(max_tokens=8, temperature=0.7 * (i % 2), seed=i))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    for request in requests:
+        engine.add(request)
+        engine.step()
+        engine.step()
+    while engine.has_unfinished:
+        engine.step()
+    engine.check_integrity()
+    return [request.token_ids[request.num_prompt_tokens :] for request in requests]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"quantization": "int8"}),
+        ("llama", {"quantization": "int4"}),
+        ("llama", {"kv_cache_dtype": "int8"}),
+        ("qwen3", {}),
+        ("gemma2", {}),
+        ("gpt-oss", {}),
+    ],
+    ids=str,
+)
+def test_the_same_tokens(
+    checkpoint_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, checkpoint: str, options: dict[str, Any]
+) -> None:
+    shared: dict[str, Any] = {
+        "dtype": "float32",
+        "num_blocks": 64,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "num_threads": 1,
+    }
+    shared |= {"model_dir": checkpoint_dir(checkpoint), "device": DEVICE, "max_num_batched_tokens": 12, **options}
+    expected = tokens_of(Engine.load(EngineConfig(attention="sdpa", ops="reference", **shared)))
+    capture: Capture = CudaCapture(torch.device("cuda", 0)) if DEVICE == "cuda" else NoCapture()
+    if checkpoint != "gpt-oss":  # whose experts no step without questions can visit
+        monkeypatch.setattr(engine_module, "create_runner", lambda config: GraphRunner(config, capture))
+    engine = Engine.load(EngineConfig(attention="triton", ops="triton", **shared))
+    assert (type(engine.runner) is GraphRunner) == (checkpoint != "gpt-oss")
+    assert tokens_of(engine) == expected
+
+
+def test_a_gpu_takes_them_by_itself(checkpoint_dir: Callable[[str], Path]) -> None:
+    if DEVICE == "cpu":
+        pytest.skip("no GPU")
+    config = EngineConfig(model_dir=checkpoint_dir("llama"), num_blocks=64).resolve()
+    assert (config.attention, config.ops) == ("triton", "triton")
+    assert type(create_runner(config)) is GraphRunner
