@@ -197,7 +197,8 @@ class Server:
 
 
 class Place:
-    """One unit of a server's concurrency, held by one call from its turn to its end. Released once; twice is safe."""
+    """One unit of a server's concurrency, held by one call from its turn to its end, by `with`. Released once; twice is
+    safe."""
 
     def __init__(self, fleet: Fleet, server: Server, *, background: bool = False) -> None:
         self._fleet = fleet
@@ -205,6 +206,12 @@ class Place:
         self._server: Server | None = server
         server.places_taken += 1
         server.background.taken += background
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def move_to(self, server: Server) -> bool:
         """Hold a place at `server` instead. False, and nothing changes, when it has none."""

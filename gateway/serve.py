@@ -107,7 +107,7 @@ async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord
             call, reservation, found, attempts, exchange, record, house.ledger, house.settler, opening
         ) as account:
             marks.enter("queue")
-            async with house.queue.turn(call) as place:
+            with await house.queue.turn(call) as place:
                 marks.enter("route")
                 async with house.router.open(call, place, attempts) as upstream:
                     account.answered_by(upstream)

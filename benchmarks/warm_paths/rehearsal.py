@@ -297,11 +297,12 @@ class Rehearsal:
         token_ids = self._token_ids[call_id] = self._texts.ids_of(messages)
         attempts = Attempts(lambda: next(self._spans), lambda span: {}, asyncio.current_task())
         sent_at = loop.time()
-        async with self._queue.turn(call) as place, self._router.open(call, place, attempts) as upstream:
-            ttft_seconds = loop.time() - sent_at
-            output = 1
-            while not await upstream.pour(lambda chunk: False):
-                output += 1
+        with await self._queue.turn(call) as place:
+            async with self._router.open(call, place, attempts) as upstream:
+                ttft_seconds = loop.time() - sent_at
+                output = 1
+                while not await upstream.pour(lambda chunk: False):
+                    output += 1
         reply = upstream.reply
         assert isinstance(reply, RehearsedReply)
         upstream.sent.learn_cached(len(token_ids), reply.cached_tokens)

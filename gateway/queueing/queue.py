@@ -50,21 +50,6 @@ class _Waiting:
             self.granted.result().release()
 
 
-class _Turn:
-    __slots__ = ("_call", "_place", "_queue")
-
-    def __init__(self, queue: Queue, call: Call) -> None:
-        self._queue = queue
-        self._call = call
-
-    async def __aenter__(self) -> Place:
-        self._place = await self._queue.place_for(self._call)
-        return self._place
-
-    async def __aexit__(self, *_: object) -> None:
-        self._place.release()
-
-
 class Queue:
     """The waiting calls of a running gateway."""
 
@@ -83,11 +68,8 @@ class Queue:
         """How many calls of a class were refused because more had come than may wait."""
         return self._lines.gave_way[class_name]
 
-    def turn(self, call: Call) -> _Turn:
-        """`async with` holds a place at one of the model's servers, waiting for it if need be. Raises `Overloaded`."""
-        return _Turn(self, call)
-
-    async def place_for(self, call: Call) -> Place:
+    async def turn(self, call: Call) -> Place:
+        """A place at one of the model's servers, waited for if need be; `with` gives it back. Raises `Overloaded`."""
         if self._closed:
             raise shutting_down()
         now = asyncio.get_running_loop().time()

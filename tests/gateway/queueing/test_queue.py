@@ -41,7 +41,7 @@ async def settle() -> None:
 
 
 async def hold(queue: Queue, call: Call, order: list[str], name: str, leave: asyncio.Event) -> None:
-    async with queue.turn(call):
+    with await queue.turn(call):
         order.append(name)
         await leave.wait()
 
@@ -49,7 +49,7 @@ async def hold(queue: Queue, call: Call, order: list[str], name: str, leave: asy
 async def test_a_free_place_is_taken_at_once_and_given_back() -> None:
     policy = a_policy()
     queue, fleet = a_queue(policy)
-    async with queue.turn(call_now(policy)):
+    with await queue.turn(call_now(policy)):
         assert sum(server.places_taken for server in fleet) == 1
     assert sum(server.places_taken for server in fleet) == 0
 
@@ -57,7 +57,7 @@ async def test_a_free_place_is_taken_at_once_and_given_back() -> None:
 async def test_places_are_spread_over_the_least_busy_servers() -> None:
     policy = a_policy()
     queue, fleet = a_queue(policy)
-    async with queue.turn(call_now(policy)), queue.turn(call_now(policy)):
+    with await queue.turn(call_now(policy)), await queue.turn(call_now(policy)):
         assert [server.places_taken for server in fleet] == [1, 1]
 
 
@@ -100,10 +100,9 @@ async def test_nobody_jumps_the_line() -> None:
 async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
     policy = one_place(max_queue=0)
     queue, fleet = a_queue(policy)
-    async with queue.turn(call_now(policy)):
-        with pytest.raises(Overloaded, match="0 realtime calls already wait") as refusal:
-            async with queue.turn(call_now(policy)):
-                pass
+    full = pytest.raises(Overloaded, match="0 realtime calls already wait")
+    with await queue.turn(call_now(policy)), full as refusal:
+        await queue.turn(call_now(policy))
     assert refusal.value.status == 503
     assert int(refusal.value.headers["retry-after"]) >= 1
     assert [server.places_taken for server in fleet] == [0]
@@ -112,10 +111,9 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
 async def test_a_wait_ends_when_it_has_lasted_too_long() -> None:
     policy = one_place(max_wait="20ms")
     queue, fleet = a_queue(policy)
-    async with queue.turn(call_now(policy)):
+    with await queue.turn(call_now(policy)):
         with pytest.raises(Overloaded, match=r"within 0\.02 s"):
-            async with queue.turn(call_now(policy)):
-                pass
+            await queue.turn(call_now(policy))
         assert queue.depth("realtime") == 0
     assert [server.places_taken for server in fleet] == [0]
 
@@ -126,11 +124,10 @@ async def test_where_calls_wait_in_vain_later_ones_wait_less_until_nobody_waits(
 
     async def wait_in_vain(call: Call) -> str:
         with pytest.raises(Overloaded) as refused:
-            async with queue.turn(call):
-                raise AssertionError("there was a place")
+            await queue.turn(call)
         return refused.value.message.rpartition("within ")[2]
 
-    async with queue.turn(call_now(policy)):
+    with await queue.turn(call_now(policy)):
         patient = asyncio.create_task(wait_in_vain(call_now(policy)))
         batch = asyncio.create_task(wait_in_vain(call_now(policy, service_tier="flex")))
         await asyncio.sleep(0.04)
@@ -169,16 +166,14 @@ async def test_nobody_waits_longer_than_the_client_does() -> None:
     queue, _ = a_queue(policy)
     now = asyncio.get_running_loop().time()
     hurried = a_call(chat(stream=True), policy, headers={b"x-stainless-read-timeout": b"0.02"}, now=now)
-    async with queue.turn(call_now(policy)):
-        with pytest.raises(Overloaded, match=r"within 0\.02 s"):
-            async with queue.turn(hurried):
-                pass
+    with await queue.turn(call_now(policy)), pytest.raises(Overloaded, match=r"within 0\.02 s"):
+        await queue.turn(hurried)
 
 
 async def test_a_caller_that_leaves_while_waiting_leaves_the_line() -> None:
     policy = one_place()
     queue, fleet = a_queue(policy)
-    async with queue.turn(call_now(policy)):
+    with await queue.turn(call_now(policy)):
         waiting = asyncio.create_task(hold(queue, call_now(policy), [], "", asyncio.Event()))
         await settle()
         waiting.cancel()
@@ -212,8 +207,7 @@ async def test_a_model_that_lost_its_servers_keeps_nobody_waiting() -> None:
     with pytest.raises(Overloaded, match="no deployment any more"):
         await waiting
     with pytest.raises(Overloaded, match="no deployment any more"):
-        async with queue.turn(call_now(policy)):
-            pass
+        await queue.turn(call_now(policy))
     place.release()
 
 
@@ -247,8 +241,7 @@ async def test_closing_refuses_who_waits_and_who_comes() -> None:
     with pytest.raises(Overloaded, match="shutting down"):
         await waiting
     with pytest.raises(Overloaded, match="shutting down"):
-        async with queue.turn(call_now(policy)):
-            pass
+        await queue.turn(call_now(policy))
     leave.set()
     await first
 
@@ -274,7 +267,7 @@ async def test_a_reload_keeps_what_is_known_of_servers_that_stay() -> None:
     queue, fleet = a_queue(policy)
     a, b = fleet
     a.cache.add([1, 2, 3])
-    async with queue.turn(call_now(policy)):
+    with await queue.turn(call_now(policy)):
         moved = policy.model_dump(by_alias=True)
         moved["deployments"][1]["base_url"] = "http://elsewhere.invalid/v1"
         moved["deployments"][0]["max_concurrency"] = 9

@@ -87,10 +87,11 @@ class Rig:
     async def chunks(self, attempts: Attempts | None = None, **fields: object) -> list[bytes]:
         call = a_call(chat(stream=True, **fields), self.policy, now=asyncio.get_running_loop().time())
         tried = self.attempts if attempts is None else attempts
-        async with self.queue.turn(call) as place, self.router.open(call, place, tried) as upstream:
-            chunks = [await upstream.first()]
-            assert await upstream.pour(lambda chunk: chunks.append(chunk) is None)
-            return chunks
+        with await self.queue.turn(call) as place:
+            async with self.router.open(call, place, tried) as upstream:
+                chunks = [await upstream.first()]
+                assert await upstream.pour(lambda chunk: chunks.append(chunk) is None)
+                return chunks
 
     @property
     def outcomes(self) -> list[tuple[str, str]]:
@@ -187,10 +188,11 @@ async def test_a_slow_reader_is_not_a_stalled_stream() -> None:
     policy = a_policy(classes={"realtime": {"inter_token": "20ms"}})
     rig = Rig(policy, a=Script(b"1", b"2", b"3"), b=Script())
     call = a_call(chat(stream=True), policy, now=asyncio.get_running_loop().time())
-    async with rig.queue.turn(call) as place, rig.router.open(call, place, rig.attempts) as upstream:
-        read = [await upstream.first()]
-        while not await upstream.pour(lambda chunk: read.append(chunk) is not None):
-            await asyncio.sleep(0.05)
+    with await rig.queue.turn(call) as place:
+        async with rig.router.open(call, place, rig.attempts) as upstream:
+            read = [await upstream.first()]
+            while not await upstream.pour(lambda chunk: read.append(chunk) is not None):
+                await asyncio.sleep(0.05)
     assert read == [b"1", b"2", b"3"]
 
 
@@ -231,9 +233,10 @@ async def test_fallback_models_are_asked_last() -> None:
 async def test_a_closed_answer_is_watched_no_more() -> None:
     rig = Rig(a=Script(b"1"), b=Script())
     call = a_call(chat(stream=True), rig.policy, now=asyncio.get_running_loop().time())
-    async with rig.queue.turn(call) as place, rig.router.open(call, place, rig.attempts) as upstream:
-        await upstream.pour(lambda chunk: True)
-        assert upstream._wait is not None and upstream._wait._ticker is not None
+    with await rig.queue.turn(call) as place:
+        async with rig.router.open(call, place, rig.attempts) as upstream:
+            await upstream.pour(lambda chunk: True)
+            assert upstream._wait is not None and upstream._wait._ticker is not None
     assert upstream._wait._ticker is None
 
 

@@ -253,8 +253,8 @@ async def test_a_client_in_a_hurry_is_answered_in_its_time_and_blames_nobody() -
     rig = Rig(policy, a=Script(asyncio.Event()), b=Script(asyncio.Event()))
     now = asyncio.get_running_loop().time()
     call = a_call(chat(stream=True), policy, headers={b"x-stainless-read-timeout": b"0.05"}, now=now)
-    with pytest.raises(UpstreamTimeout):
-        async with rig.queue.turn(call) as place, rig.router.open(call, place, rig.attempts):
+    with pytest.raises(UpstreamTimeout), await rig.queue.turn(call) as place:
+        async with rig.router.open(call, place, rig.attempts):
             pass
     assert rig.outcomes == [("a", "out_of_time")]
     assert not server(rig, "a").breaker.cooling(asyncio.get_running_loop().time())
