@@ -21,6 +21,7 @@ from gateway.prefix.slots import SlotCaches
 from gateway.prefix.token_counts import TokenCounts
 from gateway.prefix.working_set import Conversation, Prompt, WorkingSet
 from gateway.providers.base import Provider
+from gateway.suspects import Suspects
 from gateway.types import Usage
 
 PEAK_SECONDS = 60.0  # in which a busy moment fades to a third
@@ -143,9 +144,10 @@ class Server:
         self.output_billed += usage.output
 
     def note_cut(self, now: float) -> None:
-        """An answer breaks off, which is still under way; maybe others do, too."""
+        """An answer breaks off, which is still under way; maybe others do, too, also of other gateways."""
         when, most = self.last_cut
-        self.last_cut = now, max(self.in_flight, most if now - when < SAME_CUT_SECONDS else 0)
+        under_way = self.in_flight + self.estimate.others.in_flight
+        self.last_cut = now, max(under_way, most if now - when < SAME_CUT_SECONDS else 0)
 
     @property
     def has_place(self) -> bool:
@@ -257,6 +259,7 @@ class Fleet:
         self._servers: dict[str, Server] = {}
         self._by_names: dict[tuple[str, ...], list[Server]] = {}  # of this policy's models, as they are asked for
         self.working_set = WorkingSet()
+        self.suspects = Suspects()
         self.on_free: Callable[[], None] = lambda: None
         self._moving: dict[Place, tuple[Sequence[Server], asyncio.Future[None]]] = {}  # of calls in flight: so many
 

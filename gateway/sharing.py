@@ -1,5 +1,5 @@
-"""What gateways on one storage tell each other of the servers behind them: how much each has under way there, and which
-prompts have been computed.
+"""What gateways on one storage tell each other of the servers behind them: how much each has under way there, which
+prompts have been computed, and which requests a server has died of.
 
 Every `EXCHANGE_SECONDS` a gateway tells what is new and hears what others told. Their load counts beside its own, and
 their prompts enter its cache models and its working set as its own do when they are sent. A conversation may so go
@@ -60,6 +60,7 @@ class _Notice(msgspec.Struct, array_like=True, frozen=True, tag=1):
     sender: int
     loads: tuple[_Load, ...]  # of servers at which it has any
     calls: tuple[_Call, ...]
+    suspects: tuple[tuple[int, int], ...] = ()  # requests that servers may have died of, and how much is against each
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -101,12 +102,18 @@ class Hearsay:
             self._untold.popleft()
             if 0 < len(sent.note.chain) <= NOTICE_MAX_BLOCKS:
                 calls.append(_told(sent))
+        suspects = self._fleet.suspects.tell()
         busy = [server for server in self._fleet if server.in_flight]
         loads = [(server.name, server.in_flight, server.estimate.prefill_tokens_queued) for server in busy]
-        if not calls and loads == self._last_loads and not (loads and now - self._told_at >= BEAT_SECONDS):
+        if (
+            not calls
+            and not suspects
+            and loads == self._last_loads
+            and not (loads and now - self._told_at >= BEAT_SECONDS)
+        ):
             return b""
         self._last_loads, self._told_at = loads, now
-        return _encode(_Notice(self._sender, tuple([_load(server, now) for server in busy]), tuple(calls)))
+        return _encode(_Notice(self._sender, tuple([_load(server, now) for server in busy]), tuple(calls), suspects))
 
     def hear(self, notice: bytes, now: float) -> None:
         """In the order in which they were told. This gateway's own say nothing."""
@@ -119,6 +126,8 @@ class Hearsay:
             return
         self._loads[told.sender] = now, told.loads
         self._sum_up()
+        for digest, against in told.suspects:
+            self._fleet.suspects.hear(digest, against, now)
         self.calls_heard += len(told.calls)
         servers = {_name(server): server for server in self._fleet} if told.calls else {}
         for call in told.calls:

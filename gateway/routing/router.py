@@ -31,12 +31,12 @@ from gateway.fleet import Fleet, Place, SentCall, Server
 from gateway.policy import Floor, Policy
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.providers.sse import count_events, ends_stream, has_output
+from gateway.routing import poison
 from gateway.routing.attempts import CLIENT_GONE, HEDGE_LOST, Attempts
 from gateway.routing.base import Candidate, Strategy
 from gateway.routing.continuing import Unbroken, may_go_on
 from gateway.routing.following import follow
 from gateway.routing.hedging import Hedging
-from gateway.routing.poison import Suspects
 from gateway.routing.retries import RetryBudget, backoff_seconds
 from gateway.routing.upstream import Upstream
 from gateway.timers import WaitBound
@@ -82,7 +82,6 @@ class Router:
         self._chosen: Mapping[Operation, Strategy] = {}  # which it names
         self._budgets: dict[str, RetryBudget] = {}  # by class, of which a policy has a handful
         self._hedging = Hedging()
-        self._suspects = Suspects()
         self.cut_streams = Counter(continued=0, given_up=0)  # of those that were to go on at another server
 
     @property
@@ -184,7 +183,7 @@ class Router:
                 return None
             if not server.breaker.would_allow(now) or not place.move_to(server):
                 continue
-            self._suspects.check(call, now)
+            poison.check(self._fleet.suspects, call, now)
             if attempts.done and not budget.take(now):
                 raise _nobody_answered(call, attempts, _soonest(candidates) - now)
             late_after = None
@@ -264,13 +263,13 @@ class Router:
                 if reply is not None:
                     await reply.aclose()
         if outcome == CUT:
-            await self._suspects.after_cut(server, call)
+            await poison.after_cut(self._fleet.suspects, server, call)
         if outcome != "ok":
             return None
         assert reply is not None
         self._learn(call, sent, started, ended)
         attempts.add(sent, outcome, started_ns, span_id, status)
-        return Upstream(call, candidate, sent, reply, first, attempts.task, self._suspects)
+        return Upstream(call, candidate, sent, reply, first, attempts.task, self._fleet.suspects)
 
     def _learn(self, call: Call, sent: SentCall, started: float, now: float) -> None:
         """From how long a first chunk took."""

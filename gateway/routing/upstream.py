@@ -9,7 +9,8 @@ from gateway.errors import UpstreamCut
 from gateway.fleet import SentCall
 from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
 from gateway.routing.base import Candidate
-from gateway.routing.poison import Suspects
+from gateway.routing.poison import after_cut
+from gateway.suspects import Suspects
 from gateway.timers import WaitBound
 from gateway.types import Call
 
@@ -72,7 +73,7 @@ class Upstream:
             wait.end()
             if failure.fault is Fault.CUT:
                 self.server.note_cut(asyncio.get_running_loop().time())
-                self.died_of_it = await self._suspects.after_cut(self.server, self._call)
+                self.died_of_it = await after_cut(self._suspects, self.server, self._call)
             raise UpstreamCut(f"{self.server.name}: {failure}") from None
         except asyncio.CancelledError:
             if not wait.expired:

@@ -67,6 +67,17 @@ def test_a_prompt_goes_where_another_gateway_has_sent_it() -> None:
     assert other.b.token_counts.tokens_per_block == one.b.token_counts.tokens_per_block
 
 
+def test_what_a_server_has_died_of_is_told_and_whose_calls_were_there_counts() -> None:
+    one, other = One(), One()
+    one.a.send(long_call(), 0.0)
+    one.fleet.suspects.accuse(7, 2, 0.0)
+    other.hearsay.hear(one.hearsay.notice(0.0), 0.0)
+    assert other.fleet.suspects.convicted(7, 0.0)
+    other.a.send(long_call(), 0.0)
+    other.a.note_cut(0.0)
+    assert other.a.last_cut == (0.0, 2), "the other gateway's call may as well have been why"
+
+
 def test_it_is_told_when_it_is_computed_and_not_before() -> None:
     one, other = One(), One()
     sent = one.b.send(long_call(), 0.0)
