@@ -105,12 +105,8 @@ class Hearsay:
         suspects = self._fleet.suspects.tell()
         busy = [server for server in self._fleet if server.in_flight]
         loads = [(server.name, server.in_flight, server.estimate.prefill_tokens_queued) for server in busy]
-        if (
-            not calls
-            and not suspects
-            and loads == self._last_loads
-            and not (loads and now - self._told_at >= BEAT_SECONDS)
-        ):
+        nothing_new = not calls and not suspects and loads == self._last_loads
+        if nothing_new and not (loads and now - self._told_at >= BEAT_SECONDS):
             return b""
         self._last_loads, self._told_at = loads, now
         return _encode(_Notice(self._sender, tuple([_load(server, now) for server in busy]), tuple(calls), suspects))
