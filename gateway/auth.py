@@ -47,7 +47,7 @@ class Authenticator:
         self._remembered: OrderedDict[str, _Read] = OrderedDict()
         self._policy: Policy | None = None
         self._known: dict[str, Principal] = {}  # of that policy's own keys, as they were presented
-        self._stored: dict[str, Principal] = {}  # of keys in the storage, by their ids
+        self._principals: dict[str, Principal] = {}  # by the ids of their keys
         self._ask_after = 0.0  # while the storage is away
         self._nobodys_hash = hash_key("nobody", pepper)  # compared with where there is no record, to take as long
 
@@ -55,7 +55,7 @@ class Authenticator:
         """Raises `Unauthenticated`, in the same words whether the id or the secret is wrong."""
         key = _presented(headers)
         if policy is not self._policy:
-            self._policy, self._known, self._stored = policy, {}, {}
+            self._policy, self._known, self._principals = policy, {}, {}
         principal = self._known.get(key)
         if principal is not None:
             return principal
@@ -64,41 +64,44 @@ class Authenticator:
         if entry := policy.keys_by_id.get(key_id):
             tenant, known = entry
             if verify(key, known.hash, self._pepper):
-                principal = Principal(tenant, key_id, _set(known.models), _set(known.classes), known.limits)
+                principal = self._principal(key_id, tenant, _set(known.models), _set(known.classes), known.limits)
                 self._known[key] = principal  # one for each key of the policy, since only the right secret comes here
                 return principal
         elif parsed and (read := await self._read(key_id, policy)).record is not None:
             owner = policy.tenants_by_name.get(read.record.tenant)
             if self._opens(key, read.record) and owner is not None:
-                return self._principal(key_id, owner, read)
+                return self._principal(key_id, owner, read.models, read.classes, read.limits)
         else:
             verify(key, self._nobodys_hash, self._pepper)
         raise Unauthenticated("the API key is not valid")
 
-    def _principal(self, key_id: str, owner: Tenant, read: _Read) -> Principal:
-        """Whom a stored key stands for: the same object until something has changed, by which it is known again."""
-        known = self._stored.get(key_id)
+    def _principal(
+        self, key_id: str, owner: Tenant, models: frozenset[str] | None, classes: frozenset[str] | None,
+        limits: Limits | None,
+    ) -> Principal:  # fmt: skip
+        """Whom a key stands for: the same object until something has changed, by which it is known again."""
+        known = self._principals.get(key_id)
         if (
             known is None
             or known.tenant is not owner
-            or (known.models, known.classes) != (read.models, read.classes)
-            or known.limits is not read.limits
+            or (known.models, known.classes) != (models, classes)
+            or known.limits is not limits
         ):
-            if len(self._stored) >= REMEMBERED_KEYS_MAX:
-                self._stored.clear()
-            known = self._stored[key_id] = Principal(owner, key_id, read.models, read.classes, read.limits)
+            if len(self._principals) >= REMEMBERED_KEYS_MAX:
+                self._principals.clear()
+            known = self._principals[key_id] = Principal(owner, key_id, models, classes, limits)
         return known
 
     async def principal_of(self, key_id: str, policy: Policy) -> Principal | None:
         """Whom a key stands for that was presented earlier, as for a batch; None where it is valid no more."""
         if entry := policy.keys_by_id.get(key_id):
             tenant, known = entry
-            return Principal(tenant, key_id, _set(known.models), _set(known.classes), known.limits)
+            return self._principal(key_id, tenant, _set(known.models), _set(known.classes), known.limits)
         read = await self._read(key_id, policy)
         owner = policy.tenants_by_name.get(read.record.tenant) if read.record is not None else None
         if read.record is None or owner is None or read.record.revoked or _is_over(read.record.expires):
             return None
-        return self._principal(key_id, owner, read)
+        return self._principal(key_id, owner, read.models, read.classes, read.limits)
 
     def _opens(self, key: str, record: KeyRecord) -> bool:
         right = verify(key, record.hash, self._pepper)

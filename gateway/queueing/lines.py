@@ -77,8 +77,8 @@ class Lines(Generic[W]):
 
     def _place(self, call: Queued, now: float, *, goes_on: bool = False) -> Place | None:
         """`goes_on`: only for a conversation that has its room already."""
-        servers = self._fleet.servers_of(call.model)
-        if call.may_be_held:
+        servers, background = self._fleet.servers_of(call.model), call.may_be_held
+        if background:
             owed = self._owed.get(_key(call))
             if owed is not None and owed.tokens > 0:
                 servers = [server for server in servers if server.has_place]
@@ -87,7 +87,7 @@ class Lines(Generic[W]):
             homes = [server.estimate for server in servers]
             if not homes or not self._fleet.working_set.admit(call, homes, now, goes_on=goes_on):
                 return None
-        return self._fleet.take(servers, now, background=call.may_be_held)
+        return self._fleet.take(servers, now, background=background)
 
     def join(self, waiter: W, now: float) -> None:
         """Stand in line. Somebody may be refused for it, maybe `waiter` itself; `serve` may grant a place at once."""

@@ -51,9 +51,11 @@ OpenNext = Callable[[Call], Coroutine[Any, Any, Upstream]]
 
 def may_go_on(call: Call) -> bool:
     """Whether its stream may go on elsewhere, by the policy and by what it asks for."""
+    if not call.stream:
+        return False
     model, limits = call.model, call.latency_class
     allowed = limits.continue_cut_streams if model.continue_cut_streams is None else model.continue_cut_streams
-    return allowed and call.stream and _asks_for_text_alone(call)
+    return allowed and _asks_for_text_alone(call)
 
 
 def _asks_for_text_alone(call: Call) -> bool:

@@ -130,9 +130,9 @@ class Router:
 
     async def first_to_answer(self, call: Call, place: Place, attempts: Attempts) -> Upstream:
         limits, loop = call.latency_class, asyncio.get_running_loop()
-        # A call that does not stream has its first chunk when it is done.
-        first_seconds = min(limits.ttft, call.patience_seconds)
-        deadline = min(loop.time() + first_seconds, call.deadline) if call.stream else call.deadline
+        deadline = call.deadline
+        if call.stream:  # else the first chunk is there when all is done
+            deadline = min(loop.time() + min(limits.ttft, call.patience_seconds), deadline)
         budget = self._budgets.get(call.class_name)
         if budget is None:
             budget = self._budgets[call.class_name] = RetryBudget()

@@ -92,6 +92,15 @@ async def test_a_stored_key_is_the_same_principal_until_something_of_it_changes(
     assert again.tenant is next_policy.tenants_by_name["t"]
 
 
+async def test_a_policy_s_key_is_the_same_principal_with_and_without_its_secret(keys: CountingKeys) -> None:
+    authenticator, policies = Authenticator(keys, PEPPER), policy()
+    later = await authenticator.principal_of("in_policy", policies)
+    assert await authenticator.authenticate(bearer(KEY), policies) == later
+    assert await authenticator.principal_of("in_policy", policies) is await authenticator.authenticate(
+        bearer(KEY), policies
+    )
+
+
 async def test_all_wrong_keys_are_refused_in_the_same_words(keys: CountingKeys) -> None:
     authenticator = Authenticator(keys, PEPPER)
     wrong = [KEY + "0", new_key("in_policy"), new_key("in_store"), new_key("nobody"), "sk-other", "wp--", "é" * 300]
