@@ -63,7 +63,8 @@ DEPLOYMENT_AVAILABLE = Watched("warmpath_deployment_available", "1 where calls a
 LEDGER_ROWS = Watched("warmpath_ledger_rows", "Receipts written since the start.", kind="counter")
 LEDGER_DRIFT = Watched(
     "warmpath_ledger_drift_tokens",
-    "Tokens that the engine counted between the last two hourly notes, less those that this gateway has billed.",
+    "Tokens that the engine counted between the last two hourly notes, less those that this gateway has billed; of "
+    "several workers, their sum.",
     ("deployment", "kind"),
 )
 LEDGER_OK = Watched("warmpath_ledger_ok", "1 while receipts can be written.")
