@@ -8,6 +8,7 @@ from backend.layers.loader import LayerLoader
 from backend.layers.norm import RmsNorm
 from backend.layers.step import LayerCache, Step
 from backend.models.config import LayerConfig, ModelConfig
+from backend.ops.base import HeadNorms
 
 
 class PagedAttention:
@@ -46,10 +47,19 @@ class PagedAttention:
             sizes = (self._q_size, self._kv_size) if self._whole_norm else (config.head_dim, config.head_dim)
             self._q_norm = loader.rms_norm("q_norm", sizes[0], config.rms_norm_eps)
             self._k_norm = loader.rms_norm("k_norm", sizes[1], config.rms_norm_eps)
+        self._enters_at_once = config.rope_dim == config.head_dim and not self._whole_norm
+        self._head_norms: HeadNorms | None = None
+        if self._q_norm and self._k_norm and not self._whole_norm:
+            self._head_norms = RmsNorm.of_heads(self._q_norm, self._k_norm)
 
     def __call__(self, hidden: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """hidden: [T, hidden_size] -> [T, hidden_size]."""
-        query, key, value = torch.split(self._qkv(hidden), [self._q_size, self._kv_size, self._kv_size], dim=-1)
+        qkv = self._qkv(hidden)
+        if self._rope_index is not None and self._enters_at_once and cache.is_plain:
+            caches = (cache.key, cache.value)
+            query = self._ops.enter(qkv, self._head_norms, step.rope[self._rope_index], caches, step.slot_mapping)
+            return self._output(step.attend(query, *caches, self._span).flatten(1))
+        query, key, value = torch.split(qkv, [self._q_size, self._kv_size, self._kv_size], dim=-1)
         if self._q_norm and self._k_norm and self._whole_norm:
             query, key = self._q_norm(query), self._k_norm(key)
         query, key, value = (part.view(len(hidden), -1, self._head_dim) for part in (query, key, value))  # [T, H, D]

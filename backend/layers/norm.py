@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from backend.ops.base import Ops
+from backend.ops.base import HeadNorms, Ops
 
 
 class RmsNorm:
@@ -13,6 +13,11 @@ class RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.rms_norm(x, self._weight, self._eps)
+
+    @staticmethod
+    def of_heads(query: RmsNorm, key: RmsNorm) -> HeadNorms:
+        """For `Ops.enter`."""
+        return HeadNorms(query._weight, key._weight, query._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and the new residual."""

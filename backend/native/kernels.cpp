@@ -78,6 +78,20 @@ struct StoreKv {  // strides and sizes in bytes
   const int64_t* slots;
   int64_t rows, key_stride, value_stride, row_bytes;
 };
+struct Enter {  // queries, keys and values of one product: normed where there are weights, turned, keys and values stored
+  const void *qkv, *query_weight, *key_weight;  // [T, (H + 2 Hkv) D]; the weights may be null
+  const float *cos, *sin;                       // [T, D / 2]
+  void *query, *keys, *values;                  // [T, H, D]; caches
+  const int64_t* slots;
+  int64_t rows, stride, heads, kv_heads, dim, dtype, weight_dtype;
+  double eps;
+};
+struct Embed {  // out[T, K]: rows of a packed weight of bfloat16
+  const void* w;
+  const int64_t* ids;
+  void* out;
+  int64_t rows, ins;
+};
 struct Attend {
   const void *query, *keys, *values;  // [T, Hq, D]; caches: [num_blocks, block_size, Hkv, D]
   void* out;                          // [T, Hq, D]
@@ -87,7 +101,7 @@ struct Attend {
   int64_t max_seq_len;
 };
 
-enum Code : int64_t { LINEAR, EXPAND, RMS_NORM, ROPE, GATED, STORE_KV, ATTEND };
+enum Code : int64_t { LINEAR, EXPAND, RMS_NORM, ROPE, GATED, STORE_KV, ATTEND, ENTER, EMBED };
 
 struct Op {
   int64_t code;
@@ -100,6 +114,8 @@ struct Op {
     Gated gated;
     StoreKv store_kv;
     Attend attend;
+    Enter enter;
+    Embed embed;
   };
 };
 static_assert(sizeof(Op) == 160, "as library.py packs it");
@@ -638,6 +654,19 @@ void linear_packed(const Linear& a, void* memory) {
     multiply_packed(a, x, from, least(together, steps_of(a) - from), kept);
 }
 
+void embed(const Embed& a) {
+  const int64_t steps = a.ins / DEPTH;
+  const __m512i words = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                           _mm512_set1_epi32(TILE));
+  share(a.rows, 0, [&](int64_t t) {
+    const int64_t panel = a.ids[t] / PANEL, out = a.ids[t] % PANEL;
+    const char* w = static_cast<const char*>(a.w) + panel * steps * STEP_BYTES + out / TILE * TILE * 64 + out % TILE * 4;
+    for (int64_t k = 0; k < steps; k++)
+      _mm512_storeu_si512(static_cast<bf16*>(a.out) + t * a.ins + k * DEPTH,
+                          _mm512_i32gather_epi32(words, w + k * STEP_BYTES, 4));
+  });
+}
+
 bool suits(const Linear& a) { return a.dtype == BFLOAT16 && a.ins % DEPTH == 0; }
 
 template <class W>
@@ -871,6 +900,7 @@ void run(const Op& op, void* shared) {
     if (a.format == INT8) return linear<int8_t>(a, static_cast<uint32_t*>(shared));
     return linear<int4x32>(a, static_cast<uint32_t*>(shared));
   }
+  if (op.code == EMBED) return embed(op.embed);
   if (op.code != ATTEND) return avx512::run(op, shared);
   for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
     if (suits(op.attend, seq)) attend_sequence(op.attend, seq, static_cast<uint16_t*>(shared));
@@ -1265,6 +1295,45 @@ void gated(const Gated& a) {
   });
 }
 
+// One head: normed, unless there is no weight, and turned.
+template <class T, class W>
+inline void enter_head(const Enter& a, const T* x, const W* weight, int64_t t, T* out) {
+  const int64_t half = a.dim / 2;
+  float factor = 1;
+  if (weight) {
+    vf squares = {};
+    for (int64_t k = 0; k < a.dim; k += LANES) {
+      const vf v = load(x + k, a.dim - k);
+      squares += v * v;
+    }
+    factor = 1.0f / __builtin_sqrtf(sum(squares) / float(a.dim) + float(a.eps));
+  }
+  for (int64_t k = 0; k < half; k += LANES) {
+    const int64_t left = half - k;
+    vf first = load(x + k, left), second = load(x + half + k, left);
+    if (weight) {
+      first = first * factor * load(weight + k, left);
+      second = second * factor * load(weight + half + k, left);
+    }
+    const vf cos = load(a.cos + t * half + k, left), sin = load(a.sin + t * half + k, left);
+    store(out + k, first * cos - second * sin, left);
+    store(out + half + k, second * cos + first * sin, left);
+  }
+}
+
+template <class T, class W>
+void enter(const Enter& a) {
+  share(a.rows, 0, [&](int64_t t) {
+    const T* x = static_cast<const T*>(a.qkv) + t * a.stride;
+    T *keys = static_cast<T*>(a.keys) + a.slots[t] * a.kv_heads * a.dim, *query = static_cast<T*>(a.query);
+    for (int64_t h = 0; h < a.heads; h++, x += a.dim)
+      enter_head(a, x, static_cast<const W*>(a.query_weight), t, query + (t * a.heads + h) * a.dim);
+    for (int64_t h = 0; h < a.kv_heads; h++, x += a.dim)
+      enter_head(a, x, static_cast<const W*>(a.key_weight), t, keys + h * a.dim);
+    __builtin_memcpy(static_cast<T*>(a.values) + a.slots[t] * a.kv_heads * a.dim, x, a.kv_heads * a.dim * sizeof(T));
+  });
+}
+
 inline void store_kv(const StoreKv& a) {
   share(a.rows, 0, [&](int64_t t) {
     __builtin_memcpy(a.key_cache + a.slots[t] * a.row_bytes, a.key + t * a.key_stride, a.row_bytes);
@@ -1292,12 +1361,19 @@ inline void attend_rows(const Attend& a, int64_t seq, int64_t head, int64_t row)
   const int64_t width = ceil_div(end - begin, 16) * 16;
   float* scores = static_cast<float*>(own_scratch.get(R * width * sizeof(float)));
 
+  const int64_t stride = a.num_kv_heads * dim;
   const auto each_position = [&](const void* cache, auto visit) __attribute__((always_inline)) {
     for (int64_t p = begin; p < end;) {
       const int64_t offset = p % a.block_size, count = least(a.block_size - offset, end - p);
       const int64_t slot = int64_t(table[p / a.block_size]) * a.block_size + offset;
       const T* from = static_cast<const T*>(cache) + (slot * a.num_kv_heads + head) * dim;
-      for (int64_t i = 0; i < count; i++, p++, from += a.num_kv_heads * dim) visit(p - begin, from);
+      // The next block is elsewhere, which no prefetching of the hardware's knows.
+      const bool has_next = p + count < end;
+      const T* next = has_next ? from + (int64_t(table[p / a.block_size + 1]) * a.block_size - slot) * stride : from;
+      for (int64_t i = 0; i < count; i++, p++, from += stride, next += stride) {
+        for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(next + d);
+        visit(p - begin, from);
+      }
     }
   };
 
@@ -1382,7 +1458,6 @@ inline void attend(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
 
 template <class T>
 void run_with(const Op& op) {
-  const bool wide_weight = op.rms_norm.weight_dtype == FLOAT32;
   switch (op.code) {
     case LINEAR:
       if (op.linear.format == PLAIN) return linear_columns<T, T>(op.linear, 0, op.linear.outs);
@@ -1391,7 +1466,9 @@ void run_with(const Op& op) {
     case EXPAND:
       return op.expand.format == INT8 ? expand<T, int8_t>(op.expand) : expand<T, int4x32>(op.expand);
     case RMS_NORM:
-      return wide_weight ? rms_norm<T, float>(op.rms_norm) : rms_norm<T, bf16>(op.rms_norm);
+      return op.rms_norm.weight_dtype == FLOAT32 ? rms_norm<T, float>(op.rms_norm) : rms_norm<T, bf16>(op.rms_norm);
+    case ENTER:
+      return op.enter.weight_dtype == FLOAT32 ? enter<T, float>(op.enter) : enter<T, bf16>(op.enter);
     case ROPE:
       return rope<T>(op.rope);
     case GATED:
@@ -1406,6 +1483,7 @@ inline int64_t dtype_of(const Op& op) {
     case RMS_NORM: return op.rms_norm.dtype;
     case ROPE: return op.rope.dtype;
     case GATED: return op.gated.dtype;
+    case ENTER: return op.enter.dtype;
     default: return FLOAT32;
   }
 }

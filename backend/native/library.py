@@ -37,6 +37,8 @@ ROPE = (3, struct.Struct("10q"))
 GATED = (4, struct.Struct("7q"))
 STORE_KV = (5, struct.Struct("10q"))
 ATTEND = (6, struct.Struct("16qddq"))
+ENTER = (7, struct.Struct("17qd"))
+EMBED = (8, struct.Struct("6q"))
 
 logger = logging.getLogger(__name__)
 

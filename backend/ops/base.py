@@ -1,12 +1,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 INT4_GROUP = 32  # weights that share a scale
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """What every query and every key is normed by, head by head."""
+
+    query: Tensor  # [D]
+    key: Tensor  # [D], of the same dtype
+    eps: float
 
 
 class Ops(ABC):
@@ -61,6 +71,25 @@ class Ops(ABC):
     @abstractmethod
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up: [T, 2I] -> gelu(gate) * up: [T, I], by the tanh approximation that Gemma was trained with."""
+
+    def enter(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rope: tuple[Tensor, Tensor],
+        caches: tuple[Tensor, Tensor],
+        slots: Tensor,
+    ) -> Tensor:
+        """What stands between the projections and attention: queries and keys normed, if at all, and rotated; keys and
+        values stored. qkv: [T, (Hq + 2 Hkv) D], contiguous; rope: cos and sin; the rest as for `store_kv`, in qkv's
+        dtype -> the queries, [T, Hq, D]."""
+        kv_heads, dim = caches[0].shape[2:]
+        heads = qkv.view(len(qkv), -1, dim)
+        query, key, value = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        if norms:
+            query, key = self.rms_norm(query, norms.query, norms.eps), self.rms_norm(key, norms.key, norms.eps)
+        self.store_kv(self.rope(key, *rope), value, *caches, slots)
+        return self.rope(query, *rope)
 
     def gated(self, x: Tensor, gate: str | None) -> Tensor:
         """What a gate makes of a product: [T, 2I] -> [T, I]; without one, the product itself."""

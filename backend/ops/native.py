@@ -13,6 +13,7 @@ from torch import Tensor
 
 from backend.native import library
 from backend.native.library import Library
+from backend.ops.base import HeadNorms
 from backend.ops.reference import ReferenceOps
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -51,7 +52,9 @@ class NativeOps(ReferenceOps):
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         if weight.dim() == 2:
             return super().embedding(ids, weight)
-        return weight[ids // PANEL, :, ids // TILE % 2, :, ids % TILE].flatten(1)
+        out = weight.new_empty((len(ids), weight.shape[1] * PANEL))
+        self._call(library.EMBED, weight.data_ptr(), ids.data_ptr(), out.data_ptr(), *out.shape)
+        return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
         if weight.dim() > 2:
@@ -149,6 +152,28 @@ class NativeOps(ReferenceOps):
         fields = (gate_up.data_ptr(), out.data_ptr(), rows, inner, DTYPES[out.dtype], int(is_gelu))
         self._call(library.GATED, *fields, threaded=out.numel() >= MIN_SHARED_ITEMS)
         return out
+
+    def enter(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rope: tuple[Tensor, Tensor],
+        caches: tuple[Tensor, Tensor],
+        slots: Tensor,
+    ) -> Tensor:
+        kv_heads, dim = caches[0].shape[2:]
+        heads = qkv.shape[1] // dim - 2 * kv_heads
+        query = qkv.new_empty((len(qkv), heads, dim))
+        weights = (norms.query.data_ptr(), norms.key.data_ptr()) if norms else (0, 0)
+        self._call(
+            library.ENTER,
+            qkv.data_ptr(), *weights, rope[0].data_ptr(), rope[1].data_ptr(), query.data_ptr(),
+            caches[0].data_ptr(), caches[1].data_ptr(), slots.data_ptr(),
+            len(qkv), qkv.stride(0), heads, kv_heads, dim,
+            DTYPES[qkv.dtype], DTYPES[norms.query.dtype] if norms else 0, norms.eps if norms else 0.0,
+            threaded=qkv.numel() >= MIN_SHARED_ITEMS,
+        )  # fmt: skip
+        return query
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         key, value = _rows(key), _rows(value)

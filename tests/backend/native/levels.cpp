@@ -63,6 +63,12 @@ void all_operations(Dtype dtype) {
   op.attend = {query.data(), cache.data(), cache.data(), seen.data(), tables, starts, seq_lens,
                2, 3, 4, 4, 2, 24, dtype, 5, 0.2, 3.0, 9};
   run("attend", op, seen);
+  auto keys = numbers<T>(8 * 4 * 2 * 24), values = keys;
+  const int64_t slots[] = {7, 0, 30};
+  op.code = ENTER;
+  op.enter = {x.data(), w.data(), bias.data(), angles.data(), angles.data(), seen.data(), keys.data(), values.data(),
+              slots, 2, K, 0, 2, 24, dtype, dtype, 1e-6};
+  run("enter", op, keys);
 }
 
 int main() {

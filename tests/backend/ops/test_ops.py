@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backend.native import library
 from backend.ops import OPS, create_ops
-from backend.ops.base import INT4_GROUP, Ops
+from backend.ops.base import INT4_GROUP, HeadNorms, Ops
 from backend.ops.native import NativeOps
 from backend.triton_runtime import runs_triton
 
@@ -194,12 +194,15 @@ def test_add_rms_norm(ops: Ops, dtype: torch.dtype) -> None:
     assert torch.equal(residual, before[1])
 
 
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    first, second = x.double().chunk(2, dim=-1)
+    turned = torch.complex(first, second) * torch.polar(torch.ones(()).double(), angles.double()[:, None])
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
 def test_rope(ops: Ops, dtype: torch.dtype) -> None:
-    x = random(6, 3, 8, dtype=dtype)
-    angles = random(6, 4, dtype=torch.float32, seed=1) * 3
-    turned = torch.polar(torch.ones(6, 1, 4, dtype=torch.float64), angles.double()[:, None])
-    exact = torch.complex(x.double()[..., :4], x.double()[..., 4:]) * turned
-    assert_close(ops.rope(x, angles.cos(), angles.sin()), torch.cat((exact.real, exact.imag), dim=-1))
+    x, angles = random(6, 3, 8, dtype=dtype), random(6, 4, dtype=torch.float32, seed=1) * 3
+    assert_close(ops.rope(x, angles.cos(), angles.sin()), rotated(x, angles))
 
 
 def test_silu_mul(ops: Ops, dtype: torch.dtype) -> None:
@@ -227,6 +230,31 @@ def test_activations_of_large_inputs(ops: Ops, dtype: torch.dtype) -> None:
 def test_a_norm_with_a_wide_weight(ops: Ops) -> None:
     x, weight = random(5, 32, dtype=torch.bfloat16), random(32, dtype=torch.float32, seed=1)
     assert_close(ops.rms_norm(x, weight, 1e-6), rms_norm(x.double(), weight.double(), 1e-6))
+
+
+@pytest.mark.parametrize("dim", [8, 64, 80])
+@pytest.mark.parametrize("norm_dtype", [None, torch.float32, torch.bfloat16])
+def test_enter_norms_rotates_and_stores(ops: Ops, dtype: torch.dtype, dim: int, norm_dtype: torch.dtype | None) -> None:
+    tokens, heads, kv_heads = 3, 4, 2
+    qkv, slots = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), torch.tensor([19, 0, 6])
+    if norm_dtype is torch.bfloat16 and dtype is torch.float32:
+        norm_dtype = torch.float32
+    weights = [random(dim, dtype=norm_dtype or dtype, seed=i) for i in (1, 2)]
+    norms = HeadNorms(weights[0], weights[1], 1e-6) if norm_dtype else None
+    angles = random(tokens, dim // 2, dtype=torch.float32, seed=3) * 3
+    caches = torch.zeros(5, 4, kv_heads, dim, dtype=dtype), torch.zeros(5, 4, kv_heads, dim, dtype=dtype)
+
+    query = ops.enter(qkv, norms, (angles.cos(), angles.sin()), caches, slots)
+
+    queries, keys, values = qkv.view(tokens, -1, dim).double().split([heads, kv_heads, kv_heads], dim=1)
+    if norms:
+        queries, keys = rms_norm(queries, weights[0].double(), 1e-6), rms_norm(keys, weights[1].double(), 1e-6)
+    assert_close(query, rotated(queries, angles))
+    stored = torch.zeros(20, kv_heads, dim, dtype=torch.float64)
+    stored[slots] = rotated(keys, angles)
+    assert_close(caches[0].flatten(0, 1), stored)
+    stored[slots] = values
+    assert torch.equal(caches[1].flatten(0, 1).double(), stored)
 
 
 def test_store_kv_writes_the_slots_and_nothing_else(ops: Ops, dtype: torch.dtype) -> None:
