@@ -14,7 +14,15 @@ import msgspec
 
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
-from gateway.providers.sse import MAX_FRAME_BYTES, FrameSplitter, FrameTooLong, broken_at, ends_stream, error_in
+from gateway.providers.sse import (
+    MAX_FRAME_BYTES,
+    FrameSplitter,
+    FrameTooLong,
+    broken_at,
+    ends_stream,
+    error_in,
+    is_one_object,
+)
 from gateway.providers.transport import Answer, HTTPTransport, header_lines
 from gateway.types import Call, Operation
 
@@ -228,6 +236,8 @@ class EventStreamReply(Reply):
 
     def _checked(self, frames: bytes) -> bytes:
         """The frames up to an error that the server tells of, which is raised when they are through."""
+        if is_one_object(frames):
+            return frames
         if (offset := broken_at(frames)) is not None:
             self._failure = ProviderFailure(Fault.MALFORMED, "an event of the stream is not JSON")
             if offset == 0:

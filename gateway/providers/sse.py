@@ -133,17 +133,27 @@ _skim = msgspec.json.Decoder(_Object).decode
 _BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r){2}")
 
 
-def broken_at(frames: bytes) -> int | None:
-    """Where the first event begins whose data is neither a JSON object nor `[DONE]`; None where there is none.
-
-    Servers write an event at a time, mostly: that is skimmed as it is, for half a microsecond.
+def is_one_object(frames: bytes) -> bool:
+    """Whether this is one event, of one JSON object on one line, and that no error: as nearly all that servers write,
+    an event at a time. For half a microsecond; what is not is to be looked at closely, by the others here.
     """
-    if frames.startswith(b"data: {") and frames.endswith(b"\n\n") and frames.count(b"\n") == 2:
-        try:
-            _skim(frames[6:])
-            return None
-        except msgspec.MsgspecError:
-            pass  # it may still be one of several lines: look closely
+    if (
+        not frames.startswith(b"data: {")
+        or not frames.endswith(b"\n\n")
+        or frames.count(b"\n") != 2
+        or frames.find(b"\r") >= 0  # which ends a line, too
+        or frames.startswith(_ERROR)
+    ):
+        return False
+    try:
+        _skim(frames[6:])
+    except msgspec.MsgspecError:
+        return False
+    return True
+
+
+def broken_at(frames: bytes) -> int | None:
+    """Where the first event begins whose data is neither a JSON object nor `[DONE]`; None where there is none."""
     begin = 0
     for end in [*(blank.end() for blank in _BLANK_LINE.finditer(frames)), len(frames)]:
         data = b"\n".join(line[1] for line in _DATA_LINE.finditer(frames[begin:end])).strip()

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.providers.sse import MAX_FRAME_BYTES, FrameSplitter, FrameTooLong, ends_stream, error_in
+from gateway.providers.sse import (
+    MAX_FRAME_BYTES,
+    FrameSplitter,
+    FrameTooLong,
+    broken_at,
+    ends_stream,
+    error_in,
+    is_one_object,
+)
 
 _pieces = st.lists(st.sampled_from([b"\n", b"\r", b"\r\n", b"a", b"data: x", b"\n\n", b"\r\n\r\n", b""]))
 
@@ -71,3 +79,34 @@ def test_ends_stream(frames: bytes, ends: bool) -> None:
 )
 def test_error_in(frames: bytes, error: tuple[int, str] | None) -> None:
     assert error_in(frames) == error
+
+
+@pytest.mark.parametrize(
+    ("frames", "one"),
+    [
+        (b'data: {"choices": [{"delta": {"content": "[DONE]"}}]}\n\n', True),
+        (b"data: {}\n\n", True),
+        (b"data: {}\r\n\r\n", False),
+        (b"data: {}\n\ndata: {}\n\n", False),
+        (b'data: {"a":\ndata: 1}\n\n', False),
+        (b'data: {"a"\n\n', False),
+        (b"data: {} x\n\n", False),
+        (b'data: {"a":\r1}\n\n', False),
+        (b'data: {"error": null}\n\n', False),
+        (b"data: [DONE]\n\n", False),
+        (b": here\n\n", False),
+        (b"", False),
+    ],
+)
+def test_is_one_object(frames: bytes, one: bool) -> None:
+    assert is_one_object(frames) is one
+
+
+_PARTS = [b"data: ", b'{"a":1}', b'{"error":"x"}', b"[DONE]", b"{", b"}", b'"a":', b"1", b"\n", b"\r", b"\n\n", b" "]
+
+
+@given(st.lists(st.sampled_from(_PARTS), max_size=8))
+def test_one_object_is_whole_and_neither_error_nor_end(parts: list[bytes]) -> None:
+    frames = b"".join([b'data: {"a":', *parts, b"\n\n"])
+    if is_one_object(frames):
+        assert broken_at(frames) is None and error_in(frames) is None and not ends_stream(frames)
