@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 FILE = "engine-counters.jsonl"
+_SECOND = len("2026-11-20T10:00:00")
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -61,11 +62,16 @@ def read_marks(ledger: Path) -> list[Mark]:
 
 
 def spans(marks: Iterable[Mark], since: str | None = None, until: str | None = None) -> list[Span]:
-    """By deployment, between neighbouring marks that both lie within the period."""
+    """By deployment, between neighbouring marks that both lie within the period. Of those of one second, which several
+    gateways note on the hour, the last one stands.
+    """
     by_deployment: dict[str, list[Mark]] = {}
     for mark in marks:
         if (since is None or mark.at >= since) and (until is None or mark.at <= until):
-            by_deployment.setdefault(mark.deployment, []).append(mark)
+            own = by_deployment.setdefault(mark.deployment, [])
+            if own and own[-1].at[:_SECOND] == mark.at[:_SECOND]:
+                own.pop()
+            own.append(mark)
     return [_span(first, second) for own in by_deployment.values() for first, second in pairwise(own)]
 
 

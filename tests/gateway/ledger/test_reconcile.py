@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from gateway.ids import new_event_id
 from gateway.ledger.engine_counters import Mark, spans
 from gateway.ledger.reconcile import compare, share, total
@@ -23,6 +25,14 @@ def test_a_span_is_what_was_counted_between_two_marks() -> None:
     assert found == [("09", "10", 100, 10, False), ("10", "11", 30, 8, True), ("11", "12", 60, 2, False)]
     assert [span.since[11:13] for span in spans(MARKS, since="2026-11-20T10")] == ["10", "11"]
     assert [span.since[11:13] for span in spans(MARKS, until="2026-11-20T11:00:00.000000Z")] == ["09", "10"]
+
+
+def test_what_two_gateways_note_on_the_hour_is_one_mark() -> None:
+    a_moment_later = {one: one.at.replace("00.000000Z", "00.012345Z") for one in MARKS}
+    others = [msgspec.structs.replace(one, at=at, input=one.input + 1) for one, at in a_moment_later.items()]
+    both = sorted([*MARKS, *others], key=lambda one: one.at)
+    found = [(span.since[11:13], span.until[11:13], span.input) for span in spans(both)]
+    assert found == [("09", "10", 100), ("10", "11", 31), ("11", "12", 60)]
 
 
 def test_a_receipt_belongs_to_the_span_in_which_its_call_ended(tmp_path: Path) -> None:
