@@ -1,12 +1,15 @@
 """Traffic to replay: who asks for what, when, and which prompts share which beginnings.
 
-Two recorded formats are read, told apart by their first line:
+Three recorded formats are read, told apart by how they begin. Of JSON lines:
 
 * conversation (Mooncake's): `timestamp` in ms, `input_length`, `output_length`, and `hash_ids`, one for each 512 tokens
   of the prompt, where equal ids mean equal prefixes up to there. Requests come at their times (open loop).
 * sessions of agents: `s` names the session, `in` and `out` tokens, `think` seconds of the client before the request,
   and `rl`, run lengths `[[first, count], ...]` of ids of 64-token blocks, each session with its own. A session's next
   request comes after its last answer (closed loop).
+
+And a JSON list of chats (tau-bench's): each with its messages under `traj` or `messages`, of which every answer was a
+request with all that stands before it (closed loop; nobody thinks).
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
+from gateway.simulator.messages import MessagesError, Turns
 
 CONVERSATION_BLOCK_TOKENS = 512
 THINK_MAX_SECONDS = 300.0
@@ -79,6 +83,10 @@ class Trace:
 def read_trace(path: Path) -> Trace:
     """Raises `TraceError`, and `OSError`."""
     with path.open(encoding="utf-8") as file:
+        is_list = file.read(1) == "["
+        file.seek(0)
+        if is_list:
+            return _chats(path, file)
         rows = list(_rows(path, file))
     if not rows:
         raise TraceError(f"{path}: the trace is empty")
@@ -87,6 +95,24 @@ def read_trace(path: Path) -> Trace:
         return read(path.stem, rows)
     except _RowError as problem:
         raise TraceError(f"{path}:{problem.line}: {problem}") from None
+
+
+def _chats(path: Path, file: TextIO) -> Trace:
+    try:
+        recorded = json.load(file)
+        turns = Turns()
+        sessions = [
+            Session(str(number), 0.0, requests)
+            for number, session in enumerate(recorded)
+            if (requests := [Request(0.0, *request) for request in turns.of(number, session)])
+        ]
+    except MessagesError as problem:
+        raise TraceError(f"{path}: {problem}") from None
+    except ValueError as problem:
+        raise TraceError(f"{path}: not JSON: {problem}") from None
+    if not sessions:
+        raise TraceError(f"{path}: nobody answers in it")
+    return Trace(path.stem, sessions, closed_loop=True)
 
 
 class _RowError(ValueError):

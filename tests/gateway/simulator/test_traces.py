@@ -47,6 +47,43 @@ def test_agents_are_sessions_whose_blocks_are_their_own(tmp_path: Path) -> None:
     assert max(r.after_seconds for session in begun.sessions for r in session.requests) == THINK_MAX_SECONDS
 
 
+def test_chats_are_sessions_of_one_request_for_each_answer(tmp_path: Path) -> None:
+    rules = {"role": "system", "content": "Be brief. " * 100}
+    why, more = ({"role": "user", "content": words * 100} for words in ("Why? ", "And? "))
+    so = {"role": "assistant", "content": "So. " * 50}
+    calls = {"role": "assistant", "content": None, "tool_calls": []}
+    path = tmp_path / "chats.json"
+    path.write_text(
+        json.dumps([{"traj": [rules, why, so, more, calls]}, {"messages": [rules, more, so]}, {"traj": [rules]}])
+    )
+    trace = read_trace(path)
+    assert trace.closed_loop and trace.name == "chats"
+    one, other = trace.sessions
+    first, second = one.requests
+    assert second.chain[: len(first.chain)] == first.chain and len(second.chain) > len(first.chain)
+    assert [first.prompt_tokens, second.prompt_tokens] == [pytest.approx(375, abs=10), pytest.approx(550, abs=10)]
+    assert first.output_tokens == pytest.approx(50, abs=5)
+    shared = 1000 // 4 // BLOCK_TOKENS
+    (told,) = other.requests
+    assert told.chain[:shared] == first.chain[:shared] and not set(told.chain[shared:]) & set(second.chain)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[", "chats.json: not JSON"),
+        ("[3]", "chats.json: session 0: a list of messages is needed under traj or messages"),
+        ('[{"traj": [{"content": "x"}]}]', r"chats.json: session 0: messages\[0\].role"),
+        ("[]", "nobody answers in it"),
+    ],
+)
+def test_what_are_no_chats_is_told(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "chats.json"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=problem):
+        read_trace(path)
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
