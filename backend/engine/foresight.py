@@ -22,13 +22,14 @@ def foresee(scheduler: Scheduler, plan: Sequence[Scheduled]) -> tuple[Scheduled,
     """All of a step's requests that go on behind it, or none: a second step beside the foreseen one would cost more
     than foresight saves. Makes room for their tokens, as far as there are blocks to spare."""
     following = []
+    block_size = scheduler.pool.block_size
     for scheduled in plan:
         request = scheduled.request
         if not is_decode(scheduled) or not is_plain(request, ahead=1):
             return ()
         if request.num_output_tokens + 1 >= request.sampling.max_tokens:
             continue  # it ends with this step
-        if scheduler.reserve(request, 1) < 1:
+        if scheduled.end >= len(request.block_table) * block_size and scheduler.reserve(request, 1) < 1:
             return ()
         following.append(Scheduled(request, scheduled.end, 1))
     return tuple(following)

@@ -19,15 +19,18 @@ from backend.engine.request import Request, SamplingParams
 from backend.triton_runtime import runs_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(not runs_triton(torch.device(DEVICE)), reason="no GPU, and no TRITON_INTERPRET=1")
+pytestmark = [
+    pytest.mark.skipif(not runs_triton(torch.device(DEVICE)), reason="no GPU, and no TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),  # the interpreter's, of a sigmoid
+]
 
-PROMPTS = [[3], [(7 * i * i + i) % 256 for i in range(30)], [9, 8, 7, 6], [(5 * i) % 251 for i in range(19)]]
+PROMPTS = [[3], [(7 * i * i + i) % 256 for i in range(26)], [9, 8, 7, 6]]
 
 
 def tokens_of(engine: Engine) -> list[list[int]]:
     """One after the other comes, so that there are prompts, chunks and decodes side by side."""
     requests = [
-        Request(f"r{i}", prompt, SamplingParams(max_tokens=8, temperature=0.7 * (i % 2), seed=i))
+        Request(f"r{i}", prompt, SamplingParams(max_tokens=5, temperature=0.7 * (i % 2), seed=i))
         for i, prompt in enumerate(PROMPTS)
     ]
     for request in requests:

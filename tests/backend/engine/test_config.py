@@ -126,3 +126,25 @@ def test_sampling_out_of_range_is_refused_by_name(param: str, value: Any) -> Non
     with pytest.raises(RequestRefused) as caught:
         SamplingParams(**{"max_tokens": 16, param: value})
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("family", ["attention", "ops"])
+def test_what_is_for_gpus_is_refused_without_one(directory: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setattr(config, "runs_triton", lambda device: False)
+    with pytest.raises(ConfigError, match="needs a GPU and the triton package") as refused:
+        EngineConfig(model_dir=directory, device="cpu", **{family: "triton"}).resolve()  # type: ignore[arg-type]
+    assert refused.value.param == family
+
+
+def test_a_gpu_has_triton_where_torch_brings_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for has_triton, expected in ((True, ("triton", "triton")), (False, ("sdpa", "reference"))):
+        monkeypatch.setattr(config, "runs_triton", lambda device, has_triton=has_triton: has_triton)
+        resolved = EngineConfig(model_dir=directory, num_blocks=8, num_threads=1).resolve()
+        assert (resolved.attention, resolved.ops) == expected
+        # Their conversion of eight-bit floats needs newer ones.
+        fp8 = EngineConfig(model_dir=directory, num_blocks=8, num_threads=1, kv_cache_dtype="fp8_e4m3").resolve()
+        assert (fp8.attention, fp8.ops) == ("sdpa", expected[1])
+    with pytest.raises(ConfigError, match=r"capability 9\.0"):
+        EngineConfig(model_dir=directory, num_blocks=8, quantization="fp8").resolve()
