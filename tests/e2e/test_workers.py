@@ -20,6 +20,7 @@ from tests.e2e.processes import (
     Wire,
     chat,
     endless,
+    engine,
     gateway,
     simple_policy,
     tenant,
@@ -107,6 +108,27 @@ def test_a_killed_worker_loses_its_own_streams_and_nothing_else(front: Gateway, 
     assert front.stop() == 0
     verified = warmpath("usage", "verify", cwd=tmp_path, ledger_dir=str(front.ledger))
     assert verified.returncode == 0, verified.stdout
+
+
+def test_a_request_that_has_killed_an_engine_is_known_to_all_of_them(tmp_path: Path) -> None:
+    """kill -9 in the middle of its answer: whichever worker it comes to afterwards, no engine is asked again."""
+    with engine(tmp_path / "engine") as mortal:
+        policy = simple_policy(mortal.url)
+        storage = f"sqlite:///{tmp_path / 'state.db'}"
+        with gateway(tmp_path, policy, storage=storage, workers=str(WORKERS)) as front, ExitStack() as stack:
+            deadly = stack.enter_context(Wire(front, "chat/completions", endless()))
+            deadly.read_until(b"data: ")
+            mortal.kill()
+            assert b'"upstream_cut"' in deadly.read_to_end()
+            worked = next(worker for worker in range(WORKERS) if calls_of(front, worker, "opened"))
+
+            def asked_again() -> str:
+                with Wire(front, "chat/completions", endless()) as again:
+                    return str(again.read_reply()[1]["error"]["code"])
+
+            # The other one hears of it a moment later. The kernel deals connections out.
+            until(lambda: {asked_again() for _ in range(8)} == {"poisonous_request"})
+            assert len(calls_of(front, worked, "opened")) == 1
 
 
 def test_a_batch_is_worked_through_once_whichever_worker_dies(front: Gateway) -> None:
