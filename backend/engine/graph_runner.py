@@ -22,12 +22,8 @@ from backend.engine.plan import Computed, Scheduled
 from backend.engine.runner import Runner
 from backend.engine.sampling_batch import NextToken
 
-WARM_UP_ROWS = (
-    16,
-    32,
-    64,
-    128,
-)  # of the tiles that chunks of a prompt are cut into: their tokens times heads in a group
+# Of the tiles that prompts are cut into: tokens times the heads that share a key.
+WARM_UP_ROWS = (16, 32, 64, 128)
 
 
 def create_runner(config: ResolvedConfig) -> Runner:

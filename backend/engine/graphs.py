@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -243,7 +243,8 @@ class _Rows:
         self._order: list[str] = []
         self._written: list[list[int]] = []
 
-    def arrange(self, request_ids: Sequence[str] | dict[str, Scheduled]) -> list[str]:
+    def arrange(self, request_ids: Collection[str]) -> list[str]:
+        """The same, in the order of their rows."""
         wanted = set(request_ids)
         kept: list[str | None] = [each if each in wanted else None for each in self._order[: len(request_ids)]]
         kept += [None] * (len(request_ids) - len(kept))

@@ -111,13 +111,16 @@ def test_random_histories(load: Load, capture: Counting, seed: int) -> None:
     """Requests come, end, are aborted and preempted, at any time; prompts are cut, and steps given up."""
     rolled = random.Random(seed)
     samplings = [SAMPLINGS, [*SAMPLINGS, *SPECIAL]][seed % 2]
+    has_cache = rolled.random() < 0.7
     engine = load(
         ahead=True,
         block_size=rolled.choice([1, 4, 16]),
         num_blocks=rolled.choice([70, 200]),
         max_model_len=64,
         max_num_batched_tokens=rolled.choice([8, 64]),
-        enable_prefix_caching=rolled.random() < 0.7,
+        enable_prefix_caching=has_cache,
+        kv_host_bytes=1 << 17 if has_cache and seed % 4 == 0 else None,
+        speculation="ngram" if seed % 8 == 7 else "none",
     )
     if seed % 3 == 0:
         engine.interruption = Impatience()
