@@ -107,20 +107,22 @@ class Impatience(Interruption):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_random_histories(load: Load, capture: Counting, seed: int) -> None:
+def test_random_histories(load: Load, capture: Counting, checkpoint_dir: Callable[[str], Path], seed: int) -> None:
     """Requests come, end, are aborted and preempted, at any time; prompts are cut, and steps given up."""
     rolled = random.Random(seed)
     samplings = [SAMPLINGS, [*SAMPLINGS, *SPECIAL]][seed % 2]
     has_cache = rolled.random() < 0.7
+    block_size = rolled.choice([1, 4, 16])
+    drafts = {"speculation": "draft_model", "draft_model_dir": checkpoint_dir("llama")} if seed % 8 == 7 else {}
     engine = load(
         ahead=True,
-        block_size=rolled.choice([1, 4, 16]),
-        num_blocks=rolled.choice([70, 200]),
+        block_size=block_size,
+        num_blocks=rolled.choice([70, 100, 300]) // block_size + 1,
         max_model_len=64,
         max_num_batched_tokens=rolled.choice([8, 64]),
         enable_prefix_caching=has_cache,
         kv_host_bytes=1 << 17 if has_cache and seed % 4 == 0 else None,
-        speculation="ngram" if seed % 8 == 7 else "none",
+        **drafts,
     )
     if seed % 3 == 0:
         engine.interruption = Impatience()
