@@ -324,7 +324,7 @@ using avx512::vf;
 constexpr int64_t TILE = 16;       // rows of a tile, and sums in one
 constexpr int64_t DEPTH = 32;      // products behind one step of a sum
 constexpr int64_t AHEAD = 3;        // steps that operands are fetched ahead
-constexpr int64_t STEP_KEYS = 128;  // positions between two corrections of a running softmax
+constexpr int64_t STEP_KEYS = 256;  // positions between two corrections of a running softmax
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};

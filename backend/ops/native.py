@@ -58,7 +58,7 @@ class NativeOps(ReferenceOps):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
         if weight.dim() > 2:
-            return self._product(x, weight, None, bias, len(weight) * PANEL, PLAIN, gate)
+            return self._product(x, weight, None, bias, weight.shape[0] * PANEL, PLAIN, gate)
         if len(x) > self._max_rows and x.dtype is torch.bfloat16:
             return self.gated(F.linear(x, weight, bias), gate)
         return self.gated(self._product(x, weight, None, bias, len(weight), PLAIN), gate)
@@ -67,7 +67,7 @@ class NativeOps(ReferenceOps):
         self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, gate: str | None = None
     ) -> Tensor:
         if weight.dim() > 2:
-            return self._product(x, weight, scales, bias, len(weight) * PANEL, INT8, gate)
+            return self._product(x, weight, scales, bias, weight.shape[0] * PANEL, INT8, gate)
         if len(x) > self._max_rows and x.dtype is torch.bfloat16:
             return self.gated(F.linear(x, self._expanded(weight, scales, x, INT8), bias), gate)
         return self.gated(self._product(x, weight, scales, bias, len(weight), INT8), gate)
@@ -123,7 +123,7 @@ class NativeOps(ReferenceOps):
         self._call(
             library.RMS_NORM,
             x.data_ptr(), _pointer(residual), weight.data_ptr(), out.data_ptr(), _pointer(total),
-            len(x), x.stride(0), inner, dim, DTYPES[x.dtype], DTYPES[weight.dtype], eps,
+            x.shape[0], x.stride(0), inner, dim, DTYPES[x.dtype], DTYPES[weight.dtype], eps,
             threaded=out.numel() >= MIN_SHARED_ITEMS,
         )  # fmt: skip
         return out, total
@@ -163,13 +163,13 @@ class NativeOps(ReferenceOps):
     ) -> Tensor:
         kv_heads, dim = caches[0].shape[2:]
         heads = qkv.shape[1] // dim - 2 * kv_heads
-        query = qkv.new_empty((len(qkv), heads, dim))
+        query = qkv.new_empty((qkv.shape[0], heads, dim))
         weights = (norms.query.data_ptr(), norms.key.data_ptr()) if norms else (0, 0)
         self._call(
             library.ENTER,
             qkv.data_ptr(), *weights, rope[0].data_ptr(), rope[1].data_ptr(), query.data_ptr(),
             caches[0].data_ptr(), caches[1].data_ptr(), slots.data_ptr(),
-            len(qkv), qkv.stride(0), heads, kv_heads, dim,
+            qkv.shape[0], qkv.stride(0), heads, kv_heads, dim,
             DTYPES[qkv.dtype], DTYPES[norms.query.dtype] if norms else 0, norms.eps if norms else 0.0,
             threaded=qkv.numel() >= MIN_SHARED_ITEMS,
         )  # fmt: skip
