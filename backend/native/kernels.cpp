@@ -78,7 +78,7 @@ struct StoreKv {  // strides and sizes in bytes
   const int64_t* slots;
   int64_t rows, key_stride, value_stride, row_bytes;
 };
-struct Enter {  // queries, keys and values of one product: normed where there are weights, turned, keys and values stored
+struct Enter {  // of one product, queries and keys are normed, if there are weights, and turned, keys and values stored
   const void *qkv, *query_weight, *key_weight;  // [T, (H + 2 Hkv) D]; the weights may be null
   const float *cos, *sin;                       // [T, D / 2]
   void *query, *keys, *values;                  // [T, H, D]; caches
@@ -309,10 +309,11 @@ void share(int64_t count, int64_t grain, F f) {
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,amx-int8")
 #endif
 
-// ---- AMX: y^T = W x^T in tiles of 16 x 16 sums over 32 products each -------------------------------------------------
+// ---- AMX: products in tiles of 16 x 16 sums over 32 products each -------------------------------------------------
 //
-// The weight is the left operand, so that its tiles are read where they lie; the few rows of x are the right one and
-// are packed once per product: 16 rows of x as [K / 2][16] pairs. Attention is arranged alike: scores^T = K q^T reads
+// A weight that was packed when it was loaded is the right operand; see below. One that was not is the left operand, so
+// that its tiles are read where they lie; the few rows of x are the right one then, packed once per product: 16 rows of
+// x as [K / 2][16] pairs. Attention is arranged alike: scores^T = K q^T reads
 // the keys in their blocks, and leaves sixteen queries side by side in a vector, so that maxima and sums of a softmax
 // take no step across lanes. Values are packed once per sequence, transposed, since they are the left operand then.
 
@@ -592,12 +593,14 @@ void finish_rows(const Linear& a, int64_t t, int64_t n, const float (*sums)[TILE
 }
 
 // The sums are whole numbers, of the high halves and then of the low ones.
-void finish_rows_int8(const Linear& a, int64_t t, int64_t n, const float* row_scales, const float (*sums)[TILE * TILE]) {
+void finish_rows_int8(const Linear& a, int64_t t, int64_t n, const float* row_scales,
+                      const float (*sums)[TILE * TILE]) {
   const float* scales = static_cast<const float*>(a.scales);
   const vf first = avx512::load(scales + first_of(a, n)), second = avx512::load(scales + second_of(a, n));
   const auto whole = [&](int64_t i, int64_t j) {
     const __m512 high = _mm512_cvtepi32_ps(_mm512_load_si512(sums[j] + i * TILE));
-    return (vf)_mm512_fmadd_ps(high, _mm512_set1_ps(256), _mm512_cvtepi32_ps(_mm512_load_si512(sums[2 + j] + i * TILE)));
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_load_si512(sums[2 + j] + i * TILE));
+    return (vf)_mm512_fmadd_ps(high, _mm512_set1_ps(256), low);
   };
   for (int64_t i = 0; i < least(TILE, a.rows - t); i++)
     finish(a, t + i, n, whole(i, 0) * row_scales[t + i] * first, whole(i, 1) * row_scales[t + i] * second);
@@ -613,7 +616,8 @@ void multiply_packed(const Linear& a, const PackedRows& x, int64_t from, int64_t
   const auto panel_by_rows = [&](int64_t i) {
     const char* panel = static_cast<const char*>(a.w) + i * panel_bytes + from * STEP_BYTES;
     for (int64_t pass = 0; pass < passes; pass++) {
-      const Fetch fetch{passes == 1 ? panel + FETCH_AHEAD * STEP_BYTES : panel + panel_bytes + pass * count * lines * 64, lines};
+      const char* share_of_next = panel + panel_bytes + pass * count * lines * 64;
+      const Fetch fetch{passes == 1 ? panel + FETCH_AHEAD * STEP_BYTES : share_of_next, lines};
       const int64_t t = pass * rows_at_once;
       const char *x0 = x.tile(t) + from * TILE * 64, *x1 = x0 + (is_int8 ? x.tile_bytes / 2 : x.tile_bytes);
       alignas(64) float own[4][TILE * TILE];
@@ -639,8 +643,9 @@ size_t packed_rows_bytes(const Linear& a) {
 }
 
 size_t packed_bytes(const Linear& a) {  // of rows of x, and of sums that wait
-  const bool is_whole = steps_together(a) == steps_of(a);
-  return packed_rows_bytes(a) + (is_whole ? 0 : ceil_div(a.rows, PANEL) * PANEL * a.outs * (a.format == INT8 ? 2 : 1) * sizeof(float));
+  if (steps_together(a) == steps_of(a)) return packed_rows_bytes(a);
+  const int64_t sums = ceil_div(a.rows, PANEL) * PANEL * a.outs * (a.format == INT8 ? 2 : 1);
+  return packed_rows_bytes(a) + sums * sizeof(float);
 }
 
 void linear_packed(const Linear& a, void* memory) {
@@ -660,7 +665,8 @@ void embed(const Embed& a) {
                                            _mm512_set1_epi32(TILE));
   share(a.rows, 0, [&](int64_t t) {
     const int64_t panel = a.ids[t] / PANEL, out = a.ids[t] % PANEL;
-    const char* w = static_cast<const char*>(a.w) + panel * steps * STEP_BYTES + out / TILE * TILE * 64 + out % TILE * 4;
+    const int64_t at = panel * steps * STEP_BYTES + out / TILE * TILE * 64 + out % TILE * 4;
+    const char* w = static_cast<const char*>(a.w) + at;
     for (int64_t k = 0; k < steps; k++)
       _mm512_storeu_si512(static_cast<bf16*>(a.out) + t * a.ins + k * DEPTH,
                           _mm512_i32gather_epi32(words, w + k * STEP_BYTES, 4));
