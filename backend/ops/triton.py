@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backend.ops import triton_kernels as kernels
-from backend.ops.base import INT4_GROUP
+from backend.ops.base import INT4_GROUP, HeadNorms
 from backend.ops.reference import ReferenceOps
 from backend.triton_runtime import is_interpreted
 
@@ -77,6 +77,25 @@ class TritonOps(ReferenceOps):
             BLOCK_H=triton.next_power_of_2(num_heads), BLOCK=triton.next_power_of_2(dim // 2),
         )  # fmt: skip
         return output
+
+    def enter(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rope: tuple[Tensor, Tensor],
+        caches: tuple[Tensor, Tensor],
+        slots: Tensor,
+    ) -> Tensor:
+        kv_heads, dim = caches[0].shape[2:]
+        num_heads = qkv.shape[1] // dim - 2 * kv_heads
+        query = qkv.new_empty((len(qkv), num_heads, dim))
+        query_norm, key_norm, eps = (norms.query, norms.key, norms.eps) if norms else (None, None, 0.0)
+        kernels.enter[len(qkv), num_heads + 2 * kv_heads](
+            qkv, query_norm, key_norm, *rope, query, *caches, slots, eps,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2),
+            HAS_NORMS=norms is not None, num_warps=1,
+        )  # fmt: skip
+        return query
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gated(gate_up, is_gelu=False)

@@ -50,6 +50,44 @@ def rope(
 
 
 @triton.jit
+def enter(
+    qkv, query_norm, key_norm, cos, sin, query, key_cache, value_cache, slots, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):  # fmt: skip
+    """One program takes one head of one token from the projections to where attention reads it. Grid: (T, NUM_HEADS +
+    2 * NUM_KV_HEADS)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < HALF
+    source = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * 2 * HALF + columns
+    first = tl.load(source, mask=is_column, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=is_column, other=0.0).to(tl.float32)
+    place = tl.load(slots + token) * NUM_KV_HEADS
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        if HAS_NORMS:
+            norm = query_norm if head < NUM_HEADS else key_norm
+            factor = tl.rsqrt(tl.sum(first * first + second * second, 0) / (2 * HALF) + eps)
+            first *= factor * tl.load(norm + columns, mask=is_column, other=0.0).to(tl.float32)
+            second *= factor * tl.load(norm + HALF + columns, mask=is_column, other=0.0).to(tl.float32)
+        turn_cos = tl.load(cos + token * HALF + columns, mask=is_column, other=0.0)
+        turn_sin = tl.load(sin + token * HALF + columns, mask=is_column, other=0.0)
+        turned_first = first * turn_cos - second * turn_sin
+        turned_second = second * turn_cos + first * turn_sin
+        if head < NUM_HEADS:
+            target = query + (token * NUM_HEADS + head) * 2 * HALF + columns
+        else:
+            target = key_cache + (place + head - NUM_HEADS) * 2 * HALF + columns
+        tl.store(target, turned_first, mask=is_column)
+        tl.store(target + HALF, turned_second, mask=is_column)
+    else:
+        target = value_cache + (place + head - NUM_HEADS - NUM_KV_HEADS) * 2 * HALF + columns
+        tl.store(target, first, mask=is_column)
+        tl.store(target + HALF, second, mask=is_column)
+
+
+@triton.jit
 def gated(gate_up, output, inner, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
     """gate_up: [T, 2 * inner] -> [T, inner]. Grid: (T, columns / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)

@@ -25,7 +25,7 @@ from triton.runtime import JITFunction, driver
 from backend.attention.base import AttentionMetadata, Span
 from backend.attention.triton import TritonAttention
 from backend.kv_cache import create_kv_form
-from backend.ops.base import INT4_GROUP
+from backend.ops.base import INT4_GROUP, HeadNorms
 from backend.ops.triton import TritonOps
 
 BLOCK_SIZE, CONTEXT = 16, 64
@@ -64,6 +64,9 @@ def compute(hidden: int, inner: int, heads: int, head_dim: int, dtype: torch.dty
     ops.gelu_mul(torch.zeros(rows, 2 * inner, dtype=dtype))
     cache = torch.zeros(4, BLOCK_SIZE, heads, head_dim, dtype=dtype)
     ops.store_kv(by_heads, by_heads, cache, cache, torch.zeros(rows, dtype=torch.int64))
+    qkv, slots = torch.zeros(rows, 3 * heads * head_dim, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+    for norms in (None, HeadNorms(weight[:head_dim], weight[:head_dim], 1e-6)):
+        ops.enter(qkv, norms, (angles, angles), (cache, cache), slots)
     for count in (1, 64):
         x = torch.zeros(count, hidden, dtype=dtype)
         ops.linear_int8(x, torch.zeros(inner, hidden, dtype=torch.int8), torch.zeros(inner), None)

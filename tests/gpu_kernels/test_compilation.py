@@ -28,7 +28,7 @@ def test_every_kernel_compiles(capability: int) -> None:
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert {kernel["name"] for kernel in kernels} >= {
         "attend_chunks", "attend_decodes", "join_splits",
-        "rms_norm", "rope", "gated", "store_kv", "linear_int8", "linear_int4",
+        "rms_norm", "rope", "enter", "gated", "store_kv", "linear_int8", "linear_int4",
     }  # fmt: skip
     for kernel in kernels:
         assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES[capability], kernel
