@@ -544,7 +544,10 @@ async def test_every_connection_in_use(kind: str) -> None:
         await held.aclose()
 
 
-async def test_a_connection_that_went_stale_is_no_failure(provider_for: ProviderFor) -> None:
+async def test_a_connection_that_went_stale_is_no_failure(
+    provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.providers.transport.STALE_SECONDS", 10.0)  # however slow this machine is
     async with ScriptedServer(answering(json_answer(ANSWER), end=asyncio.StreamWriter.close)) as server:
         provider = provider_for(server.base_url)
         for _ in range(3):

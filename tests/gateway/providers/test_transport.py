@@ -99,7 +99,11 @@ async def test_a_connection_that_the_server_closed_while_idle_is_replaced(transp
         assert server.connections == 3
 
 
-async def test_a_request_that_crossed_the_close_of_its_connection_is_sent_again(transport: HTTPTransport) -> None:
+async def test_a_request_that_crossed_the_close_of_its_connection_is_sent_again(
+    transport: HTTPTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.providers.transport.STALE_SECONDS", 10.0)  # however slow this machine is
+
     async def closes_on_the_second(received: Received, writer: asyncio.StreamWriter) -> None:
         if len(server.requests) == 2:
             writer.close()
