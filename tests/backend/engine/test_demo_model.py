@@ -13,6 +13,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.engine import Engine
 from backend.engine.request import FinishReason, Request, SamplingParams
+from backend.ops.reference import ReferenceOps
 
 WEIGHTS = Path(__file__).parents[3] / "backend" / "demo_model" / "weights"
 QUESTIONS = ["What is Warmpath?", "Hello!", "What is 17 + 25?"]
@@ -53,3 +54,19 @@ def test_it_answers_as_it_does_in_transformers() -> None:
         assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         output = expected[input_ids.shape[1] :].tolist()
         assert answers[request.request_id] == tokenizer.decode(output)
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "at_once"), [("auto", True), ("int8", False)])
+def test_keys_and_values_enter_a_plain_cache_in_one_pass(
+    kv_cache_dtype: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    enter = ReferenceOps.enter
+    monkeypatch.setattr(ReferenceOps, "enter", lambda *args: calls.append(args) or enter(*args))
+    config = EngineConfig(
+        model_dir=WEIGHTS, num_blocks=16, num_threads=1, ops="reference", kv_cache_dtype=kv_cache_dtype
+    )
+    engine = Engine.load(config)
+    engine.add(Request("r", [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0)))
+    engine.step()
+    assert len(calls) == (engine.config.model.num_layers if at_once else 0)
