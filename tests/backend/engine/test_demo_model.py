@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from backend.engine import paged_model
 from backend.engine.config import EngineConfig
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.engine import Engine
@@ -60,13 +63,19 @@ def test_it_answers_as_it_does_in_transformers() -> None:
 def test_keys_and_values_enter_a_plain_cache_in_one_pass(
     kv_cache_dtype: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
-    enter = ReferenceOps.enter
-    monkeypatch.setattr(ReferenceOps, "enter", lambda *args: calls.append(args) or enter(*args))
+    class Counting(ReferenceOps):
+        num_calls = 0
+
+        def enter(self, *args: Any) -> Tensor:
+            self.num_calls += 1
+            return super().enter(*args)
+
+    ops = Counting()
+    monkeypatch.setattr(paged_model, "create_ops", lambda name: ops)
     config = EngineConfig(
         model_dir=WEIGHTS, num_blocks=16, num_threads=1, ops="reference", kv_cache_dtype=kv_cache_dtype
     )
     engine = Engine.load(config)
     engine.add(Request("r", [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0)))
     engine.step()
-    assert len(calls) == (engine.config.model.num_layers if at_once else 0)
+    assert ops.num_calls == (engine.config.model.num_layers if at_once else 0)
