@@ -41,8 +41,7 @@ def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
     )
-    # The template has already written the special tokens that it wants.
-    return ChatPrompt(text, model.codec.encode(text, add_special_tokens=False))
+    return ChatPrompt(text, model.codec.encode_chat(text, request.cache_salt or ""))
 
 
 def render_chat(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from backend.model_files.base import ModelFiles
+from backend.server.segments import SegmentEncoder
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -19,6 +20,10 @@ class TextCodec:
 
     tokenizer: Tokenizer
     special_tokens: Mapping[str, str]
+    _segments: SegmentEncoder = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_segments", SegmentEncoder(self.tokenizer))
 
     @property
     def vocab_size(self) -> int:
@@ -32,6 +37,12 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(self, text: str, salt: str) -> list[int]:
+        """Of a rendered conversation, whose template has already written the special tokens that it wants. What its
+        `salt` has said before is not encoded again.
+        """
+        return self._segments.encode(text, salt)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
