@@ -106,3 +106,9 @@ class Ops(ABC):
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         """key, value: [T, Hkv, W]; caches: [num_blocks, block_size, Hkv, W], of the same dtype; slots: [T], over all
         blocks."""
+
+
+def whole_rows(x: Tensor) -> Tensor:
+    """With contiguous rows, however far apart: as a part of a projection is."""
+    whole = x.stride(-1) == 1 and (x.dim() < 3 or x.stride(1) == x.shape[2])
+    return x if whole else x.contiguous()

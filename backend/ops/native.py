@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backend.native import library
 from backend.native.library import Library
-from backend.ops.base import HeadNorms
+from backend.ops.base import HeadNorms, whole_rows
 from backend.ops.reference import ReferenceOps
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -115,7 +115,7 @@ class NativeOps(ReferenceOps):
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
         *_, inner, dim = (1, *x.shape)[-3:] if x.dim() > 2 else (1, 1, x.shape[-1])
-        x = _rows(x)
+        x = whole_rows(x)
         out = x.new_empty(x.shape)
         if residual is not None:
             residual = residual.contiguous()
@@ -129,7 +129,7 @@ class NativeOps(ReferenceOps):
         return out, total
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = _rows(x)
+        x = whole_rows(x)
         out = x.new_empty(x.shape)
         self._call(
             library.ROPE,
@@ -176,7 +176,7 @@ class NativeOps(ReferenceOps):
         return query
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-        key, value = _rows(key), _rows(value)
+        key, value = whole_rows(key), whole_rows(value)
         size = key.element_size()
         self._call(
             library.STORE_KV,
@@ -184,12 +184,6 @@ class NativeOps(ReferenceOps):
             len(key), key.stride(0) * size, value.stride(0) * size, key.shape[1] * key.shape[2] * size,
             threaded=key.numel() >= MIN_SHARED_ITEMS,
         )  # fmt: skip
-
-
-def _rows(x: Tensor) -> Tensor:
-    """With contiguous rows, however far apart: as a part of a projection is."""
-    whole = x.stride(-1) == 1 and (x.dim() < 3 or x.stride(1) == x.shape[2])
-    return x if whole else x.contiguous()
 
 
 def _pointer(tensor: Tensor | None) -> int:

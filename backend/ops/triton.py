@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backend.ops import triton_kernels as kernels
-from backend.ops.base import INT4_GROUP, HeadNorms
+from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
 from backend.ops.reference import ReferenceOps
 from backend.triton_runtime import is_interpreted
 
@@ -54,7 +54,7 @@ class TritonOps(ReferenceOps):
         return normed, total
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-        x, dim = _rows(x), x.shape[-1]
+        x, dim = whole_rows(x), x.shape[-1]
         output = x.new_empty(x.shape)
         if residual is not None:
             residual = residual.contiguous()
@@ -112,7 +112,7 @@ class TritonOps(ReferenceOps):
         return output
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-        key, value = _rows(key), _rows(value)
+        key, value = whole_rows(key), whole_rows(value)
         width = key.shape[1] * key.shape[2]
         kernels.store_kv[(len(key),)](
             key, value, key_cache, value_cache, slots, key.stride(0), value.stride(0),
@@ -135,9 +135,3 @@ def _operands(x: Tensor) -> tl.dtype:
 
 def _num_warps(block: int) -> int:
     return min(8, max(1, block // 512))
-
-
-def _rows(x: Tensor) -> Tensor:
-    """With contiguous rows, however far apart: as a part of a projection is."""
-    whole = x.stride(-1) == 1 and (x.dim() < 3 or x.stride(1) == x.shape[2])
-    return x if whole else x.contiguous()

@@ -12,6 +12,7 @@ carries a vendor's cache breakpoint. P0 may write their JSON in another way; the
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -94,10 +95,10 @@ class Transform:
         raise NotImplementedError
 
 
-class MessagesTransform(Transform):
+class MessagesTransform(Transform, ABC):
     fields: ClassVar[tuple[str, ...]] = ("messages",)
     same_words: ClassVar[bool] = False  # what it changes says the same to a door: no piece of the prompt's text differs
 
+    @abstractmethod
     def change(self, messages: list[Message]) -> Iterable[int]:
         """Change messages in place; the numbers of those that are now others."""
-        raise NotImplementedError

@@ -12,6 +12,7 @@ user message: right for a clock, which at the end of the system message would st
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 import msgspec
@@ -59,9 +60,9 @@ class _Moving(MessagesTransform):
             messages[i]["content"] = msgspec.Raw(contents[i])
         return changed
 
+    @abstractmethod
     def place(self, content: bytes, lines: list[str], moved: list[str]) -> bytes:
         """The system message's content without the `lines`, which go to its end or into `moved`."""
-        raise NotImplementedError
 
 
 class VolatileToEnd(_Moving):

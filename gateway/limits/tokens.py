@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Self
 
 from gateway.errors import BadRequest, GatewayError, LimitReached
@@ -33,9 +34,9 @@ class _TokenRate(Limit[RateCharge]):
     def charge(self, estimate: Estimate) -> RateCharge:
         return RateCharge(self._key, self.needed(estimate), self._amount, self._period_seconds)
 
+    @abstractmethod
     def needed(self, estimate: Estimate) -> int:
         """The most tokens that a call may use of this kind."""
-        raise NotImplementedError
 
     def _at_most_all(self, tokens: int, known: int, estimate: Estimate) -> int:
         """A guess of ours must not make a call impossible that may well be short: it ends where the limit does."""
