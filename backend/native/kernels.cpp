@@ -247,6 +247,7 @@ struct Calling {  // how the caller of `warmpath_run` wants its work to be done
 thread_local Calling calling;
 
 constexpr int64_t SHARES_PER_THREAD = 4;
+constexpr int64_t FEW = 1 << 14;  // numbers to pass over, below which waking the others costs more than they take over
 
 // f(i) for each i below count, `grain` neighbours at a time to one thread; grain 0: a few shares for each.
 template <class F>
@@ -564,31 +565,10 @@ inline void multiply_panel(const char* x0, const char* x1, const char* panel, in
 }
 #undef ADD_PRODUCT
 
-// Which outs the two halves of a panel are: with an activation, gates and what they are gates of.
-inline int64_t first_of(const Linear& a, int64_t n) { return a.activation == NONE ? n : n / 2; }
-inline int64_t second_of(const Linear& a, int64_t n) { return a.activation == NONE ? n + TILE : (a.outs + n) / 2; }
-
-// What is made of 32 sums of one row.
-inline void finish(const Linear& a, int64_t row, int64_t n, vf first, vf second) {
-  if (a.bias) {
-    first += avx512::load(static_cast<const bf16*>(a.bias) + first_of(a, n));
-    second += avx512::load(static_cast<const bf16*>(a.bias) + second_of(a, n));
-  }
-  bf16* out = static_cast<bf16*>(a.out);
-  if (a.activation == NONE) {
-    out += row * a.outs + n;
-    avx512::store(out, first);
-    avx512::store(out + TILE, second);
-  } else {
-    first = a.activation == SILU ? avx512::silu(first) : avx512::gelu(first);
-    avx512::store(out + row * (a.outs / 2) + n / 2, first * second);
-  }
-}
-
 void finish_rows(const Linear& a, int64_t t, int64_t n, const float (*sums)[TILE * TILE]) {
   for (int64_t i = 0; i < least(2 * TILE, a.rows - t); i++) {
     const float* own = sums[i / TILE * 2] + i % TILE * TILE;
-    finish(a, t + i, n, avx512::load(own), avx512::load(own + TILE * TILE));
+    avx512::finish<bf16>(a, t + i, n, avx512::load(own), avx512::load(own + TILE * TILE));
   }
 }
 
@@ -596,14 +576,14 @@ void finish_rows(const Linear& a, int64_t t, int64_t n, const float (*sums)[TILE
 void finish_rows_int8(const Linear& a, int64_t t, int64_t n, const float* row_scales,
                       const float (*sums)[TILE * TILE]) {
   const float* scales = static_cast<const float*>(a.scales);
-  const vf first = avx512::load(scales + first_of(a, n)), second = avx512::load(scales + second_of(a, n));
+  const vf first = avx512::load(scales + avx512::first_of(a, n)), second = avx512::load(scales + avx512::second_of(a, n));
   const auto whole = [&](int64_t i, int64_t j) {
     const __m512 high = _mm512_cvtepi32_ps(_mm512_load_si512(sums[j] + i * TILE));
     const __m512 low = _mm512_cvtepi32_ps(_mm512_load_si512(sums[2 + j] + i * TILE));
     return (vf)_mm512_fmadd_ps(high, _mm512_set1_ps(256), low);
   };
   for (int64_t i = 0; i < least(TILE, a.rows - t); i++)
-    finish(a, t + i, n, whole(i, 0) * row_scales[t + i] * first, whole(i, 1) * row_scales[t + i] * second);
+    avx512::finish<bf16>(a, t + i, n, whole(i, 0) * row_scales[t + i] * first, whole(i, 1) * row_scales[t + i] * second);
 }
 
 // Steps [from, from + count) of all products, a panel by all rows and then the next one, which is fetched meanwhile.
@@ -926,8 +906,6 @@ void run(const Op& op, void* shared) {
 namespace {
 
 void nothing() {}
-size_t no_bytes(const Op&) { return 0; }
-
 struct Level {
   const char* name;
   void (*run)(const Op&, void* shared);
@@ -936,10 +914,10 @@ struct Level {
   void (*end)();
 };
 const Level LEVELS[] = {
-    {"base", base::run, no_bytes, nothing, nothing},
+    {"base", base::run, base::shared_bytes, nothing, nothing},
 #if defined(__x86_64__)
-    {"avx2", avx2::run, no_bytes, nothing, nothing},
-    {"avx512", avx512::run, no_bytes, nothing, nothing},
+    {"avx2", avx2::run, avx2::shared_bytes, nothing, nothing},
+    {"avx512", avx512::run, avx512::shared_bytes, nothing, nothing},
     {"amx", amx::run, amx::shared_bytes, amx::begin, amx::end},
 #endif
 };
@@ -1247,6 +1225,208 @@ void expand(const Expand& a) {
   });
 }
 
+// ---- products with weights that were packed when they were loaded ---------------------------------------------------
+//
+// A panel is 2 * LANES outs that are summed together. With AMX it lies as tiles read it, see above. Elsewhere it is read
+// in step with one input after the other: of bfloat16 [K][LANES][2], so that a word holds an out of the panel's first
+// half below one of its second, and a shift and a mask make floats of both; of int8 [K][2][LANES].
+
+constexpr int64_t PANEL = 2 * LANES;
+
+// Which outs the two halves of a panel are: with an activation, gates and what they are gates of.
+inline int64_t first_of(const Linear& a, int64_t n) { return a.activation == NONE ? n : n / 2; }
+inline int64_t second_of(const Linear& a, int64_t n) { return a.activation == NONE ? n + LANES : (a.outs + n) / 2; }
+
+// What is made of a panel's sums of one row.
+template <class T>
+inline void finish(const Linear& a, int64_t row, int64_t n, vf first, vf second) {
+  if (a.bias) {
+    first += load(static_cast<const T*>(a.bias) + first_of(a, n));
+    second += load(static_cast<const T*>(a.bias) + second_of(a, n));
+  }
+  T* out = static_cast<T*>(a.out);
+  if (a.activation == NONE) {
+    out += row * a.outs + n;
+    store(out, first);
+    store(out + LANES, second);
+  } else {
+    first = a.activation == SILU ? silu(first) : gelu(first);
+    store(out + row * (a.outs / 2) + n / 2, first * second);
+  }
+}
+
+#if WIDTH < 64  // wider ones have products of bfloat16
+
+constexpr int64_t MOST_ROWS = 6;      // that a panel is multiplied with at once: its sums fill twelve registers
+constexpr int64_t NEAR_STEPS = 512;   // of a panel, and as many of the rows beside it, that stay in the nearest cache
+constexpr int64_t NEAR_ROWS = 72;     // of x, for so many steps, that stay in the next one while panels go by
+constexpr int64_t NEAR_PANELS = 8;    // that go by
+constexpr int64_t ROWS_AT_ONCE = 288;  // that are made floats before they are multiplied
+
+template <class W>
+struct Panel;
+template <>
+struct Panel<bf16> {
+  const uint32_t* words;
+  Panel() = default;
+  explicit Panel(const void* from, int64_t k = 0) : words(static_cast<const uint32_t*>(from) + k * LANES) {}
+  void at(int64_t k, vf& first, vf& second) const {
+    const vu both = read<vu>(words + k * LANES);
+    first = (vf)(both << 16);
+    second = (vf)(both & 0xffff0000u);
+  }
+  static int64_t bytes(int64_t steps) { return steps * LANES * 4; }
+};
+template <>
+struct Panel<int8_t> {
+  const int8_t* numbers;
+  Panel() = default;
+  explicit Panel(const void* from, int64_t k = 0) : numbers(static_cast<const int8_t*>(from) + k * PANEL) {}
+  void at(int64_t k, vf& first, vf& second) const {
+    first = load(numbers + k * PANEL);
+    second = load(numbers + k * PANEL + LANES);
+  }
+  static int64_t bytes(int64_t steps) { return steps * PANEL; }
+};
+
+// R rows of x, `stride` floats apart, by P panels: added to sums.
+template <class W, int R, int P>
+inline __attribute__((always_inline)) void multiply(const float* x, int64_t stride, const Panel<W> (&panels)[P],
+                                                    int64_t steps, vf (&sums)[R][P][2]) {
+  for (int64_t k = 0; k < steps; k++)
+    for (int p = 0; p < P; p++) {
+      vf first, second;
+      panels[p].at(k, first, second);
+      for (int r = 0; r < R; r++) {
+        const float value = x[r * stride + k];
+        sums[r][p][0] += first * value;
+        sums[r][p][1] += second * value;
+      }
+    }
+}
+
+// The rows of x that are multiplied together, as floats, `stride` apart.
+struct FloatRows {
+  float* at;
+  int64_t first, count, stride;
+  const float* row(int64_t t) const { return at + (t - first) * stride; }
+};
+
+template <class W>
+inline void finish_panel(const Linear& a, int64_t row, int64_t n, vf first, vf second) {
+  if constexpr (sizeof(W) == 1) {
+    first *= load(static_cast<const float*>(a.scales) + first_of(a, n));
+    second *= load(static_cast<const float*>(a.scales) + second_of(a, n));
+  }
+  finish<bf16>(a, row, n, first, second);
+}
+
+// Few rows: each panel is read once, several beside each other, so that no sum waits for the one before.
+template <class W, int R, int P>
+void few_rows(const Linear& a, const FloatRows& x, int64_t panel, int64_t end) {
+  const char* w = static_cast<const char*>(a.w);
+  const int64_t bytes = Panel<W>::bytes(a.ins);
+  for (; panel + P <= end; panel += P) {
+    vf sums[R][P][2] = {};
+    Panel<W> panels[P];
+    for (int p = 0; p < P; p++) panels[p] = Panel<W>(w + (panel + p) * bytes);
+    multiply<W, R, P>(x.at, x.stride, panels, a.ins, sums);
+    for (int r = 0; r < R; r++)
+      for (int p = 0; p < P; p++)
+        finish_panel<W>(a, x.first + r, (panel + p) * PANEL, sums[r][p][0], sums[r][p][1]);
+  }
+  if constexpr (P > 1) few_rows<W, R, 1>(a, x, panel, end);
+}
+
+template <class W, int R>
+inline void add_tile(const float* x, int64_t stride, const Panel<W>& panel, int64_t steps, vf* kept) {
+  vf sums[R][1][2];
+  __builtin_memcpy(sums, kept, sizeof sums);
+  multiply<W, R, 1>(x, stride, {panel}, steps, sums);
+  __builtin_memcpy(kept, sums, sizeof sums);
+}
+template <class W>
+inline void add_tile(int64_t rows, const float* x, int64_t stride, const Panel<W>& panel, int64_t steps, vf* kept) {
+  switch (rows) {
+    case 1: return add_tile<W, 1>(x, stride, panel, steps, kept);
+    case 2: return add_tile<W, 2>(x, stride, panel, steps, kept);
+    case 3: return add_tile<W, 3>(x, stride, panel, steps, kept);
+    case 4: return add_tile<W, 4>(x, stride, panel, steps, kept);
+    case 5: return add_tile<W, 5>(x, stride, panel, steps, kept);
+    default: return add_tile<W, 6>(x, stride, panel, steps, kept);
+  }
+}
+
+// Many rows, at most NEAR_ROWS, by at most NEAR_PANELS panels: sums wait in a buffer while others go by.
+template <class W>
+void many_rows(const Linear& a, const FloatRows& x, int64_t t, int64_t rows, int64_t panel, int64_t end) {
+  const char* w = static_cast<const char*>(a.w);
+  const int64_t bytes = Panel<W>::bytes(a.ins), tiles = ceil_div(rows, MOST_ROWS);
+  vf kept[NEAR_PANELS * NEAR_ROWS * 2];
+  __builtin_memset(kept, 0, (end - panel) * rows * 2 * sizeof(vf));
+  for (int64_t k = 0; k < a.ins; k += NEAR_STEPS) {
+    const int64_t steps = least(NEAR_STEPS, a.ins - k);
+    for (int64_t p = panel; p < end; p++)
+      for (int64_t i = 0; i < tiles; i++) {  // as even as can be
+        const int64_t from = i * rows / tiles, until = (i + 1) * rows / tiles;
+        vf* const own = kept + ((p - panel) * rows + from) * 2;
+        add_tile<W>(until - from, x.row(t + from) + k, x.stride, Panel<W>(w + p * bytes, k), steps, own);
+      }
+  }
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t p = panel; p < end; p++) {
+      const vf* own = kept + ((p - panel) * rows + i) * 2;
+      finish_panel<W>(a, t + i, p * PANEL, own[0], own[1]);
+    }
+}
+
+// Between two rows of x as floats: whole cache lines, and never a power of two, whose multiples would meet in one place
+// of a cache.
+inline int64_t float_stride(int64_t ins) { return ceil_div(ins, 16) * 16 + 16; }
+
+template <class W>
+void linear_packed(const Linear& a, void* memory) {
+  const int64_t panels = a.outs / PANEL;
+  for (int64_t t = 0; t < a.rows; t += ROWS_AT_ONCE) {
+    const FloatRows x{static_cast<float*>(memory), t, least(ROWS_AT_ONCE, a.rows - t), float_stride(a.ins)};
+    share(x.count, x.count * a.ins < FEW ? x.count : 0, [&](int64_t i) {
+      const bf16* from = static_cast<const bf16*>(a.x) + (t + i) * a.x_stride;
+      float* to = x.at + i * x.stride;
+      for (int64_t k = 0; k < a.ins; k += LANES) store(to + k, load(from + k, a.ins - k), a.ins - k);
+    });
+    const int64_t together = x.count > 3 ? NEAR_PANELS : 4;
+    const int64_t groups = ceil_div(panels, together);
+    share(groups, 0, [&](int64_t group) {
+      const int64_t from = group * together, end = least(panels, from + together);
+      switch (x.count) {
+        case 1: return few_rows<W, 1, 4>(a, x, from, end);
+        case 2: return few_rows<W, 2, 2>(a, x, from, end);
+        case 3: return few_rows<W, 3, 2>(a, x, from, end);
+        default:
+          for (int64_t i = t; i < t + x.count; i += NEAR_ROWS)
+            many_rows<W>(a, x, i, least(NEAR_ROWS, t + x.count - i), from, end);
+      }
+    });
+  }
+}
+
+// Rows of a packed weight of bfloat16.
+inline void embed(const Embed& a) {
+  share(a.rows, 0, [&](int64_t t) {
+    const int64_t panel = a.ids[t] / PANEL, out = a.ids[t] % PANEL;
+    const bf16* w = static_cast<const bf16*>(a.w) + panel * PANEL * a.ins + out % LANES * 2 + out / LANES;
+    for (int64_t k = 0; k < a.ins; k++) static_cast<bf16*>(a.out)[t * a.ins + k] = w[k * PANEL];
+  });
+}
+
+inline size_t shared_bytes(const Op& op) {
+  if (op.code != LINEAR || !op.linear.is_packed) return 0;
+  return least(op.linear.rows, ROWS_AT_ONCE) * float_stride(op.linear.ins) * sizeof(float);
+}
+#else
+inline size_t shared_bytes(const Op&) { return 0; }
+#endif
+
 // ---- between the products -------------------------------------------------------------------------------------------
 
 template <class T, class W>
@@ -1494,7 +1674,12 @@ inline int64_t dtype_of(const Op& op) {
   }
 }
 
-void run(const Op& op, void*) {
+void run(const Op& op, void* shared) {
+#if WIDTH < 64
+  if (op.code == LINEAR && op.linear.is_packed)
+    return op.linear.format == INT8 ? linear_packed<int8_t>(op.linear, shared) : linear_packed<bf16>(op.linear, shared);
+  if (op.code == EMBED) return embed(op.embed);
+#endif
   if (op.code == STORE_KV) return store_kv(op.store_kv);
   if (op.code == ATTEND) return attend(op.attend, [](const Attend&, int64_t) { return false; });
   dtype_of(op) == FLOAT32 ? run_with<float>(op) : run_with<bf16>(op);

@@ -1,8 +1,9 @@
 """The kernels of backend/native, for float32 and bfloat16 on a CPU.
 
 In float32 every product is theirs, whatever the number of rows, so that a row's result is bitwise the same in every
-batch. In bfloat16 they have the products with few rows, which are bound by reading the weight, and with AMX all of
-them; without it, torch's own matrix products have those with many.
+batch. In bfloat16 they have the products with few rows, which are bound by reading the weight, and those with many,
+too, with AMX and where the CPU has no products of bfloat16, which torch computes as slowly as one number at a time. In
+between, as with AVX-512, products with many rows are torch's.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from backend.ops.reference import ReferenceOps
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 PLAIN, INT8, INT4 = range(3)
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2}
-PANEL, TILE = 32, 16  # outs of a packed weight that are computed together, in two tiles
-MAX_ROWS = {"base": 2, "avx2": 4, "avx512": 8, "amx": 1 << 30}  # beyond which torch's product of bfloat16 is faster
+TILE = 16  # of AMX: outs, and words of inputs
+LANES = {"base": 4, "avx2": 8, "amx": TILE}  # where weights are packed: half of the outs that are computed together
+ALL = 1 << 30
+MAX_ROWS = {"base": ALL, "avx2": ALL, "avx512": 8, "amx": ALL}  # beyond which torch's product of bfloat16 is faster
 MAX_INT4_ROWS = 32  # beyond which weights in four bits are made bfloat16 first, rather than once for so many rows
 MIN_SHARED_ITEMS = 1 << 14  # below which waking the other threads costs more than they take over
 
@@ -35,30 +38,41 @@ class NativeOps(ReferenceOps):
             raise RuntimeError("the native kernels cannot be compiled on this machine")
         self._call = native.caller(num_threads or torch.get_num_threads(), level_name)
         self._max_rows = MAX_ROWS[self._call.level_name]
+        self._lanes = LANES.get(self._call.level_name, 0)
 
     def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
-        """[out / 32, steps, 2, 16, 16, words], as kernels.cpp has it; the two halves of a panel are gates and what they
-        are gates of, or neighbours."""
-        words = {torch.bfloat16: 2, torch.int8: 4}.get(weight.dtype)
-        outs, ins = weight.shape
-        has_tiles = self._call.level_name == "amx" and dtype is torch.bfloat16
-        if not has_tiles or words is None or outs % PANEL or ins % (words * TILE):
+        """As kernels.cpp has it, the first dimension being panels of outs; the two halves of a panel are gates and what
+        they are gates of, or neighbours. With AMX [panels, steps, 2, 16, 16, words], otherwise [panels, in, lanes, 2] of
+        bfloat16 and [panels, in, 2, lanes] of int8."""
+        if dtype is not torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.int8) or not self._lanes:
             return weight
-        panels = (outs // PANEL, 2, TILE) if gate is None else (2, outs // PANEL, TILE)
-        tiles = weight.view(*panels, -1, TILE, words)
-        tiles = tiles if gate is None else tiles.transpose(0, 1)
-        return tiles.permute(0, 3, 1, 4, 2, 5).contiguous()
+        outs, ins = weight.shape
+        words = 2 if weight.dtype is torch.bfloat16 else 4
+        has_tiles = self._call.level_name == "amx"
+        if outs % (2 * self._lanes) or (has_tiles and ins % (words * TILE)):
+            return weight
+        num_panels = outs // (2 * self._lanes)
+        if gate is None:
+            panels = weight.view(num_panels, 2, self._lanes, ins)
+        else:
+            panels = weight.view(2, num_panels, self._lanes, ins).transpose(0, 1)
+        if has_tiles:
+            return panels.unflatten(3, (-1, TILE, words)).permute(0, 3, 1, 4, 2, 5).contiguous()
+        return panels.permute((0, 3, 2, 1) if words == 2 else (0, 3, 1, 2)).contiguous()
+
+    def _outs(self, weight: Tensor) -> int:
+        return weight.shape[0] * 2 * self._lanes if weight.dim() > 2 else len(weight)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         if weight.dim() == 2:
             return super().embedding(ids, weight)
-        out = weight.new_empty((len(ids), weight.shape[1] * PANEL))
+        out = weight.new_empty((len(ids), weight.numel() // self._outs(weight)))
         self._call(library.EMBED, weight.data_ptr(), ids.data_ptr(), out.data_ptr(), *out.shape)
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
         if weight.dim() > 2:
-            return self._product(x, weight, None, bias, weight.shape[0] * PANEL, PLAIN, gate)
+            return self._product(x, weight, None, bias, self._outs(weight), PLAIN, gate)
         if len(x) > self._max_rows and x.dtype is torch.bfloat16:
             return self.gated(F.linear(x, weight, bias), gate)
         return self.gated(self._product(x, weight, None, bias, len(weight), PLAIN), gate)
@@ -67,7 +81,7 @@ class NativeOps(ReferenceOps):
         self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, gate: str | None = None
     ) -> Tensor:
         if weight.dim() > 2:
-            return self._product(x, weight, scales, bias, weight.shape[0] * PANEL, INT8, gate)
+            return self._product(x, weight, scales, bias, self._outs(weight), INT8, gate)
         if len(x) > self._max_rows and x.dtype is torch.bfloat16:
             return self.gated(F.linear(x, self._expanded(weight, scales, x, INT8), bias), gate)
         return self.gated(self._product(x, weight, scales, bias, len(weight), INT8), gate)
