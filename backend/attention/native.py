@@ -1,5 +1,5 @@
 """The kernels of backend/native: keys and values are read where they lie in the pool, once for all heads that share
-them. Long prompts take matrix products; on a CPU without AMX these are torch's, in bfloat16."""
+them. Long prompts take matrix products; with AVX-512 and without AMX these are torch's, in bfloat16."""
 
 from __future__ import annotations
 
@@ -28,11 +28,21 @@ class NativeAttention(Attention):
         self._gathered = SdpaAttention(scale)
 
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
-        has_tiles = self._call.level_name == "amx" and like.shape[-1] % 32 == 0 and metadata.block_size % 16 == 0
         # In float32, what is exact to the bit in every batch is preferred to what is fast.
-        if like.dtype is torch.float32 or has_tiles or max(metadata.query_lens) <= MAX_QUERY_LEN:
+        is_exact = like.dtype is torch.float32
+        if is_exact or self._has_tiles(metadata, like) or max(metadata.query_lens) <= MAX_QUERY_LEN:
             return _Step(self._call, metadata, self.scale)
         return self._gathered.prepare(metadata, like)
+
+    def _has_tiles(self, metadata: AttentionMetadata, like: Tensor) -> bool:
+        """Whether the kernels take prompts as matrix products."""
+        match self._call.level_name:
+            case "amx":
+                return like.shape[-1] % 32 == 0 and metadata.block_size % 16 == 0
+            case "avx512":
+                return False
+            case _:
+                return like.shape[-1] % 16 == 0
 
 
 class _Step(StepAttention):
