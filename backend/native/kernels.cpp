@@ -1289,11 +1289,18 @@ struct Panel<int8_t> {
   static int64_t bytes(int64_t steps) { return steps * PANEL; }
 };
 
+// What is brought near beside the products: cache lines, so many with each STRIDE_STEPS steps.
+struct Fetch {
+  const char* from = nullptr;
+  int64_t lines = 0;
+};
+constexpr int64_t STRIDE_STEPS = 8;
+
 // R rows of x, `stride` floats apart, by P panels: added to sums.
 template <class W, int R, int P>
 inline __attribute__((always_inline)) void multiply(const float* x, int64_t stride, const Panel<W> (&panels)[P],
-                                                    int64_t steps, vf (&sums)[R][P][2]) {
-  for (int64_t k = 0; k < steps; k++)
+                                                    int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
+  const auto step = [&](int64_t k) __attribute__((always_inline)) {
     for (int p = 0; p < P; p++) {
       vf first, second;
       panels[p].at(k, first, second);
@@ -1303,6 +1310,13 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t stri
         sums[r][p][1] += second * value;
       }
     }
+  };
+  int64_t k = 0;
+  for (; k + STRIDE_STEPS <= steps; k += STRIDE_STEPS) {
+    for (int64_t i = 0; i < fetch.lines; i++, fetch.from += 64) __builtin_prefetch(fetch.from);
+    for (int64_t i = 0; i < STRIDE_STEPS; i++) step(k + i);
+  }
+  for (; k < steps; k++) step(k);
 }
 
 // The rows of x that are multiplied together, as floats, `stride` apart.
@@ -1330,7 +1344,7 @@ void few_rows(const Linear& a, const FloatRows& x, int64_t panel, int64_t end) {
     vf sums[R][P][2] = {};
     Panel<W> panels[P];
     for (int p = 0; p < P; p++) panels[p] = Panel<W>(w + (panel + p) * bytes);
-    multiply<W, R, P>(x.at, x.stride, panels, a.ins, sums);
+    multiply<W, R, P>(x.at, x.stride, panels, a.ins, {}, sums);
     for (int r = 0; r < R; r++)
       for (int p = 0; p < P; p++)
         finish_panel<W>(a, x.first + r, (panel + p) * PANEL, sums[r][p][0], sums[r][p][1]);
@@ -1339,21 +1353,22 @@ void few_rows(const Linear& a, const FloatRows& x, int64_t panel, int64_t end) {
 }
 
 template <class W, int R>
-inline void add_tile(const float* x, int64_t stride, const Panel<W>& panel, int64_t steps, vf* kept) {
+inline void add_tile(const float* x, int64_t stride, const Panel<W>& panel, int64_t steps, Fetch fetch, vf* kept) {
   vf sums[R][1][2];
   __builtin_memcpy(sums, kept, sizeof sums);
-  multiply<W, R, 1>(x, stride, {panel}, steps, sums);
+  multiply<W, R, 1>(x, stride, {panel}, steps, fetch, sums);
   __builtin_memcpy(kept, sums, sizeof sums);
 }
 template <class W>
-inline void add_tile(int64_t rows, const float* x, int64_t stride, const Panel<W>& panel, int64_t steps, vf* kept) {
+inline void add_tile(int64_t rows, const float* x, int64_t stride, const Panel<W>& panel, int64_t steps, Fetch fetch,
+                     vf* kept) {
   switch (rows) {
-    case 1: return add_tile<W, 1>(x, stride, panel, steps, kept);
-    case 2: return add_tile<W, 2>(x, stride, panel, steps, kept);
-    case 3: return add_tile<W, 3>(x, stride, panel, steps, kept);
-    case 4: return add_tile<W, 4>(x, stride, panel, steps, kept);
-    case 5: return add_tile<W, 5>(x, stride, panel, steps, kept);
-    default: return add_tile<W, 6>(x, stride, panel, steps, kept);
+    case 1: return add_tile<W, 1>(x, stride, panel, steps, fetch, kept);
+    case 2: return add_tile<W, 2>(x, stride, panel, steps, fetch, kept);
+    case 3: return add_tile<W, 3>(x, stride, panel, steps, fetch, kept);
+    case 4: return add_tile<W, 4>(x, stride, panel, steps, fetch, kept);
+    case 5: return add_tile<W, 5>(x, stride, panel, steps, fetch, kept);
+    default: return add_tile<W, 6>(x, stride, panel, steps, fetch, kept);
   }
 }
 
@@ -1366,12 +1381,18 @@ void many_rows(const Linear& a, const FloatRows& x, int64_t t, int64_t rows, int
   __builtin_memset(kept, 0, (end - panel) * rows * 2 * sizeof(vf));
   for (int64_t k = 0; k < a.ins; k += NEAR_STEPS) {
     const int64_t steps = least(NEAR_STEPS, a.ins - k);
-    for (int64_t p = panel; p < end; p++)
+    const int64_t lines = ceil_div(Panel<W>::bytes(STRIDE_STEPS) / 64, tiles);
+    for (int64_t p = panel; p < end; p++) {
+      const bool is_last = p + 1 == end;
+      const char* next = w + (is_last ? panel : p + 1) * bytes + Panel<W>::bytes(is_last ? k + steps : k);
       for (int64_t i = 0; i < tiles; i++) {  // as even as can be
         const int64_t from = i * rows / tiles, until = (i + 1) * rows / tiles;
         vf* const own = kept + ((p - panel) * rows + from) * 2;
-        add_tile<W>(until - from, x.row(t + from) + k, x.stride, Panel<W>(w + p * bytes, k), steps, own);
+        const Fetch fetch{next, i * lines < Panel<W>::bytes(STRIDE_STEPS) / 64 ? lines : 0};
+        add_tile<W>(until - from, x.row(t + from) + k, x.stride, Panel<W>(w + p * bytes, k), steps, fetch, own);
+        next += steps / STRIDE_STEPS * lines * 64;
       }
+    }
   }
   for (int64_t i = 0; i < rows; i++)
     for (int64_t p = panel; p < end; p++) {
@@ -1753,7 +1774,7 @@ struct QueryTile {
       each_few_rows([&](int64_t from, int64_t until) {
         vf sums[MOST_ROWS * 2] = {};
         add_tile<bf16>(until - from, queries + from * float_stride(dim), float_stride(dim), Panel<bf16>(keys + p / PANEL * dim * LANES),
-                       dim, sums);
+                       dim, {}, sums);
         for (int64_t i = from; i < until; i++) {
           store(scores + i * SCORE_STRIDE + p, sums[(i - from) * 2]);
           store(scores + i * SCORE_STRIDE + p + LANES, sums[(i - from) * 2 + 1]);
@@ -1800,7 +1821,7 @@ struct QueryTile {
         for (int64_t i = from; i < until; i++)
           for (int64_t j = 0; j < 2; j++) own[(i - from) * 2 + j] *= correction[i];
         add_tile<bf16>(until - from, scores + from * SCORE_STRIDE, SCORE_STRIDE,
-                       Panel<bf16>(values + d / PANEL * positions * LANES), count, own);
+                       Panel<bf16>(values + d / PANEL * positions * LANES), count, {}, own);
       });
   }
 };
