@@ -3,10 +3,12 @@
 In float32 every product is theirs, whatever the number of rows, so that a row's result is bitwise the same in every
 batch. In bfloat16 they have the products with few rows, which are bound by reading the weight, and those with many,
 too, with AMX and where the CPU has no products of bfloat16, which torch computes as slowly as one number at a time. In
-between, as with AVX-512, products with many rows are torch's.
+between, as with AVX-512 or on newer ARM, products with many rows are torch's.
 """
 
 from __future__ import annotations
+
+import platform
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +23,21 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 PLAIN, INT8, INT4 = range(3)
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2}
 TILE = 16  # of AMX: outs, and words of inputs
-LANES = {"base": 4, "avx2": 8, "amx": TILE}  # where weights are packed: half of the outs that are computed together
-ALL = 1 << 30
-MAX_ROWS = {"base": ALL, "avx2": ALL, "avx512": 8, "amx": ALL}  # beyond which torch's product of bfloat16 is faster
+LANES = {
+    "base": 4,
+    "avx2": 8,
+    "avx512": 16,
+    "amx": TILE,
+}  # half of the outs of a packed weight that are summed together
+MAX_ROWS = 8  # beyond which torch's product of bfloat16 is faster, where the CPU has one
 MAX_INT4_ROWS = 32  # beyond which weights in four bits are made bfloat16 first, rather than once for so many rows
 MIN_SHARED_ITEMS = 1 << 14  # below which waking the other threads costs more than they take over
+IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
+
+
+def torch_has_products() -> bool:
+    """Whether torch multiplies bfloat16 by instructions of this CPU."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class NativeOps(ReferenceOps):
@@ -37,14 +49,16 @@ class NativeOps(ReferenceOps):
         if native is None:
             raise RuntimeError("the native kernels cannot be compiled on this machine")
         self._call = native.caller(num_threads or torch.get_num_threads(), level_name)
-        self._max_rows = MAX_ROWS[self._call.level_name]
-        self._lanes = LANES.get(self._call.level_name, 0)
+        level = self._call.level_name
+        self._lanes = LANES[level]
+        self._packs = level == "amx" or not (level == "avx512" or (IS_ARM and torch_has_products()))
+        self._max_rows = 1 << 30 if self._packs else MAX_ROWS
 
     def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
         """As kernels.cpp has it, the first dimension being panels of outs; the two halves of a panel are gates and what
         they are gates of, or neighbours. With AMX [panels, steps, 2, 16, 16, words], otherwise [panels, in, lanes, 2] of
         bfloat16 and [panels, in, 2, lanes] of int8."""
-        if dtype is not torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.int8) or not self._lanes:
+        if dtype is not torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.int8) or not self._packs:
             return weight
         outs, ins = weight.shape
         words = 2 if weight.dtype is torch.bfloat16 else 4
@@ -57,7 +71,7 @@ class NativeOps(ReferenceOps):
         else:
             panels = weight.view(2, num_panels, self._lanes, ins).transpose(0, 1)
         if has_tiles:
-            return panels.unflatten(3, (-1, TILE, words)).permute(0, 3, 1, 4, 2, 5).contiguous()
+            return panels.view(*panels.shape[:3], -1, TILE, words).permute(0, 3, 1, 4, 2, 5).contiguous()
         return panels.permute((0, 3, 2, 1) if words == 2 else (0, 3, 1, 2)).contiguous()
 
     def _outs(self, weight: Tensor) -> int:

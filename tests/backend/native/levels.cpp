@@ -71,7 +71,37 @@ void all_operations(Dtype dtype) {
   run("enter", op, keys);
 }
 
+// What there is of bfloat16 alone: packed weights, and prompts' attention. Panels are of eight outs at this level.
+void packed_operations() {
+  constexpr int64_t T_ROWS = 13, K = 70, N = 40, DIM = 16, LENGTH = 20;
+  const auto x = numbers<bf16>(T_ROWS * K), w = numbers<bf16>(N * K);
+  const auto w8 = numbers<int8_t>(N * K);
+  const auto scales = numbers<float>(N);
+  std::vector<bf16> out(T_ROWS * N), gated(T_ROWS * N / 2), rows(2 * K);
+  Op op{LINEAR, {}};
+  for (int64_t count : {int64_t(1), int64_t(2), int64_t(3), T_ROWS}) {
+    op.linear = {x.data(), w.data(), nullptr, nullptr, out.data(), count, N, K, K, BFLOAT16, PLAIN, 1, NONE};
+    run("packed", op, out);
+    op.linear = {x.data(), w8.data(), scales.data(), nullptr, out.data(), count, N, K, K, BFLOAT16, INT8, 1, NONE};
+    run("packed_int8", op, out);
+  }
+  op.linear = {x.data(), w.data(), nullptr, w.data(), gated.data(), T_ROWS, N, K, K, BFLOAT16, PLAIN, 1, SILU};
+  run("packed_gate", op, gated);
+  const int64_t ids[] = {39, 2};
+  op.code = EMBED;
+  op.embed = {w.data(), ids, rows.data(), 2, K};
+  run("packed_rows", op, rows);
+  const auto cache = numbers<bf16>(8 * 4 * 2 * DIM), query = numbers<bf16>(T_ROWS * 4 * DIM);
+  const int32_t tables[] = {3, 1, 5, 0, 2}, starts[] = {0, T_ROWS}, seq_lens[] = {LENGTH};
+  std::vector<bf16> seen(T_ROWS * 4 * DIM);
+  op.code = ATTEND;
+  op.attend = {query.data(), cache.data(), cache.data(), seen.data(), tables, starts, seq_lens,
+               1, 5, 4, 4, 2, DIM, BFLOAT16, 7, 0.2, 3.0, LENGTH};
+  run("tiles", op, seen);
+}
+
 int main() {
   all_operations<float>(FLOAT32);
   all_operations<bf16>(BFLOAT16);
+  packed_operations();
 }
