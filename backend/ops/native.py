@@ -23,12 +23,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 PLAIN, INT8, INT4 = range(3)
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2}
 TILE = 16  # of AMX: outs, and words of inputs
-LANES = {
-    "base": 4,
-    "avx2": 8,
-    "avx512": 16,
-    "amx": TILE,
-}  # half of the outs of a packed weight that are summed together
+# Half of the outs of a packed weight that are summed together.
+LANES = {"base": 4, "avx2": 8, "avx512": 16, "amx": TILE}
 MAX_ROWS = 8  # beyond which torch's product of bfloat16 is faster, where the CPU has one
 MAX_INT4_ROWS = 32  # beyond which weights in four bits are made bfloat16 first, rather than once for so many rows
 MIN_SHARED_ITEMS = 1 << 14  # below which waking the other threads costs more than they take over
@@ -37,7 +33,9 @@ IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 def torch_has_products() -> bool:
     """Whether torch multiplies bfloat16 by instructions of this CPU."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(  # type: ignore[no-untyped-call]
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 class NativeOps(ReferenceOps):
@@ -55,9 +53,9 @@ class NativeOps(ReferenceOps):
         self._max_rows = 1 << 30 if self._packs else MAX_ROWS
 
     def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
-        """As kernels.cpp has it, the first dimension being panels of outs; the two halves of a panel are gates and what
-        they are gates of, or neighbours. With AMX [panels, steps, 2, 16, 16, words], otherwise [panels, in, lanes, 2] of
-        bfloat16 and [panels, in, 2, lanes] of int8."""
+        """As kernels.cpp has it, the first dimension being panels of outs, of which the two halves are gates and what
+        they are gates of, or neighbours. With AMX [panels, steps, 2, 16, 16, words], otherwise, of bfloat16,
+        [panels, in, lanes, 2], and of int8 [panels, in, 2, lanes]."""
         if dtype is not torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.int8) or not self._packs:
             return weight
         outs, ins = weight.shape

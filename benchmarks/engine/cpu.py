@@ -10,8 +10,8 @@ so that a neighbour on the same cores spoils neither. The engine runs in this pr
 leave no core alone, `--threads 1 --clock cpu` still compares: the engine's CPU seconds with those of the limits.
 
     read        the most bytes per second that all threads together read from memory, from as many as the weights are
-    gemm        the most operations per second of torch's matrix product, of several shapes, in bfloat16 or, where the CPU
-                has no products of bfloat16, in float32
+    gemm        the most operations per second of torch's matrix product, of several shapes, in bfloat16 or, where the
+                CPU has no products of bfloat16, in float32
     one         tokens per second of one sequence; its limit: the bytes of weights and cache at read
     sixteen     tokens per second of 16 sequences, 256 tokens in and 64 out, with reading their prompts; its limit: the
                 prompts at gemm, and then weights and cache 64 times at read
