@@ -206,7 +206,11 @@ def parser() -> argparse.ArgumentParser:
         default="none",
         help="how weights are held: made on load, from a checkpoint of any dtype; fp8 is for Hopper (default: none)",
     )
-    add("--enforce-eager", action="store_true", help="on a GPU, no CUDA graphs: slower, and takes less memory")
+    add(
+        "--enforce-eager",
+        action="store_true",
+        help="decode steps kernel by kernel: slower, and takes less memory",
+    )
     add("--max-model-len", type=_positive, metavar="TOKENS", help="longest prompt and answer (default: the model's)")
     memory = made.add_mutually_exclusive_group()
     memory.add_argument("--num-blocks", type=_positive, metavar="N", help="size of the KV cache, in blocks")

@@ -24,19 +24,19 @@ class NativeAttention(Attention):
         native = native or library.load()
         if native is None:
             raise RuntimeError("the native kernels cannot be compiled on this machine")
-        self._call = native.caller(num_threads or torch.get_num_threads(), level_name)
+        self.call = native.caller(num_threads or torch.get_num_threads(), level_name)
         self._gathered = SdpaAttention(scale)
 
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
         # In float32, what is exact to the bit in every batch is preferred to what is fast.
         is_exact = like.dtype is torch.float32
         if is_exact or self._has_tiles(metadata, like) or max(metadata.query_lens) <= MAX_QUERY_LEN:
-            return _Step(self._call, metadata, self.scale)
+            return _Step(self.call, metadata, self.scale)
         return self._gathered.prepare(metadata, like)
 
     def _has_tiles(self, metadata: AttentionMetadata, like: Tensor) -> bool:
         """Whether the kernels take prompts as matrix products."""
-        match self._call.level_name:
+        match self.call.level_name:
             case "amx":
                 return like.shape[-1] % 32 == 0 and metadata.block_size % 16 == 0
             case "avx512":
@@ -53,7 +53,6 @@ class _Step(StepAttention):
         self._starts = metadata.cu_seqlens_q
         self._seq_lens = metadata.kv_lens
         self._layout = (len(metadata.seq_lens), metadata.block_tables.shape[1], metadata.block_size)
-        self._max_seq_len = max(metadata.seq_lens)
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
         assert span.sinks is None, "sinks are for those in backend.attention.KNOW_SINKS"
@@ -64,6 +63,6 @@ class _Step(StepAttention):
             query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), output.data_ptr(),
             self._tables.data_ptr(), self._starts.data_ptr(), self._seq_lens.data_ptr(),
             *self._layout, query.shape[1], *key_cache.shape[2:], DTYPES[query.dtype],
-            span.window or 0, self._scale, span.softcap or 0.0, self._max_seq_len,
+            span.window or 0, self._scale, span.softcap or 0.0,
         )  # fmt: skip
         return output

@@ -84,7 +84,7 @@ class EngineConfig:
     kv_host_dir: Path | None = None  # where a file holds them; None: RAM does
     attention: str = AUTO
     ops: str = AUTO
-    enforce_eager: bool = False  # no CUDA graphs: slower, and less memory
+    enforce_eager: bool = False  # decode steps neither as CUDA graphs nor as recorded calls: slower, and less memory
     quantization: str = "none"
     speculation: str = NONE  # "ngram": from a request's own tokens; "draft_model": by the smaller model
     draft_model_dir: Path | None = None

@@ -2,7 +2,7 @@
 
 A step of background prompts takes as long as hundreds of tokens do, and whoever arrives meanwhile would wait for all of
 it. Nothing is lost by leaving it but the time: nobody has advanced, and what was written into the cache will be written
-again. So the runner asks once per layer, and no more than a share of the engine's time is spent in vain.
+again. So the runner asks between layers, and no more than a share of the engine's time is spent in vain.
 """
 
 from __future__ import annotations

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from backend.attention import create_attention
 from backend.attention.base import EVERYTHING, Span, StepAttention
+from backend.attention.native import NativeAttention
 from backend.engine.batch import Batch
 from backend.engine.config import ResolvedConfig
+from backend.engine.decode_programs import DecodePrograms, LayerInputs
 from backend.engine.kv_memory import KvMemory
 from backend.layers.loader import LayerLoader
+from backend.layers.step import Step
 from backend.models import architecture
 from backend.models.weights import Checkpoint
+from backend.native.recording import Ask, GivenUp, Recorder
 from backend.ops import create_ops
+from backend.ops.native import NativeOps
 from backend.quantization import create_quantization
-
-
-class GivenUp(Exception):
-    """A forward pass was left before its end."""
 
 
 class PagedModel:
@@ -36,13 +35,24 @@ class PagedModel:
         self.kv = KvMemory(config)
         self._attention = create_attention(config.attention, config.model.attention_scale, self.kv.form)
         self._like = torch.empty(config.model.head_dim, dtype=config.dtype, device=config.device)
+        self.programs: DecodePrograms | None = None
+        if isinstance(ops, NativeOps) and isinstance(self._attention, NativeAttention) and not config.enforce_eager:
+            self.programs = DecodePrograms(config, self._layers, Recorder(ops.call, self._attention.call))
 
-    def forward(self, batch: Batch, is_given_up: Callable[[], bool] = lambda: False) -> Tensor:
-        """-> final hidden states: [T, hidden_size]. Raises `GivenUp` if `is_given_up`, asked once per layer, says so:
-        some of the batch's slots have been written then."""
-        attend = self._attention.prepare(batch.attention, like=self._like)
-        attend = _Interruptible(attend, is_given_up)
-        return self._model.forward(batch.input_ids, batch.positions, batch.slot_mapping, self.kv.layers, attend)
+    def forward(self, batch: Batch, is_given_up: Ask | None = None) -> Tensor:
+        """-> final hidden states: [T, hidden_size], until the next call. Raises `GivenUp` if `is_given_up`, asked
+        between layers, says so: some of the batch's slots have been written then."""
+        embedded, rotations = self._model.embedded(batch.input_ids), self._model.rotations(batch.positions)
+        inputs = LayerInputs(embedded, rotations, batch.slot_mapping, batch.attention)
+        if self.programs and self.programs.suit(batch.attention):
+            return self.programs(inputs, is_given_up)
+        return self._layers(inputs, is_given_up)
+
+    def _layers(self, inputs: LayerInputs, is_given_up: Ask | None) -> Tensor:
+        attend = self._attention.prepare(inputs.attention, like=self._like)
+        if is_given_up is not None:
+            attend = _Interruptible(attend, is_given_up)
+        return self._model.forward(inputs.embedded, self.kv.layers, Step(inputs.rotations, inputs.slot_mapping, attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [N, hidden_size] -> [N, vocab_size] float32."""
@@ -52,7 +62,7 @@ class PagedModel:
 class _Interruptible(StepAttention):
     """Asks before the attention of each layer whether the step is still wanted."""
 
-    def __init__(self, attend: StepAttention, is_given_up: Callable[[], bool]) -> None:
+    def __init__(self, attend: StepAttention, is_given_up: Ask) -> None:
         self._attend = attend
         self._is_given_up = is_given_up
 

@@ -13,11 +13,12 @@ from backend.engine.batch import make_batch
 from backend.engine.config import ResolvedConfig
 from backend.engine.kv_memory import KvMemory
 from backend.engine.masks import AllowedTokens, MaskFiller
-from backend.engine.paged_model import GivenUp, PagedModel
+from backend.engine.paged_model import PagedModel
 from backend.engine.plan import Computed, Scheduled
 from backend.engine.request import TokenLogprob
 from backend.engine.sampler import sample, score
 from backend.engine.sampling_batch import NextToken, make_sampling_batch
+from backend.native.recording import GivenUp
 
 PROMPT_LOGPROBS_ROWS = 64  # rows of logits that are held at once to score a prompt
 
@@ -47,7 +48,7 @@ class Runner:
     ) -> list[Computed] | None:
         """Computes a non-empty plan: one result for each of its entries, in its order.
 
-        None if `is_given_up`, asked once per layer, said so: some slots have been written then, which will be again.
+        None if `is_given_up`, asked between layers, said so: some slots have been written then, which will be again.
         `following` may be begun: what the next plan will be, if nothing happens meanwhile (foresight.py).
         """
         self._use_device()

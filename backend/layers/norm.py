@@ -19,6 +19,8 @@ class RmsNorm:
         """For `Ops.enter`."""
         return HeadNorms(query._weight, key._weight, query._eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and the new residual."""
+        if residual is None:
+            return self(x), x
         return self._ops.add_rms_norm(x, residual, self._weight, self._eps)

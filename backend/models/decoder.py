@@ -11,7 +11,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backend.attention.base import StepAttention
 from backend.layers.attention import PagedAttention
 from backend.layers.loader import LayerLoader
 from backend.layers.mlp import PLAIN_NAMES, GatedMlp, SparseMlp
@@ -22,8 +21,8 @@ from backend.models.layers import DecoderLayer, PreNormLayer
 
 
 class Decoder:
-    """Weights and how they are arranged. `forward` ends with the final norm; `logits` is separate, since only the
-    last token of each request needs them."""
+    """Weights and how they are arranged. `forward` is all layers and the final norm; `logits` is separate, since only
+    the last token of each request needs them."""
 
     layer_kind: ClassVar[type[DecoderLayer]] = PreNormLayer
     qk_norm: ClassVar[str | None] = None  # a norm on every query and key "head" before rotation, or on "all" of them
@@ -95,15 +94,20 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, cache: list[LayerCache], attend: StepAttention
-    ) -> Tensor:
-        """input_ids, positions, slot_mapping: [T] -> final hidden states: [T, hidden_size]."""
-        step = Step(tuple(rope(positions) for rope in self._ropes), slot_mapping, attend)
-        delta = self._ops.embedding(input_ids, self._embedding)
-        if self._embedding_scale != 1.0:
-            delta = delta * torch.tensor(self._embedding_scale, dtype=delta.dtype)  # rounded first, as in training
-        residual = torch.zeros_like(delta)
+    def embedded(self, input_ids: Tensor) -> Tensor:
+        """[T] -> what the layers begin with: [T, hidden_size]."""
+        embedded = self._ops.embedding(input_ids, self._embedding)
+        if self._embedding_scale == 1.0:
+            return embedded
+        return embedded * torch.tensor(self._embedding_scale, dtype=embedded.dtype)  # rounded first, as in training
+
+    def rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """[T] -> for each of the model's tables cos and sin: [T, dim / 2]."""
+        return tuple(rope(positions) for rope in self._ropes)
+
+    def forward(self, embedded: Tensor, cache: list[LayerCache], step: Step) -> Tensor:
+        """embedded: [T, hidden_size] -> final hidden states: [T, hidden_size]."""
+        delta, residual = embedded, None
         for layer, layer_cache in zip(self._layers, cache, strict=True):
             delta, residual = layer(delta, residual, layer_cache, step)
         hidden, _ = self._norm.add(delta, residual)

@@ -30,7 +30,8 @@ class DecoderLayer(ABC):
     def _load_norms(self, config: ModelConfig, loader: LayerLoader) -> None: ...
 
     @abstractmethod
-    def __call__(self, delta: Tensor, residual: Tensor, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
+        """The first layer has no residual yet."""
 
 
 def _norm(config: ModelConfig, loader: LayerLoader, name: str) -> RmsNorm:
@@ -44,7 +45,7 @@ class PreNormLayer(DecoderLayer):
         self._input_norm = _norm(config, loader, "input_layernorm")
         self._mlp_norm = _norm(config, loader, "post_attention_layernorm")
 
-    def __call__(self, delta: Tensor, residual: Tensor, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
+    def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
         normed, residual = self._input_norm.add(delta, residual)
         delta = self._attention(normed, cache, step)
         normed, residual = self._mlp_norm.add(delta, residual)
@@ -58,7 +59,7 @@ class ScaledLayer(PreNormLayer):
         super()._load_norms(config, loader)
         self._scale = config.residual_scale
 
-    def __call__(self, delta: Tensor, residual: Tensor, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
+    def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
         normed, residual = self._input_norm.add(delta, residual)
         delta = self._attention(normed, cache, step) * self._scale
         normed, residual = self._mlp_norm.add(delta, residual)
@@ -74,7 +75,7 @@ class SandwichNormLayer(DecoderLayer):
         self._mlp_norm = _norm(config, loader, "pre_feedforward_layernorm")
         self._output_norm = _norm(config, loader, "post_feedforward_layernorm")
 
-    def __call__(self, delta: Tensor, residual: Tensor, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
+    def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
         normed, residual = self._input_norm.add(delta, residual)
         delta = self._attention_norm(self._attention(normed, cache, step))
         normed, residual = self._mlp_norm.add(delta, residual)
@@ -88,7 +89,7 @@ class PostNormLayer(DecoderLayer):
         self._attention_norm = _norm(config, loader, "post_attention_layernorm")
         self._output_norm = _norm(config, loader, "post_feedforward_layernorm")
 
-    def __call__(self, delta: Tensor, residual: Tensor, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
-        residual = delta + residual
+    def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
+        residual = delta if residual is None else delta + residual
         residual = residual + self._attention_norm(self._attention(residual, cache, step))
         return self._output_norm(self._mlp(residual)), residual

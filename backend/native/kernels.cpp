@@ -98,13 +98,12 @@ struct Attend {
   const int32_t *tables, *starts, *seq_lens;  // [S, table_width]; [S + 1]: where queries begin; [S]
   int64_t num_seqs, table_width, block_size, num_heads, num_kv_heads, head_dim, dtype, window;  // window 0: none
   double scale, softcap;  // softcap 0: none
-  int64_t max_seq_len;
 };
 
 enum Code : int64_t { LINEAR, EXPAND, RMS_NORM, ROPE, GATED, STORE_KV, ATTEND, ENTER, EMBED };
 
 struct Op {
-  int64_t code;
+  int32_t code, num_threads;  // at most so many
   union {
     int64_t fields[19];
     Linear linear;
@@ -123,6 +122,12 @@ static_assert(sizeof(Op) == 160, "as library.py packs it");
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline int64_t longest(const Attend& a) {  // of the sequences
+  int64_t length = 0;
+  for (int64_t seq = 0; seq < a.num_seqs; seq++) length = most(length, a.seq_lens[seq]);
+  return length;
+}
 
 inline uint16_t to_bf16(float value) {  // to the nearest, ties to even
   uint32_t bits;
@@ -873,8 +878,11 @@ void attend_sequence(const Attend& a, int64_t seq, uint16_t* packed) {
 size_t shared_bytes(const Op& op) {
   if (op.code == LINEAR && op.linear.is_packed) return packed_bytes(op.linear);
   if (op.code == LINEAR && suits(op.linear)) return ceil_div(op.linear.rows, TILE) * TILE * (op.linear.ins * 2 + sizeof(float));
-  if (op.code == ATTEND)
-    return op.attend.num_kv_heads * op.attend.head_dim * (op.attend.max_seq_len + 2 * DEPTH) * sizeof(bf16);
+  if (op.code == ATTEND) {
+    const Attend& a = op.attend;
+    for (int64_t seq = 0; seq < a.num_seqs; seq++)
+      if (suits(a, seq)) return a.num_kv_heads * a.head_dim * (longest(a) + 2 * DEPTH) * sizeof(bf16);
+  }
   return 0;
 }
 
@@ -957,14 +965,18 @@ const char* warmpath_level_name(int64_t level) {
   return level >= 0 && level < int64_t(sizeof LEVELS / sizeof LEVELS[0]) ? LEVELS[level].name : nullptr;
 }
 
-void warmpath_run(const Op* ops, int64_t count, int64_t num_threads, int64_t level_index) {
+// One operation after the other. How long sequences are is read before the first of them.
+void warmpath_run(const Op* ops, int64_t count, int64_t level_index) {
   const Level& level = LEVELS[level_index];
   size_t bytes = 0;
   for (int64_t i = 0; i < count; i++) bytes = most(bytes, level.shared_bytes(ops[i]));
   void* shared = bytes ? team_scratch.get(bytes) : nullptr;
-  calling = {num_threads, level.begin, level.end};
+  calling = {1, level.begin, level.end};
   level.begin();
-  for (int64_t i = 0; i < count; i++) level.run(ops[i], shared);
+  for (int64_t i = 0; i < count; i++) {
+    calling.num_threads = ops[i].num_threads;
+    level.run(ops[i], shared);
+  }
   level.end();
 }
 
@@ -1667,7 +1679,7 @@ constexpr int64_t SCORE_STRIDE = STEP_POSITIONS + 16;
 constexpr int64_t PACKED_AT_ONCE = 64 << 20;  // bytes of keys and values, unless one head has more
 
 inline int64_t packed_head_bytes(const Attend& a) {
-  return ceil_div(a.max_seq_len + PANEL, PANEL) * PANEL * a.head_dim * sizeof(bf16) * 2;
+  return ceil_div(longest(a) + PANEL, PANEL) * PANEL * a.head_dim * sizeof(bf16) * 2;
 }
 inline int64_t heads_together(const Attend& a) {
   return least(a.num_kv_heads, most(1, PACKED_AT_ONCE / packed_head_bytes(a)));

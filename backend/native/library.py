@@ -28,17 +28,17 @@ FLAGS = (
 COMPILE_SECONDS = 120.0  # after which a compiler has failed; it takes some fifteen of a core
 MAX_COMPLAINT_CHARS = 300  # of what a compiler says, in the log
 
-# struct Op in kernels.cpp: its code and its fields, in eight bytes each. The floats are at the end of their structs.
+# struct Op in kernels.cpp: its code, its threads, and its fields, in eight bytes each, floats at the end.
 OP_BYTES = 160
-LINEAR = (0, struct.Struct("14q"))
-EXPAND = (1, struct.Struct("8q"))
-RMS_NORM = (2, struct.Struct("12qd"))
-ROPE = (3, struct.Struct("10q"))
-GATED = (4, struct.Struct("7q"))
-STORE_KV = (5, struct.Struct("10q"))
-ATTEND = (6, struct.Struct("16qddq"))
-ENTER = (7, struct.Struct("17qd"))
-EMBED = (8, struct.Struct("6q"))
+LINEAR = (0, struct.Struct("2i13q"))
+EXPAND = (1, struct.Struct("2i7q"))
+RMS_NORM = (2, struct.Struct("2i11qd"))
+ROPE = (3, struct.Struct("2i9q"))
+GATED = (4, struct.Struct("2i6q"))
+STORE_KV = (5, struct.Struct("2i9q"))
+ATTEND = (6, struct.Struct("2i15qdd"))
+ENTER = (7, struct.Struct("2i16qd"))
+EMBED = (8, struct.Struct("2i5q"))
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Library:
         """Raises OSError if it cannot be loaded."""
         library = ctypes.CDLL(str(path))
         self._run = library.warmpath_run
-        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         self._run.restype = None
         library.warmpath_best_level.restype = ctypes.c_int64
         library.warmpath_level_name.argtypes = [ctypes.c_int64]
@@ -69,6 +69,7 @@ class Caller:
 
     def __init__(self, run: ctypes._NamedFuncPointer, num_threads: int, level: int, level_name: str) -> None:
         self.level_name = level_name
+        self.noted: list[bytes] | None = None  # where what is run is noted, as `run` takes it (recording.py)
         self._run = run
         self._num_threads = num_threads
         self._level = level
@@ -78,8 +79,14 @@ class Caller:
     def __call__(self, op: tuple[int, struct.Struct], *fields: float, threaded: bool = True) -> None:
         """The fields must fit the operation, and their pointers live until it returns: nothing is checked."""
         code, layout = op
-        layout.pack_into(self._op, 0, code, *fields)
-        self._run(self._address, 1, self._num_threads if threaded else 1, self._level)
+        layout.pack_into(self._op, 0, code, self._num_threads if threaded else 1, *fields)
+        self._run(self._address, 1, self._level)
+        if self.noted is not None:
+            self.noted.append(self._op.raw)
+
+    def run(self, address: int, count: int) -> None:
+        """So many operations, packed one behind the other."""
+        self._run(address, count, self._level)
 
 
 @cache

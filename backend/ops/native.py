@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.native import library
-from backend.native.library import Library
+from backend.native.library import Caller, Library
 from backend.ops.base import HeadNorms, whole_rows
 from backend.ops.reference import ReferenceOps
 
@@ -51,6 +51,11 @@ class NativeOps(ReferenceOps):
         self._lanes = LANES[level]
         self._packs = level == "amx" or not (level == "avx512" or (IS_ARM and torch_has_products()))
         self._max_rows = 1 << 30 if self._packs else MAX_ROWS
+
+    @property
+    def call(self) -> Caller:
+        """What runs the kernels."""
+        return self._call
 
     def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
         """As kernels.cpp has it, the first dimension being panels of outs, of which the two halves are gates and what

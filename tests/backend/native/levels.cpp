@@ -20,7 +20,7 @@ std::vector<T> numbers(int64_t count) {
 
 template <class T>
 void run(const char* name, Op op, const std::vector<T>& out) {
-  warmpath_run(&op, 1, 2, 0);
+  warmpath_run(&op, 1, 0);
   std::printf("%s", name);
   for (const T& value : out) {
     if constexpr (sizeof(T) == 2) std::printf(" %.9g", to_float(value));
@@ -37,7 +37,7 @@ void all_operations(Dtype dtype) {
   const auto scales = numbers<float>(N);
   const auto scales4 = numbers<bf16>(N * K / 32);
   std::vector<T> out(T_ROWS * N);
-  Op op{LINEAR, {}};
+  Op op{LINEAR, 2, {}};
   op.linear = {x.data(), w.data(), nullptr, bias.data(), out.data(), T_ROWS, N, K, K, dtype, PLAIN};
   run("linear", op, out);
   op.linear = {x.data(), w8.data(), scales.data(), nullptr, out.data(), T_ROWS, N, K, K, dtype, INT8};
@@ -61,7 +61,7 @@ void all_operations(Dtype dtype) {
   std::vector<T> seen(T_ROWS * 4 * 24);
   op.code = ATTEND;
   op.attend = {query.data(), cache.data(), cache.data(), seen.data(), tables, starts, seq_lens,
-               2, 3, 4, 4, 2, 24, dtype, 5, 0.2, 3.0, 9};
+               2, 3, 4, 4, 2, 24, dtype, 5, 0.2, 3.0};
   run("attend", op, seen);
   auto keys = numbers<T>(8 * 4 * 2 * 24), values = keys;
   const int64_t slots[] = {7, 0, 30};
@@ -78,7 +78,7 @@ void packed_operations() {
   const auto w8 = numbers<int8_t>(N * K);
   const auto scales = numbers<float>(N);
   std::vector<bf16> out(T_ROWS * N), gated(T_ROWS * N / 2), rows(2 * K);
-  Op op{LINEAR, {}};
+  Op op{LINEAR, 2, {}};
   for (int64_t count : {int64_t(1), int64_t(2), int64_t(3), T_ROWS}) {
     op.linear = {x.data(), w.data(), nullptr, nullptr, out.data(), count, N, K, K, BFLOAT16, PLAIN, 1, NONE};
     run("packed", op, out);
@@ -96,7 +96,7 @@ void packed_operations() {
   std::vector<bf16> seen(T_ROWS * 4 * DIM);
   op.code = ATTEND;
   op.attend = {query.data(), cache.data(), cache.data(), seen.data(), tables, starts, seq_lens,
-               1, 5, 4, 4, 2, DIM, BFLOAT16, 7, 0.2, 3.0, LENGTH};
+               1, 5, 4, 4, 2, DIM, BFLOAT16, 7, 0.2, 3.0};
   run("tiles", op, seen);
 }
 

@@ -1,0 +1,101 @@
+"""Decode steps on a CPU: for each number of sequences, what a model's layers do is recorded once, and is one call of
+the kernels from then on (backend/native/recording.py), where it was some eight for each layer, with Python around them.
+A step that somebody may give up is a few calls, between which it is asked whether it is.
+
+A program finds its inputs where they were when it was recorded. So they are copied there first, which is little: a row
+for each sequence. Block tables are as wide as the longest sequence may ever need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backend.attention.base import AttentionMetadata
+from backend.engine.config import ResolvedConfig
+from backend.native.recording import Ask, Program, Recorder
+
+MAX_ROWS = 64  # of a step that is recorded, and so the most programs: beyond it, calls hardly count
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What a model's layers compute with, for T tokens."""
+
+    embedded: Tensor  # [T, hidden_size]
+    rotations: tuple[tuple[Tensor, Tensor], ...]  # of each of the model's tables: cos and sin, [T, dim / 2] float32
+    slot_mapping: Tensor  # [T] int64
+    attention: AttentionMetadata
+
+
+Layers = Callable[[LayerInputs, Ask | None], Tensor]
+
+
+class DecodePrograms:
+    """`layers` with the same arguments and the same result, bit for bit, for steps that suit."""
+
+    def __init__(self, config: ResolvedConfig, layers: Layers, recorder: Recorder) -> None:
+        self._layers = layers
+        self._recorder = recorder
+        self._programs: dict[int, Program | None] = {}  # by rows; None: it does more than can be recorded
+        self._block_size = config.block_size
+        rows, model = min(config.max_num_seqs, MAX_ROWS), config.model
+        self._max_rows = rows
+        self._embedded = torch.zeros(rows, model.hidden_size, dtype=config.dtype)
+        self._rotations = [torch.zeros(2, rows, rope.dim // 2) for rope in model.ropes]
+        self._slots = torch.zeros(rows, dtype=torch.int64)
+        self._kv_lens = torch.zeros(rows, dtype=torch.int32)
+        self._starts = torch.arange(rows + 1, dtype=torch.int32)
+        self._tables = torch.zeros(rows, -(-config.max_model_len // config.block_size), dtype=torch.int32)
+
+    @property
+    def recorded(self) -> frozenset[int]:
+        """The numbers of sequences for which there is a program."""
+        return frozenset(rows for rows, program in self._programs.items() if program)
+
+    def suit(self, attention: AttentionMetadata) -> bool:
+        """Whether it is a decode, of a number of sequences that can be recorded as far as is known."""
+        rows = len(attention.query_lens)
+        return rows <= self._max_rows and max(attention.query_lens) == 1 and self._programs.get(rows, True) is not None
+
+    def __call__(self, inputs: LayerInputs, is_given_up: Ask | None) -> Tensor:
+        """The result lasts until the next call. Raises `GivenUp`, as `layers` does."""
+        copied = self._copied(inputs)
+        rows = len(inputs.embedded)
+        if program := self._programs.get(rows):
+            return program.run(is_given_up)
+
+        def compute(mark: Callable[[], None]) -> Tensor:
+            def asked() -> bool:
+                mark()
+                return is_given_up is not None and is_given_up()
+
+            return self._layers(copied, asked)
+
+        hidden, self._programs[rows] = self._recorder.record(compute)
+        return hidden
+
+    def _copied(self, inputs: LayerInputs) -> LayerInputs:
+        """To where programs read them."""
+        rows, attention = len(inputs.embedded), inputs.attention
+        table = attention.block_tables[:, : self._tables.shape[1]]
+        self._tables[:rows, : table.shape[1]].copy_(table)
+        for ours, theirs in zip(self._rotations, inputs.rotations, strict=True):
+            ours[0, :rows].copy_(theirs[0])
+            ours[1, :rows].copy_(theirs[1])
+        return LayerInputs(
+            self._embedded[:rows].copy_(inputs.embedded),
+            tuple((cos[:rows], sin[:rows]) for cos, sin in self._rotations),
+            self._slots[:rows].copy_(inputs.slot_mapping),
+            AttentionMetadata(
+                query_lens=attention.query_lens,
+                seq_lens=attention.seq_lens,
+                kv_lens=self._kv_lens[:rows].copy_(attention.kv_lens),
+                cu_seqlens_q=self._starts[: rows + 1],
+                block_tables=self._tables[:rows],
+                block_size=self._block_size,
+            ),
+        )

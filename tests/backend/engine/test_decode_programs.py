@@ -1,0 +1,190 @@
+"""Decode steps that are recorded: to the bit what they are kernel by kernel, whatever happens between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backend.engine.batch import Batch, make_batch
+from backend.engine.config import EngineConfig
+from backend.engine.decode_programs import MAX_ROWS
+from backend.engine.engine import Engine
+from backend.engine.interruption import Interruption
+from backend.engine.paged_model import PagedModel
+from backend.engine.plan import Scheduled
+from backend.engine.request import Request, SamplingParams, TokenLogprob
+from backend.native import library
+from backend.native.recording import GivenUp
+from tests.backend.checkpoints import CHECKPOINTS, VOCAB_SIZE
+
+if library.load() is None:
+    pytest.skip("there is no compiler here", allow_module_level=True)
+
+BLOCK_SIZE, CONTEXT = 4, 32
+# What stands between their kernels is torch's: experts, factors, sums before norms, rotations of a part of each head.
+# Attention with sinks has no kernel.
+NOT_RECORDED = {"mixtral", "qwen3-moe", "gpt-oss", "olmo2", "granite", "phi3-longrope"}
+RECORDED_ALONE = {"smollm3"}  # whose queries, where there is no rotation, are made contiguous if there are several
+
+
+def decode(rng: random.Random, rows: int, tables: list[list[int]]) -> Batch:
+    """Of so many sequences, in some order, each of any length."""
+    plan = []
+    for i, table in enumerate(rng.sample(tables, rows)):
+        length = rng.randrange(1, CONTEXT + 1)
+        request = Request(f"r{i}", [rng.randrange(VOCAB_SIZE) for _ in range(length)], SamplingParams(max_tokens=1))
+        request.block_table = table[: -(-length // BLOCK_SIZE)]
+        plan.append(Scheduled(request, length - 1, 1))
+    return make_batch(plan, BLOCK_SIZE, torch.device("cpu"))
+
+
+def model_pair(directory: Path, **options: Any) -> tuple[PagedModel, PagedModel]:
+    """With programs, and without; with the same of anything in their caches."""
+    defaults: dict[str, Any] = {"num_blocks": 96, "block_size": BLOCK_SIZE, "num_threads": 1, "max_model_len": CONTEXT}
+    ours, theirs = (
+        PagedModel(
+            EngineConfig(model_dir=directory, device="cpu", enforce_eager=eager, **(defaults | options)).resolve()
+        )
+        for eager in (False, True)
+    )
+    for block in range(96):
+        theirs.kv.block(block).copy_(ours.kv.block(block).normal_())
+    return ours, theirs
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_architecture(checkpoint_dir: Callable[[str], Path], name: str) -> None:
+    ours, theirs = model_pair(checkpoint_dir(name))
+    rng = random.Random(name)
+    tables = [[8 * i + j for j in range(CONTEXT // BLOCK_SIZE)] for i in range(12)]
+    for _ in range(40):
+        batch = decode(rng, rng.randrange(1, 6), tables)
+        assert torch.equal(ours.forward(batch), theirs.forward(batch))
+        assert all(map(torch.equal, map(ours.kv.block, range(96)), map(theirs.kv.block, range(96))))
+    assert theirs.programs is None
+    recorded = ours.programs.recorded if ours.programs else frozenset()
+    assert recorded == (set() if name in NOT_RECORDED else {1} if name in RECORDED_ALONE else {1, 2, 3, 4, 5})
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_form_of_weights(checkpoint_dir: Callable[[str], Path], quantization: str, dtype: str) -> None:
+    ours, theirs = model_pair(checkpoint_dir("llama-biased"), quantization=quantization, dtype=dtype)
+    rng = random.Random(1)
+    tables = [[8 * i + j for j in range(CONTEXT // BLOCK_SIZE)] for i in range(12)]
+    for _ in range(30):
+        batch = decode(rng, rng.randrange(1, 13), tables)
+        assert torch.equal(ours.forward(batch), theirs.forward(batch))
+    assert ours.programs
+    assert {1, 2} <= ours.programs.recorded
+
+
+@torch.inference_mode()
+def test_no_more_than_so_many_are_kept(checkpoint_dir: Callable[[str], Path]) -> None:
+    ours, theirs = model_pair(checkpoint_dir("llama"), max_num_seqs=MAX_ROWS + 8)
+    rng = random.Random(2)
+    for rows in (MAX_ROWS, MAX_ROWS + 1, MAX_ROWS + 8, MAX_ROWS):
+        batch = decode(rng, rows, [[i] * (CONTEXT // BLOCK_SIZE) for i in range(MAX_ROWS + 8)])
+        assert torch.equal(ours.forward(batch), theirs.forward(batch))
+    assert ours.programs
+    assert ours.programs.recorded == {MAX_ROWS}
+
+
+@torch.inference_mode()
+def test_a_step_that_is_given_up_while_it_is_recorded_is_recorded_later(checkpoint_dir: Callable[[str], Path]) -> None:
+    ours, theirs = model_pair(checkpoint_dir("llama"))
+    batch = decode(random.Random(3), 3, [[8 * i + j for j in range(8)] for i in range(12)])
+    for _ in range(2):
+        with pytest.raises(GivenUp):
+            ours.forward(batch, lambda: True)
+    assert ours.programs
+    assert not ours.programs.recorded
+    for _ in range(2):
+        assert torch.equal(ours.forward(batch, lambda: False), theirs.forward(batch))
+    with pytest.raises(GivenUp):
+        ours.forward(batch, lambda: True)
+    assert ours.programs.recorded == {3}
+
+
+class Impatience(Interruption):
+    """Leaves a step now and then."""
+
+    num_asked = 0
+
+    def _is_due(self) -> bool:
+        self.num_asked += 1
+        self.num_given_up += self.num_asked % 7 == 0
+        return self.num_asked % 7 == 0
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 40},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+]
+
+
+def history(engine: Engine, seed: int) -> dict[str, list[TokenLogprob]]:
+    """Requests come, end, are aborted and preempted, at any time; prompts are cut, and found again."""
+    rng = random.Random(seed)
+    outputs: dict[str, list[TokenLogprob]] = {}
+
+    def step() -> None:
+        for output in engine.step():
+            outputs[output.request_id] += output.logprobs
+
+    for number in range(rng.randrange(6, 18)):
+        shared = [(5 * i * i + i) % VOCAB_SIZE for i in range(rng.choice([0, 8, 21]))]
+        prompt = [*shared, *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 12)))]
+        sampling = SamplingParams(max_tokens=rng.randrange(5, 30), logprobs=2, **rng.choice(SAMPLINGS))
+        engine.add(Request(f"r{number}", prompt, sampling, priority=rng.choice([0, 0, 1])))
+        outputs[f"r{number}"] = []
+        for _ in range(rng.choice([0, 1, 4, 12])):
+            if engine.has_unfinished:
+                step()
+        if rng.random() < 0.2:
+            engine.abort(f"r{rng.randrange(number + 1)}")
+    while engine.has_unfinished:
+        step()
+    engine.check_integrity()
+    return outputs
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_histories(checkpoint_dir: Callable[[str], Path], seed: int) -> None:
+    """Equal log-probabilities, to the last bit."""
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 4, 16])
+    options: dict[str, Any] = {
+        "block_size": block_size,
+        "num_blocks": rng.choice([70, 100, 300]) // block_size + 1,
+        "max_model_len": 64,
+        "max_num_seqs": rng.choice([3, 8]),
+        "max_num_batched_tokens": rng.choice([8, 64]),
+        "enable_prefix_caching": rng.random() < 0.7,
+        "dtype": rng.choice(["float32", "bfloat16"]),
+    }
+    if seed % 6 == 5:
+        options |= {"speculation": "draft_model", "draft_model_dir": checkpoint_dir("llama"), "dtype": "float32"}
+    names = ["llama", "gemma3", "qwen2-sliding"]
+    directory = checkpoint_dir(names[seed % 3] if "speculation" not in options else "llama")
+    engines = [
+        Engine.load(EngineConfig(model_dir=directory, device="cpu", num_threads=1, enforce_eager=eager, **options))
+        for eager in (False, True)
+    ]
+    if seed % 3 == 0:
+        for engine in engines:
+            engine.interruption = Impatience()
+    ours, theirs = (history(engine, seed) for engine in engines)
+    assert ours == theirs
+    assert any(len(logprobs) > 4 for logprobs in ours.values())
+    if "speculation" not in options:  # which depends on the time that steps take
+        assert engines[0].stats() == engines[1].stats()

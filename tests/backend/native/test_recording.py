@@ -1,0 +1,145 @@
+"""What was recorded, done again on other inputs: to the bit what computing it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from backend.native import library
+from backend.native.recording import MAX_PARTS, GivenUp, Program, Recorder
+from backend.ops.native import NativeOps
+
+ROWS, SIZE = 3, 64
+
+if (loaded := library.load()) is None:
+    pytest.skip("there is no compiler here", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    """As a runner computes."""
+    with torch.inference_mode():
+        yield
+
+
+class Chain:
+    """So many layers of a norm and a gated product, over inputs that stay where they are."""
+
+    def __init__(self, ops: NativeOps, dtype: torch.dtype, num_layers: int) -> None:
+        self._ops = ops
+        self._num_layers = num_layers
+        self.x = torch.randn(ROWS, SIZE, dtype=dtype)
+        self._norm = torch.rand(SIZE, dtype=dtype) + 0.5
+        weights = [torch.randn(2 * SIZE, SIZE).to(dtype) / 8 for _ in range(num_layers)]
+        self._weights = [ops.pack(weight, dtype, "silu") for weight in weights]
+
+    def __call__(self, mark: Callable[[], None] = lambda: None) -> Tensor:
+        residual, delta = self.x, self.x
+        for weight in self._weights:
+            mark()
+            normed, residual = self._ops.add_rms_norm(delta, residual, self._norm, 1e-6)
+            delta = self._ops.linear(normed.view(ROWS, 1, SIZE).flatten(1), weight, None, "silu")
+        return self._ops.add_rms_norm(delta, residual, self._norm, 1e-6)[0]
+
+
+def recorded(recorder: Recorder, compute: Callable[[Callable[[], None]], Tensor]) -> Program:
+    _, program = recorder.record(compute)
+    assert program is not None
+    return program
+
+
+@pytest.mark.parametrize("level", loaded.level_names)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_same_on_other_inputs(level: str, dtype: torch.dtype) -> None:
+    ops = NativeOps(level_name=level, num_threads=2)
+    recorder = Recorder(ops.call)
+    chains = [Chain(ops, dtype, num_layers) for num_layers in (1, 5, 9)]
+    programs = []
+    for chain in chains:
+        result, program = recorder.record(chain)
+        assert program is not None
+        assert torch.equal(result, chain())
+        programs.append(program)
+    for seed in range(4):
+        for chain, program in zip(chains, programs, strict=True):
+            chain.x.copy_(torch.randn(ROWS, SIZE, generator=torch.Generator().manual_seed(seed)))
+            for is_given_up in (None, lambda: False):
+                assert torch.equal(program.run(is_given_up), chain())
+
+
+def test_memory_is_shared_by_all_layers_and_programs() -> None:
+    ops = NativeOps(num_threads=1)
+    recorder = Recorder(ops.call)
+    recorded(recorder, Chain(ops, torch.float32, 3))
+    few = recorder.num_bytes
+    kept = [recorded(recorder, Chain(ops, torch.float32, num_layers)) for num_layers in (30, 60, 90)]
+    assert recorder.num_bytes <= few + len(kept) * ROWS * SIZE * 4 * 2, "but for their results"
+
+
+def test_a_program_is_left_between_two_parts() -> None:
+    ops = NativeOps(num_threads=1)
+    chain = Chain(ops, torch.float32, 20)
+    program = recorded(Recorder(ops.call), chain)
+    num_asked = 0
+
+    def after(most: int) -> Callable[[], bool]:
+        def is_given_up() -> bool:
+            nonlocal num_asked
+            num_asked += 1
+            return num_asked > most
+
+        return is_given_up
+
+    program.run(after(MAX_PARTS))
+    assert num_asked == MAX_PARTS - 1
+    for most in range(MAX_PARTS - 1):
+        num_asked = 0
+        with pytest.raises(GivenUp):
+            program.run(after(most))
+        assert num_asked == most + 1
+    assert torch.equal(program.run(None), chain()), "whatever was left behind"
+
+
+def test_a_recording_that_is_left_leaves_nothing_behind() -> None:
+    ops = NativeOps(num_threads=1)
+    recorder, chain = Recorder(ops.call), Chain(ops, torch.float32, 2)
+
+    def leaving(mark: Callable[[], None]) -> Tensor:
+        chain(mark)
+        raise GivenUp
+
+    with pytest.raises(GivenUp):
+        recorder.record(leaving)
+    assert torch.equal(recorded(recorder, chain).run(None), chain())
+    assert recorder.record(lambda mark: chain(mark) + 1)[1] is None
+    assert torch.equal(chain() + 1, torch.add(chain(), 1)), "what comes behind is not watched"
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        lambda x: x * 2,
+        lambda x: x.mul_(1),
+        lambda x: torch.zeros_like(x),
+        lambda x: x.t().contiguous(),
+        lambda x: x.view(ROWS, 2, -1)[:, 0].flatten(),
+        lambda x: x.tolist(),
+        lambda x: x[0, 0].item(),
+        lambda x: x.copy_(torch.empty_like(x).normal_()),
+        lambda x: torch.nn.functional.linear(x, x),
+    ],
+    ids=["arithmetic", "in place", "zeros", "contiguous", "flatten", "tolist", "item", "copy", "linear"],
+)
+def test_what_torch_computes_is_not_recorded(beside: Callable[[Tensor], object]) -> None:
+    ops = NativeOps(num_threads=1)
+    chain = Chain(ops, torch.float32, 1)
+
+    def compute(mark: Callable[[], None]) -> Tensor:
+        result = chain(mark)
+        beside(result)
+        return result
+
+    assert Recorder(ops.call).record(compute)[1] is None
