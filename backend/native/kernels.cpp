@@ -1034,6 +1034,20 @@ inline vf load(const T* from, int64_t left) {  // zeros behind the end
   return load(some);
 }
 
+// In place of an initialiser, of which compilers make one slow instruction over memory.
+template <int N>
+inline void zero(vf (&v)[N]) {
+  for (int i = 0; i < N; i++) v[i] = vf{};
+}
+template <int N, int M>
+inline void zero(vf (&v)[N][M]) {
+  for (int i = 0; i < N; i++) zero(v[i]);
+}
+template <int N, int M, int L>
+inline void zero(vf (&v)[N][M][L]) {
+  for (int i = 0; i < N; i++) zero(v[i]);
+}
+
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 
 inline void store(float* to, vf v) { __builtin_memcpy(to, &v, sizeof v); }
@@ -1070,6 +1084,23 @@ inline float sum(vf v) {  // halves onto halves
 #else
   return (v[0] + v[2]) + (v[1] + v[3]);
 #endif
+}
+
+// The same of N vectors, by the same additions.
+template <int N>
+inline void sums_of(const vf (&v)[N], float* to) {
+#if WIDTH == 32
+  if constexpr (N == 4) {
+    __m128 halves[4];
+    for (int i = 0; i < 4; i++)
+      halves[i] = _mm_add_ps(_mm256_castps256_ps128((__m256)v[i]), _mm256_extractf128_ps((__m256)v[i], 1));
+    const __m128 first = _mm_add_ps(_mm_movelh_ps(halves[0], halves[1]), _mm_movehl_ps(halves[1], halves[0]));
+    const __m128 second = _mm_add_ps(_mm_movelh_ps(halves[2], halves[3]), _mm_movehl_ps(halves[3], halves[2]));
+    _mm_storeu_ps(to, _mm_add_ps(_mm_shuffle_ps(first, second, 0x88), _mm_shuffle_ps(first, second, 0xdd)));
+    return;
+  }
+#endif
+  for (int i = 0; i < N; i++) to[i] = sum(v[i]);
 }
 
 // Cephes' polynomial, within 2e-7 of the truth. Far below zero it is zero, and far above it stays finite.
@@ -1156,7 +1187,9 @@ template <class X>
 struct Step {
   static constexpr int64_t SIZE = LANES;
   typedef vf V;
+  typedef float Kept;  // as what x is kept that is read again and again
   static V of_x(const X* x, int64_t left) { return load(x, left); }
+  static V of_kept(const float* x, int64_t) { return load(x); }
   template <class R>
   static V of_w(const R& row, int64_t k, int64_t left) { return row.floats(k, left); }
   static vf add(vf sum, V x, V w) { return sum + x * w; }
@@ -1166,6 +1199,8 @@ template <>
 struct Step<bf16> {
   static constexpr int64_t SIZE = 32;
   typedef __m512i V;
+  typedef bf16 Kept;
+  static V of_kept(const bf16* x, int64_t left) { return of_x(x, left); }
   static V of_x(const bf16* x, int64_t left) {
     return _mm512_maskz_loadu_epi16(left >= 32 ? ~0u : (1u << left) - 1, x);
   }
@@ -1178,7 +1213,8 @@ struct Step<bf16> {
 // R rows of x by C rows of the weight, to columns n and on of rows t and on.
 template <class X, class W, int R, int C>
 inline void product(const Linear& a, int64_t t, int64_t n) {
-  vf sums[R][C] = {};
+  vf sums[R][C];
+  zero(sums);
   const X* x[R];
   Row<W> w[C];
   for (int r = 0; r < R; r++) x[r] = static_cast<const X*>(a.x) + (t + r) * a.x_stride;
@@ -1353,7 +1389,8 @@ void few_rows(const Linear& a, const FloatRows& x, int64_t panel, int64_t end) {
   const char* w = static_cast<const char*>(a.w);
   const int64_t bytes = Panel<W>::bytes(a.ins);
   for (; panel + P <= end; panel += P) {
-    vf sums[R][P][2] = {};
+    vf sums[R][P][2];
+    zero(sums);
     Panel<W> panels[P];
     for (int p = 0; p < P; p++) panels[p] = Panel<W>(w + (panel + p) * bytes);
     multiply<W, R, P>(x.at, x.stride, panels, a.ins, {}, sums);
@@ -1556,53 +1593,117 @@ inline void store_kv(const StoreKv& a) {
 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
-// R rows of one sequence and key/value head, a row being a token's head. Their scores are all kept, and each position's
-// key and value is read once. Positions count from a multiple of 16, so that a row's sums do not depend on its
-// neighbours in the tile: what these see and it does not, it adds as zero.
+// R rows of one sequence for each of some neighbouring key/value heads, a row being a token's head. Their scores are all
+// kept, and each position's keys and values are read once, for all the heads together, since they lie beside each other.
+// Positions count from a multiple of 16, so that a row's sums do not depend on its neighbours in the tile: what these see
+// and it does not, it adds as zero.
 template <class T, int R>
-inline void attend_rows(const Attend& a, int64_t seq, int64_t head, int64_t row) {
-  const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim;
-  const int64_t query_len = a.starts[seq + 1] - a.starts[seq], seq_len = a.seq_lens[seq];
-  const int32_t* table = a.tables + seq * a.table_width;
-  int64_t at[R], first[R], last[R];  // where a row stands; the positions that it sees
-  for (int r = 0; r < R; r++) {
-    at[r] = ((a.starts[seq] + (row + r) / group) * a.num_heads + head * group + (row + r) % group) * dim;
-    last[r] = seq_len - query_len + (row + r) / group;
-    first[r] = a.window ? most(0, last[r] - a.window + 1) : 0;
-  }
-  const int64_t begin = first[0] / 16 * 16, end = last[R - 1] + 1;
-  const int64_t width = ceil_div(end - begin, 16) * 16;
-  float* scores = static_cast<float*>(own_scratch.get(R * width * sizeof(float)));
+struct Rows {
+  typedef typename Step<T>::Kept Kept;  // queries: floats, made once, unless they are summed as they are
+  static constexpr int KEYS = R <= 3 ? 4 : 2;  // at once: as many sums as there are registers for
+  static constexpr int64_t VALUES = 4;         // vectors of a head at once
 
-  const int64_t stride = a.num_kv_heads * dim;
-  const auto each_position = [&](const void* cache, auto visit) __attribute__((always_inline)) {
+  const Attend& a;
+  const int64_t seq, head, heads, row;
+  const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim, stride = a.num_kv_heads * dim;
+  const int64_t kept_dim = ceil_div(dim, Step<T>::SIZE) * Step<T>::SIZE;
+  const int32_t* const table = a.tables + seq * a.table_width;
+  int64_t first[R], last[R];  // the positions that a row sees
+  int64_t begin, end, width;  // those that any sees, and so many that they are whole vectors
+  float *scores, *sums;       // [heads][R][width]; [heads][R][D]
+  Kept* queries;              // [heads][R][kept_dim]
+
+  Rows(const Attend& a, int64_t seq, int64_t head, int64_t heads, int64_t row)
+      : a(a), seq(seq), head(head), heads(heads), row(row) {
+    const int64_t query_len = a.starts[seq + 1] - a.starts[seq];
+    for (int r = 0; r < R; r++) {
+      last[r] = a.seq_lens[seq] - query_len + (row + r) / group;
+      first[r] = a.window ? most(0, last[r] - a.window + 1) : 0;
+    }
+    begin = first[0] / 16 * 16, end = last[R - 1] + 1, width = ceil_div(end - begin, 16) * 16;
+    const int64_t own_dim = ceil_div(dim, LANES) * LANES;
+    scores = static_cast<float*>(own_scratch.get(heads * R * (width + own_dim + kept_dim) * sizeof(float)));
+    sums = scores + heads * R * width;
+    queries = reinterpret_cast<Kept*>(sums + heads * R * own_dim);
+  }
+
+  int64_t at(int64_t h, int r) const {  // where a row stands, in the queries as in the outputs
+    return ((a.starts[seq] + (row + r) / group) * a.num_heads + (head + h) * group + (row + r) % group) * dim;
+  }
+
+  void run() {
+    take_queries();
+    each_run(a.keys, [&](int64_t h, int64_t i, const T* key, int64_t count) __attribute__((always_inline)) {
+      for (; count >= KEYS; i += KEYS, key += KEYS * stride, count -= KEYS) score<KEYS>(h, i, key);
+      for (; count > 0; i++, key += stride, count--) score<1>(h, i, key);
+    });
+    for (int64_t h = 0; h < heads; h++)
+      for (int r = 0; r < R; r++) soften(scores + (h * R + r) * width, r, sums + (h * R + r) * dim);
+    each_run(a.values, [&](int64_t h, int64_t i, const T* value, int64_t count) __attribute__((always_inline)) {
+      weigh(h, i, value, count);
+    });
+    for (int64_t h = 0; h < heads; h++)
+      for (int r = 0; r < R; r++) {
+        const float* own = sums + (h * R + r) * dim;
+        T* out = static_cast<T*>(a.out) + at(h, r);
+        for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(own + d, dim - d), dim - d);
+      }
+  }
+
+  void take_queries() {
+    for (int64_t h = 0; h < heads; h++)
+      for (int r = 0; r < R; r++) {
+        const T* query = static_cast<const T*>(a.query) + at(h, r);
+        Kept* to = queries + (h * R + r) * kept_dim;
+        if constexpr (sizeof(Kept) == sizeof(T)) {
+          __builtin_memset(to, 0, kept_dim * sizeof(T));
+          __builtin_memcpy(to, query, dim * sizeof(T));
+        } else {
+          for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(query + d, dim - d));
+        }
+      }
+  }
+
+  // Calls visit(head, i, from, count) for the runs of positions that lie beside each other, and each head of theirs.
+  template <class F>
+  inline __attribute__((always_inline)) void each_run(const void* cache, F visit) {
     for (int64_t p = begin; p < end;) {
       const int64_t offset = p % a.block_size, count = least(a.block_size - offset, end - p);
       const int64_t slot = int64_t(table[p / a.block_size]) * a.block_size + offset;
-      const T* from = static_cast<const T*>(cache) + (slot * a.num_kv_heads + head) * dim;
+      const T* from = static_cast<const T*>(cache) + slot * stride + head * dim;
       // The next block is elsewhere, which no prefetching of the hardware's knows.
       const bool has_next = p + count < end;
       const T* next = has_next ? from + (int64_t(table[p / a.block_size + 1]) * a.block_size - slot) * stride : from;
-      for (int64_t i = 0; i < count; i++, p++, from += stride, next += stride) {
-        for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(next + d);
-        visit(p - begin, from);
+      for (int64_t h = 0; h < heads; h++, from += dim, next += dim) {
+        for (int64_t i = 0; i < count; i++)
+          for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(next + i * stride + d);
+        visit(h, p - begin, from, count);
       }
+      p += count;
     }
-  };
+  }
 
-  each_position(a.keys, [&](int64_t i, const T* key) __attribute__((always_inline)) {
-    vf sums[R] = {};
-    for (int64_t d = 0; d < dim; d += Step<T>::SIZE) {
-      const auto k = Step<T>::of_x(key + d, dim - d);
-      for (int r = 0; r < R; r++)
-        sums[r] = Step<T>::add(sums[r], Step<T>::of_x(static_cast<const T*>(a.query) + at[r] + d, dim - d), k);
-    }
-    for (int r = 0; r < R; r++) scores[r * width + i] = sum(sums[r]);
-  });
+  template <int N>
+  inline __attribute__((always_inline)) void score(int64_t h, int64_t i, const T* key) {
+    vf products[R][N];
+    zero(products);
+    const Kept* query = queries + h * R * kept_dim;
+    const auto step = [&](int64_t d, int64_t left) __attribute__((always_inline)) {
+      typename Step<T>::V q[R];
+      for (int r = 0; r < R; r++) q[r] = Step<T>::of_kept(query + r * kept_dim + d, left);
+      for (int n = 0; n < N; n++) {
+        const auto k = Step<T>::of_x(key + n * stride + d, left);
+        for (int r = 0; r < R; r++) products[r][n] = Step<T>::add(products[r][n], q[r], k);
+      }
+    };
+    const int64_t whole = dim / Step<T>::SIZE * Step<T>::SIZE;
+    for (int64_t d = 0; d < whole; d += Step<T>::SIZE) step(d, Step<T>::SIZE);
+    if (whole < dim) step(whole, dim - whole);
+    for (int r = 0; r < R; r++) sums_of<N>(products[r], scores + (h * R + r) * width + i);
+  }
 
-  float inverse[R];
-  for (int r = 0; r < R; r++) {
-    float* own = scores + r * width;
+  // A row's scores become weights, whose sum is one, and its sums zero.
+  void soften(float* own, int r, float* sums_of_row) {
     vf highest = all(-__builtin_inff()), total = {}, lane;
     for (int64_t i = 0; i < LANES; i++) lane[i] = float(i);
     const vf from = all(float(first[r] - begin)), to = all(float(last[r] - begin));
@@ -1621,45 +1722,59 @@ inline void attend_rows(const Attend& a, int64_t seq, int64_t head, int64_t row)
       store(own + i, weight);
       total += weight;
     }
-    inverse[r] = 1.0f / sum(total);
+    const float inverse = 1.0f / sum(total);
+    for (int64_t i = 0; i < width; i += LANES) store(own + i, load(own + i) * inverse);
+    __builtin_memset(sums_of_row, 0, dim * sizeof(float));
   }
 
-  constexpr int64_t V = 4;  // vectors of the head at a time
-  for (int64_t d = 0; d < dim; d += V * LANES) {
-    vf sums[R][V] = {};
-    each_position(a.values, [&](int64_t i, const T* value) __attribute__((always_inline)) {
-      for (int64_t j = 0; j < V; j++) {
-        const int64_t left = dim - d - j * LANES;
-        if (left <= 0) break;
-        const vf v = load(value + d + j * LANES, left);
-        for (int r = 0; r < R; r++) sums[r][j] += v * scores[r * width + i];
-      }
-    });
-    for (int r = 0; r < R; r++)
-      for (int64_t j = 0; j < V && d + j * LANES < dim; j++)
-        store(static_cast<T*>(a.out) + at[r] + d + j * LANES, sums[r][j] * inverse[r], dim - d - j * LANES);
+  void weigh(int64_t h, int64_t i, const T* value, int64_t count) {
+    int64_t d = 0;
+    for (; d + VALUES * LANES <= dim; d += VALUES * LANES) weigh<VALUES>(h, i, value, count, d, LANES);
+    for (; d < dim; d += LANES) weigh<1>(h, i, value, count, d, least(LANES, dim - d));
   }
-}
+
+  // V vectors of the head, from d on; of the last one there may be only so much.
+  template <int V>
+  inline __attribute__((always_inline)) void weigh(int64_t h, int64_t i, const T* value, int64_t count, int64_t d,
+                                                   int64_t left) {
+    const float* weights = scores + h * R * width + i;
+    float* to = sums + h * R * dim + d;
+    vf own[R][V];
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < V; j++) own[r][j] = load(to + r * dim + j * LANES, left);
+    for (int64_t n = 0; n < count; n++)
+      for (int j = 0; j < V; j++) {
+        const vf v = load(value + n * stride + d + j * LANES, left);
+        for (int r = 0; r < R; r++) own[r][j] += v * weights[r * width + n];
+      }
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < V; j++) store(to + r * dim + j * LANES, own[r][j], left);
+  }
+};
 
 // All sequences but those that are skipped, as one piece of work.
 template <class T>
 void attend(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
   constexpr int64_t R = 4;
   const int64_t group = a.num_heads / a.num_kv_heads;
-  const auto tiles_of = [&](int64_t seq) {
-    return skips(a, seq) ? 0 : ceil_div((a.starts[seq + 1] - a.starts[seq]) * group, R) * a.num_kv_heads;
+  const auto rows_of = [&](int64_t seq) {
+    return skips(a, seq) ? 0 : ceil_div((a.starts[seq + 1] - a.starts[seq]) * group, R);
   };
-  int64_t tiles = 0;
-  for (int64_t seq = 0; seq < a.num_seqs; seq++) tiles += tiles_of(seq);
-  share(tiles, 1, [&](int64_t i) {
+  int64_t rows = 0;
+  for (int64_t seq = 0; seq < a.num_seqs; seq++) rows += rows_of(seq);
+  // Heads together, as long as there is enough to share.
+  const int64_t heads = most(1, least(a.num_kv_heads, rows * a.num_kv_heads / (calling.num_threads * SHARES_PER_THREAD)));
+  const int64_t parts = ceil_div(a.num_kv_heads, heads);
+  share(rows * parts, 1, [&](int64_t i) {
+    const int64_t first = i % parts * heads, count = least(heads, a.num_kv_heads - first);
     int64_t seq = 0;
-    for (; i >= tiles_of(seq); seq++) i -= tiles_of(seq);
-    const int64_t head = i % a.num_kv_heads, row = i / a.num_kv_heads * R;
+    for (i /= parts; i >= rows_of(seq); seq++) i -= rows_of(seq);
+    const int64_t row = i * R;
     switch (least(R, (a.starts[seq + 1] - a.starts[seq]) * group - row)) {
-      case 4: return attend_rows<T, 4>(a, seq, head, row);
-      case 3: return attend_rows<T, 3>(a, seq, head, row);
-      case 2: return attend_rows<T, 2>(a, seq, head, row);
-      default: return attend_rows<T, 1>(a, seq, head, row);
+      case 4: return Rows<T, 4>(a, seq, first, count, row).run();
+      case 3: return Rows<T, 3>(a, seq, first, count, row).run();
+      case 2: return Rows<T, 2>(a, seq, first, count, row).run();
+      default: return Rows<T, 1>(a, seq, first, count, row).run();
     }
   });
 }
@@ -1784,12 +1899,13 @@ struct QueryTile {
   void score(const float* queries, const uint32_t* keys, int64_t count) {
     for (int64_t p = 0; p < count; p += PANEL)
       each_few_rows([&](int64_t from, int64_t until) {
-        vf sums[MOST_ROWS * 2] = {};
+        vf sums[MOST_ROWS][2];
+        zero(sums);
         add_tile<bf16>(until - from, queries + from * float_stride(dim), float_stride(dim), Panel<bf16>(keys + p / PANEL * dim * LANES),
-                       dim, {}, sums);
+                       dim, {}, sums[0]);
         for (int64_t i = from; i < until; i++) {
-          store(scores + i * SCORE_STRIDE + p, sums[(i - from) * 2]);
-          store(scores + i * SCORE_STRIDE + p + LANES, sums[(i - from) * 2 + 1]);
+          store(scores + i * SCORE_STRIDE + p, sums[i - from][0]);
+          store(scores + i * SCORE_STRIDE + p + LANES, sums[i - from][1]);
         }
       });
   }
