@@ -1277,7 +1277,9 @@ void expand(const Expand& a) {
 //
 // A panel is 2 * LANES outs that are summed together. With AMX it lies as tiles read it, see above. Elsewhere it is read
 // in step with one input after the other: of bfloat16 [K][LANES][2], so that a word holds an out of the panel's first
-// half below one of its second, and a shift and a mask make floats of both; of int8 [K][2][LANES].
+// half below one of its second, and a shift and a mask make floats of both; of int8 [K][2][LANES]; of int4 in groups of 32
+// inputs [K / 32][9][LANES] words, of which byte i of word j has input 4 j + i, an out of the first half in the low four bits
+// and one of the second in the high ones, and the last word has the two scales.
 
 constexpr int64_t PANEL = 2 * LANES;
 
@@ -1337,6 +1339,16 @@ struct Panel<int8_t> {
   static int64_t bytes(int64_t steps) { return steps * PANEL; }
 };
 
+template <>
+struct Panel<int4x32> {
+  static constexpr int64_t GROUP_WORDS = 9 * LANES;
+  const uint32_t* words;
+  Panel() = default;
+  explicit Panel(const void* from, int64_t k = 0)
+      : words(static_cast<const uint32_t*>(from) + k / GROUP * GROUP_WORDS) {}
+  static int64_t bytes(int64_t steps) { return steps * GROUP_WORDS * 4 / GROUP; }
+};
+
 // What is brought near beside the products: cache lines, so many with each STRIDE_STEPS steps.
 struct Fetch {
   const char* from = nullptr;
@@ -1367,6 +1379,47 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t stri
   for (; k < steps; k++) step(k);
 }
 
+// The same, of whole groups: a group's numbers, as they are held, and what they are held too large by.
+template <int R, int P>
+inline __attribute__((always_inline)) void multiply(const float* x, int64_t stride, const Panel<int4x32> (&panels)[P],
+                                                    int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
+  for (int64_t g = 0; g < steps / GROUP; g++, x += GROUP) {
+    for (int64_t i = 0; i < fetch.lines * GROUP / STRIDE_STEPS; i++, fetch.from += 64) __builtin_prefetch(fetch.from);
+    vf products[R][P][2];
+    zero(products);
+    for (int64_t j = 0; j < 8; j++) {
+      vu words[P];
+      for (int p = 0; p < P; p++) words[p] = read<vu>(panels[p].words + g * Panel<int4x32>::GROUP_WORDS + j * LANES);
+      const auto step = [&](auto index) __attribute__((always_inline)) {
+        constexpr int I = sizeof index - 1;
+        for (int p = 0; p < P; p++) {
+          const vf first = as_floats((vi)(words[p] >> (8 * I) & 15)), second = as_floats((vi)(words[p] >> (8 * I + 4) & 15));
+          for (int r = 0; r < R; r++) {
+            const float value = x[r * stride + 4 * j + I];
+            products[r][p][0] += first * value;
+            products[r][p][1] += second * value;
+          }
+        }
+      };
+      struct First { char size[1]; };
+      struct Second { char size[2]; };
+      struct Third { char size[3]; };
+      struct Fourth { char size[4]; };
+      step(First{}), step(Second{}), step(Third{}), step(Fourth{});
+    }
+    for (int r = 0; r < R; r++) {
+      vf all_of_group = {};
+      for (int64_t k = 0; k < GROUP; k += LANES) all_of_group += load(x + r * stride + k);
+      const float excess = 8 * sum(all_of_group);
+      for (int p = 0; p < P; p++) {
+        const vu scales = read<vu>(panels[p].words + g * Panel<int4x32>::GROUP_WORDS + 8 * LANES);
+        sums[r][p][0] += (products[r][p][0] - excess) * (vf)(scales << 16);
+        sums[r][p][1] += (products[r][p][1] - excess) * (vf)(scales & 0xffff0000u);
+      }
+    }
+  }
+}
+
 // The rows of x that are multiplied together, as floats, `stride` apart.
 struct FloatRows {
   float* at;
@@ -1393,7 +1446,7 @@ void few_rows(const Linear& a, const FloatRows& x, int64_t panel, int64_t end) {
     zero(sums);
     Panel<W> panels[P];
     for (int p = 0; p < P; p++) panels[p] = Panel<W>(w + (panel + p) * bytes);
-    multiply<W, R, P>(x.at, x.stride, panels, a.ins, {}, sums);
+    multiply(x.at, x.stride, panels, a.ins, Fetch{}, sums);
     for (int r = 0; r < R; r++)
       for (int p = 0; p < P; p++)
         finish_panel<W>(a, x.first + r, (panel + p) * PANEL, sums[r][p][0], sums[r][p][1]);
@@ -1405,7 +1458,8 @@ template <class W, int R>
 inline void add_tile(const float* x, int64_t stride, const Panel<W>& panel, int64_t steps, Fetch fetch, vf* kept) {
   vf sums[R][1][2];
   __builtin_memcpy(sums, kept, sizeof sums);
-  multiply<W, R, 1>(x, stride, {panel}, steps, fetch, sums);
+  const Panel<W> panels[] = {panel};
+  multiply(x, stride, panels, steps, fetch, sums);
   __builtin_memcpy(kept, sums, sizeof sums);
 }
 template <class W>
@@ -1430,14 +1484,14 @@ void many_rows(const Linear& a, const FloatRows& x, int64_t t, int64_t rows, int
   __builtin_memset(kept, 0, (end - panel) * rows * 2 * sizeof(vf));
   for (int64_t k = 0; k < a.ins; k += NEAR_STEPS) {
     const int64_t steps = least(NEAR_STEPS, a.ins - k);
-    const int64_t lines = ceil_div(Panel<W>::bytes(STRIDE_STEPS) / 64, tiles);
+    const int64_t all_lines = ceil_div(Panel<W>::bytes(GROUP), 64 * GROUP / STRIDE_STEPS), lines = ceil_div(all_lines, tiles);
     for (int64_t p = panel; p < end; p++) {
       const bool is_last = p + 1 == end;
       const char* next = w + (is_last ? panel : p + 1) * bytes + Panel<W>::bytes(is_last ? k + steps : k);
       for (int64_t i = 0; i < tiles; i++) {  // as even as can be
         const int64_t from = i * rows / tiles, until = (i + 1) * rows / tiles;
         vf* const own = kept + ((p - panel) * rows + from) * 2;
-        const Fetch fetch{next, i * lines < Panel<W>::bytes(STRIDE_STEPS) / 64 ? lines : 0};
+        const Fetch fetch{next, i * lines < all_lines ? lines : 0};
         add_tile<W>(until - from, x.row(t + from) + k, x.stride, Panel<W>(w + p * bytes, k), steps, fetch, own);
         next += steps / STRIDE_STEPS * lines * 64;
       }
@@ -1468,10 +1522,11 @@ void linear_packed(const Linear& a, void* memory) {
     const int64_t groups = ceil_div(panels, together);
     share(groups, 0, [&](int64_t group) {
       const int64_t from = group * together, end = least(panels, from + together);
+      constexpr int P = sizeof(W) == sizeof(int4x32) ? 1 : 2;  // whose products and sums are apart
       switch (x.count) {
-        case 1: return few_rows<W, 1, 4>(a, x, from, end);
-        case 2: return few_rows<W, 2, 2>(a, x, from, end);
-        case 3: return few_rows<W, 3, 2>(a, x, from, end);
+        case 1: return few_rows<W, 1, 2 * P>(a, x, from, end);
+        case 2: return few_rows<W, 2, P>(a, x, from, end);
+        case 3: return few_rows<W, 3, P>(a, x, from, end);
         default:
           for (int64_t i = t; i < t + x.count; i += NEAR_ROWS)
             many_rows<W>(a, x, i, least(NEAR_ROWS, t + x.count - i), from, end);
@@ -2029,8 +2084,11 @@ inline int64_t dtype_of(const Op& op) {
 
 void run(const Op& op, void* shared) {
 #if WIDTH < 64
-  if (op.code == LINEAR && op.linear.is_packed)
-    return op.linear.format == INT8 ? linear_packed<int8_t>(op.linear, shared) : linear_packed<bf16>(op.linear, shared);
+  if (op.code == LINEAR && op.linear.is_packed) {
+    if (op.linear.format == PLAIN) return linear_packed<bf16>(op.linear, shared);
+    if (op.linear.format == INT8) return linear_packed<int8_t>(op.linear, shared);
+    return linear_packed<int4x32>(op.linear, shared);
+  }
   if (op.code == EMBED) return embed(op.embed);
   if (op.code == ATTEND) {
     for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)

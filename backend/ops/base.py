@@ -31,6 +31,10 @@ class Ops(ABC):
         in a form of this member's own, with more dimensions than two, or the weight itself."""
         return weight
 
+    def pack_int4(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same for `linear_int4`, which takes the scales beside it all the same."""
+        return weight
+
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Rows of a weight, which may be packed without a gate. ids: [T] -> [T, in]."""
         return F.embedding(ids, weight)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backend.native import library
 from backend.native.library import Caller, Library
-from backend.ops.base import HeadNorms, whole_rows
+from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
 from backend.ops.reference import ReferenceOps
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -77,6 +77,20 @@ class NativeOps(ReferenceOps):
             return panels.view(*panels.shape[:3], -1, TILE, words).permute(0, 3, 1, 4, 2, 5).contiguous()
         return panels.permute((0, 3, 2, 1) if words == 2 else (0, 3, 1, 2)).contiguous()
 
+    def pack_int4(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """[panels, in / 32, 9, lanes, 4] bytes, as kernels.cpp has it, unless AMX makes bfloat16 of them."""
+        outs = len(weight)
+        if dtype is not torch.bfloat16 or not self._packs or self._call.level_name == "amx" or outs % (2 * self._lanes):
+            return weight
+        halves = (outs // (2 * self._lanes), 2, self._lanes, scales.shape[1])  # of panels, [panels, 2, lanes, groups]
+        groups = weight.view(*halves, INT4_GROUP // 2)
+        numbers = torch.cat((groups & 15, groups >> 4), dim=-1).view(*halves, INT4_GROUP // 4, 4)
+        words = (numbers[:, 0] | numbers[:, 1] << 4).permute(0, 2, 3, 1, 4)  # [panels, groups, 8, lanes, 4]
+        both_scales = (
+            scales.view(halves).permute(0, 3, 2, 1).contiguous().view(torch.uint8)
+        )  # [panels, groups, lanes, 4]
+        return torch.cat((words, both_scales.unsqueeze(2)), dim=2)
+
     def _outs(self, weight: Tensor) -> int:
         return weight.shape[0] * 2 * self._lanes if weight.dim() > 2 else len(weight)
 
@@ -104,6 +118,8 @@ class NativeOps(ReferenceOps):
         return self.gated(self._product(x, weight, scales, bias, len(weight), INT8), gate)
 
     def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        if weight.dim() > 2:
+            return self._product(x, weight, None, bias, self._outs(weight), INT4)
         if len(x) > min(self._max_rows, MAX_INT4_ROWS) and x.dtype is torch.bfloat16:
             return self.linear(x, self._expanded(weight, scales, x, INT4), bias)
         return self._product(x, weight, scales, bias, len(weight), INT4)

@@ -23,7 +23,8 @@ class Int4Linear(Linear):
         self._ops = ops
         self._bias = bias
         self._gate = gate
-        self._weight, self._scales = pack(weight)
+        numbers, self._scales = pack(weight)
+        self._weight = ops.pack_int4(numbers, self._scales, weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.gated(self._ops.linear_int4(x, self._weight, self._scales, self._bias), self._gate)

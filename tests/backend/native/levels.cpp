@@ -84,6 +84,8 @@ void packed_operations() {
     run("packed", op, out);
     op.linear = {x.data(), w8.data(), scales.data(), nullptr, out.data(), count, N, K, K, BFLOAT16, INT8, 1, NONE};
     run("packed_int8", op, out);
+    op.linear = {x.data(), w.data(), nullptr, nullptr, out.data(), count, N, 64, K, BFLOAT16, INT4, 1, NONE};
+    run("packed_int4", op, out);
   }
   op.linear = {x.data(), w.data(), nullptr, w.data(), gated.data(), T_ROWS, N, K, K, BFLOAT16, PLAIN, 1, SILU};
   run("packed_gate", op, gated);

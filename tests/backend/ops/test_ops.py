@@ -73,7 +73,10 @@ def test_linear_int8(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: in
     assert_close(ops.linear_int8(x, weight, scales, bias), exact)
 
 
-@pytest.mark.parametrize(("rows", "ins", "outs"), [shape for shape in SHAPES if shape[1] % INT4_GROUP == 0])
+INT4_SHAPES = [*(shape for shape in SHAPES if shape[1] % INT4_GROUP == 0), (3, 96, 32), (300, 1024, 160)]
+
+
+@pytest.mark.parametrize(("rows", "ins", "outs"), INT4_SHAPES)
 def test_linear_int4(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: int) -> None:
     x, bias = random(rows, ins, dtype=dtype), random(outs, dtype=dtype, seed=2)
     numbers = torch.randint(-8, 8, (outs, ins), generator=torch.Generator().manual_seed(3))
@@ -87,7 +90,9 @@ def test_linear_int4(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: in
         else:
             packed[:, byte] |= (numbers[:, i] + 8).to(torch.uint8) << 4
     weight = numbers.double() * scales.double().repeat_interleave(INT4_GROUP, dim=1)
-    assert_close(ops.linear_int4(x, packed, scales, bias), x.double() @ weight.T + bias.double())
+    exact = x.double() @ weight.T + bias.double()
+    assert_close(ops.linear_int4(x, packed, scales, bias), exact)
+    assert_close(ops.linear_int4(x, ops.pack_int4(packed, scales, dtype), scales, bias), exact)
 
 
 # Whole panels of a packed weight, of one row and of so many that x is taken in parts.
