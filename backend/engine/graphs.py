@@ -182,7 +182,7 @@ class DecodeSteps:
         chosen = logits.argmax(dim=-1)
         if has_random:
             random = RandomRows(self._starts[:size], self._temperatures[:size], self._uniform[:size], None)
-            chosen = torch.where(self._is_random[:size], draw(logits, random), chosen)
+            chosen = torch.where(self._is_random[:size], draw(logits, random, self._model.ops), chosen)
         self._logits[:size].copy_(logits)
         self._chosen[:size].copy_(chosen)
 

@@ -26,7 +26,7 @@ class PagedModel:
     """Raises `WeightsError` if the checkpoint does not fit the model."""
 
     def __init__(self, config: ResolvedConfig) -> None:
-        ops = create_ops(config.ops)
+        self.ops = ops = create_ops(config.ops)
         with Checkpoint(config.model_dir, config.dtype, config.device) as checkpoint:
             loader = LayerLoader(checkpoint, ops, create_quantization(config.quantization, ops))
             model_class = architecture(config.model.architecture)
@@ -53,6 +53,10 @@ class PagedModel:
         if is_given_up is not None:
             attend = _Interruptible(attend, is_given_up)
         return self._model.forward(inputs.embedded, self.kv.layers, Step(inputs.rotations, inputs.slot_mapping, attend))
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """The tokens of the largest logits. hidden: [N, hidden_size] -> [N] int64."""
+        return self._model.likeliest(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [N, hidden_size] -> [N, vocab_size] float32."""

@@ -65,8 +65,11 @@ class Runner:
         parts = torch.split(hidden, list(batch.attention.query_lens))
         computed = [self._of_hidden(scheduled, part) for scheduled, part in zip(plan, parts, strict=True)]
         if batch.sampled:
-            logits = self._model.logits(hidden[batch.sampled_rows])
-            chosen = self._choose(batch.next_tokens, logits, masks)
+            hidden = hidden[batch.sampled_rows]
+            if all(token.is_likeliest for token in batch.next_tokens):
+                chosen = [Computed((token_id,)) for token_id in self._model.likeliest(hidden).tolist()]
+            else:
+                chosen = self._choose(batch.next_tokens, self._model.logits(hidden), masks)
             for i, sampled in zip(batch.sampled, chosen, strict=True):
                 computed[i] = replace(
                     computed[i],
@@ -90,7 +93,7 @@ class Runner:
         errors = allowed.errors if allowed else {}
         return [
             Computed((sampled.token_id,), sampled.logprobs, error=errors.get(row))
-            for row, sampled in enumerate(sample(logits, sampling, allowed))
+            for row, sampled in enumerate(sample(logits, sampling, allowed, self._model.ops))
         ]
 
     def _of_hidden(self, scheduled: Scheduled, hidden: Tensor) -> Computed:

@@ -10,7 +10,7 @@ the filters only ever set probabilities to zero, a row's token does not depend o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,10 @@ from torch import Tensor
 from backend.engine.masks import AllowedTokens
 from backend.engine.request import TokenLogprob
 from backend.engine.sampling_batch import Bias, Filters, Penalties, RandomRows, SamplingBatch, WantedLogprobs
+from backend.ops.base import Ops
+from backend.ops.reference import ReferenceOps, invert
 
+REFERENCE = ReferenceOps()
 SHORTLIST_SIZES = (256, 8192)  # how many of the likeliest tokens are sorted before all are
 
 
@@ -28,7 +31,9 @@ class Sampled:
     logprobs: tuple[TokenLogprob, ...]  # one, or none if it was not asked for
 
 
-def sample(logits: Tensor, batch: SamplingBatch, allowed: AllowedTokens | None = None) -> list[Sampled]:
+def sample(
+    logits: Tensor, batch: SamplingBatch, allowed: AllowedTokens | None = None, ops: Ops = REFERENCE
+) -> list[Sampled]:
     """logits: [N, vocab_size] float32, not changed."""
     adjusted = logits
     if batch.penalties:
@@ -37,9 +42,12 @@ def sample(logits: Tensor, batch: SamplingBatch, allowed: AllowedTokens | None =
         adjusted = _bias(adjusted, batch.bias)
     if allowed:
         adjusted = _forbid(adjusted, allowed)
-    chosen = adjusted.argmax(dim=-1)
-    if batch.random:
-        chosen[batch.random.rows] = draw(adjusted[batch.random.rows], batch.random)
+    if batch.random and len(batch.random.rows) == len(logits):
+        chosen = draw(adjusted, batch.random, ops)
+    else:
+        chosen = ops.argmax(adjusted)
+        if batch.random:
+            chosen[batch.random.rows] = draw(adjusted[batch.random.rows], batch.random, ops)
     logprobs = _logprobs(logits, chosen, batch.logprobs) if batch.logprobs else {}
     return [Sampled(token_id, logprobs.get(row, ())) for row, token_id in enumerate(chosen.tolist())]
 
@@ -91,13 +99,18 @@ def _forbid(logits: Tensor, allowed: AllowedTokens) -> Tensor:
     return logits.index_copy(0, allowed.rows, logits[allowed.rows].masked_fill(~is_allowed, float("-inf")))
 
 
-def draw(logits: Tensor, random: RandomRows) -> Tensor:
+def draw(logits: Tensor, random: RandomRows, ops: Ops = REFERENCE) -> Tensor:
     """logits: [R, vocab_size] -> [R]. Without filters, nothing of it waits for a device."""
-    # In double precision the sum is exact enough for every token to have its share, in a vocabulary of any size.
-    cumulative = probabilities(logits, random).double().cumsum(dim=-1)
-    points = random.uniform[:, None] * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, points, right=True).squeeze(-1)
-    return drawn.clamp(max=logits.shape[-1] - 1)  # logits that are no numbers must not lead beyond the vocabulary
+    if not random.filters:
+        return ops.draw(logits, random.temperature, random.uniform)
+    rows = random.filters.rows
+    if len(rows) == len(logits):
+        return invert(probabilities(logits, random), random.uniform)
+    drawn = ops.draw(logits, random.temperature, random.uniform)
+    filters = replace(random.filters, rows=torch.arange(len(rows), device=rows.device))
+    filtered = RandomRows(rows, random.temperature[rows], random.uniform[rows], filters)
+    drawn[rows] = invert(probabilities(logits[rows], filtered), filtered.uniform)
+    return drawn
 
 
 def _threshold(likely: Tensor, filters: Filters) -> Tensor:

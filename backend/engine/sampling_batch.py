@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backend.engine.foresight import is_plain
 from backend.engine.request import Request, SamplingParams
 
 GREEDY_BELOW_TEMPERATURE = 1e-5  # dividing by less overflows, and the result would be the same
@@ -33,6 +34,11 @@ class NextToken:
     @property
     def num_output_tokens(self) -> int:
         return self.request.num_output_tokens + len(self.drafts)
+
+    @property
+    def is_likeliest(self) -> bool:
+        """Whether it is that of the largest logit, with nothing to be told of it."""
+        return self.sampling.temperature < GREEDY_BELOW_TEMPERATURE and is_plain(self.request)
 
     @property
     def penalised_counts(self) -> Mapping[int, int]:

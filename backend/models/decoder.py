@@ -113,6 +113,12 @@ class Decoder:
         hidden, _ = self._norm.add(delta, residual)
         return hidden
 
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """The tokens of the largest logits. hidden: [N, hidden_size] -> [N] int64."""
+        if self._config.logits_scale == 1.0 and self._config.logits_softcap is None:
+            return self._ops.argmax(self._lm_head(hidden))  # which need not be made float32 to be compared
+        return self._ops.argmax(self.logits(hidden))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [N, hidden_size] -> [N, vocab_size] float32."""
         logits = self._lm_head(hidden).float()

@@ -100,7 +100,19 @@ struct Attend {
   double scale, softcap;  // softcap 0: none
 };
 
-enum Code : int64_t { LINEAR, EXPAND, RMS_NORM, ROPE, GATED, STORE_KV, ATTEND, ENTER, EMBED };
+struct Argmax {  // chosen[T]: of each row the first of its largest numbers, or the first that is no number
+  const void* x;
+  int64_t* chosen;
+  int64_t rows, size, dtype;
+};
+struct Draw {  // chosen[T]: the first up to which exp(x / temperature) sums to more than `share` of its sum over all
+  const float *x, *temperature;
+  const double* share;
+  int64_t* chosen;
+  int64_t rows, size;
+};
+
+enum Code : int64_t { LINEAR, EXPAND, RMS_NORM, ROPE, GATED, STORE_KV, ATTEND, ENTER, EMBED, ARGMAX, DRAW };
 
 struct Op {
   int32_t code, num_threads;  // at most so many
@@ -115,6 +127,8 @@ struct Op {
     Attend attend;
     Enter enter;
     Embed embed;
+    Argmax argmax;
+    Draw draw;
   };
 };
 static_assert(sizeof(Op) == 160, "as library.py packs it");
@@ -1646,6 +1660,87 @@ inline void store_kv(const StoreKv& a) {
   });
 }
 
+// ---- tokens ---------------------------------------------------------------------------------------------------------
+
+constexpr int64_t LOOKED_AT = 256;  // logits that are taken together, before it is asked which of them it is
+
+template <class T>
+void argmax(const Argmax& a) {
+  share(a.rows, 1, [&](int64_t t) {
+    const T* x = static_cast<const T*>(a.x) + t * a.size;
+    float top = -__builtin_inff();
+    int64_t found = 0;  // where those begin among which the largest is
+    for (int64_t begin = 0; begin < a.size; begin += LOOKED_AT) {
+      const int64_t end = least(begin + LOOKED_AT, a.size);
+      vf highest = all(top);
+      vi wrong = {};
+      int64_t i = begin;
+      for (; i + LANES <= end; i += LANES) {
+        const vf v = load(x + i);
+        wrong |= v != v;
+        highest = max(v, highest);
+      }
+      float own = top;
+      for (int64_t lane = 0; lane < LANES; lane++) {
+        own = highest[lane] > own ? highest[lane] : own;
+        if (wrong[lane]) own = __builtin_nanf("");
+      }
+      for (; i < end; i++) {
+        const float v = load(x + i, 1)[0];
+        if (!(v <= own)) own = v;
+      }
+      if (own == top) continue;
+      top = own, found = begin;
+      if (top != top) break;
+    }
+    while (found + 1 < a.size) {
+      const float v = load(x + found, 1)[0];
+      if (v == top || v != v) break;
+      found++;
+    }
+    a.chosen[t] = found;
+  });
+}
+
+inline void draw(const Draw& a) {
+  share(a.rows, 1, [&](int64_t t) {
+    const float *x = a.x + t * a.size, temperature = a.temperature[t];
+    const int64_t chunks = ceil_div(a.size, LOOKED_AT);
+    double* sums = static_cast<double*>(own_scratch.get(chunks * (sizeof(double) + LOOKED_AT * sizeof(float))));
+    float* weights = reinterpret_cast<float*>(sums + chunks);
+    vf highest = all(-__builtin_inff());
+    int64_t i = 0;
+    for (; i + LANES <= a.size; i += LANES) highest = max(load(x + i), highest);
+    float top = -__builtin_inff();
+    for (int64_t lane = 0; lane < LANES; lane++) top = highest[lane] > top ? highest[lane] : top;
+    for (; i < a.size; i++) top = x[i] > top ? x[i] : top;
+    double total = 0;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+      const int64_t begin = chunk * LOOKED_AT, end = begin + LOOKED_AT;
+      for (i = begin; i < least(end, a.size); i += LANES)
+        store(weights + i, exp((load(x + i, a.size - i) - top) / temperature));
+      for (i = least(end, a.size); i < end; i++) weights[i] = 0;
+      double partial[8] = {};
+      for (i = begin; i < end; i += 8)
+        for (int64_t j = 0; j < 8; j++) partial[j] += weights[i + j];
+      sums[chunk] = ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
+                    ((partial[4] + partial[5]) + (partial[6] + partial[7]));
+      total += sums[chunk];
+    }
+    const double point = a.share[t] * total;
+    double before = 0;
+    int64_t chunk = 0;
+    while (chunk < chunks - 1 && !(before + sums[chunk] > point)) before += sums[chunk++];
+    int64_t last = a.size - 1;  // in case that rounding, or what is no number, leaves the point behind all of them
+    for (i = chunk * LOOKED_AT; i < least((chunk + 1) * LOOKED_AT, a.size); i++) {
+      if (weights[i] > 0) last = i;
+      before += weights[i];
+      if (before > point) break;
+    }
+    a.chosen[t] = last;
+  });
+}
+
 // ---- attention ------------------------------------------------------------------------------------------------------
 
 // R rows of one sequence for each of some neighbouring key/value heads, a row being a token's head. Their scores are all
@@ -2055,6 +2150,8 @@ void run_with(const Op& op) {
       return rope<T>(op.rope);
     case GATED:
       return gated<T>(op.gated);
+    case ARGMAX:
+      return argmax<T>(op.argmax);
   }
 }
 
@@ -2078,6 +2175,7 @@ inline int64_t dtype_of(const Op& op) {
     case ROPE: return op.rope.dtype;
     case GATED: return op.gated.dtype;
     case ENTER: return op.enter.dtype;
+    case ARGMAX: return op.argmax.dtype;
     default: return FLOAT32;
   }
 }
@@ -2097,6 +2195,7 @@ void run(const Op& op, void* shared) {
   }
 #endif
   if (op.code == STORE_KV) return store_kv(op.store_kv);
+  if (op.code == DRAW) return draw(op.draw);
   if (op.code == ATTEND) return attend(op.attend, [](const Attend&, int64_t) { return false; });
   dtype_of(op) == FLOAT32 ? run_with<float>(op) : run_with<bf16>(op);
 }

@@ -39,6 +39,8 @@ STORE_KV = (5, struct.Struct("2i9q"))
 ATTEND = (6, struct.Struct("2i15qdd"))
 ENTER = (7, struct.Struct("2i16qd"))
 EMBED = (8, struct.Struct("2i5q"))
+ARGMAX = (9, struct.Struct("2i5q"))
+DRAW = (10, struct.Struct("2i6q"))
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ class HeadNorms:
 
 
 class Ops(ABC):
-    """What a layer does besides attention. T is the number of tokens in the step, over all requests.
+    """What a layer does besides attention, and how tokens come of logits. T is the number of tokens in the step, over
+    all requests.
 
     Inputs are not changed, but for the caches in `store_kv`. Results have the dtype of the first argument; sums over
     a row are taken in float32. A row's result depends on that row alone, whatever stands beside it.
@@ -110,6 +111,18 @@ class Ops(ABC):
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         """key, value: [T, Hkv, W]; caches: [num_blocks, block_size, Hkv, W], of the same dtype; slots: [T], over all
         blocks."""
+
+    @abstractmethod
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Of each row the first of its largest numbers. logits: [N, vocab_size] -> [N] int64."""
+
+    @abstractmethod
+    def draw(self, logits: Tensor, temperature: Tensor, shares: Tensor) -> Tensor:
+        """One token for each row, by the softmax of logits / temperature: the first up to which, in the order of the
+        vocabulary, it sums to more than this share. Nothing of it waits for a device.
+
+        logits: [N, vocab_size] float32; temperature: [N] float32; shares: [N] float64, in [0, 1) -> [N] int64.
+        """
 
 
 def whole_rows(x: Tensor) -> Tensor:

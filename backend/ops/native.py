@@ -232,6 +232,19 @@ class NativeOps(ReferenceOps):
             threaded=key.numel() >= MIN_SHARED_ITEMS,
         )  # fmt: skip
 
+    def argmax(self, logits: Tensor) -> Tensor:
+        logits = logits.contiguous()
+        chosen = logits.new_empty(len(logits), dtype=torch.int64)
+        self._call(library.ARGMAX, logits.data_ptr(), chosen.data_ptr(), *logits.shape, DTYPES[logits.dtype])
+        return chosen
+
+    def draw(self, logits: Tensor, temperature: Tensor, shares: Tensor) -> Tensor:
+        logits, temperature, shares = logits.contiguous(), temperature.contiguous(), shares.contiguous()
+        chosen = logits.new_empty(len(logits), dtype=torch.int64)
+        pointers = (logits.data_ptr(), temperature.data_ptr(), shares.data_ptr(), chosen.data_ptr())
+        self._call(library.DRAW, *pointers, *logits.shape)
+        return chosen
+
 
 def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()

@@ -46,3 +46,21 @@ class ReferenceOps(Ops):
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         key_cache.flatten(0, 1).index_copy_(0, slots, key)
         value_cache.flatten(0, 1).index_copy_(0, slots, value)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return logits.argmax(dim=-1)
+
+    def draw(self, logits: Tensor, temperature: Tensor, shares: Tensor) -> Tensor:
+        return invert(torch.softmax(logits / temperature[:, None], dim=-1), shares)
+
+
+def invert(likely: Tensor, shares: Tensor) -> Tensor:
+    """The first tokens up to which the likely ones sum to more than their row's share of all.
+
+    likely: [N, vocab_size], at least 0; shares: [N] float64, in [0, 1) -> [N] int64.
+    """
+    # In double precision the sum is exact enough for every token to have its share, in a vocabulary of any size.
+    cumulative = likely.double().cumsum(dim=-1)
+    points = shares[:, None] * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, points, right=True).squeeze(-1)
+    return chosen.clamp(max=likely.shape[-1] - 1)  # logits that are no numbers must not lead beyond the vocabulary

@@ -30,6 +30,8 @@ from backend.engine.masks import AllowedTokens
 from backend.engine.request import Request, SamplingParams
 from backend.engine.sampler import sample
 from backend.engine.sampling_batch import NextToken, make_sampling_batch
+from backend.native import library
+from backend.ops import create_ops
 
 CPU = torch.device("cpu")
 ROWS = (1, 16)
@@ -67,9 +69,10 @@ def cases(rows: int, vocab_size: int) -> dict[str, Callable[[], object]]:
     logits["peaked"][:, :40] += torch.linspace(22, 8, 40)
     words = torch.randint(-(2**31), 2**31, (rows, -(-vocab_size // 32)), generator=generator).int()
     allowed = AllowedTokens(torch.arange(rows), words, {})
+    ops = create_ops("native" if library.load() else "reference")
 
     def case(which: Tensor, requests: list[Request], mask: AllowedTokens | None) -> Callable[[], object]:
-        return lambda: sample(which, make_sampling_batch([*map(NextToken, requests)], vocab_size, CPU), mask)
+        return lambda: sample(which, make_sampling_batch([*map(NextToken, requests)], vocab_size, CPU), mask, ops)
 
     made: dict[str, Callable[[], object]] = {
         "LOOK": lambda: logits["peaked"].argmax(dim=-1).tolist(),

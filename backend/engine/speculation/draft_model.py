@@ -103,7 +103,7 @@ class ModelDrafter(Drafter):
             logits = self._model.logits(hidden[batch.sampled_rows])
             logits = F.pad(logits, (0, self._vocab_size - logits.shape[-1]), value=-torch.inf)
             wanted = make_sampling_batch(batch.next_tokens, self._vocab_size, self._config.device)
-            sampled = sample(logits, replace(wanted, logprobs=None))
+            sampled = sample(logits, replace(wanted, logprobs=None), ops=self._model.ops)
             tokens |= {i: each.token_id for i, each in zip(batch.sampled, sampled, strict=True)}
         return [*tokens.values()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,19 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, checkpo
         assert len(set(tokens)) > NUM_TOKENS // 8, "a model that repeats itself proves little"
         expected = logprobs[range(NUM_TOKENS), tokens].tolist()
         assert [token.logprob for token in ours] == pytest.approx(expected, abs=1e-4)
+
+
+def test_tokens_are_the_same_where_nothing_else_is_asked(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
+    """Neither log-probabilities nor draws: then logits need only be compared."""
+    options: dict[str, Any] = {"num_blocks": 64, "num_threads": 1, "dtype": "bfloat16", "enable_prefix_caching": False}
+    engine = Engine.load(EngineConfig(model_dir=checkpoint_dir(name), **options))
+    for prompt_name, prompt in PROMPTS.items():
+        expected = greedy(engine, {prompt_name: prompt})[prompt_name]
+        request = Request(prompt_name, prompt, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0))
+        engine.add(request)
+        while engine.has_unfinished:
+            engine.step()
+        assert request.token_ids[request.num_prompt_tokens :] == [token.token_id for token in expected]
 
 
 def test_logits_are_those_of_transformers(name: str, checkpoint_dir: Callable[[str], Path]) -> None:

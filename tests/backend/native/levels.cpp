@@ -24,7 +24,7 @@ void run(const char* name, Op op, const std::vector<T>& out) {
   std::printf("%s", name);
   for (const T& value : out) {
     if constexpr (sizeof(T) == 2) std::printf(" %.9g", to_float(value));
-    else std::printf(" %.9g", value);
+    else std::printf(" %.9g", double(value));
   }
   std::printf("\n");
 }
@@ -69,6 +69,21 @@ void all_operations(Dtype dtype) {
   op.enter = {x.data(), w.data(), bias.data(), angles.data(), angles.data(), seen.data(), keys.data(), values.data(),
               slots, 2, K, 0, 2, 24, dtype, dtype, 1e-6};
   run("enter", op, keys);
+  std::vector<int64_t> chosen(T_ROWS);
+  op.code = ARGMAX;
+  op.argmax = {x.data(), chosen.data(), T_ROWS, K, dtype};
+  run("argmax", op, chosen);
+}
+
+void drawn_tokens() {
+  constexpr int64_t T_ROWS = 4, SIZE = 301;
+  const auto logits = numbers<float>(T_ROWS * SIZE);
+  const float temperature[] = {0.5, 1, 2, 3};
+  const double share[] = {0.1, 0.9, 0.5, 0.3};
+  std::vector<int64_t> chosen(T_ROWS);
+  Op op{DRAW, 2, {}};
+  op.draw = {logits.data(), temperature, share, chosen.data(), T_ROWS, SIZE};
+  run("draw", op, chosen);
 }
 
 // What there is of bfloat16 alone: packed weights, and prompts' attention. Panels are of eight outs at this level.
@@ -106,4 +121,5 @@ int main() {
   all_operations<float>(FLOAT32);
   all_operations<bf16>(BFLOAT16);
   packed_operations();
+  drawn_tokens();
 }

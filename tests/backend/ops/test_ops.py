@@ -271,3 +271,47 @@ def test_store_kv_writes_the_slots_and_nothing_else(ops: Ops, dtype: torch.dtype
     for cache, rows in zip(caches, (key, value), strict=True):
         assert torch.equal(cache[[4, 0, 1], [3, 0, 2]], rows)
         assert cache.count_nonzero() == rows.count_nonzero()
+
+
+# Less than a vector, whole ones, and such that end within what is taken together.
+VOCAB_SIZES = [1, 7, 16, 255, 256, 257, 1000]
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_argmax_is_the_first_of_the_largest(ops: Ops, dtype: torch.dtype, vocab_size: int) -> None:
+    logits = random(40, vocab_size, dtype=dtype).round(decimals=1)  # with many that are equal
+    logits[30] = 1.0
+    logits[31] = -torch.inf
+    logits[32:, -1] = torch.inf
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert ops.argmax(logits).tolist() == expected
+    logits[::2, vocab_size // 2 :] = torch.nan
+    assert ops.argmax(logits).tolist() == [e if i % 2 else vocab_size // 2 for i, e in enumerate(expected)]
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+@pytest.mark.parametrize("scale", [0.5, 6.0])
+def test_draws_invert_the_distribution(ops: Ops, vocab_size: int, scale: float) -> None:
+    rows = 400
+    logits = random(rows, vocab_size, dtype=torch.float32) * scale
+    logits[::3, vocab_size // 3 : vocab_size // 2] = -torch.inf  # as what is forbidden
+    temperature = torch.linspace(0.2, 2.0, rows)
+    shares = torch.linspace(0.0, 1.0, rows + 1, dtype=torch.float64)[:-1].flip(0)
+    drawn = ops.draw(logits, temperature, shares)
+    until = torch.softmax(logits.double() / temperature.double()[:, None], -1).cumsum(-1)
+    behind = until.gather(1, drawn[:, None]).squeeze(1)
+    before = torch.where(drawn > 0, until.gather(1, (drawn - 1).clamp(min=0)[:, None]).squeeze(1), 0.0)
+    assert (before < behind).all(), "what cannot be drawn"
+    assert ((before - 1e-6 < shares) & (shares < behind + 1e-6)).all()
+    assert len(set(drawn.tolist())) > min(vocab_size, 50) // 2
+
+
+def test_draws_from_no_numbers_stay_within_the_vocabulary(ops: Ops) -> None:
+    logits = random(6, 300, dtype=torch.float32)
+    logits[0] = torch.nan
+    logits[1, 150] = torch.nan
+    logits[2] = -torch.inf
+    logits[3, 7] = torch.inf
+    logits[4, 299] = torch.nan
+    drawn = ops.draw(logits, torch.ones(6), torch.full((6,), 0.999999, dtype=torch.float64))
+    assert ((drawn >= 0) & (drawn < 300)).all()
