@@ -23,9 +23,15 @@ class RopeTable:
 
 
 def inverse_frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """The frequencies, [dim / 2], and what the rotated vectors are multiplied with."""
+    """The frequencies, [dim / 2], and what the rotated vectors are multiplied with.
+
+    To the bit those that models were trained with, in the order of transformers' operations: at a position of 100,000
+    the last bit of a frequency turns a pair by a hundredth of a radian.
+    """
     dim = config.dim
-    frequencies = 1.0 / config.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    # In positions: how many turn a pair by one radian.
+    spans = config.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    frequencies = 1.0 / spans
     match config.scaling:
         case None:
             return frequencies, 1.0
@@ -34,30 +40,30 @@ def inverse_frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor,
         case Llama3Scaling() as scaling:
             return _llama3(frequencies, scaling), 1.0
         case LongRopeScaling() as scaling:
-            return _long_rope(frequencies, scaling, num_positions)
+            return _long_rope(spans, scaling, num_positions)
         case YarnScaling() as scaling:
-            return _yarn(frequencies, scaling, config), scaling.attention_factor
+            return _yarn(spans, scaling, config), scaling.attention_factor
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """Wavelengths that fit often into the original context stay, those that hardly fit are stretched by `factor`,
     and between `low_freq_factor` and `high_freq_factor` fits the two are blended."""
-    num_fits = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    num_fits = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
     blend = (num_fits - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
     return blend * frequencies + (1.0 - blend) * frequencies / scaling.factor
 
 
-def _long_rope(frequencies: Tensor, scaling: LongRopeScaling, num_positions: int) -> tuple[Tensor, float]:
+def _long_rope(spans: Tensor, scaling: LongRopeScaling, num_positions: int) -> tuple[Tensor, float]:
     """One factor for each frequency, from one of two lists: which, is decided by how long a context may become, once
     for all requests, since what is cached was rotated by the same list (as vLLM does; transformers changes over when
     a sequence grows past the original context, and then reads a cache that was rotated otherwise)."""
     long = num_positions > scaling.original_max_position_embeddings
     factors = torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=torch.float32)
-    return frequencies / factors, scaling.attention_factor
+    return 1.0 / (factors * spans), scaling.attention_factor
 
 
-def _yarn(frequencies: Tensor, scaling: YarnScaling, config: RopeConfig) -> Tensor:
+def _yarn(spans: Tensor, scaling: YarnScaling, config: RopeConfig) -> Tensor:
     """Dimensions that turn more than `beta_fast` times within the original context stay, those that turn less than
     `beta_slow` times are stretched, and between them it goes over evenly (arXiv 2309.00071, section 3.2)."""
 
@@ -71,4 +77,5 @@ def _yarn(frequencies: Tensor, scaling: YarnScaling, config: RopeConfig) -> Tens
     low, high = max(low, 0), min(high, config.dim - 1)
     ramp = (torch.arange(config.dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     keep = 1.0 - ramp.clamp(0.0, 1.0)
-    return keep * frequencies + (1.0 - keep) * frequencies / scaling.factor
+    plain, stretched = 1.0 / spans, 1.0 / (scaling.factor * spans)
+    return stretched * (1.0 - keep) + plain * keep

@@ -113,6 +113,7 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path: Pat
         LLAMA3_ROPE,
         {**LLAMA3_ROPE, "factor": 32.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5},
         {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128},
+        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 3.0, "original_max_position_embeddings": 170},
         {
             "rope_type": "yarn",
             "rope_theta": 150_000.0,
@@ -125,6 +126,7 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path: Pat
     ],
 )
 def test_rotary_frequencies_are_those_of_transformers(parameters: dict[str, Any]) -> None:
+    """To the bit: a long context multiplies the last one by its positions."""
     config = AutoConfig.for_model("llama", **{**SHAPE, "head_dim": 128, "rope_parameters": parameters})
     (rope,) = ModelConfig.parse(raw(head_dim=128, rope_parameters=parameters)).ropes
     ours, factor = inverse_frequencies(rope, SHAPE["max_position_embeddings"])
@@ -132,7 +134,7 @@ def test_rotary_frequencies_are_those_of_transformers(parameters: dict[str, Any]
         expected, expected_factor = 1.0 / 5e5 ** (torch.arange(0, 128, 2) / 128), 1.0
     else:
         expected, expected_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
-    torch.testing.assert_close(ours, expected)
+    assert ours.tolist() == expected.tolist()
     assert factor == pytest.approx(expected_factor)
 
 
@@ -140,14 +142,14 @@ def test_rotary_frequencies_are_those_of_transformers(parameters: dict[str, Any]
 def test_phi3_picks_its_list_by_the_longest_context(num_positions: int) -> None:
     parameters = {
         "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
-        "short_factor": [1.0 + i / 8 for i in range(4)], "long_factor": [2.0 + i for i in range(4)],
+        "short_factor": [1.0 + i / 10 for i in range(16)], "long_factor": [2.1 + i for i in range(16)],
     }  # fmt: skip
-    shape = {**SHAPE, "original_max_position_embeddings": 128, "rope_parameters": parameters}
+    shape = {**SHAPE, "hidden_size": 256, "original_max_position_embeddings": 128, "rope_parameters": parameters}
     config = AutoConfig.for_model("phi3", **shape)
     (rope,) = ModelConfig.parse({**raw(), **shape}).ropes
     ours, factor = inverse_frequencies(rope, num_positions)
     expected, expected_factor = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=num_positions)
-    torch.testing.assert_close(ours, expected)
+    assert ours.tolist() == expected.tolist()
     assert factor == pytest.approx(expected_factor)
 
 
