@@ -56,7 +56,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         },
     },
     "gemma2": {
-        "model_type": "gemma2", "head_dim": 24, "query_pre_attn_scalar": 20, "sliding_window": 20,
+        "model_type": "gemma2", "head_dim": 24, "query_pre_attn_scalar": 18, "sliding_window": 20,
         "num_hidden_layers": 3, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0,
         "tie_word_embeddings": False,
     },

@@ -1,4 +1,5 @@
-"""Every architecture against transformers, the oracle: equal tokens in fp32, nearly the same distribution in bf16."""
+"""Every architecture in fp32 against transformers in fp64, the oracle: equal tokens, and logits within 1e-4; in bf16,
+nearly the same distribution."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
@@ -21,6 +22,7 @@ PROMPTS = {
     "long": [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(150)],
 }
 NUM_TOKENS = 64
+TOLERANCE = 1e-4  # of logits and of log-probabilities
 
 
 def greedy(engine: Engine, prompts: dict[str, list[int]], logprobs: int | None = None) -> dict[str, list[TokenLogprob]]:
@@ -34,6 +36,16 @@ def greedy(engine: Engine, prompts: dict[str, list[int]], logprobs: int | None =
     return outputs
 
 
+def oracle(directory: Path) -> PreTrainedModel:
+    """transformers in fp64, but for norms and angles. In fp32 it is less exact than the engine: beside norms in fp64,
+    too, its log-probabilities for gpt-oss are off by 1.4e-4, and the engine's by 0.6e-4."""
+    # Of its ways through experts, only the plain one knows fp64.
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, experts_implementation="eager"
+    )
+    return model
+
+
 @pytest.fixture(params=CHECKPOINTS)
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -41,7 +53,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
     directory = checkpoint_dir(name)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = oracle(directory)
     # A budget of 64 makes chunks of the longest prompt, beside decodes of the others.
     config = EngineConfig(model_dir=directory, num_blocks=64, num_threads=1, max_num_batched_tokens=64)
     outputs = greedy(Engine.load(config), PROMPTS)
@@ -57,12 +69,14 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, checkpo
                 eos_token_id=None,
                 pad_token_id=0,
             )
-            logprobs = model(theirs[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            logits = model(theirs[None]).logits[0, len(prompt) - 1 : -1]
+        first, second = logits.topk(2).values.unbind(-1)
+        assert (first - second).min() > 2 * TOLERANCE, "a model in which rounding decides proves nothing"
         tokens = theirs[len(prompt) :].tolist()
         assert [token.token_id for token in ours] == tokens
         assert len(set(tokens)) > NUM_TOKENS // 8, "a model that repeats itself proves little"
-        expected = logprobs[range(NUM_TOKENS), tokens].tolist()
-        assert [token.logprob for token in ours] == pytest.approx(expected, abs=1e-4)
+        expected = logits.log_softmax(-1)[range(NUM_TOKENS), tokens].tolist()
+        assert [token.logprob for token in ours] == pytest.approx(expected, rel=0, abs=TOLERANCE)
 
 
 def test_tokens_are_the_same_where_nothing_else_is_asked(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
@@ -81,7 +95,7 @@ def test_tokens_are_the_same_where_nothing_else_is_asked(name: str, checkpoint_d
 def test_logits_are_those_of_transformers(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
     """Over the whole vocabulary, where the test above sees the chosen tokens."""
     directory = checkpoint_dir(name)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = oracle(directory)
     engine = Engine.load(EngineConfig(model_dir=directory, num_blocks=16, num_threads=1))
     seen: list[torch.Tensor] = []
     original = engine.runner._model.logits
@@ -90,7 +104,7 @@ def test_logits_are_those_of_transformers(name: str, checkpoint_dir: Callable[[s
     engine.step()
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPTS["long"]])).logits[0, -1]
-    assert (seen[0][0] - expected).abs().max().item() < 1e-4
+    assert (seen[0][0] - expected).abs().max().item() < TOLERANCE
 
 
 def test_bfloat16_is_close(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
@@ -114,7 +128,7 @@ def test_bfloat16_is_close(name: str, checkpoint_dir: Callable[[str], Path]) -> 
 def test_embeddings_are_those_of_transformers(name: str, checkpoint_dir: Callable[[str], Path]) -> None:
     """The mean of the last hidden states, by its direction: clients get it with length one."""
     directory = checkpoint_dir(name)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = oracle(directory)
     for dtype, closeness in (("float32", 1e-6), ("bfloat16", 1e-2)):
         config = EngineConfig(
             model_dir=directory, num_blocks=64, num_threads=1, dtype=dtype, max_num_batched_tokens=64, max_num_seqs=4
