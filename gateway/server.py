@@ -9,7 +9,7 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from types import FrameType
 from typing import Any
 
@@ -27,6 +27,7 @@ from gateway.telemetry import configure_logging
 KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which load balancers and clients give idle connections up
 BACKLOG = 2048
 ADMIN_DRAIN_SECONDS = 5
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 QUIET: dict[str, Any] = {
     "ws": "none", "log_config": None, "access_log": False, "server_header": False, "date_header": False,
     "proxy_headers": False,
@@ -74,6 +75,8 @@ class Server(uvicorn.Server):
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
+        if self.should_exit:  # told so before the loop ran
+            self._gateway.drain()
         if self.started and sockets:
             if self._admin is not None:
                 server, listener = self._admin
@@ -91,7 +94,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # A signal comes between any two steps of the program: the loop acts when it is between two of its own.
-        if self._loop is None or self.should_exit:
+        if self._loop is None or self._loop.is_closed() or self.should_exit:
             super().handle_exit(sig, frame)
         else:
             self._loop.call_soon_threadsafe(self._leave)
@@ -133,8 +136,10 @@ def run(
     json_logs: bool = True,
     seat: Seat = ALONE,
     lifeline: int | None = None,
+    told_to_stop: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Serve until a signal says stop, or the `lifeline` ends. False when the start failed.
+    """Serve until a signal says stop, or the `lifeline` ends. False when the start failed, or when whoever had the
+    signals before was `told_to_stop`.
 
     Raises `PolicyError`, `OSError`, `ValueError`.
     """
@@ -165,12 +170,33 @@ def run(
             config, gateway, on_ready, connections,
             lame_duck_seconds=settings.lame_duck_seconds, admin=admin, lifeline=lifeline,
         )  # fmt: skip
-        for sig in (signal.SIGINT, signal.SIGTERM):
-            # uvicorn handles both, and raises what it got once more when it is done: that must not end us as a crash.
-            signal.signal(sig, lambda *_: None)
+        for sig in STOP_SIGNALS:
+            # uvicorn handles both, but only once it has imported its event loop: one that came before would be lost.
+            # And what it got, it raises once more when it is done: that must not end us as a crash.
+            signal.signal(sig, server.handle_exit)
+        if told_to_stop():
+            return False
         with contextlib.suppress(SystemExit):  # of a start that failed
             server.run(sockets=[listener])
+        for sig in STOP_SIGNALS:
+            signal.signal(sig, lambda *_: None)  # there is nothing left to stop
     return server.started
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM has come since, for what is done before `run`.
+
+    KeyboardInterrupt would come between any two steps, such as the start of a process and the noting of which it is;
+    and it never comes to what was started with SIGINT ignored, as a script's background jobs are.
+    """
+    told: list[int] = []
+    before = {sig: signal.signal(sig, lambda number, _: told.append(number)) for sig in STOP_SIGNALS}
+    try:
+        yield lambda: bool(told)
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
 
 
 def _raise_open_files() -> int:

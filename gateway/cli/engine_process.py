@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -28,12 +29,16 @@ LOG_LINES_SHOWN = 15
 
 
 class EngineProcess:
-    """`with` starts it and waits until it answers; leaving stops it and its supervision."""
+    """`with` starts it and waits until it answers, or until it is to be stopped; leaving stops it and its supervision.
 
-    def __init__(self, command: list[str], root: str, log: Path) -> None:
+    Not to be used where a signal raises KeyboardInterrupt: that could come when the process is there and not yet noted.
+    """
+
+    def __init__(self, command: list[str], root: str, log: Path, told_to_stop: Callable[[], bool]) -> None:
         self._command = command
         self._root = root
         self._log = log
+        self._told_to_stop = told_to_stop
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="engine supervision", daemon=True)
         self._process: subprocess.Popen[bytes] | None = None
@@ -67,6 +72,8 @@ class EngineProcess:
         started = time.monotonic()
         with Console(stderr=True).status("starting the engine ...") as status:
             while not answers(f"{self._root}/health"):
+                if self._told_to_stop():
+                    return
                 seconds = time.monotonic() - started
                 if self._process.poll() is not None or seconds > START_SECONDS_MAX:
                     tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])

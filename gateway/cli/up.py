@@ -7,7 +7,7 @@ import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,7 @@ from gateway.keys import hash_key, new_key, parse_key
 from gateway.policy import Deployment, Policy
 from gateway.policy_checks import IN_SERVICE
 from gateway.policy_file import PolicyError
-from gateway.server import listen, run
+from gateway.server import listen, run, stop_signals
 from gateway.settings import Settings
 from gateway.storage import open_storage
 from gateway.storage.base import KeyRecord
@@ -61,13 +61,15 @@ def up(
     key = _dev_key(settings)
     asyncio.run(_keep(key, settings, rules))
     try:
-        with _engine(model, local, settings):
-            started = run(settings, on_ready=lambda url: _greet(url, key, rules), json_logs=False)
+        with stop_signals() as told_to_stop, _engine(model, local, settings, told_to_stop):
+            started = run(
+                settings, on_ready=lambda url: _greet(url, key, rules), json_logs=False, told_to_stop=told_to_stop
+            )
     except PolicyError as error:
         fail(str(error))
     except (OSError, ValueError) as error:
         fail(str(error), code=MISUSE)
-    if not started:
+    if not started and not told_to_stop():
         fail("the gateway did not start; its log says why")
     say("stopped")
 
@@ -108,7 +110,7 @@ async def _keep(key: str, settings: Settings, policy: Policy) -> None:
 
 
 @contextlib.contextmanager
-def _engine(model: str, deployment: Deployment, settings: Settings) -> Iterator[None]:
+def _engine(model: str, deployment: Deployment, settings: Settings, told_to_stop: Callable[[], bool]) -> Iterator[None]:
     """The engine as a process of its own, ready to answer and supervised; stopped on the way out."""
     address = urlsplit(deployment.base_url)
     root = f"{address.scheme}://{address.netloc}"
@@ -125,7 +127,7 @@ def _engine(model: str, deployment: Deployment, settings: Settings) -> Iterator[
         command += ["--otlp-endpoint", settings.otlp_endpoint]
     log = settings.data_dir / "engine.log"
     log.unlink(missing_ok=True)
-    with EngineProcess(command, root, log):
+    with EngineProcess(command, root, log, told_to_stop):
         yield
 
 

@@ -33,12 +33,12 @@ DEMO = "warmpath-demo"
 PRICE = {"input": "0.10", "cached_input": "0.01", "output": "0.40", "version": "test"}
 
 
-def until(condition: Callable[[], Any]) -> Any:
+def until(condition: Callable[[], Any], *, pause_seconds: float = 0.01) -> Any:
     """Ask again and again what can only be asked for, and give the first answer that is true."""
     end = time.monotonic() + PATIENCE_SECONDS
     while not (answer := condition()):
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
+        time.sleep(pause_seconds)
     return answer
 
 

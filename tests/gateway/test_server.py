@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,6 +22,15 @@ from tests.gateway.house import DONE, KEY, PEPPER, chat, delta, policy_of
 from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, Received, ScriptedServer, coded
 
 PATIENCE_SECONDS = 60.0
+TOLD_WHILE_IT_STARTS = """
+import os, signal, sys
+def hook(event, args):
+    if event == "import" and args[0] == "uvloop":  # uvicorn is about to make its loop, and handles no signal yet
+        os.kill(os.getpid(), signal.{name})
+sys.addaudithook(hook)
+from gateway.__main__ import main
+main()
+"""
 
 
 class Process:
@@ -49,7 +58,9 @@ class Process:
 
 
 @asynccontextmanager
-async def a_process(directory: Path, base_url: str, *, drain_seconds: int = 30) -> AsyncIterator[Process]:
+async def a_process(
+    directory: Path, base_url: str, *, drain_seconds: int = 30, program: Sequence[str] = ("-m", "gateway")
+) -> AsyncIterator[Process]:
     deployments = [{"name": "a", "base_url": base_url, "model": "served"}]
     policy = policy_of(deployments=deployments, models=[{"name": "m", "deployments": ["a"]}])
     (directory / "policy.yaml").write_text(yaml.safe_dump(policy))
@@ -60,7 +71,7 @@ async def a_process(directory: Path, base_url: str, *, drain_seconds: int = 30) 
     }  # fmt: skip
     process = Process(
         await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "gateway", "serve", "--policy", str(directory / "policy.yaml"), "--port", "0",
+            sys.executable, *program, "serve", "--policy", str(directory / "policy.yaml"), "--port", "0",
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=kept | settings,
         ),
         directory,
@@ -112,6 +123,15 @@ async def test_a_ledger_that_is_taken_ends_the_start_with_words(tmp_path: Path) 
             code, log = await process.until_over()
     assert code == 1 and "is being written by process" in log
     assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+async def test_told_to_stop_while_it_starts_it_stops(tmp_path: Path, name: str) -> None:
+    program = ("-c", TOLD_WHILE_IT_STARTS.format(name=name))
+    async with a_process(tmp_path, "http://127.0.0.1:9/v1", program=program) as process:
+        code, log = await process.until_over()
+    assert code == 0 and "Traceback" not in log
+    assert segments(process.ledger), "it was on its way, and not ended by the signal itself"
 
 
 def test_an_address_that_is_taken_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,12 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineProcess:
     monkeypatch.setattr(engine_process, "PAUSE_FIRST_SECONDS", 0.05)
     monkeypatch.setattr(engine_process, "UNWELL_SECONDS_MAX", 1.0)
     port = free_port()
-    return EngineProcess([sys.executable, "-c", ENGINE, str(port)], f"http://127.0.0.1:{port}", tmp_path / "log")
+    command = [sys.executable, "-c", ENGINE, str(port)]
+    return EngineProcess(command, f"http://127.0.0.1:{port}", tmp_path / "log", never)
+
+
+def never() -> bool:
+    return False
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -77,6 +83,17 @@ def test_one_that_does_not_start_is_told_with_the_end_of_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
-    with pytest.raises(typer.Exit), EngineProcess(command, f"http://127.0.0.1:{free_port()}", tmp_path / "log"):
+    engine = EngineProcess(command, f"http://127.0.0.1:{free_port()}", tmp_path / "log", never)
+    with pytest.raises(typer.Exit), engine:
         pass
     assert "no such model" in capsys.readouterr().err
+
+
+def test_one_that_is_still_starting_is_stopped(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    told: list[bool] = []
+    threading.Timer(0.2, told.append, [True]).start()
+    with EngineProcess(command, f"http://127.0.0.1:{free_port()}", tmp_path / "log", lambda: bool(told)) as engine:
+        running = pid(engine)
+    with pytest.raises(ProcessLookupError):
+        os.kill(running, 0)
