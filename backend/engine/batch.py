@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,38 +29,39 @@ class Batch:
 
 
 def make_batch(plan: Sequence[Scheduled], block_size: int, device: torch.device) -> Batch:
-    def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+    def tensor(values: Sequence[int] | Sequence[list[int]], dtype: type[np.generic]) -> Tensor:
+        return torch.from_numpy(np.array(values, dtype)).to(device)  # several times faster than torch.tensor
 
-    slots: list[int] = []
-    for scheduled in plan:
-        table = scheduled.request.block_table
-        slots += [
-            table[position // block_size] * block_size + position % block_size
-            for position in range(scheduled.start, scheduled.end)
-        ]
+    positions = [position for scheduled in plan for position in range(scheduled.start, scheduled.end)]
+    slots = [
+        scheduled.request.block_table[position // block_size] * block_size + position % block_size
+        for scheduled in plan
+        for position in range(scheduled.start, scheduled.end)
+    ]
+    token_ids = [*chain.from_iterable(scheduled.token_ids for scheduled in plan)]
+    per_token = tensor([token_ids, positions, slots], np.int64)
     query_lens = tuple(scheduled.num_tokens for scheduled in plan)
     starts = [*accumulate(query_lens, initial=0)]
     # Behind the last known token, and behind each that was drafted.
     sampled = [(i, n) for i, s in enumerate(plan) if not s.request.pooling for n in range(s.num_sampled, 0, -1)]
     seq_lens = tuple(scheduled.end for scheduled in plan)
-    max_blocks = max(len(scheduled.request.block_table) for scheduled in plan)
-    tables = [s.request.block_table + [0] * (max_blocks - len(s.request.block_table)) for s in plan]
+    tables = [scheduled.request.block_table for scheduled in plan]
+    max_blocks = max(map(len, tables))
     return Batch(
-        input_ids=tensor([*chain.from_iterable(scheduled.token_ids for scheduled in plan)]),
-        positions=tensor([*chain.from_iterable(range(s.start, s.end) for s in plan)]),
-        slot_mapping=tensor(slots),
+        input_ids=per_token[0],
+        positions=per_token[1],
+        slot_mapping=per_token[2],
         next_tokens=tuple(
             NextToken(plan[i].request, plan[i].drafts[: len(plan[i].drafts) + 1 - n]) for i, n in sampled
         ),
         sampled=tuple(i for i, _ in sampled),
-        sampled_rows=tensor([starts[i + 1] - n for i, n in sampled]),
+        sampled_rows=tensor([starts[i + 1] - n for i, n in sampled], np.int64),
         attention=AttentionMetadata(
             query_lens=query_lens,
             seq_lens=seq_lens,
-            kv_lens=tensor(seq_lens, torch.int32),
-            cu_seqlens_q=tensor(starts, torch.int32),
-            block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+            kv_lens=tensor(seq_lens, np.int32),
+            cu_seqlens_q=tensor(starts, np.int32),
+            block_tables=tensor([table + [0] * (max_blocks - len(table)) for table in tables], np.int32),
             block_size=block_size,
         ),
     )

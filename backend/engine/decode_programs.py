@@ -9,7 +9,7 @@ for each sequence. Block tables are as wide as the longest sequence may ever nee
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class DecodePrograms:
         self._layers = layers
         self._recorder = recorder
         self._programs: dict[int, Program | None] = {}  # by rows; None: it does more than can be recorded
+        self._inputs: dict[int, LayerInputs] = {}  # where they are found, by rows
         self._block_size = config.block_size
         rows, model = min(config.max_num_seqs, MAX_ROWS), config.model
         self._max_rows = rows
@@ -63,8 +64,11 @@ class DecodePrograms:
 
     def __call__(self, inputs: LayerInputs, is_given_up: Ask | None) -> Tensor:
         """The result lasts until the next call. Raises `GivenUp`, as `layers` does."""
-        copied = self._copied(inputs)
         rows = len(inputs.embedded)
+        if rows not in self._inputs:
+            self._inputs[rows] = self._first(rows)
+        ours = self._inputs[rows]
+        _copy(inputs, ours)
         if program := self._programs.get(rows):
             return program.run(is_given_up)
 
@@ -73,29 +77,28 @@ class DecodePrograms:
                 mark()
                 return is_given_up is not None and is_given_up()
 
-            return self._layers(copied, asked)
+            attention = replace(ours.attention, seq_lens=inputs.attention.seq_lens)
+            return self._layers(replace(ours, attention=attention), asked)
 
         hidden, self._programs[rows] = self._recorder.record(compute)
         return hidden
 
-    def _copied(self, inputs: LayerInputs) -> LayerInputs:
-        """To where programs read them."""
-        rows, attention = len(inputs.embedded), inputs.attention
-        table = attention.block_tables[:, : self._tables.shape[1]]
-        self._tables[:rows, : table.shape[1]].copy_(table)
-        for ours, theirs in zip(self._rotations, inputs.rotations, strict=True):
-            ours[0, :rows].copy_(theirs[0])
-            ours[1, :rows].copy_(theirs[1])
-        return LayerInputs(
-            self._embedded[:rows].copy_(inputs.embedded),
-            tuple((cos[:rows], sin[:rows]) for cos, sin in self._rotations),
-            self._slots[:rows].copy_(inputs.slot_mapping),
-            AttentionMetadata(
-                query_lens=attention.query_lens,
-                seq_lens=attention.seq_lens,
-                kv_lens=self._kv_lens[:rows].copy_(attention.kv_lens),
-                cu_seqlens_q=self._starts[: rows + 1],
-                block_tables=self._tables[:rows],
-                block_size=self._block_size,
-            ),
-        )
+    def _first(self, rows: int) -> LayerInputs:
+        """The first rows of all buffers."""
+        ones = (1,) * rows
+        starts, tables = self._starts[: rows + 1], self._tables[:rows]
+        attention = AttentionMetadata(ones, ones, self._kv_lens[:rows], starts, tables, self._block_size)
+        rotations = tuple((cos[:rows], sin[:rows]) for cos, sin in self._rotations)
+        return LayerInputs(self._embedded[:rows], rotations, self._slots[:rows], attention)
+
+
+def _copy(inputs: LayerInputs, to: LayerInputs) -> None:
+    to.embedded.copy_(inputs.embedded)
+    for (to_cos, to_sin), (cos, sin) in zip(to.rotations, inputs.rotations, strict=True):
+        to_cos.copy_(cos)
+        to_sin.copy_(sin)
+    to.slot_mapping.copy_(inputs.slot_mapping)
+    to.attention.kv_lens.copy_(inputs.attention.kv_lens)
+    table, to_table = inputs.attention.block_tables, to.attention.block_tables
+    width = min(table.shape[1], to_table.shape[1])
+    to_table[:, :width].copy_(table[:, :width])

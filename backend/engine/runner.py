@@ -20,6 +20,7 @@ from backend.engine.sampler import sample, score
 from backend.engine.sampling_batch import NextToken, make_sampling_batch
 from backend.native.recording import GivenUp
 
+NOTHING = Computed()
 PROMPT_LOGPROBS_ROWS = 64  # rows of logits that are held at once to score a prompt
 
 
@@ -62,21 +63,16 @@ class Runner:
                 masks.result()  # the walks must not change while they are asked
             return None
 
-        parts = torch.split(hidden, list(batch.attention.query_lens))
-        computed = [self._of_hidden(scheduled, part) for scheduled, part in zip(plan, parts, strict=True)]
+        computed = self._of_all_hidden(plan, hidden)
         if batch.sampled:
-            hidden = hidden[batch.sampled_rows]
+            is_all = len(batch.sampled) == len(hidden)
+            hidden = hidden if is_all else hidden[batch.sampled_rows]
             if all(token.is_likeliest for token in batch.next_tokens):
                 chosen = [Computed((token_id,)) for token_id in self._model.likeliest(hidden).tolist()]
             else:
                 chosen = self._choose(batch.next_tokens, self._model.logits(hidden), masks)
             for i, sampled in zip(batch.sampled, chosen, strict=True):
-                computed[i] = replace(
-                    computed[i],
-                    token_ids=(*computed[i].token_ids, *sampled.token_ids),
-                    logprobs=computed[i].logprobs + sampled.logprobs,
-                    error=sampled.error,
-                )
+                computed[i] = sampled if computed[i] is NOTHING else _joined(computed[i], sampled)
         return computed
 
     def _use_device(self) -> None:
@@ -96,14 +92,21 @@ class Runner:
             for row, sampled in enumerate(sample(logits, sampling, allowed, self._model.ops))
         ]
 
+    def _of_all_hidden(self, plan: Sequence[Scheduled], hidden: Tensor) -> list[Computed]:
+        """What is made of all hidden states of each request's tokens. hidden: [T, hidden_size]."""
+        if not any(scheduled.request.needs_all_hidden for scheduled in plan):
+            return [NOTHING] * len(plan)
+        parts = torch.split(hidden, [scheduled.num_tokens for scheduled in plan])
+        return [self._of_hidden(scheduled, part) for scheduled, part in zip(plan, parts, strict=True)]
+
     def _of_hidden(self, scheduled: Scheduled, hidden: Tensor) -> Computed:
-        """What is made of all hidden states of one request's tokens. hidden: [num_tokens, hidden_size]."""
+        """hidden: [num_tokens, hidden_size]."""
         request = scheduled.request
         if request.pooling:
             return Computed(hidden_sum=tuple(hidden.float().sum(0).tolist()))
         if request.needs_all_hidden:
             return Computed(prompt_logprobs=tuple(self._prompt_logprobs(scheduled, hidden)))
-        return Computed()
+        return NOTHING
 
     def _prompt_logprobs(self, scheduled: Scheduled, hidden: Tensor) -> Iterator[TokenLogprob]:
         """Of the prompt's tokens that follow the scheduled ones, some rows at a time: a vocabulary is wide."""
@@ -113,3 +116,13 @@ class Runner:
             token_ids = torch.tensor(following[start : start + PROMPT_LOGPROBS_ROWS], device=hidden.device)
             logits = self._model.logits(hidden[start : start + len(token_ids)])
             yield from score(logits, token_ids, [count] * len(token_ids))
+
+
+def _joined(computed: Computed, sampled: Computed) -> Computed:
+    """What one request has of its hidden states and of its next tokens."""
+    return replace(
+        computed,
+        token_ids=(*computed.token_ids, *sampled.token_ids),
+        logprobs=computed.logprobs + sampled.logprobs,
+        error=sampled.error,
+    )
