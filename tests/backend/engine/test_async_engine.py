@@ -202,7 +202,8 @@ async def test_refusals_come_at_once_and_leave_nothing_behind(engine: AsyncEngin
 
 async def test_a_full_queue_gives_way_to_more_urgent_work(engine: AsyncEngine, runner: ScriptedRunner) -> None:
     runner.hold(after=1)
-    running = [engine.submit(make_request(f"r{i}", priority=10)) for i in range(2)]
+    with engine._changed:  # so that the first step has both
+        running = [engine.submit(make_request(f"r{i}", priority=10)) for i in range(2)]
     for stream in running:
         await anext(stream)
     waiting = [engine.submit(make_request(f"w{i}", priority=priority)) for i, priority in enumerate((10, 20))]
