@@ -100,7 +100,8 @@ def test_logits_are_those_of_transformers(name: str, checkpoint_dir: Callable[[s
     seen: list[torch.Tensor] = []
     original = engine.runner._model.logits
     engine.runner._model.logits = lambda hidden: seen.append(original(hidden)) or seen[-1]  # type: ignore[method-assign]
-    engine.add(Request("r", PROMPTS["long"], SamplingParams(max_tokens=1, temperature=0.0)))
+    # With log-probabilities, for which logits are made whatever else would do.
+    engine.add(Request("r", PROMPTS["long"], SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)))
     engine.step()
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPTS["long"]])).logits[0, -1]
