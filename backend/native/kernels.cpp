@@ -268,10 +268,11 @@ thread_local Calling calling;
 constexpr int64_t SHARES_PER_THREAD = 4;
 constexpr int64_t FEW = 1 << 14;  // numbers to pass over, below which waking the others costs more than they take over
 
-// f(i) for each i below count, `grain` neighbours at a time to one thread; grain 0: a few shares for each.
+// f(i) for each i below count, `grain` neighbours at a time to one thread; grain 0: at least SHARES_PER_THREAD shares for
+// each, if there are so many, since of five shares for two threads one would do three.
 template <class F>
 void share(int64_t count, int64_t grain, F f) {
-  if (grain == 0) grain = most(1, ceil_div(count, calling.num_threads * SHARES_PER_THREAD));
+  if (grain == 0) grain = most(1, count / (calling.num_threads * SHARES_PER_THREAD));
   struct Context {
     F& f;
     int64_t count, grain;
@@ -1363,7 +1364,8 @@ struct Panel<int4x32> {
   static int64_t bytes(int64_t steps) { return steps * GROUP_WORDS * 4 / GROUP; }
 };
 
-// What is brought near beside the products: cache lines, so many with each STRIDE_STEPS steps.
+// What is brought near beside the products: cache lines, so many with each STRIDE_STEPS steps, and not into the nearest
+// cache, which is full.
 struct Fetch {
   const char* from = nullptr;
   int64_t lines = 0;
@@ -1387,7 +1389,7 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t stri
   };
   int64_t k = 0;
   for (; k + STRIDE_STEPS <= steps; k += STRIDE_STEPS) {
-    for (int64_t i = 0; i < fetch.lines; i++, fetch.from += 64) __builtin_prefetch(fetch.from);
+    for (int64_t i = 0; i < fetch.lines; i++, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
     for (int64_t i = 0; i < STRIDE_STEPS; i++) step(k + i);
   }
   for (; k < steps; k++) step(k);
@@ -1398,7 +1400,7 @@ template <int R, int P>
 inline __attribute__((always_inline)) void multiply(const float* x, int64_t stride, const Panel<int4x32> (&panels)[P],
                                                     int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
   for (int64_t g = 0; g < steps / GROUP; g++, x += GROUP) {
-    for (int64_t i = 0; i < fetch.lines * GROUP / STRIDE_STEPS; i++, fetch.from += 64) __builtin_prefetch(fetch.from);
+    for (int64_t i = 0; i < fetch.lines * GROUP / STRIDE_STEPS; i++, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
     vf products[R][P][2];
     zero(products);
     for (int64_t j = 0; j < 8; j++) {

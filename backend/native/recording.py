@@ -115,6 +115,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: str | None = None  # the first thing that cannot be recorded
         self._memory = memory
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler for that, which takes seconds of the first step, and nobody compiles."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -143,3 +145,17 @@ def test_what_torch_computes_is_not_recorded(beside: Callable[[Tensor], object])
         return result
 
     assert Recorder(ops.call).record(compute)[1] is None
+
+
+WITHOUT_COMPILER = """
+import sys, torch
+from backend.native.recording import Recorder
+from backend.ops.native import NativeOps
+_, program = Recorder(NativeOps().call).record(lambda mark: torch.empty(2))
+assert program is not None and "torch._dynamo" not in sys.modules
+"""
+
+
+def test_recording_does_not_import_the_compiler_of_torch() -> None:
+    """Which takes seconds, of the first step that a server does."""
+    subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], check=True)
