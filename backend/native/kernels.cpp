@@ -1534,18 +1534,18 @@ void linear_packed(const Linear& a, void* memory) {
       float* to = x.at + i * x.stride;
       for (int64_t k = 0; k < a.ins; k += LANES) store(to + k, load(from + k, a.ins - k), a.ins - k);
     });
-    const int64_t together = x.count > 3 ? NEAR_PANELS : 4;
-    const int64_t groups = ceil_div(panels, together);
-    share(groups, 0, [&](int64_t group) {
-      const int64_t from = group * together, end = least(panels, from + together);
+    // Of few rows, fewer panels together, so that there is enough to share.
+    const int64_t together = x.count > NEAR_ROWS ? NEAR_PANELS : NEAR_PANELS / 2;
+    const int64_t groups = ceil_div(panels, together), parts = ceil_div(x.count, NEAR_ROWS);
+    share(groups * parts, 0, [&](int64_t item) {
+      const int64_t from = item / parts * together, end = least(panels, from + together);
+      const int64_t row = t + item % parts * NEAR_ROWS;
       constexpr int P = sizeof(W) == sizeof(int4x32) ? 1 : 2;  // whose products and sums are apart
       switch (x.count) {
         case 1: return few_rows<W, 1, 2 * P>(a, x, from, end);
         case 2: return few_rows<W, 2, P>(a, x, from, end);
         case 3: return few_rows<W, 3, P>(a, x, from, end);
-        default:
-          for (int64_t i = t; i < t + x.count; i += NEAR_ROWS)
-            many_rows<W>(a, x, i, least(NEAR_ROWS, t + x.count - i), from, end);
+        default: return many_rows<W>(a, x, row, least(NEAR_ROWS, t + x.count - row), from, end);
       }
     });
   }
