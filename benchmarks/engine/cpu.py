@@ -14,7 +14,8 @@ leave no core alone, `--threads 1 --clock cpu` still compares: the engine's CPU 
                 CPU has no products of bfloat16, in float32
     one         tokens per second of one sequence; its limit: the bytes of weights and cache at read
     sixteen     tokens per second of 16 sequences, 256 tokens in and 64 out, with reading their prompts; its limit: the
-                prompts at gemm, and then weights and cache 64 times at read
+                prompts at gemm, and then 64 steps, each weights and cache at read, or the products of 16 rows at gemm,
+                whichever takes longer
     ttft        seconds to the first token behind a prompt of 1024; its limit: the operations that it takes, at gemm
     warm        the same behind a prompt that shares its first 1024 tokens with one before
     int8, int4  tokens per second of one sequence, with such weights
@@ -90,7 +91,9 @@ class Size:
     def sixteen_seconds(self, read: float, gemm: float) -> float:
         prompts = BATCH * self.prompt_operations(BATCH_PROMPT_TOKENS) / gemm
         context = BATCH_PROMPT_TOKENS + BATCH_OUTPUT_TOKENS / 2
-        return prompts + BATCH_OUTPUT_TOKENS * (self.weight_bytes + BATCH * context * self.token_bytes) / read
+        reading = (self.weight_bytes + BATCH * context * self.token_bytes) / read
+        computing = 2.0 * BATCH * (self.layer_params + self.head_params) / gemm
+        return prompts + BATCH_OUTPUT_TOKENS * max(reading, computing)
 
 
 Clock = Callable[[], float]

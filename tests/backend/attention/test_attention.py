@@ -29,6 +29,7 @@ STEPS = {
     "whole prompts": [(5, 5), (9, 9), (2, 2)],
     "chunks": [(5, 12), (9, 10), (2, 30)],
     "a chunk of many tiles": [(50, 190), (1, 40)],
+    "a chunk far into its sequence": [(30, 600)],
     "all at once": [(1, 17), (6, 6), (1, 3), (4, 21), (1, 1)],
 }
 
