@@ -46,7 +46,7 @@ def next_logits(path: Path) -> torch.Tensor:
     seen: list[torch.Tensor] = []
     original = engine.runner._model.logits
     engine.runner._model.logits = lambda hidden: seen.append(original(hidden)) or seen[-1]  # type: ignore[method-assign]
-    engine.add(Request("r", PROMPT, SamplingParams(max_tokens=1, temperature=0.0)))
+    engine.add(Request("r", PROMPT, SamplingParams(max_tokens=1, temperature=0.0, logprobs=0)))
     engine.step()
     return seen[0][0]
 
