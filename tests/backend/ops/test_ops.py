@@ -135,16 +135,25 @@ def test_rows_of_a_packed_weight(ops: Ops, dtype: torch.dtype, outs: int) -> Non
     assert torch.equal(ops.embedding(ids, ops.pack(weight, dtype)), weight[ids])
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_packed_product_is_the_same_in_every_batch(threads: int) -> None:
+def test_a_packed_product_is_the_same_in_every_batch(level: str, threads: int) -> None:
     """Also where so many rows are taken in parts of their inputs, and fewer are not."""
-    ops = NativeOps(num_threads=threads) if LEVELS else pytest.skip("there is no compiler here")
+    ops = NativeOps(level_name=level, num_threads=threads)
     x, weight = random(300, 2048, dtype=torch.bfloat16), random(96, 2048, dtype=torch.bfloat16, seed=1)
-    packed = ops.pack(weight, torch.bfloat16)
-    together = ops.linear(x, packed, None)
-    for rows in (slice(0, 1), slice(3, 20), slice(100, 164)):
-        if packed.dim() > 2:
-            assert torch.equal(ops.linear(x[rows], packed, None), together[rows])
+    int8, int4 = (weight * 30).to(torch.int8), (weight * 30).to(torch.uint8)[:, :1024].contiguous()
+    scales, groups = torch.rand(96), torch.rand(96, 2048 // INT4_GROUP).bfloat16()
+    plain, packed8 = ops.pack(weight, torch.bfloat16), ops.pack(int8, torch.bfloat16)
+    packed4 = ops.pack_int4(int4, groups, torch.bfloat16)
+    for packed, compute in (
+        (plain, lambda rows: ops.linear(x[rows], plain, None)),
+        (packed8, lambda rows: ops.linear_int8(x[rows], packed8, scales, None)),
+        (packed4, lambda rows: ops.linear_int4(x[rows], packed4, groups, None)),
+    ):
+        together = compute(slice(0, 300))
+        for rows in (slice(0, 1), slice(4, 6), slice(7, 10), slice(3, 20), slice(100, 164)):
+            if packed.dim() > 2:
+                assert torch.equal(compute(rows), together[rows])
 
 
 def test_a_gate_that_does_not_exist(ops: Ops) -> None:
