@@ -20,7 +20,9 @@ test-triton: $(VENV)/.installed-dev ## the kernels for GPUs, on a CPU: interpret
 	$(PIP) install -q -c constraints.txt -e '.[triton]'  # whose version torch for CUDA pins, so that the constraints do not
 	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/gpu_kernels tests/backend/attention tests/backend/ops
 
-check: $(VENV)/.installed-dev ## ruff, mypy strict, import directions, documents against the code
+KERNELS := $(shell find backend/native -name '*.cpp' -o -name '*.h')
+check: $(VENV)/.installed-dev ## formats, ruff, mypy strict, import directions, documents against the code
+	$(BIN)/clang-format --dry-run -Werror $(KERNELS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

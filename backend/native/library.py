@@ -1,8 +1,8 @@
 """Compiles kernels.cpp, keeps the result, and calls it.
 
-The file is compiled once per source, compiler and architecture, into a folder of the user's; it holds every level of
-instruction sets, and what the CPU has is asked when it is loaded, so that one folder may serve several machines. Where
-there is no compiler, or it fails, one line is logged and the engine computes with torch.
+The file and its parts are compiled once per source, compiler and architecture, into a folder of the user's. The library
+holds every level of instruction sets, and what the CPU has is asked when it is loaded, so that one folder may serve
+several machines. Where there is no compiler, or it fails, one line is logged and the engine computes with torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLAGS = (
 COMPILE_SECONDS = 120.0  # after which a compiler has failed; it takes some twenty of a core
 MAX_COMPLAINT_CHARS = 300  # of what a compiler says, in the log
 
-# struct Op in kernels.cpp: its code, its threads, and its fields, in eight bytes each, floats at the end.
+# struct Op in kernels/operations.h: its code, its threads, and its fields, in eight bytes each, floats at the end.
 OP_BYTES = 160
 LINEAR = (0, struct.Struct("2i13q"))
 EXPAND = (1, struct.Struct("2i7q"))
@@ -122,9 +122,8 @@ def build(cache_dir: Path | None, compilers: tuple[str, ...] = COMPILERS) -> Pat
     compiler = next((path for name in compilers if (path := shutil.which(name))), None)
     if compiler is None:
         raise BuildError(f"there is no C++ compiler ({', '.join(compilers)}) to compile {SOURCE.name}")
-    source = SOURCE.read_bytes()
     version = _output(compiler, "--version")
-    key = hashlib.sha256(b"\0".join([source, version.encode(), repr(FLAGS).encode()])).hexdigest()[:20]
+    key = hashlib.sha256(b"\0".join([_source(), version.encode(), repr(FLAGS).encode()])).hexdigest()[:20]
     name = f"kernels-{platform.system()}-{platform.machine()}-{key}.so".lower()
     if cache_dir is not None and (cache_dir / name).exists():
         return cache_dir / name
@@ -134,6 +133,12 @@ def build(cache_dir: Path | None, compilers: tuple[str, ...] = COMPILERS) -> Pat
         _output(compiler, *FLAGS, str(SOURCE), "-o", str(made))
         made.replace(folder / name)
     return folder / name
+
+
+def _source() -> bytes:
+    """All that is compiled, parts by their names."""
+    parts = sorted(SOURCE.with_suffix("").rglob("*.h"))
+    return b"\0".join(path.read_bytes() for path in (SOURCE, *parts))
 
 
 def _writable(folder: Path | None) -> Path:

@@ -58,8 +58,8 @@ class NativeOps(ReferenceOps):
         return self._call
 
     def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
-        """As kernels.cpp has it, the first dimension being panels of outs, of which the two halves are gates and what
-        they are gates of, or neighbours. With AMX [panels, steps, 2, 16, 16, words], otherwise, of bfloat16,
+        """As packed_products.h has it, the first dimension being panels of outs, of which the two halves are gates and
+        what they are gates of, or neighbours. With AMX [panels, steps, 2, 16, 16, words], otherwise, of bfloat16,
         [panels, in, lanes, 2], and of int8 [panels, in, 2, lanes]."""
         if dtype is not torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.int8) or not self._packs:
             return weight
@@ -78,7 +78,7 @@ class NativeOps(ReferenceOps):
         return panels.permute((0, 3, 2, 1) if words == 2 else (0, 3, 1, 2)).contiguous()
 
     def pack_int4(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """[panels, in / 32, 9, lanes, 4] bytes, as kernels.cpp has it, unless AMX makes bfloat16 of them."""
+        """[panels, in / 32, 9, lanes, 4] bytes, as packed_products.h has it, unless AMX makes bfloat16 of them."""
         outs = len(weight)
         if dtype is not torch.bfloat16 or not self._packs or self._call.level_name == "amx" or outs % (2 * self._lanes):
             return weight

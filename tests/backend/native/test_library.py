@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,16 @@ def test_it_is_compiled_once(tmp_path: Path) -> None:
 def test_another_compiler_makes_another_file(tmp_path: Path) -> None:
     names = {build(tmp_path / "cache", (copies(tmp_path, version),)).name for version in ("1", "2")}
     assert len(names) == 2
+
+
+def test_another_part_of_the_source_makes_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = tmp_path / "native"
+    shutil.copytree(library.SOURCE.parent, copied)
+    compilers = (copies(tmp_path),)  # of the source as it is
+    monkeypatch.setattr(library, "SOURCE", copied / library.SOURCE.name)
+    before = build(tmp_path / "cache", compilers)
+    (copied / "kernels" / "team.h").write_text("// changed\n", encoding="utf-8")
+    assert build(tmp_path / "cache", compilers) != before
 
 
 def test_two_processes_at_once(tmp_path: Path) -> None:

@@ -1,0 +1,193 @@
+// Weights that were packed when they were loaded. They are the right operand, so that what comes out are rows as
+// they are kept, and lie as they are read: panels of 32 outs, in each [steps][2][16 words][16 outs], a word being what
+// one row of x has beside each other: two of bfloat16, four of int8. A step of two tiles has the same bytes for both.
+//
+// Inputs of a weight in int8 become whole numbers of sixteen bits, in two halves that are multiplied each for itself:
+// so nothing is lost that bfloat16 had beside the row's largest value, and no weight is made bfloat16 first, which
+// takes longer than to read it.
+
+constexpr int64_t PANEL = 2 * TILE;
+constexpr int64_t STEP_BYTES = 2 * TILE * 64;
+constexpr int64_t FETCH_AHEAD = 8;           // steps of a weight that one pass over it is ahead of its products
+constexpr int64_t NEAR_BYTES = 1 << 20;      // of x that stay in a core's cache while panels go by
+constexpr int64_t BYTES = 64;                // products behind one step of a sum of int8
+constexpr float MOST_HALVES = 127 * 256.0f;  // the largest number whose high half is an int8
+
+int64_t steps_of(const Linear& a) { return a.ins / (a.format == INT8 ? BYTES : DEPTH); }
+
+// Rows of x as tiles, one after the other, and with int8 their scales behind all of them. Of the last tile, rows that
+// are not there hold anything: they take part in no other row's sums.
+struct PackedRows {
+  char* tiles;
+  float* scales;
+  int64_t tile_bytes;  // of all steps of sixteen rows: two tiles each for int8, the high halves before the low ones
+  PackedRows(const Linear& a, void* memory)
+      : tiles(static_cast<char*>(memory)), tile_bytes(steps_of(a) * TILE * 64 * (a.format == INT8 ? 2 : 1)) {
+    scales = reinterpret_cast<float*>(tiles + ceil_div(a.rows, TILE) * tile_bytes);
+  }
+  char* tile(int64_t row) const { return tiles + row / TILE * tile_bytes; }
+};
+
+void pack_row(const Linear& a, int64_t row, const PackedRows& to) {
+  const bf16* x = static_cast<const bf16*>(a.x) + row * a.x_stride;
+  char* own = to.tile(row) + row % TILE * 64;
+  for (int64_t k = 0; k < steps_of(a); k++) _mm512_store_si512(own + k * TILE * 64, _mm512_loadu_si512(x + k * DEPTH));
+}
+
+void pack_row_in_halves(const Linear& a, int64_t row, const PackedRows& to) {
+  const bf16* x = static_cast<const bf16*>(a.x) + row * a.x_stride;
+  char *high = to.tile(row) + row % TILE * 64, *low = high + to.tile_bytes / 2;
+  __m512 largest = _mm512_setzero_ps();
+  for (int64_t k = 0; k < a.ins; k += TILE)
+    largest = _mm512_max_ps(largest, _mm512_abs_ps((__m512)avx512::load(x + k)));
+  const float most_of_row = _mm512_reduce_max_ps(largest);
+  const float factor = most_of_row > 0 ? MOST_HALVES / most_of_row : 0;
+  to.scales[row] = most_of_row / MOST_HALVES;
+  for (int64_t k = 0; k < a.ins; k += TILE) {
+    const int64_t at = k / BYTES * TILE * BYTES + k % BYTES;
+    const __m512i number = _mm512_cvtps_epi32((__m512)(avx512::load(x + k) * factor));
+    const __m512i half = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(128)), 8);
+    _mm_store_si128((__m128i*)(high + at), _mm512_cvtepi32_epi8(half));
+    _mm_store_si128((__m128i*)(low + at), _mm512_cvtepi32_epi8(number));  // what is left is the low byte, as it stands
+  }
+}
+
+// A macro, since the names of tiles must be numbers for the compiler even where it does not optimise.
+#define ADD_PRODUCT(sum, x, w)                    \
+  if constexpr (IS_INT8) _tile_dpbssd(sum, x, w); \
+  else _tile_dpbf16ps(sum, x, w)
+
+struct Fetch {  // what is brought near beside the products, so many cache lines at each step
+  const char* from;
+  int64_t lines;
+};
+
+// Two tiles of x by a panel, added to sums[2 i + j], of tile i of x and outs 16 j and on, unless these are the first.
+// Without `BOTH` there is one tile of x.
+template <bool IS_INT8, bool BOTH>
+inline void multiply_panel(const char* x0, const char* x1, const char* panel, int64_t steps, Fetch fetch, bool is_first,
+                           float (*sums)[TILE * TILE]) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  if (!is_first) {
+    _tile_loadd(0, sums[0], 64);
+    _tile_loadd(1, sums[1], 64);
+    if constexpr (BOTH) {
+      _tile_loadd(2, sums[2], 64);
+      _tile_loadd(3, sums[3], 64);
+    }
+  }
+  for (int64_t k = 0; k < steps; k++) {
+    const char* w = panel + k * STEP_BYTES;
+    for (int64_t i = 0; i < fetch.lines; i++) _mm_prefetch(fetch.from + (k * fetch.lines + i) * 64, _MM_HINT_T1);
+    _tile_loadd(4, w, 64);
+    _tile_loadd(6, x0 + k * TILE * 64, 64);
+    ADD_PRODUCT(0, 6, 4);
+    _tile_loadd(5, w + TILE * 64, 64);
+    ADD_PRODUCT(1, 6, 5);
+    if constexpr (BOTH) {
+      _tile_loadd(7, x1 + k * TILE * 64, 64);
+      ADD_PRODUCT(2, 7, 4);
+      ADD_PRODUCT(3, 7, 5);
+    }
+  }
+  _tile_stored(0, sums[0], 64);
+  _tile_stored(1, sums[1], 64);
+  if constexpr (BOTH) {
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+  }
+}
+#undef ADD_PRODUCT
+
+void finish_rows(const Linear& a, int64_t t, int64_t n, const float (*sums)[TILE * TILE]) {
+  for (int64_t i = 0; i < least(2 * TILE, a.rows - t); i++) {
+    const float* own = sums[i / TILE * 2] + i % TILE * TILE;
+    avx512::finish<bf16>(a, t + i, n, avx512::load(own), avx512::load(own + TILE * TILE));
+  }
+}
+
+// The sums are whole numbers, of the high halves and then of the low ones.
+void finish_rows_int8(const Linear& a, int64_t t, int64_t n, const float* row_scales,
+                      const float (*sums)[TILE * TILE]) {
+  const float* scales = static_cast<const float*>(a.scales);
+  const vf first = avx512::load(scales + avx512::first_of(a, n)),
+           second = avx512::load(scales + avx512::second_of(a, n));
+  const auto whole = [&](int64_t i, int64_t j) {
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_load_si512(sums[j] + i * TILE));
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_load_si512(sums[2 + j] + i * TILE));
+    return (vf)_mm512_fmadd_ps(high, _mm512_set1_ps(256), low);
+  };
+  for (int64_t i = 0; i < least(TILE, a.rows - t); i++)
+    avx512::finish<bf16>(a, t + i, n, whole(i, 0) * row_scales[t + i] * first,
+                         whole(i, 1) * row_scales[t + i] * second);
+}
+
+// Steps [from, from + count) of all products, a panel by all rows and then the next one, which is fetched meanwhile.
+// Where these are not all steps, sums wait in `kept` for the others.
+void multiply_packed(const Linear& a, const PackedRows& x, int64_t from, int64_t count, float (*kept)[TILE * TILE]) {
+  const bool is_int8 = a.format == INT8, is_first = from == 0, is_last = from + count == steps_of(a);
+  const int64_t panels = a.outs / PANEL, rows_at_once = is_int8 ? TILE : 2 * TILE;
+  const int64_t passes = ceil_div(a.rows, rows_at_once), panel_bytes = steps_of(a) * STEP_BYTES;
+  const int64_t lines = ceil_div(STEP_BYTES / 64, passes);
+  const auto panel_by_rows = [&](int64_t i) {
+    const char* panel = static_cast<const char*>(a.w) + i * panel_bytes + from * STEP_BYTES;
+    for (int64_t pass = 0; pass < passes; pass++) {
+      const char* share_of_next = panel + panel_bytes + pass * count * lines * 64;
+      const Fetch fetch{passes == 1 ? panel + FETCH_AHEAD * STEP_BYTES : share_of_next, lines};
+      const int64_t t = pass * rows_at_once;
+      const char *x0 = x.tile(t) + from * TILE * 64, *x1 = x0 + (is_int8 ? x.tile_bytes / 2 : x.tile_bytes);
+      alignas(64) float own[4][TILE * TILE];
+      float (*sums)[TILE * TILE] = is_first && is_last ? own : kept + (i * passes + pass) * 4;
+      if (is_int8) multiply_panel<true, true>(x0, x1, panel, count, fetch, is_first, sums);
+      else if (t + TILE < a.rows) multiply_panel<false, true>(x0, x1, panel, count, fetch, is_first, sums);
+      else multiply_panel<false, false>(x0, nullptr, panel, count, fetch, is_first, sums);
+      if (!is_last) continue;
+      if (is_int8) finish_rows_int8(a, t, i * PANEL, x.scales, sums);
+      else finish_rows(a, t, i * PANEL, sums);
+    }
+  };
+  share(panels, most(1, panels / (calling.num_threads * 2 * SHARES_PER_THREAD)), panel_by_rows);
+}
+
+// How many steps are taken together: all, unless x is too large for a core's cache.
+int64_t steps_together(const Linear& a) {
+  return ceil_div(steps_of(a), ceil_div(a.rows * a.ins * int64_t(sizeof(bf16)), NEAR_BYTES));
+}
+
+size_t packed_rows_bytes(const Linear& a) {
+  return ceil_div(ceil_div(a.rows, TILE) * TILE * (a.ins * sizeof(bf16) + sizeof(float)), 64) * 64;
+}
+
+size_t packed_bytes(const Linear& a) {  // of rows of x, and of sums that wait
+  if (steps_together(a) == steps_of(a)) return packed_rows_bytes(a);
+  const int64_t sums = ceil_div(a.rows, PANEL) * PANEL * a.outs * (a.format == INT8 ? 2 : 1);
+  return packed_rows_bytes(a) + sums * sizeof(float);
+}
+
+void linear_packed(const Linear& a, void* memory) {
+  const PackedRows x(a, memory);
+  const bool is_int8 = a.format == INT8;
+  share(a.rows, 0, [&](int64_t row) { is_int8 ? pack_row_in_halves(a, row, x) : pack_row(a, row, x); });
+  written();
+  float (*kept)[TILE * TILE] = reinterpret_cast<float (*)[TILE * TILE]>(x.tiles + packed_rows_bytes(a));
+  const int64_t together = steps_together(a);
+  for (int64_t from = 0; from < steps_of(a); from += together)
+    multiply_packed(a, x, from, least(together, steps_of(a) - from), kept);
+}
+
+void embed(const Embed& a) {
+  const int64_t steps = a.ins / DEPTH;
+  const __m512i words = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                           _mm512_set1_epi32(TILE));
+  share(a.rows, 0, [&](int64_t t) {
+    const int64_t panel = a.ids[t] / PANEL, out = a.ids[t] % PANEL;
+    const int64_t at = panel * steps * STEP_BYTES + out / TILE * TILE * 64 + out % TILE * 4;
+    const char* w = static_cast<const char*>(a.w) + at;
+    for (int64_t k = 0; k < steps; k++)
+      _mm512_storeu_si512(static_cast<bf16*>(a.out) + t * a.ins + k * DEPTH,
+                          _mm512_i32gather_epi32(words, w + k * STEP_BYTES, 4));
+  });
+}

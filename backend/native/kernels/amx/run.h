@@ -1,0 +1,28 @@
+// One operation.
+
+size_t shared_bytes(const Op& op) {
+  if (op.code == LINEAR && op.linear.is_packed) return packed_bytes(op.linear);
+  if (op.code == LINEAR && suits(op.linear))
+    return ceil_div(op.linear.rows, TILE) * TILE * (op.linear.ins * 2 + sizeof(float));
+  if (op.code == ATTEND) {
+    const Attend& a = op.attend;
+    for (int64_t seq = 0; seq < a.num_seqs; seq++)
+      if (suits(a, seq)) return a.num_kv_heads * a.head_dim * (longest(a) + 2 * DEPTH) * sizeof(bf16);
+  }
+  return 0;
+}
+
+void run(const Op& op, void* shared) {
+  if (op.code == LINEAR && suits(op.linear)) {
+    const Linear& a = op.linear;
+    if (a.is_packed) return linear_packed(a, shared);
+    if (a.format == PLAIN) return linear<bf16>(a, static_cast<uint32_t*>(shared));
+    if (a.format == INT8) return linear<int8_t>(a, static_cast<uint32_t*>(shared));
+    return linear<int4x32>(a, static_cast<uint32_t*>(shared));
+  }
+  if (op.code == EMBED) return embed(op.embed);
+  if (op.code != ATTEND) return avx512::run(op, shared);
+  for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
+    if (suits(op.attend, seq)) attend_sequence(op.attend, seq, static_cast<uint16_t*>(shared));
+  avx512::attend(op.attend, suits);
+}

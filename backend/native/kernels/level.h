@@ -1,0 +1,24 @@
+// One level of instruction sets: the kernels over vectors of WIDTH bytes, in a namespace that is called LEVEL. Included
+// by kernels.cpp once per level, so nothing here is guarded against being included again.
+
+namespace {
+namespace LEVEL {
+
+#include "level/vectors.h"
+
+#include "level/products.h"
+
+#include "level/packed_products.h"
+
+#include "level/elementwise.h"
+
+#include "level/tokens.h"
+
+#include "level/attention.h"
+
+#include "level/prompt_attention.h"
+
+#include "level/run.h"
+
+}  // namespace LEVEL
+}  // namespace

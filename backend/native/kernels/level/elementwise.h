@@ -1,0 +1,99 @@
+// What stands between the products: norms, rotations, gates, and what goes into the cache.
+
+template <class T, class W>
+void rms_norm(const RmsNorm& a) {
+  share(a.rows * a.inner, 0, [&](int64_t i) {
+    const T* x = static_cast<const T*>(a.x) + i / a.inner * a.x_stride + i % a.inner * a.dim;
+    if (a.residual) {  // summed and rounded first: what is normed is what goes on
+      const T* residual = static_cast<const T*>(a.residual) + i * a.dim;
+      T* total = static_cast<T*>(a.sum) + i * a.dim;
+      for (int64_t k = 0; k < a.dim; k += LANES)
+        store(total + k, load(x + k, a.dim - k) + load(residual + k, a.dim - k), a.dim - k);
+      x = total;
+    }
+    vf squares = {};
+    for (int64_t k = 0; k < a.dim; k += LANES) {
+      const vf v = load(x + k, a.dim - k);
+      squares += v * v;
+    }
+    const float factor = 1.0f / __builtin_sqrtf(sum(squares) / float(a.dim) + float(a.eps));
+    T* out = static_cast<T*>(a.out) + i * a.dim;
+    for (int64_t k = 0; k < a.dim; k += LANES)
+      store(out + k, load(x + k, a.dim - k) * factor * load(static_cast<const W*>(a.weight) + k, a.dim - k), a.dim - k);
+  });
+}
+
+template <class T>
+void rope(const Rope& a) {
+  const int64_t half = a.dim / 2;
+  share(a.rows * a.heads, 0, [&](int64_t i) {
+    const int64_t t = i / a.heads;
+    const T* x = static_cast<const T*>(a.x) + t * a.x_stride + i % a.heads * a.dim;
+    T* out = static_cast<T*>(a.out) + i * a.dim;
+    for (int64_t k = 0; k < half; k += LANES) {
+      const int64_t left = half - k;
+      const vf first = load(x + k, left), second = load(x + half + k, left);
+      const vf cos = load(a.cos + t * half + k, left), sin = load(a.sin + t * half + k, left);
+      store(out + k, first * cos - second * sin, left);
+      store(out + half + k, second * cos + first * sin, left);
+    }
+  });
+}
+
+template <class T>
+void gated(const Gated& a) {
+  share(a.rows, 0, [&](int64_t t) {
+    const T *gate = static_cast<const T*>(a.x) + t * 2 * a.inner, *up = gate + a.inner;
+    T* out = static_cast<T*>(a.out) + t * a.inner;
+    for (int64_t k = 0; k < a.inner; k += LANES) {
+      const vf g = load(gate + k, a.inner - k);
+      store(out + k, (a.is_gelu ? gelu(g) : silu(g)) * load(up + k, a.inner - k), a.inner - k);
+    }
+  });
+}
+
+// One head: normed, unless there is no weight, and turned.
+template <class T, class W>
+inline void enter_head(const Enter& a, const T* x, const W* weight, int64_t t, T* out) {
+  const int64_t half = a.dim / 2;
+  float factor = 1;
+  if (weight) {
+    vf squares = {};
+    for (int64_t k = 0; k < a.dim; k += LANES) {
+      const vf v = load(x + k, a.dim - k);
+      squares += v * v;
+    }
+    factor = 1.0f / __builtin_sqrtf(sum(squares) / float(a.dim) + float(a.eps));
+  }
+  for (int64_t k = 0; k < half; k += LANES) {
+    const int64_t left = half - k;
+    vf first = load(x + k, left), second = load(x + half + k, left);
+    if (weight) {
+      first = first * factor * load(weight + k, left);
+      second = second * factor * load(weight + half + k, left);
+    }
+    const vf cos = load(a.cos + t * half + k, left), sin = load(a.sin + t * half + k, left);
+    store(out + k, first * cos - second * sin, left);
+    store(out + half + k, second * cos + first * sin, left);
+  }
+}
+
+template <class T, class W>
+void enter(const Enter& a) {
+  share(a.rows, 0, [&](int64_t t) {
+    const T* x = static_cast<const T*>(a.qkv) + t * a.stride;
+    T *keys = static_cast<T*>(a.keys) + a.slots[t] * a.kv_heads * a.dim, *query = static_cast<T*>(a.query);
+    for (int64_t h = 0; h < a.heads; h++, x += a.dim)
+      enter_head(a, x, static_cast<const W*>(a.query_weight), t, query + (t * a.heads + h) * a.dim);
+    for (int64_t h = 0; h < a.kv_heads; h++, x += a.dim)
+      enter_head(a, x, static_cast<const W*>(a.key_weight), t, keys + h * a.dim);
+    __builtin_memcpy(static_cast<T*>(a.values) + a.slots[t] * a.kv_heads * a.dim, x, a.kv_heads * a.dim * sizeof(T));
+  });
+}
+
+inline void store_kv(const StoreKv& a) {
+  share(a.rows, 0, [&](int64_t t) {
+    __builtin_memcpy(a.key_cache + a.slots[t] * a.row_bytes, a.key + t * a.key_stride, a.row_bytes);
+    __builtin_memcpy(a.value_cache + a.slots[t] * a.row_bytes, a.value + t * a.value_stride, a.row_bytes);
+  });
+}

@@ -1,0 +1,207 @@
+// Attention of many rows of one sequence, where wider vectors have no products of bfloat16.
+
+#if WIDTH < 64
+
+// Many rows of one sequence: its keys and values are packed as panels of positions and of dimensions, so that scores
+// and outputs are the products of above. A tile of rows, being the heads that share a key/value head, token after
+// token, goes along the positions with a running softmax.
+
+constexpr int64_t TILE_ROWS = 24;
+constexpr int64_t STEP_POSITIONS = 256;  // between two corrections of a running softmax
+constexpr int64_t SCORE_STRIDE = STEP_POSITIONS + 16;
+constexpr int64_t PACKED_AT_ONCE = 64 << 20;  // bytes of keys and values, unless one head has more
+
+inline int64_t packed_head_bytes(const Attend& a) {
+  return ceil_div(longest(a) + PANEL, PANEL) * PANEL * a.head_dim * sizeof(bf16) * 2;
+}
+inline int64_t heads_together(const Attend& a) {
+  return least(a.num_kv_heads, most(1, PACKED_AT_ONCE / packed_head_bytes(a)));
+}
+
+struct PackedKv {
+  uint32_t *keys, *values;   // [heads][positions / PANEL][D][LANES]; [heads][D / PANEL][positions][LANES]
+  int64_t begin, positions;  // the first one, and how many: whole panels
+};
+
+inline bool suits_tiles(const Attend& a, int64_t seq) {
+  const int64_t rows = (a.starts[seq + 1] - a.starts[seq]) * (a.num_heads / a.num_kv_heads);
+  return a.dtype == BFLOAT16 && a.head_dim % PANEL == 0 && rows >= PANEL;
+}
+
+// PANEL positions of one head. What a block holds behind its sequence's end must not be multiplied.
+inline void pack_positions(const Attend& a, int64_t seq, int64_t head, int64_t position, const PackedKv& to,
+                           uint32_t* keys, uint32_t* values) {
+  const int32_t* table = a.tables + seq * a.table_width;
+  const int64_t dim = a.head_dim, left = a.seq_lens[seq] - position;
+  const bf16 *key[PANEL], *value[PANEL];
+  for (int64_t i = 0; i < PANEL; i++) {
+    const int64_t p = position + least(i, left - 1);
+    const int64_t slot = int64_t(table[p / a.block_size]) * a.block_size + p % a.block_size;
+    key[i] = static_cast<const bf16*>(a.keys) + (slot * a.num_kv_heads + head) * dim;
+    value[i] = static_cast<const bf16*>(a.values) + (slot * a.num_kv_heads + head) * dim;
+  }
+  for (int64_t d = 0; d < dim; d += 2) {
+    vu first, second;  // two dimensions of each position
+    for (int64_t i = 0; i < LANES; i++) {
+      first[i] = read<uint32_t>(key[i] + d);
+      second[i] = read<uint32_t>(key[LANES + i] + d);
+    }
+    const vu even = (first & 0xffff) | second << 16, odd = first >> 16 | (second & 0xffff0000u);
+    __builtin_memcpy(keys + d * LANES, &even, sizeof even);
+    __builtin_memcpy(keys + (d + 1) * LANES, &odd, sizeof odd);
+  }
+  for (int64_t d = 0; d < dim; d += PANEL)
+    for (int64_t i = 0; i < PANEL; i++) {
+      vu both = widened(&value[i][d].bits) | widened(&value[i][d + LANES].bits) << 16;
+      if (i >= left) both = vu{};
+      __builtin_memcpy(values + (d / PANEL * to.positions + i) * LANES, &both, sizeof both);
+    }
+}
+
+struct QueryTile {
+  const Attend& a;
+  int64_t seq, head, row, group, dim, query_len, num_rows;
+  int64_t first_seen[TILE_ROWS], last_seen[TILE_ROWS];
+  float highest[TILE_ROWS], correction[TILE_ROWS];
+  vf total[TILE_ROWS];
+  alignas(64) float scores[TILE_ROWS * SCORE_STRIDE];
+
+  QueryTile(const Attend& a, int64_t seq, int64_t head, int64_t row)
+      : a(a),
+        seq(seq),
+        head(head),
+        row(row),
+        group(a.num_heads / a.num_kv_heads),
+        dim(a.head_dim),
+        query_len(a.starts[seq + 1] - a.starts[seq]),
+        num_rows(least(TILE_ROWS, query_len * group - row)) {}
+
+  int64_t at(int64_t i) const {  // where a row stands, in the queries as in the outputs
+    return ((a.starts[seq] + (row + i) / group) * a.num_heads + head * group + (row + i) % group) * dim;
+  }
+
+  static size_t bytes(int64_t dim) { return TILE_ROWS * (float_stride(dim) + dim) * sizeof(float); }
+
+  // keys, values: of this head. memory: `bytes` for the queries as floats, and the outputs
+  void run(const PackedKv& packed, const uint32_t* keys, const uint32_t* values, void* memory) {
+    float* queries = static_cast<float*>(memory);
+    vf* outputs = reinterpret_cast<vf*>(queries + TILE_ROWS * float_stride(dim));  // [D / PANEL][rows][2]
+    for (int64_t i = 0; i < num_rows; i++) {
+      const bf16* query = static_cast<const bf16*>(a.query) + at(i);
+      for (int64_t d = 0; d < dim; d += LANES)
+        store(queries + i * float_stride(dim) + d, load(query + d) * float(a.scale));
+      last_seen[i] = a.seq_lens[seq] - query_len + (row + i) / group;
+      first_seen[i] = a.window ? most(0, last_seen[i] - a.window + 1) : 0;
+      highest[i] = -__builtin_inff();
+      total[i] = vf{};
+    }
+    __builtin_memset(outputs, 0, TILE_ROWS * dim * sizeof(float));
+    const int64_t end = last_seen[num_rows - 1] + 1;
+    for (int64_t p = first_seen[0] / PANEL * PANEL; p < end; p += STEP_POSITIONS) {
+      const int64_t count = ceil_div(least(STEP_POSITIONS, end - p), PANEL) * PANEL, offset = p - packed.begin;
+      score(queries, keys + offset / PANEL * dim * LANES, count);
+      for (int64_t i = 0; i < num_rows; i++) soften(i, p, count);
+      weigh(values + offset * LANES, packed.positions, count, outputs);
+    }
+    for (int64_t i = 0; i < num_rows; i++) {
+      const float inverse = 1.0f / sum(total[i]);
+      bf16* out = static_cast<bf16*>(a.out) + at(i);
+      for (int64_t d = 0; d < dim; d += PANEL) {
+        const vf* own = outputs + (d / PANEL * TILE_ROWS + i) * 2;
+        store(out + d, own[0] * inverse);
+        store(out + d + LANES, own[1] * inverse);
+      }
+    }
+  }
+
+  // f(from, until) for rows that are multiplied together, as even as can be.
+  template <class F>
+  void each_few_rows(F f) const {
+    const int64_t parts = ceil_div(num_rows, MOST_ROWS);
+    for (int64_t i = 0; i < parts; i++) f(i * num_rows / parts, (i + 1) * num_rows / parts);
+  }
+
+  void score(const float* queries, const uint32_t* keys, int64_t count) {
+    for (int64_t p = 0; p < count; p += PANEL)
+      each_few_rows([&](int64_t from, int64_t until) {
+        vf sums[MOST_ROWS][2];
+        zero(sums);
+        add_tile<bf16>(until - from, queries + from * float_stride(dim), float_stride(dim),
+                       Panel<bf16>(keys + p / PANEL * dim * LANES), dim, {}, sums[0]);
+        for (int64_t i = from; i < until; i++) {
+          store(scores + i * SCORE_STRIDE + p, sums[i - from][0]);
+          store(scores + i * SCORE_STRIDE + p + LANES, sums[i - from][1]);
+        }
+      });
+  }
+
+  // From a row's scores to weights, and by what its weighted values so far are too large.
+  void soften(int64_t i, int64_t p, int64_t count) {
+    float* own = scores + i * SCORE_STRIDE;
+    const bool all_seen = p >= first_seen[i] && p + count - 1 <= last_seen[i];
+    vf top = all(highest[i]);
+    if (!all_seen || a.softcap) {
+      vf lane;
+      for (int64_t j = 0; j < LANES; j++) lane[j] = float(j);
+      const vf from = all(float(first_seen[i] - p)), to = all(float(last_seen[i] - p));
+      for (int64_t k = 0; k < count; k += LANES) {
+        vf s = load(own + k);
+        if (a.softcap) s = capped(s, float(a.softcap));
+        const vf position = lane + float(k);
+        store(own + k, (position >= from) & (position <= to) ? s : all(-__builtin_inff()));
+      }
+    }
+    for (int64_t k = 0; k < count; k += LANES) top = max(top, load(own + k));
+    float most_of_row = top[0];
+    for (int64_t j = 1; j < LANES; j++) most_of_row = top[j] > most_of_row ? top[j] : most_of_row;
+    // A row that has seen nothing yet has no highest score: from zero, its weights are all exp(-inf).
+    const float base = most_of_row == -__builtin_inff() ? 0 : most_of_row;
+    correction[i] = exp(all(highest[i] - base))[0];
+    highest[i] = most_of_row;
+    vf weights = {};
+    for (int64_t k = 0; k < count; k += LANES) {
+      const vf weight = exp(load(own + k) - base);
+      store(own + k, weight);
+      weights += weight;
+    }
+    total[i] = total[i] * correction[i] + weights;
+  }
+
+  void weigh(const uint32_t* values, int64_t positions, int64_t count, vf* outputs) {
+    for (int64_t d = 0; d < dim; d += PANEL)
+      each_few_rows([&](int64_t from, int64_t until) {
+        vf* own = outputs + (d / PANEL * TILE_ROWS + from) * 2;
+        for (int64_t i = from; i < until; i++)
+          for (int64_t j = 0; j < 2; j++) own[(i - from) * 2 + j] *= correction[i];
+        add_tile<bf16>(until - from, scores + from * SCORE_STRIDE, SCORE_STRIDE,
+                       Panel<bf16>(values + d / PANEL * positions * LANES), count, {}, own);
+      });
+  }
+};
+
+// Of as many heads at a time as there is memory for.
+inline void attend_tiles(const Attend& a, int64_t seq, void* memory) {
+  const int64_t query_len = a.starts[seq + 1] - a.starts[seq], seq_len = a.seq_lens[seq], dim = a.head_dim;
+  const int64_t begin = a.window ? most(0, seq_len - query_len + 1 - a.window) / PANEL * PANEL : 0;
+  const int64_t panels = ceil_div(seq_len - begin, PANEL), head_words = panels * LANES * dim;
+  const int64_t tiles = ceil_div(query_len * (a.num_heads / a.num_kv_heads), TILE_ROWS);
+  const int64_t together = heads_together(a);
+  const PackedKv packed{static_cast<uint32_t*>(memory), static_cast<uint32_t*>(memory) + together * head_words, begin,
+                        panels * PANEL};
+  for (int64_t first = 0; first < a.num_kv_heads; first += together) {
+    const int64_t heads = least(together, a.num_kv_heads - first);
+    share(heads * panels, 0, [&](int64_t i) {
+      const int64_t head = i / panels, panel = i % panels;
+      pack_positions(a, seq, first + head, begin + panel * PANEL, packed,
+                     packed.keys + head * head_words + panel * dim * LANES,
+                     packed.values + head * head_words + panel * PANEL * LANES);
+    });
+    share(heads * tiles, 1, [&](int64_t i) {
+      const int64_t head = i % heads, tile = tiles - 1 - i / heads;  // the last ones see most: the longest work first
+      QueryTile query(a, seq, first + head, tile * TILE_ROWS);
+      query.run(packed, packed.keys + head * head_words, packed.values + head * head_words,
+                own_scratch.get(QueryTile::bytes(dim)));
+    });
+  }
+}
+#endif

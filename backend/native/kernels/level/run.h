@@ -1,0 +1,63 @@
+// One operation.
+
+template <class T>
+void run_with(const Op& op) {
+  switch (op.code) {
+    case LINEAR:
+      if (op.linear.format == PLAIN) return linear_columns<T, T>(op.linear, 0, op.linear.outs);
+      if (op.linear.format == INT8) return linear_columns<T, int8_t>(op.linear, 0, op.linear.outs);
+      return linear_columns<T, int4x32>(op.linear, 0, op.linear.outs);
+    case EXPAND: return op.expand.format == INT8 ? expand<T, int8_t>(op.expand) : expand<T, int4x32>(op.expand);
+    case RMS_NORM:
+      return op.rms_norm.weight_dtype == FLOAT32 ? rms_norm<T, float>(op.rms_norm) : rms_norm<T, bf16>(op.rms_norm);
+    case ENTER: return op.enter.weight_dtype == FLOAT32 ? enter<T, float>(op.enter) : enter<T, bf16>(op.enter);
+    case ROPE: return rope<T>(op.rope);
+    case GATED: return gated<T>(op.gated);
+    case ARGMAX: return argmax<T>(op.argmax);
+  }
+}
+
+inline size_t shared_bytes(const Op& op) {
+#if WIDTH < 64
+  if (op.code == LINEAR && op.linear.is_packed)
+    return least(op.linear.rows, ROWS_AT_ONCE) * float_stride(op.linear.ins) * sizeof(float);
+  if (op.code == ATTEND) {
+    for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
+      if (suits_tiles(op.attend, seq)) return heads_together(op.attend) * packed_head_bytes(op.attend);
+  }
+#endif
+  return 0;
+}
+
+inline int64_t dtype_of(const Op& op) {
+  switch (op.code) {
+    case LINEAR: return op.linear.dtype;
+    case EXPAND: return op.expand.dtype;
+    case RMS_NORM: return op.rms_norm.dtype;
+    case ROPE: return op.rope.dtype;
+    case GATED: return op.gated.dtype;
+    case ENTER: return op.enter.dtype;
+    case ARGMAX: return op.argmax.dtype;
+    default: return FLOAT32;
+  }
+}
+
+void run(const Op& op, void* shared) {
+#if WIDTH < 64
+  if (op.code == LINEAR && op.linear.is_packed) {
+    if (op.linear.format == PLAIN) return linear_packed<bf16>(op.linear, shared);
+    if (op.linear.format == INT8) return linear_packed<int8_t>(op.linear, shared);
+    return linear_packed<int4x32>(op.linear, shared);
+  }
+  if (op.code == EMBED) return embed(op.embed);
+  if (op.code == ATTEND) {
+    for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
+      if (suits_tiles(op.attend, seq)) attend_tiles(op.attend, seq, shared);
+    return attend(op.attend, suits_tiles);
+  }
+#endif
+  if (op.code == STORE_KV) return store_kv(op.store_kv);
+  if (op.code == DRAW) return draw(op.draw);
+  if (op.code == ATTEND) return attend(op.attend, [](const Attend&, int64_t) { return false; });
+  dtype_of(op) == FLOAT32 ? run_with<float>(op) : run_with<bf16>(op);
+}

@@ -1,0 +1,146 @@
+// Vectors of floats: reading, storing, sums, and the functions that a model needs of them.
+
+constexpr int64_t LANES = WIDTH / 4;
+typedef float vf __attribute__((vector_size(WIDTH)));
+typedef int32_t vi __attribute__((vector_size(WIDTH)));
+typedef uint32_t vu __attribute__((vector_size(WIDTH)));
+
+template <class V>
+inline V read(const void* from) {
+  V v;
+  __builtin_memcpy(&v, from, sizeof v);
+  return v;
+}
+inline vf all(float value) { return value - vf{}; }
+
+// Narrow numbers, widened. Compilers take the general form apart into single lanes, so that x86 has its own.
+#if WIDTH == 64
+inline vu widened(const uint16_t* from) { return (vu)_mm512_cvtepu16_epi32(read<__m256i>(from)); }
+inline vi widened(const int8_t* from) { return (vi)_mm512_cvtepi8_epi32(read<__m128i>(from)); }
+inline vu widened(const uint8_t* from) { return (vu)_mm512_cvtepu8_epi32(read<__m128i>(from)); }
+inline vf as_floats(vi v) { return (vf)_mm512_cvtepi32_ps((__m512i)v); }
+#elif WIDTH == 32
+inline vu widened(const uint16_t* from) { return (vu)_mm256_cvtepu16_epi32(read<__m128i>(from)); }
+inline vi widened(const int8_t* from) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+inline vu widened(const uint8_t* from) { return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
+inline vf as_floats(vi v) { return (vf)_mm256_cvtepi32_ps((__m256i)v); }
+inline vi whole(vf v) { return (vi)_mm256_cvttps_epi32((__m256)v); }
+#else
+typedef uint16_t vh __attribute__((vector_size(WIDTH / 2)));
+typedef int8_t vb __attribute__((vector_size(WIDTH / 4)));
+typedef uint8_t vub __attribute__((vector_size(WIDTH / 4)));
+inline vu widened(const uint16_t* from) { return __builtin_convertvector(read<vh>(from), vu); }
+inline vi widened(const int8_t* from) { return __builtin_convertvector(read<vb>(from), vi); }
+inline vu widened(const uint8_t* from) { return __builtin_convertvector(read<vub>(from), vu); }
+inline vf as_floats(vi v) { return __builtin_convertvector(v, vf); }
+inline vi whole(vf v) { return __builtin_convertvector(v, vi); }
+#endif
+
+inline vf load(const float* from) { return read<vf>(from); }
+inline vf load(const bf16* from) { return (vf)(widened(&from->bits) << 16); }
+inline vf load(const int8_t* from) { return as_floats(widened(from)); }
+template <class T>
+inline vf load(const T* from, int64_t left) {  // zeros behind the end
+  if (left >= LANES) return load(from);
+  T some[LANES] = {};
+  __builtin_memcpy(some, from, left * sizeof(T));
+  return load(some);
+}
+
+// In place of an initialiser, of which compilers make one slow instruction over memory.
+template <int N>
+inline void zero(vf (&v)[N]) {
+  for (int i = 0; i < N; i++) v[i] = vf{};
+}
+template <int N, int M>
+inline void zero(vf (&v)[N][M]) {
+  for (int i = 0; i < N; i++) zero(v[i]);
+}
+template <int N, int M, int L>
+inline void zero(vf (&v)[N][M][L]) {
+  for (int i = 0; i < N; i++) zero(v[i]);
+}
+
+inline vf max(vf a, vf b) { return a > b ? a : b; }
+
+inline void store(float* to, vf v) { __builtin_memcpy(to, &v, sizeof v); }
+inline void store(bf16* to, vf v) {
+#if WIDTH == 64
+  const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)v);
+#else
+  const vu bits = (vu)(v != v ? all(__builtin_nanf("")) : v);
+  const vu rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+#if WIDTH == 32
+  const __m128i half =
+      _mm_packus_epi32(_mm256_castsi256_si128((__m256i)rounded), _mm256_extracti128_si256((__m256i)rounded, 1));
+#else
+  const vh half = __builtin_convertvector(rounded, vh);
+#endif
+#endif
+  __builtin_memcpy(to, &half, sizeof half);
+}
+template <class T>
+inline void store(T* to, vf v, int64_t left) {
+  if (left >= LANES) return store(to, v);
+  T some[LANES];
+  store(some, v);
+  __builtin_memcpy(to, some, left * sizeof(T));
+}
+
+inline float sum(vf v) {  // halves onto halves
+#if WIDTH == 64
+  return _mm512_reduce_add_ps((__m512)v);
+#elif WIDTH == 32
+  const __m128 halves = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  const __m128 pairs = _mm_add_ps(halves, _mm_movehl_ps(halves, halves));
+  return _mm_cvtss_f32(_mm_add_ss(pairs, _mm_movehdup_ps(pairs)));
+#else
+  return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
+}
+
+// The same of N vectors, by the same additions.
+template <int N>
+inline void sums_of(const vf (&v)[N], float* to) {
+#if WIDTH == 32
+  if constexpr (N == 4) {
+    __m128 halves[4];
+    for (int i = 0; i < 4; i++)
+      halves[i] = _mm_add_ps(_mm256_castps256_ps128((__m256)v[i]), _mm256_extractf128_ps((__m256)v[i], 1));
+    const __m128 first = _mm_add_ps(_mm_movelh_ps(halves[0], halves[1]), _mm_movehl_ps(halves[1], halves[0]));
+    const __m128 second = _mm_add_ps(_mm_movelh_ps(halves[2], halves[3]), _mm_movehl_ps(halves[3], halves[2]));
+    _mm_storeu_ps(to, _mm_add_ps(_mm_shuffle_ps(first, second, 0x88), _mm_shuffle_ps(first, second, 0xdd)));
+    return;
+  }
+#endif
+  for (int i = 0; i < N; i++) to[i] = sum(v[i]);
+}
+
+// Cephes' polynomial, within 2e-7 of the truth. Far below zero it is zero, and far above it stays finite.
+inline vf exp(vf x) {
+#if WIDTH == 64
+  x = max(x, all(-110.0f));
+  const vf n = (vf)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 8);
+#else
+  const vi vanishes = x < all(-87.0f);
+  x = vanishes ? vf{} : (x > all(88.0f) ? all(88.0f) : x);
+  const vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest whole number
+#endif
+  const vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
+  vf p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+#if WIDTH == 64
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return vanishes ? vf{} : p * (vf)((whole(n) + 127) << 23);
+#endif
+}
+inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f); }
+inline vf capped(vf x, float cap) { return tanh(x / cap) * cap; }
+inline vf silu(vf x) { return x / (exp(-x) + 1.0f); }
+inline vf gelu(vf x) { return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x))); }

@@ -1,0 +1,135 @@
+// The operations, as Python packs them (backend/native/library.py), and what all levels need to read them.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct int4x32 {  // a group of 32 weights, each held as 8 more than it is: the first 16 in the bytes' low halves
+  uint8_t bytes[16];
+};
+constexpr int64_t GROUP = 32;
+
+enum Dtype : int64_t { FLOAT32, BFLOAT16 };
+enum Format : int64_t { PLAIN, INT8, INT4 };  // how a weight is held; PLAIN: in the dtype of the input
+enum Activation : int64_t { NONE, SILU, GELU };
+
+// The operations, as Python packs them: eight bytes per field. Strides count elements. T rows, one per token.
+
+struct Linear {                       // out[T, N] = x[T, K] w[N, K]^T + bias[N]
+  const void *x, *w, *scales, *bias;  // scales: of INT8 float32 [N], of INT4 bfloat16 [N, K / 32]; bias may be null
+  void* out;
+  int64_t rows, outs, ins, x_stride, dtype, format;
+  int64_t is_packed, activation;  // with AMX only: how the weight lies; out[T, N / 2] where its first half are gates
+};
+struct Expand {  // out[N, K]: a weight held as INT8 or INT4, in dtype
+  const void *w, *scales;
+  void* out;
+  int64_t outs, ins, dtype, format;
+};
+struct RmsNorm {  // sum = x + residual, out = norm(sum) * weight; without a residual, that of x
+  const void *x, *residual, *weight;
+  void *out, *sum;
+  int64_t rows, x_stride, inner, dim, dtype, weight_dtype;  // each row is `inner` vectors of `dim`
+  double eps;
+};
+struct Rope {  // out[T, H, D]: x with its pairs (i, i + D / 2) turned
+  const void* x;
+  const float *cos, *sin;  // [T, D / 2]
+  void* out;
+  int64_t rows, x_stride, heads, dim, dtype;
+};
+struct Gated {  // out[T, I] = activation(x[T, :I]) * x[T, I:]
+  const void* x;
+  void* out;
+  int64_t rows, inner, dtype, is_gelu;
+};
+struct StoreKv {  // strides and sizes in bytes
+  const char *key, *value;
+  char *key_cache, *value_cache;
+  const int64_t* slots;
+  int64_t rows, key_stride, value_stride, row_bytes;
+};
+struct Enter {  // of one product, queries and keys are normed, if there are weights, and turned, keys and values stored
+  const void *qkv, *query_weight, *key_weight;  // [T, (H + 2 Hkv) D]; the weights may be null
+  const float *cos, *sin;                       // [T, D / 2]
+  void *query, *keys, *values;                  // [T, H, D]; caches
+  const int64_t* slots;
+  int64_t rows, stride, heads, kv_heads, dim, dtype, weight_dtype;
+  double eps;
+};
+struct Embed {  // out[T, K]: rows of a packed weight of bfloat16
+  const void* w;
+  const int64_t* ids;
+  void* out;
+  int64_t rows, ins;
+};
+struct Attend {
+  const void *query, *keys, *values;          // [T, Hq, D]; caches: [num_blocks, block_size, Hkv, D]
+  void* out;                                  // [T, Hq, D]
+  const int32_t *tables, *starts, *seq_lens;  // [S, table_width]; [S + 1]: where queries begin; [S]
+  int64_t num_seqs, table_width, block_size, num_heads, num_kv_heads, head_dim, dtype, window;  // window 0: none
+  double scale, softcap;                                                                        // softcap 0: none
+};
+
+struct Argmax {  // chosen[T]: of each row the first of its largest numbers, or the first that is no number
+  const void* x;
+  int64_t* chosen;
+  int64_t rows, size, dtype;
+};
+struct Draw {  // chosen[T]: the first up to which exp(x / temperature) sums to more than `share` of its sum over all
+  const float *x, *temperature;
+  const double* share;
+  int64_t* chosen;
+  int64_t rows, size;
+};
+
+enum Code : int64_t { LINEAR, EXPAND, RMS_NORM, ROPE, GATED, STORE_KV, ATTEND, ENTER, EMBED, ARGMAX, DRAW };
+
+struct Op {
+  int32_t code, num_threads;  // at most so many
+  union {
+    int64_t fields[19];
+    Linear linear;
+    Expand expand;
+    RmsNorm rms_norm;
+    Rope rope;
+    Gated gated;
+    StoreKv store_kv;
+    Attend attend;
+    Enter enter;
+    Embed embed;
+    Argmax argmax;
+    Draw draw;
+  };
+};
+static_assert(sizeof(Op) == 160, "as library.py packs it");
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline int64_t longest(const Attend& a) {  // of the sequences
+  int64_t length = 0;
+  for (int64_t seq = 0; seq < a.num_seqs; seq++) length = most(length, a.seq_lens[seq]);
+  return length;
+}
+
+inline uint16_t to_bf16(float value) {  // to the nearest, ties to even
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  return value != value ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline float to_float(bf16 value) {
+  uint32_t bits = uint32_t(value.bits) << 16;
+  float result;
+  __builtin_memcpy(&result, &bits, 4);
+  return result;
+}
+
+}  // namespace

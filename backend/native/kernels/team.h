@@ -1,0 +1,146 @@
+// Memory and threads.
+
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+
+#include "operations.h"
+
+namespace {
+
+struct Scratch {  // memory of one thread: it grows to what was asked for, and stays
+  void* data = nullptr;
+  size_t size = 0;
+  void* get(size_t bytes) {
+    if (bytes > size) {
+      free(data);
+      size = (bytes + 4095) / 4096 * 4096;
+      data = aligned_alloc(4096, size);
+      if (!data) abort();  // rather than go on with wrong numbers
+    }
+    return data;
+  }
+  ~Scratch() { free(data); }
+};
+thread_local Scratch own_scratch;   // for what a thread does alone
+thread_local Scratch team_scratch;  // of the thread that calls: what its team shares
+
+// ---- threads --------------------------------------------------------------------------------------------------------
+//
+// One team for the process. Who calls does the work, and helpers take from it what they can get: a helper that the
+// system runs late, since its core is shared with others, finds the work done and keeps nobody waiting, as it would at
+// the barrier of an OpenMP team.
+
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+class Team {
+ public:
+  // Calls work(context, i) for each i below count, on at most num_threads threads, between begin and end on each.
+  void run(int64_t num_threads, int64_t count, void (*work)(void*, int64_t), void* context, void (*begin)(),
+           void (*end)()) {
+    std::unique_lock<std::mutex> turn(turns_, std::defer_lock);
+    if (num_threads <= 1 || count <= 1 || !turn.try_lock()) {  // another caller has the helpers
+      for (int64_t i = 0; i < count; i++) work(context, i);
+      return;
+    }
+    while (num_helpers_ < num_threads - 1) std::thread(&Team::help, this, num_helpers_++).detach();
+    work_ = work, context_ = context, count_ = count, begin_ = begin, end_ = end, wanted_ = num_threads - 1;
+    next_.store(0, std::memory_order_relaxed);
+    open_.store(open_.load() + 1);  // odd: there is work
+    if (sleepers_.load()) {
+      std::lock_guard<std::mutex> lock(sleep_);
+      wake_.notify_all();
+    }
+    take();
+    open_.store(open_.load() + 1);  // even: there is none, and nobody may begin
+    for (int spins = 0; inside_.load(); spins++) spins < SPINS ? pause() : std::this_thread::yield();
+  }
+
+ private:
+  static constexpr int SPINS = 4000;  // of a helper without work, before it sleeps: some 100 microseconds
+
+  void take() {
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) work_(context_, i);
+  }
+
+  void help(int64_t index) {
+    uint64_t done = 0;  // the last work that this helper has taken part in, or let go by
+    while (true) {
+      uint64_t now = open_.load();
+      for (int spins = 0; now == done || now % 2 == 0; now = open_.load()) {
+        if (++spins < SPINS) {
+          pause();
+          continue;
+        }
+        std::unique_lock<std::mutex> lock(sleep_);
+        sleepers_.fetch_add(1);
+        wake_.wait(lock, [&] { return open_.load() % 2 && open_.load() != done; });
+        sleepers_.fetch_sub(1);
+        spins = 0;
+      }
+      done = now;
+      inside_.fetch_add(1);
+      // Only while it is still the same work: from here on, nobody changes it until this helper has left.
+      if (open_.load() == now && index < wanted_) {
+        begin_();
+        take();
+        end_();
+      }
+      inside_.fetch_sub(1);
+    }
+  }
+
+  std::mutex turns_, sleep_;
+  std::condition_variable wake_;
+  std::atomic<uint64_t> open_{0};
+  std::atomic<int64_t> next_{0}, inside_{0}, sleepers_{0};
+  int64_t num_helpers_ = 0, wanted_ = 0, count_ = 0;
+  void (*work_)(void*, int64_t) = nullptr;
+  void* context_ = nullptr;
+  void (*begin_)() = nullptr;
+  void (*end_)() = nullptr;
+};
+Team& team() {
+  static Team* const made = new Team;  // never deleted: helpers sleep in it until the process ends
+  return *made;
+}
+
+struct Calling {  // how the caller of `warmpath_run` wants its work to be done
+  int64_t num_threads = 1;
+  void (*begin)() = nullptr;
+  void (*end)() = nullptr;
+};
+thread_local Calling calling;
+
+constexpr int64_t SHARES_PER_THREAD = 4;
+constexpr int64_t FEW = 1 << 14;  // numbers to pass over, below which waking the others costs more than they take over
+
+// f(i) for each i below count, `grain` neighbours at a time to one thread; grain 0: at least SHARES_PER_THREAD shares
+// for each, if there are so many, since of five shares for two threads one would do three.
+template <class F>
+void share(int64_t count, int64_t grain, F f) {
+  if (grain == 0) grain = most(1, count / (calling.num_threads * SHARES_PER_THREAD));
+  struct Context {
+    F& f;
+    int64_t count, grain;
+  } context{f, count, grain};
+  const auto work = [](void* pointer, int64_t i) {
+    const Context& c = *static_cast<Context*>(pointer);
+    for (int64_t j = i * c.grain; j < least(c.count, (i + 1) * c.grain); j++) c.f(j);
+  };
+  team().run(calling.num_threads, ceil_div(count, grain), work, &context, calling.begin, calling.end);
+}
+
+}  // namespace
