@@ -58,6 +58,7 @@ class ChatCompletions(Door):
             make_parser=self._parser_maker(request, prompt.text) if tools or thinking else None,
             skip_special_tokens=request.skip_special_tokens is not False and not shows_special,
             include_stop_string=bool(request.include_stop_str_in_output),
+            continues_prompt=bool(request.continue_final_message),
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
         )

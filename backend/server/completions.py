@@ -61,6 +61,7 @@ class Completions(Door):
             grammar=grammar,
             skip_special_tokens=request.skip_special_tokens is not False,
             include_stop_string=bool(request.include_stop_str_in_output),
+            continues_prompt=True,
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
         )

@@ -46,6 +46,7 @@ class Task:
     make_parser: Callable[[], ReplyParser] | None = None  # for each choice one; None: an answer is text
     skip_special_tokens: bool = True
     include_stop_string: bool = False
+    continues_prompt: bool = False  # whether the text of an answer goes on with that of its prompt
     cache_salt: str = ""
     priority: int = 0
     pooling: bool = False
@@ -240,6 +241,8 @@ class _Sequence:
             task.stop,
             skip_special_tokens=task.skip_special_tokens,
             include_stop_string=task.include_stop_string,
+            min_tokens=sampling.min_tokens,
+            prompt_token_ids=prompt if task.continues_prompt else (),
         )
         self._parser = task.make_parser() if task.make_parser else None
         self._outputs: AsyncIterator[StepOutput] | None = None

@@ -25,6 +25,17 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
+def sentencepiece(*ending: decoders.Decoder) -> Tokenizer:
+    """Bytes 0 to 255 are tokens 1 to 256."""
+    byte_tokens = {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    vocabulary = {"<unk>": 0, **byte_tokens, "▁hi": 257, "a": 258, "▁": 259}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ending]
+    )
+    return tokenizer
+
+
 TOKENIZER = byte_level()
 
 
@@ -82,6 +93,23 @@ def test_which_stop_string_came_is_known_and_nothing_follows_it() -> None:
     assert detokenizer.flush() == ""
 
 
+@given(
+    st.text("ab#é🎉", max_size=24),
+    st.lists(st.text("ab#é", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 12),
+)
+@example("abab", ["ab", "abc"], 2)
+def test_stop_strings_count_behind_min_tokens(text: str, stop: list[str], min_tokens: int) -> None:
+    token_ids = encode(text)
+    free = len(TOKENIZER.decode(token_ids[:min_tokens]).removesuffix("\ufffd"))  # characters that are whole by then
+    places = [(at + len(s), at) for s in stop for at in range(len(text)) if text.startswith(s, at)]
+    end, start = min((place for place in places if place[0] > free), default=(0, len(text)))
+    detokenizer = Detokenizer(TOKENIZER, stop, min_tokens=min_tokens)
+    pieces = stream(detokenizer, token_ids)
+    assert "".join(pieces) == text[:start]
+    assert detokenizer.stopped == bool(end)
+
+
 @pytest.mark.parametrize("token_ids", [[], [SPECIAL]])
 def test_no_text_is_empty_text(token_ids: list[int]) -> None:
     assert stream(Detokenizer(TOKENIZER), token_ids)[-1] == ""
@@ -89,9 +117,17 @@ def test_no_text_is_empty_text(token_ids: list[int]) -> None:
 
 def test_bytes_that_are_no_text_do_not_end_the_stream() -> None:
     """A model may sample any bytes. With byte fallback, some make the library's stream give up; ours goes on."""
-    byte_tokens = {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
-    vocabulary = {"<unk>": 0, **byte_tokens, "▁hi": 257, "a": 258, "▁": 259}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = sentencepiece()
     malformed = [47, 166, 91, 210, 259, 255, 84, 129]
     assert "".join(stream(Detokenizer(tokenizer), [*malformed, 257, 258])).endswith(" hia")
+
+
+def test_text_that_goes_on_keeps_its_first_space() -> None:
+    """Decoders made for SentencePiece, such as Llama 2's, take the space off whatever comes first."""
+    tokenizer = sentencepiece(decoders.Strip(" ", 1, 0))
+    assert stream(Detokenizer(tokenizer), [257, 257]) == ["hi", " hi", ""]
+    for prompt in ([257], [258] * 99, [257, *(byte + 1 for byte in "é🎉".encode())]):
+        assert stream(Detokenizer(tokenizer, prompt_token_ids=prompt), [257, 257]) == [" hi", " hi", ""]
+    # Nothing of a prompt that ends within a character is told again; what completes it can not be told.
+    cut = [257, *(byte + 1 for byte in "🎉".encode()[:2])]
+    assert "hi" not in "".join(stream(Detokenizer(tokenizer, prompt_token_ids=cut), [0x8E + 1, 0x89 + 1]))

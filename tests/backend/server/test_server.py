@@ -164,6 +164,9 @@ def test_stop_token_ids_and_min_tokens(server: RunningServer) -> None:
     assert stopped.usage.completion_tokens < 6
     assert len(stopped.choices[0].logprobs.tokens) == stopped.usage.completion_tokens - 1
     assert create(stop_token_ids=tokens, min_tokens=6).usage.completion_tokens == 6
+    string = {"stop": plain.choices[0].text[0]}
+    assert create(**string).usage.completion_tokens < 6
+    assert create(**string, min_tokens=6).usage.completion_tokens == 6
 
 
 def test_completions_take_all_forms_of_a_prompt(server: RunningServer) -> None:
