@@ -2,10 +2,14 @@
 
     event loop                              engine's thread
     submit, abort --> commands -----------> between two steps
-    OutputStream  <-- call_soon_threadsafe  once per step, with all of its outputs
+    OutputStream  <-- call_soon_threadsafe  once per step, with all outputs of the one before
 
 The thread sleeps on a condition while there is nothing to do. Whatever ends it, it answers every stream on its way
 out; a stream that was opened has a last output, and a `submit` after that raises.
+
+A step's outputs wait until the next one is prepared, a fraction of a millisecond on a CPU. While its kernels compute,
+the thread does not hold Python's lock, and the event loop has it for itself; the loop would otherwise be woken to wait
+for the lock, take it whenever torch lets go of it, and have all cores but one wait for the end of that.
 """
 
 from __future__ import annotations
@@ -79,6 +83,9 @@ class AsyncEngine:
         self.error: str | None = None  # what ended the engine, if anything but `stop` did
         self._engine = engine
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._outbox: list[StepOutput] = []  # the thread's alone
+        # A GPU computes meanwhile anyway, and a draft model takes its time before the step begins.
+        self._holds_back = engine.config.device.type == "cpu" and engine.config.draft is None
         self._streams: dict[str, OutputStream] = {}  # until the engine's last word on each; the loop's alone
         self._max_unfinished = engine.config.max_num_seqs + engine.config.max_waiting
         # Shared with the thread, under the condition's lock.
@@ -202,7 +209,7 @@ class AsyncEngine:
         try:
             while self._prepare():
                 self._step_began = time.monotonic()
-                outputs = self._engine.step()
+                outputs = self._engine.step(self._flush)
                 self._step_began = None
                 self._send(outputs)
         except Exception as error:
@@ -213,6 +220,7 @@ class AsyncEngine:
             with self._changed:
                 self._open = False
                 waiters = self._take_idle_waiters()
+            self._flush()
             reason = FinishReason.ABORT if self.error is None else FinishReason.ERROR
             self._loop.call_soon_threadsafe(self._end, reason, waiters)
 
@@ -243,6 +251,7 @@ class AsyncEngine:
         The check takes milliseconds with a large pool, which the next request of a single caller must not wait for.
         """
         while not (self._stopping or self._commands or self._engine.has_unfinished):
+            self._flush()
             if waiters := self._take_idle_waiters():
                 self._loop.call_soon_threadsafe(self._release, waiters)
             if not self._changed.wait(QUIET_SECONDS if self._check_due else None):
@@ -262,5 +271,11 @@ class AsyncEngine:
         return None
 
     def _send(self, outputs: Sequence[StepOutput]) -> None:
-        if outputs:
+        self._outbox += outputs
+        if not self._holds_back:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._outbox:
+            outputs, self._outbox = self._outbox, []
             self._loop.call_soon_threadsafe(self._deliver, outputs)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backend.attention.base import AttentionMetadata
 from backend.engine.config import ResolvedConfig
-from backend.native.recording import Ask, Program, Recorder
+from backend.native.recording import Ask, Program, Recorder, leave_if
 
 MAX_ROWS = 64  # of a step that is recorded, and so the most programs: beyond it, calls hardly count
 
@@ -69,6 +69,7 @@ class DecodePrograms:
             self._inputs[rows] = self._first(rows)
         ours = self._inputs[rows]
         _copy(inputs, ours)
+        leave_if(is_given_up)
         if program := self._programs.get(rows):
             return program.run(is_given_up)
 

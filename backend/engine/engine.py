@@ -8,7 +8,7 @@ samples (sampler.py); `advance` takes the new tokens in and says what they mean 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from backend.engine.block_pool import BlockListener, BlockPool
@@ -17,7 +17,7 @@ from backend.engine.errors import RequestRefused
 from backend.engine.foresight import foresee
 from backend.engine.graph_runner import create_runner
 from backend.engine.host_tier import HostTier
-from backend.engine.interruption import Interruption
+from backend.engine.interruption import Interruption, nothing
 from backend.engine.kv_memory import HostSlots
 from backend.engine.request import FinishReason, Request, StepOutput
 from backend.engine.runner import Runner
@@ -88,11 +88,12 @@ class Engine:
         speculator = Speculator(scheduler, create_drafter(resolved), resolved.max_draft_tokens)
         return cls(resolved, scheduler, runner, speculator)
 
-    def step(self) -> list[StepOutput]:
+    def step(self, begun: Callable[[], None] = nothing) -> list[StepOutput]:
+        """`begun` is called, on a CPU at least once, while the step's kernels compute or are about to."""
         plan = self.speculator.extend(self.scheduler.schedule())
         assert plan, "a step with nothing to do: ask has_unfinished first"
         following = foresee(self.scheduler, plan) if self.runner.looks_ahead else ()
-        computed = self.runner.run(plan, self.interruption.watch(plan), following)
+        computed = self.runner.run(plan, self.interruption.watch(plan, begun), following)
         if computed is None:
             return []  # somebody more urgent waits: nobody has advanced
         outputs = self.scheduler.advance(plan, computed)

@@ -17,6 +17,10 @@ SHARE_IN_VAIN = 0.1  # of all time
 MAX_CREDIT_SECONDS = 2.0  # that may be spent in vain at once, after a long time without
 
 
+def nothing() -> None:
+    pass
+
+
 class Interruption:
     """`arriving` is written by whoever brings work: the priority of the most urgent that the engine has not seen."""
 
@@ -28,14 +32,20 @@ class Interruption:
         self._began = clock()
         self._credit_seconds = MAX_CREDIT_SECONDS
 
-    def watch(self, plan: Sequence[Scheduled]) -> Callable[[], bool]:
-        """For a step that begins now: whether it is to be given up, to be asked until the answer is yes."""
+    def watch(self, plan: Sequence[Scheduled], begun: Callable[[], None] = nothing) -> Callable[[], bool]:
+        """For a step that begins now: whether it is to be given up, to be asked until the answer is yes, and first when
+        all is prepared and the kernels begin. Whenever it is asked, `begun` is called."""
         now = self._clock()
         earned = SHARE_IN_VAIN * (now - self._began)
         self._credit_seconds = min(MAX_CREDIT_SECONDS, self._credit_seconds + earned)
         self._began = now
         self._most_urgent = min(scheduled.request.priority for scheduled in plan)
-        return self._is_due
+
+        def is_given_up() -> bool:
+            begun()
+            return self._is_due()
+
+        return is_given_up
 
     def _is_due(self) -> bool:
         if self.arriving >= self._most_urgent or self._credit_seconds <= 0.0:

@@ -16,7 +16,7 @@ from backend.layers.loader import LayerLoader
 from backend.layers.step import Step
 from backend.models import architecture
 from backend.models.weights import Checkpoint
-from backend.native.recording import Ask, GivenUp, Recorder
+from backend.native.recording import Ask, Recorder, leave_if
 from backend.ops import create_ops
 from backend.ops.native import NativeOps
 from backend.quantization import create_quantization
@@ -41,11 +41,12 @@ class PagedModel:
 
     def forward(self, batch: Batch, is_given_up: Ask | None = None) -> Tensor:
         """-> final hidden states: [T, hidden_size], until the next call. Raises `GivenUp` if `is_given_up`, asked
-        between layers, says so: some of the batch's slots have been written then."""
+        before the layers and between them, says so: some of the batch's slots may have been written then."""
         embedded, rotations = self._model.embedded(batch.input_ids), self._model.rotations(batch.positions)
         inputs = LayerInputs(embedded, rotations, batch.slot_mapping, batch.attention)
         if self.programs and self.programs.suit(batch.attention):
             return self.programs(inputs, is_given_up)
+        leave_if(is_given_up)
         return self._layers(inputs, is_given_up)
 
     def _layers(self, inputs: LayerInputs, is_given_up: Ask | None) -> Tensor:
@@ -71,6 +72,5 @@ class _Interruptible(StepAttention):
         self._is_given_up = is_given_up
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
-        if self._is_given_up():
-            raise GivenUp
+        leave_if(self._is_given_up)
         return self._attend(query, key_cache, value_cache, span)

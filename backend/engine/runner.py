@@ -49,7 +49,8 @@ class Runner:
     ) -> list[Computed] | None:
         """Computes a non-empty plan: one result for each of its entries, in its order.
 
-        None if `is_given_up`, asked between layers, said so: some slots have been written then, which will be again.
+        None if `is_given_up`, asked before the layers and between them, said so: some slots may have been written then,
+        which will be again.
         `following` may be begun: what the next plan will be, if nothing happens meanwhile (foresight.py).
         """
         self._use_device()

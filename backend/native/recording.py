@@ -44,6 +44,12 @@ class GivenUp(Exception):
     """A computation was left before its end."""
 
 
+def leave_if(is_given_up: Ask | None) -> None:
+    """Raises `GivenUp` if there is somebody to ask, who says so."""
+    if is_given_up is not None and is_given_up():
+        raise GivenUp
+
+
 class Program:
     """Operations in several parts, and what they result in."""
 
@@ -69,8 +75,7 @@ class Program:
         first, *others = self._parts
         self._caller.run(*first)
         for part in others:
-            if is_given_up():
-                raise GivenUp
+            leave_if(is_given_up)
             self._caller.run(*part)
         return self._result
 

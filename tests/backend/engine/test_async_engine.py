@@ -33,6 +33,7 @@ class ScriptedRunner:
         self.failure: Exception | None = None
         self.num_steps = 0
         self.num_given_up = 0
+        self.look: Callable[[], None] = lambda: None  # before a step begins, and when it has
         self._gate = threading.Event()
         self._hold_after = math.inf
 
@@ -45,10 +46,13 @@ class ScriptedRunner:
     def run(
         self, plan: Sequence[Scheduled], is_given_up: Callable[[], bool], following: Sequence[Scheduled] = ()
     ) -> list[Computed] | None:
+        self.look()
+        given_up = is_given_up()  # before anything is computed, as any runner asks
+        self.look()
         assert self.num_steps < self._hold_after or self._gate.wait(WAIT_SECONDS)
         if self.failure:
             raise self.failure
-        if is_given_up():
+        if given_up or is_given_up():
             self.num_given_up += 1
             return None
         self.num_steps += 1
@@ -113,6 +117,22 @@ async def test_outputs_come_while_the_request_runs(engine: AsyncEngine, runner: 
     runner.release()
     assert (await asyncio.wait_for(first, WAIT_SECONDS)).new_token_ids == (1,)
     assert tokens(await read(stream)) == [2, 3, 4, 5]
+
+
+async def test_outputs_are_handed_over_when_the_next_step_begins(engine: AsyncEngine, runner: ScriptedRunner) -> None:
+    """Not while it is prepared, which needs Python's lock, too; and the last ones at once."""
+    loop, outputs, seen = asyncio.get_running_loop(), list[StepOutput](), list[int]()
+
+    async def look() -> None:
+        for _ in range(10):  # until all that was handed over has been read
+            await asyncio.sleep(0)
+        seen.append(len(outputs))
+
+    runner.look = lambda: asyncio.run_coroutine_threadsafe(look(), loop).result(WAIT_SECONDS)
+    async for output in engine.submit(make_request(max_tokens=4)):
+        outputs.append(output)
+    assert seen == [0, 0, 0, 1, 1, 2, 2, 3]
+    assert tokens(outputs) == [1, 2, 3, 4]
 
 
 async def test_closing_a_stream_aborts_before_the_next_step_and_returns_every_block(
