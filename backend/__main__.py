@@ -111,6 +111,7 @@ def load(args: argparse.Namespace) -> Serving:
         model=model,
         engine=engine,
         max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
         metrics=Metrics(engine, model.name, config.block_size),
         tracer=otlp_tracer(endpoint, service_name) if endpoint else Tracer(None),
         executor=ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize"),

@@ -176,7 +176,7 @@ def gateway_metrics() -> set[str]:
 
 def engine_metrics() -> set[str]:
     """By its source: the engine is not imported by what tests the gateway."""
-    source = (ROOT / "backend" / "server" / "metrics.py").read_text()
+    source = "".join((ROOT / "backend" / "server" / name).read_text() for name in ("metrics.py", "engine_metrics.py"))
     names = re.findall(r'"(vllm:\w+)"', source)
     return {name + suffix for name in names for suffix in ("", "_total", "_bucket")}
 

@@ -36,6 +36,7 @@ class EngineStats:
     num_blocks: int
     kv_usage: float  # the share of blocks in use, 0 to 1
     prompt_tokens_total: int
+    cached_prompt_tokens_total: int  # of these
     generation_tokens_total: int
     prefix_cache_queries_total: int  # in tokens
     prefix_cache_hits_total: int  # in tokens
@@ -44,6 +45,8 @@ class EngineStats:
     drafts_total: int  # times that tokens were drafted for a request
     draft_tokens_total: int
     accepted_tokens_total: Sequence[int]  # of these, by their place among the drafts
+    steps_total: Sequence[int]  # by the tokens that they had: up to each of STEP_TOKENS_BOUNDS, and above
+    step_tokens_total: int
     requests_finished: Mapping[FinishReason, int]
     aborted_total: int
     num_host_blocks: int  # that the second tier has room for; 0 without one
@@ -149,6 +152,7 @@ class Engine:
             num_blocks=pool.num_blocks,
             kv_usage=1.0 - num_free / pool.num_blocks,
             prompt_tokens_total=counters.prompt_tokens,
+            cached_prompt_tokens_total=counters.cached_prompt_tokens,
             generation_tokens_total=counters.generation_tokens,
             prefix_cache_queries_total=counters.prefix_cache_queries,
             prefix_cache_hits_total=counters.prefix_cache_hits,
@@ -157,6 +161,8 @@ class Engine:
             drafts_total=counters.drafts,
             draft_tokens_total=counters.draft_tokens,
             accepted_tokens_total=tuple(counters.accepted_tokens),
+            steps_total=tuple(counters.step_tokens.num_steps),
+            step_tokens_total=counters.step_tokens.num_tokens,
             requests_finished=dict(counters.finished),
             aborted_total=counters.finished[FinishReason.ABORT],
             num_host_blocks=tier.num_slots if tier else 0,

@@ -14,30 +14,15 @@ import math
 import time
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TypedDict, Unpack
 
 from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
 from backend.engine.budget import Budget
+from backend.engine.counters import Counters
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
 from backend.engine.plan import Computed, Scheduled, confirmed
 from backend.engine.request import FinishReason, Request, Status, StepOutput, TokenLogprob
-
-
-@dataclass(slots=True)
-class Counters:
-    """What has happened since the start."""
-
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_cache_queries: int = 0  # in tokens
-    prefix_cache_hits: int = 0  # in tokens
-    preemptions: int = 0
-    drafts: int = 0  # times that any tokens were drafted for a request
-    draft_tokens: int = 0
-    accepted_tokens: list[int] = field(default_factory=list)  # by their place among the drafts
-    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
 
 class _New(TypedDict, total=False):
@@ -151,6 +136,7 @@ class Scheduler:
     def advance(self, plan: Sequence[Scheduled], computed: Sequence[Computed]) -> list[StepOutput]:
         """Takes in what a step computed. A request that is still short of its last token has no output."""
         outputs: list[StepOutput] = []
+        self.counters.step_tokens.add(sum(scheduled.num_tokens for scheduled in plan))
         for scheduled, result in zip(plan, computed, strict=True):
             request = scheduled.request
             caught_up = scheduled.catches_up
@@ -315,6 +301,7 @@ class Scheduler:
         if not request.timing.first_token:
             request.timing.first_token = time.time()
             self.counters.prompt_tokens += request.num_prompt_tokens
+            self.counters.cached_prompt_tokens += request.num_cached_tokens
         if result.error is not None:
             return self._finish(request, FinishReason.ERROR, error=result.error)
         if request.pooling:

@@ -41,8 +41,9 @@ class Embeddings(Door):
                 param="input",
             )
         vectors: list[list[float]] = []
-        for start in range(0, len(prompts), MAX_INPUTS_IN_ENGINE):
-            wave = prompts[start : start + MAX_INPUTS_IN_ENGINE]
+        wave_size = min(MAX_INPUTS_IN_ENGINE, self._serving.max_sequences)
+        for start in range(0, len(prompts), wave_size):
+            wave = prompts[start : start + wave_size]
             vectors += await self._embed(exchange, wave, request.priority or 0)
         total = sum(len(prompt) for prompt in prompts)
         encoding = request.encoding_format or "float"

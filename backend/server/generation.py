@@ -28,7 +28,8 @@ from backend.parsers.base import Event, Text
 from backend.parsers.reply import ReplyParser
 from backend.server import semconv
 from backend.server.asgi import Exchange
-from backend.server.errors import ApiError, DeadlineExceeded, EngineFailure
+from backend.server.errors import ApiError, DeadlineExceeded, EngineFailure, InvalidRequest
+from backend.server.metrics import Completed
 from backend.server.records import Usage
 from backend.server.serving import Serving
 from backend.server.tracing import NANOSECONDS, Attributes, Marks, RequestRecord, stages
@@ -67,6 +68,8 @@ class Delta:
 
 
 class Generation:
+    """Raises InvalidRequest for more sequences than the engine ever has."""
+
     def __init__(self, serving: Serving, exchange: Exchange, task: Task) -> None:
         self._serving = serving
         self._exchange = exchange
@@ -76,6 +79,11 @@ class Generation:
         # A client may send the same x-request-id again, with a retry or a second attempt; the engine's ids are unique.
         self.id = f"{exchange.request_id}-{secrets.token_hex(4)}"
         choices = [(prompt, sampling) for prompt in task.prompts for sampling in task.samplings]
+        if len(choices) > serving.max_sequences:
+            raise InvalidRequest(
+                f"This server takes at most {serving.max_sequences} answers at once; {len(choices)} are asked for.",
+                param="n" if len(task.samplings) > 1 else "prompt",
+            )
         self.sequences = [
             _Sequence(serving, exchange, task, i, f"{self.id}-{i}", prompt, sampling)
             for i, (prompt, sampling) in enumerate(choices)
@@ -141,10 +149,19 @@ class Generation:
         )
 
     def _measure(self, marks: Marks) -> None:
-        stage_seconds = {name: (end - start) / NANOSECONDS for name, start, end in stages(marks)}
-        later_tokens = sum(max(0, sequence.num_tokens - 1) for sequence in self.sequences)
-        e2e_seconds = (marks.ended_ns - marks.received_ns) / NANOSECONDS
-        self._serving.metrics.completed(e2e_seconds, stage_seconds, later_tokens, self.usage)
+        lengths = [sequence.num_tokens for sequence in self.sequences]
+        self._serving.metrics.completed(
+            Completed(
+                e2e_seconds=(marks.ended_ns - marks.received_ns) / NANOSECONDS,
+                stage_seconds={name: (end - start) / NANOSECONDS for name, start, end in stages(marks)},
+                usage=self.usage,
+                num_choices=len(self._task.samplings),
+                max_tokens=0 if self._task.pooling else self._task.samplings[0].max_tokens,
+                longest_choice=max(lengths),
+                later_tokens=sum(max(0, length - 1) for length in lengths),
+                num_preemptions=sum(sequence.num_preemptions for sequence in self.sequences),
+            )
+        )
 
     def _record(self, marks: Marks, error: BaseException | None) -> RequestRecord:
         return RequestRecord(

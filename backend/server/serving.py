@@ -32,6 +32,7 @@ class Serving:
     model: ServedModel
     engine: AsyncEngine
     max_num_seqs: int
+    max_waiting: int
     metrics: Metrics
     tracer: Tracer
     executor: ThreadPoolExecutor
@@ -43,6 +44,11 @@ class Serving:
             raise ModelNotFound(
                 f"The model `{name}` does not exist; this server has `{self.model.name}`.", param="model"
             )
+
+    @property
+    def max_sequences(self) -> int:
+        """How many the engine can have at once: a request for more could never be taken."""
+        return self.max_num_seqs + self.max_waiting
 
     async def prepare(self, size_bytes: int, work: Callable[[], T]) -> T:
         """Runs `work`, which renders and tokenises, where it holds nobody up. `size_bytes`: of the request's body."""
@@ -68,6 +74,7 @@ class Serving:
         return EngineDead(self.engine.error or error.message)
 
     def overloaded(self, message: str) -> Overloaded:
+        self.metrics.rejected()
         return Overloaded(message, retry_after_seconds=self._retry_after_seconds())
 
     def _retry_after_seconds(self) -> int:

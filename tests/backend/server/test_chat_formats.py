@@ -88,7 +88,7 @@ async def serve(
     scripted = Scripted(model)
     engine = cast(AsyncEngine, scripted)
     with ThreadPoolExecutor(1) as executor:
-        serving = Serving(model, engine, 64, Metrics(engine, "m", 16), Tracer(None), executor)
+        serving = Serving(model, engine, 64, 64, Metrics(engine, "m", 16), Tracer(None), executor)
         transport = httpx2.ASGITransport(create_app(serving, asyncio.get_running_loop().create_future()))
         async with (
             httpx2.AsyncClient(transport=transport) as http,

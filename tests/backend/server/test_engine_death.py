@@ -57,6 +57,7 @@ async def doomed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
             model=load_model(checkpoint, "m", "m", 512),
             engine=async_engine,
             max_num_seqs=64,
+            max_waiting=8,
             metrics=Metrics(async_engine, "m", 16),
             tracer=Tracer(None),
             executor=executor,
@@ -95,9 +96,9 @@ async def test_a_whole_reply_is_500_and_what_comes_after_503(doomed: Doomed) -> 
     assert health.status_code == 503
     assert "no more memory" in health.json()["reason"]
     metrics = (await doomed.client.get("/metrics")).text
-    assert 'warmpath:engine_up{model_name="m"} 0.0' in metrics
+    assert 'warmpath:engine_up{engine="0",model_name="m"} 0.0' in metrics
     assert 'vllm:request_success_total{finished_reason="error",model_name="m"} 2.0' in metrics
-    assert 'vllm:num_requests_running{model_name="m"} 0.0' in metrics
+    assert 'vllm:num_requests_running{engine="0",model_name="m"} 0.0' in metrics
 
 
 async def test_a_bug_is_a_500_that_names_the_request_and_tells_nothing_else(
