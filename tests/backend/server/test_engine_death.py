@@ -35,7 +35,7 @@ class Doomed:
 
     async def post(self, **body: Any) -> httpx2.Response:
         return await self.client.post(
-            "/v1/completions", json={"model": "m", "prompt": "Hello", "max_tokens": 50} | body
+            "/v1/completions", json={"model": "m", "prompt": "Hello", "max_tokens": 50, "temperature": 0} | body
         )
 
 
@@ -45,10 +45,10 @@ async def doomed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     steps = iter(range(STEPS_BEFORE_DEATH))
     step = engine.step
 
-    def dying_step() -> Any:
+    def dying_step(*begun: Any) -> Any:
         if next(steps, None) is None:
             raise MemoryError("no more memory")
-        return step()
+        return step(*begun)
 
     monkeypatch.setattr(engine, "step", dying_step)
     async_engine = AsyncEngine(engine)
@@ -97,7 +97,7 @@ async def test_a_whole_reply_is_500_and_what_comes_after_503(doomed: Doomed) -> 
     assert "no more memory" in health.json()["reason"]
     metrics = (await doomed.client.get("/metrics")).text
     assert 'warmpath:engine_up{engine="0",model_name="m"} 0.0' in metrics
-    assert 'vllm:request_success_total{finished_reason="error",model_name="m"} 2.0' in metrics
+    assert 'vllm:request_success_total{engine="0",finished_reason="error",model_name="m"} 2.0' in metrics
     assert 'vllm:num_requests_running{engine="0",model_name="m"} 0.0' in metrics
 
 
