@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backend.engine.errors import UnsupportedModel
+from backend.engine.errors import ConfigError, UnsupportedModel
 from backend.model_files import open_model_files
 from backend.models import ARCHITECTURES
 from backend.models.rope_config import (
@@ -87,11 +87,14 @@ class ModelConfig:
         """Raises `ConfigError` if the model's files cannot be read, `UnsupportedModel` if they ask for too much."""
         files = open_model_files(model_dir)
         raw, generation = files.config(), files.generation_config()
-        return cls.parse({**raw, **{k: v for k, v in generation.items() if k == "eos_token_id" and v is not None}})
+        try:
+            return cls.parse({**raw, **{k: v for k, v in generation.items() if k == "eos_token_id" and v is not None}})
+        except KeyError as error:
+            raise ConfigError(f"the configuration of {model_dir} lacks {error}", param="model_dir") from error
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> ModelConfig:
-        (name,) = raw.get("architectures") or ["(none named)"]
+        name = " and ".join(raw.get("architectures") or ["(none named)"])
         if name not in ARCHITECTURES:
             raise UnsupportedModel(f"architecture {name} is not one of {', '.join(sorted(ARCHITECTURES))}")
         _refuse_unsupported(raw)

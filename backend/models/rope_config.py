@@ -84,7 +84,12 @@ def _parameters(raw: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str,
 def _read(parameters: Mapping[str, Any], raw: Mapping[str, Any], head_dim: int) -> RopeConfig:
     share = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     theta = parameters.get("rope_theta") or raw.get("rope_theta") or DEFAULT_THETA
-    return RopeConfig(int(head_dim * share), float(theta), _scaling(parameters, raw))
+    rope = RopeConfig(int(head_dim * share), float(theta), _scaling(parameters, raw))
+    if isinstance(rope.scaling, LongRopeScaling):
+        for name, factors in (("short_factor", rope.scaling.short_factor), ("long_factor", rope.scaling.long_factor)):
+            if len(factors) != rope.dim // 2:
+                raise UnsupportedModel(f"rope {name} has {len(factors)} factors for {rope.dim // 2} frequencies")
+    return rope
 
 
 def _scaling(parameters: Mapping[str, Any], raw: Mapping[str, Any]) -> Scaling | None:

@@ -31,7 +31,7 @@ class ChatChoice:
                 if not self._with_reasoning:
                     return []
                 self._reasoning += text
-                return [{"reasoning_content": text}]
+                return [_thought(text)]
             case CallStarted(index, name):
                 assert self._tools is not None
                 function = {"name": name, "arguments": ""}
@@ -46,10 +46,15 @@ class ChatChoice:
     def message(self) -> Json:
         body: Json = {"content": None if self._calls and not self._content else self._content}
         if self._reasoning:
-            body["reasoning_content"] = self._reasoning
+            body |= _thought(self._reasoning)
         if self._calls:
             body["tool_calls"] = self._calls
         return body
 
     def finish_reason(self, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self._calls and not self._is_named else reason
+
+
+def _thought(text: str) -> Json:
+    """Under the name that most servers give it, and under that which vLLM does since 2026."""
+    return {"reasoning_content": text, "reasoning": text}

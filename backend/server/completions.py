@@ -42,7 +42,10 @@ class Completions(Door):
     async def task(self, request: CompletionRequest, prompts: list[Prompt], size_bytes: int) -> Task:
         """What a body of this size asks of the engine. Raises InvalidRequest."""
         model = self._serving.model
-        encoded = await self._serving.prepare(size_bytes, lambda: encode_prompts(model, prompts, "prompt"))
+        special = request.add_special_tokens is not False
+        encoded = await self._serving.prepare(
+            size_bytes, lambda: encode_prompts(model, prompts, "prompt", add_special_tokens=special)
+        )
         grammar = None
         if is_constrained(request):  # which may take a second to compile, however small the body
             grammar = await self._serving.in_thread(lambda: text_constraint(model, request))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -41,6 +42,8 @@ def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
     )
+    if request.add_special_tokens:
+        return ChatPrompt(text, model.codec.encode(text, add_special_tokens=True))
     return ChatPrompt(text, model.codec.encode_chat(text, request.cache_salt or ""))
 
 
@@ -90,11 +93,14 @@ def split_prompts(given: str | list[str | list[int] | int], param: str) -> list[
     raise InvalidRequest(f"`{param}` mixes texts and token ids.", param=param)
 
 
-def encode_prompts(model: ServedModel, prompts: list[Prompt], param: str) -> list[list[int]]:
+def encode_prompts(
+    model: ServedModel, prompts: list[Prompt], param: str, *, add_special_tokens: bool = True
+) -> list[list[int]]:
     """Raises InvalidRequest for a prompt without any token, which no model can go on from."""
+    encode = partial(model.codec.encode, add_special_tokens=add_special_tokens)
     encoded = []
     for prompt in prompts:
-        token_ids = model.codec.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+        token_ids = encode(prompt) if isinstance(prompt, str) else prompt
         if not token_ids:
             raise InvalidRequest(f"`{param}` has no tokens.", param=param)
         model.check_token_ids(token_ids, param)

@@ -189,6 +189,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None  # None: to a text, but not to a chat, whose template has written them
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     response_format: ResponseFormat | None = None
@@ -317,7 +318,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise InvalidRequest(

@@ -20,6 +20,9 @@ def raw(**changes: Any) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-6, **SHAPE, **changes}
 
 
+SHORT_LISTS = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0], "long_factor": [1.0]}
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -32,6 +35,8 @@ def raw(**changes: Any) -> dict[str, Any]:
         ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types .'linear_attention'."),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ({"architectures": ["LlamaForCausalLM", "Other"]}, "LlamaForCausalLM and Other"),
+        ({"rope_parameters": SHORT_LISTS}, "short_factor has 1 factors for 8"),
     ],
 )
 def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> None:
@@ -96,6 +101,22 @@ def test_a_config_that_cannot_be_read(tmp_path: Path, content: str | None) -> No
     with pytest.raises(ConfigError) as caught:
         ModelConfig.load(tmp_path)
     assert caught.value.param == "model_dir"
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"hidden_size": ...}, "hidden_size"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0}}, "factor"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor"),
+    ],
+)
+def test_what_a_config_lacks_is_named(tmp_path: Path, changes: dict[str, Any], missing: str) -> None:
+    fields = {name: value for name, value in raw(**changes).items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=f"lacks '{missing}'"):
+        ModelConfig.load(tmp_path)
 
 
 def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:

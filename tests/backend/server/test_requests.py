@@ -50,6 +50,12 @@ def test_every_supported_field_is_read() -> None:
     assert request.tools == [TOOL]
 
 
+def test_no_alternatives_need_no_logprobs() -> None:
+    assert chat(top_logprobs=0).logprobs is None
+    with pytest.raises(InvalidRequest):
+        chat(top_logprobs=1)
+
+
 @pytest.mark.parametrize("name", sorted(HARMLESS))
 def test_harmless_fields_are_let_in(name: str) -> None:
     chat(**{name: "anything"})

@@ -195,6 +195,21 @@ def test_completions_take_all_forms_of_a_prompt(server: RunningServer) -> None:
     assert found == [a + of_a, b + of_b]
 
 
+def test_special_tokens_are_the_clients_choice(server: RunningServer) -> None:
+    def tokens(path: str, **fields: Any) -> list[int]:
+        reply = httpx2.post(f"{server.base_url}/{path}/render", json={"model": server.model, **fields})
+        rendered: Any = reply.json()
+        return list((rendered if isinstance(rendered, dict) else rendered[0])["token_ids"])
+
+    bos = 0
+    assert tokens("completions", prompt="Hello")[0] == bos
+    assert tokens("completions", prompt="Hello", add_special_tokens=True) == tokens("completions", prompt="Hello")
+    assert tokens("completions", prompt="Hello", add_special_tokens=False) == tokens("completions", prompt="Hello")[1:]
+    plain = tokens("chat/completions", messages=MESSAGES)
+    assert tokens("chat/completions", messages=MESSAGES, add_special_tokens=False) == plain
+    assert tokens("chat/completions", messages=MESSAGES, add_special_tokens=True) == [bos, *plain]
+
+
 def test_completion_logprobs(server: RunningServer) -> None:
     reply = server.client().completions.create(
         model=server.model, prompt="The quick", temperature=0, max_tokens=5, logprobs=2
