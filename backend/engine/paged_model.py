@@ -10,7 +10,7 @@ from backend.attention.base import EVERYTHING, Span, StepAttention
 from backend.attention.native import NativeAttention
 from backend.engine.batch import Batch
 from backend.engine.config import ResolvedConfig
-from backend.engine.decode_programs import DecodePrograms, LayerInputs
+from backend.engine.decode_programs import DecodePrograms
 from backend.engine.kv_memory import KvMemory
 from backend.layers.loader import LayerLoader
 from backend.layers.step import Step
@@ -20,6 +20,10 @@ from backend.native.recording import Ask, Recorder, leave_if
 from backend.ops import create_ops
 from backend.ops.native import NativeOps
 from backend.quantization import create_quantization
+
+# Of a step whose logits and tokens are recorded with it: the more there are, the less it brings, and the larger the
+# memory for their logits, which a program keeps.
+MAX_GREEDY_ROWS = 8
 
 
 class PagedModel:
@@ -35,25 +39,36 @@ class PagedModel:
         self.kv = KvMemory(config)
         self._attention = create_attention(config.attention, config.model.attention_scale, self.kv.form)
         self._like = torch.empty(config.model.head_dim, dtype=config.dtype, device=config.device)
-        self.programs: DecodePrograms | None = None
+        self.programs: DecodePrograms | None = None  # of `forward`
+        self.greedy_programs: DecodePrograms | None = None  # of `next_tokens`
         if isinstance(ops, NativeOps) and isinstance(self._attention, NativeAttention) and not config.enforce_eager:
-            self.programs = DecodePrograms(config, self._layers, Recorder(ops.call, self._attention.call))
+            recorder = Recorder(ops.call, self._attention.call)
+            self.programs = DecodePrograms(config, self._forward, recorder)
+            self.greedy_programs = DecodePrograms(config, self._next_tokens, recorder, MAX_GREEDY_ROWS)
 
     def forward(self, batch: Batch, is_given_up: Ask | None = None) -> Tensor:
         """-> final hidden states: [T, hidden_size], until the next call. Raises `GivenUp` if `is_given_up`, asked
         before the layers and between them, says so: some of the batch's slots may have been written then."""
-        embedded, rotations = self._model.embedded(batch.input_ids), self._model.rotations(batch.positions)
-        inputs = LayerInputs(embedded, rotations, batch.slot_mapping, batch.attention)
         if self.programs and self.programs.suit(batch.attention):
-            return self.programs(inputs, is_given_up)
+            return self.programs(batch, is_given_up)
         leave_if(is_given_up)
-        return self._layers(inputs, is_given_up)
+        return self._forward(batch, is_given_up)
 
-    def _layers(self, inputs: LayerInputs, is_given_up: Ask | None) -> Tensor:
-        attend = self._attention.prepare(inputs.attention, like=self._like)
+    def _forward(self, batch: Batch, is_given_up: Ask | None) -> Tensor:
+        embedded, rotations = self._model.embedded(batch.input_ids), self._model.rotations(batch.positions)
+        attend = self._attention.prepare(batch.attention, like=self._like)
         if is_given_up is not None:
             attend = _Interruptible(attend, is_given_up)
-        return self._model.forward(inputs.embedded, self.kv.layers, Step(inputs.rotations, inputs.slot_mapping, attend))
+        return self._model.forward(embedded, self.kv.layers, Step(rotations, batch.slot_mapping, attend))
+
+    def next_tokens(self, batch: Batch, is_given_up: Ask | None = None) -> Tensor:
+        """What `likeliest` says of `forward`: [T] int64, until the next call. Raises `GivenUp`, as `forward` does."""
+        if self.greedy_programs and self.greedy_programs.suit(batch.attention):
+            return self.greedy_programs(batch, is_given_up)
+        return self.likeliest(self.forward(batch, is_given_up))
+
+    def _next_tokens(self, batch: Batch, is_given_up: Ask | None) -> Tensor:
+        return self.likeliest(self._forward(batch, is_given_up))
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """The tokens of the largest logits. hidden: [N, hidden_size] -> [N] int64."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backend.engine.batch import make_batch
 from backend.engine.config import ResolvedConfig
+from backend.engine.foresight import is_decode
 from backend.engine.kv_memory import KvMemory
 from backend.engine.masks import AllowedTokens, MaskFiller
 from backend.engine.paged_model import PagedModel
@@ -58,6 +59,8 @@ class Runner:
         batch = make_batch(plan, self._config.block_size, device)
         masks = self._masks.start([row.request for row in batch.next_tokens])
         try:
+            if all(map(is_decode, plan)) and all(token.is_likeliest for token in batch.next_tokens):
+                return [Computed((token_id,)) for token_id in self._model.next_tokens(batch, is_given_up).tolist()]
             hidden = self._model.forward(batch, is_given_up)
         except GivenUp:
             if masks:

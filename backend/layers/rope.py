@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from backend.models.config import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig, YarnScaling
+from backend.ops.base import Ops
 
 
 class RopeTable:
-    def __init__(self, config: RopeConfig, num_positions: int, device: torch.device) -> None:
+    def __init__(self, config: RopeConfig, num_positions: int, device: torch.device, ops: Ops) -> None:
+        self._ops = ops
         frequencies, scale = inverse_frequencies(config, num_positions)
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
         self._cos = (angles.cos() * scale).to(device)  # [num_positions, dim / 2], float32
@@ -19,7 +21,7 @@ class RopeTable:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions: [T] -> cos, sin: [T, dim / 2]."""
-        return self._cos[positions], self._sin[positions]
+        return self._ops.gather(self._cos, positions), self._ops.gather(self._sin, positions)
 
 
 def inverse_frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:

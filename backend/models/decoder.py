@@ -50,13 +50,14 @@ class Decoder:
         self._config = config
         self._ops = loader.ops
         self._embedding = model.tensor("embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._embedding_scale = self.embedding_scale(config)
+        scale = self.embedding_scale(config)
+        self._embedding_scale = torch.tensor(scale, dtype=self._embedding.dtype).item()  # rounded, as in training
         self._layers = [
             self.layer_kind(config, model.below(f"layers.{i}"), *self._sublayers(config, layer, model, i))
             for i, layer in enumerate(config.layers)
         ]
         self._norm = model.rms_norm("norm", config.hidden_size, config.rms_norm_eps)
-        self._ropes = [RopeTable(rope, max_model_len, device) for rope in config.ropes]
+        self._ropes = [RopeTable(rope, max_model_len, device, loader.ops) for rope in config.ropes]
         if config.tie_word_embeddings:
             loader.checkpoint.skip("lm_head.weight")
             self._lm_head = loader.quantization.linear(self._embedding, None)
@@ -97,9 +98,7 @@ class Decoder:
     def embedded(self, input_ids: Tensor) -> Tensor:
         """[T] -> what the layers begin with: [T, hidden_size]."""
         embedded = self._ops.embedding(input_ids, self._embedding)
-        if self._embedding_scale == 1.0:
-            return embedded
-        return embedded * torch.tensor(self._embedding_scale, dtype=embedded.dtype)  # rounded first, as in training
+        return embedded if self._embedding_scale == 1.0 else self._ops.scale(embedded, self._embedding_scale)
 
     def rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         """[T] -> for each of the model's tables cos and sin: [T, dim / 2]."""

@@ -41,6 +41,8 @@ ENTER = (7, struct.Struct("2i16qd"))
 EMBED = (8, struct.Struct("2i5q"))
 ARGMAX = (9, struct.Struct("2i5q"))
 DRAW = (10, struct.Struct("2i6q"))
+GATHER = (11, struct.Struct("2i5q"))
+SCALE = (12, struct.Struct("2i5qd"))
 
 logger = logging.getLogger(__name__)
 

@@ -40,6 +40,15 @@ class Ops(ABC):
         """Rows of a weight, which may be packed without a gate. ids: [T] -> [T, in]."""
         return F.embedding(ids, weight)
 
+    def gather(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Rows of a contiguous table. table: [N, D]; ids: [T] int64, each below N, which not every member checks
+        -> [T, D]."""
+        return table[ids]
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x times a number that x's dtype holds. x: [T, D]."""
+        return x * factor
+
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
         """x: [T, in], weight: [out, in], bias: [out] -> [T, out]. With a gate, "silu" or "gelu_tanh", the result goes

@@ -96,9 +96,27 @@ class NativeOps(ReferenceOps):
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         if weight.dim() == 2:
-            return super().embedding(ids, weight)
+            return self.gather(weight, ids)
         out = weight.new_empty((len(ids), weight.numel() // self._outs(weight)))
         self._call(library.EMBED, weight.data_ptr(), ids.data_ptr(), out.data_ptr(), *out.shape)
+        return out
+
+    def gather(self, table: Tensor, ids: Tensor) -> Tensor:
+        assert table.is_contiguous()
+        ids = ids.contiguous()
+        out = table.new_empty((len(ids), table.shape[1]))
+        self._call(
+            library.GATHER,
+            table.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), table.shape[1] * table.element_size(),
+            threaded=out.numel() >= MIN_SHARED_ITEMS,
+        )  # fmt: skip
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(x.shape)
+        fields = (x.data_ptr(), out.data_ptr(), *x.shape, DTYPES[x.dtype], factor)
+        self._call(library.SCALE, *fields, threaded=out.numel() >= MIN_SHARED_ITEMS)
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:

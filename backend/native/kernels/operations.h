@@ -69,6 +69,18 @@ struct Embed {  // out[T, K]: rows of a packed weight of bfloat16
   void* out;
   int64_t rows, ins;
 };
+struct Gather {  // out[T, row_bytes]: rows of a table
+  const char* table;
+  const int64_t* ids;
+  char* out;
+  int64_t rows, row_bytes;
+};
+struct Scale {  // out[T, K] = x * factor
+  const void* x;
+  void* out;
+  int64_t rows, dim, dtype;
+  double factor;
+};
 struct Attend {
   const void *query, *keys, *values;          // [T, Hq, D]; caches: [num_blocks, block_size, Hkv, D]
   void* out;                                  // [T, Hq, D]
@@ -89,7 +101,21 @@ struct Draw {  // chosen[T]: the first up to which exp(x / temperature) sums to 
   int64_t rows, size;
 };
 
-enum Code : int64_t { LINEAR, EXPAND, RMS_NORM, ROPE, GATED, STORE_KV, ATTEND, ENTER, EMBED, ARGMAX, DRAW };
+enum Code : int64_t {
+  LINEAR,
+  EXPAND,
+  RMS_NORM,
+  ROPE,
+  GATED,
+  STORE_KV,
+  ATTEND,
+  ENTER,
+  EMBED,
+  ARGMAX,
+  DRAW,
+  GATHER,
+  SCALE
+};
 
 struct Op {
   int32_t code, num_threads;  // at most so many
@@ -104,6 +130,8 @@ struct Op {
     Attend attend;
     Enter enter;
     Embed embed;
+    Gather gather;
+    Scale scale;
     Argmax argmax;
     Draw draw;
   };

@@ -135,6 +135,19 @@ def test_rows_of_a_packed_weight(ops: Ops, dtype: torch.dtype, outs: int) -> Non
     assert torch.equal(ops.embedding(ids, ops.pack(weight, dtype)), weight[ids])
 
 
+@pytest.mark.parametrize("width", [3, 96, 5000])
+def test_rows_of_a_table(ops: Ops, dtype: torch.dtype, width: int) -> None:
+    table, ids = random(40, width, dtype=dtype), torch.tensor([[5, 1], [0, 1], [39, 1], [5, 1]])[:, 0]
+    assert torch.equal(ops.gather(table, ids), table[ids])
+    assert torch.equal(ops.embedding(ids, table), table[ids])
+
+
+@pytest.mark.parametrize("width", [3, 96, 5000])
+def test_scale_rounds_once(ops: Ops, dtype: torch.dtype, width: int) -> None:
+    x, factor = random(5, 2 * width, dtype=dtype)[:, :width], torch.tensor(768**0.5, dtype=dtype)
+    assert torch.equal(ops.scale(x, factor.item()), (x.double() * factor.double()).to(dtype))
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_packed_product_is_the_same_in_every_batch(level: str, threads: int) -> None:

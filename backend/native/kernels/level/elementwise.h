@@ -97,3 +97,18 @@ inline void store_kv(const StoreKv& a) {
     __builtin_memcpy(a.value_cache + a.slots[t] * a.row_bytes, a.value + t * a.value_stride, a.row_bytes);
   });
 }
+
+inline void gather(const Gather& a) {
+  share(a.rows, 0,
+        [&](int64_t t) { __builtin_memcpy(a.out + t * a.row_bytes, a.table + a.ids[t] * a.row_bytes, a.row_bytes); });
+}
+
+template <class T>
+void scale(const Scale& a) {
+  const float factor = a.factor;
+  share(a.rows, 0, [&](int64_t t) {
+    const T* x = static_cast<const T*>(a.x) + t * a.dim;
+    T* out = static_cast<T*>(a.out) + t * a.dim;
+    for (int64_t k = 0; k < a.dim; k += LANES) store(out + k, load(x + k, a.dim - k) * factor, a.dim - k);
+  });
+}

@@ -14,6 +14,7 @@ void run_with(const Op& op) {
     case ROPE: return rope<T>(op.rope);
     case GATED: return gated<T>(op.gated);
     case ARGMAX: return argmax<T>(op.argmax);
+    case SCALE: return scale<T>(op.scale);
   }
 }
 
@@ -38,6 +39,7 @@ inline int64_t dtype_of(const Op& op) {
     case GATED: return op.gated.dtype;
     case ENTER: return op.enter.dtype;
     case ARGMAX: return op.argmax.dtype;
+    case SCALE: return op.scale.dtype;
     default: return FLOAT32;
   }
 }
@@ -57,6 +59,7 @@ void run(const Op& op, void* shared) {
   }
 #endif
   if (op.code == STORE_KV) return store_kv(op.store_kv);
+  if (op.code == GATHER) return gather(op.gather);
   if (op.code == DRAW) return draw(op.draw);
   if (op.code == ATTEND) return attend(op.attend, [](const Attend&, int64_t) { return false; });
   dtype_of(op) == FLOAT32 ? run_with<float>(op) : run_with<bf16>(op);
