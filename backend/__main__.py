@@ -40,6 +40,8 @@ DEMO = "demo"
 DEMO_NAME = "warmpath-demo"
 DEMO_DIR = Path(__file__).parent / "demo_model" / "weights"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+# The same weights once more, as their makers' own programs keep them.
+HUB_IGNORED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 TOKENIZER_THREADS = 2
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 SERVICE_NAME_VARIABLE = "OTEL_SERVICE_NAME"
@@ -152,7 +154,7 @@ def resolve_model(model: str) -> tuple[Path, str]:
         )
     try:
         with _progress(f"fetching {model} from the hub"):
-            return Path(snapshot_download(model, allow_patterns=HUB_PATTERNS)), model
+            return Path(snapshot_download(model, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED)), model
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise StartError(
             f"cannot fetch {model} from the hub and it is not in the local cache (is this machine online?): {error}"

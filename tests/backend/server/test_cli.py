@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from gguf import GGMLQuantizationType
+from huggingface_hub.utils import filter_repo_objects
 
-from backend.__main__ import DEMO_DIR, StartError, parser, resolve_model
+from backend.__main__ import DEMO_DIR, HUB_IGNORED, HUB_PATTERNS, StartError, parser, resolve_model
 from tests.backend.gguf_writer import as_type, tokenizer_fields, write_gguf
 
 if TYPE_CHECKING:
@@ -34,6 +35,31 @@ def test_a_directory_is_served_under_its_name(tmp_path: Path) -> None:
 def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(model: str) -> None:
     with pytest.raises(StartError, match="neither a directory, nor a hub id"):
         resolve_model(model)
+
+
+def test_weights_are_fetched_once_where_a_hub_repository_has_them_twice() -> None:
+    wanted = [
+        "config.json",
+        "generation_config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    ]
+    others = [
+        "README.md",
+        "consolidated.safetensors",  # Mistral's
+        "consolidated-00001-of-00002.safetensors",
+        "original/config.json",  # gpt-oss's and Llama's
+        "original/model--00001-of-00002.safetensors",
+        "original/consolidated.00.pth",
+        "metal/model.bin",
+        "onnx/model.onnx",
+        "pytorch_model.bin",
+    ]
+    chosen = filter_repo_objects([*wanted, *others], allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED)
+    assert list(chosen) == wanted
 
 
 @pytest.mark.e2e
