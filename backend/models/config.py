@@ -20,6 +20,7 @@ from backend.models.rope_config import (
     LongRopeScaling,
     RopeConfig,
     YarnScaling,
+    longest_context,
     read_ropes,
 )
 
@@ -116,7 +117,7 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=raw["rms_norm_eps"],
-            max_position_embeddings=raw["max_position_embeddings"],
+            max_position_embeddings=longest_context(raw, ropes),
             layers=tuple(
                 LayerConfig(
                     window=raw["sliding_window"] if kind == "sliding_attention" else None,

@@ -69,6 +69,17 @@ def read_ropes(
     ]
 
 
+def longest_context(raw: Mapping[str, Any], ropes: Sequence[RopeConfig]) -> int:
+    """In tokens. YaRN stretches an original context, and config.json may still name that, as Qwen's users are told to
+    leave it; the other kinds are made for the context that it names."""
+    stretched = (
+        int(rope.scaling.factor * rope.scaling.original_max_position_embeddings)
+        for rope in ropes
+        if isinstance(rope.scaling, YarnScaling)
+    )
+    return max(int(raw["max_position_embeddings"]), *stretched, 0)
+
+
 def _parameters(raw: Mapping[str, Any], layer_types: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     # transformers 5 writes rope_parameters; before it, rope_theta stood alone beside an optional rope_scaling.
     given = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}

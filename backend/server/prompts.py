@@ -29,6 +29,9 @@ class ChatPrompt:
 
 
 def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
+    """Raises InvalidRequest for what the template refuses, or would leave out without a word."""
+    if request.tools and request.tool_choice != "none" and not model.template.reads("tools"):
+        raise InvalidRequest("This model's chat template has no `tools`.", param="tools")
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         if not model.template.reads("reasoning_effort"):

@@ -159,6 +159,20 @@ def test_rotary_frequencies_are_those_of_transformers(parameters: dict[str, Any]
     assert factor == pytest.approx(expected_factor)
 
 
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "linear", "factor": 4.0}, 512),
+        (LLAMA3_ROPE, 512),
+    ],
+)
+def test_how_long_a_context_may_become(rope: dict[str, Any], longest: int) -> None:
+    assert ModelConfig.parse(raw(rope_scaling=rope)).max_position_embeddings == longest
+
+
 @pytest.mark.parametrize("num_positions", [128, 512])
 def test_phi3_picks_its_list_by_the_longest_context(num_positions: int) -> None:
     parameters = {

@@ -1,6 +1,7 @@
 """Rendered prompts and their ids are those of transformers' apply_chat_template for the same directory."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from backend.model_files import open_model_files
+from backend.server.errors import InvalidRequest
 from backend.server.model import load_model
-from backend.server.prompts import render_chat
+from backend.server.prompts import chat_prompt, render_chat
 from backend.server.requests import ChatRequest, decode
 from backend.server.templates import ChatTemplate, TemplateError
 
@@ -51,6 +53,32 @@ def as_transformers_wants(messages: list[dict[str, Any]]) -> list[dict[str, Any]
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return plain
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "param"),
+    [
+        ("{{ messages[0].content }}", {"tools": TOOLS}, "tools"),
+        ("{{ messages[0].content }}", {"tools": TOOLS, "tool_choice": "required"}, "tools"),
+        ("{{ messages[0].content }}", {"tools": TOOLS, "tool_choice": "none"}, None),
+        ("{{ messages[0].content }}", {"tools": []}, None),
+        ("{{ messages[0].content }}", {"reasoning_effort": "low"}, "reasoning_effort"),
+        # As Llama 3.1's begins.
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", {"tools": TOOLS}, None),
+    ],
+)
+def test_what_a_template_would_leave_out_is_refused(
+    checkpoint: Path, source: str, fields: dict[str, Any], param: str | None
+) -> None:
+    model = replace(load_model(checkpoint, "m", "m", 512), template=ChatTemplate({"default": source}, {}))
+    body = {"model": "m", "messages": [{"role": "user", "content": "Rain?"}], **fields}
+    request = decode(json.dumps(body).encode(), ChatRequest)
+    if param is None:
+        assert chat_prompt(model, request).token_ids
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        chat_prompt(model, request)
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize("final", ["I would say ", "e", "end", "im_", "\n\n"])
