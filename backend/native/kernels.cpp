@@ -18,6 +18,7 @@
 #include <immintrin.h>
 #endif
 #if defined(__linux__)
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif

@@ -45,6 +45,14 @@ inline void pause() {
 #endif
 }
 
+inline int own_core() {  // -1 where it cannot be told
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
 class Team {
  public:
   // Calls work(context, i) for each i below count, on at most num_threads threads, between begin and end on each.
@@ -57,10 +65,12 @@ class Team {
     }
     while (num_helpers_ < num_threads - 1) std::thread(&Team::help, this, num_helpers_++).detach();
     work_ = work, context_ = context, count_ = count, begin_ = begin, end_ = end, wanted_ = num_threads - 1;
+    core_.store(own_core(), std::memory_order_relaxed);
     next_.store(0, std::memory_order_relaxed);
     open_.store(open_.load() + 1);  // odd: there is work
     if (sleepers_.load()) {
-      std::lock_guard<std::mutex> lock(sleep_);
+      sleep_.lock();  // nobody is between its last look and its sleep
+      sleep_.unlock();
       wake_.notify_all();
     }
     take();
@@ -77,9 +87,10 @@ class Team {
 
   void help(int64_t index) {
     uint64_t done = 0;  // the last work that this helper has taken part in, or let go by
+    int spins = 0;
     while (true) {
       uint64_t now = open_.load();
-      for (int spins = 0; now == done || now % 2 == 0; now = open_.load()) {
+      for (; now == done || now % 2 == 0; now = open_.load()) {
         if (++spins < SPINS) {
           pause();
           continue;
@@ -91,6 +102,11 @@ class Team {
         spins = 0;
       }
       done = now;
+      // On the caller's core, for want of another, it would only take turns with the caller. It sleeps instead, and the
+      // next work may find it a core.
+      const int core = own_core();
+      spins = core >= 0 && core == core_.load(std::memory_order_relaxed) ? SPINS : 0;
+      if (spins) continue;
       inside_.fetch_add(1);
       // Only while it is still the same work: from here on, nobody changes it until this helper has left.
       if (open_.load() == now && index < wanted_) {
@@ -106,6 +122,7 @@ class Team {
   std::condition_variable wake_;
   std::atomic<uint64_t> open_{0};
   std::atomic<int64_t> next_{0}, inside_{0}, sleepers_{0};
+  std::atomic<int> core_{-1};  // the caller's
   int64_t num_helpers_ = 0, wanted_ = 0, count_ = 0;
   void (*work_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
