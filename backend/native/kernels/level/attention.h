@@ -1,115 +1,151 @@
 // Attention of any rows: decodes, and whatever nothing else suits.
 
-// R rows of one sequence for each of some neighbouring key/value heads, a row being a token's head. Their scores are
-// all kept, and each position's keys and values are read once, for all the heads together, since they lie beside each
-// other. Positions count from a multiple of 16, so that a row's sums do not depend on its neighbours in the tile: what
-// these see and it does not, it adds as zero.
-template <class T, int R>
+// What one step of a score takes in: a pair of vectors, or as many as the CPU sums pairs of.
+template <class T>
+struct ScoreStep {
+  static constexpr int64_t SIZE = PAIR;
+  typedef Pair V;
+  typedef float Kept;  // as what queries are kept, in the order of pairs
+  static void keep(const T* query, Kept* to, int64_t left) { store(to, pair_of(query, left)); }
+  static V of_query(const Kept* query) { return pair_of(query); }
+  static V of_key(const T* key, int64_t left) { return pair_of(key, left); }
+  static vf add(vf sum, V query, V key) { return (sum + query.first * key.first) + query.second * key.second; }
+};
+#if WIDTH == 64
+template <>
+struct ScoreStep<bf16> : Step<bf16> {
+  static void keep(const bf16* query, Kept* to, int64_t left) { _mm512_storeu_si512(to, of_x(query, left)); }
+  static V of_query(const Kept* query) { return of_x(query, SIZE); }
+  static V of_key(const bf16* key, int64_t left) { return of_x(key, left); }
+};
+#endif
+
+// Rows of one sequence for each of some neighbouring key/value heads, a row being a token's head. Their scores are all
+// kept, and each position's keys and values are read once, for all rows of all these heads, since they lie beside each
+// other. Positions count from a multiple of 16, so that a row's sums do not depend on its neighbours: what these see
+// and it does not, it adds as zero.
+template <class T>
 struct Rows {
-  typedef typename Step<T>::Kept Kept;         // queries: floats, made once, unless they are summed as they are
-  static constexpr int KEYS = R <= 3 ? 4 : 2;  // at once: as many sums as there are registers for
-  static constexpr int64_t VALUES = 4;         // vectors of a head at once
+  typedef ScoreStep<T> Step;
+  typedef typename Step::Kept Kept;
+  static constexpr int64_t MOST = 8;
+  static constexpr int64_t AT_ONCE = 8;  // positions, of all heads, before the next ones
 
   const Attend& a;
-  const int64_t seq, head, heads, row;
+  const int64_t seq, head, heads, row, count;
   const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim, stride = a.num_kv_heads * dim;
-  const int64_t kept_dim = ceil_div(dim, Step<T>::SIZE) * Step<T>::SIZE;
+  const int64_t query_dim = ceil_div(dim, Step::SIZE) * Step::SIZE, sum_dim = ceil_div(dim, PAIR) * PAIR;
   const int32_t* const table = a.tables + seq * a.table_width;
-  int64_t first[R], last[R];  // the positions that a row sees
-  int64_t begin, end, width;  // those that any sees, and so many that they are whole vectors
-  float *scores, *sums;       // [heads][R][width]; [heads][R][D]
-  Kept* queries;              // [heads][R][kept_dim]
+  int64_t first[MOST], last[MOST];  // the positions that a row sees
+  int64_t begin, end, width;        // those that any sees, and so many that they are whole vectors
+  float *scores, *sums, *inverse;  // [heads][rows][width]; [heads][rows][sum_dim], in the order of pairs; [heads][rows]
+  Kept* queries;                   // [heads][rows][query_dim]
 
-  Rows(const Attend& a, int64_t seq, int64_t head, int64_t heads, int64_t row)
-      : a(a), seq(seq), head(head), heads(heads), row(row) {
+  Rows(const Attend& a, int64_t seq, int64_t head, int64_t heads, int64_t row, int64_t count)
+      : a(a), seq(seq), head(head), heads(heads), row(row), count(count) {
     const int64_t query_len = a.starts[seq + 1] - a.starts[seq];
-    for (int r = 0; r < R; r++) {
+    for (int64_t r = 0; r < count; r++) {
       last[r] = a.seq_lens[seq] - query_len + (row + r) / group;
       first[r] = a.window ? most(0, last[r] - a.window + 1) : 0;
     }
-    begin = first[0] / 16 * 16, end = last[R - 1] + 1, width = ceil_div(end - begin, 16) * 16;
-    const int64_t own_dim = ceil_div(dim, LANES) * LANES;
-    scores = static_cast<float*>(own_scratch.get(heads * R * (width + own_dim + kept_dim) * sizeof(float)));
-    sums = scores + heads * R * width;
-    queries = reinterpret_cast<Kept*>(sums + heads * R * own_dim);
+    begin = first[0] / 16 * 16, end = last[count - 1] + 1, width = ceil_div(end - begin, 16) * 16;
+    const int64_t rows = heads * count;
+    scores = static_cast<float*>(own_scratch.get(rows * (width + sum_dim + query_dim + 1) * sizeof(float)));
+    sums = scores + rows * width;
+    queries = reinterpret_cast<Kept*>(sums + rows * sum_dim);
+    inverse = sums + rows * (sum_dim + query_dim);
   }
 
-  int64_t at(int64_t h, int r) const {  // where a row stands, in the queries as in the outputs
+  int64_t at(int64_t h, int64_t r) const {  // where a row stands, in the queries as in the outputs
     return ((a.starts[seq] + (row + r) / group) * a.num_heads + (head + h) * group + (row + r) % group) * dim;
   }
 
   void run() {
-    take_queries();
-    each_run(a.keys, [&](int64_t h, int64_t i, const T* key, int64_t count) __attribute__((always_inline)) {
-      for (; count >= KEYS; i += KEYS, key += KEYS * stride, count -= KEYS) score<KEYS>(h, i, key);
-      for (; count > 0; i++, key += stride, count--) score<1>(h, i, key);
-    });
     for (int64_t h = 0; h < heads; h++)
-      for (int r = 0; r < R; r++) soften(scores + (h * R + r) * width, r, sums + (h * R + r) * dim);
-    each_run(a.values, [&](int64_t h, int64_t i, const T* value, int64_t count)
-                           __attribute__((always_inline)) { weigh(h, i, value, count); });
+      for (int64_t r = 0; r < count; r++)
+        for (int64_t d = 0; d < dim; d += Step::SIZE)
+          Step::keep(static_cast<const T*>(a.query) + at(h, r) + d, queries + (h * count + r) * query_dim + d, dim - d);
+    each_run(a.keys, a.values, [&](int64_t h, int64_t i, const T* keys, int64_t n) { score(h, i, keys, n); });
+    for (int64_t i = 0; i < heads * count; i++) inverse[i] = soften(scores + i * width, i % count);
+    __builtin_memset(sums, 0, heads * count * sum_dim * sizeof(float));
+    each_run(a.values, nullptr, [&](int64_t h, int64_t i, const T* values, int64_t n) { weigh(h, i, values, n); });
     for (int64_t h = 0; h < heads; h++)
-      for (int r = 0; r < R; r++) {
-        const float* own = sums + (h * R + r) * dim;
-        T* out = static_cast<T*>(a.out) + at(h, r);
-        for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(own + d, dim - d), dim - d);
-      }
-  }
-
-  void take_queries() {
-    for (int64_t h = 0; h < heads; h++)
-      for (int r = 0; r < R; r++) {
-        const T* query = static_cast<const T*>(a.query) + at(h, r);
-        Kept* to = queries + (h * R + r) * kept_dim;
-        if constexpr (sizeof(Kept) == sizeof(T)) {
-          __builtin_memset(to, 0, kept_dim * sizeof(T));
-          __builtin_memcpy(to, query, dim * sizeof(T));
-        } else {
-          for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(query + d, dim - d));
+      for (int64_t r = 0; r < count; r++)
+        for (int64_t d = 0; d < dim; d += PAIR) {
+          Pair own = pair_of(sums + (h * count + r) * sum_dim + d);
+          own.first *= inverse[h * count + r], own.second *= inverse[h * count + r];
+          store(static_cast<T*>(a.out) + at(h, r) + d, own, dim - d);
         }
-      }
   }
 
-  // Calls visit(head, i, from, count) for the runs of positions that lie beside each other, and each head of theirs.
+  // Calls visit(head, i, from, n) for some positions that lie beside each other and one head of theirs, for each head
+  // and then for the next ones, which is how a block lies. Blocks are anywhere, which no prefetching of the hardware's
+  // knows: beside each position of a block, the same one of the next block is fetched. then: the cache that is read
+  // next.
   template <class F>
-  inline __attribute__((always_inline)) void each_run(const void* cache, F visit) {
+  inline __attribute__((always_inline)) void each_run(const void* cache, const void* then, F visit) {
     for (int64_t p = begin; p < end;) {
-      const int64_t offset = p % a.block_size, count = least(a.block_size - offset, end - p);
-      const int64_t slot = int64_t(table[p / a.block_size]) * a.block_size + offset;
-      const T* from = static_cast<const T*>(cache) + slot * stride + head * dim;
-      // The next block is elsewhere, which no prefetching of the hardware's knows.
-      const bool has_next = p + count < end;
-      const T* next = has_next ? from + (int64_t(table[p / a.block_size + 1]) * a.block_size - slot) * stride : from;
-      for (int64_t h = 0; h < heads; h++, from += dim, next += dim) {
-        for (int64_t i = 0; i < count; i++)
-          for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(next + i * stride + d);
-        visit(h, p - begin, from, count);
+      const int64_t block = p / a.block_size, offset = p % a.block_size;
+      const int64_t n = least(AT_ONCE, least(a.block_size - offset, end - p));
+      const bool has_next = (block + 1) * a.block_size < end;
+      const T* from = at(cache, block, offset);
+      const T* next = has_next ? at(cache, block + 1, offset) : then ? at(then, begin / a.block_size, offset) : nullptr;
+      for (int64_t h = 0; h < heads; h++, from += dim) {
+        if (next) fetch(next + h * dim, n);
+        visit(h, p - begin, from, n);
       }
-      p += count;
+      p += n;
     }
   }
-
-  template <int N>
-  inline __attribute__((always_inline)) void score(int64_t h, int64_t i, const T* key) {
-    vf products[R][N];
-    zero(products);
-    const Kept* query = queries + h * R * kept_dim;
-    const auto step = [&](int64_t d, int64_t left) __attribute__((always_inline)) {
-      typename Step<T>::V q[R];
-      for (int r = 0; r < R; r++) q[r] = Step<T>::of_kept(query + r * kept_dim + d, left);
-      for (int n = 0; n < N; n++) {
-        const auto k = Step<T>::of_x(key + n * stride + d, left);
-        for (int r = 0; r < R; r++) products[r][n] = Step<T>::add(products[r][n], q[r], k);
-      }
-    };
-    const int64_t whole = dim / Step<T>::SIZE * Step<T>::SIZE;
-    for (int64_t d = 0; d < whole; d += Step<T>::SIZE) step(d, Step<T>::SIZE);
-    if (whole < dim) step(whole, dim - whole);
-    for (int r = 0; r < R; r++) sums_of<N>(products[r], scores + (h * R + r) * width + i);
+  const T* at(const void* cache, int64_t block, int64_t offset) const {
+    return static_cast<const T*>(cache) + (int64_t(table[block]) * a.block_size + offset) * stride + head * dim;
+  }
+  void fetch(const T* from, int64_t n) const {  // one head of n positions
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + i * stride + d, 0, 2);
   }
 
-  // A row's scores become weights, whose sum is one, and its sums zero.
-  void soften(float* own, int r, float* sums_of_row) {
+  void score(int64_t h, int64_t i, const T* keys, int64_t n) {
+    const Kept* query = queries + h * count * query_dim;
+    float* to = scores + h * count * width + i;
+    int64_t r = 0;
+    for (; r + 4 <= count; r += 4) score_rows<4, 2>(query + r * query_dim, keys, n, to + r * width);
+    switch (count - r) {
+      case 3: return score_rows<3, 4>(query + r * query_dim, keys, n, to + r * width);
+      case 2: return score_rows<2, 4>(query + r * query_dim, keys, n, to + r * width);
+      case 1: return score_rows<1, 8>(query + r * query_dim, keys, n, to + r * width);
+    }
+  }
+  template <int R, int N>  // N keys at once: as many sums as there are registers for
+  void score_rows(const Kept* query, const T* keys, int64_t n, float* to) {
+    for (; n >= N; n -= N, keys += N * stride, to += N) products<R, N>(query, keys, to);
+    for (; n > 0; n--, keys += stride, to++) products<R, 1>(query, keys, to);
+  }
+  template <int R, int N>
+  inline __attribute__((always_inline)) void products(const Kept* query, const T* key, float* to) {
+    vf own[R][N];
+    zero(own);
+    const int64_t whole = dim / Step::SIZE * Step::SIZE;
+    for (int64_t d = 0; d < whole; d += Step::SIZE)
+      for (int n = 0; n < N; n++) {
+        forget(query);
+        const auto k = Step::of_key(key + n * stride + d, Step::SIZE);
+        for (int r = 0; r < R; r++) own[r][n] = Step::add(own[r][n], Step::of_query(query + r * query_dim + d), k);
+      }
+    for (int r = 0; r < R; r++) sums_of<N>(own[r], to + r * width);
+    if (whole < dim) add_rest(R, N, whole, query, key, to);
+  }
+  // Of heads that are no whole steps, the last dimensions.
+  __attribute__((noinline)) void add_rest(int64_t rows, int64_t n, int64_t d, const Kept* query, const T* key,
+                                          float* to) const {
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t i = 0; i < n; i++)
+        to[r * width + i] += sum(
+            Step::add(vf{}, Step::of_query(query + r * query_dim + d), Step::of_key(key + i * stride + d, dim - d)));
+  }
+
+  // A row's scores become weights; the result is the inverse of their sum.
+  float soften(float* own, int64_t r) {
     vf highest = all(-__builtin_inff()), total = {}, lane;
     for (int64_t i = 0; i < LANES; i++) lane[i] = float(i);
     const vf from = all(float(first[r] - begin)), to = all(float(last[r] - begin));
@@ -128,61 +164,66 @@ struct Rows {
       store(own + i, weight);
       total += weight;
     }
-    const float inverse = 1.0f / sum(total);
-    for (int64_t i = 0; i < width; i += LANES) store(own + i, load(own + i) * inverse);
-    __builtin_memset(sums_of_row, 0, dim * sizeof(float));
+    return 1.0f / sum(total);
   }
 
-  void weigh(int64_t h, int64_t i, const T* value, int64_t count) {
+  void weigh(int64_t h, int64_t i, const T* values, int64_t n) {
+    const float* weights = scores + h * count * width + i;
+    float* to = sums + h * count * sum_dim;
+    int64_t r = 0;
+    for (; r + 4 <= count; r += 4) weigh_rows<4, 1>(weights + r * width, values, n, to + r * sum_dim);
+    switch (count - r) {
+      case 3: return weigh_rows<3, 2>(weights + r * width, values, n, to + r * sum_dim);
+      case 2: return weigh_rows<2, 2>(weights + r * width, values, n, to + r * sum_dim);
+      case 1: return weigh_rows<1, 4>(weights + r * width, values, n, to + r * sum_dim);
+    }
+  }
+  template <int R, int V>  // V pairs at once: as many sums as there are registers for
+  void weigh_rows(const float* weights, const T* values, int64_t n, float* to) {
     int64_t d = 0;
-    for (; d + VALUES * LANES <= dim; d += VALUES * LANES) weigh<VALUES>(h, i, value, count, d, LANES);
-    for (; d < dim; d += LANES) weigh<1>(h, i, value, count, d, least(LANES, dim - d));
+    for (; d + V * PAIR <= dim; d += V * PAIR) add_weighed<R, V>(weights, values + d, n, to + d, PAIR);
+    for (; d < dim; d += PAIR) add_weighed<R, 1>(weights, values + d, n, to + d, dim - d);
   }
-
-  // V vectors of the head, from d on; of the last one there may be only so much.
-  template <int V>
-  inline __attribute__((always_inline)) void weigh(int64_t h, int64_t i, const T* value, int64_t count, int64_t d,
-                                                   int64_t left) {
-    const float* weights = scores + h * R * width + i;
-    float* to = sums + h * R * dim + d;
-    vf own[R][V];
+  template <int R, int V>
+  inline __attribute__((always_inline)) void add_weighed(const float* weights, const T* value, int64_t n, float* to,
+                                                         int64_t left) {
+    Pair own[R][V];
     for (int r = 0; r < R; r++)
-      for (int j = 0; j < V; j++) own[r][j] = load(to + r * dim + j * LANES, left);
-    for (int64_t n = 0; n < count; n++)
+      for (int j = 0; j < V; j++) own[r][j] = pair_of(to + r * sum_dim + j * PAIR);
+    for (int64_t i = 0; i < n; i++)
       for (int j = 0; j < V; j++) {
-        const vf v = load(value + n * stride + d + j * LANES, left);
-        for (int r = 0; r < R; r++) own[r][j] += v * weights[r * width + n];
+        forget(weights);
+        const Pair v = pair_of(value + i * stride + j * PAIR, left);
+        for (int r = 0; r < R; r++) {
+          own[r][j].first += v.first * weights[r * width + i];
+          own[r][j].second += v.second * weights[r * width + i];
+        }
       }
     for (int r = 0; r < R; r++)
-      for (int j = 0; j < V; j++) store(to + r * dim + j * LANES, own[r][j], left);
+      for (int j = 0; j < V; j++) store(to + r * sum_dim + j * PAIR, own[r][j]);
   }
 };
 
 // All sequences but those that are skipped, as one piece of work.
 template <class T>
 void attend(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
-  constexpr int64_t R = 4;
   const int64_t group = a.num_heads / a.num_kv_heads;
-  const auto rows_of = [&](int64_t seq) {
-    return skips(a, seq) ? 0 : ceil_div((a.starts[seq + 1] - a.starts[seq]) * group, R);
-  };
+  const auto rows_of = [&](int64_t seq) { return skips(a, seq) ? 0 : (a.starts[seq + 1] - a.starts[seq]) * group; };
   int64_t rows = 0;
   for (int64_t seq = 0; seq < a.num_seqs; seq++) rows += rows_of(seq);
-  // Heads together, as long as there is enough to share.
-  const int64_t heads =
-      most(1, least(a.num_kv_heads, rows * a.num_kv_heads / (calling.num_threads * SHARES_PER_THREAD)));
-  const int64_t parts = ceil_div(a.num_kv_heads, heads);
-  share(rows * parts, 1, [&](int64_t i) {
-    const int64_t first = i % parts * heads, count = least(heads, a.num_kv_heads - first);
-    int64_t seq = 0;
-    for (i /= parts; i >= rows_of(seq); seq++) i -= rows_of(seq);
-    const int64_t row = i * R;
-    switch (least(R, (a.starts[seq + 1] - a.starts[seq]) * group - row)) {
-      case 4: return Rows<T, 4>(a, seq, first, count, row).run();
-      case 3: return Rows<T, 3>(a, seq, first, count, row).run();
-      case 2: return Rows<T, 2>(a, seq, first, count, row).run();
-      default: return Rows<T, 1>(a, seq, first, count, row).run();
-    }
+  // Rows and heads together, as long as there is enough to share.
+  const int64_t shares = calling.num_threads * SHARES_PER_THREAD;
+  const int64_t together = most(1, least(Rows<T>::MOST, rows * a.num_kv_heads / shares));
+  int64_t parts = 0;
+  for (int64_t seq = 0; seq < a.num_seqs; seq++) parts += ceil_div(rows_of(seq), together);
+  const int64_t heads = most(1, least(a.num_kv_heads, parts * a.num_kv_heads / shares));
+  const int64_t head_parts = ceil_div(a.num_kv_heads, heads);
+  share(parts * head_parts, 1, [&](int64_t i) {
+    const int64_t first = i % head_parts * heads, count = least(heads, a.num_kv_heads - first);
+    int64_t seq = 0, part = i / head_parts;
+    for (; part >= ceil_div(rows_of(seq), together); seq++) part -= ceil_div(rows_of(seq), together);
+    const int64_t row = part * together;
+    Rows<T>(a, seq, first, count, row, least(together, rows_of(seq) - row)).run();
   });
 }
 inline void attend(const Attend& a, bool (*skips)(const Attend&, int64_t)) {

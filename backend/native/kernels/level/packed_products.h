@@ -74,6 +74,11 @@ struct Panel<int4x32> {
   static int64_t bytes(int64_t steps) { return steps * GROUP_WORDS * 4 / GROUP; }
 };
 
+// As many as are taken at once, where at most `most` are: even shares of `count`, in multiples of `unit`, as `most` is.
+inline int64_t even_share(int64_t count, int64_t most, int64_t unit) {
+  return ceil_div(ceil_div(count, ceil_div(count, most)), unit) * unit;
+}
+
 // What is brought near beside the products: cache lines, so many with each STRIDE_STEPS steps, and not into the nearest
 // cache, which is full.
 struct Fetch {
@@ -210,20 +215,22 @@ inline void add_tile(int64_t rows, const float* x, int64_t stride, const Panel<W
   }
 }
 
-// Many rows, at most NEAR_ROWS, by at most NEAR_PANELS panels: sums wait in a buffer while others go by.
+// Many rows, at most NEAR_ROWS, by panels [panel, end), at most NEAR_PANELS: sums wait in a buffer while others go by.
+// after: the panel that follows when these are done.
 template <class W>
-void many_rows(const Linear& a, const FloatRows& x, int64_t t, int64_t rows, int64_t panel, int64_t end) {
+void many_rows(const Linear& a, const FloatRows& x, int64_t t, int64_t rows, int64_t panel, int64_t end,
+               int64_t after) {
   const char* w = static_cast<const char*>(a.w);
   const int64_t bytes = Panel<W>::bytes(a.ins), tiles = ceil_div(rows, MOST_ROWS);
+  const int64_t all_lines = ceil_div(Panel<W>::bytes(GROUP), 64 * GROUP / STRIDE_STEPS);
+  const int64_t lines = ceil_div(all_lines, tiles), together = even_share(a.ins, NEAR_STEPS, GROUP);
   vf kept[NEAR_PANELS * NEAR_ROWS * 2];
   __builtin_memset(kept, 0, (end - panel) * rows * 2 * sizeof(vf));
-  for (int64_t k = 0; k < a.ins; k += NEAR_STEPS) {
-    const int64_t steps = least(NEAR_STEPS, a.ins - k);
-    const int64_t all_lines = ceil_div(Panel<W>::bytes(GROUP), 64 * GROUP / STRIDE_STEPS),
-                  lines = ceil_div(all_lines, tiles);
+  for (int64_t k = 0; k < a.ins; k += together) {
+    const int64_t steps = least(together, a.ins - k);
     for (int64_t p = panel; p < end; p++) {
-      const bool is_last = p + 1 == end;
-      const char* next = w + (is_last ? panel : p + 1) * bytes + Panel<W>::bytes(is_last ? k + steps : k);
+      const char* next = w + (p + 1) * bytes + Panel<W>::bytes(k);
+      if (p + 1 == end) next = k + steps < a.ins ? w + panel * bytes + Panel<W>::bytes(k + steps) : w + after * bytes;
       for (int64_t i = 0; i < tiles; i++) {  // as even as can be
         const int64_t from = i * rows / tiles, until = (i + 1) * rows / tiles;
         vf* const own = kept + ((p - panel) * rows + from) * 2;
@@ -246,9 +253,9 @@ inline int64_t float_stride(int64_t ins) { return ceil_div(ins, 16) * 16 + 16; }
 
 template <class W>
 void linear_packed(const Linear& a, void* memory) {
-  const int64_t panels = a.outs / PANEL;
-  for (int64_t t = 0; t < a.rows; t += ROWS_AT_ONCE) {
-    const FloatRows x{static_cast<float*>(memory), t, least(ROWS_AT_ONCE, a.rows - t), float_stride(a.ins)};
+  const int64_t panels = a.outs / PANEL, at_once = even_share(a.rows, ROWS_AT_ONCE, MOST_ROWS);
+  for (int64_t t = 0; t < a.rows; t += at_once) {
+    const FloatRows x{static_cast<float*>(memory), t, least(at_once, a.rows - t), float_stride(a.ins)};
     share(x.count, x.count * a.ins < FEW ? x.count : 0, [&](int64_t i) {
       const bf16* from = static_cast<const bf16*>(a.x) + (t + i) * a.x_stride;
       float* to = x.at + i * x.stride;
@@ -256,16 +263,16 @@ void linear_packed(const Linear& a, void* memory) {
     });
     // Of few rows, fewer panels together, so that there is enough to share.
     const int64_t together = x.count > NEAR_ROWS ? NEAR_PANELS : NEAR_PANELS / 2;
-    const int64_t groups = ceil_div(panels, together), parts = ceil_div(x.count, NEAR_ROWS);
+    const int64_t near = even_share(x.count, NEAR_ROWS, MOST_ROWS);
+    const int64_t groups = ceil_div(panels, together), parts = ceil_div(x.count, near);
     share(groups * parts, 0, [&](int64_t item) {
       const int64_t from = item / parts * together, end = least(panels, from + together);
-      const int64_t row = t + item % parts * NEAR_ROWS;
+      const int64_t row = item % parts * near, after = row + near < x.count ? from : end;
       constexpr int P = sizeof(W) == sizeof(int4x32) ? 1 : 2;  // whose products and sums are apart
       switch (x.count) {
         case 1: return few_rows<W, 1, 2 * P>(a, x, from, end);
         case 2: return few_rows<W, 2, P>(a, x, from, end);
-        case 3: return few_rows<W, 3, P>(a, x, from, end);
-        default: return many_rows<W>(a, x, row, least(NEAR_ROWS, t + x.count - row), from, end);
+        default: return many_rows<W>(a, x, t + row, least(near, x.count - row), from, end, after);
       }
     });
   }

@@ -47,6 +47,12 @@ inline vf load(const T* from, int64_t left) {  // zeros behind the end
   return load(some);
 }
 
+// What was read by this pointer is read again. Compilers keep it in a register otherwise, and have too few for the sums.
+template <class T>
+inline void forget(const T*& pointer) {
+  __asm__("" : "+r"(pointer));
+}
+
 // In place of an initialiser, of which compilers make one slow instruction over memory.
 template <int N>
 inline void zero(vf (&v)[N]) {
@@ -63,18 +69,22 @@ inline void zero(vf (&v)[N][M][L]) {
 
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 
+inline vu rounded(vf v) {  // to bfloat16, which are the high halves
+  const vu bits = (vu)(v != v ? all(__builtin_nanf("")) : v);
+  return bits + 0x7fff + (bits >> 16 & 1);
+}
+
 inline void store(float* to, vf v) { __builtin_memcpy(to, &v, sizeof v); }
 inline void store(bf16* to, vf v) {
 #if WIDTH == 64
   const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)v);
 #else
-  const vu bits = (vu)(v != v ? all(__builtin_nanf("")) : v);
-  const vu rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const vu words = rounded(v) >> 16;
 #if WIDTH == 32
   const __m128i half =
-      _mm_packus_epi32(_mm256_castsi256_si128((__m256i)rounded), _mm256_extracti128_si256((__m256i)rounded, 1));
+      _mm_packus_epi32(_mm256_castsi256_si128((__m256i)words), _mm256_extracti128_si256((__m256i)words, 1));
 #else
-  const vh half = __builtin_convertvector(rounded, vh);
+  const vh half = __builtin_convertvector(words, vh);
 #endif
 #endif
   __builtin_memcpy(to, &half, sizeof half);
@@ -84,6 +94,37 @@ inline void store(T* to, vf v, int64_t left) {
   if (left >= LANES) return store(to, v);
   T some[LANES];
   store(some, v);
+  __builtin_memcpy(to, some, left * sizeof(T));
+}
+
+// Twice LANES numbers as two vectors, in the order that costs least: of bfloat16, which lie two in a word, the even
+// ones and the odd ones.
+struct Pair {
+  vf first, second;
+};
+constexpr int64_t PAIR = 2 * LANES;
+inline Pair pair_of(const float* from) { return {load(from), load(from + LANES)}; }
+inline Pair pair_of(const bf16* from) {
+  const vu both = read<vu>(from);
+  return {(vf)(both << 16), (vf)(both & 0xffff0000u)};
+}
+template <class T>
+inline Pair pair_of(const T* from, int64_t left) {  // zeros behind the end
+  if (left >= PAIR) return pair_of(from);
+  T some[PAIR] = {};
+  __builtin_memcpy(some, from, left * sizeof(T));
+  return pair_of(some);
+}
+inline void store(float* to, Pair pair) { store(to, pair.first), store(to + LANES, pair.second); }
+inline void store(bf16* to, Pair pair) {
+  const vu both = rounded(pair.first) >> 16 | (rounded(pair.second) & 0xffff0000u);
+  __builtin_memcpy(to, &both, sizeof both);
+}
+template <class T>
+inline void store(T* to, Pair pair, int64_t left) {
+  if (left >= PAIR) return store(to, pair);
+  T some[PAIR];
+  store(some, pair);
   __builtin_memcpy(to, some, left * sizeof(T));
 }
 
@@ -102,18 +143,18 @@ inline float sum(vf v) {  // halves onto halves
 // The same of N vectors, by the same additions.
 template <int N>
 inline void sums_of(const vf (&v)[N], float* to) {
+  int i = 0;
 #if WIDTH == 32
-  if constexpr (N == 4) {
+  for (; i + 4 <= N; i += 4) {
     __m128 halves[4];
-    for (int i = 0; i < 4; i++)
-      halves[i] = _mm_add_ps(_mm256_castps256_ps128((__m256)v[i]), _mm256_extractf128_ps((__m256)v[i], 1));
+    for (int j = 0; j < 4; j++)
+      halves[j] = _mm_add_ps(_mm256_castps256_ps128((__m256)v[i + j]), _mm256_extractf128_ps((__m256)v[i + j], 1));
     const __m128 first = _mm_add_ps(_mm_movelh_ps(halves[0], halves[1]), _mm_movehl_ps(halves[1], halves[0]));
     const __m128 second = _mm_add_ps(_mm_movelh_ps(halves[2], halves[3]), _mm_movehl_ps(halves[3], halves[2]));
-    _mm_storeu_ps(to, _mm_add_ps(_mm_shuffle_ps(first, second, 0x88), _mm_shuffle_ps(first, second, 0xdd)));
-    return;
+    _mm_storeu_ps(to + i, _mm_add_ps(_mm_shuffle_ps(first, second, 0x88), _mm_shuffle_ps(first, second, 0xdd)));
   }
 #endif
-  for (int i = 0; i < N; i++) to[i] = sum(v[i]);
+  for (; i < N; i++) to[i] = sum(v[i]);
 }
 
 // Cephes' polynomial, within 2e-7 of the truth. Far below zero it is zero, and far above it stays finite.
