@@ -47,7 +47,8 @@ inline vf load(const T* from, int64_t left) {  // zeros behind the end
   return load(some);
 }
 
-// What was read by this pointer is read again. Compilers keep it in a register otherwise, and have too few for the sums.
+// What was read by this pointer is read again. Compilers keep it in a register otherwise, and have too few for the
+// sums.
 template <class T>
 inline void forget(const T*& pointer) {
   __asm__("" : "+r"(pointer));
