@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -36,7 +36,13 @@ def nested(rules: str, answer: str) -> str:
 
 
 def json_schema(schema: Mapping[str, Any] | bool) -> str:
-    """The grammar of JSON that validates against a schema, without spaces but behind commas and colons."""
+    """The grammar of JSON that validates against a schema, without spaces but behind commas and colons.
+
+    Raises GrammarError for `False`, against which nothing validates.
+    """
+    if schema is False:
+        raise GrammarError("nothing validates against `false`")
+    schema = {} if schema is True else schema
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
 
 
@@ -52,7 +58,9 @@ def lark(grammar: str) -> str:
     """Raises GrammarError if it is GBNF, which llama.cpp and xgrammar read, and cannot be put as Lark."""
     try:
         return json.dumps({"grammars": [{"lark_grammar": any_to_lark(grammar)}]})
-    except GbnfToLarkError as error:
+    except RecursionError as error:
+        raise GrammarError("it is nested too deeply") from error
+    except Exception as error:  # GbnfToLarkError for its syntax, and Exception itself for a rule that is not there
         raise GrammarError(str(error)) from error
 
 

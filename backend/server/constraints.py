@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from backend.engine import grammar
 from backend.engine.grammar import CompiledGrammar, GrammarError
@@ -24,6 +24,8 @@ from backend.server.requests import (
 )
 
 TEXT = "/(?s:.*)/"
+
+T = TypeVar("T")
 
 
 def is_constrained(request: GenerationRequest) -> bool:
@@ -132,20 +134,25 @@ def _answer(request: GenerationRequest) -> tuple[str, str] | None:
 def _structured(asked: StructuredOutputs, prefix: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if asked.json is not None:
-        found.append((grammar.json_schema(_schema(asked.json, f"{prefix}json")), f"{prefix}json"))
+        schema = _schema(asked.json, f"{prefix}json")
+        found.append((_made(grammar.json_schema, schema, f"{prefix}json"), f"{prefix}json"))
     if asked.regex is not None:
         found.append((grammar.regex(asked.regex), f"{prefix}regex"))
     if asked.choice is not None:
         choices = " | ".join(quoted(choice) for choice in asked.choice)
         found.append((grammar.lark(f"start: {choices}"), f"{prefix}choice"))
     if asked.grammar is not None:
-        try:
-            found.append((grammar.lark(asked.grammar), f"{prefix}grammar"))
-        except GrammarError as error:
-            raise _unfit(f"{prefix}grammar", error) from error
+        found.append((_made(grammar.lark, asked.grammar, f"{prefix}grammar"), f"{prefix}grammar"))
     if asked.json_object:
         found.append((grammar.json_object(), f"{prefix}json_object"))
     return found
+
+
+def _made(make: Callable[[T], str], given: T, field: str) -> str:
+    try:
+        return make(given)
+    except GrammarError as error:
+        raise _unfit(field, error) from error
 
 
 def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any] | bool:
@@ -156,6 +163,8 @@ def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any] | bool:
         schema = json.loads(given)
     except ValueError as error:
         raise InvalidRequest(f"`{field}` is not JSON: {error}.", param=field) from error
+    except RecursionError as error:
+        raise InvalidRequest(f"`{field}` is nested too deeply.", param=field) from error
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(f"`{field}` is no JSON schema.", param=field)
     return schema

@@ -149,8 +149,13 @@ def test_a_named_call(server: RunningServer) -> None:
         ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"grammar": '{"grammars": []}'}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"grammar": "root ::= a"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"grammar": f"root ::= {'(' * 5000}"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"json": "false"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "[" * 100_000}}, "structured_outputs.json"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": "true"}}, None),
         ({"guided_regex": "(a"}, "guided_regex"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
@@ -171,7 +176,7 @@ def test_what_can_not_be_followed_is_refused_by_name(
         f"{server.base_url}/chat/completions",
         json={"model": server.model, "messages": MESSAGES, "max_tokens": 2, **fields},
     )
-    if param is None:  # nothing is compiled that nothing asks for
+    if param is None:  # any JSON will do; or nothing is compiled, since nothing asks for it
         assert reply.status_code == 200
         return
     assert reply.status_code == 400
