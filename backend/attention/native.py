@@ -40,7 +40,7 @@ class NativeAttention(Attention):
             case "amx":
                 return like.shape[-1] % 32 == 0 and metadata.block_size % 16 == 0
             case "avx512":
-                return False
+                return like.shape[-1] % 32 == 0
             case _:
                 return like.shape[-1] % 16 == 0
 

@@ -49,8 +49,8 @@ class NativeOps(ReferenceOps):
         self._call = native.caller(num_threads or torch.get_num_threads(), level_name)
         level = self._call.level_name
         self._lanes = LANES[level]
-        self._packs = level == "amx" or not (level == "avx512" or (IS_ARM and torch_has_products()))
-        self._max_rows = 1 << 30 if self._packs else MAX_ROWS
+        self._packs = not (IS_ARM and torch_has_products())
+        self._max_rows = 1 << 30 if level == "amx" or not torch_has_products() else MAX_ROWS
 
     @property
     def call(self) -> Caller:
@@ -59,22 +59,24 @@ class NativeOps(ReferenceOps):
 
     def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
         """As packed_products.h has it, the first dimension being panels of outs, of which the two halves are gates and
-        what they are gates of, or neighbours. With AMX [panels, steps, 2, 16, 16, words], otherwise, of bfloat16,
-        [panels, in, lanes, 2], and of int8 [panels, in, 2, lanes]."""
+        what they are gates of, or neighbours. With AMX [panels, steps, 2, 16, 16, words], with AVX-512 [panels, in /
+        words, 2, lanes, words], otherwise, of bfloat16, [panels, in, lanes, 2], and of int8 [panels, in, 2, lanes]."""
         if dtype is not torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.int8) or not self._packs:
             return weight
         outs, ins = weight.shape
         words = 2 if weight.dtype is torch.bfloat16 else 4
-        has_tiles = self._call.level_name == "amx"
-        if outs % (2 * self._lanes) or (has_tiles and ins % (words * TILE)):
+        unit = {"amx": words * TILE, "avx512": words}.get(self._call.level_name, 1)
+        if outs % (2 * self._lanes) or ins % unit:
             return weight
         num_panels = outs // (2 * self._lanes)
         if gate is None:
             panels = weight.view(num_panels, 2, self._lanes, ins)
         else:
             panels = weight.view(2, num_panels, self._lanes, ins).transpose(0, 1)
-        if has_tiles:
+        if self._call.level_name == "amx":
             return panels.view(*panels.shape[:3], -1, TILE, words).permute(0, 3, 1, 4, 2, 5).contiguous()
+        if self._call.level_name == "avx512":
+            return panels.view(*panels.shape[:3], -1, words).permute(0, 3, 1, 2, 4).contiguous()
         return panels.permute((0, 3, 2, 1) if words == 2 else (0, 3, 1, 2)).contiguous()
 
     def pack_int4(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

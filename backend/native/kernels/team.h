@@ -53,6 +53,20 @@ inline int own_core() {  // -1 where it cannot be told
 #endif
 }
 
+// From this core to whichever other one the thread may use; false if there is none. The system goes on to place it as
+// it likes.
+inline bool leave(int core) {
+#if defined(__linux__)
+  cpu_set_t allowed, others;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return false;
+  others = allowed;
+  CPU_CLR(core, &others);
+  if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return false;
+  sched_setaffinity(0, sizeof allowed, &allowed);
+#endif
+  return true;
+}
+
 class Team {
  public:
   // Calls work(context, i) for each i below count, on at most num_threads threads, between begin and end on each.
@@ -102,10 +116,12 @@ class Team {
         spins = 0;
       }
       done = now;
-      // On the caller's core, for want of another, it would only take turns with the caller. It sleeps instead, and the
-      // next work may find it a core.
+      // The system likes to run whom it wakes where the waker is, even beside an idle core: there, the two would only
+      // take turns. If the other core is busy, then the work may well be done before the helper's turn, and nobody
+      // waits. Where there is no other, the caller does it all.
       const int core = own_core();
-      spins = core >= 0 && core == core_.load(std::memory_order_relaxed) ? SPINS : 0;
+      const bool is_there = core >= 0 && core == core_.load(std::memory_order_relaxed);
+      spins = is_there && !leave(core) ? SPINS : 0;
       if (spins) continue;
       inside_.fetch_add(1);
       // Only while it is still the same work: from here on, nobody changes it until this helper has left.
@@ -144,20 +160,21 @@ thread_local Calling calling;
 constexpr int64_t SHARES_PER_THREAD = 4;
 constexpr int64_t FEW = 1 << 14;  // numbers to pass over, below which waking the others costs more than they take over
 
-// f(i) for each i below count, `grain` neighbours at a time to one thread; grain 0: at least SHARES_PER_THREAD shares
-// for each, if there are so many, since of five shares for two threads one would do three.
+// f(i) for each i below count, neighbours together, in shares of at most `grain` of them; grain 0: in as many shares as
+// are worth their waking. Shares are as even as can be, and the larger ones begin, so that nobody ends with one.
 template <class F>
 void share(int64_t count, int64_t grain, F f) {
-  if (grain == 0) grain = most(1, count / (calling.num_threads * SHARES_PER_THREAD));
+  const int64_t shares = grain ? ceil_div(count, grain) : least(count, calling.num_threads * SHARES_PER_THREAD);
   struct Context {
     F& f;
-    int64_t count, grain;
-  } context{f, count, grain};
+    int64_t each, larger;
+  } context{f, count / most(1, shares), count % most(1, shares)};
   const auto work = [](void* pointer, int64_t i) {
     const Context& c = *static_cast<Context*>(pointer);
-    for (int64_t j = i * c.grain; j < least(c.count, (i + 1) * c.grain); j++) c.f(j);
+    const int64_t from = i * c.each + least(i, c.larger), until = from + c.each + (i < c.larger);
+    for (int64_t j = from; j < until; j++) c.f(j);
   };
-  team().run(calling.num_threads, ceil_div(count, grain), work, &context, calling.begin, calling.end);
+  team().run(calling.num_threads, shares, work, &context, calling.begin, calling.end);
 }
 
 }  // namespace

@@ -1,10 +1,6 @@
-// Attention of many rows of one sequence, where wider vectors have no products of bfloat16.
-
-#if WIDTH < 64
-
-// Many rows of one sequence: its keys and values are packed as panels of positions and of dimensions, so that scores
-// and outputs are the products of above. A tile of rows, being the heads that share a key/value head, token after
-// token, goes along the positions with a running softmax.
+// Attention of many rows of one sequence: its keys and values are packed as panels of positions and of dimensions, so
+// that scores and outputs are the products of packed_products.h. A tile of rows, being the heads that share a key/value
+// head, token after token, goes along the positions with a running softmax.
 
 constexpr int64_t TILE_ROWS = 24;
 constexpr int64_t STEP_POSITIONS = 256;  // between two corrections of a running softmax
@@ -19,13 +15,23 @@ inline int64_t heads_together(const Attend& a) {
 }
 
 struct PackedKv {
-  uint32_t *keys, *values;   // [heads][positions / PANEL][D][LANES]; [heads][D / PANEL][positions][LANES]
+  uint32_t *keys, *values;   // words: [heads][positions / PANEL][D][LANES]; [heads][D / PANEL][positions][LANES]
   int64_t begin, positions;  // the first one, and how many: whole panels
 };
 
 inline bool suits_tiles(const Attend& a, int64_t seq) {
   const int64_t rows = (a.starts[seq + 1] - a.starts[seq]) * (a.num_heads / a.num_kv_heads);
   return a.dtype == BFLOAT16 && a.head_dim % PANEL == 0 && rows >= PANEL;
+}
+
+// Two steps of a panel, from pairs for its first half and for its second, as packed weights of bfloat16 lie.
+inline void put_pairs(uint32_t* to, vu first, vu second) {
+#if WIDTH < 64
+  const vu even = (first & 0xffff) | second << 16, odd = first >> 16 | (second & 0xffff0000u);
+  first = even, second = odd;
+#endif
+  __builtin_memcpy(to, &first, sizeof first);
+  __builtin_memcpy(to + LANES, &second, sizeof second);
 }
 
 // PANEL positions of one head. What a block holds behind its sequence's end must not be multiplied.
@@ -46,19 +52,23 @@ inline void pack_positions(const Attend& a, int64_t seq, int64_t head, int64_t p
       first[i] = read<uint32_t>(key[i] + d);
       second[i] = read<uint32_t>(key[LANES + i] + d);
     }
-    const vu even = (first & 0xffff) | second << 16, odd = first >> 16 | (second & 0xffff0000u);
-    __builtin_memcpy(keys + d * LANES, &even, sizeof even);
-    __builtin_memcpy(keys + (d + 1) * LANES, &odd, sizeof odd);
+    put_pairs(keys + d * LANES, first, second);
   }
   for (int64_t d = 0; d < dim; d += PANEL)
-    for (int64_t i = 0; i < PANEL; i++) {
-      vu both = widened(&value[i][d].bits) | widened(&value[i][d + LANES].bits) << 16;
-      if (i >= left) both = vu{};
-      __builtin_memcpy(values + (d / PANEL * to.positions + i) * LANES, &both, sizeof both);
+    for (int64_t i = 0; i < PANEL; i += 2) {  // two positions of each dimension
+      const auto both = [&](int64_t from) {
+        const vu even = i < left ? widened(&value[i][from].bits) : vu{};
+        return even | (i + 1 < left ? widened(&value[i + 1][from].bits) << 16 : vu{});
+      };
+      put_pairs(values + (d / PANEL * to.positions + i) * LANES, both(d), both(d + LANES));
     }
 }
 
 struct QueryTile {
+  typedef Kept<bf16>::T T;  // as what queries and weights are multiplied
+  static constexpr int64_t MOST_ROWS = Kept<bf16>::MOST_ROWS;
+  static constexpr int64_t WEIGHT_STRIDE = SCORE_STRIDE * sizeof(float) / sizeof(T);  // which lie where scores lay
+
   const Attend& a;
   int64_t seq, head, row, group, dim, query_len, num_rows;
   int64_t first_seen[TILE_ROWS], last_seen[TILE_ROWS];
@@ -80,16 +90,14 @@ struct QueryTile {
     return ((a.starts[seq] + (row + i) / group) * a.num_heads + head * group + (row + i) % group) * dim;
   }
 
-  static size_t bytes(int64_t dim) { return TILE_ROWS * (float_stride(dim) + dim) * sizeof(float); }
+  static size_t bytes(int64_t dim) { return TILE_ROWS * (Kept<bf16>::stride(dim) * sizeof(T) + dim * sizeof(float)); }
 
-  // keys, values: of this head. memory: `bytes` for the queries as floats, and the outputs
+  // keys, values: of this head. memory: `bytes` for the queries, and the outputs
   void run(const PackedKv& packed, const uint32_t* keys, const uint32_t* values, void* memory) {
-    float* queries = static_cast<float*>(memory);
-    vf* outputs = reinterpret_cast<vf*>(queries + TILE_ROWS * float_stride(dim));  // [D / PANEL][rows][2]
+    T* queries = static_cast<T*>(memory);
+    vf* outputs = reinterpret_cast<vf*>(queries + TILE_ROWS * Kept<bf16>::stride(dim));  // [D / PANEL][rows][2]
     for (int64_t i = 0; i < num_rows; i++) {
-      const bf16* query = static_cast<const bf16*>(a.query) + at(i);
-      for (int64_t d = 0; d < dim; d += LANES)
-        store(queries + i * float_stride(dim) + d, load(query + d) * float(a.scale));
+      Kept<bf16>::keep(static_cast<const bf16*>(a.query) + at(i), dim, queries + i * Kept<bf16>::stride(dim));
       last_seen[i] = a.seq_lens[seq] - query_len + (row + i) / group;
       first_seen[i] = a.window ? most(0, last_seen[i] - a.window + 1) : 0;
       highest[i] = -__builtin_inff();
@@ -121,13 +129,14 @@ struct QueryTile {
     for (int64_t i = 0; i < parts; i++) f(i * num_rows / parts, (i + 1) * num_rows / parts);
   }
 
-  void score(const float* queries, const uint32_t* keys, int64_t count) {
+  void score(const T* queries, const uint32_t* keys, int64_t count) {
+    const int64_t stride = Kept<bf16>::stride(dim);
     for (int64_t p = 0; p < count; p += PANEL)
       each_few_rows([&](int64_t from, int64_t until) {
         vf sums[MOST_ROWS][2];
         zero(sums);
-        add_tile<bf16>(until - from, queries + from * float_stride(dim), float_stride(dim),
-                       Panel<bf16>(keys + p / PANEL * dim * LANES), dim, {}, sums[0]);
+        add_tile<bf16>(until - from, queries + from * stride, stride, Panel<bf16>(keys + p / PANEL * dim * LANES), dim,
+                       {}, sums[0]);
         for (int64_t i = from; i < until; i++) {
           store(scores + i * SCORE_STRIDE + p, sums[i - from][0]);
           store(scores + i * SCORE_STRIDE + p + LANES, sums[i - from][1]);
@@ -139,6 +148,7 @@ struct QueryTile {
   void soften(int64_t i, int64_t p, int64_t count) {
     float* own = scores + i * SCORE_STRIDE;
     const bool all_seen = p >= first_seen[i] && p + count - 1 <= last_seen[i];
+    const float scale = a.softcap ? 1 : float(a.scale);  // of what is stored
     vf top = all(highest[i]);
     if (!all_seen || a.softcap) {
       vf lane;
@@ -146,7 +156,7 @@ struct QueryTile {
       const vf from = all(float(first_seen[i] - p)), to = all(float(last_seen[i] - p));
       for (int64_t k = 0; k < count; k += LANES) {
         vf s = load(own + k);
-        if (a.softcap) s = capped(s, float(a.softcap));
+        if (a.softcap) s = capped(s * float(a.scale), float(a.softcap));
         const vf position = lane + float(k);
         store(own + k, (position >= from) & (position <= to) ? s : all(-__builtin_inff()));
       }
@@ -156,12 +166,13 @@ struct QueryTile {
     for (int64_t j = 1; j < LANES; j++) most_of_row = top[j] > most_of_row ? top[j] : most_of_row;
     // A row that has seen nothing yet has no highest score: from zero, its weights are all exp(-inf).
     const float base = most_of_row == -__builtin_inff() ? 0 : most_of_row;
-    correction[i] = exp(all(highest[i] - base))[0];
+    correction[i] = exp(all((highest[i] - base) * scale))[0];
     highest[i] = most_of_row;
     vf weights = {};
+    T* to = reinterpret_cast<T*>(own);
     for (int64_t k = 0; k < count; k += LANES) {
-      const vf weight = exp(load(own + k) - base);
-      store(own + k, weight);
+      const vf weight = exp((load(own + k) - base) * scale);
+      store(to + k, weight);
       weights += weight;
     }
     total[i] = total[i] * correction[i] + weights;
@@ -173,7 +184,7 @@ struct QueryTile {
         vf* own = outputs + (d / PANEL * TILE_ROWS + from) * 2;
         for (int64_t i = from; i < until; i++)
           for (int64_t j = 0; j < 2; j++) own[(i - from) * 2 + j] *= correction[i];
-        add_tile<bf16>(until - from, scores + from * SCORE_STRIDE, SCORE_STRIDE,
+        add_tile<bf16>(until - from, reinterpret_cast<const T*>(scores) + from * WEIGHT_STRIDE, WEIGHT_STRIDE,
                        Panel<bf16>(values + d / PANEL * positions * LANES), count, {}, own);
       });
   }
@@ -204,4 +215,3 @@ inline void attend_tiles(const Attend& a, int64_t seq, void* memory) {
     });
   }
 }
-#endif

@@ -19,14 +19,15 @@ void run_with(const Op& op) {
 }
 
 inline size_t shared_bytes(const Op& op) {
-#if WIDTH < 64
-  if (op.code == LINEAR && op.linear.is_packed)
-    return least(op.linear.rows, ROWS_AT_ONCE) * float_stride(op.linear.ins) * sizeof(float);
+  if (op.code == LINEAR && op.linear.is_packed) {
+    if (op.linear.format == PLAIN) return kept_bytes<bf16>(op.linear);
+    if (op.linear.format == INT8) return kept_bytes<int8_t>(op.linear);
+    return kept_bytes<int4x32>(op.linear);
+  }
   if (op.code == ATTEND) {
     for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
       if (suits_tiles(op.attend, seq)) return heads_together(op.attend) * packed_head_bytes(op.attend);
   }
-#endif
   return 0;
 }
 
@@ -45,7 +46,6 @@ inline int64_t dtype_of(const Op& op) {
 }
 
 void run(const Op& op, void* shared) {
-#if WIDTH < 64
   if (op.code == LINEAR && op.linear.is_packed) {
     if (op.linear.format == PLAIN) return linear_packed<bf16>(op.linear, shared);
     if (op.linear.format == INT8) return linear_packed<int8_t>(op.linear, shared);
@@ -57,10 +57,8 @@ void run(const Op& op, void* shared) {
       if (suits_tiles(op.attend, seq)) attend_tiles(op.attend, seq, shared);
     return attend(op.attend, suits_tiles);
   }
-#endif
   if (op.code == STORE_KV) return store_kv(op.store_kv);
   if (op.code == GATHER) return gather(op.gather);
   if (op.code == DRAW) return draw(op.draw);
-  if (op.code == ATTEND) return attend(op.attend, [](const Attend&, int64_t) { return false; });
   dtype_of(op) == FLOAT32 ? run_with<float>(op) : run_with<bf16>(op);
 }

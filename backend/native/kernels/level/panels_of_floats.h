@@ -1,0 +1,136 @@
+// Panels of packed weights, made floats where they are multiplied: for CPUs without products of bfloat16.
+//
+// A word of LANES outs has one input: of bfloat16 [K][LANES][2], so that it holds an out of the panel's first half
+// below one of its second, and a shift and a mask make floats of both; of int8 [K][2][LANES]; of int4 in groups of 32
+// inputs [K / 32][9][LANES] words, of which byte i of word j has input 4 j + i, an out of the first half in the low
+// four bits and one of the second in the high ones, and the last word has the two scales.
+
+#if WIDTH < 64
+
+// What rows of x are kept as beside weights held as W, and how much of both is taken at once.
+template <class W>
+struct Kept {
+  typedef float T;
+  static constexpr int64_t MOST_ROWS = 6;  // that a panel is multiplied with at once: sums fill twelve registers
+  static constexpr int64_t STRAIGHT_ROWS = 0;
+  static constexpr int64_t NEAR_STEPS = 512;  // inputs of a panel, and of the rows beside it, in the nearest cache
+  static constexpr int64_t UNIT = GROUP;      // inputs that are not taken apart
+  static int64_t stride(int64_t ins) { return whole_lines(ins * sizeof(T)) / sizeof(T); }
+  static void keep(const bf16* from, int64_t ins, float* to) {
+    for (int64_t k = 0; k < ins; k += LANES) store(to + k, load(from + k, ins - k), ins - k);
+  }
+  static const float* at(const float* row, int64_t k) { return row + k; }
+  static float factor(const float*, int64_t) { return 1; }
+};
+
+template <class W>
+struct Panel;
+template <>
+struct Panel<bf16> {
+  const uint32_t* words;
+  Panel() = default;
+  explicit Panel(const void* from, int64_t k = 0) : words(static_cast<const uint32_t*>(from) + k * LANES) {}
+  void at(int64_t k, vf& first, vf& second) const {
+    const vu both = read<vu>(words + k * LANES);
+    first = (vf)(both << 16);
+    second = (vf)(both & 0xffff0000u);
+  }
+  static int64_t bytes(int64_t steps) { return steps * LANES * 4; }
+};
+template <>
+struct Panel<int8_t> {
+  const int8_t* numbers;
+  Panel() = default;
+  explicit Panel(const void* from, int64_t k = 0) : numbers(static_cast<const int8_t*>(from) + k * PANEL) {}
+  void at(int64_t k, vf& first, vf& second) const {
+    first = load(numbers + k * PANEL);
+    second = load(numbers + k * PANEL + LANES);
+  }
+  static int64_t bytes(int64_t steps) { return steps * PANEL; }
+};
+
+template <>
+struct Panel<int4x32> {
+  static constexpr int64_t GROUP_WORDS = 9 * LANES;
+  const uint32_t* words;
+  Panel() = default;
+  explicit Panel(const void* from, int64_t k = 0)
+      : words(static_cast<const uint32_t*>(from) + k / GROUP * GROUP_WORDS) {}
+  static int64_t bytes(int64_t steps) { return steps * GROUP_WORDS * 4 / GROUP; }
+};
+
+// R rows of x, `stride` apart, by P panels: added to sums.
+template <class W, int R, int P>
+inline __attribute__((always_inline)) void multiply(const float* x, int64_t stride, const Panel<W> (&panels)[P],
+                                                    int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
+  const auto step = [&](int64_t k) __attribute__((always_inline)) {
+    for (int p = 0; p < P; p++) {
+      vf first, second;
+      panels[p].at(k, first, second);
+      for (int r = 0; r < R; r++) {
+        const float value = x[r * stride + k];
+        sums[r][p][0] += first * value;
+        sums[r][p][1] += second * value;
+      }
+    }
+  };
+  int64_t k = 0;
+  for (; k + STRIDE_STEPS <= steps; k += STRIDE_STEPS) {
+    for (int64_t i = 0; i < fetch.lines; i++, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
+    for (int64_t i = 0; i < STRIDE_STEPS; i++) step(k + i);
+  }
+  for (; k < steps; k++) step(k);
+}
+
+// The same, of whole groups: a group's numbers, as they are held, and what they are held too large by.
+template <int R, int P>
+inline __attribute__((always_inline)) void multiply(const float* x, int64_t stride, const Panel<int4x32> (&panels)[P],
+                                                    int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
+  for (int64_t g = 0; g < steps / GROUP; g++, x += GROUP) {
+    for (int64_t i = 0; i < fetch.lines * GROUP / STRIDE_STEPS; i++, fetch.from += 64)
+      __builtin_prefetch(fetch.from, 0, 2);
+    vf products[R][P][2];
+    zero(products);
+    for (int64_t j = 0; j < 8; j++) {
+      vu words[P];
+      for (int p = 0; p < P; p++) words[p] = read<vu>(panels[p].words + g * Panel<int4x32>::GROUP_WORDS + j * LANES);
+      const auto step = [&](auto index) __attribute__((always_inline)) {
+        constexpr int I = sizeof index - 1;
+        for (int p = 0; p < P; p++) {
+          const vf first = as_floats((vi)(words[p] >> (8 * I) & 15)),
+                   second = as_floats((vi)(words[p] >> (8 * I + 4) & 15));
+          for (int r = 0; r < R; r++) {
+            const float value = x[r * stride + 4 * j + I];
+            products[r][p][0] += first * value;
+            products[r][p][1] += second * value;
+          }
+        }
+      };
+      struct First {
+        char size[1];
+      };
+      struct Second {
+        char size[2];
+      };
+      struct Third {
+        char size[3];
+      };
+      struct Fourth {
+        char size[4];
+      };
+      step(First{}), step(Second{}), step(Third{}), step(Fourth{});
+    }
+    for (int r = 0; r < R; r++) {
+      vf all_of_group = {};
+      for (int64_t k = 0; k < GROUP; k += LANES) all_of_group += load(x + r * stride + k);
+      const float excess = 8 * sum(all_of_group);
+      for (int p = 0; p < P; p++) {
+        const vu scales = read<vu>(panels[p].words + g * Panel<int4x32>::GROUP_WORDS + 8 * LANES);
+        sums[r][p][0] += (products[r][p][0] - excess) * (vf)(scales << 16);
+        sums[r][p][1] += (products[r][p][1] - excess) * (vf)(scales & 0xffff0000u);
+      }
+    }
+  }
+}
+
+#endif

@@ -1,0 +1,192 @@
+// Panels of packed weights, for products of pairs of bfloat16 and of fours of int8, which AVX-512 sums by itself.
+//
+// A word has as many inputs of one out as are summed at once, and lies beside those of the other outs of its half of a
+// panel: of bfloat16 [K / 2][2][LANES][2], of int8 [K / 4][2][LANES][4], of int4 as for floats.
+//
+// Inputs of a weight in int8 or int4 become whole numbers of sixteen bits, in two halves that are multiplied each for
+// itself: so nothing is lost that bfloat16 had beside the row's largest value, and no weight is made anything else.
+// The instruction takes weights without a sign, so that they are 128 or 8 too large, and sums are by so many times the
+// sum of the inputs, which is known before.
+
+#if WIDTH == 64
+
+inline __m512i word_of(const void* from) {  // in all lanes
+  return _mm512_set1_epi32(read<int32_t>(from));
+}
+
+// Products with a word in all lanes, added to sums. The instructions can read it as they go, which compilers do not
+// make use of: they take a load and a register for it, and with twelve rows one of three steps would be such a load.
+inline __attribute__((always_inline)) void add_pairs(vf& sum, __m512i w, const bf16* x) {
+  __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const bf16(*)[2]>(x)));
+}
+inline __attribute__((always_inline)) void add_fours(__m512i& sum, __m512i w, const int8_t* x) {
+  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const int8_t (*)[4]>(x)));
+}
+
+template <class W>
+struct Kept;
+template <>
+struct Kept<bf16> {
+  typedef bf16 T;
+  static constexpr int64_t MOST_ROWS = 12;
+  static constexpr int64_t STRAIGHT_ROWS = 8;
+  static constexpr int64_t NEAR_STEPS = 256;
+  static constexpr int64_t UNIT = GROUP;
+  static int64_t stride(int64_t ins) { return whole_lines(ins * sizeof(T)) / sizeof(T); }
+  static void keep(const bf16* from, int64_t ins, bf16* to) { __builtin_memcpy(to, from, ins * sizeof(bf16)); }
+  static const bf16* at(const bf16* row, int64_t k) { return row + k; }
+  static float factor(const bf16*, int64_t) { return 1; }
+};
+
+// Rows as whole numbers: for each N inputs the high halves, the low halves, and by how much their products are too
+// large; behind all of them, what a row's numbers are to be multiplied with.
+template <int64_t N, int64_t TOO_LARGE_BY>
+struct Halves {
+  typedef int8_t T;
+  static constexpr int64_t MOST_ROWS = 6;
+  static constexpr int64_t STRAIGHT_ROWS = 0;
+  static constexpr int64_t NEAR_STEPS = 512;
+  static constexpr int64_t UNIT = N;
+  static constexpr int64_t RECORD = 2 * N + 4;
+  static constexpr float MOST = 127 * 256.0f;  // the largest number whose high half is an int8
+  static int64_t stride(int64_t ins) { return whole_lines(ceil_div(ins, N) * RECORD + sizeof(float)); }
+  static const int8_t* at(const int8_t* row, int64_t k) { return row + k / N * RECORD; }
+  static float factor(const int8_t* row, int64_t ins) { return read<float>(at(row, ceil_div(ins, N) * N)); }
+  static void keep(const bf16* from, int64_t ins, int8_t* to) {
+    vf largest = {};
+    for (int64_t k = 0; k < ins; k += LANES) largest = max(largest, (vf)_mm512_abs_ps((__m512)load(from + k, ins - k)));
+    const float top = _mm512_reduce_max_ps((__m512)largest), factor = top > 0 ? MOST / top : 0, inverse = top / MOST;
+    for (int64_t k = 0; k < ins; k += N, to += RECORD) {
+      __m512i total = _mm512_setzero_si512();
+      for (int64_t i = 0; i < N; i += LANES) {
+        const vf value = k + i < ins ? load(from + k + i, ins - k - i) : vf{};
+        const __m512i number = _mm512_cvtps_epi32((__m512)(value * factor));
+        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(128)), 8);
+        _mm_storeu_si128((__m128i*)(to + i), _mm512_cvtepi32_epi8(high));
+        _mm_storeu_si128((__m128i*)(to + N + i), _mm512_cvtepi32_epi8(number));  // what is left: the low byte
+        total = _mm512_add_epi32(total, number);
+      }
+      const int32_t excess = _mm512_reduce_add_epi32(total) * TOO_LARGE_BY;
+      __builtin_memcpy(to + 2 * N, &excess, sizeof excess);
+    }
+    __builtin_memcpy(to, &inverse, sizeof inverse);
+  }
+  // Sums of products with both halves, as what they are.
+  static vf whole(const int8_t* record, __m512i high, __m512i low) {
+    const __m512i both = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+    return (vf)_mm512_cvtepi32_ps(_mm512_sub_epi32(both, word_of(record + 2 * N)));
+  }
+};
+template <>
+struct Kept<int8_t> : Halves<512, 128> {};  // whose sums are int32
+template <>
+struct Kept<int4x32> : Halves<GROUP, 8> {};
+
+template <class W>
+struct Panel {  // of bfloat16 and int8
+  static constexpr int64_t WORD = 4 / sizeof(W);
+  const char* from;
+  Panel() = default;
+  explicit Panel(const void* w, int64_t k = 0) : from(static_cast<const char*>(w) + bytes(k)) {}
+  static int64_t bytes(int64_t steps) { return steps * PANEL * sizeof(W); }
+  __m512i at(int64_t k, int64_t half) const { return read<__m512i>(from + bytes(k) + half * 64); }
+};
+template <>
+struct Panel<int4x32> {
+  static constexpr int64_t GROUP_BYTES = 9 * 64;
+  const char* from;
+  Panel() = default;
+  explicit Panel(const void* w, int64_t k = 0) : from(static_cast<const char*>(w) + bytes(k)) {}
+  static int64_t bytes(int64_t steps) { return steps / GROUP * GROUP_BYTES; }
+};
+
+// R rows of x, `stride` apart, by P panels: added to sums.
+template <int R, int P>
+inline __attribute__((always_inline)) void multiply(const bf16* x, int64_t stride, const Panel<bf16> (&panels)[P],
+                                                    int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
+  const auto step = [&](int64_t k) __attribute__((always_inline)) {
+    for (int p = 0; p < P; p++)
+      for (int half = 0; half < 2; half++) {
+        const __m512i w = panels[p].at(k, half);
+        for (int r = 0; r < R; r++) add_pairs(sums[r][p][half], w, x + r * stride + k);
+      }
+  };
+  int64_t k = 0;
+  for (; k + STRIDE_STEPS <= steps; k += STRIDE_STEPS) {
+    for (int64_t i = 0; i < fetch.lines; i++, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
+    for (int64_t i = 0; i < STRIDE_STEPS; i += 2) step(k + i);
+  }
+  for (; k < steps; k += 2) step(k);
+}
+
+// Two sums for each of the others, of products with the high halves and with the low ones.
+template <int R, int P>
+struct Sums {
+  __m512i high[R][P][2], low[R][P][2];
+  Sums() {
+    for (int r = 0; r < R; r++)
+      for (int p = 0; p < P; p++)
+        for (int half = 0; half < 2; half++) high[r][p][half] = low[r][p][half] = _mm512_setzero_si512();
+  }
+  // Four inputs by one half of a panel. at: where these inputs' high halves are, and `n` behind them the low ones.
+  inline __attribute__((always_inline)) void add(int p, int half, __m512i w, const int8_t* at, int64_t stride,
+                                                 int64_t n) {
+    for (int r = 0; r < R; r++) {
+      add_fours(high[r][p][half], w, at + r * stride);
+      add_fours(low[r][p][half], w, at + r * stride + n);
+    }
+  }
+};
+
+template <int R, int P>
+inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t stride, const Panel<int8_t> (&panels)[P],
+                                                    int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
+  typedef Kept<int8_t> Rows;
+  const __m512i sign = _mm512_set1_epi8(-128);
+  for (int64_t from = 0; from < steps; from += Rows::UNIT, x += Rows::RECORD) {
+    const int64_t until = least(Rows::UNIT, steps - from);
+    Sums<R, P> own;
+    const auto step = [&](int64_t k) __attribute__((always_inline)) {
+      for (int p = 0; p < P; p++)
+        for (int half = 0; half < 2; half++)
+          own.add(p, half, _mm512_xor_si512(panels[p].at(from + k, half), sign), x + k, stride, Rows::UNIT);
+    };
+    int64_t k = 0;
+    for (; k + STRIDE_STEPS <= until; k += STRIDE_STEPS) {
+      for (int64_t i = 0; i < fetch.lines; i++, fetch.from += 64) __builtin_prefetch(fetch.from, 0, 2);
+      for (int64_t i = 0; i < STRIDE_STEPS; i += 4) step(k + i);
+    }
+    for (; k < until; k += 4) step(k);
+    for (int r = 0; r < R; r++)
+      for (int p = 0; p < P; p++)
+        for (int half = 0; half < 2; half++)
+          sums[r][p][half] += Rows::whole(x + r * stride, own.high[r][p][half], own.low[r][p][half]);
+  }
+}
+
+template <int R, int P>
+inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t stride, const Panel<int4x32> (&panels)[P],
+                                                    int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
+  typedef Kept<int4x32> Rows;
+  const __m512i four_bits = _mm512_set1_epi8(15);
+  for (int64_t g = 0; g < steps / GROUP; g++, x += Rows::RECORD) {
+    for (int64_t i = 0; i < fetch.lines * GROUP / STRIDE_STEPS; i++, fetch.from += 64)
+      __builtin_prefetch(fetch.from, 0, 2);
+    Sums<R, P> own;
+    for (int64_t j = 0; j < 8; j++)
+      for (int p = 0; p < P; p++) {
+        const __m512i words = read<__m512i>(panels[p].from + g * Panel<int4x32>::GROUP_BYTES + j * 64);
+        own.add(p, 0, _mm512_and_si512(words, four_bits), x + 4 * j, stride, GROUP);
+        own.add(p, 1, _mm512_and_si512(_mm512_srli_epi32(words, 4), four_bits), x + 4 * j, stride, GROUP);
+      }
+    for (int p = 0; p < P; p++) {
+      const vu scales = read<vu>(panels[p].from + g * Panel<int4x32>::GROUP_BYTES + 8 * 64);
+      for (int r = 0; r < R; r++) {
+        sums[r][p][0] += Rows::whole(x + r * stride, own.high[r][p][0], own.low[r][p][0]) * (vf)(scales << 16);
+        sums[r][p][1] += Rows::whole(x + r * stride, own.high[r][p][1], own.low[r][p][1]) * (vf)(scales & 0xffff0000u);
+      }
+    }
+  }
+}
+
+#endif
