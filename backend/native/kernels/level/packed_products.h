@@ -83,8 +83,10 @@ void few_rows(const Linear& a, const KeptRows<W>& x, int64_t panel, int64_t end)
     Panel<W> panels[P];
     for (int p = 0; p < P; p++) panels[p] = Panel<W>(w + (panel + p) * bytes);
     multiply(x.at, x.stride, panels, a.ins, Fetch{}, sums);
-    for (int r = 0; r < R; r++)
-      for (int p = 0; p < P; p++) finish_panel<W>(a, x, x.first + r, (panel + p) * PANEL, sums[r][p][0], sums[r][p][1]);
+    each<R * P>([&](auto i) __attribute__((always_inline)) {
+      constexpr int r = i / P, p = i % P;
+      finish_panel<W>(a, x, x.first + r, (panel + p) * PANEL, sums[r][p][0], sums[r][p][1]);
+    });
   }
   if constexpr (P > 1) few_rows<W, R, 1>(a, x, panel, end);
 }
@@ -93,10 +95,10 @@ template <class W, int R>
 inline void add_rows(const typename Kept<W>::T* x, int64_t stride, const Panel<W>& panel, int64_t steps, Fetch fetch,
                      vf* kept) {
   vf sums[R][1][2];
-  __builtin_memcpy(sums, kept, sizeof sums);
+  each<R * 2>([&](auto i) __attribute__((always_inline)) { sums[i / 2][0][i % 2] = kept[i]; });
   const Panel<W> panels[] = {panel};
   multiply(x, stride, panels, steps, fetch, sums);
-  __builtin_memcpy(kept, sums, sizeof sums);
+  each<R * 2>([&](auto i) __attribute__((always_inline)) { kept[i] = sums[i / 2][0][i % 2]; });
 }
 template <class W, int R = Kept<W>::MOST_ROWS>
 inline void add_tile(int64_t rows, const typename Kept<W>::T* x, int64_t stride, const Panel<W>& panel, int64_t steps,

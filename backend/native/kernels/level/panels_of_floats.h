@@ -64,15 +64,15 @@ template <class W, int R, int P>
 inline __attribute__((always_inline)) void multiply(const float* x, int64_t stride, const Panel<W> (&panels)[P],
                                                     int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
   const auto step = [&](int64_t k) __attribute__((always_inline)) {
-    for (int p = 0; p < P; p++) {
+    each<P>([&](auto p) __attribute__((always_inline)) {
       vf first, second;
       panels[p].at(k, first, second);
-      for (int r = 0; r < R; r++) {
+      each<R>([&](auto r) __attribute__((always_inline)) {
         const float value = x[r * stride + k];
         sums[r][p][0] += first * value;
         sums[r][p][1] += second * value;
-      }
-    }
+      });
+    });
   };
   int64_t k = 0;
   for (; k + STRIDE_STEPS <= steps; k += STRIDE_STEPS) {
@@ -93,43 +93,30 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t stri
     zero(products);
     for (int64_t j = 0; j < 8; j++) {
       vu words[P];
-      for (int p = 0; p < P; p++) words[p] = read<vu>(panels[p].words + g * Panel<int4x32>::GROUP_WORDS + j * LANES);
-      const auto step = [&](auto index) __attribute__((always_inline)) {
-        constexpr int I = sizeof index - 1;
-        for (int p = 0; p < P; p++) {
-          const vf first = as_floats((vi)(words[p] >> (8 * I) & 15)),
-                   second = as_floats((vi)(words[p] >> (8 * I + 4) & 15));
-          for (int r = 0; r < R; r++) {
-            const float value = x[r * stride + 4 * j + I];
-            products[r][p][0] += first * value;
-            products[r][p][1] += second * value;
-          }
-        }
-      };
-      struct First {
-        char size[1];
-      };
-      struct Second {
-        char size[2];
-      };
-      struct Third {
-        char size[3];
-      };
-      struct Fourth {
-        char size[4];
-      };
-      step(First{}), step(Second{}), step(Third{}), step(Fourth{});
+      each<P>([&](auto p) __attribute__((always_inline)) {
+        words[p] = read<vu>(panels[p].words + g * Panel<int4x32>::GROUP_WORDS + j * LANES);
+      });
+      each<4 * P>([&](auto i) __attribute__((always_inline)) {
+        constexpr int byte = i / P, p = i % P;
+        const vf first = as_floats((vi)(words[p] >> (8 * byte) & 15)),
+                 second = as_floats((vi)(words[p] >> (8 * byte + 4) & 15));
+        each<R>([&](auto r) __attribute__((always_inline)) {
+          const float value = x[r * stride + 4 * j + byte];
+          products[r][p][0] += first * value;
+          products[r][p][1] += second * value;
+        });
+      });
     }
-    for (int r = 0; r < R; r++) {
+    each<R>([&](auto r) __attribute__((always_inline)) {
       vf all_of_group = {};
       for (int64_t k = 0; k < GROUP; k += LANES) all_of_group += load(x + r * stride + k);
       const float excess = 8 * sum(all_of_group);
-      for (int p = 0; p < P; p++) {
+      each<P>([&](auto p) __attribute__((always_inline)) {
         const vu scales = read<vu>(panels[p].words + g * Panel<int4x32>::GROUP_WORDS + 8 * LANES);
         sums[r][p][0] += (products[r][p][0] - excess) * (vf)(scales << 16);
         sums[r][p][1] += (products[r][p][1] - excess) * (vf)(scales & 0xffff0000u);
-      }
-    }
+      });
+    });
   }
 }
 

@@ -16,11 +16,13 @@ inline __m512i word_of(const void* from) {  // in all lanes
 
 // Products with a word in all lanes, added to sums. The instructions can read it as they go, which compilers do not
 // make use of: they take a load and a register for it, and with twelve rows one of three steps would be such a load.
-inline __attribute__((always_inline)) void add_pairs(vf& sum, __m512i w, const bf16* x) {
+inline __attribute__((always_inline)) vf add_pairs(vf sum, __m512i w, const bf16* x) {
   __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const bf16(*)[2]>(x)));
+  return sum;
 }
-inline __attribute__((always_inline)) void add_fours(__m512i& sum, __m512i w, const int8_t* x) {
+inline __attribute__((always_inline)) __m512i add_fours(__m512i sum, __m512i w, const int8_t* x) {
   __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const int8_t (*)[4]>(x)));
+  return sum;
 }
 
 template <class W>
@@ -28,7 +30,7 @@ struct Kept;
 template <>
 struct Kept<bf16> {
   typedef bf16 T;
-  static constexpr int64_t MOST_ROWS = 12;
+  static constexpr int64_t MOST_ROWS = 8;
   static constexpr int64_t STRAIGHT_ROWS = 8;
   static constexpr int64_t NEAR_STEPS = 256;
   static constexpr int64_t UNIT = GROUP;
@@ -105,11 +107,13 @@ template <int R, int P>
 inline __attribute__((always_inline)) void multiply(const bf16* x, int64_t stride, const Panel<bf16> (&panels)[P],
                                                     int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
   const auto step = [&](int64_t k) __attribute__((always_inline)) {
-    for (int p = 0; p < P; p++)
-      for (int half = 0; half < 2; half++) {
-        const __m512i w = panels[p].at(k, half);
-        for (int r = 0; r < R; r++) add_pairs(sums[r][p][half], w, x + r * stride + k);
-      }
+    each<2 * P>([&](auto i) __attribute__((always_inline)) {
+      constexpr int p = i / 2, half = i % 2;
+      const __m512i w = panels[p].at(k, half);
+      each<R>([&](auto r) __attribute__((always_inline)) {
+        sums[r][p][half] = add_pairs(sums[r][p][half], w, x + r * stride + k);
+      });
+    });
   };
   int64_t k = 0;
   for (; k + STRIDE_STEPS <= steps; k += STRIDE_STEPS) {
@@ -123,18 +127,18 @@ inline __attribute__((always_inline)) void multiply(const bf16* x, int64_t strid
 template <int R, int P>
 struct Sums {
   __m512i high[R][P][2], low[R][P][2];
-  Sums() {
-    for (int r = 0; r < R; r++)
-      for (int p = 0; p < P; p++)
-        for (int half = 0; half < 2; half++) high[r][p][half] = low[r][p][half] = _mm512_setzero_si512();
+  inline __attribute__((always_inline)) Sums() {
+    each<R * P * 2>([&](auto i) __attribute__((always_inline)) {
+      high[i / 2 / P][i / 2 % P][i % 2] = low[i / 2 / P][i / 2 % P][i % 2] = _mm512_setzero_si512();
+    });
   }
   // Four inputs by one half of a panel. at: where these inputs' high halves are, and `n` behind them the low ones.
-  inline __attribute__((always_inline)) void add(int p, int half, __m512i w, const int8_t* at, int64_t stride,
-                                                 int64_t n) {
-    for (int r = 0; r < R; r++) {
-      add_fours(high[r][p][half], w, at + r * stride);
-      add_fours(low[r][p][half], w, at + r * stride + n);
-    }
+  template <int p, int half>
+  inline __attribute__((always_inline)) void add(__m512i w, const int8_t* at, int64_t stride, int64_t n) {
+    each<R>([&](auto r) __attribute__((always_inline)) {
+      high[r][p][half] = add_fours(high[r][p][half], w, at + r * stride);
+      low[r][p][half] = add_fours(low[r][p][half], w, at + r * stride + n);
+    });
   }
 };
 
@@ -147,9 +151,10 @@ inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t str
     const int64_t until = least(Rows::UNIT, steps - from);
     Sums<R, P> own;
     const auto step = [&](int64_t k) __attribute__((always_inline)) {
-      for (int p = 0; p < P; p++)
-        for (int half = 0; half < 2; half++)
-          own.add(p, half, _mm512_xor_si512(panels[p].at(from + k, half), sign), x + k, stride, Rows::UNIT);
+      each<2 * P>([&](auto i) __attribute__((always_inline)) {
+        const __m512i w = _mm512_xor_si512(panels[i / 2].at(from + k, i % 2), sign);
+        own.template add<i / 2, i % 2>(w, x + k, stride, Rows::UNIT);
+      });
     };
     int64_t k = 0;
     for (; k + STRIDE_STEPS <= until; k += STRIDE_STEPS) {
@@ -157,10 +162,10 @@ inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t str
       for (int64_t i = 0; i < STRIDE_STEPS; i += 4) step(k + i);
     }
     for (; k < until; k += 4) step(k);
-    for (int r = 0; r < R; r++)
-      for (int p = 0; p < P; p++)
-        for (int half = 0; half < 2; half++)
-          sums[r][p][half] += Rows::whole(x + r * stride, own.high[r][p][half], own.low[r][p][half]);
+    each<R * P * 2>([&](auto i) __attribute__((always_inline)) {
+      constexpr int r = i / 2 / P, p = i / 2 % P, half = i % 2;
+      sums[r][p][half] += Rows::whole(x + r * stride, own.high[r][p][half], own.low[r][p][half]);
+    });
   }
 }
 
@@ -174,18 +179,19 @@ inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t str
       __builtin_prefetch(fetch.from, 0, 2);
     Sums<R, P> own;
     for (int64_t j = 0; j < 8; j++)
-      for (int p = 0; p < P; p++) {
+      each<P>([&](auto p) __attribute__((always_inline)) {
         const __m512i words = read<__m512i>(panels[p].from + g * Panel<int4x32>::GROUP_BYTES + j * 64);
-        own.add(p, 0, _mm512_and_si512(words, four_bits), x + 4 * j, stride, GROUP);
-        own.add(p, 1, _mm512_and_si512(_mm512_srli_epi32(words, 4), four_bits), x + 4 * j, stride, GROUP);
-      }
-    for (int p = 0; p < P; p++) {
+        own.template add<p, 0>(_mm512_and_si512(words, four_bits), x + 4 * j, stride, GROUP);
+        own.template add<p, 1>(_mm512_and_si512(_mm512_srli_epi32(words, 4), four_bits), x + 4 * j, stride, GROUP);
+      });
+    each<P>([&](auto p) __attribute__((always_inline)) {
       const vu scales = read<vu>(panels[p].from + g * Panel<int4x32>::GROUP_BYTES + 8 * 64);
-      for (int r = 0; r < R; r++) {
-        sums[r][p][0] += Rows::whole(x + r * stride, own.high[r][p][0], own.low[r][p][0]) * (vf)(scales << 16);
-        sums[r][p][1] += Rows::whole(x + r * stride, own.high[r][p][1], own.low[r][p][1]) * (vf)(scales & 0xffff0000u);
-      }
-    }
+      each<R>([&](auto r) __attribute__((always_inline)) {
+        const int8_t* const record = x + r * stride;
+        sums[r][p][0] += Rows::whole(record, own.high[r][p][0], own.low[r][p][0]) * (vf)(scales << 16);
+        sums[r][p][1] += Rows::whole(record, own.high[r][p][1], own.low[r][p][1]) * (vf)(scales & 0xffff0000u);
+      });
+    });
   }
 }
 

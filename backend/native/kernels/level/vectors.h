@@ -54,18 +54,29 @@ inline void forget(const T*& pointer) {
   __asm__("" : "+r"(pointer));
 }
 
+// f(0), f(1) and so on to N - 1, each a constant. What a loop counts with arrays of sums are kept in memory: compilers
+// take them apart into registers before they unroll it.
+template <class F, int... I>
+inline __attribute__((always_inline)) void each_of(F f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+inline __attribute__((always_inline)) void each(F f) {
+  each_of(f, std::make_integer_sequence<int, N>{});
+}
+
 // In place of an initialiser, of which compilers make one slow instruction over memory.
 template <int N>
-inline void zero(vf (&v)[N]) {
-  for (int i = 0; i < N; i++) v[i] = vf{};
+inline __attribute__((always_inline)) void zero(vf (&v)[N]) {
+  each<N>([&](auto i) __attribute__((always_inline)) { v[i] = vf{}; });
 }
 template <int N, int M>
-inline void zero(vf (&v)[N][M]) {
-  for (int i = 0; i < N; i++) zero(v[i]);
+inline __attribute__((always_inline)) void zero(vf (&v)[N][M]) {
+  each<N>([&](auto i) __attribute__((always_inline)) { zero(v[i]); });
 }
 template <int N, int M, int L>
-inline void zero(vf (&v)[N][M][L]) {
-  for (int i = 0; i < N; i++) zero(v[i]);
+inline __attribute__((always_inline)) void zero(vf (&v)[N][M][L]) {
+  each<N>([&](auto i) __attribute__((always_inline)) { zero(v[i]); });
 }
 
 inline vf max(vf a, vf b) { return a > b ? a : b; }
