@@ -127,12 +127,14 @@ struct Rows {
     zero(own);
     const int64_t whole = dim / Step::SIZE * Step::SIZE;
     for (int64_t d = 0; d < whole; d += Step::SIZE)
-      for (int n = 0; n < N; n++) {
+      each<N>([&](auto n) __attribute__((always_inline)) {
         forget(query);
         const auto k = Step::of_key(key + n * stride + d, Step::SIZE);
-        for (int r = 0; r < R; r++) own[r][n] = Step::add(own[r][n], Step::of_query(query + r * query_dim + d), k);
-      }
-    for (int r = 0; r < R; r++) sums_of<N>(own[r], to + r * width);
+        each<R>([&](auto r) __attribute__((always_inline)) {
+          own[r][n] = Step::add(own[r][n], Step::of_query(query + r * query_dim + d), k);
+        });
+      });
+    each<R>([&](auto r) __attribute__((always_inline)) { sums_of<N>(own[r], to + r * width); });
     if (whole < dim) add_rest(R, N, whole, query, key, to);
   }
   // Of heads that are no whole steps, the last dimensions.
@@ -188,19 +190,20 @@ struct Rows {
   inline __attribute__((always_inline)) void add_weighed(const float* weights, const T* value, int64_t n, float* to,
                                                          int64_t left) {
     Pair own[R][V];
-    for (int r = 0; r < R; r++)
-      for (int j = 0; j < V; j++) own[r][j] = pair_of(to + r * sum_dim + j * PAIR);
+    each<R * V>([&](auto i) __attribute__((always_inline)) {
+      own[i / V][i % V] = pair_of(to + i / V * sum_dim + i % V * PAIR);
+    });
     for (int64_t i = 0; i < n; i++)
-      for (int j = 0; j < V; j++) {
+      each<V>([&](auto j) __attribute__((always_inline)) {
         forget(weights);
         const Pair v = pair_of(value + i * stride + j * PAIR, left);
-        for (int r = 0; r < R; r++) {
+        each<R>([&](auto r) __attribute__((always_inline)) {
           own[r][j].first += v.first * weights[r * width + i];
           own[r][j].second += v.second * weights[r * width + i];
-        }
-      }
-    for (int r = 0; r < R; r++)
-      for (int j = 0; j < V; j++) store(to + r * sum_dim + j * PAIR, own[r][j]);
+        });
+      });
+    each<R * V>([&](auto i)
+                    __attribute__((always_inline)) { store(to + i / V * sum_dim + i % V * PAIR, own[i / V][i % V]); });
   }
 };
 

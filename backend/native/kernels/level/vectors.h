@@ -140,9 +140,23 @@ inline void store(T* to, Pair pair, int64_t left) {
   __builtin_memcpy(to, some, left * sizeof(T));
 }
 
-inline float sum(vf v) {  // halves onto halves
 #if WIDTH == 64
-  return _mm512_reduce_add_ps((__m512)v);
+// Of each quarter of four vectors the sums, beside each other: those of one quarter first.
+inline __m512 quarters(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  return _mm512_add_ps((__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd),
+                       (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd));
+}
+inline __m128 over_quarters(__m512 v) {
+  const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+}
+#endif
+
+inline float sum(vf v) {
+#if WIDTH == 64
+  return _mm_cvtss_f32(over_quarters(quarters((__m512)v, (__m512)v, (__m512)v, (__m512)v)));
 #elif WIDTH == 32
   const __m128 halves = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   const __m128 pairs = _mm_add_ps(halves, _mm_movehl_ps(halves, halves));
@@ -154,19 +168,25 @@ inline float sum(vf v) {  // halves onto halves
 
 // The same of N vectors, by the same additions.
 template <int N>
-inline void sums_of(const vf (&v)[N], float* to) {
-  int i = 0;
-#if WIDTH == 32
-  for (; i + 4 <= N; i += 4) {
+inline __attribute__((always_inline)) void sums_of(const vf (&v)[N], float* to) {
+  constexpr int FOURS = WIDTH >= 32 ? N / 4 : 0;
+#if WIDTH >= 32
+  each<FOURS>([&](auto four) __attribute__((always_inline)) {
+    constexpr int i = 4 * four;
+#if WIDTH == 64
+    _mm_storeu_ps(to + i, over_quarters(quarters((__m512)v[i], (__m512)v[i + 1], (__m512)v[i + 2], (__m512)v[i + 3])));
+#else
     __m128 halves[4];
-    for (int j = 0; j < 4; j++)
+    each<4>([&](auto j) __attribute__((always_inline)) {
       halves[j] = _mm_add_ps(_mm256_castps256_ps128((__m256)v[i + j]), _mm256_extractf128_ps((__m256)v[i + j], 1));
+    });
     const __m128 first = _mm_add_ps(_mm_movelh_ps(halves[0], halves[1]), _mm_movehl_ps(halves[1], halves[0]));
     const __m128 second = _mm_add_ps(_mm_movelh_ps(halves[2], halves[3]), _mm_movehl_ps(halves[3], halves[2]));
     _mm_storeu_ps(to + i, _mm_add_ps(_mm_shuffle_ps(first, second, 0x88), _mm_shuffle_ps(first, second, 0xdd)));
-  }
 #endif
-  for (; i < N; i++) to[i] = sum(v[i]);
+  });
+#endif
+  each<N - 4 * FOURS>([&](auto i) __attribute__((always_inline)) { to[4 * FOURS + i] = sum(v[4 * FOURS + i]); });
 }
 
 // Cephes' polynomial, within 2e-7 of the truth. Far below zero it is zero, and far above it stays finite.
