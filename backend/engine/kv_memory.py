@@ -13,6 +13,7 @@ from torch import Tensor
 
 from backend.engine.config import ResolvedConfig
 from backend.engine.errors import ConfigError
+from backend.huge_pages import HugePages
 from backend.kv_cache import create_kv_form
 from backend.layers.step import LayerCache
 
@@ -22,8 +23,12 @@ class KvMemory:
         model, form = config.model, create_kv_form(config.kv_cache_dtype)
         width = form.width(model.head_dim)
         shape = (model.num_layers, 2, config.num_blocks, config.block_size, model.num_kv_heads, width)
+        dtype = form.dtype(config.dtype)
         # Zeros, since attention multiplies masked values by zero and an uninitialised NaN would survive that.
-        self._memory = torch.zeros(shape, dtype=form.dtype(config.dtype), device=config.device)
+        if config.device.type == "cpu":
+            self._memory = HugePages().zeros(shape, dtype)
+        else:
+            self._memory = torch.zeros(shape, dtype=dtype, device=config.device)
         self.form = form
         self.layers = [LayerCache(key, value, form) for key, value in self._memory]
 

@@ -28,8 +28,8 @@ class Ops(ABC):
     """
 
     def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
-        """A weight as `linear` and `linear_int8`, with inputs of this `dtype` and this `gate`, read it fastest: a copy
-        in a form of this member's own, with more dimensions than two, or the weight itself."""
+        """A weight as `linear` and `linear_int8`, with inputs of this `dtype` and this `gate`, read it fastest: itself,
+        or a copy, which may have a form of this member's own with more dimensions than two."""
         return weight
 
     def pack_int4(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

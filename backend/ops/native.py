@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.huge_pages import HugePages
 from backend.native import library
 from backend.native.library import Caller, Library
 from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
@@ -51,6 +52,7 @@ class NativeOps(ReferenceOps):
         self._lanes = LANES[level]
         self._packs = not (IS_ARM and torch_has_products())
         self._max_rows = 1 << 30 if level == "amx" or not torch_has_products() else MAX_ROWS
+        self._pages = HugePages()  # of weights
 
     @property
     def call(self) -> Caller:
@@ -58,6 +60,12 @@ class NativeOps(ReferenceOps):
         return self._call
 
     def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
+        return self._pages.copy(self._panels(weight, dtype, gate))
+
+    def pack_int4(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._pages.copy(self._int4_panels(weight, scales, dtype))
+
+    def _panels(self, weight: Tensor, dtype: torch.dtype, gate: str | None) -> Tensor:
         """As packed_products.h has it, the first dimension being panels of outs, of which the two halves are gates and
         what they are gates of, or neighbours. With AMX [panels, steps, 2, 16, 16, words], with AVX-512 [panels, in /
         words, 2, lanes, words], otherwise, of bfloat16, [panels, in, lanes, 2], and of int8 [panels, in, 2, lanes]."""
@@ -74,12 +82,12 @@ class NativeOps(ReferenceOps):
         else:
             panels = weight.view(2, num_panels, self._lanes, ins).transpose(0, 1)
         if self._call.level_name == "amx":
-            return panels.view(*panels.shape[:3], -1, TILE, words).permute(0, 3, 1, 4, 2, 5).contiguous()
+            return panels.view(*panels.shape[:3], -1, TILE, words).permute(0, 3, 1, 4, 2, 5)
         if self._call.level_name == "avx512":
-            return panels.view(*panels.shape[:3], -1, words).permute(0, 3, 1, 2, 4).contiguous()
-        return panels.permute((0, 3, 2, 1) if words == 2 else (0, 3, 1, 2)).contiguous()
+            return panels.view(*panels.shape[:3], -1, words).permute(0, 3, 1, 2, 4)
+        return panels.permute((0, 3, 2, 1) if words == 2 else (0, 3, 1, 2))
 
-    def pack_int4(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    def _int4_panels(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """[panels, in / 32, 9, lanes, 4] bytes, as packed_products.h has it, unless AMX makes bfloat16 of them."""
         outs = len(weight)
         if dtype is not torch.bfloat16 or not self._packs or self._call.level_name == "amx" or outs % (2 * self._lanes):

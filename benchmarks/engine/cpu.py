@@ -10,6 +10,7 @@ so that a neighbour on the same cores spoils neither. The engine runs in this pr
 leave no core alone, `--threads 1 --clock cpu` still compares: the engine's CPU seconds with those of the limits.
 
     read        the most bytes per second that all threads together read from memory, from as many as the weights are
+                and in huge pages as they are
     gemm        the most operations per second of torch's matrix product, of several shapes, in bfloat16 or, where the
                 CPU has no products of bfloat16, in float32
     one         tokens per second of one sequence; its limit: the bytes of weights and cache at read
@@ -45,6 +46,7 @@ import torch
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.request import Request, SamplingParams
+from backend.huge_pages import HugePages
 from backend.models.config import ModelConfig
 from backend.native import library
 from benchmarks.engine.shapes import SHAPES, make_checkpoint
@@ -112,7 +114,7 @@ class Limits:
     def __init__(self, size: Size, threads: int, directory: Path, clock: Clock) -> None:
         self._threads = threads
         self._clock = clock
-        self._words = torch.ones(size.weight_bytes // 8, dtype=torch.int64)
+        self._words = HugePages().zeros((size.weight_bytes // 8,), torch.int64).fill_(1)
         made = directory / "read.so"
         compiler = shutil.which("cc") or "gcc"
         flags = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")

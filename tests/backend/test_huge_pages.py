@@ -1,0 +1,199 @@
+"""That memory is given in huge pages where there are any, and all the same where there are none."""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from backend import huge_pages
+from backend.engine.config import EngineConfig
+from backend.engine.kv_memory import KvMemory
+from backend.huge_pages import PAGE_BYTES, HugePages
+from backend.native import library
+from backend.ops.base import INT4_GROUP
+from backend.ops.native import NativeOps
+
+MIB = 1 << 20
+SMAPS = Path("/proc/self/smaps")
+PAGEMAP = Path("/proc/self/pagemap")
+PRESENT = 1 << 63  # of an entry of pagemap
+THP_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+LEVELS = loaded.level_names if (loaded := library.load()) else ()
+
+needs_huge_pages = pytest.mark.skipif(
+    not huge_pages._has_huge_pages() or not SMAPS.exists(), reason="there are no huge pages of 2 MiB here"
+)
+
+
+@pytest.fixture
+def gives_huge_pages() -> None:
+    if "[never]" in THP_ENABLED.read_text():
+        pytest.skip("the system is told to give no huge pages")
+    if re.search(r"^THP_enabled:\s+0", Path("/proc/self/status").read_text(), re.MULTILINE):
+        pytest.skip("this process is told to take no huge pages")
+
+
+@pytest.fixture
+def page_size_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    path = tmp_path / "hpage_pmd_size"
+    monkeypatch.setattr(huge_pages, "PAGE_SIZE_FILE", path)
+    huge_pages._has_huge_pages.cache_clear()
+    yield path
+    huge_pages._has_huge_pages.cache_clear()
+
+
+def mapping_of(tensor: Tensor) -> str:
+    """What smaps says of the mapping in which the tensor begins."""
+    for entry in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text(), flags=re.MULTILINE):
+        begin, _, end = entry.partition(" ")[0].partition("-")
+        if end and int(begin, 16) <= tensor.data_ptr() < int(end, 16):
+            return entry
+    raise AssertionError("a tensor lies nowhere")
+
+
+def is_named(tensor: Tensor) -> bool:
+    """Whether huge pages were asked for, by madvise."""
+    return "hg" in mapping_of(tensor).rpartition("VmFlags:")[2].split()
+
+
+def huge_bytes(tensor: Tensor) -> int:
+    """In huge pages, of the mapping, which may be that of others, too."""
+    found = re.search(r"^AnonHugePages:\s+(\d+) kB$", mapping_of(tensor), re.MULTILINE)
+    assert found
+    return int(found[1]) * 1024
+
+
+def is_torchs(tensor: Tensor) -> bool:
+    """Whether the tensor has memory of its own, none of it handed out to others."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def resident_bytes(tensor: Tensor) -> int:
+    first, count = tensor.data_ptr() // mmap.PAGESIZE, -(-tensor.nbytes // mmap.PAGESIZE)
+    with PAGEMAP.open("rb") as file:
+        file.seek(first * 8)
+        entries = struct.unpack(f"{count}Q", file.read(count * 8))
+    return sum(entry & PRESENT != 0 for entry in entries) * mmap.PAGESIZE
+
+
+@needs_huge_pages
+def test_what_is_written_to_takes_huge_pages(gives_huge_pages: None) -> None:
+    tensor = HugePages().zeros((16, MIB), torch.uint8)
+    before = huge_bytes(tensor)
+    tensor.fill_(1)
+    assert huge_bytes(tensor) - before == tensor.nbytes
+
+
+@needs_huge_pages
+def test_what_is_not_written_to_takes_nothing() -> None:
+    tensor = HugePages().zeros((1024, MIB), torch.uint8)
+    assert resident_bytes(tensor) == 0
+    tensor[512, 0] = 1
+    assert 0 < resident_bytes(tensor) <= PAGE_BYTES
+
+
+@needs_huge_pages
+def test_small_ones_share_a_page() -> None:
+    pages = HugePages()
+    tensors = [pages.zeros((number, 3), torch.bfloat16).fill_(number) for number in range(1, 50)]
+    begin = tensors[0].data_ptr()
+    assert begin % PAGE_BYTES == 0
+    assert all(tensor.data_ptr() % huge_pages.ALIGNMENT == 0 for tensor in tensors)
+    assert all(begin <= tensor.data_ptr() < begin + PAGE_BYTES for tensor in tensors)
+    assert all((tensor == number).all() for number, tensor in enumerate(tensors, 1)), "none lies in another"
+
+
+@needs_huge_pages
+def test_a_mapping_ends_with_its_last_tensor() -> None:
+    def taken() -> int:
+        found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        assert found
+        return int(found[1]) * 1024
+
+    before = taken()
+    pages = HugePages()
+    small, large = pages.zeros((4,), torch.float32), pages.zeros((48, MIB), torch.uint8).fill_(1)
+    del pages, large
+    assert taken() - before > 40 * MIB
+    assert small.tolist() == [0.0] * 4
+    del small
+    assert taken() - before < 8 * MIB
+
+
+def test_any_shape() -> None:
+    pages = HugePages()
+    for shape in ((), (0,), (3, 0, 5), (7,), (2, 3, 5), (huge_pages.MIN_MAPPING_BYTES // 2, 3)):
+        tensor = pages.zeros(shape, torch.float32)
+        assert (tensor.shape, tensor.dtype) == (shape, torch.float32)
+        assert tensor.is_contiguous()
+        assert not tensor.any()
+
+
+def test_a_copy_is_contiguous() -> None:
+    tensor = torch.arange(24, dtype=torch.bfloat16).view(2, 3, 4).permute(2, 0, 1)
+    copy = HugePages().copy(tensor)
+    assert copy.is_contiguous()
+    assert torch.equal(copy, tensor)
+
+
+@pytest.mark.parametrize("said", [None, "", "536870912\n"])
+def test_a_system_without_such_pages(page_size_file: Path, said: str | None) -> None:
+    if said is not None:
+        page_size_file.write_text(said)
+    tensor = HugePages().zeros((3, MIB), torch.float32)
+    assert is_torchs(tensor)
+    assert not tensor.any()
+
+
+class Refusing(mmap.mmap):
+    def madvise(self, *_: int) -> None:
+        raise OSError("madvise is not known here")
+
+
+def no_mapping(*_: object, **__: object) -> mmap.mmap:
+    raise OSError("there is no room")
+
+
+@pytest.mark.parametrize("refusal", [Refusing, no_mapping])
+def test_a_system_that_refuses(
+    page_size_file: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., mmap.mmap]
+) -> None:
+    page_size_file.write_text(f"{PAGE_BYTES}\n")
+    monkeypatch.setattr(mmap, "mmap", refusal)
+    tensor = HugePages().zeros((3, MIB), torch.float32)
+    assert is_torchs(tensor)
+    assert not tensor.any()
+
+
+@needs_huge_pages
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outs", [64, 70])
+def test_weights_lie_in_them(level: str, dtype: torch.dtype, outs: int) -> None:
+    """Those that are packed, and those that are not."""
+    ops = NativeOps(level_name=level)
+    weight, numbers = torch.ones(outs, 128, dtype=dtype), torch.ones(outs, 128, dtype=torch.int8)
+    int4, scales = torch.ones(outs, 64, dtype=torch.uint8), torch.ones(outs, 128 // INT4_GROUP, dtype=torch.bfloat16)
+    assert is_named(ops.pack(weight, dtype, "silu"))
+    assert is_named(ops.pack(numbers, dtype))
+    assert is_named(ops.pack_int4(int4, scales, dtype))
+
+
+@needs_huge_pages
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_so_does_the_cache(checkpoint_dir: Callable[[str], Path], kv_cache_dtype: str) -> None:
+    model_dir = checkpoint_dir("qwen3")
+    config = EngineConfig(
+        model_dir=model_dir, device="cpu", num_threads=1, num_blocks=16384, kv_cache_dtype=kv_cache_dtype
+    )
+    caches = [cache for layer in KvMemory(config.resolve()).layers for cache in (layer.key, layer.value)]
+    assert all(is_named(cache) for cache in caches)
+    assert sum(map(resident_bytes, caches)) == 0, "an engine that has done nothing takes no memory for it"
+    assert not any(cache.any() for cache in caches)
