@@ -4,7 +4,8 @@
 // The kernels are written once, over vectors of floats, and compiled for several levels of instruction sets:
 // kernels/level.h is included once per level, each time with another width and other target attributes. Which level
 // runs is an argument of `warmpath_run`. On ARM the base level is NEON. What only some CPUs can do stands apart: pairs
-// of bfloat16 with AVX-512 (`Row::pairs`), and the matrix tiles of AMX (kernels/amx.h).
+// of bfloat16 and fours of int8 with AVX-512 (kernels/level/panels_of_pairs.h), and the matrix tiles of AMX
+// (kernels/amx.h).
 //
 // An operation shares its work out by `share`, which returns when all of it is done. Every element of a result is
 // summed by one thread, in an order that depends on nothing outside its row: float32 results are bitwise independent of

@@ -1,9 +1,9 @@
 """The kernels of backend/native, for float32 and bfloat16 on a CPU.
 
 In float32 every product is theirs, whatever the number of rows, so that a row's result is bitwise the same in every
-batch. In bfloat16 they have the products with few rows, which are bound by reading the weight, and those with many,
-too, with AMX and where the CPU has no products of bfloat16, which torch computes as slowly as one number at a time. In
-between, as with AVX-512 or on newer ARM, products with many rows are torch's.
+batch. In bfloat16 they have the products with weights that are packed when they are loaded. Torch has those
+with many rows on newer ARM, which multiplies bfloat16 by itself, and with AVX-512 those whose weights have no shape to
+be packed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GATES = {None: 0, "silu": 1, "gelu_tanh": 2}
 TILE = 16  # of AMX: outs, and words of inputs
 # Half of the outs of a packed weight that are summed together.
 LANES = {"base": 4, "avx2": 8, "avx512": 16, "amx": TILE}
-MAX_ROWS = 8  # beyond which torch's product of bfloat16 is faster, where the CPU has one
+MAX_ROWS = 8  # beyond which torch's product of bfloat16 with a weight that is not packed is faster, where it has one
 MAX_INT4_ROWS = 32  # beyond which weights in four bits are made bfloat16 first, rather than once for so many rows
 MIN_SHARED_ITEMS = 1 << 14  # below which waking the other threads costs more than they take over
 IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
@@ -50,8 +50,9 @@ class NativeOps(ReferenceOps):
         self._call = native.caller(num_threads or torch.get_num_threads(), level_name)
         level = self._call.level_name
         self._lanes = LANES[level]
-        self._packs = not (IS_ARM and torch_has_products())
-        self._max_rows = 1 << 30 if level == "amx" or not torch_has_products() else MAX_ROWS
+        torch_is_faster = IS_ARM and torch_has_products()
+        self._packs = not torch_is_faster
+        self._max_rows = MAX_ROWS if torch_is_faster or level == "avx512" else 1 << 30
         self._pages = HugePages()  # of weights
 
     @property

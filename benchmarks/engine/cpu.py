@@ -11,8 +11,9 @@ leave no core alone, `--threads 1 --clock cpu` still compares: the engine's CPU 
 
     read        the most bytes per second that all threads together read from memory, from as many as the weights are
                 and in huge pages as they are
-    gemm        the most operations per second of torch's matrix product, of several shapes, in bfloat16 or, where the
-                CPU has no products of bfloat16, in float32
+    gemm        the most operations per second that torch's matrix product keeps up for a third of a second, of several
+                shapes, in bfloat16 or, where the CPU has no products of bfloat16, in float32: what is held against it
+                takes as long and longer, and no CPU is for so long as fast as in its first moments
     one         tokens per second of one sequence; its limit: the bytes of weights and cache at read
     sixteen     tokens per second of 16 sequences, 256 tokens in and 64 out, with reading their prompts; its limit: the
                 prompts at gemm, and then 64 steps, each weights and cache at read, or the products of 16 rows at gemm,
@@ -42,6 +43,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
@@ -63,6 +65,7 @@ HOLLOW = {
     "num_key_value_heads": 1,
     "head_dim": 32,
 }
+GEMM_SECONDS = 0.33  # that products are kept up
 READ_SOURCE = Path(__file__).with_name("read.c")
 
 # vLLM 0.32 on the machine of the figures to beat, where 55 GB/s were read and 406 GFLOP/s computed: 16 sequences.
@@ -135,11 +138,14 @@ class Limits:
         return self._words.nbytes / min(seconds_of(read, self._clock) for _ in range(4))
 
     def gemm(self) -> float:
-        return max(
-            operations / seconds_of(partial(torch.nn.functional.linear, x, w), self._clock)
-            for operations, x, w in self._products
-            for _ in range(5)
-        )
+        return max(self._kept_up(*product) for product in self._products)
+
+    def _kept_up(self, operations: float, x: Tensor, w: Tensor) -> float:
+        began, count = self._clock(), 0
+        while (seconds := self._clock() - began) < GEMM_SECONDS:
+            torch.nn.functional.linear(x, w)
+            count += 1
+        return count * operations / seconds
 
 
 def load(model_dir: Path, threads: int, quantization: str = "none") -> Engine:

@@ -25,7 +25,7 @@ struct Linear {                       // out[T, N] = x[T, K] w[N, K]^T + bias[N]
   const void *x, *w, *scales, *bias;  // scales: of INT8 float32 [N], of INT4 bfloat16 [N, K / 32]; bias may be null
   void* out;
   int64_t rows, outs, ins, x_stride, dtype, format;
-  int64_t is_packed, activation;  // with AMX only: how the weight lies; out[T, N / 2] where its first half are gates
+  int64_t is_packed, activation;  // how the weight lies; if it is packed, out[T, N / 2] where its first half are gates
 };
 struct Expand {  // out[N, K]: a weight held as INT8 or INT4, in dtype
   const void *w, *scales;
