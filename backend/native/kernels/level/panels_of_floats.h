@@ -11,10 +11,10 @@
 template <class W>
 struct Kept {
   typedef float T;
-  static constexpr int64_t MOST_ROWS = 6;  // that a panel is multiplied with at once: sums fill twelve registers
-  static constexpr int64_t STRAIGHT_ROWS = 0;
-  static constexpr int64_t NEAR_STEPS = 512;  // inputs of a panel, and of the rows beside it, in the nearest cache
-  static constexpr int64_t UNIT = GROUP;      // inputs that are not taken apart
+  static constexpr int64_t MOST_ROWS = 6;      // that a panel is multiplied with at once: sums fill twelve registers
+  static constexpr int64_t STRAIGHT_ROWS = 0;  // for which a panel is read from its beginning to its end
+  static constexpr int64_t NEAR_STEPS = 512;   // inputs of a panel, and of the rows beside it, in the nearest cache
+  static constexpr int64_t UNIT = GROUP;       // inputs that are not taken apart
   static int64_t stride(int64_t ins) { return whole_lines(ins * sizeof(T)) / sizeof(T); }
   static void keep(const bf16* from, int64_t ins, float* to) {
     for (int64_t k = 0; k < ins; k += LANES) store(to + k, load(from + k, ins - k), ins - k);

@@ -15,7 +15,7 @@ inline __m512i word_of(const void* from) {  // in all lanes
 }
 
 // Products with a word in all lanes, added to sums. The instructions can read it as they go, which compilers do not
-// make use of: they take a load and a register for it, and with twelve rows one of three steps would be such a load.
+// make use of: they take a load and a register for it, and with eight rows one of three steps would be such a load.
 inline __attribute__((always_inline)) vf add_pairs(vf sum, __m512i w, const bf16* x) {
   __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const bf16(*)[2]>(x)));
   return sum;
@@ -25,6 +25,7 @@ inline __attribute__((always_inline)) __m512i add_fours(__m512i sum, __m512i w, 
   return sum;
 }
 
+// What rows of x are kept as beside weights held as W, and how much of both is taken at once: as in panels_of_floats.h.
 template <class W>
 struct Kept;
 template <>
@@ -86,7 +87,6 @@ struct Kept<int4x32> : Halves<GROUP, 8> {};
 
 template <class W>
 struct Panel {  // of bfloat16 and int8
-  static constexpr int64_t WORD = 4 / sizeof(W);
   const char* from;
   Panel() = default;
   explicit Panel(const void* w, int64_t k = 0) : from(static_cast<const char*>(w) + bytes(k)) {}
