@@ -25,7 +25,7 @@ FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
     "-w",
 )  # fmt: skip
-COMPILE_SECONDS = 120.0  # after which a compiler has failed; it takes some twenty of a core
+COMPILE_SECONDS = 300.0  # after which a compiler has failed; it takes some twenty-five of a core
 MAX_COMPLAINT_CHARS = 300  # of what a compiler says, in the log
 
 # struct Op in kernels/operations.h: its code, its threads, and its fields, in eight bytes each, floats at the end.

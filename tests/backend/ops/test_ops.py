@@ -95,8 +95,11 @@ def test_linear_int4(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: in
     assert_close(ops.linear_int4(x, ops.pack_int4(packed, scales, dtype), scales, bias), exact)
 
 
-# Whole panels of a packed weight, of one row and of so many that x is taken in parts.
-PACKED_SHAPES = [(1, 32, 32), (1, 64, 96), (15, 128, 64), (16, 64, 32), (17, 192, 96), (33, 64, 64), (300, 2048, 64)]
+# Whole panels of a packed weight, of one row and of so many that x is taken in parts; of inputs that fill no part.
+PACKED_SHAPES = [
+    *((1, 32, 32), (1, 64, 96), (2, 34, 64), (7, 900, 64), (15, 128, 64), (16, 64, 32), (17, 192, 96)),
+    *((33, 64, 64), (80, 1100, 96), (300, 2048, 64)),
+]
 GATES = (None, "silu", "gelu_tanh")
 
 
