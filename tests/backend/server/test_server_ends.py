@@ -107,15 +107,18 @@ async def test_a_client_that_leaves_while_it_waits_and_a_queue_that_is_full(star
         await until(lambda: server.metric("vllm:num_requests_waiting") == 0)
         assert server.metric("vllm:num_requests_running") == 1
         assert server.metric("vllm:request_success_total", finished_reason="abort") == 1
-        await running.leave()
-        await until(lambda: nothing_left(server))
 
         # Choices are taken all or none.
+        refused = httpx2.post(f"{server.base_url}/completions", json={"model": server.model, "n": 2} | ENDLESS)
+        assert refused.status_code == 503
+        await until(lambda: server.metric("vllm:num_requests_waiting") == 0)
+        await running.leave()
+        await until(lambda: nothing_left(server))
         generated = server.metric("vllm:generation_tokens_total")
         refused = httpx2.post(f"{server.base_url}/completions", json={"model": server.model, "n": 3} | ENDLESS)
-        assert refused.status_code == 503
-        await until(lambda: nothing_left(server))
-        assert server.metric("vllm:generation_tokens_total") < generated + ENDLESS["max_tokens"]
+        assert refused.status_code == 400  # which could never be taken
+        assert refused.json()["error"]["param"] == "n"
+        assert server.metric("vllm:generation_tokens_total") == generated
 
 
 async def test_a_full_queue_refuses_its_least_urgent_for_a_more_urgent_request(start_server: StartServer) -> None:
