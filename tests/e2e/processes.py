@@ -266,7 +266,7 @@ def chat(prompt: str = "What is prefix caching?", **fields: Any) -> dict[str, An
 
 
 def endless(prompt: str = "Count.", **fields: Any) -> dict[str, Any]:
-    """An answer that takes the engine many seconds: a test that waits for its end waits too long."""
+    """An answer of nearly all that the model's context holds: some seconds of the engine, and one where it is fast."""
     return chat(prompt, stream=True, max_tokens=1800, ignore_eos=True, **fields)
 
 

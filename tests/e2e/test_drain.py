@@ -59,7 +59,7 @@ def test_readiness_goes_off_at_once(tmp_path: Path, local_engine: Running) -> No
 
 
 def test_what_takes_too_long_is_told_so(tmp_path: Path, local_engine: Running) -> None:
-    with gateway(tmp_path, simple_policy(local_engine.url), drain_seconds="1") as front:
+    with gateway(tmp_path, simple_policy(local_engine.url), drain_seconds="0.2") as front:
         with Wire(front, "chat/completions", endless()) as stream:
             stream.read_until(b"data: ")
             front.process.send_signal(signal.SIGTERM)
