@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from backend.engine.errors import RequestRefused
+from backend.engine.token_counts import TokenCounts
 
 MAX_LOGPROBS = 20  # alternatives that may be asked for per token: OpenAI's bound
 
@@ -142,7 +143,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # one per full block of token_ids, chained
     hidden_sum: list[float] = field(default_factory=list)  # pooling: final hidden states, summed so far
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # so far, from the second token on
-    penalised_counts: dict[int, int] = field(default_factory=dict)  # of the output, for each token under a penalty
+    penalised: TokenCounts = field(default_factory=TokenCounts)  # in the output, of the tokens under a penalty
     finish_reason: FinishReason | None = None
     timing: Timing = field(default_factory=Timing)
 
@@ -151,13 +152,13 @@ class Request:
         self.seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed
         self.timing.arrived = self.arrived
         if self.sampling.repetition_penalty != 1.0:
-            self.penalised_counts = dict.fromkeys(self.prompt_token_ids, 0)
+            self.penalised = TokenCounts(self.prompt_token_ids)
 
     def append(self, token_id: int) -> None:
         """A token of the output."""
         self.token_ids.append(token_id)
         if self.sampling.has_penalties:
-            self.penalised_counts[token_id] = self.penalised_counts.get(token_id, 0) + 1
+            self.penalised.add(token_id)
         if self.grammar:
             self.grammar.accept(token_id)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from backend.engine.foresight import is_plain
 from backend.engine.request import Request, SamplingParams
+from backend.engine.token_counts import TokenCounts
 
 GREEDY_BELOW_TEMPERATURE = 1e-5  # dividing by less overflows, and the result would be the same
 
@@ -41,13 +42,12 @@ class NextToken:
         return self.sampling.temperature < GREEDY_BELOW_TEMPERATURE and is_plain(self.request)
 
     @property
-    def penalised_counts(self) -> Mapping[int, int]:
-        counts = self.request.penalised_counts
+    def penalised(self) -> TokenCounts:
         if not self.drafts:
-            return counts
-        counts = dict(counts)
+            return self.request.penalised
+        counts = self.request.penalised.copy()
         for token_id in self.drafts:
-            counts[token_id] = counts.get(token_id, 0) + 1
+            counts.add(token_id)
         return counts
 
 
@@ -182,19 +182,20 @@ def _entries(pairs: Sequence[tuple[int, int]], device: torch.device) -> Entries:
 
 
 def _penalties(tokens: Sequence[NextToken], device: torch.device) -> Penalties | None:
-    pairs: list[tuple[int, int]] = []
-    values: list[tuple[float, float, float, float]] = []
-    for row, token in enumerate(tokens):
-        sampling = token.sampling
-        if not sampling.has_penalties:
-            continue
-        factors = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
-        for token_id, count in token.penalised_counts.items():
-            pairs.append((row, token_id))
-            values.append((count, *factors))
-    if not pairs:
+    rows = [row for row, token in enumerate(tokens) if token.sampling.has_penalties]
+    met = [tokens[row].penalised for row in rows]
+    sizes = [*map(len, met)]
+    if not sum(sizes):
         return None
-    return Penalties(_entries(pairs, device), *torch.tensor(values, dtype=torch.float32, device=device).unbind(1))
+    samplings = [tokens[row].sampling for row in rows]
+    factors = [(s.presence_penalty, s.frequency_penalty, s.repetition_penalty) for s in samplings]
+    token_ids = np.concatenate([np.frombuffer(each.token_ids, np.int64) for each in met])
+    counts = np.concatenate([np.frombuffer(each.counts, np.float32) for each in met])
+    entries = np.stack((np.repeat(np.array(rows, np.int64), sizes), token_ids))
+    values = np.vstack((counts, np.repeat(np.array(factors, np.float32).T, sizes, axis=1)))
+    return Penalties(
+        Entries(*torch.from_numpy(entries).to(device).unbind()), *torch.from_numpy(values).to(device).unbind()
+    )
 
 
 def _bias(tokens: Sequence[NextToken], device: torch.device) -> Bias | None:
