@@ -24,8 +24,8 @@ from backend.engine.config import ResolvedConfig
 from backend.engine.paged_model import PagedModel
 from backend.engine.plan import Scheduled
 from backend.engine.request import Request
-from backend.engine.sampler import draw
-from backend.engine.sampling_batch import GREEDY_BELOW_TEMPERATURE, RandomRows, uniform
+from backend.engine.sampling_batch import GREEDY_BELOW_TEMPERATURE, uniform
+from backend.ops.sampling import RandomRows
 
 MAX_SIZE = 256  # sequences of the largest step that is captured: beyond it, launches hardly count
 SIZE_STEP = 8
@@ -126,6 +126,7 @@ class DecodeSteps:
         self._input_ids, self._positions, self._slots = buffer(3, self.max_size)
         self._seq_lens = buffer(self.max_size, dtype=torch.int32) + 1
         self._starts = torch.arange(self.max_size + 1, dtype=torch.int32, device=config.device)
+        self._all_rows = torch.arange(self.max_size, device=config.device)
         self._tables = buffer(self.max_size, self._rows.width, dtype=torch.int32)
         self._temperatures = buffer(self.max_size, dtype=torch.float32) + 1.0
         self._uniform = buffer(self.max_size, dtype=torch.float64)
@@ -181,8 +182,8 @@ class DecodeSteps:
         logits = self._model.logits(self._model.forward(batch))
         chosen = logits.argmax(dim=-1)
         if has_random:
-            random = RandomRows(self._starts[:size], self._temperatures[:size], self._uniform[:size], None)
-            chosen = torch.where(self._is_random[:size], draw(logits, random, self._model.ops), chosen)
+            random = RandomRows(self._all_rows[:size], self._temperatures[:size], self._uniform[:size], None)
+            chosen = torch.where(self._is_random[:size], self._model.ops.draw(logits, random), chosen)
         self._logits[:size].copy_(logits)
         self._chosen[:size].copy_(chosen)
 

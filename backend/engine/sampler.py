@@ -10,19 +10,18 @@ the filters only ever set probabilities to zero, a row's token does not depend o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from backend.engine.masks import AllowedTokens
 from backend.engine.request import TokenLogprob
-from backend.engine.sampling_batch import Bias, Filters, Penalties, RandomRows, SamplingBatch, WantedLogprobs
+from backend.engine.sampling_batch import SamplingBatch
 from backend.ops.base import Ops
-from backend.ops.reference import ReferenceOps, invert
+from backend.ops.reference import ReferenceOps
 
 REFERENCE = ReferenceOps()
-SHORTLIST_SIZES = (256, 8192)  # how many of the likeliest tokens are sorted before all are
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +33,25 @@ class Sampled:
 def sample(
     logits: Tensor, batch: SamplingBatch, allowed: AllowedTokens | None = None, ops: Ops = REFERENCE
 ) -> list[Sampled]:
-    """logits: [N, vocab_size] float32, not changed."""
-    adjusted = logits
+    """logits: [N, vocab_size] float32, which may be written to."""
+    wanted = batch.logprobs
+    models_own = logits[wanted.rows] if wanted else logits
     if batch.penalties:
-        adjusted = _penalise(adjusted, batch.penalties)
+        logits = ops.penalise(logits, batch.penalties)
     if batch.bias:
-        adjusted = _bias(adjusted, batch.bias)
+        logits = ops.add_bias(logits, batch.bias)
     if allowed:
-        adjusted = _forbid(adjusted, allowed)
+        logits = ops.forbid(logits, allowed.rows, allowed.bitmask)
     if batch.random and len(batch.random.rows) == len(logits):
-        chosen = draw(adjusted, batch.random, ops)
+        chosen = ops.draw(logits, batch.random)
     else:
-        chosen = ops.argmax(adjusted)
+        chosen = ops.argmax(logits)
         if batch.random:
-            chosen[batch.random.rows] = draw(adjusted[batch.random.rows], batch.random, ops)
-    logprobs = _logprobs(logits, chosen, batch.logprobs) if batch.logprobs else {}
+            chosen[batch.random.rows] = ops.draw(logits, batch.random)
+    logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+    if wanted:
+        scored = score(models_own, chosen[wanted.rows], [*wanted.counts.values()])
+        logprobs = {row: (logprob,) for row, logprob in zip(wanted.counts, scored, strict=True)}
     return [Sampled(token_id, logprobs.get(row, ())) for row, token_id in enumerate(chosen.tolist())]
 
 
@@ -66,97 +69,3 @@ def score(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> list[Toke
         TokenLogprob(token_id, value, tuple(zip(top_ids, top_values, strict=True))[:count], rank)
         for count, token_id, value, top_ids, top_values, rank in zip(counts, *columns, strict=True)
     ]
-
-
-def probabilities(logits: Tensor, random: RandomRows) -> Tensor:
-    """What tokens are drawn by, up to a factor per row. logits, result: [R, vocab_size]."""
-    unfiltered = torch.softmax(logits / random.temperature[:, None], dim=-1)
-    if not random.filters:
-        return unfiltered
-    rows = random.filters.rows
-    if len(rows) == len(unfiltered):
-        return unfiltered.masked_fill_(unfiltered < _threshold(unfiltered, random.filters), 0.0)
-    filtered = unfiltered[rows]
-    return unfiltered.index_copy_(0, rows, filtered.masked_fill_(filtered < _threshold(filtered, random.filters), 0.0))
-
-
-def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:
-    index = (penalties.entries.rows, penalties.entries.token_ids)
-    values = logits[index]
-    values = torch.where(values > 0, values / penalties.repetition, values * penalties.repetition)
-    values -= penalties.frequency * penalties.output_counts
-    values -= penalties.presence * (penalties.output_counts > 0)
-    return logits.index_put(index, values)
-
-
-def _bias(logits: Tensor, bias: Bias) -> Tensor:
-    return logits.index_put((bias.entries.rows, bias.entries.token_ids), bias.values, accumulate=True)
-
-
-def _forbid(logits: Tensor, allowed: AllowedTokens) -> Tensor:
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    is_allowed = (allowed.bitmask[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[-1]]
-    return logits.index_copy(0, allowed.rows, logits[allowed.rows].masked_fill(~is_allowed, float("-inf")))
-
-
-def draw(logits: Tensor, random: RandomRows, ops: Ops = REFERENCE) -> Tensor:
-    """logits: [R, vocab_size] -> [R]. Without filters, nothing of it waits for a device."""
-    if not random.filters:
-        return ops.draw(logits, random.temperature, random.uniform)
-    rows = random.filters.rows
-    if len(rows) == len(logits):
-        return invert(probabilities(logits, random), random.uniform)
-    drawn = ops.draw(logits, random.temperature, random.uniform)
-    filters = replace(random.filters, rows=torch.arange(len(rows), device=rows.device))
-    filtered = RandomRows(rows, random.temperature[rows], random.uniform[rows], filters)
-    drawn[rows] = invert(probabilities(logits[rows], filtered), filtered.uniform)
-    return drawn
-
-
-def _threshold(likely: Tensor, filters: Filters) -> Tensor:
-    """The least probability that passes every filter, [F, 1]. Tokens that tie with it pass too.
-
-    likely: [F, vocab_size].
-
-    Each filter keeps a prefix of the tokens in falling order, so the shortest prefix is what all of them keep; top-p
-    counts within what the other two have left. The end of that prefix mostly lies among the first few tokens, so it is
-    looked for there first, and all tokens are sorted only for rows in which it is nowhere else. How far a row goes
-    depends on that row alone.
-    """
-    vocab_size = likely.shape[-1]
-    threshold = torch.empty_like(filters.top_p)
-    rest = torch.arange(len(likely), device=likely.device)
-    for size in (*SHORTLIST_SIZES, vocab_size):
-        falling = likely.topk(min(size, vocab_size), dim=-1).values
-        threshold[rest], ends = _end_of_prefix(likely, falling, filters)
-        if size >= vocab_size or ends.all():
-            break
-        rest, likely = rest[~ends], likely[~ends]
-        filters = Filters(rest, filters.top_k[~ends], filters.top_p[~ends], filters.min_p[~ends])
-    return threshold
-
-
-def _end_of_prefix(likely: Tensor, falling: Tensor, filters: Filters) -> tuple[Tensor, Tensor]:
-    """The probability of the last token kept, [F, 1], and whether the prefix ends within `falling`, [F]."""
-    ranks = torch.arange(falling.shape[-1], device=falling.device)
-    least = filters.min_p * falling[:, :1]
-    keep = (ranks < filters.top_k) & (falling >= least)
-    kept = falling * keep
-    # What top-k leaves is the head of `falling`. Without it all is left, or what passes min-p, wherever it stands:
-    # summed in double precision, so that it does not matter how many threads share a sum.
-    has_top_k = filters.top_k < likely.shape[-1]
-    everywhere = torch.ones_like(least, dtype=torch.float64)
-    if summed := (~has_top_k & (filters.min_p > 0.0)).squeeze(-1).nonzero().squeeze(-1).tolist():
-        passing = likely[summed]
-        passing.masked_fill_(passing < least[summed], 0.0)
-        everywhere[summed] = passing.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    left = torch.where(has_top_k, kept.sum(dim=-1, keepdim=True, dtype=torch.float64), everywhere)
-    is_all_left = ~has_top_k | (filters.top_k <= falling.shape[-1]) | (falling[:, -1:] < least)
-    keep &= kept.cumsum(dim=-1) - kept < (filters.top_p * left).float()
-    num_kept = keep.sum(dim=-1, keepdim=True).clamp(min=1)
-    return falling.gather(-1, num_kept - 1), (is_all_left & ~keep[:, -1:]).squeeze(-1)
-
-
-def _logprobs(logits: Tensor, chosen: Tensor, wanted: WantedLogprobs) -> dict[int, tuple[TokenLogprob, ...]]:
-    scored = score(logits[wanted.rows], chosen[wanted.rows], [*wanted.counts.values()])
-    return {row: (logprob,) for row, logprob in zip(wanted.counts, scored, strict=True)}

@@ -13,6 +13,7 @@ from torch import Tensor
 from backend.engine.foresight import is_plain
 from backend.engine.request import Request, SamplingParams
 from backend.engine.token_counts import TokenCounts
+from backend.ops.sampling import Bias, Entries, Filters, Penalties, RandomRows
 
 GREEDY_BELOW_TEMPERATURE = 1e-5  # dividing by less overflows, and the result would be the same
 
@@ -49,51 +50,6 @@ class NextToken:
         for token_id in self.drafts:
             counts.add(token_id)
         return counts
-
-
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """E single entries of the logits."""
-
-    rows: Tensor  # [E] int64
-    token_ids: Tensor  # [E] int64
-
-
-@dataclass(frozen=True, slots=True)
-class Penalties:
-    """For E tokens that have occurred in their row."""
-
-    entries: Entries
-    output_counts: Tensor  # [E] float32; 0 for a token that was in the prompt only
-    presence: Tensor  # [E] float32
-    frequency: Tensor  # [E] float32
-    repetition: Tensor  # [E] float32
-
-
-@dataclass(frozen=True, slots=True)
-class Bias:
-    entries: Entries
-    values: Tensor  # [E] float32; -inf forbids a token
-
-
-@dataclass(frozen=True, slots=True)
-class Filters:
-    """The F random rows that keep only their most likely tokens."""
-
-    rows: Tensor  # [F] int64: among the R random rows
-    top_k: Tensor  # [F, 1] int64; the vocabulary's size where it is off
-    top_p: Tensor  # [F, 1] float32
-    min_p: Tensor  # [F, 1] float32
-
-
-@dataclass(frozen=True, slots=True)
-class RandomRows:
-    """The R rows that are not greedy."""
-
-    rows: Tensor  # [R] int64
-    temperature: Tensor  # [R] float32
-    uniform: Tensor  # [R] float64, in [0, 1)
-    filters: Filters | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,21 +120,16 @@ def _filters(samplings: Sequence[SamplingParams], vocab_size: int, device: torch
     rows = [row for row, s in enumerate(samplings) if s.top_k or s.top_p < 1.0 or s.min_p > 0.0]
     if not rows:
         return None
-    wanted = [samplings[row] for row in rows]
-
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=device)[:, None]
-
     return Filters(
         rows=torch.tensor(rows, device=device),
-        top_k=column([min(s.top_k or vocab_size, vocab_size) for s in wanted]),
-        top_p=column([float(s.top_p) for s in wanted]),
-        min_p=column([float(s.min_p) for s in wanted]),
+        top_k=torch.tensor([min(s.top_k or vocab_size, vocab_size) for s in samplings], device=device),
+        top_p=torch.tensor([float(s.top_p) for s in samplings], device=device),
+        min_p=torch.tensor([float(s.min_p) for s in samplings], device=device),
     )
 
 
 def _entries(pairs: Sequence[tuple[int, int]], device: torch.device) -> Entries:
-    return Entries(*torch.tensor(pairs, dtype=torch.int64, device=device).unbind(1))
+    return Entries(*torch.tensor([*zip(*pairs, strict=True)], dtype=torch.int64, device=device).unbind())
 
 
 def _penalties(tokens: Sequence[NextToken], device: torch.device) -> Penalties | None:

@@ -40,9 +40,12 @@ ATTEND = (6, struct.Struct("2i15qdd"))
 ENTER = (7, struct.Struct("2i16qd"))
 EMBED = (8, struct.Struct("2i5q"))
 ARGMAX = (9, struct.Struct("2i5q"))
-DRAW = (10, struct.Struct("2i6q"))
+DRAW = (10, struct.Struct("2i10q"))
 GATHER = (11, struct.Struct("2i5q"))
 SCALE = (12, struct.Struct("2i5qd"))
+PENALISE = (13, struct.Struct("2i9q"))
+ADD_BIAS = (14, struct.Struct("2i6q"))
+FORBID = (15, struct.Struct("2i6q"))
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.ops.sampling import Bias, Penalties, RandomRows
+
 INT4_GROUP = 32  # weights that share a scale
 
 
@@ -23,8 +25,9 @@ class Ops(ABC):
     """What a layer does besides attention, and how tokens come of logits. T is the number of tokens in the step, over
     all requests.
 
-    Inputs are not changed, but for the caches in `store_kv`. Results have the dtype of the first argument; sums over
-    a row are taken in float32. A row's result depends on that row alone, whatever stands beside it.
+    Inputs are not changed, but for the caches in `store_kv`, and for logits where it is said. Results have the dtype of
+    the first argument; sums over a row are taken in float32. A row's result depends on that row alone, whatever stands
+    beside it.
     """
 
     def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
@@ -126,12 +129,25 @@ class Ops(ABC):
         """Of each row the first of its largest numbers. logits: [N, vocab_size] -> [N] int64."""
 
     @abstractmethod
-    def draw(self, logits: Tensor, temperature: Tensor, shares: Tensor) -> Tensor:
-        """One token for each row, by the softmax of logits / temperature: the first up to which, in the order of the
-        vocabulary, it sums to more than this share. Nothing of it waits for a device.
+    def penalise(self, logits: Tensor, penalties: Penalties) -> Tensor:
+        """Entries divided by their repetition penalty, or multiplied where they are below 0, less the frequency penalty
+        times their count, and less the presence penalty where the count is not 0. logits: [N, vocab_size] float32,
+        which may be written to -> the same shape."""
 
-        logits: [N, vocab_size] float32; temperature: [N] float32; shares: [N] float64, in [0, 1) -> [N] int64.
-        """
+    @abstractmethod
+    def add_bias(self, logits: Tensor, bias: Bias) -> Tensor:
+        """The same with a bias added to entries."""
+
+    @abstractmethod
+    def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> Tensor:
+        """The same with -inf for what is not allowed. rows: [G] int64; allowed: [G, ceil(vocab_size / 32)] int32, of
+        token i bit i % 32 of word i // 32."""
+
+    @abstractmethod
+    def draw(self, logits: Tensor, random: RandomRows) -> Tensor:
+        """One token for each random row, by the softmax of logits / temperature over what its filters keep: the first
+        up to which, in the order of the vocabulary, it sums to more than the row's `uniform` share of all. Without
+        filters, nothing of it waits for a device. logits: [N, vocab_size] float32 -> [R] int64."""
 
 
 def whole_rows(x: Tensor) -> Tensor:

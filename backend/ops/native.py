@@ -19,6 +19,7 @@ from backend.native import library
 from backend.native.library import Caller, Library
 from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
 from backend.ops.reference import ReferenceOps
+from backend.ops.sampling import Bias, Penalties, RandomRows
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 PLAIN, INT8, INT4 = range(3)
@@ -267,11 +268,32 @@ class NativeOps(ReferenceOps):
         self._call(library.ARGMAX, logits.data_ptr(), chosen.data_ptr(), *logits.shape, DTYPES[logits.dtype])
         return chosen
 
-    def draw(self, logits: Tensor, temperature: Tensor, shares: Tensor) -> Tensor:
-        logits, temperature, shares = logits.contiguous(), temperature.contiguous(), shares.contiguous()
-        chosen = logits.new_empty(len(logits), dtype=torch.int64)
-        pointers = (logits.data_ptr(), temperature.data_ptr(), shares.data_ptr(), chosen.data_ptr())
-        self._call(library.DRAW, *pointers, *logits.shape)
+    def penalise(self, logits: Tensor, penalties: Penalties) -> Tensor:
+        logits, entries = logits.contiguous(), penalties.entries
+        columns = (penalties.output_counts, penalties.presence, penalties.frequency, penalties.repetition)
+        pointers = map(_pointer, (logits, entries.rows, entries.token_ids, *columns))
+        size = len(entries.rows)
+        self._call(library.PENALISE, *pointers, size, logits.shape[1], threaded=size >= MIN_SHARED_ITEMS)
+        return logits
+
+    def add_bias(self, logits: Tensor, bias: Bias) -> Tensor:
+        logits = logits.contiguous()
+        pointers = map(_pointer, (logits, bias.entries.rows, bias.entries.token_ids, bias.values))
+        self._call(library.ADD_BIAS, *pointers, len(bias.values), logits.shape[1], threaded=False)
+        return logits
+
+    def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> Tensor:
+        logits = logits.contiguous()
+        pointers = map(_pointer, (logits, rows, allowed))
+        self._call(library.FORBID, *pointers, len(rows), logits.shape[1], allowed.shape[1])
+        return logits
+
+    def draw(self, logits: Tensor, random: RandomRows) -> Tensor:
+        logits, filters = logits.contiguous(), random.filters
+        chosen = logits.new_empty(len(random.rows), dtype=torch.int64)
+        limits = (filters.top_k, filters.top_p, filters.min_p) if filters else (None, None, None)
+        pointers = map(_pointer, (logits, random.rows, random.temperature, random.uniform, *limits, chosen))
+        self._call(library.DRAW, *pointers, len(chosen), logits.shape[1])
         return chosen
 
 

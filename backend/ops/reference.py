@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.ops.base import INT4_GROUP, Ops
+from backend.ops.sampling import Bias, Filters, Penalties, RandomRows
+
+SHORTLIST_SIZES = (256, 8192)  # how many of the likeliest tokens are sorted before all are
 
 
 class ReferenceOps(Ops):
@@ -50,8 +53,38 @@ class ReferenceOps(Ops):
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)
 
-    def draw(self, logits: Tensor, temperature: Tensor, shares: Tensor) -> Tensor:
-        return invert(torch.softmax(logits / temperature[:, None], dim=-1), shares)
+    def penalise(self, logits: Tensor, penalties: Penalties) -> Tensor:
+        index = (penalties.entries.rows, penalties.entries.token_ids)
+        values = logits[index]
+        values = torch.where(values > 0, values / penalties.repetition, values * penalties.repetition)
+        values -= penalties.frequency * penalties.output_counts
+        values -= penalties.presence * (penalties.output_counts > 0)
+        return logits.index_put(index, values)
+
+    def add_bias(self, logits: Tensor, bias: Bias) -> Tensor:
+        return logits.index_put((bias.entries.rows, bias.entries.token_ids), bias.values, accumulate=True)
+
+    def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> Tensor:
+        bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+        is_allowed = (allowed[:, :, None] >> bits & 1).bool().flatten(1)[:, : logits.shape[-1]]
+        return logits.index_copy(0, rows, logits[rows].masked_fill(~is_allowed, float("-inf")))
+
+    def draw(self, logits: Tensor, random: RandomRows) -> Tensor:
+        return invert(probabilities(logits, random), random.uniform)
+
+
+def probabilities(logits: Tensor, random: RandomRows) -> Tensor:
+    """What tokens are drawn by, up to a factor per row. logits: [N, vocab_size] -> [R, vocab_size]."""
+    if len(random.rows) < len(logits):
+        logits = logits[random.rows]
+    unfiltered = torch.softmax(logits / random.temperature[:, None], dim=-1)
+    if not random.filters:
+        return unfiltered
+    rows = random.filters.rows
+    if len(rows) == len(unfiltered):
+        return unfiltered.masked_fill_(unfiltered < _threshold(unfiltered, random.filters), 0.0)
+    filtered = unfiltered[rows]
+    return unfiltered.index_copy_(0, rows, filtered.masked_fill_(filtered < _threshold(filtered, random.filters), 0.0))
 
 
 def invert(likely: Tensor, shares: Tensor) -> Tensor:
@@ -64,3 +97,50 @@ def invert(likely: Tensor, shares: Tensor) -> Tensor:
     points = shares[:, None] * cumulative[:, -1:]
     chosen = torch.searchsorted(cumulative, points, right=True).squeeze(-1)
     return chosen.clamp(max=likely.shape[-1] - 1)  # logits that are no numbers must not lead beyond the vocabulary
+
+
+def _threshold(likely: Tensor, filters: Filters) -> Tensor:
+    """The least probability that filters keep, [F, 1]. likely: [F, vocab_size], of the rows that have any.
+
+    Each filter keeps a prefix of the tokens in falling order, so the shortest prefix is what all of them keep; top-p
+    counts within what the other two have left. The end of that prefix mostly lies among the first few tokens, so it is
+    looked for there first, and all tokens are sorted only for rows in which it is nowhere else. How far a row goes
+    depends on that row alone.
+    """
+    vocab_size = likely.shape[-1]
+    columns = [column[filters.rows, None] for column in (filters.top_k, filters.top_p, filters.min_p)]
+    threshold = torch.empty_like(likely[:, :1])
+    rest = torch.arange(len(likely), device=likely.device)
+    for size in (*SHORTLIST_SIZES, vocab_size):
+        falling = likely.topk(min(size, vocab_size), dim=-1).values
+        threshold[rest], ends = _end_of_prefix(likely, falling, *columns)
+        if size >= vocab_size or ends.all():
+            break
+        rest, likely, *columns = (each[~ends] for each in (rest, likely, *columns))
+    return threshold
+
+
+def _end_of_prefix(
+    likely: Tensor, falling: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The probability of the last token kept, [F, 1], and whether the prefix ends within `falling`, [F].
+
+    top_k, top_p, min_p: [F, 1].
+    """
+    ranks = torch.arange(falling.shape[-1], device=falling.device)
+    least = min_p * falling[:, :1]
+    keep = (ranks < top_k) & (falling >= least)
+    kept = falling * keep
+    # What top-k leaves is the head of `falling`. Without it all is left, or what passes min-p, wherever it stands:
+    # summed in double precision, so that it does not matter how many threads share a sum.
+    has_top_k = top_k < likely.shape[-1]
+    everywhere = torch.ones_like(least, dtype=torch.float64)
+    if summed := (~has_top_k & (min_p > 0.0)).squeeze(-1).nonzero().squeeze(-1).tolist():
+        passing = likely[summed]
+        passing.masked_fill_(passing < least[summed], 0.0)
+        everywhere[summed] = passing.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    left = torch.where(has_top_k, kept.sum(dim=-1, keepdim=True, dtype=torch.float64), everywhere)
+    is_all_left = ~has_top_k | (top_k <= falling.shape[-1]) | (falling[:, -1:] < least)
+    keep &= kept.cumsum(dim=-1) - kept < (top_p * left).float()
+    num_kept = keep.sum(dim=-1, keepdim=True).clamp(min=1)
+    return falling.gather(-1, num_kept - 1), (is_all_left & ~keep[:, -1:]).squeeze(-1)

@@ -12,6 +12,10 @@ namespace LEVEL {
 
 #include "level/elementwise.h"
 
+#include "level/logits.h"
+
+#include "level/filters.h"
+
 #include "level/tokens.h"
 
 #include "level/attention.h"

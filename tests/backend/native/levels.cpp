@@ -77,13 +77,26 @@ void all_operations(Dtype dtype) {
 
 void drawn_tokens() {
   constexpr int64_t T_ROWS = 4, SIZE = 301;
-  const auto logits = numbers<float>(T_ROWS * SIZE);
-  const float temperature[] = {0.5, 1, 2, 3};
+  auto logits = numbers<float>(T_ROWS * SIZE);
+  const int64_t rows[] = {0, 1, 2, 3}, top_k[] = {5, SIZE, 200, SIZE}, tokens[] = {7, 300, 20, 0};
+  const float temperature[] = {0.5, 1, 2, 3}, top_p[] = {1, 0.3, 0.9, 1}, min_p[] = {0, 0.01, 0, 0.5};
   const double share[] = {0.1, 0.9, 0.5, 0.3};
   std::vector<int64_t> chosen(T_ROWS);
   Op op{DRAW, 2, {}};
-  op.draw = {logits.data(), temperature, share, chosen.data(), T_ROWS, SIZE};
+  op.draw = {logits.data(), rows, temperature, share, nullptr, nullptr, nullptr, chosen.data(), T_ROWS, SIZE};
   run("draw", op, chosen);
+  op.draw = {logits.data(), rows, temperature, share, top_k, top_p, min_p, chosen.data(), T_ROWS, SIZE};
+  run("filtered", op, chosen);
+  op.code = PENALISE;
+  op.penalise = {logits.data(), rows, tokens, temperature, top_p, min_p, temperature, T_ROWS, SIZE};
+  run("penalties", op, logits);
+  op.code = ADD_BIAS;
+  op.add_bias = {logits.data(), rows, tokens, temperature, T_ROWS, SIZE};
+  run("bias", op, logits);
+  const std::vector<uint32_t> allowed(T_ROWS * 10, 0xa0f1c3b5);
+  op.code = FORBID;
+  op.forbid = {logits.data(), rows, allowed.data(), T_ROWS, SIZE, 10};
+  run("forbidden", op, logits);
 }
 
 // What there is of bfloat16 alone: packed weights, and prompts' attention. Panels are of eight outs at this level.

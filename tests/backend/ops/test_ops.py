@@ -8,21 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.native import library
-from backend.ops import OPS, create_ops
 from backend.ops.base import INT4_GROUP, HeadNorms, Ops
 from backend.ops.native import NativeOps
-from backend.triton_runtime import runs_triton
 
 LEVELS = loaded.level_names if (loaded := library.load()) else ()
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
-RUN = {"native": bool(LEVELS), "triton": runs_triton(torch.device("cpu"))}  # others always do
-
-
-@pytest.fixture(params=[*(name for name in OPS if RUN.get(name, True)), *(f"native {n}" for n in LEVELS)])
-def ops(request: pytest.FixtureRequest) -> Ops:
-    """Every member, and the native one at every level of instructions that this CPU has."""
-    name, _, level = request.param.partition(" ")
-    return NativeOps(level_name=level) if level else create_ops(name)
 
 
 @pytest.fixture(params=TOLERANCES, ids=str)
@@ -312,31 +302,3 @@ def test_argmax_is_the_first_of_the_largest(ops: Ops, dtype: torch.dtype, vocab_
     assert ops.argmax(logits).tolist() == expected
     logits[::2, vocab_size // 2 :] = torch.nan
     assert ops.argmax(logits).tolist() == [e if i % 2 else vocab_size // 2 for i, e in enumerate(expected)]
-
-
-@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-@pytest.mark.parametrize("scale", [0.5, 6.0])
-def test_draws_invert_the_distribution(ops: Ops, vocab_size: int, scale: float) -> None:
-    rows = 400
-    logits = random(rows, vocab_size, dtype=torch.float32) * scale
-    logits[::3, vocab_size // 3 : vocab_size // 2] = -torch.inf  # as what is forbidden
-    temperature = torch.linspace(0.2, 2.0, rows)
-    shares = torch.linspace(0.0, 1.0, rows + 1, dtype=torch.float64)[:-1].flip(0)
-    drawn = ops.draw(logits, temperature, shares)
-    until = torch.softmax(logits.double() / temperature.double()[:, None], -1).cumsum(-1)
-    behind = until.gather(1, drawn[:, None]).squeeze(1)
-    before = torch.where(drawn > 0, until.gather(1, (drawn - 1).clamp(min=0)[:, None]).squeeze(1), 0.0)
-    assert (before < behind).all(), "what cannot be drawn"
-    assert ((before - 1e-6 < shares) & (shares < behind + 1e-6)).all()
-    assert len(set(drawn.tolist())) > min(vocab_size, 50) // 2
-
-
-def test_draws_from_no_numbers_stay_within_the_vocabulary(ops: Ops) -> None:
-    logits = random(6, 300, dtype=torch.float32)
-    logits[0] = torch.nan
-    logits[1, 150] = torch.nan
-    logits[2] = -torch.inf
-    logits[3, 7] = torch.inf
-    logits[4, 299] = torch.nan
-    drawn = ops.draw(logits, torch.ones(6), torch.full((6,), 0.999999, dtype=torch.float64))
-    assert ((drawn >= 0) & (drawn < 300)).all()

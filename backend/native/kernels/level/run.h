@@ -60,5 +60,8 @@ void run(const Op& op, void* shared) {
   if (op.code == STORE_KV) return store_kv(op.store_kv);
   if (op.code == GATHER) return gather(op.gather);
   if (op.code == DRAW) return draw(op.draw);
+  if (op.code == PENALISE) return penalise(op.penalise);
+  if (op.code == ADD_BIAS) return add_bias(op.add_bias);
+  if (op.code == FORBID) return forbid(op.forbid);
   dtype_of(op) == FLOAT32 ? run_with<float>(op) : run_with<bf16>(op);
 }

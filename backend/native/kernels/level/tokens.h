@@ -1,7 +1,5 @@
 // Tokens from logits.
 
-constexpr int64_t LOOKED_AT = 256;  // logits that are taken together, before it is asked which of them it is
-
 template <class T>
 void argmax(const Argmax& a) {
   share(a.rows, 1, [&](int64_t t) {
@@ -40,41 +38,29 @@ void argmax(const Argmax& a) {
   });
 }
 
-inline void draw(const Draw& a) {
-  share(a.rows, 1, [&](int64_t t) {
-    const float *x = a.x + t * a.size, temperature = a.temperature[t];
-    const int64_t chunks = ceil_div(a.size, LOOKED_AT);
-    double* sums = static_cast<double*>(own_scratch.get(chunks * (sizeof(double) + LOOKED_AT * sizeof(float))));
-    float* weights = reinterpret_cast<float*>(sums + chunks);
-    vf highest = all(-__builtin_inff());
+inline int64_t drawn(const Draw& a, int64_t t) {
+  const float* x = a.x + a.row[t] * a.size;
+  const float top = highest_of(x, a.size);
+  if (__builtin_isinf(top)) {  // nothing can be said of the others, or there is nothing that may be drawn
     int64_t i = 0;
-    for (; i + LANES <= a.size; i += LANES) highest = max(load(x + i), highest);
-    float top = -__builtin_inff();
-    for (int64_t lane = 0; lane < LANES; lane++) top = highest[lane] > top ? highest[lane] : top;
-    for (; i < a.size; i++) top = x[i] > top ? x[i] : top;
-    double total = 0;
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-      const int64_t begin = chunk * LOOKED_AT, end = begin + LOOKED_AT;
-      for (i = begin; i < least(end, a.size); i += LANES)
-        store(weights + i, exp((load(x + i, a.size - i) - top) / temperature));
-      for (i = least(end, a.size); i < end; i++) weights[i] = 0;
-      double partial[8] = {};
-      for (i = begin; i < end; i += 8)
-        for (int64_t j = 0; j < 8; j++) partial[j] += weights[i + j];
-      sums[chunk] = ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
-                    ((partial[4] + partial[5]) + (partial[6] + partial[7]));
-      total += sums[chunk];
-    }
-    const double point = a.share[t] * total;
-    double before = 0;
-    int64_t chunk = 0;
-    while (chunk < chunks - 1 && !(before + sums[chunk] > point)) before += sums[chunk++];
-    int64_t last = a.size - 1;  // in case that rounding, or what is no number, leaves the point behind all of them
-    for (i = chunk * LOOKED_AT; i < least((chunk + 1) * LOOKED_AT, a.size); i++) {
-      if (weights[i] > 0) last = i;
-      before += weights[i];
-      if (before > point) break;
-    }
-    a.chosen[t] = last;
-  });
+    while (i < a.size - 1 && x[i] != top) i++;
+    return i;
+  }
+  Weights w = weigh(x, a.size, top, a.temperature[t]);
+  if (is_filtered(a, t)) filter(a, t, w);
+  const double point = a.share[t] * w.total;
+  double before = 0;
+  int64_t chunk = 0;
+  while (chunk < w.chunks - 1 && !(before + w.sums[chunk] > point)) before += w.sums[chunk++];
+  int64_t last = a.size - 1;  // in case that rounding leaves the point behind all of them
+  for (int64_t i = chunk * LOOKED_AT; i < (chunk + 1) * LOOKED_AT; i++) {
+    if (w.each[i] > 0) last = i;
+    before += w.each[i];
+    if (before > point) break;
+  }
+  return last;
+}
+
+inline void draw(const Draw& a) {
+  share(a.rows, 1, [&](int64_t t) { a.chosen[t] = drawn(a, t); });
 }

@@ -1,0 +1,164 @@
+// Which tokens of a row may be drawn. They are ranked by their weights, exp((x - top) / temperature) in float32: at
+// most 1, and 1 for the likeliest. Each filter keeps a prefix of them in falling order, so the shortest prefix is what
+// all keep, and it is enough to know the least weight in it. Equal weights are kept together.
+
+constexpr int64_t LOOKED_AT = 256;  // of a row, numbers that are taken together before it is asked which of them it is
+
+inline float highest_of(const float* x, int64_t size) {
+  vf highest = all(-__builtin_inff());
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) highest = max(load(x + i), highest);
+  float top = -__builtin_inff();
+  for (int64_t lane = 0; lane < LANES; lane++) top = highest[lane] > top ? highest[lane] : top;
+  for (; i < size; i++) top = x[i] > top ? x[i] : top;
+  return top;
+}
+
+inline double sum_of(const float* chunk) {  // the same at every level
+  double partial[8] = {};
+  for (int64_t i = 0; i < LOOKED_AT; i += 8)
+    for (int64_t j = 0; j < 8; j++) partial[j] += chunk[i + j];
+  return ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
+         ((partial[4] + partial[5]) + (partial[6] + partial[7]));
+}
+
+struct Weights {  // in chunks of LOOKED_AT
+  int64_t chunks;
+  float* each;     // 0 of what is no number, and behind the end
+  float* highest;  // [chunks]
+  double* sums;    // [chunks]
+  double total;
+  float *some, *few;  // room for as many weights again, twice
+};
+
+inline Weights weigh(const float* x, int64_t size, float top, float temperature) {
+  const int64_t chunks = ceil_div(size, LOOKED_AT), count = chunks * LOOKED_AT;
+  float* each =
+      static_cast<float*>(own_scratch.get(count * 3 * sizeof(float) + chunks * (sizeof(double) + sizeof(float))));
+  double* sums = reinterpret_cast<double*>(each + 3 * count);
+  Weights w = {chunks, each, reinterpret_cast<float*>(sums + chunks), sums, 0, each + count, each + 2 * count};
+  for (int64_t chunk = 0; chunk < chunks; chunk++) {
+    const int64_t begin = chunk * LOOKED_AT, end = least(begin + LOOKED_AT, size);
+    for (int64_t i = begin; i < end; i += LANES) {
+      const vf weight = exp((load(x + i, size - i) - top) / temperature);
+      store(each + i, weight > 0 ? weight : vf{});
+    }
+    for (int64_t i = end; i < begin + LOOKED_AT; i++) each[i] = 0;
+    w.total += sums[chunk] = sum_of(each + begin);
+  }
+  return w;
+}
+
+struct End {      // of a prefix
+  float weight;   // the least in it
+  int64_t above;  // how many weigh more
+  double mass;    // and what those sum to
+};
+
+// Where a prefix of the weights in falling order ends. It has the largest of them, and each further one as long as
+// `is_kept` holds of how many weigh more, and of what those sum to. Nothing is sorted: the bits of floats that are not
+// negative are in the order of the floats. So weights are counted and summed by the highest digit of their bits; then
+// those that have the digit in which the prefix ends, by the next one; and behind the last digit there are only equals.
+template <class IsKept>
+End end_of_prefix(const float* weights, int64_t count, float* few, IsKept is_kept) {
+  constexpr int DIGIT = 10;  // bits: three digits hold 1.0f and all below it
+  struct Bin {
+    int64_t count;
+    double mass;
+  } bins[1 << DIGIT];
+  End end = {0, 0, 0};
+  for (int shift = 2 * DIGIT; shift >= 0; shift -= DIGIT) {
+    const auto digit = [shift](float weight) {
+      uint32_t bits;
+      __builtin_memcpy(&bits, &weight, 4);
+      return bits >> shift & ((1 << DIGIT) - 1);
+    };
+    __builtin_memset(bins, 0, sizeof bins);
+    for (int64_t i = 0; i < count; i++) {
+      Bin& bin = bins[digit(weights[i])];
+      bin.count++, bin.mass += weights[i];
+    }
+    uint32_t last = (1 << DIGIT) - 1;
+    while (!bins[last].count) last--;
+    for (uint32_t next = last; next-- > 0;) {
+      if (!bins[next].count) continue;
+      const int64_t above = end.above + bins[last].count;
+      const double mass = end.mass + bins[last].mass;
+      if (!is_kept(above, mass)) break;
+      last = next, end.above = above, end.mass = mass;
+    }
+    int64_t left = 0;
+    for (int64_t i = 0; i < count; i++) {
+      const float weight = weights[i];
+      few[left] = weight;
+      left += digit(weight) == last;
+    }
+    weights = few, count = left;
+  }
+  end.weight = weights[0];
+  return end;
+}
+
+// What the last token weighs that all filters keep. `top_p` is of what the others leave, which of equal weights at the
+// end of top-k are as many as it says.
+inline float least_kept(const Draw& a, int64_t t, const Weights& w) {
+  const int64_t top_k = a.top_k[t];
+  const float top_p = a.top_p[t], min_p = a.min_p[t];
+  const bool has_top_k = top_k < a.size, has_min_p = min_p > 0, has_top_p = top_p < 1;
+  const auto is_of_top_k = [top_k](int64_t above, double) { return above < top_k; };
+
+  // What is certainly left out need not be counted. By top-k: as many chunks have a weight of at least this bound. By
+  // top-p alone: all weights below this bound sum to less than half of what it leaves out, whatever rounding does.
+  float bound = min_p;
+  if (has_top_k && top_k <= w.chunks) {
+    const float highest = end_of_prefix(w.highest, w.chunks, w.few, is_of_top_k).weight;
+    bound = highest > bound ? highest : bound;
+  } else if (!has_top_k && !has_min_p) {
+    bound = (1 - double(top_p)) * w.total / (2 * a.size);
+  }
+  int64_t count = 0;
+  for (int64_t chunk = 0; chunk < w.chunks; chunk++) {
+    if (w.highest[chunk] < bound) continue;
+    for (int64_t i = chunk * LOOKED_AT; i < (chunk + 1) * LOOKED_AT; i++) {
+      const float weight = w.each[i];
+      w.some[count] = weight;
+      count += weight >= bound;
+    }
+  }
+
+  float threshold = bound;
+  double left = w.total;  // by the other filters, for top-p to take its part of
+  if (has_top_k && top_k < count) {
+    const End end = end_of_prefix(w.some, count, w.few, is_of_top_k);
+    threshold = end.weight;
+    left = end.mass + double(top_k - end.above) * end.weight;
+  } else if (has_top_k || has_min_p) {
+    left = 0;
+    for (int64_t i = 0; i < count; i++) left += w.some[i];
+  }
+  if (!has_top_p) return threshold;
+  const double wanted = top_p * left;
+  return end_of_prefix(w.some, count, w.few, [wanted](int64_t, double mass) { return mass < wanted; }).weight;
+}
+
+inline bool is_filtered(const Draw& a, int64_t t) {
+  return a.top_k && (a.top_k[t] < a.size || a.top_p[t] < 1 || a.min_p[t] > 0);
+}
+
+// What is not kept weighs nothing.
+inline void filter(const Draw& a, int64_t t, Weights& w) {
+  for (int64_t chunk = 0; chunk < w.chunks; chunk++)
+    w.highest[chunk] = highest_of(w.each + chunk * LOOKED_AT, LOOKED_AT);
+  const float threshold = least_kept(a, t, w);
+  w.total = 0;
+  for (int64_t chunk = 0; chunk < w.chunks; chunk++) {
+    w.sums[chunk] = 0;
+    if (w.highest[chunk] < threshold) continue;
+    float* each = w.each + chunk * LOOKED_AT;
+    for (int64_t i = 0; i < LOOKED_AT; i += LANES) {
+      const vf weight = load(each + i);
+      store(each + i, weight >= threshold ? weight : vf{});
+    }
+    w.total += w.sums[chunk] = sum_of(each);
+  }
+}

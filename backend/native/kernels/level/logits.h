@@ -1,0 +1,34 @@
+// What is done to logits before a token is chosen of them.
+
+// Rounded before it goes into a sum, as torch has it, rather than computed together with that.
+inline float product(float a, float b) {
+  const volatile float rounded = a * b;
+  return rounded;
+}
+
+inline void penalise(const Penalise& a) {
+  share(a.entries, 0, [&](int64_t i) {
+    float& x = a.x[a.row[i] * a.size + a.token[i]];
+    float value = x > 0 ? x / a.repetition[i] : product(x, a.repetition[i]);
+    value -= product(a.frequency[i], a.count[i]);
+    value -= a.count[i] > 0 ? a.presence[i] : 0;
+    x = value;
+  });
+}
+
+inline void add_bias(const AddBias& a) {
+  for (int64_t i = 0; i < a.entries; i++) a.x[a.row[i] * a.size + a.token[i]] += a.value[i];
+}
+
+inline void forbid(const Forbid& a) {
+  vu bit;  // of each lane
+  for (int64_t lane = 0; lane < LANES; lane++) bit[lane] = 1u << lane;
+  share(a.rows, 1, [&](int64_t t) {
+    float* x = a.x + a.row[t] * a.size;
+    for (int64_t i = 0; i < a.size; i += LANES) {
+      const uint32_t allowed = a.allowed[t * a.words + i / 32] >> i % 32;
+      const vi is_allowed = (bit & allowed) != 0;
+      store(x + i, is_allowed ? load(x + i, a.size - i) : all(-__builtin_inff()), a.size - i);
+    }
+  });
+}
