@@ -17,6 +17,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "top_p and top_k": ("peaked", {"top_p": 0.9, "top_k": 40}),
     "min_p": ("peaked", {"min_p": 0.05}),
     "penalties": ("peaked", {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.1}),
+    "logit bias": ("peaked", {"temperature": 0.0, "logit_bias": dict.fromkeys(range(50), -1.0)}),
+    "all of it": (
+        "peaked",
+        {"top_p": 0.9, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "logit_bias": {7: 1.0}},
+    ),
     "logprobs": ("peaked", {"temperature": 0.0, "logprobs": 5}),
     "grammar": ("peaked", {"temperature": 0.0}),
 }
@@ -62,7 +68,13 @@ def make_requests(count: int, vocab_size: int, sampling: dict[str, Any]) -> list
     return requests
 
 
-def cases(rows: int, vocab_size: int) -> dict[str, Callable[[], object]]:
+@dataclass(frozen=True, slots=True)
+class Case:
+    run: Callable[[Tensor], object]
+    given: Tensor  # a copy of which `run` may change
+
+
+def cases(rows: int, vocab_size: int) -> dict[str, Case]:
     generator = torch.Generator().manual_seed(rows)
     noise = torch.randn(rows, vocab_size, generator=generator)
     logits = {"peaked": noise * 2, "flat": noise * 3}
@@ -71,32 +83,33 @@ def cases(rows: int, vocab_size: int) -> dict[str, Callable[[], object]]:
     allowed = AllowedTokens(torch.arange(rows), words, {})
     ops = create_ops("native" if library.load() else "reference")
 
-    def case(which: Tensor, requests: list[Request], mask: AllowedTokens | None) -> Callable[[], object]:
-        return lambda: sample(which, make_sampling_batch([*map(NextToken, requests)], vocab_size, CPU), mask, ops)
+    def chosen(requests: list[Request], mask: AllowedTokens | None) -> Callable[[Tensor], object]:
+        return lambda given: sample(given, make_sampling_batch([*map(NextToken, requests)], vocab_size, CPU), mask, ops)
 
-    made: dict[str, Callable[[], object]] = {
-        "LOOK": lambda: logits["peaked"].argmax(dim=-1).tolist(),
-        "SORT": lambda: logits["peaked"].sort(dim=-1, descending=True),
+    made = {
+        "LOOK": Case(lambda given: given.argmax(dim=-1).tolist(), logits["peaked"]),
+        "SORT": Case(lambda given: given.sort(dim=-1, descending=True), logits["peaked"]),
     }
     for name, (which, sampling) in KINDS.items():
         requests = make_requests(rows, vocab_size, sampling)
-        made[name] = case(logits[which], requests, allowed if name == "grammar" else None)
+        made[name] = Case(chosen(requests, allowed if name == "grammar" else None), logits[which])
     return made
 
 
-def walk() -> Callable[[], object]:
+def walk() -> Case:
     compiler = GrammarCompiler(TOKENIZER.read_text(encoding="utf-8"), 2048, [0])
     begun = compiler.compile(grammar.json_schema(SCHEMA)).start()
     words = torch.zeros(64, dtype=torch.int32)
-    return lambda: begun.fill_mask(words.data_ptr(), words.nbytes)
+    return Case(lambda given: begun.fill_mask(given.data_ptr(), given.nbytes), words)
 
 
-def measure(made: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def measure(made: dict[str, Case], rounds: int) -> dict[str, float]:
     least = dict.fromkeys(made, float("inf"))
     for _ in range(rounds):
-        for name, run in made.items():
+        for name, case in made.items():
+            given = case.given.clone()
             started = time.thread_time()
-            run()
+            case.run(given)
             least[name] = min(least[name], time.thread_time() - started)
     return {name: round(seconds * 1e3, 3) for name, seconds in least.items()}
 
