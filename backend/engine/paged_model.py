@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from backend.attention import create_attention
-from backend.attention.base import EVERYTHING, Span, StepAttention
+from backend.attention.base import EVERYTHING, AttentionMetadata, Span, StepAttention
 from backend.attention.native import NativeAttention
 from backend.engine.batch import Batch
 from backend.engine.config import ResolvedConfig
@@ -47,8 +49,9 @@ class PagedModel:
             self.greedy_programs = DecodePrograms(config, self._next_tokens, recorder, MAX_GREEDY_ROWS)
 
     def forward(self, batch: Batch, is_given_up: Ask | None = None) -> Tensor:
-        """-> final hidden states: [T, hidden_size], until the next call. Raises `GivenUp` if `is_given_up`, asked
-        before the layers and between them, says so: some of the batch's slots may have been written then."""
+        """-> final hidden states: [W, hidden_size], of the tokens that are read, until the next call. Raises `GivenUp`
+        if `is_given_up`, asked before the layers and between them, says so: some of the batch's slots may have been
+        written then."""
         if self.programs and self.programs.suit(batch.attention):
             return self.programs(batch, is_given_up)
         leave_if(is_given_up)
@@ -56,10 +59,15 @@ class PagedModel:
 
     def _forward(self, batch: Batch, is_given_up: Ask | None) -> Tensor:
         embedded, rotations = self._model.embedded(batch.input_ids), self._model.rotations(batch.positions)
-        attend = self._attention.prepare(batch.attention, like=self._like)
-        if is_given_up is not None:
-            attend = _Interruptible(attend, is_given_up)
-        return self._model.forward(embedded, self.kv.layers, Step(rotations, batch.slot_mapping, attend))
+        step = Step(rotations, batch.slot_mapping, self._prepared(batch.attention, is_given_up))
+        last = step
+        if tail := batch.tail:
+            last = replace(step, attend=self._prepared(tail.attention, is_given_up), rows=tail.rows)
+        return self._model.forward(embedded, self.kv.layers, step, last)
+
+    def _prepared(self, attention: AttentionMetadata, is_given_up: Ask | None) -> StepAttention:
+        attend = self._attention.prepare(attention, like=self._like)
+        return attend if is_given_up is None else _Interruptible(attend, is_given_up)
 
     def next_tokens(self, batch: Batch, is_given_up: Ask | None = None) -> Tensor:
         """What `likeliest` says of `forward`: [T] int64, until the next call. Raises `GivenUp`, as `forward` does."""

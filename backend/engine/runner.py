@@ -67,7 +67,7 @@ class Runner:
                 masks.result()  # the walks must not change while they are asked
             return None
 
-        computed = self._of_all_hidden(plan, hidden)
+        computed = self._of_all_hidden(plan, hidden, batch.read_lens)
         if batch.sampled:
             is_all = len(batch.sampled) == len(hidden)
             hidden = hidden if is_all else hidden[batch.sampled_rows]
@@ -96,11 +96,11 @@ class Runner:
             for row, sampled in enumerate(sample(logits, sampling, allowed, self._model.ops))
         ]
 
-    def _of_all_hidden(self, plan: Sequence[Scheduled], hidden: Tensor) -> list[Computed]:
-        """What is made of all hidden states of each request's tokens. hidden: [T, hidden_size]."""
+    def _of_all_hidden(self, plan: Sequence[Scheduled], hidden: Tensor, read_lens: Sequence[int]) -> list[Computed]:
+        """What is made of all hidden states of those requests that need them all. hidden: [W, hidden_size]."""
         if not any(scheduled.request.needs_all_hidden for scheduled in plan):
             return [NOTHING] * len(plan)
-        parts = torch.split(hidden, [scheduled.num_tokens for scheduled in plan])
+        parts = torch.split(hidden, list(read_lens))
         return [self._of_hidden(scheduled, part) for scheduled, part in zip(plan, parts, strict=True)]
 
     def _of_hidden(self, scheduled: Scheduled, hidden: Tensor) -> Computed:

@@ -53,12 +53,12 @@ class PagedAttention:
             self._head_norms = RmsNorm.of_heads(self._q_norm, self._k_norm)
 
     def __call__(self, hidden: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """hidden: [T, hidden_size] -> [T, hidden_size]."""
+        """hidden: [T, hidden_size] -> [W, hidden_size], of the tokens that go on."""
         qkv = self._qkv(hidden)
         if self._rope_index is not None and self._enters_at_once and cache.is_plain:
             caches = (cache.key, cache.value)
             query = self._ops.enter(qkv, self._head_norms, step.rope[self._rope_index], caches, step.slot_mapping)
-            return self._output(step.attend(query, *caches, self._span).flatten(1))
+            return self._output(step.attend(step.going_on(query), *caches, self._span).flatten(1))
         query, key, value = torch.split(qkv, [self._q_size, self._kv_size, self._kv_size], dim=-1)
         if self._q_norm and self._k_norm and self._whole_norm:
             query, key = self._q_norm(query), self._k_norm(key)
@@ -69,7 +69,7 @@ class PagedAttention:
             cos, sin = step.rope[self._rope_index]
             query, key = self._rotated(query, cos, sin), self._rotated(key, cos, sin)
         cache.store(self._ops, key, value, step.slot_mapping)
-        return self._output(step.attend(query, cache.key, cache.value, self._span).flatten(1))
+        return self._output(step.attend(step.going_on(query), cache.key, cache.value, self._span).flatten(1))
 
     def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self._rope_dim == self._head_dim:

@@ -32,4 +32,9 @@ class Step:
 
     rope: tuple[tuple[Tensor, Tensor], ...]  # of each of the model's tables: cos and sin, [T, dim / 2] float32
     slot_mapping: Tensor  # [T] int64: where each token's key and value go
-    attend: StepAttention
+    attend: StepAttention  # for the tokens that a layer goes on with
+    rows: Tensor | None = None  # [W] int64: these, once it has stored keys and values; None: all
+
+    def going_on(self, values: Tensor) -> Tensor:
+        """[T, ...] -> [W, ...]"""
+        return values if self.rows is None else values.index_select(0, self.rows)

@@ -6,6 +6,7 @@ of `backend.models.layers`.
 
 from __future__ import annotations
 
+from itertools import chain, repeat
 from typing import ClassVar
 
 import torch
@@ -104,11 +105,13 @@ class Decoder:
         """[T] -> for each of the model's tables cos and sin: [T, dim / 2]."""
         return tuple(rope(positions) for rope in self._ropes)
 
-    def forward(self, embedded: Tensor, cache: list[LayerCache], step: Step) -> Tensor:
-        """embedded: [T, hidden_size] -> final hidden states: [T, hidden_size]."""
+    def forward(self, embedded: Tensor, cache: list[LayerCache], step: Step, last: Step) -> Tensor:
+        """embedded: [T, hidden_size] -> final hidden states: [W, hidden_size], of the tokens that go on in `last`. That
+        is the step as the last layer has it: of the others, nobody needs more than keys and values."""
         delta, residual = embedded, None
-        for layer, layer_cache in zip(self._layers, cache, strict=True):
-            delta, residual = layer(delta, residual, layer_cache, step)
+        steps = chain(repeat(step, len(self._layers) - 1), (last,))
+        for layer, layer_cache, layer_step in zip(self._layers, cache, steps, strict=True):
+            delta, residual = layer(delta, residual, layer_cache, layer_step)
         hidden, _ = self._norm.add(delta, residual)
         return hidden
 

@@ -31,7 +31,8 @@ class DecoderLayer(ABC):
 
     @abstractmethod
     def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
-        """The first layer has no residual yet."""
+        """delta, residual: [T, hidden_size] -> [W, hidden_size], of the tokens that go on. The first layer has no
+        residual yet."""
 
 
 def _norm(config: ModelConfig, loader: LayerLoader, name: str) -> RmsNorm:
@@ -48,7 +49,7 @@ class PreNormLayer(DecoderLayer):
     def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
         normed, residual = self._input_norm.add(delta, residual)
         delta = self._attention(normed, cache, step)
-        normed, residual = self._mlp_norm.add(delta, residual)
+        normed, residual = self._mlp_norm.add(delta, step.going_on(residual))
         return self._mlp(normed), residual
 
 
@@ -62,7 +63,7 @@ class ScaledLayer(PreNormLayer):
     def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
         normed, residual = self._input_norm.add(delta, residual)
         delta = self._attention(normed, cache, step) * self._scale
-        normed, residual = self._mlp_norm.add(delta, residual)
+        normed, residual = self._mlp_norm.add(delta, step.going_on(residual))
         return self._mlp(normed) * self._scale, residual
 
 
@@ -78,7 +79,7 @@ class SandwichNormLayer(DecoderLayer):
     def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
         normed, residual = self._input_norm.add(delta, residual)
         delta = self._attention_norm(self._attention(normed, cache, step))
-        normed, residual = self._mlp_norm.add(delta, residual)
+        normed, residual = self._mlp_norm.add(delta, step.going_on(residual))
         return self._output_norm(self._mlp(normed)), residual
 
 
@@ -91,5 +92,5 @@ class PostNormLayer(DecoderLayer):
 
     def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
         residual = delta if residual is None else delta + residual
-        residual = residual + self._attention_norm(self._attention(residual, cache, step))
+        residual = step.going_on(residual) + self._attention_norm(self._attention(residual, cache, step))
         return self._output_norm(self._mlp(residual)), residual

@@ -1,0 +1,138 @@
+"""Steps as tensors: whose final hidden states are read, and that they are what they would be if all were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from backend.engine.batch import Batch, make_batch
+from backend.engine.config import EngineConfig
+from backend.engine.paged_model import PagedModel
+from backend.engine.plan import Scheduled
+from backend.engine.request import Request, SamplingParams
+from backend.native import library
+from tests.backend.checkpoints import CHECKPOINTS, VOCAB_SIZE
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_TOKENS = 4, 96, 24
+CPU = torch.device("cpu")
+
+
+def request(number: int, length: int, **options: Any) -> Request:
+    scored = options.pop("scored", None)
+    sampling = SamplingParams(max_tokens=0 if options.get("pooling") else 1, prompt_logprobs=scored)
+    made = Request(f"r{number}", [(7 * number + i * i) % VOCAB_SIZE for i in range(length)], sampling, **options)
+    made.block_table = list(range(8 * number, 8 * number + -(-MAX_TOKENS // BLOCK_SIZE)))
+    return made
+
+
+def batch_of(*plan: Scheduled) -> Batch:
+    return make_batch(plan, BLOCK_SIZE, CPU)
+
+
+def rows_read(batch: Batch) -> list[int]:
+    return batch.tail.rows.tolist() if batch.tail else [*range(len(batch.input_ids))]
+
+
+def test_of_a_prompt_the_last_token_is_read_and_of_a_chunk_none() -> None:
+    batch = batch_of(Scheduled(request(0, 9), 0, 9), Scheduled(request(1, 20), 4, 8), Scheduled(request(2, 5), 4, 1))
+    assert rows_read(batch) == [8, 17]
+    assert batch.read_lens == (1, 0, 1)
+    assert batch.sampled == (0, 2)
+    assert batch.sampled_rows.tolist() == [0, 1]
+    assert batch.tail
+    assert batch.tail.attention.query_lens == (1, 1)
+    assert batch.tail.attention.seq_lens == (9, 5)
+    assert batch.tail.attention.cu_seqlens_q.tolist() == [0, 1, 2]
+    assert [table[0] for table in batch.tail.attention.block_tables.tolist()] == [0, 16]
+
+
+def test_a_step_of_which_nothing_is_read_has_one_row_that_nobody_samples() -> None:
+    batch = batch_of(Scheduled(request(0, 20), 0, 6), Scheduled(request(1, 20), 0, 4))
+    assert rows_read(batch) == [9]
+    assert batch.sampled == ()
+    assert not len(batch.sampled_rows)
+
+
+def test_whoever_needs_all_hidden_states_has_them_all_read() -> None:
+    batch = batch_of(
+        Scheduled(request(0, 20), 0, 3),
+        Scheduled(request(1, 20, pooling=True), 0, 4),
+        Scheduled(request(2, 3, scored=1), 0, 3),
+        Scheduled(request(3, 6), 2, 4),
+    )
+    assert rows_read(batch) == [3, 4, 5, 6, 7, 8, 9, 13]
+    assert batch.read_lens == (0, 4, 3, 1)
+    assert batch.sampled_rows.tolist() == [6, 7]
+
+
+def test_guesses_are_read_with_the_token_before_them() -> None:
+    batch = batch_of(Scheduled(request(0, 6), 2, 6, drafts=(1, 2)), Scheduled(request(1, 6), 5, 3, drafts=(3, 4)))
+    assert rows_read(batch) == [3, 4, 5, 6, 7, 8]
+    assert batch.sampled == (0, 0, 0, 1, 1, 1)
+    assert batch.sampled_rows.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_of_decodes_all_is_read() -> None:
+    assert batch_of(Scheduled(request(0, 6), 5, 1), Scheduled(request(1, 9), 3, 1)).tail is None
+    assert batch_of(Scheduled(request(0, 6), 5, 2, drafts=(1,)), Scheduled(request(1, 9), 8, 1)).tail is None
+
+
+def some_plan(rng: random.Random) -> list[Scheduled]:
+    """Prompts, chunks and decodes in any order; some are read as a whole."""
+    plan = []
+    for number in range(rng.randrange(1, 6)):
+        length = rng.randrange(1, MAX_TOKENS + 1)
+        start = rng.choice([0, rng.randrange(length), length - 1])
+        num_tokens = rng.choice([length - start, rng.randrange(1, length - start + 1)])
+        kind: dict[str, Any] = rng.choice([{}, {}, {}, {"pooling": True}, {"scored": 0}])
+        plan.append(Scheduled(request(number, length, **kind), start, num_tokens))
+    return plan
+
+
+class Counted:
+    """How many rows a layer's MLP was given."""
+
+    def __init__(self, mlp: Callable[[Tensor], Tensor]) -> None:
+        self._mlp = mlp
+        self.rows: list[int] = []
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        self.rows.append(len(hidden))
+        return self._mlp(hidden)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("ops", ["native", "reference"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_architecture_goes_on_with_what_is_read(
+    checkpoint_dir: Callable[[str], Path], name: str, ops: str
+) -> None:
+    """In float32 the kernels give the same to the last bit; torch, which attends to sinks, sums other numbers of rows
+    in another order."""
+    if ops == "native" and library.load() is None:
+        pytest.skip("there is no compiler here")
+    config = EngineConfig(
+        model_dir=checkpoint_dir(name), device="cpu", num_threads=1, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE,
+        max_model_len=32, enforce_eager=True, ops=ops, attention="auto" if ops == "native" else "sdpa",
+    )  # fmt: skip
+    model = PagedModel(config.resolve())
+    layers: list[Any] = model._model._layers
+    first, last = layers[0]._mlp, layers[-1]._mlp = Counted(layers[0]._mlp), Counted(layers[-1]._mlp)
+    for block in range(NUM_BLOCKS):
+        model.kv.block(block).normal_()
+    rng = random.Random(name)
+    for _ in range(20):
+        batch = batch_of(*some_plan(rng))
+        read = model.forward(batch)
+        whole = model.forward(replace(batch, tail=None))
+        is_exact = ops == "native" and name != "gpt-oss"
+        torch.testing.assert_close(read, whole[rows_read(batch)], rtol=0, atol=0 if is_exact else 2e-5)
+        assert first.rows[-2:] == [len(batch.input_ids)] * 2
+        assert last.rows[-2:] == [len(read), len(whole)]
