@@ -26,7 +26,9 @@ class KvMemory:
         dtype = form.dtype(config.dtype)
         # Zeros, since attention multiplies masked values by zero and an uninitialised NaN would survive that.
         if config.device.type == "cpu":
-            self._memory = HugePages().zeros(shape, dtype)
+            # Written to at once, which takes all of it from the system: where there is less than was thought, that
+            # shows now and not in the middle of a request, and no request waits for a page of the cache.
+            self._memory = HugePages().zeros(shape, dtype).zero_()
         else:
             self._memory = torch.zeros(shape, dtype=dtype, device=config.device)
         self.form = form

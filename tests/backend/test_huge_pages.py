@@ -195,5 +195,5 @@ def test_so_does_the_cache(checkpoint_dir: Callable[[str], Path], kv_cache_dtype
     )
     caches = [cache for layer in KvMemory(config.resolve()).layers for cache in (layer.key, layer.value)]
     assert all(is_named(cache) for cache in caches)
-    assert sum(map(resident_bytes, caches)) == 0, "an engine that has done nothing takes no memory for it"
+    assert sum(map(resident_bytes, caches)) == sum(cache.nbytes for cache in caches), "all of it is there at the start"
     assert not any(cache.any() for cache in caches)
