@@ -1,5 +1,5 @@
 """The kernels of backend/native: keys and values are read where they lie in the pool, once for all heads that share
-them. Long prompts take matrix products; with AVX-512 and without AMX these are torch's, in bfloat16."""
+them. In bfloat16, prompts take matrix products; heads that these do not suit are gathered for torch."""
 
 from __future__ import annotations
 

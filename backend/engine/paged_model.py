@@ -25,7 +25,7 @@ from backend.quantization import create_quantization
 
 # Of a step whose logits and tokens are recorded with it: the more there are, the less it brings, and the larger the
 # memory for their logits, which a program keeps.
-MAX_GREEDY_ROWS = 8
+MAX_GREEDY_ROWS = 16
 
 
 class PagedModel:

@@ -26,6 +26,8 @@ if library.load() is None:
     pytest.skip("there is no compiler here", allow_module_level=True)
 
 BLOCK_SIZE, CONTEXT = 4, 32
+NUM_TABLES = MAX_GREEDY_ROWS + 4  # of sequences that may stand beside each other
+NUM_BLOCKS = NUM_TABLES * CONTEXT // BLOCK_SIZE
 # What stands between their kernels is torch's: experts, factors, sums before norms, rotations of a part of each head.
 # Attention with sinks has no kernel.
 NOT_RECORDED = {"mixtral", "qwen3-moe", "gpt-oss", "olmo2", "granite", "phi3-longrope"}
@@ -46,14 +48,19 @@ def decode(rng: random.Random, rows: int, tables: list[list[int]]) -> Batch:
 
 def model_pair(directory: Path, **options: Any) -> tuple[PagedModel, PagedModel]:
     """With programs, and without; with the same of anything in their caches."""
-    defaults: dict[str, Any] = {"num_blocks": 96, "block_size": BLOCK_SIZE, "num_threads": 1, "max_model_len": CONTEXT}
+    defaults: dict[str, Any] = {
+        "num_blocks": NUM_BLOCKS,
+        "block_size": BLOCK_SIZE,
+        "num_threads": 1,
+        "max_model_len": CONTEXT,
+    }
     ours, theirs = (
         PagedModel(
             EngineConfig(model_dir=directory, device="cpu", enforce_eager=eager, **(defaults | options)).resolve()
         )
         for eager in (False, True)
     )
-    for block in range(96):
+    for block in range(NUM_BLOCKS):
         theirs.kv.block(block).copy_(ours.kv.block(block).normal_())
     return ours, theirs
 
@@ -63,11 +70,11 @@ def model_pair(directory: Path, **options: Any) -> tuple[PagedModel, PagedModel]
 def test_every_architecture(checkpoint_dir: Callable[[str], Path], name: str) -> None:
     ours, theirs = model_pair(checkpoint_dir(name))
     rng = random.Random(name)
-    tables = [[8 * i + j for j in range(CONTEXT // BLOCK_SIZE)] for i in range(12)]
+    tables = [[8 * i + j for j in range(CONTEXT // BLOCK_SIZE)] for i in range(NUM_TABLES)]
     for _ in range(40):
         batch = decode(rng, rng.randrange(1, 6), tables)
         assert torch.equal(ours.forward(batch), theirs.forward(batch))
-        assert all(map(torch.equal, map(ours.kv.block, range(96)), map(theirs.kv.block, range(96))))
+        assert all(map(torch.equal, map(ours.kv.block, range(NUM_BLOCKS)), map(theirs.kv.block, range(NUM_BLOCKS))))
     assert theirs.programs is None
     recorded = ours.programs.recorded if ours.programs else frozenset()
     assert recorded == (set() if name in NOT_RECORDED else {1} if name in RECORDED_ALONE else {1, 2, 3, 4, 5})
@@ -79,11 +86,11 @@ def test_tokens_of_every_architecture(checkpoint_dir: Callable[[str], Path], nam
     """Recorded with the step as far as it is, but where logits go through torch before they are compared."""
     ours, theirs = model_pair(checkpoint_dir(name))
     rng = random.Random(name)
-    tables = [[8 * i + j for j in range(CONTEXT // BLOCK_SIZE)] for i in range(12)]
-    for i in range(36):
-        batch = decode(rng, 1 + i % 12, tables)
+    tables = [[8 * i + j for j in range(CONTEXT // BLOCK_SIZE)] for i in range(NUM_TABLES)]
+    for i in range(3 * NUM_TABLES):
+        batch = decode(rng, 1 + i % NUM_TABLES, tables)
         assert torch.equal(ours.next_tokens(batch), theirs.likeliest(theirs.forward(batch)))
-        assert all(map(torch.equal, map(ours.kv.block, range(96)), map(theirs.kv.block, range(96))))
+        assert all(map(torch.equal, map(ours.kv.block, range(NUM_BLOCKS)), map(theirs.kv.block, range(NUM_BLOCKS))))
     recorded = ours.greedy_programs.recorded if ours.greedy_programs else frozenset()
     steps = set() if name in NOT_RECORDED else {1} if name in RECORDED_ALONE else set(range(1, MAX_GREEDY_ROWS + 1))
     assert recorded == (set() if name in LOGITS_NOT_RECORDED else steps)
@@ -95,7 +102,7 @@ def test_tokens_of_every_architecture(checkpoint_dir: Callable[[str], Path], nam
 def test_every_form_of_weights(checkpoint_dir: Callable[[str], Path], quantization: str, dtype: str) -> None:
     ours, theirs = model_pair(checkpoint_dir("llama-biased"), quantization=quantization, dtype=dtype)
     rng = random.Random(1)
-    tables = [[8 * i + j for j in range(CONTEXT // BLOCK_SIZE)] for i in range(12)]
+    tables = [[8 * i + j for j in range(CONTEXT // BLOCK_SIZE)] for i in range(NUM_TABLES)]
     for _ in range(30):
         batch = decode(rng, rng.randrange(1, 13), tables)
         assert torch.equal(ours.forward(batch), theirs.forward(batch))

@@ -20,6 +20,47 @@ struct ScoreStep<bf16> : Step<bf16> {
 };
 #endif
 
+// What one step of a weighted sum takes in: a position's values, or as many as the CPU sums pairs of. A pair of vectors
+// has PAIR dimensions.
+template <class T>
+struct WeighStep {
+  static constexpr int64_t POSITIONS = 1;
+  typedef float Weight;
+  static Pair of_values(const T* value, int64_t, int64_t left) { return pair_of(value, left); }
+  static Pair add(Pair sum, Pair values, const float* weight) {
+    return {sum.first + values.first * *weight, sum.second + values.second * *weight};
+  }
+  static void finish(T* out, Pair sum, float factor, int64_t left) {
+    store(out, Pair{sum.first * factor, sum.second * factor}, left);
+  }
+};
+#if WIDTH == 64
+template <>
+struct WeighStep<bf16> {
+  static constexpr int64_t POSITIONS = 2;
+  typedef bf16 Weight;
+  // Pairs of two positions, of each eight dimensions the first four and the others. stride: to the second position, if
+  // there is one.
+  static Pair of_values(const bf16* value, int64_t stride, int64_t left) {
+    const __m512i one = Step<bf16>::of_x(value, left),
+                  other = stride ? Step<bf16>::of_x(value + stride, left) : __m512i{};
+    return {(vf)_mm512_unpacklo_epi16(one, other), (vf)_mm512_unpackhi_epi16(one, other)};
+  }
+  static Pair add(Pair sum, Pair values, const bf16* weights) {
+    return {add_pairs(sum.first, (__m512i)values.first, weights),
+            add_pairs(sum.second, (__m512i)values.second, weights)};
+  }
+  static void finish(bf16* out, Pair sum, float factor, int64_t left) {
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const __m512 first = (__m512)(sum.first * factor), second = (__m512)(sum.second * factor);
+    const __m512bh all =
+        _mm512_cvtne2ps_pbh(_mm512_permutex2var_ps(first, high, second), _mm512_permutex2var_ps(first, low, second));
+    _mm512_mask_storeu_epi16(out, left >= PAIR ? ~0u : (1u << left) - 1, (__m512i)all);
+  }
+};
+#endif
+
 // Rows of one sequence for each of some neighbouring key/value heads, a row being a token's head. Their scores are all
 // kept, and each position's keys and values are read once, for all rows of all these heads, since they lie beside each
 // other. Positions count from a multiple of 16, so that a row's sums do not depend on its neighbours: what these see
@@ -27,9 +68,14 @@ struct ScoreStep<bf16> : Step<bf16> {
 template <class T>
 struct Rows {
   typedef ScoreStep<T> Step;
+  typedef WeighStep<T> Weigh;
   typedef typename Step::Kept Kept;
+  typedef typename Weigh::Weight Weight;
   static constexpr int64_t MOST = 8;
-  static constexpr int64_t AT_ONCE = 8;  // positions, of all heads, before the next ones
+  static constexpr int64_t AT_ONCE = 16;  // positions, of all heads, before the next ones
+  // Registers for sums: of scores, rows times keys; of values, rows times pairs of vectors.
+  static constexpr int SCORED_KEYS = WIDTH == 64 ? 4 : 2;  // beside four rows
+  static constexpr int WEIGHED_ROWS = WIDTH == 64 ? 8 : 4, WEIGHED_SUMS = WIDTH == 64 ? 16 : 12;
 
   const Attend& a;
   const int64_t seq, head, heads, row, count;
@@ -38,8 +84,8 @@ struct Rows {
   const int32_t* const table = a.tables + seq * a.table_width;
   int64_t first[MOST], last[MOST];  // the positions that a row sees
   int64_t begin, end, width;        // those that any sees, and so many that they are whole vectors
-  float *scores, *sums, *inverse;  // [heads][rows][width]; [heads][rows][sum_dim], in the order of pairs; [heads][rows]
-  Kept* queries;                   // [heads][rows][query_dim]
+  float *scores, *sums, *inverse;   // [heads][rows][width]; [heads][rows][sum_dim], in pairs of vectors; [heads][rows]
+  Kept* queries;                    // [heads][rows][query_dim]
 
   Rows(const Attend& a, int64_t seq, int64_t head, int64_t heads, int64_t row, int64_t count)
       : a(a), seq(seq), head(head), heads(heads), row(row), count(count) {
@@ -65,23 +111,23 @@ struct Rows {
       for (int64_t r = 0; r < count; r++)
         for (int64_t d = 0; d < dim; d += Step::SIZE)
           Step::keep(static_cast<const T*>(a.query) + at(h, r) + d, queries + (h * count + r) * query_dim + d, dim - d);
-    each_run(a.keys, a.values, [&](int64_t h, int64_t i, const T* keys, int64_t n) { score(h, i, keys, n); });
+    each_run(a.keys, a.values,
+             [&](int64_t h, int64_t i, const T* keys, int64_t n, int64_t ahead) { score(h, i, keys, n, ahead); });
     for (int64_t i = 0; i < heads * count; i++) inverse[i] = soften(scores + i * width, i % count);
     __builtin_memset(sums, 0, heads * count * sum_dim * sizeof(float));
-    each_run(a.values, nullptr, [&](int64_t h, int64_t i, const T* values, int64_t n) { weigh(h, i, values, n); });
+    each_run(a.values, nullptr,
+             [&](int64_t h, int64_t i, const T* values, int64_t n, int64_t ahead) { weigh(h, i, values, n, ahead); });
     for (int64_t h = 0; h < heads; h++)
       for (int64_t r = 0; r < count; r++)
-        for (int64_t d = 0; d < dim; d += PAIR) {
-          Pair own = pair_of(sums + (h * count + r) * sum_dim + d);
-          own.first *= inverse[h * count + r], own.second *= inverse[h * count + r];
-          store(static_cast<T*>(a.out) + at(h, r) + d, own, dim - d);
-        }
+        for (int64_t d = 0; d < dim; d += PAIR)
+          Weigh::finish(static_cast<T*>(a.out) + at(h, r) + d, pair_of(sums + (h * count + r) * sum_dim + d),
+                        inverse[h * count + r], dim - d);
   }
 
-  // Calls visit(head, i, from, n) for some positions that lie beside each other and one head of theirs, for each head
-  // and then for the next ones, which is how a block lies. Blocks are anywhere, which no prefetching of the hardware's
-  // knows: beside each position of a block, the same one of the next block is fetched. then: the cache that is read
-  // next.
+  // Calls visit(head, i, from, n, ahead) for some positions that lie beside each other and one head of theirs, for each
+  // head and then for the next ones, which is how a block lies. Blocks are anywhere, which no prefetching of the
+  // hardware's knows: `ahead` of each position is the same one of the next block, to be fetched beside it; zero: there
+  // is none. then: the cache that is read next.
   template <class F>
   inline __attribute__((always_inline)) void each_run(const void* cache, const void* then, F visit) {
     for (int64_t p = begin; p < end;) {
@@ -89,46 +135,49 @@ struct Rows {
       const int64_t n = least(AT_ONCE, least(a.block_size - offset, end - p));
       const bool has_next = (block + 1) * a.block_size < end;
       const T* from = at(cache, block, offset);
-      const T* next = has_next ? at(cache, block + 1, offset) : then ? at(then, begin / a.block_size, offset) : nullptr;
-      for (int64_t h = 0; h < heads; h++, from += dim) {
-        if (next) fetch(next + h * dim, n);
-        visit(h, p - begin, from, n);
-      }
+      const T* next = has_next ? at(cache, block + 1, offset) : then ? at(then, begin / a.block_size, offset) : from;
+      const int64_t ahead = reinterpret_cast<intptr_t>(next) - reinterpret_cast<intptr_t>(from);  // in bytes
+      for (int64_t h = 0; h < heads; h++) visit(h, p - begin, from + h * dim, n, ahead);
       p += n;
     }
+  }
+  // The cache lines of `size` numbers from the d-th on. Where these are less than a line, it is asked for again, which
+  // costs less than to look whether it was.
+  static inline __attribute__((always_inline)) void fetch(const T* from, int64_t d, int64_t size, int64_t ahead) {
+    constexpr int64_t LINE = 64 / sizeof(T);
+    for (int64_t i = 0; i < size; i += LINE)
+      __builtin_prefetch(reinterpret_cast<const char*>(from + d + i) + ahead, 0, 2);
   }
   const T* at(const void* cache, int64_t block, int64_t offset) const {
     return static_cast<const T*>(cache) + (int64_t(table[block]) * a.block_size + offset) * stride + head * dim;
   }
-  void fetch(const T* from, int64_t n) const {  // one head of n positions
-    for (int64_t i = 0; i < n; i++)
-      for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + i * stride + d, 0, 2);
-  }
-
-  void score(int64_t h, int64_t i, const T* keys, int64_t n) {
+  void score(int64_t h, int64_t i, const T* keys, int64_t n, int64_t ahead) {
     const Kept* query = queries + h * count * query_dim;
     float* to = scores + h * count * width + i;
     int64_t r = 0;
-    for (; r + 4 <= count; r += 4) score_rows<4, 2>(query + r * query_dim, keys, n, to + r * width);
+    for (; r + 4 <= count; r += 4)
+      score_rows<4, SCORED_KEYS>(query + r * query_dim, keys, n, r ? 0 : ahead, to + r * width);
+    ahead = r ? 0 : ahead;  // fetched once
     switch (count - r) {
-      case 3: return score_rows<3, 4>(query + r * query_dim, keys, n, to + r * width);
-      case 2: return score_rows<2, 4>(query + r * query_dim, keys, n, to + r * width);
-      case 1: return score_rows<1, 8>(query + r * query_dim, keys, n, to + r * width);
+      case 3: return score_rows<3, 4>(query + r * query_dim, keys, n, ahead, to + r * width);
+      case 2: return score_rows<2, 4>(query + r * query_dim, keys, n, ahead, to + r * width);
+      case 1: return score_rows<1, 8>(query + r * query_dim, keys, n, ahead, to + r * width);
     }
   }
   template <int R, int N>  // N keys at once: as many sums as there are registers for
-  void score_rows(const Kept* query, const T* keys, int64_t n, float* to) {
-    for (; n >= N; n -= N, keys += N * stride, to += N) products<R, N>(query, keys, to);
-    for (; n > 0; n--, keys += stride, to++) products<R, 1>(query, keys, to);
+  void score_rows(const Kept* query, const T* keys, int64_t n, int64_t ahead, float* to) {
+    for (; n >= N; n -= N, keys += N * stride, to += N) products<R, N>(query, keys, ahead, to);
+    for (; n > 0; n--, keys += stride, to++) products<R, 1>(query, keys, ahead, to);
   }
   template <int R, int N>
-  inline __attribute__((always_inline)) void products(const Kept* query, const T* key, float* to) {
+  inline __attribute__((always_inline)) void products(const Kept* query, const T* key, int64_t ahead, float* to) {
     vf own[R][N];
     zero(own);
     const int64_t whole = dim / Step::SIZE * Step::SIZE;
     for (int64_t d = 0; d < whole; d += Step::SIZE)
       each<N>([&](auto n) __attribute__((always_inline)) {
-        forget(query);
+        if constexpr (WIDTH < 64) forget(query);
+        fetch(key + n * stride, d, Step::SIZE, ahead);
         const auto k = Step::of_key(key + n * stride + d, Step::SIZE);
         each<R>([&](auto r) __attribute__((always_inline)) {
           own[r][n] = Step::add(own[r][n], Step::of_query(query + r * query_dim + d), k);
@@ -146,7 +195,7 @@ struct Rows {
             Step::add(vf{}, Step::of_query(query + r * query_dim + d), Step::of_key(key + i * stride + d, dim - d)));
   }
 
-  // A row's scores become weights; the result is the inverse of their sum.
+  // A row's scores become weights, which lie where they lay; the result is the inverse of their sum.
   float soften(float* own, int64_t r) {
     vf highest = all(-__builtin_inff()), total = {}, lane;
     for (int64_t i = 0; i < LANES; i++) lane[i] = float(i);
@@ -163,45 +212,56 @@ struct Rows {
     for (int64_t i = 1; i < LANES; i++) top = highest[i] > top ? highest[i] : top;
     for (int64_t i = 0; i < width; i += LANES) {
       const vf weight = exp(load(own + i) - top);
-      store(own + i, weight);
+      store(reinterpret_cast<Weight*>(own) + i, weight);
       total += weight;
     }
+    // The last position may be weighed as a pair with none, whose weight is then what lies behind.
+    if constexpr (Weigh::POSITIONS > 1) store(reinterpret_cast<Weight*>(own) + width, vf{});
     return 1.0f / sum(total);
   }
 
-  void weigh(int64_t h, int64_t i, const T* values, int64_t n) {
-    const float* weights = scores + h * count * width + i;
-    float* to = sums + h * count * sum_dim;
+  void weigh(int64_t h, int64_t i, const T* values, int64_t n, int64_t ahead) {
     int64_t r = 0;
-    for (; r + 4 <= count; r += 4) weigh_rows<4, 1>(weights + r * width, values, n, to + r * sum_dim);
-    switch (count - r) {
-      case 3: return weigh_rows<3, 2>(weights + r * width, values, n, to + r * sum_dim);
-      case 2: return weigh_rows<2, 2>(weights + r * width, values, n, to + r * sum_dim);
-      case 1: return weigh_rows<1, 4>(weights + r * width, values, n, to + r * sum_dim);
-    }
+    for (; r + WEIGHED_ROWS <= count; r += WEIGHED_ROWS) weigh_rows<WEIGHED_ROWS>(h, r, i, values, n, ahead);
+    weigh_rest<WEIGHED_ROWS - 1>(h, r, i, values, n, r ? 0 : ahead);
   }
-  template <int R, int V>  // V pairs at once: as many sums as there are registers for
-  void weigh_rows(const float* weights, const T* values, int64_t n, float* to) {
+  template <int R>
+  void weigh_rest(int64_t h, int64_t r, int64_t i, const T* values, int64_t n, int64_t ahead) {
+    if (count - r == R) return weigh_rows<R>(h, r, i, values, n, ahead);
+    if constexpr (R > 1) weigh_rest<R - 1>(h, r, i, values, n, ahead);
+  }
+  template <int R>
+  void weigh_rows(int64_t h, int64_t r, int64_t i, const T* values, int64_t n, int64_t ahead) {
+    const Weight* weights = weights_of(h * count + r) + i;
+    float* to = sums + (h * count + r) * sum_dim;
+    constexpr int most = WEIGHED_SUMS / 2 / R, V = most >= 4 ? 4 : most >= 2 ? 2 : 1;
     int64_t d = 0;
-    for (; d + V * PAIR <= dim; d += V * PAIR) add_weighed<R, V>(weights, values + d, n, to + d, PAIR);
-    for (; d < dim; d += PAIR) add_weighed<R, 1>(weights, values + d, n, to + d, dim - d);
+    for (; d + V * PAIR <= dim; d += V * PAIR) add_weighed<R, V>(weights, values, d, n, ahead, to + d, PAIR);
+    for (; d < dim; d += PAIR) add_weighed<R, 1>(weights, values, d, n, ahead, to + d, dim - d);
   }
+  const Weight* weights_of(int64_t row) const { return reinterpret_cast<const Weight*>(scores + row * width); }
   template <int R, int V>
-  inline __attribute__((always_inline)) void add_weighed(const float* weights, const T* value, int64_t n, float* to,
-                                                         int64_t left) {
+  inline __attribute__((always_inline)) void add_weighed(const Weight* weights, const T* value, int64_t d, int64_t n,
+                                                         int64_t ahead, float* to, int64_t left) {
+    const int64_t weight_stride = weights_of(1) - weights_of(0), stride = this->stride;  // compilers read members again
     Pair own[R][V];
     each<R * V>([&](auto i) __attribute__((always_inline)) {
       own[i / V][i % V] = pair_of(to + i / V * sum_dim + i % V * PAIR);
     });
-    for (int64_t i = 0; i < n; i++)
+    const auto step = [&](int64_t i, int64_t next) __attribute__((always_inline)) {
       each<V>([&](auto j) __attribute__((always_inline)) {
         forget(weights);
-        const Pair v = pair_of(value + i * stride + j * PAIR, left);
+        fetch(value + i * stride, d + j * PAIR, PAIR, ahead);
+        if (next) fetch(value + i * stride + next, d + j * PAIR, PAIR, ahead);
+        const Pair values = Weigh::of_values(value + i * stride + d + j * PAIR, next, left);
         each<R>([&](auto r) __attribute__((always_inline)) {
-          own[r][j].first += v.first * weights[r * width + i];
-          own[r][j].second += v.second * weights[r * width + i];
+          own[r][j] = Weigh::add(own[r][j], values, weights + r * weight_stride + i);
         });
       });
+    };
+    int64_t i = 0;
+    for (; i + Weigh::POSITIONS <= n; i += Weigh::POSITIONS) step(i, Weigh::POSITIONS > 1 ? stride : 0);
+    if (i < n) step(i, 0);
     each<R * V>([&](auto i)
                     __attribute__((always_inline)) { store(to + i / V * sum_dim + i % V * PAIR, own[i / V][i % V]); });
   }
