@@ -144,23 +144,33 @@ struct QueryTile {
       });
   }
 
+  // Minus infinity for what row i does not see among `count` scores from position p on: at either end.
+  void hide(int64_t i, int64_t p, int64_t count) {
+    float* own = scores + i * SCORE_STRIDE;
+    vf lane;
+    for (int64_t j = 0; j < LANES; j++) lane[j] = float(j);
+    const int64_t first = first_seen[i] - p, last = last_seen[i] - p;
+    const vf from = all(float(first)), to = all(float(last));
+    const auto within = [&](int64_t k, int64_t end) {
+      for (; k < end; k += LANES) {
+        const vf position = lane + float(k);
+        store(own + k, (position >= from) & (position <= to) ? load(own + k) : all(-__builtin_inff()));
+      }
+    };
+    const int64_t before = least(count, ceil_div(most(first, 0), LANES) * LANES);
+    within(0, before);
+    within(most(before, most(last + 1, 0) / LANES * LANES), count);
+  }
+
   // From a row's scores to weights, and by what its weighted values so far are too large.
   void soften(int64_t i, int64_t p, int64_t count) {
     float* own = scores + i * SCORE_STRIDE;
-    const bool all_seen = p >= first_seen[i] && p + count - 1 <= last_seen[i];
     const float scale = a.softcap ? 1 : float(a.scale);  // of what is stored
+    if (a.softcap)
+      for (int64_t k = 0; k < count; k += LANES)
+        store(own + k, capped(load(own + k) * float(a.scale), float(a.softcap)));
+    hide(i, p, count);
     vf top = all(highest[i]);
-    if (!all_seen || a.softcap) {
-      vf lane;
-      for (int64_t j = 0; j < LANES; j++) lane[j] = float(j);
-      const vf from = all(float(first_seen[i] - p)), to = all(float(last_seen[i] - p));
-      for (int64_t k = 0; k < count; k += LANES) {
-        vf s = load(own + k);
-        if (a.softcap) s = capped(s * float(a.scale), float(a.softcap));
-        const vf position = lane + float(k);
-        store(own + k, (position >= from) & (position <= to) ? s : all(-__builtin_inff()));
-      }
-    }
     for (int64_t k = 0; k < count; k += LANES) top = max(top, load(own + k));
     float most_of_row = top[0];
     for (int64_t j = 1; j < LANES; j++) most_of_row = top[j] > most_of_row ? top[j] : most_of_row;
