@@ -162,6 +162,30 @@ def test_a_packed_product_is_the_same_in_every_batch(level: str, threads: int) -
                 assert torch.equal(compute(rows), together[rows])
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("count", [1, 2, 9, 40])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_no_number_shows_in_its_own_row(level: str, count: int, poison: float) -> None:
+    """Also where inputs become whole numbers."""
+    ops = NativeOps(level_name=level)
+    x, weight = random(count, 256, dtype=torch.bfloat16), random(96, 256, dtype=torch.bfloat16, seed=1)
+    int8, int4 = (weight * 30).to(torch.int8), (weight * 30).to(torch.uint8)[:, :128].contiguous()
+    scales, groups = torch.rand(96), torch.rand(96, 256 // INT4_GROUP).bfloat16()
+    plain, packed8 = ops.pack(weight, torch.bfloat16), ops.pack(int8, torch.bfloat16)
+    packed4 = ops.pack_int4(int4, groups, torch.bfloat16)
+    poisoned = x.clone()
+    poisoned[count // 2, 77] = poison
+    others = [row for row in range(count) if row != count // 2]
+    for compute in (
+        lambda x: ops.linear(x, plain, None),
+        lambda x: ops.linear_int8(x, packed8, scales, None),
+        lambda x: ops.linear_int4(x, packed4, groups, None),
+    ):
+        result = compute(poisoned)
+        assert not result[count // 2].isfinite().any()
+        assert torch.equal(result[others], compute(x)[others])
+
+
 def test_a_gate_that_does_not_exist(ops: Ops) -> None:
     with pytest.raises(ValueError, match="swish"):
         ops.gated(torch.ones(1, 2), "swish")

@@ -37,10 +37,7 @@ void pack_row(const Linear& a, int64_t row, const PackedRows& to) {
 void pack_row_in_halves(const Linear& a, int64_t row, const PackedRows& to) {
   const bf16* x = static_cast<const bf16*>(a.x) + row * a.x_stride;
   char *high = to.tile(row) + row % TILE * 64, *low = high + to.tile_bytes / 2;
-  __m512 largest = _mm512_setzero_ps();
-  for (int64_t k = 0; k < a.ins; k += TILE)
-    largest = _mm512_max_ps(largest, _mm512_abs_ps((__m512)avx512::load(x + k)));
-  const float most_of_row = _mm512_reduce_max_ps(largest);
+  const float most_of_row = avx512::largest_of(x, a.ins);
   const float factor = most_of_row > 0 ? MOST_HALVES / most_of_row : 0;
   to.scales[row] = most_of_row / MOST_HALVES;
   for (int64_t k = 0; k < a.ins; k += TILE) {

@@ -41,6 +41,17 @@ struct Kept<bf16> {
   static float factor(const bf16*, int64_t) { return 1; }
 };
 
+// The largest magnitude of a row; no number, if the row has any that is none, which as whole numbers stand above all.
+inline float largest_of(const bf16* x, int64_t ins) {
+  __m512i largest = _mm512_setzero_si512();
+  for (int64_t k = 0; k < ins; k += LANES) {
+    const __m512i bits = (__m512i)load(x + k, ins - k);
+    largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)));
+  }
+  const uint32_t bits = _mm512_reduce_max_epu32(largest);
+  return read<float>(&bits);
+}
+
 // Rows as whole numbers: for each N inputs the high halves, the low halves, and by how much their products are too
 // large; behind all of them, what a row's numbers are to be multiplied with.
 template <int64_t N, int64_t TOO_LARGE_BY>
@@ -56,9 +67,7 @@ struct Halves {
   static const int8_t* at(const int8_t* row, int64_t k) { return row + k / N * RECORD; }
   static float factor(const int8_t* row, int64_t ins) { return read<float>(at(row, ceil_div(ins, N) * N)); }
   static void keep(const bf16* from, int64_t ins, int8_t* to) {
-    vf largest = {};
-    for (int64_t k = 0; k < ins; k += LANES) largest = max(largest, (vf)_mm512_abs_ps((__m512)load(from + k, ins - k)));
-    const float top = _mm512_reduce_max_ps((__m512)largest), factor = top > 0 ? MOST / top : 0, inverse = top / MOST;
+    const float top = largest_of(from, ins), factor = top > 0 ? MOST / top : 0, inverse = top / MOST;
     for (int64_t k = 0; k < ins; k += N, to += RECORD) {
       __m512i total = _mm512_setzero_si512();
       for (int64_t i = 0; i < N; i += LANES) {
