@@ -56,9 +56,9 @@ inline int64_t whole_lines(int64_t bytes) { return (ceil_div(bytes, 64) | 1) * 6
 template <class W>
 struct KeptRows {
   typedef typename Kept<W>::T T;
-  T* at;
+  const T* at;
   int64_t first, count, stride;
-  T* row(int64_t t) const { return at + (t - first) * stride; }
+  const T* row(int64_t t) const { return at + (t - first) * stride; }
 };
 
 template <class W>
@@ -161,10 +161,14 @@ void linear_packed(const Linear& a, void* memory) {
   typedef typename Kept<W>::T T;
   const int64_t panels = a.outs / PANEL, at_once = even_share(a.rows, ROWS_AT_ONCE, Kept<W>::MOST_ROWS);
   for (int64_t t = 0; t < a.rows; t += at_once) {
-    const KeptRows<W> x{static_cast<T*>(memory), t, least(at_once, a.rows - t), Kept<W>::stride(a.ins)};
-    share(x.count, x.count * a.ins < FEW ? x.count : 0, [&](int64_t i) {
-      Kept<W>::keep(static_cast<const bf16*>(a.x) + (t + i) * a.x_stride, a.ins, x.at + i * x.stride);
-    });
+    const bf16* rows = static_cast<const bf16*>(a.x) + t * a.x_stride;
+    KeptRows<W> x{static_cast<T*>(memory), t, least(at_once, a.rows - t), Kept<W>::stride(a.ins)};
+    if (Kept<W>::lies_well(a.x_stride)) {
+      x.at = reinterpret_cast<const T*>(rows), x.stride = a.x_stride;
+    } else {
+      share(x.count, x.count * a.ins < FEW ? x.count : 0,
+            [&](int64_t i) { Kept<W>::keep(rows + i * a.x_stride, a.ins, static_cast<T*>(memory) + i * x.stride); });
+    }
     const int64_t together = panels_together(panels, x.count);
     const int64_t near = even_share(x.count, NEAR_ROWS, Kept<W>::MOST_ROWS);
     const int64_t groups = ceil_div(panels, together), parts = ceil_div(x.count, near);
