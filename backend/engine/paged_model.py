@@ -70,7 +70,7 @@ class PagedModel:
         return attend if is_given_up is None else _Interruptible(attend, is_given_up)
 
     def next_tokens(self, batch: Batch, is_given_up: Ask | None = None) -> Tensor:
-        """What `likeliest` says of `forward`: [T] int64, until the next call. Raises `GivenUp`, as `forward` does."""
+        """What `likeliest` says of `forward`: [W] int64, until the next call. Raises `GivenUp`, as `forward` does."""
         if self.greedy_programs and self.greedy_programs.suit(batch.attention):
             return self.greedy_programs(batch, is_given_up)
         return self.likeliest(self.forward(batch, is_given_up))

@@ -141,6 +141,7 @@ struct Rows {
       p += n;
     }
   }
+
   // The cache lines of `size` numbers from the d-th on. Where these are less than a line, it is asked for again, which
   // costs less than to look whether it was.
   static inline __attribute__((always_inline)) void fetch(const T* from, int64_t d, int64_t size, int64_t ahead) {
@@ -151,6 +152,7 @@ struct Rows {
   const T* at(const void* cache, int64_t block, int64_t offset) const {
     return static_cast<const T*>(cache) + (int64_t(table[block]) * a.block_size + offset) * stride + head * dim;
   }
+
   void score(int64_t h, int64_t i, const T* keys, int64_t n, int64_t ahead) {
     const Kept* query = queries + h * count * query_dim;
     float* to = scores + h * count * width + i;
@@ -222,7 +224,7 @@ struct Rows {
 
   void weigh(int64_t h, int64_t i, const T* values, int64_t n, int64_t ahead) {
     int64_t r = 0;
-    for (; r + WEIGHED_ROWS <= count; r += WEIGHED_ROWS) weigh_rows<WEIGHED_ROWS>(h, r, i, values, n, ahead);
+    for (; r + WEIGHED_ROWS <= count; r += WEIGHED_ROWS) weigh_rows<WEIGHED_ROWS>(h, r, i, values, n, r ? 0 : ahead);
     weigh_rest<WEIGHED_ROWS - 1>(h, r, i, values, n, r ? 0 : ahead);
   }
   template <int R>

@@ -16,7 +16,7 @@ struct Kept {
   static constexpr int64_t NEAR_STEPS = 512;   // inputs of a panel, and of the rows beside it, in the nearest cache
   static constexpr int64_t UNIT = GROUP;       // inputs that are not taken apart
   static int64_t stride(int64_t ins) { return whole_lines(ins * sizeof(T)) / sizeof(T); }
-  static bool lies_well(int64_t) { return false; }
+  static bool lies_well(int64_t) { return false; }  // whether rows so far apart are multiplied where they lie
   static void keep(const bf16* from, int64_t ins, float* to) {
     for (int64_t k = 0; k < ins; k += LANES) store(to + k, load(from + k, ins - k), ins - k);
   }

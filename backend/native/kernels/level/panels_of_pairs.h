@@ -36,7 +36,7 @@ struct Kept<bf16> {
   static constexpr int64_t NEAR_STEPS = 256;
   static constexpr int64_t UNIT = GROUP;
   static int64_t stride(int64_t ins) { return whole_lines(ins * sizeof(T)) / sizeof(T); }
-  // Whether rows are multiplied where they lie: unless some of them would meet in one place of a cache.
+  // Where they do not meet in one place of a cache.
   static bool lies_well(int64_t stride) { return stride * int64_t(sizeof(T)) % 1024 != 0; }
   static void keep(const bf16* from, int64_t ins, bf16* to) { __builtin_memcpy(to, from, ins * sizeof(bf16)); }
   static const bf16* at(const bf16* row, int64_t k) { return row + k; }
@@ -64,9 +64,9 @@ struct Halves {
   static constexpr int64_t NEAR_STEPS = 512;
   static constexpr int64_t UNIT = N;
   static constexpr int64_t RECORD = 2 * N + 4;
-  static bool lies_well(int64_t) { return false; }
   static constexpr float MOST = 127 * 256.0f;  // the largest number whose high half is an int8
   static int64_t stride(int64_t ins) { return whole_lines(ceil_div(ins, N) * RECORD + sizeof(float)); }
+  static bool lies_well(int64_t) { return false; }
   static const int8_t* at(const int8_t* row, int64_t k) { return row + k / N * RECORD; }
   static float factor(const int8_t* row, int64_t ins) { return read<float>(at(row, ceil_div(ins, N) * N)); }
   static void keep(const bf16* from, int64_t ins, int8_t* to) {
