@@ -10,6 +10,7 @@ from backend.layers.norm import RmsNorm
 from backend.models.weights import Checkpoint
 from backend.ops.base import Ops
 from backend.quantization.base import Linear, Quantization
+from backend.quantization.none import PlainLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,11 @@ class LayerLoader:
         weights = [self.tensor(f"{name}.weight", out, in_features) for name, out in outs]
         biases = [self.tensor(f"{name}.bias", out) for name, out in outs] if bias else []
         return self.quantization.linear(torch.cat(weights), torch.cat(biases) if bias else None, gate)
+
+    def router(self, name: str, num_experts: int, in_features: int, *, bias: bool = False) -> Linear:
+        """As the checkpoint has it: it is small, and what it decides is not a little off but another expert's."""
+        weight = self.tensor(f"{name}.weight", num_experts, in_features)
+        return PlainLinear(self.ops, weight, self.tensor(f"{name}.bias", num_experts) if bias else None, None)
 
     def rms_norm(self, name: str, size: int, eps: float) -> RmsNorm:
         if self.norm_offset:

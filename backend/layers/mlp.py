@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from backend.layers.loader import LayerLoader
 from backend.models.config import ExpertsConfig, ModelConfig
+from backend.ops.base import Ops
+from backend.ops.mixture import Expert, Weight
 from backend.quantization.base import Linear
 
 PLAIN_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -24,30 +25,25 @@ class GatedMlp:
         self._gate_up = loader.linear(outs, config.hidden_size, bias=config.mlp_bias, gate=config.activation)
         self._down = loader.linear([(down, config.hidden_size)], inner_size, bias=config.mlp_bias)
 
+    @property
+    def weights(self) -> tuple[Weight, Weight] | None:
+        """As `Expert` has it."""
+        gate_up, down = self._gate_up.held, self._down.held
+        return (gate_up, down) if gate_up and down else None
+
     def __call__(self, hidden: Tensor) -> Tensor:
         return self._down(self._gate_up(hidden))
 
 
 class SparseMlp:
-    """A router and many small MLPs, of which each token visits a few.
+    """A router and many small MLPs, of which each token visits a few."""
 
-    A token's result is summed in the order of the experts' numbers, whatever its neighbours visit.
-    """
-
-    def __init__(self, experts: ExpertsConfig, router: Linear, mlps: Sequence[Callable[[Tensor], Tensor]]) -> None:
+    def __init__(self, ops: Ops, experts: ExpertsConfig, router: Linear, mlps: Sequence[Expert]) -> None:
+        self._ops = ops
         self._experts = experts
         self._router = router
-        self._mlps = mlps
+        self._mixture = ops.mixture(mlps)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        shares = self._router(hidden).float().softmax(-1)
-        weights, chosen = shares.topk(self._experts.num_per_token, dim=-1)  # [T, K]
-        if self._experts.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
-        weights = weights.to(hidden.dtype)
-        output = torch.zeros_like(hidden)
-        for expert in sorted(set(chosen.flatten().tolist())):
-            tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            result = self._mlps[expert](hidden[tokens]) * weights[tokens, places, None]
-            output.index_add_(0, tokens, result)
-        return output
+        shares, chosen = self._ops.route(self._router(hidden), self._experts.num_per_token, self._experts.normalise)
+        return self._mixture(hidden, shares, chosen)

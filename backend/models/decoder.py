@@ -90,7 +90,7 @@ class Decoder:
             GatedMlp(config, loader.below(f"experts.{i}"), experts.intermediate_size, cls.expert_names)
             for i in range(experts.num_experts)
         ]
-        return SparseMlp(experts, loader.linear([("gate", experts.num_experts)], config.hidden_size), mlps)
+        return SparseMlp(loader.ops, experts, loader.router("gate", experts.num_experts, config.hidden_size), mlps)
 
     @property
     def dtype(self) -> torch.dtype:

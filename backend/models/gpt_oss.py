@@ -33,11 +33,13 @@ class GptOssForCausalLM(Decoder):
             )
             for i in range(experts.num_experts)
         ]
-        return SparseMlp(experts, loader.linear([("router", experts.num_experts)], size, bias=True), mlps)
+        return SparseMlp(loader.ops, experts, loader.router("router", experts.num_experts, size, bias=True), mlps)
 
 
 class _ClampedMlp:
     """down((up + 1) * gate * sigmoid(1.702 * gate)), with gate at most `limit`, and up between -limit and limit."""
+
+    weights = None
 
     def __init__(self, gate_up: Linear, down: Linear, limit: float) -> None:
         self._gate_up = gate_up

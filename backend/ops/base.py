@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.ops.mixture import Expert, Mixture, OneByOne
 from backend.ops.sampling import Bias, Penalties, RandomRows
 
 INT4_GROUP = 32  # weights that share a scale
@@ -107,6 +109,17 @@ class Ops(ABC):
             query, key = self.rms_norm(query, norms.query, norms.eps), self.rms_norm(key, norms.key, norms.eps)
         self.store_kv(self.rope(key, *rope), value, *caches, slots)
         return self.rope(query, *rope)
+
+    def route(self, scores: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        """Which experts a token visits: those of its largest scores, and the shares that they have of the softmax over
+        all of them, or over those that are chosen if it is to be normalised. scores: [T, E] -> [T, K] float32 and
+        [T, K] int64."""
+        shares, chosen = scores.float().softmax(-1).topk(num_chosen, dim=-1)
+        return (shares / shares.sum(-1, keepdim=True) if normalise else shares), chosen
+
+    def mixture(self, experts: Sequence[Expert]) -> Mixture:
+        """Of all of a layer's experts, which it may take the place of: their weights may be held in another form."""
+        return OneByOne(experts)
 
     def gated(self, x: Tensor, gate: str | None) -> Tensor:
         """What a gate makes of a product: [T, 2I] -> [T, I]; without one, the product itself."""

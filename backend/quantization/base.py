@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from backend.ops.base import Ops
+from backend.ops.mixture import Weight
 
 
 class Linear(ABC):
@@ -13,6 +14,11 @@ class Linear(ABC):
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in] -> [T, out], in x's dtype; with a gate, [T, out / 2]."""
+
+    @property
+    def held(self) -> Weight | None:
+        """What it computes with, where that is a product of `Ops`."""
+        return None
 
     def embedding(self, weight: Tensor) -> Tensor:
         """What `Ops.embedding` is to read, where this is a head tied to the embedding `weight`."""

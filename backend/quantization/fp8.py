@@ -35,7 +35,7 @@ class Fp8Linear(Linear):
 
 
 class Fp8(Quantization):
-    """Weights whose shape the products do not take, such as a router's for a few experts, stay as they are."""
+    """Weights whose shape the products do not take stay as they are."""
 
     def linear(self, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
         if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:

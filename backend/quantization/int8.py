@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from backend.ops.base import Ops
+from backend.ops.mixture import Weight
 from backend.quantization.base import Linear, Quantization
 
 MAX_NUMBER = 127
@@ -19,6 +20,10 @@ class Int8Linear(Linear):
         wide = weight.to(torch.float32, copy=True)  # a tied weight is the embedding, too
         self._scales = wide.abs().amax(dim=1).clamp_(min=torch.finfo(torch.float32).tiny) / MAX_NUMBER  # [out]
         self._weight = ops.pack(wide.div_(self._scales[:, None]).round_().to(torch.int8), weight.dtype, gate)
+
+    @property
+    def held(self) -> Weight:
+        return Weight("int8", self._weight, self._scales, self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear_int8(x, self._weight, self._scales, self._bias, self._gate)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from backend.ops.base import Ops
+from backend.ops.mixture import Weight
 from backend.quantization.base import Linear, Quantization
 
 
@@ -12,6 +13,10 @@ class PlainLinear(Linear):
         self._weight = ops.pack(weight, weight.dtype, gate)
         self._bias = bias
         self._gate = gate
+
+    @property
+    def held(self) -> Weight:
+        return Weight("plain", self._weight, None, self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self._weight, self._bias, self._gate)
