@@ -46,6 +46,8 @@ SCALE = (12, struct.Struct("2i5qd"))
 PENALISE = (13, struct.Struct("2i9q"))
 ADD_BIAS = (14, struct.Struct("2i6q"))
 FORBID = (15, struct.Struct("2i6q"))
+ROUTE = (16, struct.Struct("2i8q"))
+EXPERTS = (17, struct.Struct("2i12q"))
 
 logger = logging.getLogger(__name__)
 

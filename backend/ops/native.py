@@ -9,6 +9,7 @@ be packed.
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,12 @@ from backend.huge_pages import HugePages
 from backend.native import library
 from backend.native.library import Caller, Library
 from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
+from backend.ops.mixture import Expert, Mixture, OneByOne
+from backend.ops.native_experts import DTYPES, FORMS, GATES, NativeMixture
 from backend.ops.reference import ReferenceOps
 from backend.ops.sampling import Bias, Penalties, RandomRows
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-PLAIN, INT8, INT4 = range(3)
-GATES = {None: 0, "silu": 1, "gelu_tanh": 2}
+PLAIN, INT8, INT4 = FORMS["plain"], FORMS["int8"], FORMS["int4"]
 TILE = 16  # of AMX: outs, and words of inputs
 # Half of the outs of a packed weight that are summed together.
 LANES = {"base": 4, "avx2": 8, "avx512": 16, "amx": TILE}
@@ -251,6 +252,22 @@ class NativeOps(ReferenceOps):
             threaded=qkv.numel() >= MIN_SHARED_ITEMS,
         )  # fmt: skip
         return query
+
+    def route(self, scores: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        scores = scores.contiguous()
+        shares = scores.new_empty((len(scores), num_chosen), dtype=torch.float32)
+        chosen = scores.new_empty((len(scores), num_chosen), dtype=torch.int64)
+        pointers = map(_pointer, (scores, shares, chosen))
+        self._call(library.ROUTE, *pointers, *scores.shape, num_chosen, DTYPES[scores.dtype], normalise)
+        return shares, chosen
+
+    def mixture(self, experts: Sequence[Expert]) -> Mixture:
+        weights = [expert.weights for expert in experts]
+        if not self._packs or not all(weights):
+            return OneByOne(experts)
+        held = [pair for pair in weights if pair]
+        first, second = held[0]
+        return NativeMixture(self._call, held, self._outs(second.numbers), self._outs(first.numbers) // 2)
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         key, value = whole_rows(key), whole_rows(value)

@@ -12,6 +12,8 @@ namespace LEVEL {
 
 #include "level/elementwise.h"
 
+#include "level/experts.h"
+
 #include "level/logits.h"
 
 #include "level/filters.h"

@@ -81,6 +81,21 @@ struct Scale {  // out[T, K] = x * factor
   int64_t rows, dim, dtype;
   double factor;
 };
+struct Route {    // of each row the experts of its largest scores, and their shares of the softmax
+  const void* x;  // [T, E]
+  float* shares;
+  int64_t* chosen;                                              // [T, K]
+  int64_t rows, num_experts, num_chosen, dtype, is_normalised;  // whether the shares of a row add up to one
+};
+struct Op;
+struct Experts {  // out[T, D]: of each row the sum of what the chosen experts make of it, times their shares
+  const void* x;
+  const int64_t* chosen;
+  const float* shares;  // [T, C]
+  const Op* products;   // [E, 2]: LINEAR, with neither rows nor what is read and written
+  void* out;
+  int64_t rows, hidden, inner, num_experts, num_chosen, dtype, activation;  // NONE where the first product has it
+};
 struct Attend {
   const void *query, *keys, *values;          // [T, Hq, D]; caches: [num_blocks, block_size, Hkv, D]
   void* out;                                  // [T, Hq, D]
@@ -139,7 +154,9 @@ enum Code : int64_t {
   SCALE,
   PENALISE,
   ADD_BIAS,
-  FORBID
+  FORBID,
+  ROUTE,
+  EXPERTS
 };
 
 struct Op {
@@ -162,6 +179,8 @@ struct Op {
     Penalise penalise;
     AddBias add_bias;
     Forbid forbid;
+    Route route;
+    Experts experts;
   };
 };
 static_assert(sizeof(Op) == 160, "as library.py packs it");

@@ -9,6 +9,7 @@ size_t shared_bytes(const Op& op) {
     for (int64_t seq = 0; seq < a.num_seqs; seq++)
       if (suits(a, seq)) return a.num_kv_heads * a.head_dim * (longest(a) + 2 * DEPTH) * sizeof(bf16);
   }
+  if (op.code == EXPERTS) return avx512::experts_bytes(op.experts, shared_bytes);
   return 0;
 }
 
@@ -21,6 +22,7 @@ void run(const Op& op, void* shared) {
     return linear<int4x32>(a, static_cast<uint32_t*>(shared));
   }
   if (op.code == EMBED) return embed(op.embed);
+  if (op.code == EXPERTS) return avx512::experts(op.experts, shared, run);
   if (op.code != ATTEND) return avx512::run(op, shared);
   for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
     if (suits(op.attend, seq)) attend_sequence(op.attend, seq, static_cast<uint16_t*>(shared));

@@ -15,6 +15,7 @@ void run_with(const Op& op) {
     case GATED: return gated<T>(op.gated);
     case ARGMAX: return argmax<T>(op.argmax);
     case SCALE: return scale<T>(op.scale);
+    case ROUTE: return route<T>(op.route);
   }
 }
 
@@ -28,6 +29,7 @@ inline size_t shared_bytes(const Op& op) {
     for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
       if (suits_tiles(op.attend, seq)) return heads_together(op.attend) * packed_head_bytes(op.attend);
   }
+  if (op.code == EXPERTS) return experts_bytes(op.experts, shared_bytes);
   return 0;
 }
 
@@ -41,6 +43,7 @@ inline int64_t dtype_of(const Op& op) {
     case ENTER: return op.enter.dtype;
     case ARGMAX: return op.argmax.dtype;
     case SCALE: return op.scale.dtype;
+    case ROUTE: return op.route.dtype;
     default: return FLOAT32;
   }
 }
@@ -57,6 +60,7 @@ void run(const Op& op, void* shared) {
       if (suits_tiles(op.attend, seq)) attend_tiles(op.attend, seq, shared);
     return attend(op.attend, suits_tiles);
   }
+  if (op.code == EXPERTS) return experts(op.experts, shared, run);
   if (op.code == STORE_KV) return store_kv(op.store_kv);
   if (op.code == GATHER) return gather(op.gather);
   if (op.code == DRAW) return draw(op.draw);

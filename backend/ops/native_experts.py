@@ -1,0 +1,59 @@
+"""Mixtures of experts by the kernels of backend/native: one operation, whoever is visited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backend.native import library
+from backend.native.library import OP_BYTES, Caller
+from backend.ops.mixture import Mixture, Weight
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+FORMS = {"plain": 0, "int8": 1, "int4": 2}
+GATES = {None: 0, "silu": 1, "gelu_tanh": 2}
+
+
+class NativeMixture(Mixture):
+    def __init__(self, call: Caller, experts: Sequence[tuple[Weight, Weight]], hidden: int, inner: int) -> None:
+        """hidden, inner: what an expert is given, and what its second product is. All experts are held alike."""
+        self._call = call
+        self._experts = experts  # to which the table points
+        self._hidden, self._inner, self._num_experts = hidden, inner, len(experts)
+        first = experts[0][0]
+        self._applies_gate = _is_packed(first) and first.form != "int4"
+        self._gate = 0 if self._applies_gate else GATES[first.gate]
+        products = b"".join(
+            self._product(first, 2 * inner, hidden) + self._product(second, hidden, inner) for first, second in experts
+        )
+        self._products = np.frombuffer(products, dtype=np.uint8).copy()  # where numbers of eight bytes may lie
+
+    def _product(self, weight: Weight, outs: int, ins: int) -> bytes:
+        """As the kernels take it, but for the rows, what is read and what is written."""
+        is_packed = _is_packed(weight)
+        scales = None if is_packed and weight.form == "int4" else weight.scales  # which has them in itself
+        code, layout = library.LINEAR
+        fields = (0, weight.numbers.data_ptr(), _pointer(scales), _pointer(weight.bias), 0, 0, outs, ins, 0, 0)
+        gate = GATES[weight.gate] if self._applies_gate else 0
+        return layout.pack(code, 1, *fields, FORMS[weight.form], is_packed, gate).ljust(OP_BYTES, b"\0")
+
+    def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        x, shares, chosen = x.contiguous(), shares.contiguous(), chosen.contiguous()
+        out = torch.empty_like(x)
+        self._call(
+            library.EXPERTS,
+            x.data_ptr(), chosen.data_ptr(), shares.data_ptr(), self._products.ctypes.data, out.data_ptr(),
+            len(x), self._hidden, self._inner, self._num_experts, chosen.shape[1], DTYPES[x.dtype], self._gate,
+        )  # fmt: skip
+        return out
+
+
+def _is_packed(weight: Weight) -> bool:
+    return weight.numbers.dim() > 2
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

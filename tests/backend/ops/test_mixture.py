@@ -1,0 +1,178 @@
+"""Mixtures of experts by every member: beside the formulas in double precision, and beside the experts asked one by
+one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from backend.native import library
+from backend.ops.base import Ops
+from backend.ops.mixture import OneByOne, Weight
+from backend.ops.native import NativeOps
+from backend.quantization import create_quantization
+from backend.quantization.base import Linear
+
+LEVELS = loaded.level_names if (loaded := library.load()) else ()
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
+NUM_EXPERTS, NUM_CHOSEN = 6, 3
+
+
+@pytest.fixture(params=TOLERANCES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def weights(self) -> tuple[Weight, Weight] | None:
+        assert self.gate_up.held and self.down.held
+        return self.gate_up.held, self.down.held
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return self.down(self.gate_up(x))
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What experts are made of. first: [E, 2I, D], second: [E, D, I], and their biases, if they have any."""
+
+    first: Tensor
+    second: Tensor
+    biases: tuple[Tensor, Tensor] | None
+    gate: str
+
+    def mlps(self, ops: Ops, form: str = "none") -> list[Mlp]:
+        linear = create_quantization(form, ops).linear
+        first_biases, second_biases = self.biases or ([None] * NUM_EXPERTS, [None] * NUM_EXPERTS)
+        return [
+            Mlp(linear(first, first_bias, self.gate), linear(second, second_bias))
+            for first, second, first_bias, second_bias in zip(
+                self.first, self.second, first_biases, second_biases, strict=True
+            )
+        ]
+
+    def exact(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        for t, (share_of, experts) in enumerate(zip(shares.double(), chosen, strict=True)):
+            for share, e in zip(share_of, experts, strict=True):
+                gate, up = self._product(x[t].double(), self.first[e], 0, e).chunk(2)
+                activation = F.silu(gate) if self.gate == "silu" else F.gelu(gate, approximate="tanh")
+                out[t] += share * self._product(activation * up, self.second[e], 1, e)
+        return out
+
+    def _product(self, x: Tensor, weight: Tensor, which: int, expert: Tensor) -> Tensor:
+        return weight.double() @ x + (self.biases[which][expert].double() if self.biases else 0.0)
+
+
+def checkpoint(
+    hidden: int, inner: int, dtype: torch.dtype, *, with_bias: bool = False, gate: str = "silu"
+) -> Checkpoint:
+    first = random(NUM_EXPERTS, 2 * inner, hidden, dtype=dtype, seed=1) / hidden**0.5
+    second = random(NUM_EXPERTS, hidden, inner, dtype=dtype, seed=2) / inner**0.5
+    biases = (random(NUM_EXPERTS, 2 * inner, dtype=dtype, seed=3), random(NUM_EXPERTS, hidden, dtype=dtype, seed=4))
+    return Checkpoint(first, second, biases if with_bias else None, gate)
+
+
+def visits(rows: int, seed: int = 5) -> tuple[Tensor, Tensor]:
+    """Shares and experts, as `route` gives them. Most go to few, and nobody to the last."""
+    generator = torch.Generator().manual_seed(seed)
+    popularity = torch.tensor([5.0, 3.0, 1.0, 0.5, 0.2, 0.0])
+    chosen = torch.multinomial(popularity.expand(rows, -1), NUM_CHOSEN, generator=generator)
+    return torch.rand(rows, NUM_CHOSEN, generator=generator), chosen
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize(("rows", "num_experts", "num_chosen"), [(1, 8, 2), (5, 6, 6), (70, 33, 1), (600, 128, 8)])
+def test_route(ops: Ops, dtype: torch.dtype, rows: int, num_experts: int, num_chosen: int, normalise: bool) -> None:
+    scores = (
+        torch.stack([torch.randperm(num_experts, generator=torch.Generator().manual_seed(i)) for i in range(rows)]).to(
+            dtype
+        )
+        / 8
+    )  # no two of a row are equal
+    shares, chosen = ops.route(scores, num_chosen, normalise)
+    assert (shares.dtype, chosen.dtype) == (torch.float32, torch.int64)
+    exact, expected = scores.double().softmax(-1).topk(num_chosen, dim=-1)
+    assert torch.equal(chosen, expected)
+    if normalise:
+        exact = exact / exact.sum(-1, keepdim=True)
+    assert torch.allclose(shares.double(), exact, atol=1e-6, rtol=1e-5)
+
+
+def test_scores_that_are_no_numbers_route_to_experts_that_there_are(ops: Ops, dtype: torch.dtype) -> None:
+    """And show in the shares, so that they are not taken for an answer."""
+    scores = random(3, 8, dtype=dtype)
+    scores[0] = torch.nan
+    scores[1, 5] = torch.nan
+    shares, chosen = ops.route(scores, 4, normalise=True)
+    assert all(sorted(set(row)) == sorted(row) and set(row) <= set(range(8)) for row in chosen.tolist())
+    assert shares.isnan().any(-1).tolist() == [True, True, False]
+
+
+# Whole panels and none, rows of which each expert gets none, one, some, and more than are multiplied at once.
+SHAPES = [(1, 64, 32), (2, 64, 48), (5, 96, 32), (40, 50, 14), (700, 128, 64)]
+
+
+@pytest.mark.parametrize(("rows", "hidden", "inner"), SHAPES)
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_mixture(ops: Ops, dtype: torch.dtype, rows: int, hidden: int, inner: int, gate: str, with_bias: bool) -> None:
+    made = checkpoint(hidden, inner, dtype, with_bias=with_bias, gate=gate)
+    x, (shares, chosen) = random(rows, hidden, dtype=dtype), visits(rows)
+    ours = ops.mixture(made.mlps(ops))(x, shares, chosen)
+    assert (ours.dtype, ours.shape) == (dtype, x.shape)
+    exact = made.exact(x, shares, chosen)
+    assert (ours.double() - exact).abs().max().item() < TOLERANCES[dtype] * max(1.0, exact.abs().max().item())
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize(("rows", "hidden", "inner"), [(1, 64, 32), (5, 96, 64), (300, 128, 64)])
+def test_mixture_of_quantised_experts(
+    ops: Ops, dtype: torch.dtype, form: str, rows: int, hidden: int, inner: int
+) -> None:
+    mlps = checkpoint(hidden, inner, dtype, with_bias=True).mlps(ops, form)
+    x, (shares, chosen) = random(rows, hidden, dtype=dtype), visits(rows)
+    ours, theirs = ops.mixture(mlps)(x, shares, chosen), OneByOne(mlps)(x, shares, chosen)
+    assert (ours - theirs).abs().max().item() < TOLERANCES[dtype] * max(1.0, theirs.abs().max().item())
+
+
+def test_all_tokens_at_one_expert(ops: Ops, dtype: torch.dtype) -> None:
+    made = checkpoint(64, 32, dtype)
+    x, shares = random(40, 64, dtype=dtype), torch.full((40, 1), 0.5)
+    chosen = torch.full((40, 1), NUM_EXPERTS - 1)
+    exact = made.exact(x, shares, chosen)
+    ours = ops.mixture(made.mlps(ops))(x, shares, chosen)
+    assert (ours.double() - exact).abs().max().item() < TOLERANCES[dtype] * max(1.0, exact.abs().max().item())
+
+
+def test_an_input_that_is_no_number_shows_in_its_row_alone(ops: Ops, dtype: torch.dtype) -> None:
+    mixture, (shares, chosen) = ops.mixture(checkpoint(64, 32, dtype).mlps(ops)), visits(9)
+    x = random(9, 64, dtype=dtype)
+    x[4, 7] = torch.nan
+    assert mixture(x, shares, chosen).isnan().any(-1).tolist() == [t == 4 for t in range(9)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("form", ["none", "int8"])
+def test_float32_rows_are_the_same_in_every_batch(level: str, threads: int, form: str) -> None:
+    ops = NativeOps(level_name=level, num_threads=threads)
+    mixture = ops.mixture(checkpoint(96, 64, torch.float32).mlps(ops, form))
+    x, (shares, chosen) = random(60, 96, dtype=torch.float32), visits(60)
+    together = mixture(x, shares, chosen)
+    for t in range(60):
+        assert torch.equal(mixture(x[t : t + 1], shares[t : t + 1], chosen[t : t + 1])[0], together[t])
