@@ -17,8 +17,6 @@ ATTENTIONS = {
     "triton": "backend.attention.triton:TritonAttention",
 }
 
-
-KNOW_SINKS = ("sdpa", "triton")
 READ_EVERY_FORM = ("sdpa", "triton")  # of the cache; the others read it as the model computes it
 
 

@@ -55,13 +55,13 @@ class _Step(StepAttention):
         self._layout = (len(metadata.seq_lens), metadata.block_tables.shape[1], metadata.block_size)
 
     def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
-        assert span.sinks is None, "sinks are for those in backend.attention.KNOW_SINKS"
         query = query.contiguous()
         output = torch.empty_like(query)
         self._call(
             library.ATTEND,
             query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), output.data_ptr(),
             self._tables.data_ptr(), self._starts.data_ptr(), self._seq_lens.data_ptr(),
+            0 if span.sinks is None else span.sinks.data_ptr(),
             *self._layout, query.shape[1], *key_cache.shape[2:], DTYPES[query.dtype],
             span.window or 0, self._scale, span.softcap or 0.0,
         )  # fmt: skip

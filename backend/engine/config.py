@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from backend.attention import ATTENTIONS, KNOW_SINKS, READ_EVERY_FORM
+from backend.attention import ATTENTIONS, READ_EVERY_FORM
 from backend.engine.errors import ConfigError
 from backend.engine.free_memory import free_memory_bytes
 from backend.engine.speculation import DRAFTERS
@@ -154,7 +154,7 @@ class EngineConfig:
             kv_cache_dtype=self.kv_cache_dtype,
             num_host_blocks=self._num_host_blocks(self._block_bytes([model], dtype)),
             kv_host_dir=self.kv_host_dir,
-            attention=self._attention(model, device),
+            attention=self._attention(device),
             ops=_member("ops", self.ops, plain="reference", device=device),
             enforce_eager=self.enforce_eager,
             quantization=self.quantization,
@@ -163,8 +163,7 @@ class EngineConfig:
         )
         if draft is None or self.draft_model_dir is None:
             return resolved
-        attention = self._attention(draft, device)
-        drafting = replace(resolved, model_dir=self.draft_model_dir, model=draft, attention=attention)
+        drafting = replace(resolved, model_dir=self.draft_model_dir, model=draft)
         return replace(resolved, draft=drafting)
 
     def _block_bytes(self, models: Sequence[ModelConfig], dtype: torch.dtype) -> int:
@@ -194,21 +193,20 @@ class EngineConfig:
             )
         return memory // block_bytes
 
-    def _attention(self, model: ModelConfig, device: torch.device) -> str:
+    def _attention(self, device: torch.device) -> str:
         """The fastest that can what is asked of it."""
         able = set(ATTENTIONS)
         if self.kv_cache_dtype != AUTO:
             able &= set(READ_EVERY_FORM)
-        if model.attention_sinks:
-            able &= set(KNOW_SINKS)
         if self.kv_cache_dtype == FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             able.discard(TRITON)  # whose kernels convert it as newer GPUs do
         chosen = _member("attention", self.attention, plain="sdpa", device=device)
         if self.attention == AUTO and chosen not in able:
             chosen = "sdpa"
         if chosen not in able:
-            wanted = "attention sinks" if model.attention_sinks else f"a KV cache of {self.kv_cache_dtype}"
-            raise ConfigError(f"attention {chosen!r} does not know {wanted}", param="attention")
+            raise ConfigError(
+                f"attention {chosen!r} does not know a KV cache of {self.kv_cache_dtype}", param="attention"
+            )
         return chosen
 
     def _cache_memory_bytes(self, dtype: torch.dtype, device: torch.device) -> int:

@@ -13,17 +13,12 @@ from backend.quantization.base import Linear
 PLAIN_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-class GatedMlp:
-    """down(activation(gate(x)) * up(x)). `names` are the checkpoint's for the three; where it keeps gate and up as one,
-    there are two."""
+class Mlp:
+    """down(gate_up(x)), the first of which ends with a gate."""
 
-    def __init__(
-        self, config: ModelConfig, loader: LayerLoader, inner_size: int, names: tuple[str, ...] = PLAIN_NAMES
-    ) -> None:
-        *gate_up, down = names
-        outs = [(name, 2 * inner_size // len(gate_up)) for name in gate_up]
-        self._gate_up = loader.linear(outs, config.hidden_size, bias=config.mlp_bias, gate=config.activation)
-        self._down = loader.linear([(down, config.hidden_size)], inner_size, bias=config.mlp_bias)
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self._gate_up = gate_up
+        self._down = down
 
     @property
     def weights(self) -> tuple[Weight, Weight] | None:
@@ -33,6 +28,21 @@ class GatedMlp:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self._down(self._gate_up(hidden))
+
+
+class GatedMlp(Mlp):
+    """down(activation(gate(x)) * up(x)). `names` are the checkpoint's for the three; where it keeps gate and up as one,
+    there are two."""
+
+    def __init__(
+        self, config: ModelConfig, loader: LayerLoader, inner_size: int, names: tuple[str, ...] = PLAIN_NAMES
+    ) -> None:
+        *gate_up, down = names
+        outs = [(name, 2 * inner_size // len(gate_up)) for name in gate_up]
+        super().__init__(
+            loader.linear(outs, config.hidden_size, bias=config.mlp_bias, gate=config.activation),
+            loader.linear([(down, config.hidden_size)], inner_size, bias=config.mlp_bias),
+        )
 
 
 class SparseMlp:

@@ -27,6 +27,7 @@ from backend.models.rope_config import (
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by the checkpoints' names
 GPT_OSS = "GptOssForCausalLM"
+SWIGLU_LIMIT = 7.0  # as the gate of its experts has it (backend/ops)
 # Architectures whose heads are tied where config.json does not say: it leaves out what is the default.
 TIED = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "SmolLM3ForCausalLM"})
 NORMALISED = frozenset({GPT_OSS, "MixtralForCausalLM"})  # whose experts' shares add up to one
@@ -70,7 +71,6 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     activation: str  # "silu" or "gelu_tanh"
-    mlp_limit: float  # between which gpt-oss keeps what its experts multiply
     ropes: tuple[RopeConfig, ...]
     rope_dim: int  # of each head, the first so many dimensions are rotated
     attention_scale: float
@@ -130,7 +130,6 @@ class ModelConfig:
             attention_bias=raw.get("attention_bias", False),
             mlp_bias=raw.get("mlp_bias", False),
             activation=ACTIVATIONS[_activation(raw)],
-            mlp_limit=raw.get("swiglu_limit", 7.0),
             ropes=ropes,
             rope_dim=ropes[0].dim,
             attention_scale=_attention_scale(raw, head_dim),
@@ -152,6 +151,8 @@ def _activation(raw: Mapping[str, Any]) -> str:
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if (activation := _activation(raw)) not in ACTIVATIONS:
         raise UnsupportedModel(f"hidden_act {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if (limit := raw.get("swiglu_limit", SWIGLU_LIMIT)) != SWIGLU_LIMIT:
+        raise UnsupportedModel(f"swiglu_limit {limit} is not {SWIGLU_LIMIT}, as every published gpt-oss has it")
     quantised = raw.get("quantization_config")
     if quantised and not (quantised.get("quant_method") == "mxfp4" and raw["architectures"] == [GPT_OSS]):
         raise UnsupportedModel("quantization_config: checkpoints that are already quantised are not supported")

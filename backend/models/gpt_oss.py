@@ -4,13 +4,10 @@ import torch
 from torch import Tensor
 
 from backend.layers.loader import LayerLoader
-from backend.layers.mlp import SparseMlp
+from backend.layers.mlp import Mlp, SparseMlp
 from backend.layers.mxfp4 import BLOCK, dequantise_mxfp4
 from backend.models.config import ExpertsConfig, ModelConfig
 from backend.models.decoder import Decoder
-from backend.quantization.base import Linear
-
-SIGMOID_SLOPE = 1.702  # at which x * sigmoid(slope * x) is nearly gelu
 
 
 class GptOssForCausalLM(Decoder):
@@ -28,28 +25,10 @@ class GptOssForCausalLM(Decoder):
         linear = loader.quantization.linear
         mlps = [
             # Rows of gate and up stand in turns; here one after the other, as in every other family.
-            _ClampedMlp(
-                linear(_in_turn(gate_up[i]), _in_turn(gate_up_bias[i])), linear(down[i], down_bias[i]), config.mlp_limit
-            )
+            Mlp(linear(_in_turn(gate_up[i]), _in_turn(gate_up_bias[i]), "swiglu_oai"), linear(down[i], down_bias[i]))
             for i in range(experts.num_experts)
         ]
         return SparseMlp(loader.ops, experts, loader.router("router", experts.num_experts, size, bias=True), mlps)
-
-
-class _ClampedMlp:
-    """down((up + 1) * gate * sigmoid(1.702 * gate)), with gate at most `limit`, and up between -limit and limit."""
-
-    weights = None
-
-    def __init__(self, gate_up: Linear, down: Linear, limit: float) -> None:
-        self._gate_up = gate_up
-        self._down = down
-        self._limit = limit
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        gate, up = self._gate_up(hidden).chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
-        return self._down((up + 1) * (gate * torch.sigmoid(SIGMOID_SLOPE * gate)))
 
 
 def _in_turn(rows: Tensor) -> Tensor:

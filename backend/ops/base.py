@@ -12,6 +12,7 @@ from backend.ops.mixture import Expert, Mixture, OneByOne
 from backend.ops.sampling import Bias, Penalties, RandomRows
 
 INT4_GROUP = 32  # weights that share a scale
+SWIGLU_OAI_SLOPE, SWIGLU_OAI_LIMIT = 1.702, 7.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,8 @@ class Ops(ABC):
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
-        """x: [T, in], weight: [out, in], bias: [out] -> [T, out]. With a gate, "silu" or "gelu_tanh", the result goes
-        through `silu_mul` or `gelu_mul`: [T, out / 2]."""
+        """x: [T, in], weight: [out, in], bias: [out] -> [T, out]. With a gate, the result goes through
+        `gated`: [T, out / 2]."""
 
     @abstractmethod
     def linear_int8(
@@ -91,6 +92,13 @@ class Ops(ABC):
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up: [T, 2I] -> gelu(gate) * up: [T, I], by the tanh approximation that Gemma was trained with."""
 
+    def swiglu_oai(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [T, 2I] -> (up + 1) * gate * sigmoid(1.702 * gate): [T, I], with gate at most 7 and up between -7
+        and 7, as gpt-oss was trained."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=SWIGLU_OAI_LIMIT), up.clamp(-SWIGLU_OAI_LIMIT, SWIGLU_OAI_LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(SWIGLU_OAI_SLOPE * gate))
+
     def enter(
         self,
         qkv: Tensor,
@@ -122,7 +130,8 @@ class Ops(ABC):
         return OneByOne(experts)
 
     def gated(self, x: Tensor, gate: str | None) -> Tensor:
-        """What a gate makes of a product: [T, 2I] -> [T, I]; without one, the product itself."""
+        """What "silu" (`silu_mul`), "gelu_tanh" (`gelu_mul`) or "swiglu_oai" make of a product: [T, 2I] -> [T, I];
+        without a gate, the product itself."""
         match gate:
             case None:
                 return x
@@ -130,6 +139,8 @@ class Ops(ABC):
                 return self.silu_mul(x)
             case "gelu_tanh":
                 return self.gelu_mul(x)
+            case "swiglu_oai":
+                return self.swiglu_oai(x)
         raise ValueError(f"there is no gate {gate!r}")
 
     @abstractmethod

@@ -218,16 +218,19 @@ class NativeOps(ReferenceOps):
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, is_gelu=False)
+        return self._gated(gate_up, "silu")
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, is_gelu=True)
+        return self._gated(gate_up, "gelu_tanh")
 
-    def _gated(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
+    def swiglu_oai(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, "swiglu_oai")
+
+    def _gated(self, gate_up: Tensor, gate: str) -> Tensor:
         gate_up = gate_up.contiguous()
         rows, inner = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty((rows, inner))
-        fields = (gate_up.data_ptr(), out.data_ptr(), rows, inner, DTYPES[out.dtype], int(is_gelu))
+        fields = (gate_up.data_ptr(), out.data_ptr(), rows, inner, DTYPES[out.dtype], GATES[gate])
         self._call(library.GATED, *fields, threaded=out.numel() >= MIN_SHARED_ITEMS)
         return out
 

@@ -14,7 +14,7 @@ from backend.ops.mixture import Mixture, Weight
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 FORMS = {"plain": 0, "int8": 1, "int4": 2}
-GATES = {None: 0, "silu": 1, "gelu_tanh": 2}
+GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
 
 
 class NativeMixture(Mixture):

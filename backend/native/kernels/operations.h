@@ -17,7 +17,7 @@ constexpr int64_t GROUP = 32;
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16 };
 enum Format : int64_t { PLAIN, INT8, INT4 };  // how a weight is held; PLAIN: in the dtype of the input
-enum Activation : int64_t { NONE, SILU, GELU };
+enum Activation : int64_t { NONE, SILU, GELU, SWIGLU_OAI };
 
 // The operations, as Python packs them: eight bytes per field. Strides count elements. T rows, one per token.
 
@@ -44,10 +44,10 @@ struct Rope {  // out[T, H, D]: x with its pairs (i, i + D / 2) turned
   void* out;
   int64_t rows, x_stride, heads, dim, dtype;
 };
-struct Gated {  // out[T, I] = activation(x[T, :I]) * x[T, I:]
+struct Gated {  // out[T, I]: of x[T, :I], the gates, and of x[T, I:]
   const void* x;
   void* out;
-  int64_t rows, inner, dtype, is_gelu;
+  int64_t rows, inner, dtype, activation;
 };
 struct StoreKv {  // strides and sizes in bytes
   const char *key, *value;
@@ -100,6 +100,7 @@ struct Attend {
   const void *query, *keys, *values;          // [T, Hq, D]; caches: [num_blocks, block_size, Hkv, D]
   void* out;                                  // [T, Hq, D]
   const int32_t *tables, *starts, *seq_lens;  // [S, table_width]; [S + 1]: where queries begin; [S]
+  const float* sinks;                         // [Hq]: a score of each head that has no value; may be null
   int64_t num_seqs, table_width, block_size, num_heads, num_kv_heads, head_dim, dtype, window;  // window 0: none
   double scale, softcap;                                                                        // softcap 0: none
 };

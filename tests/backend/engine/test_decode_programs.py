@@ -29,8 +29,7 @@ BLOCK_SIZE, CONTEXT = 4, 32
 NUM_TABLES = MAX_GREEDY_ROWS + 4  # of sequences that may stand beside each other
 NUM_BLOCKS = NUM_TABLES * CONTEXT // BLOCK_SIZE
 # What stands between their kernels is torch's: factors, sums before norms, rotations of a part of each head.
-# Attention with sinks has no kernel.
-NOT_RECORDED = {"gpt-oss", "olmo2", "granite", "phi3-longrope"}
+NOT_RECORDED = {"olmo2", "granite", "phi3-longrope"}
 LOGITS_NOT_RECORDED = {"gemma2", "granite"}  # which have a factor, or a cap
 RECORDED_ALONE = {"smollm3"}  # whose queries, where there is no rotation, are made contiguous if there are several
 

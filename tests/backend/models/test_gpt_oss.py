@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.engine.errors import ConfigError, UnsupportedModel
+from backend.engine.errors import UnsupportedModel
 from backend.engine.request import Request, SamplingParams
 from backend.layers.mxfp4 import dequantise_mxfp4
 from backend.models.config import ModelConfig
@@ -77,8 +77,7 @@ def test_other_architectures_in_mxfp4_are_refused(checkpoint_dir: Callable[[str]
         ModelConfig.parse(raw | {"quantization_config": {"quant_method": "mxfp4"}})
 
 
-def test_attention_that_does_not_know_sinks_is_refused(checkpoint_dir: Callable[[str], Path]) -> None:
-    config = EngineConfig(model_dir=checkpoint_dir("gpt-oss"), attention="native")
-    with pytest.raises(ConfigError, match="'native' does not know attention sinks") as caught:
-        config.resolve()
-    assert caught.value.param == "attention"
+def test_another_limit_than_the_published_one_is_refused(checkpoint_dir: Callable[[str], Path]) -> None:
+    raw = json.loads((checkpoint_dir("gpt-oss") / "config.json").read_text())
+    with pytest.raises(UnsupportedModel, match=r"swiglu_limit 6.0 is not 7.0"):
+        ModelConfig.parse(raw | {"swiglu_limit": 6.0})

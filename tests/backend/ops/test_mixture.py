@@ -46,6 +46,13 @@ class Mlp:
         return self.down(self.gate_up(x))
 
 
+def gated(gate: Tensor, up: Tensor, name: str) -> Tensor:
+    if name == "swiglu_oai":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    return up * (F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh"))
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What experts are made of. first: [E, 2I, D], second: [E, D, I], and their biases, if they have any."""
@@ -70,8 +77,7 @@ class Checkpoint:
         for t, (share_of, experts) in enumerate(zip(shares.double(), chosen, strict=True)):
             for share, e in zip(share_of, experts, strict=True):
                 gate, up = self._product(x[t].double(), self.first[e], 0, e).chunk(2)
-                activation = F.silu(gate) if self.gate == "silu" else F.gelu(gate, approximate="tanh")
-                out[t] += share * self._product(activation * up, self.second[e], 1, e)
+                out[t] += share * self._product(gated(gate, up, self.gate), self.second[e], 1, e)
         return out
 
     def _product(self, x: Tensor, weight: Tensor, which: int, expert: Tensor) -> Tensor:
@@ -128,7 +134,7 @@ SHAPES = [(1, 64, 32), (2, 64, 48), (5, 96, 32), (40, 50, 14), (700, 128, 64)]
 
 
 @pytest.mark.parametrize(("rows", "hidden", "inner"), SHAPES)
-@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_mixture(ops: Ops, dtype: torch.dtype, rows: int, hidden: int, inner: int, gate: str, with_bias: bool) -> None:
     made = checkpoint(hidden, inner, dtype, with_bias=with_bias, gate=gate)

@@ -90,13 +90,16 @@ PACKED_SHAPES = [
     *((1, 32, 32), (1, 64, 96), (2, 34, 64), (7, 900, 64), (15, 128, 64), (16, 64, 32), (17, 192, 96)),
     *((33, 64, 64), (80, 1100, 96), (300, 2048, 64)),
 ]
-GATES = (None, "silu", "gelu_tanh")
+GATES = (None, "silu", "gelu_tanh", "swiglu_oai")
 
 
 def gated(x: Tensor, gate: str | None) -> Tensor:
     if gate is None:
         return x
     first, second = x.chunk(2, -1)
+    if gate == "swiglu_oai":
+        first, second = first.clamp(max=7.0), second.clamp(-7.0, 7.0)
+        return (second + 1) * first * torch.sigmoid(1.702 * first)
     return second * (F.silu(first) if gate == "silu" else F.gelu(first, approximate="tanh"))
 
 
@@ -260,6 +263,15 @@ def test_gelu_mul(ops: Ops, dtype: torch.dtype) -> None:
     gate, up = gate_up.double().chunk(2, -1)
     gelu = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     assert_close(ops.gelu_mul(gate_up), gelu * up)
+
+
+def test_swiglu_oai(ops: Ops, dtype: torch.dtype) -> None:
+    gate_up = random(5, 66, dtype=dtype) * 6  # also beyond the limits, on both sides
+    gate, up = gate_up.double().chunk(2, -1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    exact = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    assert (ops.swiglu_oai(gate_up).double() - exact).abs().max().item() < TOLERANCES[dtype] * 64  # the largest is 56
+    assert ops.swiglu_oai(torch.full_like(gate_up, torch.nan)).isnan().all()
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of Triton's interpreter

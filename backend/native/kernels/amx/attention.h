@@ -88,6 +88,10 @@ struct QueryTile {
     pack_pairs(rows, num_rows, dim / 2, queries);
     __builtin_memset(output, 0, dim * TILE * sizeof(float));
     vf highest = avx512::all(-__builtin_inff()), total = avx512::all(0);
+    if (a.sinks) {  // a score that comes first, and has no value
+      for (int64_t i = 0; i < TILE; i++) highest[i] = a.sinks[head * group + (row + least(i, num_rows - 1)) % group];
+      total = avx512::all(1);
+    }
     const int64_t end = last_seen[num_rows - 1] + 1;
     for (int64_t p = first_seen[0] / DEPTH * DEPTH; p < end; p += STEP_KEYS) {
       const int64_t count = least(STEP_KEYS, end - p);

@@ -113,7 +113,7 @@ struct Rows {
           Step::keep(static_cast<const T*>(a.query) + at(h, r) + d, queries + (h * count + r) * query_dim + d, dim - d);
     each_run(a.keys, a.values,
              [&](int64_t h, int64_t i, const T* keys, int64_t n, int64_t ahead) { score(h, i, keys, n, ahead); });
-    for (int64_t i = 0; i < heads * count; i++) inverse[i] = soften(scores + i * width, i % count);
+    for (int64_t i = 0; i < heads * count; i++) inverse[i] = soften(scores + i * width, i / count, i % count);
     __builtin_memset(sums, 0, heads * count * sum_dim * sizeof(float));
     each_run(a.values, nullptr,
              [&](int64_t h, int64_t i, const T* values, int64_t n, int64_t ahead) { weigh(h, i, values, n, ahead); });
@@ -198,7 +198,7 @@ struct Rows {
   }
 
   // A row's scores become weights, which lie where they lay; the result is the inverse of their sum.
-  float soften(float* own, int64_t r) {
+  float soften(float* own, int64_t h, int64_t r) {
     vf highest = all(-__builtin_inff()), total = {}, lane;
     for (int64_t i = 0; i < LANES; i++) lane[i] = float(i);
     const vf from = all(float(first[r] - begin)), to = all(float(last[r] - begin));
@@ -210,7 +210,8 @@ struct Rows {
       highest = max(highest, s);
       store(own + i, s);
     }
-    float top = highest[0];
+    const float sink = a.sinks ? a.sinks[(head + h) * group + (row + r) % group] : -__builtin_inff();
+    float top = highest[0] > sink ? highest[0] : sink;
     for (int64_t i = 1; i < LANES; i++) top = highest[i] > top ? highest[i] : top;
     for (int64_t i = 0; i < width; i += LANES) {
       const vf weight = exp(load(own + i) - top);
@@ -219,7 +220,7 @@ struct Rows {
     }
     // The last position may be weighed as a pair with none, whose weight is then what lies behind.
     if constexpr (Weigh::POSITIONS > 1) store(reinterpret_cast<Weight*>(own) + width, vf{});
-    return 1.0f / sum(total);
+    return 1.0f / (sum(total) + (a.sinks ? exp(all(sink - top))[0] : 0));
   }
 
   void weigh(int64_t h, int64_t i, const T* values, int64_t n, int64_t ahead) {

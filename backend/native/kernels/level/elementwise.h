@@ -46,8 +46,8 @@ void gated(const Gated& a) {
     const T *gate = static_cast<const T*>(a.x) + t * 2 * a.inner, *up = gate + a.inner;
     T* out = static_cast<T*>(a.out) + t * a.inner;
     for (int64_t k = 0; k < a.inner; k += LANES) {
-      const vf g = load(gate + k, a.inner - k);
-      store(out + k, (a.is_gelu ? gelu(g) : silu(g)) * load(up + k, a.inner - k), a.inner - k);
+      const int64_t left = a.inner - k;
+      store(out + k, gated(a.activation, load(gate + k, left), load(up + k, left)), left);
     }
   });
 }

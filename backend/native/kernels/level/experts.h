@@ -111,7 +111,7 @@ void experts_in(const Experts& a, void* memory, Run run) {
     }
     up.linear.out = a.activation == NONE ? inner : wide;
     run(up, rest);
-    if (a.activation != NONE) gated<T>(Gated{wide, inner, count, a.inner, a.dtype, a.activation == GELU});
+    if (a.activation != NONE) gated<T>(Gated{wide, inner, count, a.inner, a.dtype, a.activation});
     down.linear.x = inner, down.linear.x_stride = a.inner;
     down.linear.out = results + begin * a.hidden;
     run(down, rest);

@@ -22,8 +22,7 @@ inline void finish(const Linear& a, int64_t row, int64_t n, vf first, vf second)
     store(out, first);
     store(out + LANES, second);
   } else {
-    first = a.activation == SILU ? silu(first) : gelu(first);
-    store(out + row * (a.outs / 2) + n / 2, first * second);
+    store(out + row * (a.outs / 2) + n / 2, gated(a.activation, first, second));
   }
 }
 

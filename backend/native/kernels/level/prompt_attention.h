@@ -71,6 +71,7 @@ struct QueryTile {
 
   const Attend& a;
   int64_t seq, head, row, group, dim, query_len, num_rows;
+  float score_scale;  // of scores as they are stored
   int64_t first_seen[TILE_ROWS], last_seen[TILE_ROWS];
   float highest[TILE_ROWS], correction[TILE_ROWS];
   vf total[TILE_ROWS];
@@ -84,7 +85,8 @@ struct QueryTile {
         group(a.num_heads / a.num_kv_heads),
         dim(a.head_dim),
         query_len(a.starts[seq + 1] - a.starts[seq]),
-        num_rows(least(TILE_ROWS, query_len * group - row)) {}
+        num_rows(least(TILE_ROWS, query_len * group - row)),
+        score_scale(a.softcap ? 1 : float(a.scale)) {}
 
   int64_t at(int64_t i) const {  // where a row stands, in the queries as in the outputs
     return ((a.starts[seq] + (row + i) / group) * a.num_heads + head * group + (row + i) % group) * dim;
@@ -100,8 +102,9 @@ struct QueryTile {
       Kept<bf16>::keep(static_cast<const bf16*>(a.query) + at(i), dim, queries + i * Kept<bf16>::stride(dim));
       last_seen[i] = a.seq_lens[seq] - query_len + (row + i) / group;
       first_seen[i] = a.window ? most(0, last_seen[i] - a.window + 1) : 0;
-      highest[i] = -__builtin_inff();
-      total[i] = vf{};
+      // A sink is a score that comes first, and has no value.
+      highest[i] = a.sinks ? a.sinks[head * group + (row + i) % group] / score_scale : -__builtin_inff();
+      total[i] = vf{a.sinks ? 1.0f : 0.0f};
     }
     __builtin_memset(outputs, 0, TILE_ROWS * dim * sizeof(float));
     const int64_t end = last_seen[num_rows - 1] + 1;
@@ -165,7 +168,7 @@ struct QueryTile {
   // From a row's scores to weights, and by what its weighted values so far are too large.
   void soften(int64_t i, int64_t p, int64_t count) {
     float* own = scores + i * SCORE_STRIDE;
-    const float scale = a.softcap ? 1 : float(a.scale);  // of what is stored
+    const float scale = score_scale;
     if (a.softcap)
       for (int64_t k = 0; k < count; k += LANES)
         store(own + k, capped(load(own + k) * float(a.scale), float(a.softcap)));

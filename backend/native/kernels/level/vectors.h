@@ -217,3 +217,11 @@ inline vf tanh(vf x) { return 1.0f - 2.0f / (exp(x * 2.0f) + 1.0f); }
 inline vf capped(vf x, float cap) { return tanh(x / cap) * cap; }
 inline vf silu(vf x) { return x / (exp(-x) + 1.0f); }
 inline vf gelu(vf x) { return 0.5f * x * (1.0f + tanh(0.79788456f * (x + 0.044715f * x * x * x))); }
+inline vf swiglu_oai(vf gate, vf up) {  // what is no number stays so
+  gate = gate > 7 ? all(7) : gate;
+  up = up > 7 ? all(7) : up < -7 ? all(-7) : up;
+  return (up + 1.0f) * (gate / (exp(gate * -1.702f) + 1.0f));
+}
+inline vf gated(int64_t activation, vf gate, vf up) {
+  return activation == SILU ? silu(gate) * up : activation == GELU ? gelu(gate) * up : swiglu_oai(gate, up);
+}
