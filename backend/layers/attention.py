@@ -30,7 +30,6 @@ class PagedAttention:
         self._ops = loader.ops
         self._head_dim = config.head_dim
         self._rope_index = layer.rope_index
-        self._rope_dim = config.rope_dim
         sinks = loader.tensor("sinks", config.num_heads).float() if config.attention_sinks else None
         self._span = Span(layer.window, config.attention_softcap, sinks)
         self._q_size = config.num_heads * config.head_dim
@@ -47,7 +46,6 @@ class PagedAttention:
             sizes = (self._q_size, self._kv_size) if self._whole_norm else (config.head_dim, config.head_dim)
             self._q_norm = loader.rms_norm("q_norm", sizes[0], config.rms_norm_eps)
             self._k_norm = loader.rms_norm("k_norm", sizes[1], config.rms_norm_eps)
-        self._enters_at_once = config.rope_dim == config.head_dim and not self._whole_norm
         self._head_norms: HeadNorms | None = None
         if self._q_norm and self._k_norm and not self._whole_norm:
             self._head_norms = RmsNorm.of_heads(self._q_norm, self._k_norm)
@@ -55,9 +53,10 @@ class PagedAttention:
     def __call__(self, hidden: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """hidden: [T, hidden_size] -> [W, hidden_size], of the tokens that go on."""
         qkv = self._qkv(hidden)
-        if self._rope_index is not None and self._enters_at_once and cache.is_plain:
+        rope = self._rotation(qkv, step)
+        if cache.is_plain and not self._whole_norm:
             caches = (cache.key, cache.value)
-            query = self._ops.enter(qkv, self._head_norms, step.rope[self._rope_index], caches, step.slot_mapping)
+            query = self._ops.enter(qkv, self._head_norms, rope, caches, step.slot_mapping)
             return self._output(step.attend(step.going_on(query), *caches, self._span).flatten(1))
         query, key, value = torch.split(qkv, [self._q_size, self._kv_size, self._kv_size], dim=-1)
         if self._q_norm and self._k_norm and self._whole_norm:
@@ -65,14 +64,13 @@ class PagedAttention:
         query, key, value = (part.view(len(hidden), -1, self._head_dim) for part in (query, key, value))  # [T, H, D]
         if self._q_norm and self._k_norm and not self._whole_norm:
             query, key = self._q_norm(query), self._k_norm(key)
-        if self._rope_index is not None:
-            cos, sin = step.rope[self._rope_index]
-            query, key = self._rotated(query, cos, sin), self._rotated(key, cos, sin)
+        query, key = self._ops.rope(query, *rope), self._ops.rope(key, *rope)
         cache.store(self._ops, key, value, step.slot_mapping)
         return self._output(step.attend(step.going_on(query), cache.key, cache.value, self._span).flatten(1))
 
-    def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self._rope_dim == self._head_dim:
-            return self._ops.rope(heads, cos, sin)
-        turning, still = heads[..., : self._rope_dim], heads[..., self._rope_dim :]
-        return torch.cat((self._ops.rope(turning, cos, sin), still), dim=-1)
+    def _rotation(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Where a layer has no positions, of none of the dimensions."""
+        if self._rope_index is not None:
+            return step.rope[self._rope_index]
+        none = qkv.new_empty((len(qkv), 0), dtype=torch.float32)
+        return none, none

@@ -72,7 +72,6 @@ class ModelConfig:
     mlp_bias: bool
     activation: str  # "silu" or "gelu_tanh"
     ropes: tuple[RopeConfig, ...]
-    rope_dim: int  # of each head, the first so many dimensions are rotated
     attention_scale: float
     attention_softcap: float | None
     attention_sinks: bool  # whether each head may look at nothing, by a score that it has learnt
@@ -131,7 +130,6 @@ class ModelConfig:
             mlp_bias=raw.get("mlp_bias", False),
             activation=ACTIVATIONS[_activation(raw)],
             ropes=ropes,
-            rope_dim=ropes[0].dim,
             attention_scale=_attention_scale(raw, head_dim),
             attention_softcap=raw.get("attn_logit_softcapping"),
             attention_sinks=name == GPT_OSS,

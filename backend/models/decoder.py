@@ -123,9 +123,4 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [N, hidden_size] -> [N, vocab_size] float32."""
-        logits = self._lm_head(hidden).float()
-        if self._config.logits_scale != 1.0:
-            logits = logits * self._config.logits_scale
-        if self._config.logits_softcap is not None:
-            logits = torch.tanh(logits / self._config.logits_softcap) * self._config.logits_softcap
-        return logits
+        return self._ops.logits(self._lm_head(hidden), self._config.logits_scale, self._config.logits_softcap)

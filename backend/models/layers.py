@@ -22,6 +22,7 @@ class DecoderLayer(ABC):
     def __init__(
         self, config: ModelConfig, loader: LayerLoader, attention: PagedAttention, mlp: GatedMlp | SparseMlp
     ) -> None:
+        self._ops = loader.ops
         self._attention = attention
         self._mlp = mlp
         self._load_norms(config, loader)
@@ -62,9 +63,9 @@ class ScaledLayer(PreNormLayer):
 
     def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
         normed, residual = self._input_norm.add(delta, residual)
-        delta = self._attention(normed, cache, step) * self._scale
+        delta = self._ops.scale(self._attention(normed, cache, step), self._scale)
         normed, residual = self._mlp_norm.add(delta, step.going_on(residual))
-        return self._mlp(normed) * self._scale, residual
+        return self._ops.scale(self._mlp(normed), self._scale), residual
 
 
 class SandwichNormLayer(DecoderLayer):
@@ -91,6 +92,7 @@ class PostNormLayer(DecoderLayer):
         self._output_norm = _norm(config, loader, "post_feedforward_layernorm")
 
     def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
-        residual = delta if residual is None else delta + residual
-        residual = step.going_on(residual) + self._attention_norm(self._attention(residual, cache, step))
+        residual = delta if residual is None else self._ops.add(delta, residual)
+        attended = self._attention_norm(self._attention(residual, cache, step))
+        residual = self._ops.add(step.going_on(residual), attended)
         return self._output_norm(self._mlp(residual)), residual

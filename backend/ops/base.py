@@ -52,8 +52,12 @@ class Ops(ABC):
         return table[ids]
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """x times a number that x's dtype holds. x: [T, D]."""
+        """x: [T, D]; the factor as float32 has it."""
         return x * factor
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y, both [T, D]."""
+        return x + y
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
@@ -82,7 +86,8 @@ class Ops(ABC):
 
     @abstractmethod
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [T, H, D]; cos, sin: [T, D/2], float32. Rotates pairs (i, i + D/2), as Llama checkpoints expect."""
+        """x: [T, H, D]; cos, sin: [T, R/2], float32. Rotates pairs (i, i + R/2) of the first R dimensions, as Llama
+        checkpoints expect; the others stay, and so do all where R is 0."""
 
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -147,6 +152,12 @@ class Ops(ABC):
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         """key, value: [T, Hkv, W]; caches: [num_blocks, block_size, Hkv, W], of the same dtype; slots: [T], over all
         blocks."""
+
+    def logits(self, x: Tensor, factor: float, softcap: float | None) -> Tensor:
+        """A head's results in float32, times the factor, and capped where there is a cap: logits become softcap *
+        tanh(logits / softcap). x: [N, vocab_size] -> the same shape."""
+        logits = x.float() if factor == 1.0 else x.float() * factor
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:

@@ -132,6 +132,13 @@ class NativeOps(ReferenceOps):
         self._call(library.SCALE, *fields, threaded=out.numel() >= MIN_SHARED_ITEMS)
         return out
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = x.contiguous(), y.contiguous()
+        out = torch.empty_like(x)
+        pointers = map(_pointer, (x, y, out))
+        self._call(library.ADD, *pointers, *x.shape, DTYPES[x.dtype], threaded=out.numel() >= MIN_SHARED_ITEMS)
+        return out
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
         if weight.dim() > 2:
             return self._product(x, weight, None, bias, self._outs(weight), PLAIN, gate)
@@ -212,7 +219,7 @@ class NativeOps(ReferenceOps):
         self._call(
             library.ROPE,
             x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
-            len(x), x.stride(0), *x.shape[1:], DTYPES[x.dtype],
+            len(x), x.stride(0), *x.shape[1:], 2 * cos.shape[1], DTYPES[x.dtype],
             threaded=out.numel() >= MIN_SHARED_ITEMS,
         )  # fmt: skip
         return out
@@ -250,7 +257,7 @@ class NativeOps(ReferenceOps):
             library.ENTER,
             qkv.data_ptr(), *weights, rope[0].data_ptr(), rope[1].data_ptr(), query.data_ptr(),
             caches[0].data_ptr(), caches[1].data_ptr(), slots.data_ptr(),
-            qkv.shape[0], qkv.stride(0), heads, kv_heads, dim,
+            qkv.shape[0], qkv.stride(0), heads, kv_heads, dim, 2 * rope[0].shape[1],
             DTYPES[qkv.dtype], DTYPES[norms.query.dtype] if norms else 0, norms.eps if norms else 0.0,
             threaded=qkv.numel() >= MIN_SHARED_ITEMS,
         )  # fmt: skip
@@ -281,6 +288,13 @@ class NativeOps(ReferenceOps):
             len(key), key.stride(0) * size, value.stride(0) * size, key.shape[1] * key.shape[2] * size,
             threaded=key.numel() >= MIN_SHARED_ITEMS,
         )  # fmt: skip
+
+    def logits(self, x: Tensor, factor: float, softcap: float | None) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(x.shape, dtype=torch.float32)
+        fields = (x.data_ptr(), out.data_ptr(), *x.shape, DTYPES[x.dtype], factor, softcap or 0.0)
+        self._call(library.LOGITS, *fields, threaded=out.numel() >= MIN_SHARED_ITEMS)
+        return out
 
     def argmax(self, logits: Tensor) -> Tensor:
         logits = logits.contiguous()

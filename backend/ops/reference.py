@@ -34,9 +34,12 @@ class ReferenceOps(Ops):
         return self.rms_norm(residual, weight, eps), residual
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        first, second = x.float().chunk(2, dim=-1)
+        if not (turned := 2 * cos.shape[1]):
+            return x
+        first, second = x[..., :turned].float().chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        pairs = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        return torch.cat((pairs, x[..., turned:]), dim=-1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -68,6 +68,10 @@ class TritonOps(ReferenceOps):
         return output, total
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if not (turned := 2 * cos.shape[1]):
+            return x
+        if turned < x.shape[-1]:
+            return torch.cat((self.rope(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
         x = x if x.stride(-1) == 1 else x.contiguous()
         output = x.new_empty(x.shape)
         num_tokens, num_heads, dim = x.shape
@@ -87,6 +91,8 @@ class TritonOps(ReferenceOps):
         slots: Tensor,
     ) -> Tensor:
         kv_heads, dim = caches[0].shape[2:]
+        if 2 * rope[0].shape[1] < dim:
+            return super().enter(qkv, norms, rope, caches, slots)
         num_heads = qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty((len(qkv), num_heads, dim))
         query_norm, key_norm, eps = (norms.query, norms.key, norms.eps) if norms else (None, None, 0.0)

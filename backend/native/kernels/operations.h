@@ -38,11 +38,11 @@ struct RmsNorm {  // sum = x + residual, out = norm(sum) * weight; without a res
   int64_t rows, x_stride, inner, dim, dtype, weight_dtype;  // each row is `inner` vectors of `dim`
   double eps;
 };
-struct Rope {  // out[T, H, D]: x with its pairs (i, i + D / 2) turned
+struct Rope {  // out[T, H, D]: x with the pairs (i, i + R / 2) of its first R dimensions turned
   const void* x;
-  const float *cos, *sin;  // [T, D / 2]
+  const float *cos, *sin;  // [T, R / 2]
   void* out;
-  int64_t rows, x_stride, heads, dim, dtype;
+  int64_t rows, x_stride, heads, dim, turned_dim, dtype;
 };
 struct Gated {  // out[T, I]: of x[T, :I], the gates, and of x[T, I:]
   const void* x;
@@ -57,10 +57,10 @@ struct StoreKv {  // strides and sizes in bytes
 };
 struct Enter {  // of one product, queries and keys are normed, if there are weights, and turned, keys and values stored
   const void *qkv, *query_weight, *key_weight;  // [T, (H + 2 Hkv) D]; the weights may be null
-  const float *cos, *sin;                       // [T, D / 2]
+  const float *cos, *sin;                       // [T, R / 2]
   void *query, *keys, *values;                  // [T, H, D]; caches
   const int64_t* slots;
-  int64_t rows, stride, heads, kv_heads, dim, dtype, weight_dtype;
+  int64_t rows, stride, heads, kv_heads, dim, turned_dim, dtype, weight_dtype;
   double eps;
 };
 struct Embed {  // out[T, K]: rows of a packed weight of bfloat16
@@ -74,6 +74,11 @@ struct Gather {  // out[T, row_bytes]: rows of a table
   const int64_t* ids;
   char* out;
   int64_t rows, row_bytes;
+};
+struct Add {  // out[T, K] = x + y
+  const void *x, *y;
+  void* out;
+  int64_t rows, dim, dtype;
 };
 struct Scale {  // out[T, K] = x * factor
   const void* x;
@@ -105,6 +110,12 @@ struct Attend {
   double scale, softcap;                                                                        // softcap 0: none
 };
 
+struct Logits {  // out[T, V]: x in float32, times a factor, and capped
+  const void* x;
+  float* out;
+  int64_t rows, size, dtype;
+  double factor, softcap;  // softcap 0: none
+};
 struct Argmax {  // chosen[T]: of each row the first of its largest numbers, or the first that is no number
   const void* x;
   int64_t* chosen;
@@ -157,7 +168,9 @@ enum Code : int64_t {
   ADD_BIAS,
   FORBID,
   ROUTE,
-  EXPERTS
+  EXPERTS,
+  ADD = 19,
+  LOGITS
 };
 
 struct Op {
@@ -175,6 +188,8 @@ struct Op {
     Embed embed;
     Gather gather;
     Scale scale;
+    Add add;
+    Logits logits;
     Argmax argmax;
     Draw draw;
     Penalise penalise;

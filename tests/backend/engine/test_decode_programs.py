@@ -28,10 +28,6 @@ if library.load() is None:
 BLOCK_SIZE, CONTEXT = 4, 32
 NUM_TABLES = MAX_GREEDY_ROWS + 4  # of sequences that may stand beside each other
 NUM_BLOCKS = NUM_TABLES * CONTEXT // BLOCK_SIZE
-# What stands between their kernels is torch's: factors, sums before norms, rotations of a part of each head.
-NOT_RECORDED = {"olmo2", "granite", "phi3-longrope"}
-LOGITS_NOT_RECORDED = {"gemma2", "granite"}  # which have a factor, or a cap
-RECORDED_ALONE = {"smollm3"}  # whose queries, where there is no rotation, are made contiguous if there are several
 
 
 def decode(rng: random.Random, rows: int, tables: list[list[int]]) -> Batch:
@@ -76,7 +72,7 @@ def test_every_architecture(checkpoint_dir: Callable[[str], Path], name: str) ->
         assert all(map(torch.equal, map(ours.kv.block, range(NUM_BLOCKS)), map(theirs.kv.block, range(NUM_BLOCKS))))
     assert theirs.programs is None
     recorded = ours.programs.recorded if ours.programs else frozenset()
-    assert recorded == (set() if name in NOT_RECORDED else {1} if name in RECORDED_ALONE else {1, 2, 3, 4, 5})
+    assert recorded == {1, 2, 3, 4, 5}
 
 
 @torch.inference_mode()
@@ -91,8 +87,7 @@ def test_tokens_of_every_architecture(checkpoint_dir: Callable[[str], Path], nam
         assert torch.equal(ours.next_tokens(batch), theirs.likeliest(theirs.forward(batch)))
         assert all(map(torch.equal, map(ours.kv.block, range(NUM_BLOCKS)), map(theirs.kv.block, range(NUM_BLOCKS))))
     recorded = ours.greedy_programs.recorded if ours.greedy_programs else frozenset()
-    steps = set() if name in NOT_RECORDED else {1} if name in RECORDED_ALONE else set(range(1, MAX_GREEDY_ROWS + 1))
-    assert recorded == (set() if name in LOGITS_NOT_RECORDED else steps)
+    assert recorded == set(range(1, MAX_GREEDY_ROWS + 1))
 
 
 @torch.inference_mode()

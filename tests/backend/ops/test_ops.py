@@ -242,14 +242,30 @@ def test_add_rms_norm(ops: Ops, dtype: torch.dtype) -> None:
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    first, second = x.double().chunk(2, dim=-1)
+    """The first dimensions, two for each angle."""
+    if not (dim := 2 * angles.shape[1]):
+        return x.double()
+    first, second = x[..., :dim].double().chunk(2, dim=-1)
     turned = torch.complex(first, second) * torch.polar(torch.ones(()).double(), angles.double()[:, None])
-    return torch.cat((turned.real, turned.imag), dim=-1)
+    return torch.cat((turned.real, turned.imag, x[..., dim:].double()), dim=-1)
 
 
 def test_rope(ops: Ops, dtype: torch.dtype) -> None:
     x, angles = random(6, 3, 8, dtype=dtype), random(6, 4, dtype=torch.float32, seed=1) * 3
     assert_close(ops.rope(x, angles.cos(), angles.sin()), rotated(x, angles))
+
+
+@pytest.mark.parametrize("turned", [0, 6, 30])
+def test_rope_of_the_first_dimensions(ops: Ops, dtype: torch.dtype, turned: int) -> None:
+    x, angles = random(6, 3, 80, dtype=dtype)[..., :40], random(6, turned // 2, dtype=torch.float32, seed=1) * 3
+    ours = ops.rope(x, angles.cos(), angles.sin())
+    assert_close(ours, rotated(x, angles))
+    assert torch.equal(ours[..., turned:], x[..., turned:])
+
+
+def test_add(ops: Ops, dtype: torch.dtype) -> None:
+    x, y = random(5, 90, dtype=dtype)[:, :45], random(5, 45, dtype=dtype, seed=1)
+    assert torch.equal(ops.add(x, y), (x.double() + y.double()).to(dtype))
 
 
 def test_silu_mul(ops: Ops, dtype: torch.dtype) -> None:
@@ -288,16 +304,18 @@ def test_a_norm_with_a_wide_weight(ops: Ops) -> None:
     assert_close(ops.rms_norm(x, weight, 1e-6), rms_norm(x.double(), weight.double(), 1e-6))
 
 
-@pytest.mark.parametrize("dim", [8, 64, 80])
+@pytest.mark.parametrize(("dim", "turned"), [(8, 8), (64, 64), (80, 80), (40, 30), (64, 0)])
 @pytest.mark.parametrize("norm_dtype", [None, torch.float32, torch.bfloat16])
-def test_enter_norms_rotates_and_stores(ops: Ops, dtype: torch.dtype, dim: int, norm_dtype: torch.dtype | None) -> None:
+def test_enter_norms_rotates_and_stores(
+    ops: Ops, dtype: torch.dtype, dim: int, turned: int, norm_dtype: torch.dtype | None
+) -> None:
     tokens, heads, kv_heads = 3, 4, 2
     qkv, slots = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype), torch.tensor([19, 0, 6])
     if norm_dtype is torch.bfloat16 and dtype is torch.float32:
         norm_dtype = torch.float32
     weights = [random(dim, dtype=norm_dtype or dtype, seed=i) for i in (1, 2)]
     norms = HeadNorms(weights[0], weights[1], 1e-6) if norm_dtype else None
-    angles = random(tokens, dim // 2, dtype=torch.float32, seed=3) * 3
+    angles = random(tokens, turned // 2, dtype=torch.float32, seed=3) * 3
     caches = torch.zeros(5, 4, kv_heads, dim, dtype=dtype), torch.zeros(5, 4, kv_heads, dim, dtype=dtype)
 
     query = ops.enter(qkv, norms, (angles.cos(), angles.sin()), caches, slots)
@@ -322,6 +340,19 @@ def test_store_kv_writes_the_slots_and_nothing_else(ops: Ops, dtype: torch.dtype
     for cache, rows in zip(caches, (key, value), strict=True):
         assert torch.equal(cache[[4, 0, 1], [3, 0, 2]], rows)
         assert cache.count_nonzero() == rows.count_nonzero()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.07])
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("vocab_size", [7, 1000, 40_000])
+def test_logits(ops: Ops, dtype: torch.dtype, vocab_size: int, factor: float, softcap: float | None) -> None:
+    x = random(3, vocab_size, dtype=dtype) * 100
+    exact = x.double() * factor
+    if softcap:
+        exact = softcap * torch.tanh(exact / softcap)
+    ours = ops.logits(x, factor, softcap)
+    assert ours.dtype is torch.float32
+    assert (ours.double() - exact).abs().max().item() < 1e-4
 
 
 # Less than a vector, whole ones, and such that end within what is taken together.

@@ -23,20 +23,32 @@ void rms_norm(const RmsNorm& a) {
   });
 }
 
+// The pairs of a head: its first `turned` dimensions, normed by factor and weight, if there is one. cos, sin: its
+// token's.
+template <class T, class W>
+inline void turn_head(const T* x, const W* weight, float factor, const float* cos, const float* sin, int64_t turned,
+                      int64_t dim, T* out) {
+  const int64_t half = turned / 2;
+  const auto normed = [&](int64_t k, int64_t left) {
+    return weight ? load(x + k, left) * factor * load(weight + k, left) : load(x + k, left);
+  };
+  for (int64_t k = 0; k < half; k += LANES) {
+    const int64_t left = half - k;
+    const vf first = normed(k, left), second = normed(half + k, left);
+    const vf c = load(cos + k, left), s = load(sin + k, left);
+    store(out + k, first * c - second * s, left);
+    store(out + half + k, second * c + first * s, left);
+  }
+  for (int64_t k = turned; k < dim; k += LANES) store(out + k, normed(k, dim - k), dim - k);
+}
+
 template <class T>
 void rope(const Rope& a) {
-  const int64_t half = a.dim / 2;
+  const int64_t half = a.turned_dim / 2;
   share(a.rows * a.heads, 0, [&](int64_t i) {
     const int64_t t = i / a.heads;
-    const T* x = static_cast<const T*>(a.x) + t * a.x_stride + i % a.heads * a.dim;
-    T* out = static_cast<T*>(a.out) + i * a.dim;
-    for (int64_t k = 0; k < half; k += LANES) {
-      const int64_t left = half - k;
-      const vf first = load(x + k, left), second = load(x + half + k, left);
-      const vf cos = load(a.cos + t * half + k, left), sin = load(a.sin + t * half + k, left);
-      store(out + k, first * cos - second * sin, left);
-      store(out + half + k, second * cos + first * sin, left);
-    }
+    turn_head(static_cast<const T*>(a.x) + t * a.x_stride + i % a.heads * a.dim, static_cast<const T*>(nullptr), 1,
+              a.cos + t * half, a.sin + t * half, a.turned_dim, a.dim, static_cast<T*>(a.out) + i * a.dim);
   });
 }
 
@@ -55,7 +67,7 @@ void gated(const Gated& a) {
 // One head: normed, unless there is no weight, and turned.
 template <class T, class W>
 inline void enter_head(const Enter& a, const T* x, const W* weight, int64_t t, T* out) {
-  const int64_t half = a.dim / 2;
+  const int64_t half = a.turned_dim / 2;
   float factor = 1;
   if (weight) {
     vf squares = {};
@@ -65,17 +77,7 @@ inline void enter_head(const Enter& a, const T* x, const W* weight, int64_t t, T
     }
     factor = 1.0f / __builtin_sqrtf(sum(squares) / float(a.dim) + float(a.eps));
   }
-  for (int64_t k = 0; k < half; k += LANES) {
-    const int64_t left = half - k;
-    vf first = load(x + k, left), second = load(x + half + k, left);
-    if (weight) {
-      first = first * factor * load(weight + k, left);
-      second = second * factor * load(weight + half + k, left);
-    }
-    const vf cos = load(a.cos + t * half + k, left), sin = load(a.sin + t * half + k, left);
-    store(out + k, first * cos - second * sin, left);
-    store(out + half + k, second * cos + first * sin, left);
-  }
+  turn_head(x, weight, factor, a.cos + t * half, a.sin + t * half, a.turned_dim, a.dim, out);
 }
 
 template <class T, class W>
@@ -110,5 +112,15 @@ void scale(const Scale& a) {
     const T* x = static_cast<const T*>(a.x) + t * a.dim;
     T* out = static_cast<T*>(a.out) + t * a.dim;
     for (int64_t k = 0; k < a.dim; k += LANES) store(out + k, load(x + k, a.dim - k) * factor, a.dim - k);
+  });
+}
+
+template <class T>
+void add(const Add& a) {
+  share(a.rows, a.rows * a.dim < FEW ? a.rows : 0, [&](int64_t t) {
+    const T *x = static_cast<const T*>(a.x) + t * a.dim, *y = static_cast<const T*>(a.y) + t * a.dim;
+    T* out = static_cast<T*>(a.out) + t * a.dim;
+    for (int64_t k = 0; k < a.dim; k += LANES)
+      store(out + k, load(x + k, a.dim - k) + load(y + k, a.dim - k), a.dim - k);
   });
 }

@@ -1,5 +1,21 @@
 // What is done to logits before a token is chosen of them.
 
+template <class T>
+void logits(const Logits& a) {
+  const int64_t parts = ceil_div(a.size, FEW);
+  const float factor = a.factor, softcap = a.softcap;
+  share(a.rows * parts, 1, [&](int64_t i) {
+    const int64_t begin = i % parts * FEW, end = least(begin + FEW, a.size);
+    const T* x = static_cast<const T*>(a.x) + i / parts * a.size;
+    float* out = a.out + i / parts * a.size;
+    for (int64_t k = begin; k < end; k += LANES) {
+      vf v = load(x + k, end - k) * factor;
+      if (softcap) v = capped(v, softcap);
+      store(out + k, v, end - k);
+    }
+  });
+}
+
 // Rounded before it goes into a sum, as torch has it, rather than computed together with that.
 inline float product(float a, float b) {
   const volatile float rounded = a * b;

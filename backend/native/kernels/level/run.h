@@ -15,6 +15,8 @@ void run_with(const Op& op) {
     case GATED: return gated<T>(op.gated);
     case ARGMAX: return argmax<T>(op.argmax);
     case SCALE: return scale<T>(op.scale);
+    case ADD: return add<T>(op.add);
+    case LOGITS: return logits<T>(op.logits);
     case ROUTE: return route<T>(op.route);
   }
 }
@@ -43,6 +45,8 @@ inline int64_t dtype_of(const Op& op) {
     case ENTER: return op.enter.dtype;
     case ARGMAX: return op.argmax.dtype;
     case SCALE: return op.scale.dtype;
+    case ADD: return op.add.dtype;
+    case LOGITS: return op.logits.dtype;
     case ROUTE: return op.route.dtype;
     default: return FLOAT32;
   }
