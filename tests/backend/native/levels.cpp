@@ -50,29 +50,123 @@ void all_operations(Dtype dtype) {
   run("norm", op, rows);
   const auto angles = numbers<float>(T_ROWS * 12);
   op.code = ROPE;
-  op.rope = {x.data(), angles.data(), angles.data(), rows.data(), T_ROWS, K, 4, 24, dtype};
+  op.rope = {x.data(), angles.data(), angles.data(), rows.data(), T_ROWS, K, 4, 24, 24, dtype};
   run("rope", op, rows);
+  op.rope.turned_dim = 10;
+  run("part_of_a_rope", op, rows);
   std::vector<T> half(T_ROWS * K / 2);
   op.code = GATED;
-  op.gated = {x.data(), half.data(), T_ROWS, K / 2, dtype, 1};
-  run("gated", op, half);
+  for (Activation activation : {SILU, GELU, SWIGLU_OAI}) {
+    op.gated = {x.data(), half.data(), T_ROWS, K / 2, dtype, activation};
+    run("gated", op, half);
+  }
+  op.code = ADD;
+  op.add = {x.data(), w.data(), rows.data(), T_ROWS, K, dtype};
+  run("sums", op, rows);
   const auto cache = numbers<T>(8 * 4 * 2 * 24), query = numbers<T>(T_ROWS * 4 * 24);
   const int32_t tables[] = {3, 1, 5, 0, 2, 0}, starts[] = {0, 1, 3}, seq_lens[] = {9, 6};
   std::vector<T> seen(T_ROWS * 4 * 24);
   op.code = ATTEND;
-  op.attend = {query.data(), cache.data(), cache.data(), seen.data(), tables, starts, seq_lens,
-               2, 3, 4, 4, 2, 24, dtype, 5, 0.2, 3.0};
+  op.attend = {query.data(),
+               cache.data(),
+               cache.data(),
+               seen.data(),
+               tables,
+               starts,
+               seq_lens,
+               nullptr,
+               2,
+               3,
+               4,
+               4,
+               2,
+               24,
+               dtype,
+               5,
+               0.2,
+               3.0};
   run("attend", op, seen);
+  op.attend.sinks = scales.data();
+  run("sinks", op, seen);
   auto keys = numbers<T>(8 * 4 * 2 * 24), values = keys;
   const int64_t slots[] = {7, 0, 30};
   op.code = ENTER;
-  op.enter = {x.data(), w.data(), bias.data(), angles.data(), angles.data(), seen.data(), keys.data(), values.data(),
-              slots, 2, K, 0, 2, 24, dtype, dtype, 1e-6};
+  op.enter = {x.data(),
+              w.data(),
+              bias.data(),
+              angles.data(),
+              angles.data(),
+              seen.data(),
+              keys.data(),
+              values.data(),
+              slots,
+              2,
+              K,
+              0,
+              2,
+              24,
+              20,
+              dtype,
+              dtype,
+              1e-6};
   run("enter", op, keys);
   std::vector<int64_t> chosen(T_ROWS);
   op.code = ARGMAX;
   op.argmax = {x.data(), chosen.data(), T_ROWS, K, dtype};
   run("argmax", op, chosen);
+  std::vector<float> logits(T_ROWS * K);
+  op.code = LOGITS;
+  op.logits = {x.data(), logits.data(), T_ROWS, K, dtype, 0.5, 3.0};
+  run("logits", op, logits);
+}
+
+template <class T>
+void mixtures(Dtype dtype) {
+  constexpr int64_t T_ROWS = 5, E = 7, CHOSEN = 3, D = 40, I = 24;
+  const auto x = numbers<T>(T_ROWS * D), scores = numbers<T>(T_ROWS * E), w = numbers<T>(2 * I * D);
+  std::vector<float> shares(T_ROWS * CHOSEN);
+  std::vector<int64_t> chosen(T_ROWS * CHOSEN);
+  Op op{ROUTE, 2, {}};
+  for (int64_t is_normalised : {0, 1}) {
+    op.route = {scores.data(), shares.data(), chosen.data(), T_ROWS, E, CHOSEN, dtype, is_normalised};
+    run("route", op, shares);
+  }
+  std::vector<T> out(T_ROWS * D);
+  for (int64_t is_packed = 0; is_packed <= (dtype == BFLOAT16); is_packed++) {
+    std::vector<Op> products;
+    for (int64_t e = 0; e < E; e++) {  // all alike: what they are given and what is made of it differ
+      Op first{LINEAR, 1, {}}, second{LINEAR, 1, {}};
+      first.linear = {nullptr,
+                      w.data(),
+                      nullptr,
+                      nullptr,
+                      nullptr,
+                      0,
+                      2 * I,
+                      D,
+                      0,
+                      dtype,
+                      PLAIN,
+                      is_packed,
+                      is_packed ? SWIGLU_OAI : NONE};
+      second.linear = {nullptr, w.data(), nullptr, nullptr, nullptr, 0, D, I, 0, dtype, PLAIN, is_packed, NONE};
+      products.push_back(first), products.push_back(second);
+    }
+    op.code = EXPERTS;
+    op.experts = {x.data(),
+                  chosen.data(),
+                  shares.data(),
+                  products.data(),
+                  out.data(),
+                  T_ROWS,
+                  D,
+                  I,
+                  E,
+                  CHOSEN,
+                  dtype,
+                  is_packed ? NONE : SWIGLU_OAI};
+    run("experts", op, out);
+  }
 }
 
 void drawn_tokens() {
@@ -125,14 +219,34 @@ void packed_operations() {
   const int32_t tables[] = {3, 1, 5, 0, 2}, starts[] = {0, T_ROWS}, seq_lens[] = {LENGTH};
   std::vector<bf16> seen(T_ROWS * 4 * DIM);
   op.code = ATTEND;
-  op.attend = {query.data(), cache.data(), cache.data(), seen.data(), tables, starts, seq_lens,
-               1, 5, 4, 4, 2, DIM, BFLOAT16, 7, 0.2, 3.0};
+  op.attend = {query.data(),
+               cache.data(),
+               cache.data(),
+               seen.data(),
+               tables,
+               starts,
+               seq_lens,
+               nullptr,
+               1,
+               5,
+               4,
+               4,
+               2,
+               DIM,
+               BFLOAT16,
+               7,
+               0.2,
+               3.0};
   run("tiles", op, seen);
+  op.attend.sinks = scales.data();
+  run("tiles_with_sinks", op, seen);
 }
 
 int main() {
   all_operations<float>(FLOAT32);
   all_operations<bf16>(BFLOAT16);
+  mixtures<float>(FLOAT32);
+  mixtures<bf16>(BFLOAT16);
   packed_operations();
   drawn_tokens();
 }
