@@ -20,6 +20,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
         "num_attention_heads": 14, "num_key_value_heads": 2,
     },
+    # Of Qwen3's mixtures, 881 M, of which a token meets 175.
+    "experts": {
+        "model_type": "qwen3_moe", "hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 64, "moe_intermediate_size": 512, "num_experts": 32,
+        "num_experts_per_tok": 4, "norm_topk_prob": True,
+    },
 }  # fmt: skip
 
 
