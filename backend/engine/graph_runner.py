@@ -82,10 +82,12 @@ class GraphRunner(Runner):
         for rows in WARM_UP_ROWS:
             length = max(2, min(rows // (model.num_heads // model.num_kv_heads), self._config.max_model_len))
             places = torch.zeros(length, dtype=torch.int64, device=device)
-            lens = torch.tensor([0, length], dtype=torch.int32, device=device)
+            # Two tensors, as in a step: for an address that is no multiple of 16, kernels are compiled once more.
+            lens = torch.tensor([length], dtype=torch.int32, device=device)
+            starts = torch.tensor([0, length], dtype=torch.int32, device=device)
             num_blocks = -(-length // self._config.block_size)
             table = torch.zeros((1, num_blocks), dtype=torch.int32, device=device)
-            metadata = AttentionMetadata((length,), (length,), lens[1:], lens, table, self._config.block_size)
+            metadata = AttentionMetadata((length,), (length,), lens, starts, table, self._config.block_size)
             self._model.forward(Batch(places, places, places, (), (), places[:0], metadata))
 
     def _run_and_sample(self, plan: Sequence[Scheduled]) -> list[Computed]:

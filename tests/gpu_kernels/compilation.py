@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from backend.ops.base import INT4_GROUP, HeadNorms
 from backend.ops.triton import TritonOps
 
 BLOCK_SIZE, CONTEXT = 16, 64
+RUN = JITFunction.run
 
 
 def attend(
@@ -99,23 +101,27 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def compile_all(capability: int, report: Callable[[str, str, Any], None]) -> None:
-    """`report` gets the case, the name and the compiled kernel of each launch."""
+def only_compile(capability: int, report: Callable[[str, Any], None]) -> None:
+    """From now on a launch compiles its kernel and does no more. `report` gets the name, and what it has become."""
     no_gpu = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
     )
     driver.set_active(no_gpu)
-    run = JITFunction.run
+
+    def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        report(kernel.fn.__name__, RUN(kernel, *args, grid=grid, warmup=True, **options))
+
+    JITFunction.run = compiled
+
+
+def compile_all(capability: int, report: Callable[[str, str, Any], None]) -> None:
+    """`report` gets the case, the name and the compiled kernel of each launch."""
     for case, launch in CASES.items():
         if case == "fp8 cache" and capability < 89:  # which have no eight-bit floats
             continue
-
-        def only_compile(kernel: Any, *args: Any, grid: Any, warmup: bool, case: str = case, **options: Any) -> None:
-            report(case, kernel.fn.__name__, run(kernel, *args, grid=grid, warmup=True, **options))
-
-        JITFunction.run = only_compile
+        only_compile(capability, partial(report, case))
         launch()
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -19,13 +20,17 @@ SHARED_MEMORY_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # that one p
 MAX_SPILL_BYTES = 256  # of what is made for bfloat16; float32 is for comparisons
 
 
-@pytest.mark.parametrize("capability", SHARED_MEMORY_BYTES)
-def test_every_kernel_compiles(capability: int) -> None:
+def said(module: str, *arguments: str) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.gpu_kernels.compilation", str(capability)]
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY_BYTES)
+def test_every_kernel_compiles(capability: int) -> None:
+    kernels = said("tests.gpu_kernels.compilation", str(capability))
     assert {kernel["name"] for kernel in kernels} >= {
         "attend_chunks", "attend_decodes", "join_splits",
         "rms_norm", "rope", "enter", "gated", "store_kv", "linear_int8", "linear_int4",
@@ -33,3 +38,14 @@ def test_every_kernel_compiles(capability: int) -> None:
     for kernel in kernels:
         assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES[capability], kernel
         assert kernel["spill_bytes"] <= MAX_SPILL_BYTES or "float32" in kernel["case"], kernel
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "options"), [("qwen3", {}), ("llama", {"quantization": "int8", "kv_cache_dtype": "int8"})], ids=str
+)
+def test_nobody_waits_for_a_kernel_to_be_compiled(checkpoint: str, options: dict[str, str]) -> None:
+    """Triton compiles a kernel again for arguments that it can expect less of, such as an address that is no multiple
+    of 16."""
+    (launches,) = said("tests.gpu_kernels.launches", checkpoint, json.dumps(options))
+    assert launches["serving"]
+    assert {name for key, name in launches["serving"].items() if key not in launches["before"]} == set()

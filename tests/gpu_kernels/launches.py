@@ -1,0 +1,65 @@
+"""Says what the engine would launch on a GPU that need not be here, until it serves and then for requests.
+
+    python -m tests.gpu_kernels.launches CHECKPOINT OPTIONS        one line of JSON: the kernels of both, by their hash
+
+Launches are only compiled, so what the requests are answered means nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from backend.engine import config, engine
+from backend.engine.config import EngineConfig
+from backend.engine.engine import Engine
+from backend.engine.graph_runner import GraphRunner
+from backend.engine.graphs import NoCapture, Step
+from backend.engine.request import Request, SamplingParams
+from tests.backend.checkpoints import VOCAB_SIZE, build_model, save
+from tests.gpu_kernels.compilation import only_compile
+
+
+class Tried(NoCapture):
+    """Does the step once, as a capture does."""
+
+    def __call__(self, step: Step, size: int) -> Step:
+        def tried(seq_lens: Sequence[int]) -> None:
+            step(seq_lens)
+
+        tried((1,) * size)
+        return tried
+
+
+def launches(model_dir: Path, options: dict[str, Any]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {"before": {}, "serving": {}}
+    phase = "before"
+    only_compile(90, lambda name, kernel: found[phase].__setitem__(kernel.hash, name))
+    config.runs_triton = lambda device: True
+    engine.create_runner = lambda resolved: GraphRunner(resolved, Tried())
+    limits = {"num_blocks": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_threads": 1}
+    shared = {"device": "cpu", "dtype": "bfloat16", "attention": "triton", "ops": "triton"}
+    loaded = Engine.load(EngineConfig(model_dir=model_dir, **limits, **shared, **options))
+    phase = "serving"
+    for i in range(7):
+        prompt = [(i * j + 3) % VOCAB_SIZE for j in range(3 + 11 * i)]
+        loaded.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=9, temperature=0.7 * (i % 2))))
+        loaded.step()  # prompts beside decodes, of odd and even numbers of tokens
+        loaded.step()
+    while loaded.has_unfinished:
+        loaded.step()
+    return found
+
+
+def main() -> None:
+    name, options = sys.argv[1], json.loads(sys.argv[2])
+    with tempfile.TemporaryDirectory() as directory:
+        print(json.dumps(launches(save(build_model(name), Path(directory)), options)))
+
+
+if __name__ == "__main__":
+    main()
