@@ -64,13 +64,17 @@ class CudaCapture(Capture):
 
     def __call__(self, step: Step, size: int) -> Step:
         seq_lens = (1,) * size
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        usual = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
             step(seq_lens)  # kernels are compiled, and libraries take their memory
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        usual.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            step(seq_lens)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                step(seq_lens)
+        finally:
+            torch.cuda.set_stream(usual)  # `torch.cuda.graph` leaves its own where a capture can not be ended
         return lambda seq_lens: graph.replay()
 
 
