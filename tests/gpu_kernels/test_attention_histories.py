@@ -95,12 +95,14 @@ def test_random_steps(case: Case, has_sinks: bool) -> None:
         block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32, device=DEVICE),
         block_size=case.block_size,
     )
-    ours, expected = (
-        create_attention(name, SCALE, form).prepare(metadata, like=query)(query, *caches, span)
-        for name in ("triton", "sdpa")
-    )
+    ours = create_attention("triton", SCALE, form).prepare(metadata, like=query)(query, *caches, span)
+    # In float32, of the same numbers: what a GPU's own kernels make of bfloat16 is as far from it as ours.
+    exact = query.float()
+    known = [form.decode(cache, case.dtype).float() for cache in caches]
+    expected = create_attention("sdpa", SCALE).prepare(metadata, like=exact)(exact, *known, span)
     assert ours.dtype == case.dtype
-    assert (ours.float() - expected.float()).abs().max().item() < TOLERANCES[case.dtype]
+    missed = (ours.float() - expected).abs() / (1.0 + expected.abs())
+    assert missed.max().item() < TOLERANCES[case.dtype]
 
 
 @pytest.mark.parametrize("seq_len", [3, 130, 1500])
