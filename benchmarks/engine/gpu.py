@@ -238,6 +238,8 @@ def measure_peer(model_dir: Path, work: Workload, rounds: int) -> float:
             while unfinished:
                 result = manager.get_result(timeout=1)
                 if result is not None and result.is_finished():
+                    if result.error is not None:
+                        raise RuntimeError(f"transformers' continuous batching has failed: {result.error}")
                     tokens += len(result.generated_tokens)
                     unfinished -= 1
                 elif result is None and not manager.is_running():
