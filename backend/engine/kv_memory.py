@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import zlib
 from pathlib import Path
@@ -16,6 +15,8 @@ from backend.engine.errors import ConfigError
 from backend.huge_pages import HugePages
 from backend.kv_cache import create_kv_form
 from backend.layers.step import LayerCache
+
+PART_BYTES = 1 << 30  # of RAM that is asked for at once: torch takes a power of two, where it pins any
 
 
 class KvMemory:
@@ -50,19 +51,28 @@ class HostSlots:
         self.num_slots = num_slots
         self._kv = kv
         like = kv.block(0)
-        shape = (num_slots, *like.shape)
         if path is None:
-            self._slots = torch.empty(shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            self._part_slots = max(1, PART_BYTES // like.nbytes)
+            counts = [min(self._part_slots, num_slots - first) for first in range(0, num_slots, self._part_slots)]
+            self._parts = [torch.empty((n, *like.shape), dtype=like.dtype, pin_memory=like.is_cuda) for n in counts]
         else:
-            self._slots = _in_a_file(path, math.prod(shape) * like.itemsize).view(like.dtype).view(shape)
+            self._part_slots = num_slots
+            held = _in_a_file(path, num_slots * like.nbytes)
+            self._parts = [held.view(like.dtype).view(num_slots, *like.shape)]
+
+    def slot(self, slot: int) -> Tensor:
+        """Like a block, and no copy."""
+        part, place = divmod(slot, self._part_slots)
+        return self._parts[part][place]
 
     def save(self, block: int, slot: int) -> int:
-        return _checksum(self._slots[slot].copy_(self._kv.block(block)))
+        return _checksum(self.slot(slot).copy_(self._kv.block(block)))
 
     def load(self, slot: int, block: int, checksum: int) -> bool:
-        if _checksum(self._slots[slot]) != checksum:
+        held = self.slot(slot)
+        if _checksum(held) != checksum:
             return False
-        self._kv.block(block).copy_(self._slots[slot])
+        self._kv.block(block).copy_(held)
         return True
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from backend.engine import kv_memory
 from backend.engine.block_pool import BlockPool, CachedBlock
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
@@ -62,6 +63,22 @@ def test_what_others_pushed_out_comes_back(
     assert list(tmp_path.iterdir()) == [], "the file has no name"
 
 
+def test_ram_is_taken_in_parts(load: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "PART_BYTES", 10_000)  # two slots and a bit
+    engine = load(kv_host_bytes=1 << 20)
+    first, _ = ask(engine, PROMPT)
+    for other in OTHERS:
+        ask(engine, other)
+    assert ask(engine, PROMPT) == (first, 32)
+    tier = engine.scheduler.pool.tier
+    assert tier is not None and isinstance(tier._store, HostSlots)
+    places = {tier._store.slot(slot).data_ptr() for slot in range(tier.num_slots)}
+    assert len(places) == tier.num_slots
+    parts = [part.nbytes for part in tier._store._parts]
+    assert len(parts) > 3 and max(parts) <= 10_000
+    assert sum(parts) == tier.num_slots * tier._store.slot(0).nbytes
+
+
 def hashes_of(engine: Engine, prompt: list[int]) -> list[bytes]:
     request = Request("h", prompt, SamplingParams(max_tokens=1))
     return engine.scheduler._full_hashes(request)
@@ -113,7 +130,7 @@ def test_what_is_no_longer_what_was_saved_is_computed(load: Callable[..., Engine
     tier = engine.scheduler.pool.tier
     assert tier is not None and isinstance(tier._store, HostSlots)
     third = tier._others[hashes_of(engine, PROMPT)[2]].slot
-    tier._store._slots[third].view(-1)[7] += 1
+    tier._store.slot(third).view(-1)[7] += 1
     assert ask(engine, PROMPT) == (first, 8)
     assert engine.stats().host_blocks_corrupted_total == 1
 
