@@ -17,9 +17,6 @@ ATTENTIONS = {
     "triton": "backend.attention.triton:TritonAttention",
 }
 
-READ_EVERY_FORM = ("sdpa", "triton")  # of the cache; the others read it as the model computes it
-
 
 def create_attention(name: str, scale: float, form: KvForm = PLAIN) -> Attention:
-    member = load_member(ATTENTIONS, name)
-    return cast("Attention", member(scale, form) if name in READ_EVERY_FORM else member(scale))
+    return cast("Attention", load_member(ATTENTIONS, name)(scale, form))

@@ -8,16 +8,22 @@ from torch import Tensor
 
 from backend.attention.base import EVERYTHING, Attention, AttentionMetadata, Span, StepAttention
 from backend.attention.sdpa import SdpaAttention
+from backend.kv_cache.base import KvForm
+from backend.kv_cache.plain import PLAIN
 from backend.native import library
-from backend.native.library import Caller, Library
+from backend.native.library import DTYPES, KV_FORMS, Caller, Library
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_QUERY_LEN = 16  # of a sequence, beyond which one dot product after the other is slower than gathering
 
 
 class NativeAttention(Attention):
     def __init__(
-        self, scale: float, native: Library | None = None, level_name: str | None = None, num_threads: int | None = None
+        self,
+        scale: float,
+        form: KvForm = PLAIN,
+        native: Library | None = None,
+        level_name: str | None = None,
+        num_threads: int | None = None,
     ) -> None:
         """As many threads as torch has now, unless told otherwise. Raises RuntimeError without the kernels."""
         super().__init__(scale)
@@ -25,13 +31,14 @@ class NativeAttention(Attention):
         if native is None:
             raise RuntimeError("the native kernels cannot be compiled on this machine")
         self.call = native.caller(num_threads or torch.get_num_threads(), level_name)
-        self._gathered = SdpaAttention(scale)
+        self._form = form
+        self._gathered = SdpaAttention(scale, form)
 
     def prepare(self, metadata: AttentionMetadata, like: Tensor) -> StepAttention:
         # In float32, what is exact to the bit in every batch is preferred to what is fast.
         is_exact = like.dtype is torch.float32
         if is_exact or self._has_tiles(metadata, like) or max(metadata.query_lens) <= MAX_QUERY_LEN:
-            return _Step(self.call, metadata, self.scale)
+            return _Step(self.call, metadata, self.scale, self._form)
         return self._gathered.prepare(metadata, like)
 
     def _has_tiles(self, metadata: AttentionMetadata, like: Tensor) -> bool:
@@ -46,9 +53,10 @@ class NativeAttention(Attention):
 
 
 class _Step(StepAttention):
-    def __init__(self, call: Caller, metadata: AttentionMetadata, scale: float) -> None:
+    def __init__(self, call: Caller, metadata: AttentionMetadata, scale: float, form: KvForm) -> None:
         self._call = call
         self._scale = scale
+        self._form = KV_FORMS[form.name]
         self._tables = metadata.block_tables
         self._starts = metadata.cu_seqlens_q
         self._seq_lens = metadata.kv_lens
@@ -62,7 +70,7 @@ class _Step(StepAttention):
             query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(), output.data_ptr(),
             self._tables.data_ptr(), self._starts.data_ptr(), self._seq_lens.data_ptr(),
             0 if span.sinks is None else span.sinks.data_ptr(),
-            *self._layout, query.shape[1], *key_cache.shape[2:], DTYPES[query.dtype],
+            *self._layout, query.shape[1], key_cache.shape[2], query.shape[2], DTYPES[query.dtype], self._form,
             span.window or 0, self._scale, span.softcap or 0.0,
         )  # fmt: skip
         return output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from backend.attention import ATTENTIONS, READ_EVERY_FORM
+from backend.attention import ATTENTIONS
 from backend.engine.errors import ConfigError
 from backend.engine.free_memory import free_memory_bytes
 from backend.engine.speculation import DRAFTERS
@@ -195,18 +195,13 @@ class EngineConfig:
 
     def _attention(self, device: torch.device) -> str:
         """The fastest that can what is asked of it."""
-        able = set(ATTENTIONS)
-        if self.kv_cache_dtype != AUTO:
-            able &= set(READ_EVERY_FORM)
-        if self.kv_cache_dtype == FP8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            able.discard(TRITON)  # whose kernels convert it as newer GPUs do
         chosen = _member("attention", self.attention, plain="sdpa", device=device)
-        if self.attention == AUTO and chosen not in able:
-            chosen = "sdpa"
-        if chosen not in able:
-            raise ConfigError(
-                f"attention {chosen!r} does not know a KV cache of {self.kv_cache_dtype}", param="attention"
-            )
+        if chosen == TRITON and self.kv_cache_dtype == FP8 and not _converts_fp8(device):
+            if self.attention != AUTO:
+                raise ConfigError(
+                    f"attention {TRITON!r} does not know a KV cache of {FP8} on this GPU", param="attention"
+                )
+            return "sdpa"
         return chosen
 
     def _cache_memory_bytes(self, dtype: torch.dtype, device: torch.device) -> int:
@@ -220,6 +215,11 @@ class EngineConfig:
         if device.type == "cuda":
             return max(0, int((free - weights) * GPU_KV_CACHE_FRACTION))
         return min(max(CPU_KV_CACHE_BYTES, weights), max(0, int((free - weights) * CPU_KV_CACHE_FRACTION)))
+
+
+def _converts_fp8(device: torch.device) -> bool:
+    """Whether Triton's kernels do, which they do as newer GPUs have it."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _member(family: str, name: str, *, plain: str, device: torch.device) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ class KvForm(ABC):
     A row of zeros is a vector of zeros.
     """
 
+    name: ClassVar[str]  # in `KV_FORMS`
+
     @abstractmethod
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Of the cache."""
@@ -21,6 +24,10 @@ class KvForm(ABC):
     @abstractmethod
     def width(self, head_dim: int) -> int:
         """The elements of a row."""
+
+    @abstractmethod
+    def head_dim(self, width: int) -> int:
+        """The other way round."""
 
     @abstractmethod
     def encode(self, vectors: Tensor) -> Tensor:

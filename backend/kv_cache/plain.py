@@ -9,11 +9,16 @@ from backend.kv_cache.base import KvForm
 class PlainForm(KvForm):
     """As the model computes them."""
 
+    name = "auto"
+
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         return model_dtype
 
     def width(self, head_dim: int) -> int:
         return head_dim
+
+    def head_dim(self, width: int) -> int:
+        return width
 
     def encode(self, vectors: Tensor) -> Tensor:
         return vectors

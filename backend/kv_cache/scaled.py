@@ -33,6 +33,9 @@ class _ScaledForm(KvForm):
     def width(self, head_dim: int) -> int:
         return head_dim + SCALE_BYTES
 
+    def head_dim(self, width: int) -> int:
+        return width - SCALE_BYTES
+
     def encode(self, vectors: Tensor) -> Tensor:
         vectors = vectors.float()
         scales = (vectors.abs().amax(-1, keepdim=True) / self.limit).clamp_(min=SMALLEST_SCALE)
@@ -44,6 +47,7 @@ class _ScaledForm(KvForm):
 
 
 class Int8Form(_ScaledForm):
+    name = "int8"
     limit = 127.0
 
     def _to_bytes(self, values: Tensor) -> Tensor:
@@ -56,6 +60,7 @@ class Int8Form(_ScaledForm):
 class Fp8Form(_ScaledForm):
     """Four bits of exponent and three of mantissa: small numbers keep their precision beside large ones."""
 
+    name = "fp8_e4m3"
     limit = torch.finfo(torch.float8_e4m3fn).max
 
     def _to_bytes(self, values: Tensor) -> Tensor:

@@ -39,34 +39,47 @@ class PagedAttention:
             outs = [(packed, self._q_size + 2 * self._kv_size)]
         self._qkv = loader.linear(outs, config.hidden_size, bias=qkv_bias)
         self._output = loader.linear([("o_proj", config.hidden_size)], self._q_size, bias=output_bias)
-        self._whole_norm = qk_norm == "all"
-        self._q_norm: RmsNorm | None = None
-        self._k_norm: RmsNorm | None = None
-        if qk_norm is not None:
-            sizes = (self._q_size, self._kv_size) if self._whole_norm else (config.head_dim, config.head_dim)
-            self._q_norm = loader.rms_norm("q_norm", sizes[0], config.rms_norm_eps)
-            self._k_norm = loader.rms_norm("k_norm", sizes[1], config.rms_norm_eps)
         self._head_norms: HeadNorms | None = None
-        if self._q_norm and self._k_norm and not self._whole_norm:
-            self._head_norms = RmsNorm.of_heads(self._q_norm, self._k_norm)
+        self._whole_norms: tuple[RmsNorm, RmsNorm] | None = None
+        if qk_norm is not None:
+            is_whole = qk_norm == "all"
+            sizes = (self._q_size, self._kv_size) if is_whole else (config.head_dim, config.head_dim)
+            query_norm, key_norm = (
+                loader.rms_norm(name, size, config.rms_norm_eps)
+                for name, size in zip(("q_norm", "k_norm"), sizes, strict=True)
+            )
+            if is_whole:
+                self._whole_norms = (query_norm, key_norm)
+            else:
+                self._head_norms = RmsNorm.of_heads(query_norm, key_norm)
 
     def __call__(self, hidden: Tensor, cache: LayerCache, step: Step) -> Tensor:
         """hidden: [T, hidden_size] -> [W, hidden_size], of the tokens that go on."""
         qkv = self._qkv(hidden)
         rope = self._rotation(qkv, step)
-        if cache.is_plain and not self._whole_norm:
+        if self._whole_norms is None:
             caches = (cache.key, cache.value)
-            query = self._ops.enter(qkv, self._head_norms, rope, caches, step.slot_mapping)
-            return self._output(step.attend(step.going_on(query), *caches, self._span).flatten(1))
-        query, key, value = torch.split(qkv, [self._q_size, self._kv_size, self._kv_size], dim=-1)
-        if self._q_norm and self._k_norm and self._whole_norm:
-            query, key = self._q_norm(query), self._k_norm(key)
-        query, key, value = (part.view(len(hidden), -1, self._head_dim) for part in (query, key, value))  # [T, H, D]
-        if self._q_norm and self._k_norm and not self._whole_norm:
-            query, key = self._q_norm(query), self._k_norm(key)
-        query, key = self._ops.rope(query, *rope), self._ops.rope(key, *rope)
-        cache.store(self._ops, key, value, step.slot_mapping)
+            query = self._ops.enter(qkv, self._head_norms, rope, caches, step.slot_mapping, cache.form)
+        else:
+            query = self._enter_whole(qkv, *self._whole_norms, rope, cache, step)
         return self._output(step.attend(step.going_on(query), cache.key, cache.value, self._span).flatten(1))
+
+    def _enter_whole(
+        self,
+        qkv: Tensor,
+        query_norm: RmsNorm,
+        key_norm: RmsNorm,
+        rope: tuple[Tensor, Tensor],
+        cache: LayerCache,
+        step: Step,
+    ) -> Tensor:
+        """As `Ops.enter`, with norms over all heads together."""
+        query, key, value = torch.split(qkv, [self._q_size, self._kv_size, self._kv_size], dim=-1)
+        query, key, value = (
+            part.view(len(qkv), -1, self._head_dim) for part in (query_norm(query), key_norm(key), value)
+        )  # [T, H, D]
+        cache.store(self._ops, self._ops.rope(key, *rope), value, step.slot_mapping)
+        return self._ops.rope(query, *rope)
 
     def _rotation(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Where a layer has no positions, of none of the dimensions."""

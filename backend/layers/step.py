@@ -6,7 +6,7 @@ from torch import Tensor
 
 from backend.attention.base import StepAttention
 from backend.kv_cache.base import KvForm
-from backend.kv_cache.plain import PLAIN, PlainForm
+from backend.kv_cache.plain import PLAIN
 from backend.ops.base import Ops
 
 
@@ -15,11 +15,6 @@ class LayerCache:
     key: Tensor  # [num_blocks, block_size, Hkv, W], W being the form's width for the head's D
     value: Tensor
     form: KvForm = PLAIN
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether keys and values are kept as the model computes them."""
-        return isinstance(self.form, PlainForm)
 
     def store(self, ops: Ops, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """key, value: [T, Hkv, D]; slots: [T], over all blocks."""

@@ -19,6 +19,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
+
 SOURCE = Path(__file__).with_name("kernels.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
@@ -36,8 +38,8 @@ RMS_NORM = (2, struct.Struct("2i11qd"))
 ROPE = (3, struct.Struct("2i10q"))
 GATED = (4, struct.Struct("2i6q"))
 STORE_KV = (5, struct.Struct("2i9q"))
-ATTEND = (6, struct.Struct("2i16qdd"))
-ENTER = (7, struct.Struct("2i17qd"))
+ATTEND = (6, struct.Struct("2i17qdd"))
+ENTER = (7, struct.Struct("2i18qd"))
 EMBED = (8, struct.Struct("2i5q"))
 ARGMAX = (9, struct.Struct("2i5q"))
 DRAW = (10, struct.Struct("2i10q"))
@@ -50,6 +52,10 @@ ROUTE = (16, struct.Struct("2i8q"))
 EXPERTS = (17, struct.Struct("2i12q"))
 ADD = (19, struct.Struct("2i6q"))
 LOGITS = (20, struct.Struct("2i5qdd"))
+
+# As kernels/operations.h numbers them.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+KV_FORMS = {"auto": 0, "int8": 1, "fp8_e4m3": 2}
 
 logger = logging.getLogger(__name__)
 

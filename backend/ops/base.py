@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.kv_cache.base import KvForm
+from backend.kv_cache.plain import PLAIN
 from backend.ops.mixture import Expert, Mixture, OneByOne
 from backend.ops.sampling import Bias, Penalties, RandomRows
 
@@ -111,16 +113,17 @@ class Ops(ABC):
         rope: tuple[Tensor, Tensor],
         caches: tuple[Tensor, Tensor],
         slots: Tensor,
+        form: KvForm = PLAIN,
     ) -> Tensor:
         """What stands between the projections and attention: queries and keys normed, if at all, and rotated; keys and
-        values stored. qkv: [T, (Hq + 2 Hkv) D], contiguous; rope: cos and sin; the rest as for `store_kv`, in qkv's
-        dtype -> the queries, [T, Hq, D]."""
-        kv_heads, dim = caches[0].shape[2:]
+        values stored. qkv: [T, (Hq + 2 Hkv) D], contiguous; rope: cos and sin; caches and slots as for
+        `store_kv`, in a form for qkv's dtype -> the queries, [T, Hq, D]."""
+        kv_heads, dim = caches[0].shape[2], form.head_dim(caches[0].shape[3])
         heads = qkv.view(len(qkv), -1, dim)
         query, key, value = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
         if norms:
             query, key = self.rms_norm(query, norms.query, norms.eps), self.rms_norm(key, norms.key, norms.eps)
-        self.store_kv(self.rope(key, *rope), value, *caches, slots)
+        self.store_kv(form.encode(self.rope(key, *rope)), form.encode(value), *caches, slots)
         return self.rope(query, *rope)
 
     def route(self, scores: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:

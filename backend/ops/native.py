@@ -16,15 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.huge_pages import HugePages
+from backend.kv_cache.base import KvForm
+from backend.kv_cache.plain import PLAIN
 from backend.native import library
-from backend.native.library import Caller, Library
+from backend.native.library import DTYPES, KV_FORMS, Caller, Library
 from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
 from backend.ops.mixture import Expert, Mixture, OneByOne
-from backend.ops.native_experts import DTYPES, FORMS, GATES, NativeMixture
+from backend.ops.native_experts import FORMS, GATES, NativeMixture
 from backend.ops.reference import ReferenceOps
 from backend.ops.sampling import Bias, Penalties, RandomRows
 
-PLAIN, INT8, INT4 = FORMS["plain"], FORMS["int8"], FORMS["int4"]
 TILE = 16  # of AMX: outs, and words of inputs
 # Half of the outs of a packed weight that are summed together.
 LANES = {"base": 4, "avx2": 8, "avx512": 16, "amx": TILE}
@@ -141,26 +142,26 @@ class NativeOps(ReferenceOps):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Tensor:
         if weight.dim() > 2:
-            return self._product(x, weight, None, bias, self._outs(weight), PLAIN, gate)
+            return self._product(x, weight, None, bias, self._outs(weight), "plain", gate)
         if len(x) > self._max_rows and x.dtype is torch.bfloat16:
             return self.gated(F.linear(x, weight, bias), gate)
-        return self.gated(self._product(x, weight, None, bias, len(weight), PLAIN), gate)
+        return self.gated(self._product(x, weight, None, bias, len(weight), "plain"), gate)
 
     def linear_int8(
         self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, gate: str | None = None
     ) -> Tensor:
         if weight.dim() > 2:
-            return self._product(x, weight, scales, bias, self._outs(weight), INT8, gate)
+            return self._product(x, weight, scales, bias, self._outs(weight), "int8", gate)
         if len(x) > self._max_rows and x.dtype is torch.bfloat16:
-            return self.gated(F.linear(x, self._expanded(weight, scales, x, INT8), bias), gate)
-        return self.gated(self._product(x, weight, scales, bias, len(weight), INT8), gate)
+            return self.gated(F.linear(x, self._expanded(weight, scales, x, "int8"), bias), gate)
+        return self.gated(self._product(x, weight, scales, bias, len(weight), "int8"), gate)
 
     def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         if weight.dim() > 2:
-            return self._product(x, weight, None, bias, self._outs(weight), INT4)
+            return self._product(x, weight, None, bias, self._outs(weight), "int4")
         if len(x) > min(self._max_rows, MAX_INT4_ROWS) and x.dtype is torch.bfloat16:
-            return self.linear(x, self._expanded(weight, scales, x, INT4), bias)
-        return self._product(x, weight, scales, bias, len(weight), INT4)
+            return self.linear(x, self._expanded(weight, scales, x, "int4"), bias)
+        return self._product(x, weight, scales, bias, len(weight), "int4")
 
     def _product(
         self,
@@ -169,7 +170,7 @@ class NativeOps(ReferenceOps):
         scales: Tensor | None,
         bias: Tensor | None,
         outs: int,
-        form: int,
+        form: str,
         gate: str | None = None,
     ) -> Tensor:
         """The gate is for packed weights only."""
@@ -179,14 +180,14 @@ class NativeOps(ReferenceOps):
         self._call(
             library.LINEAR,
             x.data_ptr(), weight.data_ptr(), _pointer(scales), _pointer(bias), out.data_ptr(),
-            rows, outs, ins, x.stride(0), DTYPES[x.dtype], form, weight.dim() > 2, GATES[gate],
+            rows, outs, ins, x.stride(0), DTYPES[x.dtype], FORMS[form], weight.dim() > 2, GATES[gate],
             threaded=rows * outs * ins >= MIN_SHARED_ITEMS * 4,
         )  # fmt: skip
         return out
 
-    def _expanded(self, weight: Tensor, scales: Tensor, x: Tensor, form: int) -> Tensor:
+    def _expanded(self, weight: Tensor, scales: Tensor, x: Tensor, form: str) -> Tensor:
         out = x.new_empty((len(weight), x.shape[-1]))
-        fields = (weight.data_ptr(), scales.data_ptr(), out.data_ptr(), *out.shape, DTYPES[x.dtype], form)
+        fields = (weight.data_ptr(), scales.data_ptr(), out.data_ptr(), *out.shape, DTYPES[x.dtype], FORMS[form])
         self._call(library.EXPAND, *fields)
         return out
 
@@ -248,8 +249,9 @@ class NativeOps(ReferenceOps):
         rope: tuple[Tensor, Tensor],
         caches: tuple[Tensor, Tensor],
         slots: Tensor,
+        form: KvForm = PLAIN,
     ) -> Tensor:
-        kv_heads, dim = caches[0].shape[2:]
+        kv_heads, dim = caches[0].shape[2], form.head_dim(caches[0].shape[3])
         heads = qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty((qkv.shape[0], heads, dim))
         weights = (norms.query.data_ptr(), norms.key.data_ptr()) if norms else (0, 0)
@@ -258,7 +260,8 @@ class NativeOps(ReferenceOps):
             qkv.data_ptr(), *weights, rope[0].data_ptr(), rope[1].data_ptr(), query.data_ptr(),
             caches[0].data_ptr(), caches[1].data_ptr(), slots.data_ptr(),
             qkv.shape[0], qkv.stride(0), heads, kv_heads, dim, 2 * rope[0].shape[1],
-            DTYPES[qkv.dtype], DTYPES[norms.query.dtype] if norms else 0, norms.eps if norms else 0.0,
+            DTYPES[qkv.dtype], DTYPES[norms.query.dtype] if norms else 0, KV_FORMS[form.name],
+            norms.eps if norms else 0.0,
             threaded=qkv.numel() >= MIN_SHARED_ITEMS,
         )  # fmt: skip
         return query

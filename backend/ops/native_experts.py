@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from backend.native import library
-from backend.native.library import OP_BYTES, Caller
+from backend.native.library import DTYPES, OP_BYTES, Caller
 from backend.ops.mixture import Mixture, Weight
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 FORMS = {"plain": 0, "int8": 1, "int4": 2}
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
 

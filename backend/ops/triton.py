@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backend.kv_cache.base import KvForm
+from backend.kv_cache.plain import PLAIN, PlainForm
 from backend.ops import triton_kernels as kernels
 from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
 from backend.ops.reference import ReferenceOps
@@ -89,10 +91,11 @@ class TritonOps(ReferenceOps):
         rope: tuple[Tensor, Tensor],
         caches: tuple[Tensor, Tensor],
         slots: Tensor,
+        form: KvForm = PLAIN,
     ) -> Tensor:
         kv_heads, dim = caches[0].shape[2:]
-        if 2 * rope[0].shape[1] < dim:
-            return super().enter(qkv, norms, rope, caches, slots)
+        if not isinstance(form, PlainForm) or 2 * rope[0].shape[1] < dim:
+            return super().enter(qkv, norms, rope, caches, slots, form)
         num_heads = qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty((len(qkv), num_heads, dim))
         query_norm, key_norm, eps = (norms.query, norms.key, norms.eps) if norms else (None, None, 0.0)

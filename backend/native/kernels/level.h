@@ -10,6 +10,8 @@ namespace LEVEL {
 
 #include "level/packed_products.h"
 
+#include "level/cache_rows.h"
+
 #include "level/elementwise.h"
 
 #include "level/experts.h"

@@ -10,6 +10,9 @@ namespace {
 struct bf16 {
   uint16_t bits;
 };
+struct e4m3 {  // four bits of exponent, three of mantissa
+  uint8_t bits;
+};
 struct int4x32 {  // a group of 32 weights, each held as 8 more than it is: the first 16 in the bytes' low halves
   uint8_t bytes[16];
 };
@@ -17,6 +20,9 @@ constexpr int64_t GROUP = 32;
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16 };
 enum Format : int64_t { PLAIN, INT8, INT4 };  // how a weight is held; PLAIN: in the dtype of the input
+// How keys and values are kept. Of SCALED ones a row is the head's D bytes, and then a float to multiply them with.
+enum KvForm : int64_t { AS_COMPUTED, SCALED_INT8, SCALED_E4M3 };
+constexpr int64_t SCALE_BYTES = 4;
 enum Activation : int64_t { NONE, SILU, GELU, SWIGLU_OAI };
 
 // The operations, as Python packs them: eight bytes per field. Strides count elements. T rows, one per token.
@@ -60,7 +66,7 @@ struct Enter {  // of one product, queries and keys are normed, if there are wei
   const float *cos, *sin;                       // [T, R / 2]
   void *query, *keys, *values;                  // [T, H, D]; caches
   const int64_t* slots;
-  int64_t rows, stride, heads, kv_heads, dim, turned_dim, dtype, weight_dtype;
+  int64_t rows, stride, heads, kv_heads, dim, turned_dim, dtype, weight_dtype, form;
   double eps;
 };
 struct Embed {  // out[T, K]: rows of a packed weight of bfloat16
@@ -106,8 +112,8 @@ struct Attend {
   void* out;                                  // [T, Hq, D]
   const int32_t *tables, *starts, *seq_lens;  // [S, table_width]; [S + 1]: where queries begin; [S]
   const float* sinks;                         // [Hq]: a score of each head that has no value; may be null
-  int64_t num_seqs, table_width, block_size, num_heads, num_kv_heads, head_dim, dtype, window;  // window 0: none
-  double scale, softcap;                                                                        // softcap 0: none
+  int64_t num_seqs, table_width, block_size, num_heads, num_kv_heads, head_dim, dtype, form, window;  // window 0: none
+  double scale, softcap;                                                                              // softcap 0: none
 };
 
 struct Logits {  // out[T, V]: x in float32, times a factor, and capped

@@ -13,6 +13,9 @@ from torch import Tensor
 from backend.attention import ATTENTIONS, create_attention
 from backend.attention.base import Attention, AttentionMetadata, Span
 from backend.attention.native import NativeAttention
+from backend.kv_cache import create_kv_form
+from backend.kv_cache.base import KvForm
+from backend.kv_cache.plain import PLAIN
 from backend.native import library
 from backend.triton_runtime import runs_triton
 
@@ -62,17 +65,24 @@ def exact(query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
     return output
 
 
-def create(name: str) -> Attention:
+def create(name: str, form: KvForm = PLAIN) -> Attention:
     name, _, level = name.partition(" ")
-    return NativeAttention(SCALE, level_name=level) if level else create_attention(name, SCALE)
+    return NativeAttention(SCALE, form, level_name=level) if level else create_attention(name, SCALE, form)
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("span_name", SPANS)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize(
-    ("block_size", "head_dim", "dtype", "tolerance"),
-    [(8, 16, torch.float32, 1e-5), (4, 24, torch.bfloat16, 2e-2), (16, 32, torch.bfloat16, 2e-2)],
+    ("block_size", "head_dim", "dtype", "tolerance", "form_name"),
+    [
+        (8, 16, torch.float32, 1e-5, "auto"),
+        (4, 24, torch.bfloat16, 2e-2, "auto"),
+        (16, 32, torch.bfloat16, 2e-2, "auto"),
+        (4, 24, torch.float32, 1e-5, "int8"),
+        (16, 32, torch.bfloat16, 2e-2, "int8"),
+        (8, 64, torch.bfloat16, 2e-2, "fp8_e4m3"),
+    ],
 )
 def test_every_member_is_exact(
     step: str,
@@ -83,6 +93,7 @@ def test_every_member_is_exact(
     head_dim: int,
     dtype: torch.dtype,
     tolerance: float,
+    form_name: str,
 ) -> None:
     span = SPANS[span_name]
     if span_name.startswith("sinks"):
@@ -90,8 +101,11 @@ def test_every_member_is_exact(
     generator = torch.Generator().manual_seed(1)
     shuffled = random.Random(2)
     lens = STEPS[step]
+    form = create_kv_form(form_name)
     # What is not some sequence's own is no number: a single wrong position would spoil everything.
-    caches = [torch.full((NUM_BLOCKS, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype) for _ in range(2)]
+    shape = (NUM_BLOCKS, block_size, num_kv_heads, form.width(head_dim))
+    nothing = form.encode(torch.full((head_dim,), torch.nan, dtype=dtype))
+    caches = [nothing.expand(shape).contiguous() for _ in range(2)]
     free = list(range(NUM_BLOCKS))
     shuffled.shuffle(free)
     queries, expected, tables = [], [], []
@@ -101,11 +115,12 @@ def test_every_member_is_exact(
             for length, heads in ((query_len, num_heads), (seq_len, num_kv_heads), (seq_len, num_kv_heads))
         )
         tables.append([free.pop() for _ in range(-(-seq_len // block_size))])
+        encoded = form.encode(keys), form.encode(values)
         for position in range(seq_len):
             block, offset = tables[-1][position // block_size], position % block_size
-            caches[0][block, offset], caches[1][block, offset] = keys[position], values[position]
+            caches[0][block, offset], caches[1][block, offset] = encoded[0][position], encoded[1][position]
         queries.append(query)
-        expected.append(exact(query, keys, values, span))
+        expected.append(exact(query, *(form.decode(rows, torch.float32) for rows in encoded), span))
     width = max(map(len, tables))
     metadata = AttentionMetadata(
         query_lens=tuple(query_len for query_len, _ in lens),
@@ -116,7 +131,7 @@ def test_every_member_is_exact(
         block_size=block_size,
     )
     for name in NAMES:
-        attend = create(name).prepare(metadata, like=caches[0])
+        attend = create(name, form).prepare(metadata, like=queries[0])
         output = attend(torch.cat(queries), *caches, span)
         assert output.dtype == dtype
         assert (output.double() - torch.cat(expected)).abs().max().item() < tolerance, name

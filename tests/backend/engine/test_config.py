@@ -68,11 +68,11 @@ def test_no_room_for_a_cache_is_said(directory: Path, monkeypatch: pytest.Monkey
         EngineConfig(model_dir=directory, device="cpu").resolve()
 
 
-def test_a_quantised_cache_has_more_blocks_and_an_attention_that_reads_it(directory: Path) -> None:
+def test_a_quantised_cache_has_more_blocks_and_the_same_attention(directory: Path) -> None:
     asked = EngineConfig(model_dir=directory, dtype="bfloat16", kv_cache_memory_bytes=1 << 20, device="cpu")
     plain, quantised = asked.resolve(), replace(asked, kv_cache_dtype="int8").resolve()
     assert quantised.num_blocks == plain.num_blocks * 2 * 16 // (16 + 4)
-    assert quantised.attention == "sdpa"
+    assert quantised.attention == plain.attention
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,6 @@ def test_a_quantised_cache_has_more_blocks_and_an_attention_that_reads_it(direct
         ({"attention": "flash"}, "attention"),
         ({"ops": "cuda"}, "ops"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
-        ({"kv_cache_dtype": "int8", "attention": "native"}, "attention"),
         ({"quantization": "awq"}, "quantization"),
         ({"block_size": 0}, "block_size"),
         ({"num_blocks": -1}, "num_blocks"),

@@ -18,6 +18,7 @@ from backend.engine.interruption import Interruption
 from backend.engine.paged_model import MAX_GREEDY_ROWS, PagedModel
 from backend.engine.plan import Scheduled
 from backend.engine.request import Request, SamplingParams, TokenLogprob
+from backend.kv_cache import KV_FORMS
 from backend.native import library
 from backend.native.recording import GivenUp
 from tests.backend.checkpoints import CHECKPOINTS, VOCAB_SIZE
@@ -56,7 +57,9 @@ def model_pair(directory: Path, **options: Any) -> tuple[PagedModel, PagedModel]
         for eager in (False, True)
     )
     for block in range(NUM_BLOCKS):
-        theirs.kv.block(block).copy_(ours.kv.block(block).normal_())
+        rows, form = ours.kv.block(block), ours.kv.form
+        rows.copy_(form.encode(torch.randn(*rows.shape[:-1], form.head_dim(rows.shape[-1]))))
+        theirs.kv.block(block).copy_(rows)
     return ours, theirs
 
 
@@ -78,7 +81,6 @@ def test_every_architecture(checkpoint_dir: Callable[[str], Path], name: str) ->
 @torch.inference_mode()
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_tokens_of_every_architecture(checkpoint_dir: Callable[[str], Path], name: str) -> None:
-    """Recorded with the step as far as it is, but where logits go through torch before they are compared."""
     ours, theirs = model_pair(checkpoint_dir(name))
     rng = random.Random(name)
     tables = [[8 * i + j for j in range(CONTEXT // BLOCK_SIZE)] for i in range(NUM_TABLES)]
@@ -88,6 +90,21 @@ def test_tokens_of_every_architecture(checkpoint_dir: Callable[[str], Path], nam
         assert all(map(torch.equal, map(ours.kv.block, range(NUM_BLOCKS)), map(theirs.kv.block, range(NUM_BLOCKS))))
     recorded = ours.greedy_programs.recorded if ours.greedy_programs else frozenset()
     assert recorded == set(range(1, MAX_GREEDY_ROWS + 1))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("form", KV_FORMS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_form_of_the_cache(checkpoint_dir: Callable[[str], Path], form: str, dtype: str) -> None:
+    ours, theirs = model_pair(checkpoint_dir("qwen3"), kv_cache_dtype=form, dtype=dtype)
+    rng = random.Random(form)
+    tables = [[8 * i + j for j in range(CONTEXT // BLOCK_SIZE)] for i in range(NUM_TABLES)]
+    for _ in range(30):
+        batch = decode(rng, rng.randrange(1, 6), tables)
+        assert torch.equal(ours.forward(batch), theirs.forward(batch))
+        assert all(map(torch.equal, map(ours.kv.block, range(NUM_BLOCKS)), map(theirs.kv.block, range(NUM_BLOCKS))))
+    assert ours.programs
+    assert ours.programs.recorded == {1, 2, 3, 4, 5}
 
 
 @torch.inference_mode()

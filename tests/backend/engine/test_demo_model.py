@@ -16,6 +16,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.engine import Engine
 from backend.engine.request import FinishReason, Request, SamplingParams
+from backend.kv_cache import KV_FORMS
 from backend.ops.reference import ReferenceOps
 
 WEIGHTS = Path(__file__).parents[3] / "backend" / "demo_model" / "weights"
@@ -59,10 +60,8 @@ def test_it_answers_as_it_does_in_transformers() -> None:
         assert answers[request.request_id] == tokenizer.decode(output)
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "at_once"), [("auto", True), ("int8", False)])
-def test_keys_and_values_enter_a_plain_cache_in_one_pass(
-    kv_cache_dtype: str, at_once: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", KV_FORMS)
+def test_keys_and_values_enter_the_cache_in_one_pass(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Counting(ReferenceOps):
         num_calls = 0
 
@@ -78,4 +77,4 @@ def test_keys_and_values_enter_a_plain_cache_in_one_pass(
     engine = Engine.load(config)
     engine.add(Request("r", [1, 2, 3], SamplingParams(max_tokens=1, temperature=0.0)))
     engine.step()
-    assert ops.num_calls == (engine.config.model.num_layers if at_once else 0)
+    assert ops.num_calls == engine.config.model.num_layers

@@ -67,49 +67,28 @@ void all_operations(Dtype dtype) {
   const int32_t tables[] = {3, 1, 5, 0, 2, 0}, starts[] = {0, 1, 3}, seq_lens[] = {9, 6};
   std::vector<T> seen(T_ROWS * 4 * 24);
   op.code = ATTEND;
-  op.attend = {query.data(),
-               cache.data(),
-               cache.data(),
-               seen.data(),
-               tables,
-               starts,
-               seq_lens,
-               nullptr,
-               2,
-               3,
-               4,
-               4,
-               2,
-               24,
-               dtype,
-               5,
-               0.2,
-               3.0};
+  op.attend = {query.data(), cache.data(), cache.data(), seen.data(), tables, starts, seq_lens, nullptr,
+               2, 3, 4, 4, 2, 24, dtype, AS_COMPUTED, 5, 0.2, 3.0};
   run("attend", op, seen);
   op.attend.sinks = scales.data();
   run("sinks", op, seen);
   auto keys = numbers<T>(8 * 4 * 2 * 24), values = keys;
   const int64_t slots[] = {7, 0, 30};
   op.code = ENTER;
-  op.enter = {x.data(),
-              w.data(),
-              bias.data(),
-              angles.data(),
-              angles.data(),
-              seen.data(),
-              keys.data(),
-              values.data(),
-              slots,
-              2,
-              K,
-              0,
-              2,
-              24,
-              20,
-              dtype,
-              dtype,
-              1e-6};
+  op.enter = {x.data(), w.data(), bias.data(), angles.data(), angles.data(), seen.data(), keys.data(), values.data(),
+              slots, 2, K, 0, 2, 24, 20, dtype, dtype, AS_COMPUTED, 1e-6};
   run("enter", op, keys);
+  for (KvForm form : {SCALED_INT8, SCALED_E4M3}) {
+    std::vector<int8_t> bytes(8 * 4 * 2 * (24 + SCALE_BYTES)), more = bytes;
+    op.code = ENTER;
+    op.enter = {x.data(), w.data(), bias.data(), angles.data(), angles.data(), seen.data(), bytes.data(), more.data(),
+                slots, 2, K, 0, 2, 24, 20, dtype, dtype, form, 1e-6};
+    run("enter_bytes", op, bytes);
+    op.code = ATTEND;
+    op.attend = {query.data(), bytes.data(), more.data(), seen.data(), tables, starts, seq_lens, nullptr,
+                 2, 3, 4, 4, 2, 24, dtype, form, 5, 0.2, 3.0};
+    run("attend_bytes", op, seen);
+  }
   std::vector<int64_t> chosen(T_ROWS);
   op.code = ARGMAX;
   op.argmax = {x.data(), chosen.data(), T_ROWS, K, dtype};
@@ -133,38 +112,17 @@ void mixtures(Dtype dtype) {
   }
   std::vector<T> out(T_ROWS * D);
   for (int64_t is_packed = 0; is_packed <= (dtype == BFLOAT16); is_packed++) {
+    const Activation fused = is_packed ? SWIGLU_OAI : NONE, apart = is_packed ? NONE : SWIGLU_OAI;
     std::vector<Op> products;
-    for (int64_t e = 0; e < E; e++) {  // all alike: what they are given and what is made of it differ
+    for (int64_t e = 0; e < E; e++) {  // all alike: what they are given differs
       Op first{LINEAR, 1, {}}, second{LINEAR, 1, {}};
-      first.linear = {nullptr,
-                      w.data(),
-                      nullptr,
-                      nullptr,
-                      nullptr,
-                      0,
-                      2 * I,
-                      D,
-                      0,
-                      dtype,
-                      PLAIN,
-                      is_packed,
-                      is_packed ? SWIGLU_OAI : NONE};
+      first.linear = {nullptr, w.data(), nullptr, nullptr, nullptr, 0, 2 * I, D, 0, dtype, PLAIN, is_packed, fused};
       second.linear = {nullptr, w.data(), nullptr, nullptr, nullptr, 0, D, I, 0, dtype, PLAIN, is_packed, NONE};
       products.push_back(first), products.push_back(second);
     }
     op.code = EXPERTS;
-    op.experts = {x.data(),
-                  chosen.data(),
-                  shares.data(),
-                  products.data(),
-                  out.data(),
-                  T_ROWS,
-                  D,
-                  I,
-                  E,
-                  CHOSEN,
-                  dtype,
-                  is_packed ? NONE : SWIGLU_OAI};
+    op.experts = {x.data(), chosen.data(), shares.data(), products.data(), out.data(),
+                  T_ROWS, D, I, E, CHOSEN, dtype, apart};
     run("experts", op, out);
   }
 }
@@ -219,27 +177,20 @@ void packed_operations() {
   const int32_t tables[] = {3, 1, 5, 0, 2}, starts[] = {0, T_ROWS}, seq_lens[] = {LENGTH};
   std::vector<bf16> seen(T_ROWS * 4 * DIM);
   op.code = ATTEND;
-  op.attend = {query.data(),
-               cache.data(),
-               cache.data(),
-               seen.data(),
-               tables,
-               starts,
-               seq_lens,
-               nullptr,
-               1,
-               5,
-               4,
-               4,
-               2,
-               DIM,
-               BFLOAT16,
-               7,
-               0.2,
-               3.0};
+  op.attend = {query.data(), cache.data(), cache.data(), seen.data(), tables, starts, seq_lens, nullptr,
+               1, 5, 4, 4, 2, DIM, BFLOAT16, AS_COMPUTED, 7, 0.2, 3.0};
   run("tiles", op, seen);
   op.attend.sinks = scales.data();
   run("tiles_with_sinks", op, seen);
+  std::vector<int8_t> bytes(8 * 4 * 2 * (DIM + SCALE_BYTES));
+  const int64_t slots[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 20, 21, 22};
+  Op enter{ENTER, 1, {}};
+  const auto angles = numbers<float>(T_ROWS * DIM / 2);
+  enter.enter = {query.data(), nullptr, nullptr, angles.data(), angles.data(), nullptr, bytes.data(), bytes.data(),
+                 slots, T_ROWS, 4 * DIM, 0, 2, DIM, DIM, BFLOAT16, BFLOAT16, SCALED_INT8, 1e-6};
+  run("enter_bytes", enter, bytes);
+  op.attend.keys = op.attend.values = bytes.data(), op.attend.form = SCALED_INT8;
+  run("tiles_of_bytes", op, seen);
 }
 
 int main() {

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.kv_cache import create_kv_form
 from backend.native import library
 from backend.ops.base import INT4_GROUP, HeadNorms, Ops
 from backend.ops.native import NativeOps
@@ -329,6 +330,34 @@ def test_enter_norms_rotates_and_stores(
     assert_close(caches[0].flatten(0, 1), stored)
     stored[slots] = values
     assert torch.equal(caches[1].flatten(0, 1).double(), stored)
+
+
+@pytest.mark.parametrize("form_name", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("dim", [8, 80])
+def test_enter_stores_in_every_form(ops: Ops, dtype: torch.dtype, form_name: str, dim: int) -> None:
+    """To the byte, where nothing was computed before that could be rounded otherwise."""
+    form, tokens, kv_heads = create_kv_form(form_name), 40, 2
+    qkv = random(tokens, 5 * dim, dtype=dtype) * torch.logspace(-3, 3, tokens)[:, None].to(dtype)
+    qkv[3], qkv[4, dim * 3] = 0, torch.nan
+    angles = random(tokens, dim // 2, dtype=torch.float32, seed=3) * 3
+    rope = (angles.cos(), angles.sin())
+    caches = torch.zeros(2, 11, 4, kv_heads, form.width(dim), dtype=torch.int8).unbind()
+    slots = torch.randperm(44, generator=torch.Generator().manual_seed(0))[:tokens]
+
+    query = ops.enter(qkv, None, rope, caches, slots, form)
+
+    heads = qkv.view(tokens, -1, dim)
+    assert_close(query[:3], rotated(heads[:3, :1], angles[:3]))
+    values = caches[1].flatten(0, 1)[slots]
+    expected = form.encode(heads[:, 3:])
+    numbers = torch.arange(tokens) != 4
+    assert torch.equal(values[numbers], expected[numbers])
+    assert form.decode(values[4, :1], dtype).isnan().all()
+    keys, exact = form.decode(caches[0].flatten(0, 1)[slots], torch.float32), rotated(heads[:, 1:3], angles)
+    step = exact.abs().amax(-1, keepdim=True) * (1 / 127 if form_name == "int8" else 2**-4) + exact.abs() * 2**-7
+    assert ((keys - exact).abs() <= step)[numbers].all()
+    written = torch.zeros(44, dtype=torch.bool).index_fill_(0, slots, True)
+    assert caches[0].flatten(0, 1)[~written].count_nonzero() == 0
 
 
 def test_store_kv_writes_the_slots_and_nothing_else(ops: Ops, dtype: torch.dtype) -> None:

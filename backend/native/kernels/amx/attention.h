@@ -174,7 +174,8 @@ struct QueryTile {
 // Sequences with enough new rows for a tile; the rest is done as without AMX.
 bool suits(const Attend& a, int64_t seq) {
   const int64_t rows = (a.starts[seq + 1] - a.starts[seq]) * (a.num_heads / a.num_kv_heads);
-  return a.dtype == BFLOAT16 && a.head_dim % DEPTH == 0 && a.block_size % TILE == 0 && rows >= TILE;
+  return a.dtype == BFLOAT16 && a.form == AS_COMPUTED && a.head_dim % DEPTH == 0 && a.block_size % TILE == 0 &&
+         rows >= TILE;
 }
 
 inline __m512i words_at(const uint16_t* row, int64_t d) {

@@ -6,6 +6,7 @@ size_t shared_bytes(const Op& op) {
     return ceil_div(op.linear.rows, TILE) * TILE * (op.linear.ins * 2 + sizeof(float));
   if (op.code == ATTEND) {
     const Attend& a = op.attend;
+    if (a.form != AS_COMPUTED) return avx512::shared_bytes(op);
     for (int64_t seq = 0; seq < a.num_seqs; seq++)
       if (suits(a, seq)) return a.num_kv_heads * a.head_dim * (longest(a) + 2 * DEPTH) * sizeof(bf16);
   }
@@ -23,7 +24,7 @@ void run(const Op& op, void* shared) {
   }
   if (op.code == EMBED) return embed(op.embed);
   if (op.code == EXPERTS) return avx512::experts(op.experts, shared, run);
-  if (op.code != ATTEND) return avx512::run(op, shared);
+  if (op.code != ATTEND || op.attend.form != AS_COMPUTED) return avx512::run(op, shared);
   for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
     if (suits(op.attend, seq)) attend_sequence(op.attend, seq, static_cast<uint16_t*>(shared));
   avx512::attend(op.attend, suits);

@@ -1,7 +1,7 @@
 // Attention of any rows: decodes, and whatever nothing else suits.
 
 // What one step of a score takes in: a pair of vectors, or as many as the CPU sums pairs of.
-template <class T>
+template <class T, class C>
 struct ScoreStep {
   static constexpr int64_t SIZE = PAIR;
   typedef Pair V;
@@ -11,9 +11,28 @@ struct ScoreStep {
   static V of_key(const T* key, int64_t left) { return pair_of(key, left); }
   static vf add(vf sum, V query, V key) { return (sum + query.first * key.first) + query.second * key.second; }
 };
+// Of bytes, the two vectors are one after the other.
+template <class X>
+inline Pair in_turn(const X* from, int64_t left) {
+  return {load(from, left), left > LANES ? load(from + LANES, left - LANES) : vf{}};
+}
+template <class T, class C>
+struct ScaledScoreStep {
+  typedef float Kept;
+  typedef Pair V;
+  static constexpr int64_t SIZE = PAIR;
+  static void keep(const T* query, float* to, int64_t left) { store(to, in_turn(query, left)); }
+  static V of_query(const float* query) { return pair_of(query); }
+  static V of_key(const C* key, int64_t left) { return in_turn(key, left); }
+  static vf add(vf sum, V query, V key) { return (sum + query.first * key.first) + query.second * key.second; }
+};
+template <class T>
+struct ScoreStep<T, int8_t> : ScaledScoreStep<T, int8_t> {};
+template <class T>
+struct ScoreStep<T, e4m3> : ScaledScoreStep<T, e4m3> {};
 #if WIDTH == 64
 template <>
-struct ScoreStep<bf16> : Step<bf16> {
+struct ScoreStep<bf16, bf16> : Step<bf16> {
   static void keep(const bf16* query, Kept* to, int64_t left) { _mm512_storeu_si512(to, of_x(query, left)); }
   static V of_query(const Kept* query) { return of_x(query, SIZE); }
   static V of_key(const bf16* key, int64_t left) { return of_x(key, left); }
@@ -22,7 +41,7 @@ struct ScoreStep<bf16> : Step<bf16> {
 
 // What one step of a weighted sum takes in: a position's values, or as many as the CPU sums pairs of. A pair of vectors
 // has PAIR dimensions.
-template <class T>
+template <class T, class C>
 struct WeighStep {
   static constexpr int64_t POSITIONS = 1;
   typedef float Weight;
@@ -34,9 +53,26 @@ struct WeighStep {
     store(out, Pair{sum.first * factor, sum.second * factor}, left);
   }
 };
+template <class T, class C>
+struct ScaledWeighStep {
+  static constexpr int64_t POSITIONS = 1;
+  typedef float Weight;
+  static Pair of_values(const C* value, int64_t, int64_t left) { return in_turn(value, left); }
+  static Pair add(Pair sum, Pair values, const float* weight) {
+    return {sum.first + values.first * *weight, sum.second + values.second * *weight};
+  }
+  static void finish(T* out, Pair sum, float factor, int64_t left) {
+    store(out, sum.first * factor, left);
+    if (left > LANES) store(out + LANES, sum.second * factor, left - LANES);
+  }
+};
+template <class T>
+struct WeighStep<T, int8_t> : ScaledWeighStep<T, int8_t> {};
+template <class T>
+struct WeighStep<T, e4m3> : ScaledWeighStep<T, e4m3> {};
 #if WIDTH == 64
 template <>
-struct WeighStep<bf16> {
+struct WeighStep<bf16, bf16> {
   static constexpr int64_t POSITIONS = 2;
   typedef bf16 Weight;
   // Pairs of two positions, of each eight dimensions the first four and the others. stride: to the second position, if
@@ -65,10 +101,10 @@ struct WeighStep<bf16> {
 // kept, and each position's keys and values are read once, for all rows of all these heads, since they lie beside each
 // other. Positions count from a multiple of 16, so that a row's sums do not depend on its neighbours: what these see
 // and it does not, it adds as zero.
-template <class T>
+template <class T, class C>
 struct Rows {
-  typedef ScoreStep<T> Step;
-  typedef WeighStep<T> Weigh;
+  typedef ScoreStep<T, C> Step;
+  typedef WeighStep<T, C> Weigh;
   typedef typename Step::Kept Kept;
   typedef typename Weigh::Weight Weight;
   static constexpr int64_t MOST = 8;
@@ -79,7 +115,8 @@ struct Rows {
 
   const Attend& a;
   const int64_t seq, head, heads, row, count;
-  const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim, stride = a.num_kv_heads * dim;
+  const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim, row_of_head = row_size<C>(dim),
+                stride = a.num_kv_heads * row_of_head;
   const int64_t query_dim = ceil_div(dim, Step::SIZE) * Step::SIZE, sum_dim = ceil_div(dim, PAIR) * PAIR;
   const int32_t* const table = a.tables + seq * a.table_width;
   int64_t first[MOST], last[MOST];  // the positions that a row sees
@@ -111,12 +148,16 @@ struct Rows {
       for (int64_t r = 0; r < count; r++)
         for (int64_t d = 0; d < dim; d += Step::SIZE)
           Step::keep(static_cast<const T*>(a.query) + at(h, r) + d, queries + (h * count + r) * query_dim + d, dim - d);
-    each_run(a.keys, a.values,
-             [&](int64_t h, int64_t i, const T* keys, int64_t n, int64_t ahead) { score(h, i, keys, n, ahead); });
+    each_run(a.keys, a.values, [&](int64_t h, int64_t i, const C* keys, int64_t n, int64_t ahead) {
+      score(h, i, keys, n, ahead);
+      times_scales(scores, h, i, keys, n);
+    });
     for (int64_t i = 0; i < heads * count; i++) inverse[i] = soften(scores + i * width, i / count, i % count);
     __builtin_memset(sums, 0, heads * count * sum_dim * sizeof(float));
-    each_run(a.values, nullptr,
-             [&](int64_t h, int64_t i, const T* values, int64_t n, int64_t ahead) { weigh(h, i, values, n, ahead); });
+    each_run(a.values, nullptr, [&](int64_t h, int64_t i, const C* values, int64_t n, int64_t ahead) {
+      times_scales(reinterpret_cast<Weight*>(scores), h, i, values, n);
+      weigh(h, i, values, n, ahead);
+    });
     for (int64_t h = 0; h < heads; h++)
       for (int64_t r = 0; r < count; r++)
         for (int64_t d = 0; d < dim; d += PAIR)
@@ -134,26 +175,37 @@ struct Rows {
       const int64_t block = p / a.block_size, offset = p % a.block_size;
       const int64_t n = least(AT_ONCE, least(a.block_size - offset, end - p));
       const bool has_next = (block + 1) * a.block_size < end;
-      const T* from = at(cache, block, offset);
-      const T* next = has_next ? at(cache, block + 1, offset) : then ? at(then, begin / a.block_size, offset) : from;
+      const C* from = at(cache, block, offset);
+      const C* next = has_next ? at(cache, block + 1, offset) : then ? at(then, begin / a.block_size, offset) : from;
       const int64_t ahead = reinterpret_cast<intptr_t>(next) - reinterpret_cast<intptr_t>(from);  // in bytes
-      for (int64_t h = 0; h < heads; h++) visit(h, p - begin, from + h * dim, n, ahead);
+      for (int64_t h = 0; h < heads; h++) visit(h, p - begin, from + h * row_of_head, n, ahead);
       p += n;
     }
   }
 
   // The cache lines of `size` numbers from the d-th on. Where these are less than a line, it is asked for again, which
   // costs less than to look whether it was.
-  static inline __attribute__((always_inline)) void fetch(const T* from, int64_t d, int64_t size, int64_t ahead) {
-    constexpr int64_t LINE = 64 / sizeof(T);
+  static inline __attribute__((always_inline)) void fetch(const C* from, int64_t d, int64_t size, int64_t ahead) {
+    constexpr int64_t LINE = 64 / sizeof(C);
     for (int64_t i = 0; i < size; i += LINE)
       __builtin_prefetch(reinterpret_cast<const char*>(from + d + i) + ahead, 0, 2);
   }
-  const T* at(const void* cache, int64_t block, int64_t offset) const {
-    return static_cast<const T*>(cache) + (int64_t(table[block]) * a.block_size + offset) * stride + head * dim;
+  const C* at(const void* cache, int64_t block, int64_t offset) const {
+    return static_cast<const C*>(cache) + (int64_t(table[block]) * a.block_size + offset) * stride + head * row_of_head;
   }
 
-  void score(int64_t h, int64_t i, const T* keys, int64_t n, int64_t ahead) {
+  // What there is of n positions from i on, of a head's rows, times the scales of these positions, if they have any.
+  template <class V>
+  void times_scales(V* of_rows, int64_t h, int64_t i, const C* from, int64_t n) {
+    if constexpr (IS_SCALED<C>) {
+      float scales[AT_ONCE];
+      for (int64_t j = 0; j < n; j++) scales[j] = scale_of(from + j * stride, dim);
+      for (int64_t r = 0; r < count; r++)
+        for (int64_t j = 0; j < n; j++) of_rows[(h * count + r) * width + i + j] *= scales[j];
+    }
+  }
+
+  void score(int64_t h, int64_t i, const C* keys, int64_t n, int64_t ahead) {
     const Kept* query = queries + h * count * query_dim;
     float* to = scores + h * count * width + i;
     int64_t r = 0;
@@ -167,12 +219,12 @@ struct Rows {
     }
   }
   template <int R, int N>  // N keys at once: as many sums as there are registers for
-  void score_rows(const Kept* query, const T* keys, int64_t n, int64_t ahead, float* to) {
+  void score_rows(const Kept* query, const C* keys, int64_t n, int64_t ahead, float* to) {
     for (; n >= N; n -= N, keys += N * stride, to += N) products<R, N>(query, keys, ahead, to);
     for (; n > 0; n--, keys += stride, to++) products<R, 1>(query, keys, ahead, to);
   }
   template <int R, int N>
-  inline __attribute__((always_inline)) void products(const Kept* query, const T* key, int64_t ahead, float* to) {
+  inline __attribute__((always_inline)) void products(const Kept* query, const C* key, int64_t ahead, float* to) {
     vf own[R][N];
     zero(own);
     const int64_t whole = dim / Step::SIZE * Step::SIZE;
@@ -189,7 +241,7 @@ struct Rows {
     if (whole < dim) add_rest(R, N, whole, query, key, to);
   }
   // Of heads that are no whole steps, the last dimensions.
-  __attribute__((noinline)) void add_rest(int64_t rows, int64_t n, int64_t d, const Kept* query, const T* key,
+  __attribute__((noinline)) void add_rest(int64_t rows, int64_t n, int64_t d, const Kept* query, const C* key,
                                           float* to) const {
     for (int64_t r = 0; r < rows; r++)
       for (int64_t i = 0; i < n; i++)
@@ -223,18 +275,18 @@ struct Rows {
     return 1.0f / (sum(total) + (a.sinks ? exp(all(sink - top))[0] : 0));
   }
 
-  void weigh(int64_t h, int64_t i, const T* values, int64_t n, int64_t ahead) {
+  void weigh(int64_t h, int64_t i, const C* values, int64_t n, int64_t ahead) {
     int64_t r = 0;
     for (; r + WEIGHED_ROWS <= count; r += WEIGHED_ROWS) weigh_rows<WEIGHED_ROWS>(h, r, i, values, n, r ? 0 : ahead);
     weigh_rest<WEIGHED_ROWS - 1>(h, r, i, values, n, r ? 0 : ahead);
   }
   template <int R>
-  void weigh_rest(int64_t h, int64_t r, int64_t i, const T* values, int64_t n, int64_t ahead) {
+  void weigh_rest(int64_t h, int64_t r, int64_t i, const C* values, int64_t n, int64_t ahead) {
     if (count - r == R) return weigh_rows<R>(h, r, i, values, n, ahead);
     if constexpr (R > 1) weigh_rest<R - 1>(h, r, i, values, n, ahead);
   }
   template <int R>
-  void weigh_rows(int64_t h, int64_t r, int64_t i, const T* values, int64_t n, int64_t ahead) {
+  void weigh_rows(int64_t h, int64_t r, int64_t i, const C* values, int64_t n, int64_t ahead) {
     const Weight* weights = weights_of(h * count + r) + i;
     float* to = sums + (h * count + r) * sum_dim;
     constexpr int most = WEIGHED_SUMS / 2 / R, V = most >= 4 ? 4 : most >= 2 ? 2 : 1;
@@ -244,7 +296,7 @@ struct Rows {
   }
   const Weight* weights_of(int64_t row) const { return reinterpret_cast<const Weight*>(scores + row * width); }
   template <int R, int V>
-  inline __attribute__((always_inline)) void add_weighed(const Weight* weights, const T* value, int64_t d, int64_t n,
+  inline __attribute__((always_inline)) void add_weighed(const Weight* weights, const C* value, int64_t d, int64_t n,
                                                          int64_t ahead, float* to, int64_t left) {
     const int64_t weight_stride = weights_of(1) - weights_of(0), stride = this->stride;  // compilers read members again
     Pair own[R][V];
@@ -271,15 +323,15 @@ struct Rows {
 };
 
 // All sequences but those that are skipped, as one piece of work.
-template <class T>
-void attend(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
+template <class T, class C>
+void attend_as(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
   const int64_t group = a.num_heads / a.num_kv_heads;
   const auto rows_of = [&](int64_t seq) { return skips(a, seq) ? 0 : (a.starts[seq + 1] - a.starts[seq]) * group; };
   int64_t rows = 0;
   for (int64_t seq = 0; seq < a.num_seqs; seq++) rows += rows_of(seq);
   // Rows and heads together, as long as there is enough to share.
   const int64_t shares = calling.num_threads * SHARES_PER_THREAD;
-  const int64_t together = most(1, least(Rows<T>::MOST, rows * a.num_kv_heads / shares));
+  const int64_t together = most(1, least(Rows<T, C>::MOST, rows * a.num_kv_heads / shares));
   int64_t parts = 0;
   for (int64_t seq = 0; seq < a.num_seqs; seq++) parts += ceil_div(rows_of(seq), together);
   const int64_t heads = most(1, least(a.num_kv_heads, parts * a.num_kv_heads / shares));
@@ -289,8 +341,16 @@ void attend(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
     int64_t seq = 0, part = i / head_parts;
     for (; part >= ceil_div(rows_of(seq), together); seq++) part -= ceil_div(rows_of(seq), together);
     const int64_t row = part * together;
-    Rows<T>(a, seq, first, count, row, least(together, rows_of(seq) - row)).run();
+    Rows<T, C>(a, seq, first, count, row, least(together, rows_of(seq) - row)).run();
   });
+}
+template <class T>
+void attend(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
+  switch (a.form) {
+    case SCALED_INT8: return attend_as<T, int8_t>(a, skips);
+    case SCALED_E4M3: return attend_as<T, e4m3>(a, skips);
+    default: return attend_as<T, T>(a, skips);
+  }
 }
 inline void attend(const Attend& a, bool (*skips)(const Attend&, int64_t)) {
   a.dtype == FLOAT32 ? attend<float>(a, skips) : attend<bf16>(a, skips);

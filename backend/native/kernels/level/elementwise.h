@@ -80,17 +80,37 @@ inline void enter_head(const Enter& a, const T* x, const W* weight, int64_t t, T
   turn_head(x, weight, factor, a.cos + t * half, a.sin + t * half, a.turned_dim, a.dim, out);
 }
 
-template <class T, class W>
-void enter(const Enter& a) {
+template <class T, class W, class C>
+void enter_as(const Enter& a) {
+  const int64_t size = row_size<C>(a.dim);
   share(a.rows, 0, [&](int64_t t) {
     const T* x = static_cast<const T*>(a.qkv) + t * a.stride;
-    T *keys = static_cast<T*>(a.keys) + a.slots[t] * a.kv_heads * a.dim, *query = static_cast<T*>(a.query);
+    C *keys = static_cast<C*>(a.keys) + a.slots[t] * a.kv_heads * size,
+      *values = static_cast<C*>(a.values) + a.slots[t] * a.kv_heads * size;
+    T* query = static_cast<T*>(a.query);
     for (int64_t h = 0; h < a.heads; h++, x += a.dim)
       enter_head(a, x, static_cast<const W*>(a.query_weight), t, query + (t * a.heads + h) * a.dim);
-    for (int64_t h = 0; h < a.kv_heads; h++, x += a.dim)
-      enter_head(a, x, static_cast<const W*>(a.key_weight), t, keys + h * a.dim);
-    __builtin_memcpy(static_cast<T*>(a.values) + a.slots[t] * a.kv_heads * a.dim, x, a.kv_heads * a.dim * sizeof(T));
+    if constexpr (IS_SCALED<C>) {
+      T* const turned = static_cast<T*>(own_scratch.get(a.dim * sizeof(T)));
+      for (int64_t h = 0; h < a.kv_heads; h++, x += a.dim) {
+        enter_head(a, x, static_cast<const W*>(a.key_weight), t, turned);
+        keep_row(turned, a.dim, keys + h * size);
+      }
+      for (int64_t h = 0; h < a.kv_heads; h++, x += a.dim) keep_row(x, a.dim, values + h * size);
+    } else {
+      for (int64_t h = 0; h < a.kv_heads; h++, x += a.dim)
+        enter_head(a, x, static_cast<const W*>(a.key_weight), t, keys + h * size);
+      __builtin_memcpy(values, x, a.kv_heads * a.dim * sizeof(T));
+    }
   });
+}
+template <class T, class W>
+void enter(const Enter& a) {
+  switch (a.form) {
+    case SCALED_INT8: return enter_as<T, W, int8_t>(a);
+    case SCALED_E4M3: return enter_as<T, W, e4m3>(a);
+    default: return enter_as<T, W, T>(a);
+  }
 }
 
 inline void store_kv(const StoreKv& a) {

@@ -34,17 +34,26 @@ inline void put_pairs(uint32_t* to, vu first, vu second) {
   __builtin_memcpy(to + LANES, &second, sizeof second);
 }
 
-// PANEL positions of one head. What a block holds behind its sequence's end must not be multiplied.
-inline void pack_positions(const Attend& a, int64_t seq, int64_t head, int64_t position, const PackedKv& to,
-                           uint32_t* keys, uint32_t* values) {
+// PANEL positions of one head. What a block holds behind its sequence's end must not be multiplied. read_rows: room for
+// as many of keys and of values, where they are not kept as they are multiplied.
+template <class C>
+void pack_positions(const Attend& a, int64_t seq, int64_t head, int64_t position, const PackedKv& to, uint32_t* keys,
+                    uint32_t* values, bf16* read_rows) {
   const int32_t* table = a.tables + seq * a.table_width;
-  const int64_t dim = a.head_dim, left = a.seq_lens[seq] - position;
+  const int64_t dim = a.head_dim, size = row_size<C>(dim), left = a.seq_lens[seq] - position;
   const bf16 *key[PANEL], *value[PANEL];
   for (int64_t i = 0; i < PANEL; i++) {
     const int64_t p = position + least(i, left - 1);
     const int64_t slot = int64_t(table[p / a.block_size]) * a.block_size + p % a.block_size;
-    key[i] = static_cast<const bf16*>(a.keys) + (slot * a.num_kv_heads + head) * dim;
-    value[i] = static_cast<const bf16*>(a.values) + (slot * a.num_kv_heads + head) * dim;
+    const C* const own_key = static_cast<const C*>(a.keys) + (slot * a.num_kv_heads + head) * size;
+    const C* const own_value = static_cast<const C*>(a.values) + (slot * a.num_kv_heads + head) * size;
+    if constexpr (IS_SCALED<C>) {
+      key[i] = read_rows + i * dim, value[i] = read_rows + (PANEL + i) * dim;
+      read_row(own_key, dim, read_rows + i * dim);
+      read_row(own_value, dim, read_rows + (PANEL + i) * dim);
+    } else {
+      key[i] = own_key, value[i] = own_value;
+    }
   }
   for (int64_t d = 0; d < dim; d += 2) {
     vu first, second;  // two dimensions of each position
@@ -210,15 +219,18 @@ inline void attend_tiles(const Attend& a, int64_t seq, void* memory) {
   const int64_t panels = ceil_div(seq_len - begin, PANEL), head_words = panels * LANES * dim;
   const int64_t tiles = ceil_div(query_len * (a.num_heads / a.num_kv_heads), TILE_ROWS);
   const int64_t together = heads_together(a);
+  const auto pack = a.form == SCALED_INT8   ? pack_positions<int8_t>
+                    : a.form == SCALED_E4M3 ? pack_positions<e4m3>
+                                            : pack_positions<bf16>;
   const PackedKv packed{static_cast<uint32_t*>(memory), static_cast<uint32_t*>(memory) + together * head_words, begin,
                         panels * PANEL};
   for (int64_t first = 0; first < a.num_kv_heads; first += together) {
     const int64_t heads = least(together, a.num_kv_heads - first);
     share(heads * panels, 0, [&](int64_t i) {
       const int64_t head = i / panels, panel = i % panels;
-      pack_positions(a, seq, first + head, begin + panel * PANEL, packed,
-                     packed.keys + head * head_words + panel * dim * LANES,
-                     packed.values + head * head_words + panel * PANEL * LANES);
+      bf16* const rows = static_cast<bf16*>(own_scratch.get(2 * PANEL * dim * sizeof(bf16)));
+      pack(a, seq, first + head, begin + panel * PANEL, packed, packed.keys + head * head_words + panel * dim * LANES,
+           packed.values + head * head_words + panel * PANEL * LANES, rows);
     });
     share(heads * tiles, 1, [&](int64_t i) {
       const int64_t head = i % heads, tile = tiles - 1 - i / heads;  // the last ones see most: the longest work first

@@ -39,6 +39,10 @@ inline vi whole(vf v) { return __builtin_convertvector(v, vi); }
 inline vf load(const float* from) { return read<vf>(from); }
 inline vf load(const bf16* from) { return (vf)(widened(&from->bits) << 16); }
 inline vf load(const int8_t* from) { return as_floats(widened(from)); }
+inline vf load(const e4m3* from) {  // by the float with the same exponent, which is 120 less than meant
+  const vu bits = widened(&from->bits);
+  return (vf)((bits & 0x80) << 24 | (bits & 0x7f) << 20) * 0x1p120f;
+}
 template <class T>
 inline vf load(const T* from, int64_t left) {  // zeros behind the end
   if (left >= LANES) return load(from);
