@@ -119,7 +119,7 @@ class Runner:
         for start in range(0, len(following), PROMPT_LOGPROBS_ROWS):
             token_ids = torch.tensor(following[start : start + PROMPT_LOGPROBS_ROWS], device=hidden.device)
             logits = self._model.logits(hidden[start : start + len(token_ids)])
-            yield from score(logits, token_ids, [count] * len(token_ids))
+            yield from score(logits, None, token_ids, [count] * len(token_ids), self._model.ops)
 
 
 def _joined(computed: Computed, sampled: Computed) -> Computed:

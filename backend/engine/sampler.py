@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from backend.engine.masks import AllowedTokens
@@ -35,7 +34,9 @@ def sample(
 ) -> list[Sampled]:
     """logits: [N, vocab_size] float32, which may be written to."""
     wanted = batch.logprobs
-    models_own = logits[wanted.rows] if wanted else logits
+    models_own, own_rows = logits, wanted.rows if wanted else None
+    if wanted and (batch.penalties or batch.bias or allowed):
+        models_own, own_rows = logits[wanted.rows], None  # what follows may write over the others
     if batch.penalties:
         logits = ops.penalise(logits, batch.penalties)
     if batch.bias:
@@ -50,21 +51,20 @@ def sample(
             chosen[batch.random.rows] = ops.draw(logits, batch.random)
     logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
     if wanted:
-        scored = score(models_own, chosen[wanted.rows], [*wanted.counts.values()])
+        scored = score(models_own, own_rows, chosen[wanted.rows], [*wanted.counts.values()], ops)
         logprobs = {row: (logprob,) for row, logprob in zip(wanted.counts, scored, strict=True)}
     return [Sampled(token_id, logprobs.get(row, ())) for row, token_id in enumerate(chosen.tolist())]
 
 
-def score(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> list[TokenLogprob]:
-    """The log-probabilities that rows of logits give to these tokens, each with so many alternatives.
+def score(
+    logits: Tensor, rows: Tensor | None, token_ids: Tensor, counts: Sequence[int], ops: Ops = REFERENCE
+) -> list[TokenLogprob]:
+    """The log-probabilities that rows of logits, or all, give to these tokens, each with so many alternatives.
 
-    logits: [N, vocab_size], token_ids: [N]. The model's own: nothing has been done to its logits.
+    logits: [N, vocab_size] float32; rows, token_ids: [L]. The model's own: nothing has been done to its logits.
     """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    own = logprobs.gather(-1, token_ids[:, None])
-    ranks = (logprobs > own).sum(dim=-1) + 1
-    top = logprobs.topk(min(max(counts), logits.shape[-1]), dim=-1)
-    columns = (token_ids.tolist(), own.squeeze(-1).tolist(), top.indices.tolist(), top.values.tolist(), ranks.tolist())
+    scores = ops.logprobs(logits, rows, token_ids, max(counts))
+    columns = (each.tolist() for each in (token_ids, scores.own, scores.top_ids, scores.top, scores.ranks))
     return [
         TokenLogprob(token_id, value, tuple(zip(top_ids, top_values, strict=True))[:count], rank)
         for count, token_id, value, top_ids, top_values, rank in zip(counts, *columns, strict=True)

@@ -50,6 +50,7 @@ ADD_BIAS = (14, struct.Struct("2i6q"))
 FORBID = (15, struct.Struct("2i6q"))
 ROUTE = (16, struct.Struct("2i8q"))
 EXPERTS = (17, struct.Struct("2i12q"))
+LOGPROBS = (18, struct.Struct("2i10q"))
 ADD = (19, struct.Struct("2i6q"))
 LOGITS = (20, struct.Struct("2i5qdd"))
 

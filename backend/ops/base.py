@@ -11,7 +11,7 @@ from torch import Tensor
 from backend.kv_cache.base import KvForm
 from backend.kv_cache.plain import PLAIN
 from backend.ops.mixture import Expert, Mixture, OneByOne
-from backend.ops.sampling import Bias, Penalties, RandomRows
+from backend.ops.sampling import Bias, Logprobs, Penalties, RandomRows
 
 INT4_GROUP = 32  # weights that share a scale
 SWIGLU_OAI_SLOPE, SWIGLU_OAI_LIMIT = 1.702, 7.0
@@ -186,6 +186,12 @@ class Ops(ABC):
         """One token for each random row, by the softmax of logits / temperature over what its filters keep: the first
         up to which, in the order of the vocabulary, it sums to more than the row's `uniform` share of all. Without
         filters, nothing of it waits for a device. logits: [N, vocab_size] float32 -> [R] int64."""
+
+    @abstractmethod
+    def logprobs(self, logits: Tensor, rows: Tensor | None, token_ids: Tensor, num_top: int) -> Logprobs:
+        """The log-softmax of rows, at one token of each and at its `num_top` likeliest ones, or as many as there are.
+        NaN stands above inf. All log-probabilities of a row are NaN if one of its logits is NaN or inf, or all are
+        -inf. logits: [N, vocab_size] float32; rows: [L] int64, or None for all; token_ids: [L] int64."""
 
 
 def whole_rows(x: Tensor) -> Tensor:

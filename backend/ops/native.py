@@ -24,7 +24,7 @@ from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
 from backend.ops.mixture import Expert, Mixture, OneByOne
 from backend.ops.native_experts import FORMS, GATES, NativeMixture
 from backend.ops.reference import ReferenceOps
-from backend.ops.sampling import Bias, Penalties, RandomRows
+from backend.ops.sampling import Bias, Logprobs, Penalties, RandomRows
 
 TILE = 16  # of AMX: outs, and words of inputs
 # Half of the outs of a packed weight that are summed together.
@@ -332,6 +332,14 @@ class NativeOps(ReferenceOps):
         pointers = map(_pointer, (logits, random.rows, random.temperature, random.uniform, *limits, chosen))
         self._call(library.DRAW, *pointers, len(chosen), logits.shape[1])
         return chosen
+
+    def logprobs(self, logits: Tensor, rows: Tensor | None, token_ids: Tensor, num_top: int) -> Logprobs:
+        logits, size = logits.contiguous(), (len(token_ids), min(num_top, logits.shape[1]))
+        own, ranks = logits.new_empty(size[0]), token_ids.new_empty(size[0])
+        top_ids, top = token_ids.new_empty(size), logits.new_empty(size)
+        pointers = map(_pointer, (logits, rows, token_ids.contiguous(), own, ranks, top_ids, top))
+        self._call(library.LOGPROBS, *pointers, size[0], logits.shape[1], size[1])
+        return Logprobs(own, ranks, top_ids, top)
 
 
 def _pointer(tensor: Tensor | None) -> int:

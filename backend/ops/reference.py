@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.ops.base import INT4_GROUP, Ops
-from backend.ops.sampling import Bias, Filters, Penalties, RandomRows
+from backend.ops.sampling import Bias, Filters, Logprobs, Penalties, RandomRows
 
 SHORTLIST_SIZES = (256, 8192)  # how many of the likeliest tokens are sorted before all are
 
@@ -74,6 +74,30 @@ class ReferenceOps(Ops):
 
     def draw(self, logits: Tensor, random: RandomRows) -> Tensor:
         return invert(probabilities(logits, random), random.uniform)
+
+    def logprobs(self, logits: Tensor, rows: Tensor | None, token_ids: Tensor, num_top: int) -> Logprobs:
+        if rows is not None:
+            logits = logits[rows]
+        token_ids = token_ids[:, None]
+        ranks = (logits > logits.gather(-1, token_ids)).sum(dim=-1) + 1
+        top_ids = first_of(logits, min(num_top, logits.shape[-1]))
+        logprobs = torch.log_softmax(logits, dim=-1)
+        return Logprobs(logprobs.gather(-1, token_ids).squeeze(-1), ranks, top_ids, logprobs.gather(-1, top_ids))
+
+
+def first_of(logits: Tensor, count: int) -> Tensor:
+    """Where the largest numbers of each row stand, in falling order, of equals the first: `topk` takes any of them.
+
+    logits: [N, vocab_size] -> [N, count] int64.
+    """
+    if count == 0:
+        return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
+    least = logits.topk(count, dim=-1).values[:, -1:]
+    rows, ids = (~(logits < least)).nonzero().unbind(-1)  # at least `count` of each row, and few more but for equals
+    falling = logits[rows, ids].sort(descending=True, stable=True).indices
+    falling = falling[rows[falling].sort(stable=True).indices]
+    begins = torch.searchsorted(rows, torch.arange(len(logits), device=rows.device))
+    return ids[falling[begins[:, None] + torch.arange(count, device=rows.device)]]
 
 
 def probabilities(logits: Tensor, random: RandomRows) -> Tensor:

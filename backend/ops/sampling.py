@@ -52,3 +52,13 @@ class RandomRows:
     temperature: Tensor  # [R] float32
     uniform: Tensor  # [R] float64, in [0, 1)
     filters: Filters | None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """What L rows of logits say of one token each, and of their n likeliest ones."""
+
+    own: Tensor  # [L] float32
+    ranks: Tensor  # [L] int64: 1, and how many tokens have a larger logit
+    top_ids: Tensor  # [L, n] int64, the likeliest first, and of equals the first
+    top: Tensor  # [L, n] float32

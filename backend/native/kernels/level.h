@@ -22,6 +22,8 @@ namespace LEVEL {
 
 #include "level/tokens.h"
 
+#include "level/logprobs.h"
+
 #include "level/attention.h"
 
 #include "level/prompt_attention.h"

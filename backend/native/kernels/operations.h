@@ -155,6 +155,14 @@ struct Forbid {  // x[row] is -inf where a bit of allowed[T, words] is 0
   const uint32_t* allowed;
   int64_t rows, size, words;
 };
+struct Logprobs {  // log(softmax(x[row])) of a token, how many have a larger logit, plus 1, and of the `top` likeliest
+  const float* x;
+  const int64_t *row, *token;  // [T]; row: null where they are all, in order
+  float* logprob;
+  int64_t *rank, *top_token;  // [T]; [T, top]: of equals the first
+  float* top_logprob;         // [T, top]
+  int64_t rows, size, top;    // at most size
+};
 
 enum Code : int64_t {
   LINEAR,
@@ -175,7 +183,8 @@ enum Code : int64_t {
   FORBID,
   ROUTE,
   EXPERTS,
-  ADD = 19,
+  LOGPROBS,
+  ADD,
   LOGITS
 };
 
@@ -203,6 +212,7 @@ struct Op {
     Forbid forbid;
     Route route;
     Experts experts;
+    Logprobs logprobs;
   };
 };
 static_assert(sizeof(Op) == 160, "as library.py packs it");

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from backend.engine.masks import AllowedTokens
 from backend.engine.request import Request, SamplingParams
 from backend.engine.sampler import REFERENCE, Sampled, sample, score
 from backend.engine.sampling_batch import NextToken, SamplingBatch, make_sampling_batch, uniform
@@ -179,6 +180,38 @@ def test_logprobs_are_the_models_own(ops: Ops) -> None:
     assert only_own.logprobs[0].top == ()
 
 
+CHANGES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "penalties": {"repetition_penalty": 3.0, "presence_penalty": 1.5},
+    "bias": {"logit_bias": {0: -7.0}},
+    "filters": {"temperature": 1.5, "top_k": 3, "top_p": 0.9},
+    "grammar": {},
+}
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_logprobs_beside_rows_that_want_none(change: str, ops: Ops) -> None:
+    """Whatever is done to the logits, theirs and others'."""
+    logits = torch.stack([torch.tensor(LOGITS).roll(row) for row in range(4)])
+    requests = [
+        make_request((0, 1, 2), (1,), seed=row, **{"temperature": 0.0, "logprobs": count, **CHANGES[change]})
+        for row, count in enumerate((None, 2, None, 8))
+    ]
+    batch = make_sampling_batch([*map(NextToken, requests)], VOCAB_SIZE, CPU)
+    words = torch.full((4, 1), 0b10101010, dtype=torch.int32)
+    allowed = AllowedTokens(torch.arange(4), words, {}) if change == "grammar" else None
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    sampled = sample(logits.clone(), batch, allowed, ops)
+    assert [len(each.logprobs) for each in sampled] == [0, 1, 0, 1]
+    for row, count in ((1, 2), (3, 8)):
+        (logprob,) = sampled[row].logprobs
+        assert logprob.token_id == sampled[row].token_id
+        assert logprob.logprob == pytest.approx(expected[row, logprob.token_id].item(), abs=1e-5)
+        assert logprob.rank == int((logits[row] > logits[row, logprob.token_id]).sum()) + 1
+        assert [token for token, _ in logprob.top] == logits[row].argsort(descending=True)[:count].tolist()
+
+
 @pytest.mark.parametrize("kind", [{}, {"top_p": 0.999}, {"top_k": 29_000}, {"min_p": 1e-9}])
 def test_every_token_of_a_large_vocabulary_can_come_and_a_forbidden_one_never_does(kind: dict[str, Any]) -> None:
     size = 30_000
@@ -210,8 +243,9 @@ def test_the_least_noise_does_not_draw_a_forbidden_token() -> None:
     assert sampled_by_all(torch.tensor([LOGITS]), silent)[0].token_id == 2
 
 
-def test_a_scored_token_has_its_rank_among_all() -> None:
+@pytest.mark.parametrize("ops", OPS)
+def test_a_scored_token_has_its_rank_among_all(ops: Ops) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 4)
-    scored = score(logits, torch.tensor([0, 1, 2, 3]), [1, 1, 1, 1])
+    scored = score(logits, None, torch.tensor([0, 1, 2, 3]), [1, 1, 1, 1], ops)
     assert [token.rank for token in scored] == [4, 1, 3, 2]
     assert {token.top[0][0] for token in scored} == {1}

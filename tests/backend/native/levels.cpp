@@ -139,6 +139,14 @@ void drawn_tokens() {
   run("draw", op, chosen);
   op.draw = {logits.data(), rows, temperature, share, top_k, top_p, min_p, chosen.data(), T_ROWS, SIZE};
   run("filtered", op, chosen);
+  std::vector<int64_t> ranks(T_ROWS), top(T_ROWS * 7);
+  std::vector<float> own(T_ROWS), likeliest(T_ROWS * 7);
+  op.code = LOGPROBS;
+  op.logprobs = {logits.data(), rows, tokens, own.data(), ranks.data(), top.data(), likeliest.data(), T_ROWS, SIZE, 7};
+  run("logprobs", op, own);
+  run("ranks", op, ranks);
+  run("likeliest", op, top);
+  run("likeliest_logprobs", op, likeliest);
   op.code = PENALISE;
   op.penalise = {logits.data(), rows, tokens, temperature, top_p, min_p, temperature, T_ROWS, SIZE};
   run("penalties", op, logits);

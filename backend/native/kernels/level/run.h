@@ -71,5 +71,6 @@ void run(const Op& op, void* shared) {
   if (op.code == PENALISE) return penalise(op.penalise);
   if (op.code == ADD_BIAS) return add_bias(op.add_bias);
   if (op.code == FORBID) return forbid(op.forbid);
+  if (op.code == LOGPROBS) return logprobs(op.logprobs);
   dtype_of(op) == FLOAT32 ? run_with<float>(op) : run_with<bf16>(op);
 }
