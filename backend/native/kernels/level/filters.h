@@ -14,6 +14,14 @@ inline float highest_of(const float* x, int64_t size) {
   return top;
 }
 
+constexpr int64_t EIGHTHS = 8;
+inline void highest_of_eighths(const float* chunk, float* to) {  // each of them of every eighth number
+  float highest[EIGHTHS] = {};
+  for (int64_t i = 0; i < LOOKED_AT; i += EIGHTHS)
+    for (int64_t j = 0; j < EIGHTHS; j++) highest[j] = chunk[i + j] > highest[j] ? chunk[i + j] : highest[j];
+  __builtin_memcpy(to, highest, sizeof highest);
+}
+
 inline double sum_of(const float* chunk) {  // the same at every level
   double partial[8] = {};
   for (int64_t i = 0; i < LOOKED_AT; i += 8)
@@ -107,11 +115,17 @@ inline float least_kept(const Draw& a, int64_t t, const Weights& w) {
   const bool has_top_k = top_k < a.size, has_min_p = min_p > 0, has_top_p = top_p < 1;
   const auto is_of_top_k = [top_k](int64_t above, double) { return above < top_k; };
 
-  // What is certainly left out need not be counted. By top-k: as many chunks have a weight of at least this bound. By
-  // top-p alone: all weights below this bound sum to less than half of what it leaves out, whatever rounding does.
+  // What is certainly left out need not be counted. By top-k: as many chunks have a weight of at least this bound, or
+  // as many eighths of chunks. By top-p alone: all weights below this bound sum to less than half of what it leaves
+  // out, whatever rounding does.
   float bound = min_p;
   if (has_top_k && top_k <= w.chunks) {
     const float highest = end_of_prefix(w.highest, w.chunks, w.few, is_of_top_k).weight;
+    bound = highest > bound ? highest : bound;
+  } else if (has_top_k && top_k <= w.chunks * EIGHTHS) {
+    for (int64_t chunk = 0; chunk < w.chunks; chunk++)
+      highest_of_eighths(w.each + chunk * LOOKED_AT, w.some + chunk * EIGHTHS);
+    const float highest = end_of_prefix(w.some, w.chunks * EIGHTHS, w.few, is_of_top_k).weight;
     bound = highest > bound ? highest : bound;
   } else if (!has_top_k && !has_min_p) {
     bound = (1 - double(top_p)) * w.total / (2 * a.size);
