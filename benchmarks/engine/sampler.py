@@ -3,10 +3,12 @@
     python benchmarks/engine/sampler.py [--rounds 7] [--vocab 151936] [--result FILE]
 
 For each number of rows, in interleaved rounds on one thread; a figure is the least of all rounds, in milliseconds of
-the thread's CPU time. LOOK is `argmax`, the least that anything can cost; SORT is one sort of all rows, which a plain
-top-p begins with. `peaked` logits are as a sure model has them, most of the mass on a few tokens; `flat` ones are as at
-a high temperature, with thousands in the nucleus. `grammar` applies a mask; `walk` is what one row's mask costs to
-find out, on the other thread, for a JSON schema with the demo model's vocabulary of 2048.
+the thread's CPU time. LOOK is torch's `argmax`, the least that anything can cost; SORT is its sort of all rows, which a
+plain top-p begins with. What is asked is done by the kernels, where there are any, and by torch. `peaked` logits are as
+a sure model has them, most of the mass on a few tokens; `flat` ones are as at a high temperature, with thousands in the
+nucleus. `logprobs` are of the chosen tokens alone, or of so many of the likeliest as well. `grammar` applies a mask;
+`walk` is what one row's mask costs to find out, on the other thread, for a JSON schema with the demo model's vocabulary
+of 2048.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from backend.engine.sampler import sample
 from backend.engine.sampling_batch import NextToken, make_sampling_batch
 from backend.native import library
 from backend.ops import create_ops
+from backend.ops.base import Ops
 
 CPU = torch.device("cpu")
 ROWS = (1, 16)
@@ -45,6 +48,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "top_p": ("peaked", {"top_p": 0.9}),
     "top_p, flat": ("flat", {"top_p": 0.9}),
     "top_p and top_k": ("peaked", {"top_p": 0.9, "top_k": 40}),
+    "top_k of 1000": ("peaked", {"top_k": 1000}),
     "min_p": ("peaked", {"min_p": 0.05}),
     "penalties": ("peaked", {"temperature": 0.0, "repetition_penalty": 1.1, "frequency_penalty": 0.1}),
     "logit bias": ("peaked", {"temperature": 0.0, "logit_bias": dict.fromkeys(range(50), -1.0)}),
@@ -52,7 +56,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "peaked",
         {"top_p": 0.9, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "logit_bias": {7: 1.0}},
     ),
-    "logprobs": ("peaked", {"temperature": 0.0, "logprobs": 5}),
+    "logprobs": ("peaked", {"temperature": 0.0, "logprobs": 0}),
+    "logprobs, 5": ("peaked", {"temperature": 0.0, "logprobs": 5}),
+    "logprobs, 20": ("peaked", {"temperature": 0.0, "logprobs": 20}),
     "grammar": ("peaked", {"temperature": 0.0}),
 }
 
@@ -81,9 +87,10 @@ def cases(rows: int, vocab_size: int) -> dict[str, Case]:
     logits["peaked"][:, :40] += torch.linspace(22, 8, 40)
     words = torch.randint(-(2**31), 2**31, (rows, -(-vocab_size // 32)), generator=generator).int()
     allowed = AllowedTokens(torch.arange(rows), words, {})
-    ops = create_ops("native" if library.load() else "reference")
+    members = {"": create_ops("native")} if library.load() else {}
+    members["torch: "] = create_ops("reference")
 
-    def chosen(requests: list[Request], mask: AllowedTokens | None) -> Callable[[Tensor], object]:
+    def chosen(requests: list[Request], mask: AllowedTokens | None, ops: Ops) -> Callable[[Tensor], object]:
         return lambda given: sample(given, make_sampling_batch([*map(NextToken, requests)], vocab_size, CPU), mask, ops)
 
     made = {
@@ -92,7 +99,8 @@ def cases(rows: int, vocab_size: int) -> dict[str, Case]:
     }
     for name, (which, sampling) in KINDS.items():
         requests = make_requests(rows, vocab_size, sampling)
-        made[name] = Case(chosen(requests, allowed if name == "grammar" else None), logits[which])
+        for prefix, ops in members.items():
+            made[prefix + name] = Case(chosen(requests, allowed if name == "grammar" else None, ops), logits[which])
     return made
 
 
@@ -125,9 +133,9 @@ def main() -> None:
     print(f"{machine}; ms of CPU per step, vocabulary of {args.vocab}")
     figures = {str(rows): measure(cases(rows, args.vocab), args.rounds) for rows in ROWS}
     figures["1"] |= measure({"walk": walk()}, 10 * args.rounds)
-    print(f"{'':18}" + "".join(f"{rows + ' rows':>12}" for rows in figures))
+    print(f"{'':22}" + "".join(f"{rows + ' rows':>12}" for rows in figures))
     for name in figures["1"]:
-        print(f"{name:18}" + "".join(f"{of_rows.get(name, float('nan')):12.3f}" for of_rows in figures.values()))
+        print(f"{name:22}" + "".join(f"{of_rows.get(name, float('nan')):12.3f}" for of_rows in figures.values()))
     if args.result:
         date = datetime.now(UTC).date().isoformat()
         result = {"machine": machine, "date": date, "unit": "ms", "vocab": args.vocab, "rows": figures}
