@@ -261,12 +261,14 @@ def judged(name: str, work: Workload, size: Size, best: dict[str, float]) -> lis
             f"limit {ttft * 1e3:.1f}", ""),
         Row("TTFT, warm", f"{best['warm'] * 1e3:.1f} ms", best["warm"] / best["ttft"], "cold", ""),
     ]  # fmt: skip
-    many = f"{best['many']:.0f} tok/s"
+    return [*rows, beside_peer(work, best)]
+
+
+def beside_peer(work: Workload, best: dict[str, float]) -> Row:
+    what, many = f"{work.requests} requests", f"{best['many']:.0f} tok/s"
     if peer := best.get("peer"):
-        rows.append(Row(f"{work.requests} requests", many, best["many"] / peer, f"peer {peer:.0f}", PEER_GOAL))
-    else:
-        rows.append(Row(f"{work.requests} requests", many, 1.0, "itself", ""))
-    return rows
+        return Row(what, many, best["many"] / peer, f"peer {peer:.0f}", PEER_GOAL)
+    return Row(what, many, 1.0, "itself", "")
 
 
 def machine(device: str) -> str:
@@ -293,25 +295,37 @@ def main() -> None:
         print("there is no CUDA device here (--rehearse runs the script with tiny shapes on the CPU)", file=sys.stderr)
         sys.exit(NO_GPU)
     print(machine(work.device))
-    figures = {}
+    figures: dict[str, Any] = {}
     for name in args.shapes:
         with tempfile.TemporaryDirectory() as directory:
             shape = {**SHAPES[name], **(TINY if args.rehearse else {})}
             model_dir = make_checkpoint(shape, Path(directory) / name, work.device)
             size, best = measure(model_dir, work, args.rounds)
             forget()
+            print(f"\n{name}: read {best['read'] / 1e9:.0f} GB/s, gemm {best['gemm'] / 1e12:.1f} TFLOP/s")
+            rows = judged(name, work, size, best)
+            for row in rows:
+                show(row)
+            figures[name] = {"best": best, "judged": [asdict(row) for row in rows]}
+            save(args.result, work, args.rounds, figures)  # before the peer, which may need longer than there is
             if not args.without_peer:
                 best["peer"] = measure_peer(model_dir, work, args.rounds)
                 forget()
-        print(f"\n{name}: read {best['read'] / 1e9:.0f} GB/s, gemm {best['gemm'] / 1e12:.1f} TFLOP/s")
-        rows = judged(name, work, size, best)
-        for row in rows:
-            print(f"  {row.what:20}{row.figure:>16}{row.ratio:8.2f} of {row.of:14}{row.goal:>10}")
-        figures[name] = {"best": best, "judged": [asdict(row) for row in rows]}
-    if args.result:
-        date = datetime.now(UTC).date().isoformat()
-        result = {"machine": machine(work.device), "date": date, "rounds": args.rounds, "figures": figures}
-        args.result.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+                show(row := beside_peer(work, best))
+                figures[name]["judged"][-1] = asdict(row)
+                save(args.result, work, args.rounds, figures)
+
+
+def show(row: Row) -> None:
+    print(f"  {row.what:20}{row.figure:>16}{row.ratio:8.2f} of {row.of:14}{row.goal:>10}", flush=True)
+
+
+def save(path: Path | None, work: Workload, rounds: int, figures: dict[str, Any]) -> None:
+    if path is None:
+        return
+    date = datetime.now(UTC).date().isoformat()
+    result = {"machine": machine(work.device), "date": date, "rounds": rounds, "figures": figures}
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
