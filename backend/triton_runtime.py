@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -17,3 +18,9 @@ def is_interpreted() -> bool:
 
 def runs_triton(device: torch.device) -> bool:
     return (HAS_TRITON and device.type == "cuda") or is_interpreted()
+
+
+def operands(dtype: torch.dtype) -> Any:
+    """Triton's type of what products of such numbers are taken of: the interpreter knows none of bfloat16."""
+    language = import_module("triton.language")
+    return language.bfloat16 if dtype is torch.bfloat16 and not is_interpreted() else language.float32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class Expert(Protocol):
 class Mixture(ABC):
     """Held by a model's layer in place of the experts themselves."""
 
+    asks_the_host: ClassVar[bool] = False  # in the middle of a step, which then can not be captured
+
     @abstractmethod
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """The sum of each token's experts, each times its share, in the order of their numbers whatever the token's
@@ -43,6 +45,8 @@ class Mixture(ABC):
 
 class OneByOne(Mixture):
     """By asking each expert for the rows of those who visit it. It has to know who does before it can go on."""
+
+    asks_the_host = True
 
     def __init__(self, experts: Sequence[Expert]) -> None:
         self._experts = experts

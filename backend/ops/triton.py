@@ -3,17 +3,20 @@ with weights in eight or four bits read them as they are, and many rows have the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from backend.kv_cache.base import KvForm
 from backend.kv_cache.plain import PLAIN, PlainForm
 from backend.ops import triton_kernels as kernels
 from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
+from backend.ops.mixture import Expert, Mixture, OneByOne
 from backend.ops.reference import ReferenceOps
-from backend.triton_runtime import is_interpreted
+from backend.ops.triton_experts import TritonMixture, route
+from backend.triton_runtime import operands
 
 MAX_ROWS = 64  # of a product with a packed weight, beyond which expanding it costs less than unpacking it for each tile
 MIN_ROWS = 16  # of the smallest product of matrices
@@ -31,7 +34,7 @@ class TritonOps(ReferenceOps):
         x, output, grid, rows = _product(x, weight)
         kernels.linear_int8[grid](
             x, weight, scales, bias, output, *output.shape, x.shape[1], x.stride(0),
-            HAS_BIAS=bias is not None, OPERANDS=_operands(x), BLOCK_M=rows, BLOCK_N=BLOCK_OUTS, BLOCK_K=BLOCK_INS,
+            HAS_BIAS=bias is not None, OPERANDS=operands(x.dtype), BLOCK_M=rows, BLOCK_N=BLOCK_OUTS, BLOCK_K=BLOCK_INS,
             num_stages=STAGES[x.dtype],
         )  # fmt: skip
         return self.gated(output, gate)
@@ -42,7 +45,7 @@ class TritonOps(ReferenceOps):
         x, output, grid, rows = _product(x, weight)
         kernels.linear_int4[grid](
             x, weight, scales, bias, output, *output.shape, x.shape[1], x.stride(0),
-            HAS_BIAS=bias is not None, OPERANDS=_operands(x), BLOCK_M=rows, BLOCK_N=BLOCK_OUTS, GROUP=INT4_GROUP,
+            HAS_BIAS=bias is not None, OPERANDS=operands(x.dtype), BLOCK_M=rows, BLOCK_N=BLOCK_OUTS, GROUP=INT4_GROUP,
             num_stages=STAGES[x.dtype],
         )  # fmt: skip
         return output
@@ -107,18 +110,28 @@ class TritonOps(ReferenceOps):
         return query
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, is_gelu=False)
+        return self._gated(gate_up, "silu")
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gated(gate_up, is_gelu=True)
+        return self._gated(gate_up, "gelu_tanh")
 
-    def _gated(self, gate_up: Tensor, is_gelu: bool) -> Tensor:
+    def swiglu_oai(self, gate_up: Tensor) -> Tensor:
+        return self._gated(gate_up, "swiglu_oai")
+
+    def _gated(self, gate_up: Tensor, gate: str) -> Tensor:
         gate_up = gate_up.contiguous()
         rows, inner = len(gate_up), gate_up.shape[1] // 2
         output = gate_up.new_empty((rows, inner))
         block = min(GATED_BLOCK, triton.next_power_of_2(inner))
-        kernels.gated[rows, triton.cdiv(inner, block)](gate_up, output, inner, IS_GELU=is_gelu, BLOCK=block)
+        kernels.gated[rows, triton.cdiv(inner, block)](gate_up, output, inner, GATE=gate, BLOCK=block)
         return output
+
+    def route(self, scores: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        return route(scores, num_chosen, normalise)
+
+    def mixture(self, experts: Sequence[Expert]) -> Mixture:
+        weights = [pair for expert in experts if (pair := expert.weights)]
+        return TritonMixture(weights) if len(weights) == len(experts) else OneByOne(experts)
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         key, value = whole_rows(key), whole_rows(value)
@@ -135,11 +148,6 @@ def _product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]
     rows = max(MIN_ROWS, triton.next_power_of_2(len(x)))
     output = x.new_empty((len(x), len(weight)))
     return x, output, (triton.cdiv(len(weight), BLOCK_OUTS), triton.cdiv(len(x), rows)), rows
-
-
-def _operands(x: Tensor) -> tl.dtype:
-    """What products are taken of: the interpreter knows none of bfloat16."""
-    return tl.bfloat16 if x.dtype is torch.bfloat16 and not is_interpreted() else tl.float32
 
 
 def _num_warps(block: int) -> int:

@@ -8,6 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from backend.ops.base import SWIGLU_OAI_LIMIT, SWIGLU_OAI_SLOPE
+
+LIMIT, SLOPE = tl.constexpr(SWIGLU_OAI_LIMIT), tl.constexpr(SWIGLU_OAI_SLOPE)
+
 
 @triton.jit
 def rms_norm(
@@ -88,18 +92,27 @@ def enter(
 
 
 @triton.jit
-def gated(gate_up, output, inner, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+def gated(gate_up, output, inner, GATE: tl.constexpr, BLOCK: tl.constexpr):
     """gate_up: [T, 2 * inner] -> [T, inner]. Grid: (T, columns / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < inner
     gate = tl.load(gate_up + row * 2 * inner + columns, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * inner + inner + columns, mask=is_column, other=0.0).to(tl.float32)
-    if IS_GELU:  # 0.5 * (1 + tanh(x)) is sigmoid(2 * x)
-        gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        gate = gate * tl.sigmoid(gate)
-    tl.store(output + row * inner + columns, gate * up, mask=is_column)
+    tl.store(output + row * inner + columns, through(gate, up, GATE), mask=is_column)
+
+
+@triton.jit
+def through(gate, up, GATE: tl.constexpr):
+    """What a gate of `Ops.gated` makes of both, in float32."""
+    argument = gate
+    if GATE == "gelu_tanh":  # 0.5 * (1 + tanh(x)) is sigmoid(2 * x)
+        argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    elif GATE == "swiglu_oai":  # compared, since minima pass over what is no number
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        argument = SLOPE * gate
+    return gate * tl.sigmoid(argument) * up
 
 
 @triton.jit

@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
@@ -27,7 +29,9 @@ from backend.attention.base import AttentionMetadata, Span
 from backend.attention.triton import TritonAttention
 from backend.kv_cache import create_kv_form
 from backend.ops.base import INT4_GROUP, HeadNorms
+from backend.ops.mixture import Weight
 from backend.ops.triton import TritonOps
+from backend.quantization import create_quantization
 
 BLOCK_SIZE, CONTEXT = 16, 64
 RUN = JITFunction.run
@@ -63,6 +67,7 @@ def compute(hidden: int, inner: int, heads: int, head_dim: int, dtype: torch.dty
     angles = torch.zeros(rows, head_dim // 2)
     ops.rope(by_heads, angles, angles)
     ops.silu_mul(torch.zeros(rows, 2 * inner, dtype=dtype))
+    ops.swiglu_oai(torch.zeros(rows, 2 * inner, dtype=dtype))
     ops.gelu_mul(torch.zeros(rows, 2 * inner, dtype=dtype))
     cache = torch.zeros(4, BLOCK_SIZE, heads, head_dim, dtype=dtype)
     ops.store_kv(by_heads, by_heads, cache, cache, torch.zeros(rows, dtype=torch.int64))
@@ -75,6 +80,28 @@ def compute(hidden: int, inner: int, heads: int, head_dim: int, dtype: torch.dty
         packed = torch.zeros(inner, hidden // 2, dtype=torch.uint8)
         scales = torch.zeros(inner, hidden // INT4_GROUP, dtype=torch.bfloat16)
         ops.linear_int4(x, packed, scales, torch.zeros(inner, dtype=dtype))
+
+
+@dataclass(frozen=True)
+class Mlp:
+    weights: tuple[Weight, Weight]
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        raise NotImplementedError
+
+
+def visit(hidden: int, inner: int, dtype: torch.dtype, form: str, num_experts: int = 8, num_chosen: int = 2) -> None:
+    """A mixture of experts, with few tokens and with many."""
+    ops = TritonOps()
+    linear = create_quantization(form, ops).linear
+    bias = torch.zeros(2 * inner, dtype=dtype)
+    first = linear(torch.zeros(2 * inner, hidden, dtype=dtype), bias, "silu").held
+    second = linear(torch.zeros(hidden, inner, dtype=dtype), None).held
+    assert first and second
+    mixture = ops.mixture([Mlp((first, second))] * num_experts)
+    for rows in (1, 16 * num_experts):
+        x, scores = torch.zeros(rows, hidden, dtype=dtype), torch.zeros(rows, num_experts, dtype=dtype)
+        mixture(x, *ops.route(scores, num_chosen, normalise=True))
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -97,6 +124,10 @@ CASES: dict[str, Callable[[], None]] = {
     "int8 cache": lambda: attend(32, 8, 128, torch.bfloat16, form="int8"),
     "fp8 cache": lambda: attend(32, 8, 128, torch.bfloat16, form="fp8_e4m3"),
     "ops": lambda: compute(4096, 14336, 8, 128, torch.bfloat16),
+    "experts": lambda: visit(2048, 768, torch.bfloat16, "none"),
+    "int8 experts": lambda: visit(2048, 768, torch.bfloat16, "int8"),
+    "int4 experts": lambda: visit(2048, 768, torch.bfloat16, "int4"),
+    "float32 experts": lambda: visit(512, 256, torch.float32, "none"),
     "float32 ops": lambda: compute(896, 4864, 2, 64, torch.float32),
 }
 
@@ -130,7 +161,8 @@ def main() -> None:
         used = resources(kernel.asm["cubin"])
         spilled, shared = used["STACK"] + used["LOCAL"], kernel.metadata.shared
         figures = {"case": case, "name": name, "registers": used["REG"], "spill_bytes": spilled, "shared_bytes": shared}
-        print(json.dumps(figures), flush=True)
+        products = {*re.findall(r"\b(?:mma|wgmma|tcgen05)\.[\w.]+", kernel.asm["ptx"])}
+        print(json.dumps(figures | {"products": sorted(products)}), flush=True)
 
     compile_all(int(sys.argv[1]), report)
 

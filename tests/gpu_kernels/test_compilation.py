@@ -34,14 +34,20 @@ def test_every_kernel_compiles(capability: int) -> None:
     assert {kernel["name"] for kernel in kernels} >= {
         "attend_chunks", "attend_decodes", "join_splits",
         "rms_norm", "rope", "enter", "gated", "store_kv", "linear_int8", "linear_int4",
+        "route", "count_visits", "group_visits", "visit", "combine",
     }  # fmt: skip
     for kernel in kernels:
         assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES[capability], kernel
         assert kernel["spill_bytes"] <= MAX_SPILL_BYTES or "float32" in kernel["case"], kernel
+    # Of few visits and of many, so that a row's sums are the same. Float32 is summed without them.
+    products = {(*kernel["products"],) for kernel in kernels if kernel["name"] == "visit"}
+    assert len(products - {()}) == 1
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "options"), [("qwen3", {}), ("llama", {"quantization": "int8", "kv_cache_dtype": "int8"})], ids=str
+    ("checkpoint", "options"),
+    [("qwen3", {}), ("qwen3-moe", {}), ("llama", {"quantization": "int8", "kv_cache_dtype": "int8"})],
+    ids=str,
 )
 def test_nobody_waits_for_a_kernel_to_be_compiled(checkpoint: str, options: dict[str, str]) -> None:
     """Triton compiles a kernel again for arguments that it can expect less of, such as an address that is no multiple
