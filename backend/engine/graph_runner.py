@@ -18,6 +18,7 @@ from backend.engine.batch import Batch
 from backend.engine.config import NONE, TRITON, ResolvedConfig
 from backend.engine.foresight import is_decode, is_plain
 from backend.engine.graphs import Capture, CudaCapture, DecodeSteps, Launched
+from backend.engine.paged_model import PagedModel
 from backend.engine.plan import Computed, Scheduled
 from backend.engine.runner import Runner
 from backend.engine.sampling_batch import NextToken
@@ -27,17 +28,18 @@ WARM_UP_ROWS = (16, 32, 64, 128)
 
 
 def create_runner(config: ResolvedConfig) -> Runner:
-    """With graphs where a step can be captured: on a GPU, with attention that finds lengths there, and without experts,
-    since who visits them has to be asked in the middle of a step."""
-    has_experts = any(layer.experts for layer in config.model.layers)
-    if config.device.type == "cuda" and config.attention == TRITON and not has_experts and not config.enforce_eager:
-        return GraphRunner(config, CudaCapture(config.device))
-    return Runner(config)
+    """With graphs where a step can be captured: on a GPU, with attention that finds lengths there, and with experts, if
+    any, that find their visitors there."""
+    runner = Runner(config)
+    is_on_gpu = config.device.type == "cuda" and config.attention == TRITON
+    if is_on_gpu and not config.enforce_eager and not runner.model.asks_the_host:
+        return GraphRunner(config, CudaCapture(config.device), runner.model)
+    return runner
 
 
 class GraphRunner(Runner):
-    def __init__(self, config: ResolvedConfig, capture: Capture) -> None:
-        super().__init__(config)
+    def __init__(self, config: ResolvedConfig, capture: Capture, model: PagedModel | None = None) -> None:
+        super().__init__(config, model)
         with torch.inference_mode():
             self._warm_up()
             self._decodes = DecodeSteps(config, self._model, capture)
@@ -79,8 +81,10 @@ class GraphRunner(Runner):
         """Has the kernels for prompts compiled, so that nobody's first token waits for that. The cache, which it writes
         to, holds nothing yet."""
         model, device = self._config.model, self._config.device
-        for rows in WARM_UP_ROWS:
-            length = max(2, min(rows // (model.num_heads // model.num_kv_heads), self._config.max_model_len))
+        # The longest, too, for which experts have larger tiles.
+        longest = min(self._config.max_num_batched_tokens, self._config.max_model_len)
+        for length in (*(rows // (model.num_heads // model.num_kv_heads) for rows in WARM_UP_ROWS), longest):
+            length = max(2, min(length, longest))
             places = torch.zeros(length, dtype=torch.int64, device=device)
             # Two tensors, as in a step: for an address that is no multiple of 16, kernels are compiled once more.
             lens = torch.tensor([length], dtype=torch.int32, device=device)

@@ -48,6 +48,11 @@ class PagedModel:
             self.programs = DecodePrograms(config, self._forward, recorder)
             self.greedy_programs = DecodePrograms(config, self._next_tokens, recorder, MAX_GREEDY_ROWS)
 
+    @property
+    def asks_the_host(self) -> bool:
+        """Whether a step on a device has to wait in its middle for the host to know what it computed."""
+        return self._model.asks_the_host
+
     def forward(self, batch: Batch, is_given_up: Ask | None = None) -> Tensor:
         """-> final hidden states: [W, hidden_size], of the tokens that are read, until the next call. Raises `GivenUp`
         if `is_given_up`, asked before the layers and between them, says so: some of the batch's slots may have been

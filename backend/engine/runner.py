@@ -26,14 +26,18 @@ PROMPT_LOGPROBS_ROWS = 64  # rows of logits that are held at once to score a pro
 
 
 class Runner:
-    """Raises `WeightsError` if the checkpoint does not fit the model."""
+    """Loads a model that is not given. Raises `WeightsError` if the checkpoint does not fit it."""
 
-    def __init__(self, config: ResolvedConfig) -> None:
+    def __init__(self, config: ResolvedConfig, model: PagedModel | None = None) -> None:
         torch.set_num_threads(config.num_threads)
         self._config = config
         self._use_device()
-        self._model = PagedModel(config)
+        self._model = model or PagedModel(config)
         self._masks = MaskFiller(config.model.vocab_size, config.device)
+
+    @property
+    def model(self) -> PagedModel:
+        return self._model
 
     @property
     def kv(self) -> KvMemory:

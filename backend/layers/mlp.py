@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ PLAIN_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 class Mlp:
     """down(gate_up(x)), the first of which ends with a gate."""
+
+    asks_the_host: ClassVar[bool] = False
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         self._gate_up = gate_up
@@ -53,6 +56,11 @@ class SparseMlp:
         self._experts = experts
         self._router = router
         self._mixture = ops.mixture(mlps)
+
+    @property
+    def asks_the_host(self) -> bool:
+        """As `Mixture` has it."""
+        return self._mixture.asks_the_host
 
     def __call__(self, hidden: Tensor) -> Tensor:
         shares, chosen = self._ops.route(self._router(hidden), self._experts.num_per_token, self._experts.normalise)

@@ -96,6 +96,11 @@ class Decoder:
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
 
+    @property
+    def asks_the_host(self) -> bool:
+        """As `Mixture` has it, of any layer's experts."""
+        return any(layer.asks_the_host for layer in self._layers)
+
     def embedded(self, input_ids: Tensor) -> Tensor:
         """[T] -> what the layers begin with: [T, hidden_size]."""
         embedded = self._ops.embedding(input_ids, self._embedding)

@@ -27,6 +27,11 @@ class DecoderLayer(ABC):
         self._mlp = mlp
         self._load_norms(config, loader)
 
+    @property
+    def asks_the_host(self) -> bool:
+        """As `Mixture` has it."""
+        return self._mlp.asks_the_host
+
     @abstractmethod
     def _load_norms(self, config: ModelConfig, loader: LayerLoader) -> None: ...
 

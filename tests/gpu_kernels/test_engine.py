@@ -52,6 +52,9 @@ def tokens_of(engine: Engine) -> list[list[int]]:
         ("llama", {"kv_cache_dtype": "int8"}),
         ("qwen3", {}),
         ("gemma2", {}),
+        ("mixtral", {}),
+        ("qwen3-moe", {}),
+        ("qwen3-moe", {"quantization": "int8"}),
         ("gpt-oss", {}),
     ],
     ids=str,
@@ -69,10 +72,9 @@ def test_the_same_tokens(
     shared |= {"model_dir": checkpoint_dir(checkpoint), "device": DEVICE, "max_num_batched_tokens": 12, **options}
     expected = tokens_of(Engine.load(EngineConfig(attention="sdpa", ops="reference", **shared)))
     capture: Capture = CudaCapture(torch.device("cuda", 0)) if DEVICE == "cuda" else NoCapture()
-    if checkpoint != "gpt-oss":  # whose experts no step without questions can visit
-        monkeypatch.setattr(engine_module, "create_runner", lambda config: GraphRunner(config, capture))
+    monkeypatch.setattr(engine_module, "create_runner", lambda config: GraphRunner(config, capture))
     engine = Engine.load(EngineConfig(attention="triton", ops="triton", **shared))
-    assert (type(engine.runner) is GraphRunner) == (checkpoint != "gpt-oss")
+    assert not engine.runner.model.asks_the_host
     assert tokens_of(engine) == expected
 
 

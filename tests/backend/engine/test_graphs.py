@@ -9,20 +9,24 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from backend.engine import engine as engine_module
-from backend.engine import graphs
+from backend.engine import graph_runner, graphs
+from backend.engine.batch import Batch
 from backend.engine.config import EngineConfig, ResolvedConfig
 from backend.engine.engine import Engine
 from backend.engine.graph_runner import GraphRunner, create_runner
 from backend.engine.graphs import MAX_SIZE, Capture, Launched, NoCapture, Row, Step, sizes_up_to
 from backend.engine.interruption import Interruption
+from backend.engine.paged_model import PagedModel
 from backend.engine.plan import Scheduled
 from backend.engine.request import Request, SamplingParams
+from backend.native.recording import Ask
 from tests.backend.checkpoints import VOCAB_SIZE
 
 Load = Callable[..., Engine]
@@ -227,6 +231,51 @@ def test_what_cannot_be_captured_runs_as_it_is(
     runner = GraphRunner(config, Failing())
     assert "not permitted" in caplog.text
     assert runner.looks_ahead
+
+
+def test_the_longest_chunk_is_tried_before_anybody_waits_for_it(
+    checkpoint_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    forward = PagedModel.forward
+
+    def counted(self: PagedModel, batch: Batch, is_given_up: Ask | None = None) -> torch.Tensor:
+        tried.append(len(batch.input_ids))
+        return forward(self, batch, is_given_up)
+
+    monkeypatch.setattr(PagedModel, "forward", counted)
+    for most, model_len in ((300, 400), (400, 300)):
+        tried.clear()
+        limits = {"max_num_batched_tokens": most, "max_model_len": model_len, "num_blocks": 64}
+        GraphRunner(EngineConfig(model_dir=checkpoint_dir("llama"), device="cpu", **limits).resolve(), NoCapture())
+        assert max(tried) == 300
+
+
+@pytest.mark.parametrize("asks_the_host", [False, True])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_what_asks_the_host_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch, asks_the_host: bool, enforce_eager: bool
+) -> None:
+    plain = SimpleNamespace(model=SimpleNamespace(asks_the_host=asks_the_host))
+    captured: list[object] = []
+    monkeypatch.setattr(graph_runner, "Runner", lambda config: plain)
+    monkeypatch.setattr(graph_runner, "CudaCapture", lambda device: None)
+    monkeypatch.setattr(graph_runner, "GraphRunner", lambda config, capture, model: captured.append(model))
+    config: Any = SimpleNamespace(device=torch.device("cuda"), attention="triton", enforce_eager=enforce_eager)
+    runner = create_runner(config)
+    if asks_the_host or enforce_eager:
+        assert runner is plain
+        assert not captured
+    else:
+        assert captured == [plain.model]  # which is not loaded again
+
+
+@pytest.mark.parametrize(("checkpoint", "asks"), [("llama", False), ("qwen3-moe", True), ("gpt-oss", True)])
+def test_experts_that_are_asked_one_by_one_ask_the_host(
+    checkpoint_dir: Callable[[str], Path], checkpoint: str, asks: bool
+) -> None:
+    config = EngineConfig(model_dir=checkpoint_dir(checkpoint), device="cpu", num_blocks=64, ops="reference").resolve()
+    assert create_runner(config).model.asks_the_host == asks
 
 
 def test_graphs_are_for_gpus(checkpoint_dir: Callable[[str], Path]) -> None:
