@@ -118,9 +118,9 @@ def _rope(header: Header, head_dim: int) -> dict[str, Any]:
     if scaling == "linear":
         return parameters | {"rope_type": "linear", "factor": factor}
     if scaling == "yarn":
-        for name in ("rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor", "rope.scaling.attn_factor"):
-            if _key(header, name) in header:
-                raise UnsupportedModel(f"{_key(header, name)} is not supported")
+        for name in ("yarn_log_multiplier", "yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
+            if (key := _key(header, f"rope.scaling.{name}")) in header:
+                raise UnsupportedModel(f"{key} is not supported")
         return parameters | {
             "rope_type": "yarn",
             "factor": factor,

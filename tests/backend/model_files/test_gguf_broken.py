@@ -98,6 +98,7 @@ def write(tmp_path: Path, **fields: Any) -> Path:
         ({"qwen3__rope__scaling__type": "su"}, "rope.scaling.type 'su'"),
         ({"qwen3__attention__value_length": 8}, "value_length is not"),
         ({"qwen3__rope__scaling__type": "yarn", "qwen3__rope__scaling__attn_factor": 2.0}, "attn_factor is not supp"),
+        ({"qwen3__rope__scaling__type": "yarn", "qwen3__rope__scaling__yarn_attn_factor": 2.0}, "yarn_attn_factor is"),
         ({"qwen3__feed_forward_length": [96, 64]}, "feed_forward_length differs from layer to layer"),
     ],
 )
