@@ -35,6 +35,8 @@ MODULES = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# Tensors that are no module's: a layer keeps them by their own name.
+PARAMETERS = {"attn_sinks.weight": "self_attn.sinks"}
 OUTER_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 Fields = Callable[[Header], dict[str, Any]]
@@ -155,7 +157,7 @@ def _experts(header: Header, num_layers: int) -> dict[str, Any]:
         "num_experts": _count(header, "expert_count"),
         "num_experts_per_tok": _count(header, "expert_used_count"),
         "moe_intermediate_size": _count(header, "expert_feed_forward_length", _count(header, "feed_forward_length")),
-        # Both of those that are supported do, and old files do not say.
+        # All of those that are supported do, and old files do not say.
         "norm_topk_prob": header.get(_key(header, "expert_weights_norm"), True),
         "mlp_only_layers": [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in header.tensors],
     }
@@ -195,6 +197,12 @@ def _query_scalar(header: Header, largest: int) -> float:
     return float(_count(header, "attention.key_length"))
 
 
+def _gpt_oss(header: Header) -> dict[str, Any]:
+    # It was trained with YaRN's bounds as they come; llama.cpp rounds everybody's, so that no field says which.
+    rope = _rope(header, _count(header, "attention.key_length")) | {"truncate": False}
+    return {"sliding_window": _count(header, "attention.sliding_window"), "rope_parameters": rope}
+
+
 def _granite(header: Header) -> dict[str, Any]:
     names = {
         "embedding_multiplier": "embedding_scale",
@@ -210,6 +218,7 @@ def _smollm3(header: Header) -> dict[str, Any]:
 
 
 GEMMA_MODULES = {"ffn_norm": "pre_feedforward_layernorm"}
+GPT_OSS_MODULES = {"ffn_gate_inp": "mlp.router"}
 MIXTRAL_MODULES = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -220,6 +229,7 @@ MIXTRAL_MODULES = {
 ARCHITECTURES = {
     "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, GEMMA_MODULES, norm_offset=1.0),
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, GEMMA_MODULES, norm_offset=1.0),
+    "gpt-oss": Architecture("GptOssForCausalLM", _gpt_oss, GPT_OSS_MODULES),
     "granite": Architecture("GraniteForCausalLM", _granite, interleaved=True),
     "llama": Architecture("LlamaForCausalLM", interleaved=True),
     "olmo2": Architecture("Olmo2ForCausalLM"),

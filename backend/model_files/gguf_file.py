@@ -24,6 +24,7 @@ from backend.model_files.directory import DEFAULT_TEMPLATE
 from backend.model_files.gguf_architectures import (
     MODULES,
     OUTER_MODULES,
+    PARAMETERS,
     Architecture,
     architecture_of,
     common_fields,
@@ -155,6 +156,8 @@ class GgufFile(ModelFiles):
         if (parts := LAYER_TENSOR.fullmatch(info.name)) is None:
             return {info.name: read}  # which no model knows, and the checkpoint will say so
         layer, module, kind = parts.groups()
+        if parameter := PARAMETERS.get(f"{module}.{kind}"):
+            return {f"model.layers.{layer}.{parameter}": read}
         name = {**MODULES, **self._architecture.modules}.get(module)
         if name is None:
             return {info.name: read}

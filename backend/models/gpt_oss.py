@@ -4,31 +4,52 @@ import torch
 from torch import Tensor
 
 from backend.layers.loader import LayerLoader
-from backend.layers.mlp import Mlp, SparseMlp
+from backend.layers.mlp import PLAIN_NAMES, Mlp, SparseMlp
 from backend.layers.mxfp4 import BLOCK, dequantise_mxfp4
 from backend.models.config import ExpertsConfig, ModelConfig
 from backend.models.decoder import Decoder
 
+ACTIVATION = "swiglu_oai"
+
 
 class GptOssForCausalLM(Decoder):
-    """Experts with biases and a clamped gate, kept as one tensor for all of them. Sinks, windows and rotation stand in
-    config.json."""
+    """Experts with biases and a clamped gate. A directory keeps a layer's as one tensor, with rows of gate and up in
+    turns; of a GGUF file each comes for itself. Sinks, windows and rotation stand in config.json."""
 
     @classmethod
     def sparse_mlp(cls, config: ModelConfig, experts: ExpertsConfig, layer: LayerLoader) -> SparseMlp:
         loader = layer.below("mlp")
-        inner, size = experts.intermediate_size, config.hidden_size
-        gate_up = _stacked(loader.below("experts"), "gate_up_proj", experts.num_experts, size, 2 * inner)
-        gate_up_bias = loader.tensor("experts.gate_up_proj_bias", experts.num_experts, 2 * inner)
-        down = _stacked(loader.below("experts"), "down_proj", experts.num_experts, inner, size)
-        down_bias = loader.tensor("experts.down_proj_bias", experts.num_experts, size)
-        linear = loader.quantization.linear
-        mlps = [
-            # Rows of gate and up stand in turns; here one after the other, as in every other family.
-            Mlp(linear(_in_turn(gate_up[i]), _in_turn(gate_up_bias[i]), "swiglu_oai"), linear(down[i], down_bias[i]))
-            for i in range(experts.num_experts)
-        ]
-        return SparseMlp(loader.ops, experts, loader.router("router", experts.num_experts, size, bias=True), mlps)
+        kept = loader.below("experts")
+        apart = f"{kept.prefix}0.{PLAIN_NAMES[-1]}.weight" in kept.checkpoint
+        mlps = (_experts_apart if apart else _experts_stacked)(kept, experts, config.hidden_size)
+        router = loader.router("router", experts.num_experts, config.hidden_size, bias=True)
+        return SparseMlp(loader.ops, experts, router, mlps)
+
+
+def _experts_apart(loader: LayerLoader, experts: ExpertsConfig, size: int) -> list[Mlp]:
+    inner = experts.intermediate_size
+    *gate_up, down = PLAIN_NAMES
+    return [
+        Mlp(
+            expert.linear([(name, inner) for name in gate_up], size, bias=True, gate=ACTIVATION),
+            expert.linear([(down, size)], inner, bias=True),
+        )
+        for expert in (loader.below(str(i)) for i in range(experts.num_experts))
+    ]
+
+
+def _experts_stacked(loader: LayerLoader, experts: ExpertsConfig, size: int) -> list[Mlp]:
+    inner = experts.intermediate_size
+    gate_up = _stacked(loader, "gate_up_proj", experts.num_experts, size, 2 * inner)
+    gate_up_bias = loader.tensor("gate_up_proj_bias", experts.num_experts, 2 * inner)
+    down = _stacked(loader, "down_proj", experts.num_experts, inner, size)
+    down_bias = loader.tensor("down_proj_bias", experts.num_experts, size)
+    linear = loader.quantization.linear
+    return [
+        # Rows of gate and up one after the other, as in every other family.
+        Mlp(linear(_in_turn(gate_up[i]), _in_turn(gate_up_bias[i]), ACTIVATION), linear(down[i], down_bias[i]))
+        for i in range(experts.num_experts)
+    ]
 
 
 def _in_turn(rows: Tensor) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 VOCAB_SIZE = 256
 
@@ -110,3 +113,29 @@ def build_model(name: str, **changes: Any) -> PreTrainedModel:
 def save(model: PreTrainedModel, directory: Path, **options: Any) -> Path:
     model.save_pretrained(directory, **options)
     return directory
+
+
+def random_mxfp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random blocks, and scales that make numbers of about one."""
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+    return blocks, torch.randint(123, 126, shape, dtype=torch.uint8)
+
+
+def save_gpt_oss_in_mxfp4(plain: Path, published: Path) -> None:
+    """The same random model twice: its experts as transformers unpacks them, and as OpenAI published theirs."""
+    torch.manual_seed(0)
+    for directory in (plain, published):
+        save(build_model("gpt-oss", intermediate_size=64), directory)
+    tensors = load_file(plain / "model.safetensors")
+    with_blocks = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, ins, outs = tensors[name].shape
+        blocks, scales = random_mxfp4(experts, outs, ins // 32)
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        del with_blocks[name]
+        with_blocks |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, plain / "model.safetensors")
+    save_file(with_blocks, published / "model.safetensors")
+    config = json.loads((published / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (published / "config.json").write_text(json.dumps(config))

@@ -23,7 +23,7 @@ Quantise = Callable[[str, Array], tuple[Array, GGMLQuantizationType]]
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "olmo2": "olmo2",
-    "granite": "granite", "smollm3": "smollm3",
+    "granite": "granite", "smollm3": "smollm3", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 INTERLEAVED = {"llama", "granite", "smollm3"}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
@@ -33,13 +33,19 @@ def as_type(kind: GGMLQuantizationType) -> Quantise:
     """Matrices in this type, everything else in float32."""
 
     def quantise(name: str, values: Array) -> tuple[Array, GGMLQuantizationType]:
-        if values.ndim == 1 or "ffn_gate_inp" in name:
+        if values.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in name:
             return values, GGMLQuantizationType.F32
         if kind is GGMLQuantizationType.F16:
             return values.astype(np.float16), kind
         return gguf.quantize(values, kind), kind
 
     return quantise
+
+
+def experts_in_mxfp4(others: GGMLQuantizationType) -> Quantise:
+    """As gpt-oss is published, which was trained so."""
+    in_mxfp4, otherwise = as_type(GGMLQuantizationType.MXFP4), as_type(others)
+    return lambda name, values: (in_mxfp4 if "exps.weight" in name else otherwise)(name, values)
 
 
 def write_gguf(
@@ -58,7 +64,8 @@ def write_gguf(
     for key, value in (fields or {}).items():
         _add(writer, key, value)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for hf_name, values in _merged_experts(load_file(directory / "model.safetensors")).items():
+    tensors = _merged_experts(load_file(directory / "model.safetensors"))
+    for hf_name, values in (_split_experts(tensors) if name == "gpt-oss" else tensors).items():
         gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         assert gguf_name is not None, hf_name
         if only is not None and gguf_name not in only:
@@ -119,6 +126,24 @@ def _merged_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return plain | {name: torch.stack(parts) for name, parts in merged.items()}
 
 
+def _split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """gpt-oss's: from [E, ins, outs], with gate and up in turns, to [E, outs, ins] of each. What has no `.weight` or
+    `.bias` gets one."""
+    split = {}
+    for name, values in tensors.items():
+        kind = "bias" if name.endswith("_proj_bias") else "weight"
+        module = name.removesuffix("_bias")
+        if module.endswith("experts.gate_up_proj"):
+            rows = values if kind == "bias" else values.transpose(1, 2)
+            split[f"{module.replace('gate_up', 'gate')}.{kind}"] = rows[:, 0::2]
+            split[f"{module.replace('gate_up', 'up')}.{kind}"] = rows[:, 1::2]
+        elif module.endswith("experts.down_proj"):
+            split[f"{module}.{kind}"] = values if kind == "bias" else values.transpose(1, 2)
+        else:
+            split[f"{name}.weight" if name.endswith("sinks") else name] = values
+    return split
+
+
 def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], architecture: str) -> None:
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = config["rope_parameters"]
@@ -138,7 +163,13 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], architecture:
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-    if architecture in ("gemma2", "gemma3", "phi3"):
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if architecture in ("gemma2", "gemma3", "gpt-oss", "phi3"):
         writer.add_sliding_window(config["sliding_window"] or 0)
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
@@ -147,8 +178,9 @@ def _write_config(writer: gguf.GGUFWriter, config: dict[str, Any], architecture:
     if experts := config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
-        if "moe_intermediate_size" in config:
-            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if "moe_intermediate_size" in config or architecture == "gpt-oss":
+            inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+            writer.add_expert_feed_forward_length(inner)
     if architecture == "granite":
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])

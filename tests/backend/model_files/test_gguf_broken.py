@@ -87,9 +87,9 @@ def test_integers_are_no_weights(whole: bytes, tmp_path: Path) -> None:
         load(replaced(whole, "blk.0.ffn_up.weight", Kind.I8), tmp_path)
 
 
-def write(tmp_path: Path, **fields: Any) -> Path:
+def write(tmp_path: Path, model: str = "qwen3", **fields: Any) -> Path:
     named = {key.replace("__", "."): value for key, value in fields.items()}
-    return write_gguf(save(build_model("qwen3"), tmp_path), tmp_path / "m.gguf", as_type(Kind.F16), named)
+    return write_gguf(save(build_model(model), tmp_path), tmp_path / "m.gguf", as_type(Kind.F16), named)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,27 @@ def test_a_tensor_that_the_model_does_not_know_is_named(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(WeightsError, match=r"q_norm\.weight is missing .*blk\.1\.attn_z_norm\.weight"):
         Engine.load(EngineConfig(model_dir=path, num_blocks=4, num_threads=1))
+
+
+@pytest.mark.parametrize(
+    ("there", "instead", "named"),
+    [
+        (
+            b"oss.attention.sliding_window",
+            b"oss.attention.sliding_wind_w",
+            r"gpt-oss\.attention\.sliding_window is miss",
+        ),
+        (b"oss.attention.key_length", b"oss.attention.key_l_ngth", r"gpt-oss\.attention\.key_length is missing"),
+        (b"blk.1.ffn_gate_exps.weight", b"blk.1.ffn_gate_exqs.weight", r"experts\.0\.gate_proj\.weight is .*gate_exqs"),
+        (b"blk.1.ffn_up_exps.bias", b"blk.1.ffn_up_exqs.bias", r"experts\.0\.up_proj\.bias is .*up_exqs"),
+        (b"blk.2.attn_sinks.weight", b"blk.2.attn_sinqs.weight", r"self_attn\.sinks is missing .*attn_sinqs"),
+    ],
+)
+def test_what_gpt_oss_lacks_is_named(there: bytes, instead: bytes, named: str, tmp_path: Path) -> None:
+    content = write(tmp_path, "gpt-oss").read_bytes()
+    assert content.count(there) == 1
+    with pytest.raises(WeightsError, match=named):
+        load(content.replace(there, instead), tmp_path)
 
 
 def test_a_missing_file_of_several_is_named(tmp_path: Path) -> None:

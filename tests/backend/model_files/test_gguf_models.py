@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from transformers import PreTrainedModel
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.request import Request, SamplingParams
+from backend.layers.mxfp4 import dequantise_mxfp4
 from backend.model_files import open_model_files
-from tests.backend.checkpoints import VOCAB_SIZE, build_model, save
-from tests.backend.gguf_writer import Array, as_type, write_gguf
+from backend.models.config import ModelConfig
+from tests.backend.checkpoints import VOCAB_SIZE, build_model, random_mxfp4, save, save_gpt_oss_in_mxfp4
+from tests.backend.gguf_writer import Array, as_type, experts_in_mxfp4, write_gguf
 
 PROMPT = [(7 * i * i + 3 * i) % VOCAB_SIZE for i in range(150)]
 # As the tests' checkpoints, but for what a GGUF file cannot say: llama.cpp derives it.
@@ -38,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
     "olmo2": {},
     "granite": {},
+    "gpt-oss": {},
 }
 
 
@@ -52,10 +56,11 @@ def next_logits(path: Path) -> torch.Tensor:
 
 
 def rounded(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> PreTrainedModel:
-    """The model with all its matrices changed, those of the routers excepted."""
+    """The model with all its matrices changed, those of the routers excepted, and biases that are one tensor for all
+    experts."""
     model = copy.deepcopy(model)
     for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and not name.endswith((".gate.weight", "router.weight")):
+        if parameter.ndim > 1 and not name.endswith((".gate.weight", "router.weight", "_bias")):
             parameter.data = change(parameter.data)
     return model
 
@@ -115,6 +120,41 @@ def test_q4_k_is_read_as_it_was_written(tmp_path: Path) -> None:
     error = (back.get_parameter(weight) - model.get_parameter(weight)).abs().max().item()
     assert error < 0.15, "four bits of values that go from -1 to 1: else this is no Q4_K"
     assert (next_logits(path) - expected_logits(back)).abs().max().item() < 1e-4
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """As it is published, and as llama.cpp has it; the numbers are the same."""
+    directory = tmp_path_factory.mktemp("gpt-oss")
+    save_gpt_oss_in_mxfp4(directory / "plain", directory / "published")
+    path = write_gguf(directory / "plain", directory / "model.gguf", experts_in_mxfp4(others=Kind.F32))
+    return directory / "published", path
+
+
+def test_gpt_oss_is_the_published_checkpoint_to_the_bit(gpt_oss: tuple[Path, Path]) -> None:
+    published, path = gpt_oss
+    kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(path).tensors}
+    assert kinds["blk.0.ffn_gate_exps.weight"] == Kind.MXFP4
+    assert torch.equal(next_logits(path), next_logits(published))
+
+
+def test_gpt_oss_is_configured_as_the_published_checkpoint(gpt_oss: tuple[Path, Path]) -> None:
+    published, path = gpt_oss
+    ours, expected = ModelConfig.load(path), ModelConfig.load(published)
+    in_float32 = float(np.float32(expected.rms_norm_eps))
+    # Which tokens end an answer is the vocabulary's to say, and there is none.
+    assert ours == dataclasses.replace(expected, rms_norm_eps=in_float32, eos_token_ids=frozenset())
+
+
+@pytest.mark.parametrize("shape", [(5, 2), (3, 4, 6)])
+def test_blocks_of_mxfp4_hold_what_those_of_the_published_checkpoint_hold(shape: tuple[int, ...]) -> None:
+    """Scale and numbers in one block, and the numbers of its two halves, instead of neighbours, in one byte."""
+    torch.manual_seed(1)
+    blocks, scales = random_mxfp4(*shape)
+    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    ggml = torch.cat((scales[..., None], numbers[..., :16] | (numbers[..., 16:] << 4)), dim=-1).flatten(-2)
+    ours = gguf.dequantize(ggml.numpy(), Kind.MXFP4)
+    assert torch.equal(torch.from_numpy(ours), dequantise_mxfp4(blocks, scales, torch.float32))
 
 
 def test_rows_of_queries_may_be_quantised_in_their_other_order(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GPT2Tokenizer, PreTrainedTokenizerBase, Qwen2Tokenizer
 
@@ -14,7 +16,10 @@ from backend.engine.errors import UnsupportedModel
 from backend.model_files import open_model_files
 from backend.model_files.gguf_header import BrokenGguf, Header
 from backend.model_files.gguf_tokenizer import SPLITS, end_token_ids, make_tokenizer, special_tokens
-from tests.backend.gguf_writer import tokenizer_fields
+from backend.parsers.harmony import Harmony, HarmonyChannels
+from backend.server.model import load_model
+from tests.backend.checkpoints import build_model, save
+from tests.backend.gguf_writer import as_type, tokenizer_fields, write_gguf
 
 TEXTS = [
     "Hello, world! I'll be there; they'RE not.",
@@ -85,6 +90,39 @@ def test_byte_level_ids_are_those_of_transformers(pre: str, theirs: Callable[...
 def test_text_is_cut_as_the_vocabulary_says(pre: str, pieces: list[str]) -> None:
     cut = tokenizer_of(byte_level_metadata(pre)).pre_tokenizer.pre_tokenize_str("I'll pay 12345 XMLHttp\n\n")
     assert ["".join(piece).replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in cut] == pieces
+
+
+def test_gpt_oss_cuts_text_as_its_tokenizer_json_says() -> None:
+    assert SPLITS["gpt-4o"].pattern == (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+def test_gpt_oss_is_served_in_its_own_format(tmp_path: Path) -> None:
+    marks = ["<|startoftext|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"]
+    ends = ["<|endoftext|>", "<|return|>", "<|call|>"]
+    metadata = byte_level_metadata("gpt-4o")
+    begin = metadata["tokenizer.ggml.tokens"].index("<|im_end|>")
+    tokens = [*metadata["tokenizer.ggml.tokens"][:begin], *marks, *ends]
+    ids = {token: i for i, token in enumerate(tokens)}
+    metadata |= {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * begin + [3] * (len(tokens) - begin),
+        "tokenizer.ggml.bos_token_id": ids["<|startoftext|>"],
+        "tokenizer.ggml.eos_token_id": ids["<|return|>"],
+        "tokenizer.ggml.padding_token_id": ids["<|endoftext|>"],
+        "tokenizer.chat_template": "{{ '<|start|>assistant<|channel|>analysis<|message|>' }}",
+    }
+    checkpoint = save(build_model("gpt-oss", vocab_size=len(tokens)), tmp_path)
+    path = write_gguf(checkpoint, tmp_path / "model.gguf", as_type(GGMLQuantizationType.F16), metadata)
+    model = load_model(path, "m", "m", max_model_len=64)
+    assert isinstance(model.tool_format, Harmony)
+    assert isinstance(model.reasoning_format, HarmonyChannels)
+    assert model.eos_token_ids == {ids[token] for token in ends}
+    assert all(model.codec.special_token_id(token) == ids[token] for token in (*marks, *ends))
+    assert model.codec.encode("<|start|>user", add_special_tokens=True)[0] == ids["<|start|>"]
 
 
 def test_the_demo_model_reads_the_same_from_a_gguf_file() -> None:

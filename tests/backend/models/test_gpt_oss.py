@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from backend.engine.config import EngineConfig
@@ -17,18 +16,12 @@ from backend.engine.errors import UnsupportedModel
 from backend.engine.request import Request, SamplingParams
 from backend.layers.mxfp4 import dequantise_mxfp4
 from backend.models.config import ModelConfig
-from tests.backend.checkpoints import build_model, save
-
-
-def packed(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random blocks, and scales that make numbers of about one."""
-    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
-    return blocks, torch.randint(123, 126, shape, dtype=torch.uint8)
+from tests.backend.checkpoints import random_mxfp4, save_gpt_oss_in_mxfp4
 
 
 def test_mxfp4_is_read_as_transformers_reads_it() -> None:
     torch.manual_seed(0)
-    blocks, scales = packed(3, 10, 4)
+    blocks, scales = random_mxfp4(3, 10, 4)
     for dtype in (torch.bfloat16, torch.float32):
         theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)  # [E, ins, outs]
         assert torch.equal(dequantise_mxfp4(blocks, scales, dtype), theirs.transpose(1, 2))
@@ -51,23 +44,8 @@ def first_tokens(directory: Path) -> list[int]:
 
 
 def test_a_published_checkpoint_is_the_model_that_it_unpacks_to(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     plain, published = tmp_path / "plain", tmp_path / "published"
-    for directory in (plain, published):
-        save(build_model("gpt-oss", intermediate_size=64), directory)
-    tensors = load_file(plain / "model.safetensors")
-    with_blocks = dict(tensors)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, ins, outs = tensors[name].shape
-        blocks, scales = packed(experts, outs, ins // 32)
-        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
-        del with_blocks[name]
-        with_blocks |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    save_file(tensors, plain / "model.safetensors")
-    save_file(with_blocks, published / "model.safetensors")
-    config = json.loads((published / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (published / "config.json").write_text(json.dumps(config))
+    save_gpt_oss_in_mxfp4(plain, published)
     assert first_tokens(published) == first_tokens(plain)
 
 
