@@ -10,7 +10,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-Tensors = dict[str, Callable[[], Tensor]]  # each read when it is called, in the dtype that it is kept in
+from backend.model_files.mxfp4 import Mxfp4
+
+Tensors = dict[str, Callable[[], Tensor | Mxfp4]]  # each read when it is called, as it is kept
 
 
 class ModelFiles(ABC):

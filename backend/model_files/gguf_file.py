@@ -32,6 +32,8 @@ from backend.model_files.gguf_architectures import (
 )
 from backend.model_files.gguf_header import BrokenGguf, Header, TensorInfo, read_header
 from backend.model_files.gguf_tokenizer import end_token_ids, make_tokenizer, special_tokens
+from backend.model_files.mxfp4 import GROUP as MXFP4_GROUP
+from backend.model_files.mxfp4 import Mxfp4, plain
 
 SPLIT_NAME = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
@@ -149,7 +151,7 @@ class GgufFile(ModelFiles):
 
     def _sources(self, data: mmap, info: TensorInfo) -> Tensors:
         """One tensor, by the name or names that transformers has for it."""
-        read = partial(_read, data, info)
+        read = partial(_kept, data, info)
         outer, _, kind = info.name.rpartition(".")
         if outer in OUTER_MODULES:
             return {f"{OUTER_MODULES[outer]}.{kind}": self._undone(outer, read)}
@@ -164,18 +166,17 @@ class GgufFile(ModelFiles):
         if "{}" not in name:
             return {f"model.layers.{layer}.{name}.{kind}": self._undone(module, read)}
         return {
-            f"model.layers.{layer}.{name.format(i)}.{kind}": partial(_read_expert, data, info, i)
-            for i in range(info.shape[0])
+            f"model.layers.{layer}.{name.format(i)}.{kind}": partial(_kept, data, info, i) for i in range(info.shape[0])
         }
 
-    def _undone(self, module: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _undone(self, module: str, read: Callable[[], Tensor | Mxfp4]) -> Callable[[], Tensor | Mxfp4]:
         """What llama.cpp has changed about a tensor, changed back."""
         architecture = self._architecture
         if module.endswith("norm") and architecture.norm_offset:
-            return lambda: read() - architecture.norm_offset
+            return lambda: plain(read()) - architecture.norm_offset
         if architecture.interleaved and module in ("attn_q", "attn_k"):
             num_heads = self._config["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
-            return lambda: _halves(read(), num_heads)
+            return lambda: _halves(plain(read()), num_heads)
         return read
 
 
@@ -204,10 +205,17 @@ def _read(data: mmap, info: TensorInfo) -> Tensor:
     return _dequantised(data[info.start : info.start + info.num_bytes], info, info.shape)
 
 
-def _read_expert(data: mmap, info: TensorInfo, index: int) -> Tensor:
-    num_bytes = info.num_bytes // info.shape[0]
-    start = info.start + index * num_bytes
-    return _dequantised(data[start : start + num_bytes], info, info.shape[1:])
+def _kept(data: mmap, info: TensorInfo, expert: int | None = None) -> Tensor | Mxfp4:
+    """All of it, or one expert's; as it is, where there is a form for that."""
+    shape, start, num_bytes = info.shape, info.start, info.num_bytes
+    if expert is not None:
+        shape, num_bytes = shape[1:], num_bytes // shape[0]
+        start += expert * num_bytes
+    content = data[start : start + num_bytes]
+    if info.kind is not GGMLQuantizationType.MXFP4:
+        return _dequantised(content, info, shape)
+    blocks = torch.from_numpy(np.frombuffer(content, np.uint8).reshape(*shape[:-1], -1, 1 + MXFP4_GROUP // 2).copy())
+    return Mxfp4(blocks[..., 1:].flatten(-2), blocks[..., 0].contiguous())
 
 
 def _dequantised(content: bytes, info: TensorInfo, shape: tuple[int, ...]) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from backend.layers.loader import LayerLoader
 from backend.layers.mlp import PLAIN_NAMES, Mlp, SparseMlp
-from backend.layers.mxfp4 import BLOCK, dequantise_mxfp4
+from backend.model_files.mxfp4 import GROUP, Mxfp4, joined, plain
 from backend.models.config import ExpertsConfig, ModelConfig
 from backend.models.decoder import Decoder
 
@@ -47,21 +47,21 @@ def _experts_stacked(loader: LayerLoader, experts: ExpertsConfig, size: int) -> 
     linear = loader.quantization.linear
     return [
         # Rows of gate and up one after the other, as in every other family.
-        Mlp(linear(_in_turn(gate_up[i]), _in_turn(gate_up_bias[i]), ACTIVATION), linear(down[i], down_bias[i]))
+        Mlp(linear(_in_turn(gate_up[i]), plain(_in_turn(gate_up_bias[i])), ACTIVATION), linear(down[i], down_bias[i]))
         for i in range(experts.num_experts)
     ]
 
 
-def _in_turn(rows: Tensor) -> Tensor:
-    return torch.cat((rows[0::2], rows[1::2]))
+def _in_turn(rows: Tensor | Mxfp4) -> Tensor | Mxfp4:
+    return joined((rows[0::2], rows[1::2]))
 
 
-def _stacked(loader: LayerLoader, name: str, num_experts: int, ins: int, outs: int) -> Tensor:
-    """[num_experts, outs, ins]: from MXFP4, or from what transformers saves, which is [num_experts, ins, outs]."""
+def _stacked(loader: LayerLoader, name: str, num_experts: int, ins: int, outs: int) -> Tensor | Mxfp4:
+    """[num_experts, outs, ins]: in MXFP4, or of what transformers saves, which is [num_experts, ins, outs]."""
     checkpoint, whole = loader.checkpoint, f"{loader.prefix}{name}"
     if whole in checkpoint:
         return checkpoint.take(whole, num_experts, ins, outs).transpose(1, 2).contiguous()
-    shape = (num_experts, outs, ins // BLOCK)
-    blocks = checkpoint.take(f"{whole}_blocks", *shape, BLOCK // 2, dtype=torch.uint8)
+    shape = (num_experts, outs, ins // GROUP)
+    blocks = checkpoint.take(f"{whole}_blocks", *shape, GROUP // 2, dtype=torch.uint8)
     scales = checkpoint.take(f"{whole}_scales", *shape, dtype=torch.uint8)
-    return dequantise_mxfp4(blocks, scales, checkpoint.dtype)
+    return Mxfp4.of_neighbours(blocks, scales).to(blocks.device, checkpoint.dtype)

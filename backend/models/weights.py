@@ -13,6 +13,7 @@ from torch import Tensor
 from backend.engine.errors import WeightsError
 from backend.model_files import open_model_files
 from backend.model_files.base import Tensors
+from backend.model_files.mxfp4 import Mxfp4, plain
 
 MAX_NAMES_SHOWN = 8
 
@@ -41,6 +42,10 @@ class Checkpoint:
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """In the checkpoint's target dtype, or another. Raises `WeightsError` if there is no such tensor, or not of
         this shape."""
+        return plain(self.take_as_kept(name, *shape, dtype=dtype))
+
+    def take_as_kept(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | Mxfp4:
+        """The same, but for what the files keep in four bits, which stays so."""
         if name not in self._sources:
             raise WeightsError(f"tensor {name} is missing from {self._model_dir}; not taken so far: {self._left()}")
         tensor = self._sources.pop(name)()

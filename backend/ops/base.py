@@ -3,6 +3,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from backend.ops.mixture import Expert, Mixture, OneByOne
 from backend.ops.sampling import Bias, Logprobs, Penalties, RandomRows
 
 INT4_GROUP = 32  # weights that share a scale
+# What the codes of MXFP4 stand for, doubled, so that all are whole; scales are half of what they are (OCP Microscaling
+# 1.0, section 5.3).
+MXFP4_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 SWIGLU_OAI_SLOPE, SWIGLU_OAI_LIMIT = 1.702, 7.0
 
 
@@ -35,13 +39,15 @@ class Ops(ABC):
     beside it.
     """
 
+    reads_mxfp4: ClassVar[bool] = False  # whether `linear_mxfp4` is as fast as the others
+
     def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
         """A weight as `linear` and `linear_int8`, with inputs of this `dtype` and this `gate`, read it fastest: itself,
         or a copy, which may have a form of this member's own with more dimensions than two."""
         return weight
 
     def pack_int4(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """The same for `linear_int4`, which takes the scales beside it all the same."""
+        """The same for `linear_int4` and `linear_mxfp4`, which take the scales beside it all the same."""
         return weight
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -77,6 +83,10 @@ class Ops(ABC):
         """The same with a weight held in groups of `INT4_GROUP` along its rows, [out, in / 2] uint8, and a scale for
         each, [out, in / INT4_GROUP] bfloat16. A group's first half stands in the low four bits of its bytes and its
         second half in the high ones, each number 8 more than it is: (number - 8) * scale."""
+
+    @abstractmethod
+    def linear_mxfp4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """The same of numbers that are the `MXFP4_NUMBERS` in places of four bits."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What a product takes beside its input: that of `Ops.linear`, `Ops.linear_int8` or `Ops.linear_int4`."""
+    """What a product takes beside its input: that of `Ops.linear`, `linear_int8`, `linear_int4` or `linear_mxfp4`."""
 
-    form: Literal["plain", "int8", "int4"]
+    form: Literal["plain", "int8", "int4", "mxfp4"]
     numbers: Tensor  # packed, if the member of `Ops` packs them
     scales: Tensor | None
     bias: Tensor | None

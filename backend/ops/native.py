@@ -30,7 +30,7 @@ TILE = 16  # of AMX: outs, and words of inputs
 # Half of the outs of a packed weight that are summed together.
 LANES = {"base": 4, "avx2": 8, "avx512": 16, "amx": TILE}
 MAX_ROWS = 8  # beyond which torch's product of bfloat16 with a weight that is not packed is faster, where it has one
-MAX_INT4_ROWS = 32  # beyond which weights in four bits are made bfloat16 first, rather than once for so many rows
+MAX_GROUPED_ROWS = 32  # beyond which weights in four bits are made bfloat16 first, rather than once for so many rows
 MIN_SHARED_ITEMS = 1 << 14  # below which waking the other threads costs more than they take over
 IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
@@ -43,6 +43,8 @@ def torch_has_products() -> bool:
 
 
 class NativeOps(ReferenceOps):
+    reads_mxfp4 = True
+
     def __init__(
         self, native: Library | None = None, level_name: str | None = None, num_threads: int | None = None
     ) -> None:
@@ -157,11 +159,17 @@ class NativeOps(ReferenceOps):
         return self.gated(self._product(x, weight, scales, bias, len(weight), "int8"), gate)
 
     def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        return self._grouped(x, weight, scales, bias, "int4")
+
+    def linear_mxfp4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        return self._grouped(x, weight, scales, bias, "mxfp4")
+
+    def _grouped(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, form: str) -> Tensor:
         if weight.dim() > 2:
-            return self._product(x, weight, None, bias, self._outs(weight), "int4")
-        if len(x) > min(self._max_rows, MAX_INT4_ROWS) and x.dtype is torch.bfloat16:
-            return self.linear(x, self._expanded(weight, scales, x, "int4"), bias)
-        return self._product(x, weight, scales, bias, len(weight), "int4")
+            return self._product(x, weight, None, bias, self._outs(weight), form)
+        if len(x) > min(self._max_rows, MAX_GROUPED_ROWS) and x.dtype is torch.bfloat16:
+            return self.linear(x, self._expanded(weight, scales, x, form), bias)
+        return self._product(x, weight, scales, bias, len(weight), form)
 
     def _product(
         self,

@@ -12,7 +12,8 @@ from backend.native import library
 from backend.native.library import DTYPES, OP_BYTES, Caller
 from backend.ops.mixture import Mixture, Weight
 
-FORMS = {"plain": 0, "int8": 1, "int4": 2}
+FORMS = {"plain": 0, "int8": 1, "int4": 2, "mxfp4": 3}
+GROUPED = frozenset({"int4", "mxfp4"})  # of which packed ones have their scales in themselves, and no gate
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
 
 
@@ -23,7 +24,7 @@ class NativeMixture(Mixture):
         self._experts = experts  # to which the table points
         self._hidden, self._inner, self._num_experts = hidden, inner, len(experts)
         first = experts[0][0]
-        self._applies_gate = _is_packed(first) and first.form != "int4"
+        self._applies_gate = _is_packed(first) and first.form not in GROUPED
         self._gate = 0 if self._applies_gate else GATES[first.gate]
         products = b"".join(
             self._product(first, 2 * inner, hidden) + self._product(second, hidden, inner) for first, second in experts
@@ -33,7 +34,7 @@ class NativeMixture(Mixture):
     def _product(self, weight: Weight, outs: int, ins: int) -> bytes:
         """As the kernels take it, but for the rows, what is read and what is written."""
         is_packed = _is_packed(weight)
-        scales = None if is_packed and weight.form == "int4" else weight.scales  # which has them in itself
+        scales = None if is_packed and weight.form in GROUPED else weight.scales
         code, layout = library.LINEAR
         fields = (0, weight.numbers.data_ptr(), _pointer(scales), _pointer(weight.bias), 0, 0, outs, ins, 0, 0)
         gate = GATES[weight.gate] if self._applies_gate else 0

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backend.ops.base import INT4_GROUP, Ops
+from backend.ops.base import INT4_GROUP, MXFP4_NUMBERS, Ops
 from backend.ops.sampling import Bias, Filters, Logprobs, Penalties, RandomRows
 
 SHORTLIST_SIZES = (256, 8192)  # how many of the likeliest tokens are sorted before all are
@@ -22,9 +22,11 @@ class ReferenceOps(Ops):
         return self.gated(F.linear(x, (weight * scales[:, None]).to(x.dtype), bias), gate)
 
     def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        groups = weight.view(len(weight), -1, INT4_GROUP // 2)
-        numbers = torch.cat((groups & 15, groups >> 4), dim=-1).float() - 8  # [out, groups, INT4_GROUP]
-        return F.linear(x, (numbers * scales[..., None].float()).flatten(1).to(x.dtype), bias)
+        return F.linear(x, _in_groups(_codes(weight).float() - 8, scales).to(x.dtype), bias)
+
+    def linear_mxfp4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        numbers = torch.tensor(MXFP4_NUMBERS, dtype=torch.float32, device=weight.device)
+        return F.linear(x, _in_groups(numbers[_codes(weight).long()], scales).to(x.dtype), bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
@@ -171,3 +173,14 @@ def _end_of_prefix(
     keep &= kept.cumsum(dim=-1) - kept < (top_p * left).float()
     num_kept = keep.sum(dim=-1, keepdim=True).clamp(min=1)
     return falling.gather(-1, num_kept - 1), (is_all_left & ~keep[:, -1:]).squeeze(-1)
+
+
+def _codes(weight: Tensor) -> Tensor:
+    """[out, in / 2] -> [out, in / INT4_GROUP, INT4_GROUP]"""
+    groups = weight.view(len(weight), -1, INT4_GROUP // 2)
+    return torch.cat((groups & 15, groups >> 4), dim=-1)
+
+
+def _in_groups(numbers: Tensor, scales: Tensor) -> Tensor:
+    """[out, G, INT4_GROUP] and [out, G] -> [out, in]"""
+    return (numbers * scales[..., None].float()).flatten(1)

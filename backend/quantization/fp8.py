@@ -37,7 +37,7 @@ class Fp8Linear(Linear):
 class Fp8(Quantization):
     """Weights whose shape the products do not take stay as they are."""
 
-    def linear(self, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
+    def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
         if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
             return PlainLinear(self.ops, weight, bias, gate)
         return Fp8Linear(self.ops, weight, bias, gate)

@@ -36,7 +36,7 @@ class Int4Linear(Linear):
 
 
 class Int4(Quantization):
-    def linear(self, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
+    def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
         """Raises `WeightsError` for a weight whose rows are no whole number of groups."""
         if weight.shape[1] % INT4_GROUP:
             raise WeightsError(f"int4 needs inputs in multiples of {INT4_GROUP}, and a weight has {weight.shape[1]}")

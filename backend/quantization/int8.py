@@ -30,5 +30,5 @@ class Int8Linear(Linear):
 
 
 class Int8(Quantization):
-    def linear(self, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
+    def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
         return Int8Linear(self.ops, weight, bias, gate)

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from backend.model_files.mxfp4 import Mxfp4
 from backend.ops.base import Ops
 from backend.ops.mixture import Weight
 from backend.quantization.base import Linear, Quantization
+from backend.quantization.mxfp4 import Mxfp4Linear
 
 
 class PlainLinear(Linear):
@@ -26,5 +28,12 @@ class PlainLinear(Linear):
 
 
 class Unquantized(Quantization):
-    def linear(self, weight: Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
+    """As the checkpoint has them, also in four bits, where products read these."""
+
+    def linear(self, weight: Tensor | Mxfp4, bias: Tensor | None, gate: str | None = None) -> Linear:
+        if isinstance(weight, Mxfp4) and self.ops.reads_mxfp4:
+            return Mxfp4Linear(self.ops, weight, bias, gate)
+        return super().linear(weight, bias, gate)
+
+    def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:
         return PlainLinear(self.ops, weight, bias, gate)

@@ -6,6 +6,8 @@ namespace LEVEL {
 
 #include "level/vectors.h"
 
+#include "level/fours.h"
+
 #include "level/products.h"
 
 #include "level/packed_products.h"

@@ -16,10 +16,13 @@ struct e4m3 {  // four bits of exponent, three of mantissa
 struct int4x32 {  // a group of 32 weights, each held as 8 more than it is: the first 16 in the bytes' low halves
   uint8_t bytes[16];
 };
+struct mxfp4x32 {  // the same of weights that are held as a sign, two bits of exponent and one of mantissa
+  uint8_t bytes[16];
+};
 constexpr int64_t GROUP = 32;
 
 enum Dtype : int64_t { FLOAT32, BFLOAT16 };
-enum Format : int64_t { PLAIN, INT8, INT4 };  // how a weight is held; PLAIN: in the dtype of the input
+enum Format : int64_t { PLAIN, INT8, INT4, MXFP4 };  // how a weight is held; PLAIN: in the dtype of the input
 // How keys and values are kept. Of SCALED ones a row is the head's D bytes, and then a float to multiply them with.
 enum KvForm : int64_t { AS_COMPUTED, SCALED_INT8, SCALED_E4M3 };
 constexpr int64_t SCALE_BYTES = 4;
@@ -27,13 +30,14 @@ enum Activation : int64_t { NONE, SILU, GELU, SWIGLU_OAI };
 
 // The operations, as Python packs them: eight bytes per field. Strides count elements. T rows, one per token.
 
-struct Linear {                       // out[T, N] = x[T, K] w[N, K]^T + bias[N]
-  const void *x, *w, *scales, *bias;  // scales: of INT8 float32 [N], of INT4 bfloat16 [N, K / 32]; bias may be null
+struct Linear {  // out[T, N] = x[T, K] w[N, K]^T + bias[N]
+  const void *x, *w, *scales,
+      *bias;  // scales: of INT8 float32 [N], of the others bfloat16 [N, K / 32]; bias may be null
   void* out;
   int64_t rows, outs, ins, x_stride, dtype, format;
   int64_t is_packed, activation;  // how the weight lies; if it is packed, out[T, N / 2] where its first half are gates
 };
-struct Expand {  // out[N, K]: a weight held as INT8 or INT4, in dtype
+struct Expand {  // out[N, K]: a weight that is not PLAIN, in dtype
   const void *w, *scales;
   void* out;
   int64_t outs, ins, dtype, format;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import UnsupportedModel
 from backend.engine.request import Request, SamplingParams
-from backend.layers.mxfp4 import dequantise_mxfp4
+from backend.model_files.mxfp4 import Mxfp4
 from backend.models.config import ModelConfig
+from backend.native import library
+from backend.quantization import none as unquantised
+from backend.quantization.mxfp4 import Mxfp4Linear
 from tests.backend.checkpoints import random_mxfp4, save_gpt_oss_in_mxfp4
 
 
@@ -24,13 +28,13 @@ def test_mxfp4_is_read_as_transformers_reads_it() -> None:
     blocks, scales = random_mxfp4(3, 10, 4)
     for dtype in (torch.bfloat16, torch.float32):
         theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)  # [E, ins, outs]
-        assert torch.equal(dequantise_mxfp4(blocks, scales, dtype), theirs.transpose(1, 2))
+        assert torch.equal(Mxfp4.of_neighbours(blocks, scales).to(blocks.device, dtype).plain(), theirs.transpose(1, 2))
 
 
 @pytest.mark.parametrize("scale", [1, 127, 250])
 def test_a_block_shares_a_power_of_two(scale: int) -> None:
     blocks = torch.full((1, 16), 0xF2, dtype=torch.uint8)
-    numbers = dequantise_mxfp4(blocks, torch.tensor([scale], dtype=torch.uint8), torch.float32)
+    numbers = Mxfp4.of_neighbours(blocks, torch.tensor([scale], dtype=torch.uint8)).plain()
     assert numbers.tolist() == [2.0 ** (scale - 127), -6 * 2.0 ** (scale - 127)] * 16
 
 
@@ -47,6 +51,26 @@ def test_a_published_checkpoint_is_the_model_that_it_unpacks_to(tmp_path: Path) 
     plain, published = tmp_path / "plain", tmp_path / "published"
     save_gpt_oss_in_mxfp4(plain, published)
     assert first_tokens(published) == first_tokens(plain)
+
+
+@pytest.mark.skipif(library.load() is None, reason="there is no compiler here")
+@pytest.mark.parametrize(("quantization", "are_kept"), [("none", True), ("int8", False)])
+def test_experts_stay_in_four_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str, are_kept: bool
+) -> None:
+    """Unless another form is asked for."""
+    made: list[Mxfp4Linear] = []
+
+    def make(*args: Any) -> Mxfp4Linear:
+        made.append(Mxfp4Linear(*args))
+        return made[-1]
+
+    monkeypatch.setattr(unquantised, "Mxfp4Linear", make)
+    save_gpt_oss_in_mxfp4(tmp_path / "plain", tmp_path / "published")
+    config = EngineConfig(model_dir=tmp_path / "published", num_blocks=8, num_threads=1, quantization=quantization)
+    layers = Engine.load(config).config.model.layers
+    num_weights = sum(2 * layer.experts.num_experts for layer in layers if layer.experts)
+    assert len(made) == (num_weights if are_kept else 0)
 
 
 def test_other_architectures_in_mxfp4_are_refused(checkpoint_dir: Callable[[str], Path]) -> None:

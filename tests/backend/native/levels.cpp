@@ -44,6 +44,8 @@ void all_operations(Dtype dtype) {
   run("int8", op, out);
   op.linear = {x.data(), w8.data(), scales4.data(), nullptr, out.data(), T_ROWS, N, K, K, dtype, INT4};
   run("int4", op, out);
+  op.linear.format = MXFP4;
+  run("mxfp4", op, out);
   std::vector<T> rows(T_ROWS * K), sums(T_ROWS * K);
   op.code = RMS_NORM;
   op.rms_norm = {x.data(), x.data(), w.data(), rows.data(), sums.data(), T_ROWS, K, 1, K, dtype, dtype, 1e-6};
@@ -174,6 +176,8 @@ void packed_operations() {
     run("packed_int8", op, out);
     op.linear = {x.data(), w.data(), nullptr, nullptr, out.data(), count, N, 64, K, BFLOAT16, INT4, 1, NONE};
     run("packed_int4", op, out);
+    op.linear.format = MXFP4;
+    run("packed_mxfp4", op, out);
   }
   op.linear = {x.data(), w.data(), nullptr, w.data(), gated.data(), T_ROWS, N, K, K, BFLOAT16, PLAIN, 1, SILU};
   run("packed_gate", op, gated);

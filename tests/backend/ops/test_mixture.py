@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from backend.model_files.mxfp4 import Mxfp4
 from backend.native import library
 from backend.ops.base import Ops
 from backend.ops.mixture import OneByOne, Weight
 from backend.ops.native import NativeOps
 from backend.quantization import create_quantization
 from backend.quantization.base import Linear
+from backend.quantization.mxfp4 import Mxfp4Linear
 
 LEVELS = loaded.level_names if (loaded := library.load()) else ()
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
@@ -154,6 +156,26 @@ def test_mixture_of_quantised_experts(
     x, (shares, chosen) = random(rows, hidden, dtype=dtype), visits(rows)
     ours, theirs = ops.mixture(mlps)(x, shares, chosen), OneByOne(mlps)(x, shares, chosen)
     assert (ours - theirs).abs().max().item() < TOLERANCES[dtype] * max(1.0, theirs.abs().max().item())
+
+
+@pytest.mark.parametrize(("rows", "hidden", "inner"), [(1, 64, 32), (5, 96, 64), (300, 128, 64)])
+def test_mixture_of_experts_in_mxfp4(ops: Ops, dtype: torch.dtype, rows: int, hidden: int, inner: int) -> None:
+    if not ops.reads_mxfp4:
+        pytest.skip("models make it plain for these")
+    mlps = [
+        Mlp(mxfp4(ops, 2 * inner, hidden, "swiglu_oai", dtype, seed), mxfp4(ops, hidden, inner, None, dtype, seed + 50))
+        for seed in range(NUM_EXPERTS)
+    ]
+    x, (shares, chosen) = random(rows, hidden, dtype=dtype), visits(rows)
+    ours, theirs = ops.mixture(mlps)(x, shares, chosen), OneByOne(mlps)(x, shares, chosen)
+    assert (ours - theirs).abs().max().item() < TOLERANCES[dtype] * max(1.0, theirs.abs().max().item())
+
+
+def mxfp4(ops: Ops, outs: int, ins: int, gate: str | None, dtype: torch.dtype, seed: int) -> Mxfp4Linear:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (outs, ins // 2), generator=generator).to(torch.uint8)
+    exponents = torch.randint(121, 125, (outs, ins // 32), generator=generator).to(torch.uint8)
+    return Mxfp4Linear(ops, Mxfp4(codes, exponents, dtype), random(outs, dtype=dtype, seed=seed), gate)
 
 
 def test_all_tokens_at_one_expert(ops: Ops, dtype: torch.dtype) -> None:

@@ -86,6 +86,22 @@ def test_linear_int4(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: in
     assert_close(ops.linear_int4(x, ops.pack_int4(packed, scales, dtype), scales, bias), exact)
 
 
+@pytest.mark.parametrize(("rows", "ins", "outs"), INT4_SHAPES)
+def test_linear_mxfp4(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: int) -> None:
+    x, bias = random(rows, ins, dtype=dtype), random(outs, dtype=dtype, seed=2)
+    codes = torch.randint(0, 16, (outs, ins // INT4_GROUP, INT4_GROUP), generator=torch.Generator().manual_seed(3))
+    exponents = torch.randint(-3, 1, (outs, ins // INT4_GROUP), generator=torch.Generator().manual_seed(4))
+    scales = torch.ldexp(torch.full(exponents.shape, 2.0**-6), exponents).bfloat16()
+    first, second = codes.to(torch.uint8).chunk(2, dim=-1)
+    packed = (first | second << 4).flatten(1)
+    numbers = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0], dtype=torch.float64)
+    weight = (torch.cat((numbers, -numbers))[codes] * scales.double()[..., None]).flatten(1)
+    exact = x.double() @ weight.T + bias.double()
+    tolerance = TOLERANCES[dtype] * max(1.0, exact.abs().max().item() / 4)
+    for form in (packed, ops.pack_int4(packed, scales, dtype)):
+        assert (ops.linear_mxfp4(x, form, scales, bias).double() - exact).abs().max().item() < tolerance
+
+
 # Whole panels of a packed weight, of one row and of so many that x is taken in parts; of inputs that fill no part.
 PACKED_SHAPES = [
     *((1, 32, 32), (1, 64, 96), (2, 34, 64), (7, 900, 64), (15, 128, 64), (16, 64, 32), (17, 192, 96)),

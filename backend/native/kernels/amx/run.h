@@ -18,9 +18,7 @@ void run(const Op& op, void* shared) {
   if (op.code == LINEAR && suits(op.linear)) {
     const Linear& a = op.linear;
     if (a.is_packed) return linear_packed(a, shared);
-    if (a.format == PLAIN) return linear<bf16>(a, static_cast<uint32_t*>(shared));
-    if (a.format == INT8) return linear<int8_t>(a, static_cast<uint32_t*>(shared));
-    return linear<int4x32>(a, static_cast<uint32_t*>(shared));
+    return avx512::as_held<bf16>(a.format, [&](auto w) { linear<decltype(w)>(a, static_cast<uint32_t*>(shared)); });
   }
   if (op.code == EMBED) return embed(op.embed);
   if (op.code == EXPERTS) return avx512::experts(op.experts, shared, run);

@@ -1,9 +1,9 @@
 // Panels of packed weights, made floats where they are multiplied: for CPUs without products of bfloat16.
 //
 // A word of LANES outs has one input: of bfloat16 [K][LANES][2], so that it holds an out of the panel's first half
-// below one of its second, and a shift and a mask make floats of both; of int8 [K][2][LANES]; of int4 in groups of 32
-// inputs [K / 32][9][LANES] words, of which byte i of word j has input 4 j + i, an out of the first half in the low
-// four bits and one of the second in the high ones, and the last word has the two scales.
+// below one of its second, and a shift and a mask make floats of both; of int8 [K][2][LANES]; of numbers in four bits
+// in groups of 32 inputs [K / 32][9][LANES] words, of which byte i of word j has input 4 j + i, an out of the first
+// half in the low four bits and one of the second in the high ones, and the last word has the two scales.
 
 #if WIDTH < 64
 
@@ -50,15 +50,30 @@ struct Panel<int8_t> {
   static int64_t bytes(int64_t steps) { return steps * PANEL; }
 };
 
-template <>
-struct Panel<int4x32> {
+struct GroupedPanel {
   static constexpr int64_t GROUP_WORDS = 9 * LANES;
   const uint32_t* words;
-  Panel() = default;
-  explicit Panel(const void* from, int64_t k = 0)
+  GroupedPanel() = default;
+  explicit GroupedPanel(const void* from, int64_t k = 0)
       : words(static_cast<const uint32_t*>(from) + k / GROUP * GROUP_WORDS) {}
   static int64_t bytes(int64_t steps) { return steps * GROUP_WORDS * 4 / GROUP; }
 };
+template <>
+struct Panel<int4x32> : GroupedPanel {
+  using GroupedPanel::GroupedPanel;
+};
+template <>
+struct Panel<mxfp4x32> : GroupedPanel {
+  using GroupedPanel::GroupedPanel;
+};
+
+// A number as it is multiplied, and by how much it is too large then.
+inline vf multiplied(const int4x32*, vu codes) { return as_floats((vi)codes); }
+inline vf multiplied(const mxfp4x32* form, vu codes) { return numbers_of(form, codes); }
+template <class W>
+constexpr float TOO_LARGE_BY = 0;
+template <>
+constexpr float TOO_LARGE_BY<int4x32> = 8;
 
 // R rows of x, `stride` apart, by P panels: added to sums.
 template <class W, int R, int P>
@@ -83,10 +98,11 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t stri
   for (; k < steps; k++) step(k);
 }
 
-// The same, of whole groups: a group's numbers, as they are held, and what they are held too large by.
-template <int R, int P>
-inline __attribute__((always_inline)) void multiply(const float* x, int64_t stride, const Panel<int4x32> (&panels)[P],
-                                                    int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
+// The same, of whole groups.
+template <class W, int R, int P>
+inline __attribute__((always_inline)) void multiply_groups(const float* x, int64_t stride, const Panel<W> (&panels)[P],
+                                                           int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
+  const W* const form = nullptr;
   for (int64_t g = 0; g < steps / GROUP; g++, x += GROUP) {
     for (int64_t i = 0; i < fetch.lines * GROUP / STRIDE_STEPS; i++, fetch.from += 64)
       __builtin_prefetch(fetch.from, 0, 2);
@@ -95,12 +111,12 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t stri
     for (int64_t j = 0; j < 8; j++) {
       vu words[P];
       each<P>([&](auto p) __attribute__((always_inline)) {
-        words[p] = read<vu>(panels[p].words + g * Panel<int4x32>::GROUP_WORDS + j * LANES);
+        words[p] = read<vu>(panels[p].words + g * GroupedPanel::GROUP_WORDS + j * LANES);
       });
       each<4 * P>([&](auto i) __attribute__((always_inline)) {
         constexpr int byte = i / P, p = i % P;
-        const vf first = as_floats((vi)(words[p] >> (8 * byte) & 15)),
-                 second = as_floats((vi)(words[p] >> (8 * byte + 4) & 15));
+        const vf first = multiplied(form, words[p] >> (8 * byte) & 15),
+                 second = multiplied(form, words[p] >> (8 * byte + 4) & 15);
         each<R>([&](auto r) __attribute__((always_inline)) {
           const float value = x[r * stride + 4 * j + byte];
           products[r][p][0] += first * value;
@@ -111,14 +127,25 @@ inline __attribute__((always_inline)) void multiply(const float* x, int64_t stri
     each<R>([&](auto r) __attribute__((always_inline)) {
       vf all_of_group = {};
       for (int64_t k = 0; k < GROUP; k += LANES) all_of_group += load(x + r * stride + k);
-      const float excess = 8 * sum(all_of_group);
+      const float excess = TOO_LARGE_BY<W> * sum(all_of_group);
       each<P>([&](auto p) __attribute__((always_inline)) {
-        const vu scales = read<vu>(panels[p].words + g * Panel<int4x32>::GROUP_WORDS + 8 * LANES);
+        const vu scales = read<vu>(panels[p].words + g * GroupedPanel::GROUP_WORDS + 8 * LANES);
         sums[r][p][0] += (products[r][p][0] - excess) * (vf)(scales << 16);
         sums[r][p][1] += (products[r][p][1] - excess) * (vf)(scales & 0xffff0000u);
       });
     });
   }
+}
+
+template <int R, int P>
+inline __attribute__((always_inline)) void multiply(const float* x, int64_t stride, const Panel<int4x32> (&panels)[P],
+                                                    int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
+  multiply_groups(x, stride, panels, steps, fetch, sums);
+}
+template <int R, int P>
+inline __attribute__((always_inline)) void multiply(const float* x, int64_t stride, const Panel<mxfp4x32> (&panels)[P],
+                                                    int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
+  multiply_groups(x, stride, panels, steps, fetch, sums);
 }
 
 #endif

@@ -1,12 +1,12 @@
 // Panels of packed weights, for products of pairs of bfloat16 and of fours of int8, which AVX-512 sums by itself.
 //
 // A word has as many inputs of one out as are summed at once, and lies beside those of the other outs of its half of a
-// panel: of bfloat16 [K / 2][2][LANES][2], of int8 [K / 4][2][LANES][4], of int4 as for floats.
+// panel: of bfloat16 [K / 2][2][LANES][2], of int8 [K / 4][2][LANES][4], of numbers in four bits as for floats.
 //
-// Inputs of a weight in int8 or int4 become whole numbers of sixteen bits, in two halves that are multiplied each for
-// itself: so nothing is lost that bfloat16 had beside the row's largest value, and no weight is made anything else.
-// The instruction takes weights without a sign, so that they are 128 or 8 too large, and sums are by so many times the
-// sum of the inputs, which is known before.
+// Inputs of a weight in eight or four bits become whole numbers of sixteen bits, in two halves that are multiplied each
+// for itself: so nothing is lost that bfloat16 had beside the row's largest value, and no weight is made anything else.
+// The instruction takes weights without a sign, so that they are 128, 12 or 8 too large, and sums are by so many times
+// the sum of the inputs, which is known before.
 
 #if WIDTH == 64
 
@@ -56,7 +56,7 @@ inline float largest_of(const bf16* x, int64_t ins) {
 
 // Rows as whole numbers: for each N inputs the high halves, the low halves, and by how much their products are too
 // large; behind all of them, what a row's numbers are to be multiplied with.
-template <int64_t N, int64_t TOO_LARGE_BY>
+template <int64_t N, int64_t EXCESS>
 struct Halves {
   typedef int8_t T;
   static constexpr int64_t MOST_ROWS = 6;
@@ -81,7 +81,7 @@ struct Halves {
         _mm_storeu_si128((__m128i*)(to + N + i), _mm512_cvtepi32_epi8(number));  // what is left: the low byte
         total = _mm512_add_epi32(total, number);
       }
-      const int32_t excess = _mm512_reduce_add_epi32(total) * TOO_LARGE_BY;
+      const int32_t excess = _mm512_reduce_add_epi32(total) * EXCESS;
       __builtin_memcpy(to + 2 * N, &excess, sizeof excess);
     }
     __builtin_memcpy(to, &inverse, sizeof inverse);
@@ -95,7 +95,9 @@ struct Halves {
 template <>
 struct Kept<int8_t> : Halves<512, 128> {};  // whose sums are int32
 template <>
-struct Kept<int4x32> : Halves<GROUP, 8> {};
+struct Kept<int4x32> : Halves<GROUP, TOO_LARGE_BY<int4x32>> {};
+template <>
+struct Kept<mxfp4x32> : Halves<GROUP, TOO_LARGE_BY<mxfp4x32>> {};
 
 template <class W>
 struct Panel {  // of bfloat16 and int8
@@ -105,13 +107,20 @@ struct Panel {  // of bfloat16 and int8
   static int64_t bytes(int64_t steps) { return steps * PANEL * sizeof(W); }
   __m512i at(int64_t k, int64_t half) const { return read<__m512i>(from + bytes(k) + half * 64); }
 };
-template <>
-struct Panel<int4x32> {
+struct GroupedPanel {
   static constexpr int64_t GROUP_BYTES = 9 * 64;
   const char* from;
-  Panel() = default;
-  explicit Panel(const void* w, int64_t k = 0) : from(static_cast<const char*>(w) + bytes(k)) {}
+  GroupedPanel() = default;
+  explicit GroupedPanel(const void* w, int64_t k = 0) : from(static_cast<const char*>(w) + bytes(k)) {}
   static int64_t bytes(int64_t steps) { return steps / GROUP * GROUP_BYTES; }
+};
+template <>
+struct Panel<int4x32> : GroupedPanel {
+  using GroupedPanel::GroupedPanel;
+};
+template <>
+struct Panel<mxfp4x32> : GroupedPanel {
+  using GroupedPanel::GroupedPanel;
 };
 
 // R rows of x, `stride` apart, by P panels: added to sums.
@@ -181,10 +190,11 @@ inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t str
   }
 }
 
-template <int R, int P>
-inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t stride, const Panel<int4x32> (&panels)[P],
+template <class W, int R, int P>
+inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t stride, const Panel<W> (&panels)[P],
                                                     int64_t steps, Fetch fetch, vf (&sums)[R][P][2]) {
-  typedef Kept<int4x32> Rows;
+  typedef Kept<W> Rows;
+  const W* const form = nullptr;
   const __m512i four_bits = _mm512_set1_epi8(15);
   for (int64_t g = 0; g < steps / GROUP; g++, x += Rows::RECORD) {
     for (int64_t i = 0; i < fetch.lines * GROUP / STRIDE_STEPS; i++, fetch.from += 64)
@@ -192,12 +202,13 @@ inline __attribute__((always_inline)) void multiply(const int8_t* x, int64_t str
     Sums<R, P> own;
     for (int64_t j = 0; j < 8; j++)
       each<P>([&](auto p) __attribute__((always_inline)) {
-        const __m512i words = read<__m512i>(panels[p].from + g * Panel<int4x32>::GROUP_BYTES + j * 64);
-        own.template add<p, 0>(_mm512_and_si512(words, four_bits), x + 4 * j, stride, GROUP);
-        own.template add<p, 1>(_mm512_and_si512(_mm512_srli_epi32(words, 4), four_bits), x + 4 * j, stride, GROUP);
+        const __m512i words = read<__m512i>(panels[p].from + g * GroupedPanel::GROUP_BYTES + j * 64);
+        own.template add<p, 0>(unsigned_of(form, _mm512_and_si512(words, four_bits)), x + 4 * j, stride, GROUP);
+        own.template add<p, 1>(unsigned_of(form, _mm512_and_si512(_mm512_srli_epi32(words, 4), four_bits)), x + 4 * j,
+                               stride, GROUP);
       });
     each<P>([&](auto p) __attribute__((always_inline)) {
-      const vu scales = read<vu>(panels[p].from + g * Panel<int4x32>::GROUP_BYTES + 8 * 64);
+      const vu scales = read<vu>(panels[p].from + g * GroupedPanel::GROUP_BYTES + 8 * 64);
       each<R>([&](auto r) __attribute__((always_inline)) {
         const int8_t* const record = x + r * stride;
         sums[r][p][0] += Rows::whole(record, own.high[r][p][0], own.low[r][p][0]) * (vf)(scales << 16);

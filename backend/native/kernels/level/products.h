@@ -22,30 +22,37 @@ inline __m512i Row<bf16>::pairs(int64_t k, int64_t left) const {
 }
 #endif
 
-template <>
-struct Row<int4x32> {
-  const int4x32* groups;
+template <class W>
+struct GroupedRow {
+  const W* groups;
   const bf16* scales;
-  Row() = default;
+  GroupedRow() = default;
   template <class A>
-  Row(const A& a, int64_t n)
-      : groups(static_cast<const int4x32*>(a.w) + n * (a.ins / GROUP)),
+  GroupedRow(const A& a, int64_t n)
+      : groups(static_cast<const W*>(a.w) + n * (a.ins / GROUP)),
         scales(static_cast<const bf16*>(a.scales) + n * (a.ins / GROUP)) {}
   vf floats(int64_t k, int64_t) const {
     const int64_t group = k / GROUP, at = k % GROUP;
     const vu bytes = widened(groups[group].bytes + at % 16);
-    return as_floats((vi)(at < 16 ? bytes & 15 : bytes >> 4) - 8) * to_float(scales[group]);
+    return numbers_of(groups, at < 16 ? bytes & 15 : bytes >> 4) * to_float(scales[group]);
   }
 #if WIDTH == 64
   __m512i pairs(int64_t k, int64_t) const {  // by a table of the sixteen values that this group's weights can have
-    const vf numbers = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-    const __m256i values = (__m256i)_mm512_cvtneps_pbh((__m512)(numbers * to_float(scales[k / GROUP])));
+    const __m256i values = (__m256i)_mm512_cvtneps_pbh((__m512)(every_number(groups) * to_float(scales[k / GROUP])));
     const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)groups[k / GROUP].bytes));
     const __m256i low = _mm256_and_si256(bytes, _mm256_set1_epi16(15)), high = _mm256_srli_epi16(bytes, 4);
     return _mm512_permutexvar_epi16(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1),
                                     _mm512_castsi256_si512(values));
   }
 #endif
+};
+template <>
+struct Row<int4x32> : GroupedRow<int4x32> {
+  using GroupedRow::GroupedRow;
+};
+template <>
+struct Row<mxfp4x32> : GroupedRow<mxfp4x32> {
+  using GroupedRow::GroupedRow;
 };
 
 // What one step of a sum takes in: LANES products in general, 32 of bfloat16 where the CPU sums pairs.

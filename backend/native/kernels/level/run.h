@@ -1,13 +1,23 @@
 // One operation.
 
+// f of a weight that is held so, where PLAIN ones are of T.
+template <class T, class F>
+inline auto as_held(int64_t format, F f) {
+  switch (format) {
+    case INT8: return f(int8_t{});
+    case INT4: return f(int4x32{});
+    case MXFP4: return f(mxfp4x32{});
+    default: return f(T{});
+  }
+}
+
 template <class T>
 void run_with(const Op& op) {
   switch (op.code) {
     case LINEAR:
-      if (op.linear.format == PLAIN) return linear_columns<T, T>(op.linear, 0, op.linear.outs);
-      if (op.linear.format == INT8) return linear_columns<T, int8_t>(op.linear, 0, op.linear.outs);
-      return linear_columns<T, int4x32>(op.linear, 0, op.linear.outs);
-    case EXPAND: return op.expand.format == INT8 ? expand<T, int8_t>(op.expand) : expand<T, int4x32>(op.expand);
+      return as_held<T>(op.linear.format,
+                        [&](auto w) { linear_columns<T, decltype(w)>(op.linear, 0, op.linear.outs); });
+    case EXPAND: return as_held<T>(op.expand.format, [&](auto w) { expand<T, decltype(w)>(op.expand); });
     case RMS_NORM:
       return op.rms_norm.weight_dtype == FLOAT32 ? rms_norm<T, float>(op.rms_norm) : rms_norm<T, bf16>(op.rms_norm);
     case ENTER: return op.enter.weight_dtype == FLOAT32 ? enter<T, float>(op.enter) : enter<T, bf16>(op.enter);
@@ -23,9 +33,7 @@ void run_with(const Op& op) {
 
 inline size_t shared_bytes(const Op& op) {
   if (op.code == LINEAR && op.linear.is_packed) {
-    if (op.linear.format == PLAIN) return kept_bytes<bf16>(op.linear);
-    if (op.linear.format == INT8) return kept_bytes<int8_t>(op.linear);
-    return kept_bytes<int4x32>(op.linear);
+    return as_held<bf16>(op.linear.format, [&](auto w) { return kept_bytes<decltype(w)>(op.linear); });
   }
   if (op.code == ATTEND) {
     for (int64_t seq = 0; seq < op.attend.num_seqs; seq++)
@@ -54,9 +62,7 @@ inline int64_t dtype_of(const Op& op) {
 
 void run(const Op& op, void* shared) {
   if (op.code == LINEAR && op.linear.is_packed) {
-    if (op.linear.format == PLAIN) return linear_packed<bf16>(op.linear, shared);
-    if (op.linear.format == INT8) return linear_packed<int8_t>(op.linear, shared);
-    return linear_packed<int4x32>(op.linear, shared);
+    return as_held<bf16>(op.linear.format, [&](auto w) { linear_packed<decltype(w)>(op.linear, shared); });
   }
   if (op.code == EMBED) return embed(op.embed);
   if (op.code == ATTEND) {

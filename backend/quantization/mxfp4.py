@@ -1,0 +1,27 @@
+"""Weights in four bits as a checkpoint keeps them: nothing is lost by it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from backend.model_files.mxfp4 import SCALE_BIAS, Mxfp4
+from backend.ops.base import Ops
+from backend.ops.mixture import Weight
+from backend.quantization.base import Linear
+
+
+class Mxfp4Linear(Linear):
+    def __init__(self, ops: Ops, weight: Mxfp4, bias: Tensor | None, gate: str | None) -> None:
+        """weight: [out, in]"""
+        self._ops = ops
+        self._bias = bias
+        self._gate = gate
+        self._scales = weight.scales(SCALE_BIAS + 1).bfloat16()  # half, as `Ops.linear_mxfp4` has numbers doubled
+        self._weight = ops.pack_int4(weight.codes, self._scales, weight.dtype)
+
+    @property
+    def held(self) -> Weight:
+        return Weight("mxfp4", self._weight, self._scales, self._bias, self._gate)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.gated(self._ops.linear_mxfp4(x, self._weight, self._scales, self._bias), self._gate)
