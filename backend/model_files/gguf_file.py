@@ -53,7 +53,8 @@ class _Part:
 
 
 class GgufFile(ModelFiles):
-    """Weights are dequantised as they are taken; how the engine then holds them is `quantization`'s to say."""
+    """Weights are dequantised as they are taken, MXFP4 apart; how the engine then holds them is `quantization`'s to
+    say."""
 
     def config(self) -> dict[str, Any]:
         return dict(self._config)
