@@ -53,6 +53,7 @@ EXPERTS = (17, struct.Struct("2i12q"))
 LOGPROBS = (18, struct.Struct("2i10q"))
 ADD = (19, struct.Struct("2i6q"))
 LOGITS = (20, struct.Struct("2i5qdd"))
+TO_INT4 = (21, struct.Struct("2i8q"))
 
 # As kernels/operations.h numbers them.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -46,6 +46,11 @@ class Ops(ABC):
         or a copy, which may have a form of this member's own with more dimensions than two."""
         return weight
 
+    @abstractmethod
+    def to_int4(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """A weight as `linear_int4` takes it: numbers and scales, by the scale of each group that brings them closest
+        to it, of those that have its largest weight at one of `ENDS` (int4.py). [out, in]"""
+
     def pack_int4(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """The same for `linear_int4` and `linear_mxfp4`, which take the scales beside it all the same."""
         return weight

@@ -21,6 +21,7 @@ from backend.kv_cache.plain import PLAIN
 from backend.native import library
 from backend.native.library import DTYPES, KV_FORMS, Caller, Library
 from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
+from backend.ops.int4 import ENDS
 from backend.ops.mixture import Expert, Mixture, OneByOne
 from backend.ops.native_experts import FORMS, GATES, NativeMixture
 from backend.ops.reference import ReferenceOps
@@ -59,6 +60,7 @@ class NativeOps(ReferenceOps):
         self._packs = not torch_is_faster
         self._max_rows = MAX_ROWS if torch_is_faster or level == "avx512" else 1 << 30
         self._pages = HugePages()  # of weights
+        self._ends = torch.tensor(ENDS, dtype=torch.float32)
 
     @property
     def call(self) -> Caller:
@@ -67,6 +69,15 @@ class NativeOps(ReferenceOps):
 
     def pack(self, weight: Tensor, dtype: torch.dtype, gate: str | None = None) -> Tensor:
         return self._pages.copy(self._panels(weight, dtype, gate))
+
+    def to_int4(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        weight = weight.contiguous()
+        outs, ins = weight.shape
+        numbers = weight.new_empty((outs, ins // 2), dtype=torch.uint8)
+        scales = weight.new_empty((outs, ins // INT4_GROUP), dtype=torch.bfloat16)
+        pointers = map(_pointer, (weight, self._ends, numbers, scales))
+        self._call(library.TO_INT4, *pointers, outs, ins, len(self._ends), DTYPES[weight.dtype])
+        return numbers, scales
 
     def pack_int4(self, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         return self._pages.copy(self._int4_panels(weight, scales, dtype))

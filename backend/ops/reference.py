@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.ops.base import INT4_GROUP, MXFP4_NUMBERS, Ops
+from backend.ops.int4 import to_int4
 from backend.ops.sampling import Bias, Filters, Logprobs, Penalties, RandomRows
 
 SHORTLIST_SIZES = (256, 8192)  # how many of the likeliest tokens are sorted before all are
@@ -20,6 +21,9 @@ class ReferenceOps(Ops):
         self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, gate: str | None = None
     ) -> Tensor:
         return self.gated(F.linear(x, (weight * scales[:, None]).to(x.dtype), bias), gate)
+
+    def to_int4(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return to_int4(weight)
 
     def linear_int4(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, _in_groups(_codes(weight).float() - 8, scales).to(x.dtype), bias)

@@ -8,6 +8,8 @@ namespace LEVEL {
 
 #include "level/fours.h"
 
+#include "level/to_int4.h"
+
 #include "level/products.h"
 
 #include "level/packed_products.h"

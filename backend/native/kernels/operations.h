@@ -42,6 +42,13 @@ struct Expand {  // out[N, K]: a weight that is not PLAIN, in dtype
   void* out;
   int64_t outs, ins, dtype, format;
 };
+struct ToInt4 {   // a weight held as INT4, [N, K / 32] groups: by the best of some scales
+  const void* w;  // [N, K]
+  const float* ends;
+  uint8_t* numbers;
+  bf16* scales;
+  int64_t outs, ins, num_ends, dtype;  // ends: where a group's largest weight may come to lie
+};
 struct RmsNorm {  // sum = x + residual, out = norm(sum) * weight; without a residual, that of x
   const void *x, *residual, *weight;
   void *out, *sum;
@@ -189,7 +196,8 @@ enum Code : int64_t {
   EXPERTS,
   LOGPROBS,
   ADD,
-  LOGITS
+  LOGITS,
+  TO_INT4
 };
 
 struct Op {
@@ -198,6 +206,7 @@ struct Op {
     int64_t fields[19];
     Linear linear;
     Expand expand;
+    ToInt4 to_int4;
     RmsNorm rms_norm;
     Rope rope;
     Gated gated;

@@ -46,6 +46,12 @@ void all_operations(Dtype dtype) {
   run("int4", op, out);
   op.linear.format = MXFP4;
   run("mxfp4", op, out);
+  const float ends[] = {-8, -7.5, 7, 8};
+  std::vector<uint8_t> in_four_bits(N * K / 2);
+  std::vector<bf16> found(N * K / 32);
+  op.code = TO_INT4;
+  op.to_int4 = {w.data(), ends, in_four_bits.data(), found.data(), N, K, 4, dtype};
+  run("to_int4", op, found);
   std::vector<T> rows(T_ROWS * K), sums(T_ROWS * K);
   op.code = RMS_NORM;
   op.rms_norm = {x.data(), x.data(), w.data(), rows.data(), sums.data(), T_ROWS, K, 1, K, dtype, dtype, 1e-6};

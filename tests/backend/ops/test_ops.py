@@ -10,6 +10,7 @@ from torch import Tensor
 from backend.kv_cache import create_kv_form
 from backend.native import library
 from backend.ops.base import INT4_GROUP, HeadNorms, Ops
+from backend.ops.int4 import ENDS
 from backend.ops.native import NativeOps
 
 LEVELS = loaded.level_names if (loaded := library.load()) else ()
@@ -84,6 +85,30 @@ def test_linear_int4(ops: Ops, dtype: torch.dtype, rows: int, ins: int, outs: in
     exact = x.double() @ weight.T + bias.double()
     assert_close(ops.linear_int4(x, packed, scales, bias), exact)
     assert_close(ops.linear_int4(x, ops.pack_int4(packed, scales, dtype), scales, bias), exact)
+
+
+@pytest.mark.parametrize(("outs", "ins"), [(1, 32), (7, 96), (300, 2048)])
+def test_weights_in_four_bits_are_as_near_as_they_can_be(ops: Ops, dtype: torch.dtype, outs: int, ins: int) -> None:
+    """By the best of the scales that are tried, and each number the nearest; of sums in another order another scale may
+    be as good."""
+    weight = random(outs, ins, dtype=dtype) * torch.logspace(-6, 3, outs)[:, None].to(dtype)
+    weight[-1, :32], weight[0, 3] = 0, 7.0 * weight[0].abs().max()
+    numbers, scales = ops.to_int4(weight)
+    assert (numbers.shape, scales.shape, scales.dtype) == ((outs, ins // 2), (outs, ins // 32), torch.bfloat16)
+    groups = weight.double().view(outs, -1, 32)
+
+    def errors(numbers: Tensor, scales: Tensor) -> Tensor:
+        bytes_of_groups = numbers.view(outs, -1, 16)
+        whole = torch.cat((bytes_of_groups & 15, bytes_of_groups >> 4), dim=-1).double() - 8
+        return (whole * scales.double()[..., None] - groups).square().sum(-1)
+
+    best = torch.full_like(groups[..., 0], torch.inf)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).float()
+    for end in ENDS:
+        scale = (largest / end).bfloat16().double()
+        inverse = torch.where(scale == 0, 0, 1 / scale)
+        best = best.minimum(((groups * inverse).round().clamp(-8, 7) * scale - groups).square().sum(-1))
+    assert (errors(numbers, scales) <= best * (1 + 1e-4)).all()
 
 
 @pytest.mark.parametrize(("rows", "ins", "outs"), INT4_SHAPES)

@@ -18,6 +18,7 @@ void run_with(const Op& op) {
       return as_held<T>(op.linear.format,
                         [&](auto w) { linear_columns<T, decltype(w)>(op.linear, 0, op.linear.outs); });
     case EXPAND: return as_held<T>(op.expand.format, [&](auto w) { expand<T, decltype(w)>(op.expand); });
+    case TO_INT4: return to_int4<T>(op.to_int4);
     case RMS_NORM:
       return op.rms_norm.weight_dtype == FLOAT32 ? rms_norm<T, float>(op.rms_norm) : rms_norm<T, bf16>(op.rms_norm);
     case ENTER: return op.enter.weight_dtype == FLOAT32 ? enter<T, float>(op.enter) : enter<T, bf16>(op.enter);
@@ -47,6 +48,7 @@ inline int64_t dtype_of(const Op& op) {
   switch (op.code) {
     case LINEAR: return op.linear.dtype;
     case EXPAND: return op.expand.dtype;
+    case TO_INT4: return op.to_int4.dtype;
     case RMS_NORM: return op.rms_norm.dtype;
     case ROPE: return op.rope.dtype;
     case GATED: return op.gated.dtype;
