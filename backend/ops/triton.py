@@ -15,7 +15,7 @@ from backend.ops import triton_kernels as kernels
 from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
 from backend.ops.mixture import Expert, Mixture, OneByOne
 from backend.ops.reference import ReferenceOps
-from backend.ops.triton_experts import TritonMixture, route
+from backend.ops.triton_experts import FORMS, TritonMixture, route
 from backend.triton_runtime import operands
 
 MAX_ROWS = 64  # of a product with a packed weight, beyond which expanding it costs less than unpacking it for each tile
@@ -130,7 +130,7 @@ class TritonOps(ReferenceOps):
         return route(scores, num_chosen, normalise)
 
     def mixture(self, experts: Sequence[Expert]) -> Mixture:
-        weights = [pair for expert in experts if (pair := expert.weights)]
+        weights = [pair for expert in experts if (pair := expert.weights) and all(w.form in FORMS for w in pair)]
         return TritonMixture(weights) if len(weights) == len(experts) else OneByOne(experts)
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:

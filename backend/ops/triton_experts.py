@@ -14,6 +14,7 @@ from backend.ops.base import INT4_GROUP, whole_rows
 from backend.ops.mixture import Mixture, Weight
 from backend.triton_runtime import operands
 
+FORMS = frozenset({"plain", "int8", "int4"})  # of weights, that the kernels read
 BLOCK_VISITS = 512  # that are looked through at once for those of an expert
 BLOCK_SUMS = 1024  # of a token's results, that are computed at once
 

@@ -5,11 +5,11 @@ it reads a prompt.
         [--result FILE]
 
 The checkpoints are random, of three shapes (100 and 387 million parameters, and 881 million in a mixture of experts, of
-which a token meets 175; bfloat16), and made on the spot. Each round
-measures the machine's own limits and the engine in turns, and holds the one against the other: a virtual machine's
-memory may be half as fast a minute later. Of each figure the round counts that stands in the middle by what it is of
-its limit. The engine runs in this process, without HTTP. Where neighbours leave no core alone, `--threads 1 --clock
-cpu` still compares: the engine's CPU seconds with those of the limits.
+which a token meets 175; bfloat16), and made on the spot. Each round measures the machine's own limits and the engine in
+turns, and holds the one against the other: a virtual machine's memory may be half as fast a minute later. Of each
+figure the round counts that stands in the middle by what it is of its limit. The engine runs in this process, without
+HTTP. Where neighbours leave no core alone, `--threads 1 --clock cpu` still compares: the engine's CPU seconds with
+those of the limits.
 
     read        the most bytes per second that all threads together read from memory, from as many as the weights are
                 and in huge pages as they are

@@ -145,5 +145,10 @@ def test_a_gpu_has_triton_where_torch_brings_it(directory: Path, monkeypatch: py
         # Their conversion of eight-bit floats needs newer ones.
         fp8 = EngineConfig(model_dir=directory, num_blocks=8, num_threads=1, kv_cache_dtype="fp8_e4m3").resolve()
         assert (fp8.attention, fp8.ops) == ("sdpa", expected[1])
+        with pytest.raises(ConfigError) as refused:
+            EngineConfig(
+                model_dir=directory, num_blocks=8, num_threads=1, attention="triton", kv_cache_dtype="fp8_e4m3"
+            ).resolve()
+        assert refused.value.param == "attention"
     with pytest.raises(ConfigError, match=r"capability 9\.0"):
         EngineConfig(model_dir=directory, num_blocks=8, quantization="fp8").resolve()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from backend.native import library
 from backend.ops import OPS, create_ops
@@ -12,6 +13,17 @@ from backend.triton_runtime import runs_triton
 LEVELS = loaded.level_names if (loaded := library.load()) else ()
 RUN = {"native": bool(LEVELS), "triton": runs_triton(torch.device("cpu"))}  # others always do
 MEMBERS = [*(name for name in OPS if RUN.get(name, True)), *(f"native {name}" for name in LEVELS)]
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
+
+
+@pytest.fixture(params=TOLERANCES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.fixture(scope="module", params=MEMBERS)

@@ -18,20 +18,10 @@ from backend.ops.native import NativeOps
 from backend.quantization import create_quantization
 from backend.quantization.base import Linear
 from backend.quantization.mxfp4 import Mxfp4Linear
+from tests.backend.ops.conftest import TOLERANCES, random
 
 LEVELS = loaded.level_names if (loaded := library.load()) else ()
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 NUM_EXPERTS, NUM_CHOSEN = 6, 3
-
-
-@pytest.fixture(params=TOLERANCES, ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    dtype: torch.dtype = request.param
-    return dtype
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,22 +150,29 @@ def test_mixture_of_quantised_experts(
 
 @pytest.mark.parametrize(("rows", "hidden", "inner"), [(1, 64, 32), (5, 96, 64), (300, 128, 64)])
 def test_mixture_of_experts_in_mxfp4(ops: Ops, dtype: torch.dtype, rows: int, hidden: int, inner: int) -> None:
-    if not ops.reads_mxfp4:
-        pytest.skip("models make it plain for these")
+    firsts = [mxfp4(2 * inner, hidden, dtype, seed) for seed in range(NUM_EXPERTS)]
+    seconds = [mxfp4(hidden, inner, dtype, seed + 50) for seed in range(NUM_EXPERTS)]
+    biases = random(NUM_EXPERTS, 2 * inner, dtype=dtype, seed=3), random(NUM_EXPERTS, hidden, dtype=dtype, seed=4)
+    made = Checkpoint(
+        torch.stack([weight.plain() for weight in firsts]),
+        torch.stack([weight.plain() for weight in seconds]),
+        biases,
+        "swiglu_oai",
+    )
     mlps = [
-        Mlp(mxfp4(ops, 2 * inner, hidden, "swiglu_oai", dtype, seed), mxfp4(ops, hidden, inner, None, dtype, seed + 50))
-        for seed in range(NUM_EXPERTS)
+        Mlp(Mxfp4Linear(ops, first, biases[0][e], made.gate), Mxfp4Linear(ops, second, biases[1][e], None))
+        for e, (first, second) in enumerate(zip(firsts, seconds, strict=True))
     ]
     x, (shares, chosen) = random(rows, hidden, dtype=dtype), visits(rows)
-    ours, theirs = ops.mixture(mlps)(x, shares, chosen), OneByOne(mlps)(x, shares, chosen)
-    assert (ours - theirs).abs().max().item() < TOLERANCES[dtype] * max(1.0, theirs.abs().max().item())
+    exact = made.exact(x, shares, chosen)
+    ours = ops.mixture(mlps)(x, shares, chosen)
+    assert (ours.double() - exact).abs().max().item() < TOLERANCES[dtype] * max(1.0, exact.abs().max().item())
 
 
-def mxfp4(ops: Ops, outs: int, ins: int, gate: str | None, dtype: torch.dtype, seed: int) -> Mxfp4Linear:
+def mxfp4(outs: int, ins: int, dtype: torch.dtype, seed: int) -> Mxfp4:
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (outs, ins // 2), generator=generator).to(torch.uint8)
-    exponents = torch.randint(121, 125, (outs, ins // 32), generator=generator).to(torch.uint8)
-    return Mxfp4Linear(ops, Mxfp4(codes, exponents, dtype), random(outs, dtype=dtype, seed=seed), gate)
+    return Mxfp4(codes, torch.randint(121, 125, (outs, ins // 32), generator=generator).to(torch.uint8), dtype)
 
 
 def test_all_tokens_at_one_expert(ops: Ops, dtype: torch.dtype) -> None:

@@ -12,19 +12,9 @@ from backend.native import library
 from backend.ops.base import INT4_GROUP, HeadNorms, Ops
 from backend.ops.int4 import ENDS
 from backend.ops.native import NativeOps
+from tests.backend.ops.conftest import TOLERANCES, random
 
 LEVELS = loaded.level_names if (loaded := library.load()) else ()
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
-
-
-@pytest.fixture(params=TOLERANCES, ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    dtype: torch.dtype = request.param
-    return dtype
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def assert_close(ours: Tensor, exact: Tensor) -> None:

@@ -1,15 +1,17 @@
 // Attention of any rows: decodes, and whatever nothing else suits.
 
 // What one step of a score takes in: a pair of vectors, or as many as the CPU sums pairs of.
-template <class T, class C>
-struct ScoreStep {
+struct ScorePairs {
   static constexpr int64_t SIZE = PAIR;
   typedef Pair V;
   typedef float Kept;  // as what queries are kept, in the order of pairs
-  static void keep(const T* query, Kept* to, int64_t left) { store(to, pair_of(query, left)); }
   static V of_query(const Kept* query) { return pair_of(query); }
-  static V of_key(const T* key, int64_t left) { return pair_of(key, left); }
   static vf add(vf sum, V query, V key) { return (sum + query.first * key.first) + query.second * key.second; }
+};
+template <class T, class C>
+struct ScoreStep : ScorePairs {
+  static void keep(const T* query, Kept* to, int64_t left) { store(to, pair_of(query, left)); }
+  static V of_key(const T* key, int64_t left) { return pair_of(key, left); }
 };
 // Of bytes, the two vectors are one after the other.
 template <class X>
@@ -17,14 +19,9 @@ inline Pair in_turn(const X* from, int64_t left) {
   return {load(from, left), left > LANES ? load(from + LANES, left - LANES) : vf{}};
 }
 template <class T, class C>
-struct ScaledScoreStep {
-  typedef float Kept;
-  typedef Pair V;
-  static constexpr int64_t SIZE = PAIR;
-  static void keep(const T* query, float* to, int64_t left) { store(to, in_turn(query, left)); }
-  static V of_query(const float* query) { return pair_of(query); }
+struct ScaledScoreStep : ScorePairs {
+  static void keep(const T* query, Kept* to, int64_t left) { store(to, in_turn(query, left)); }
   static V of_key(const C* key, int64_t left) { return in_turn(key, left); }
-  static vf add(vf sum, V query, V key) { return (sum + query.first * key.first) + query.second * key.second; }
 };
 template <class T>
 struct ScoreStep<T, int8_t> : ScaledScoreStep<T, int8_t> {};
@@ -41,26 +38,23 @@ struct ScoreStep<bf16, bf16> : Step<bf16> {
 
 // What one step of a weighted sum takes in: a position's values, or as many as the CPU sums pairs of. A pair of vectors
 // has PAIR dimensions.
-template <class T, class C>
-struct WeighStep {
+struct WeighPairs {
   static constexpr int64_t POSITIONS = 1;
   typedef float Weight;
-  static Pair of_values(const T* value, int64_t, int64_t left) { return pair_of(value, left); }
   static Pair add(Pair sum, Pair values, const float* weight) {
     return {sum.first + values.first * *weight, sum.second + values.second * *weight};
   }
+};
+template <class T, class C>
+struct WeighStep : WeighPairs {
+  static Pair of_values(const T* value, int64_t, int64_t left) { return pair_of(value, left); }
   static void finish(T* out, Pair sum, float factor, int64_t left) {
     store(out, Pair{sum.first * factor, sum.second * factor}, left);
   }
 };
 template <class T, class C>
-struct ScaledWeighStep {
-  static constexpr int64_t POSITIONS = 1;
-  typedef float Weight;
+struct ScaledWeighStep : WeighPairs {
   static Pair of_values(const C* value, int64_t, int64_t left) { return in_turn(value, left); }
-  static Pair add(Pair sum, Pair values, const float* weight) {
-    return {sum.first + values.first * *weight, sum.second + values.second * *weight};
-  }
   static void finish(T* out, Pair sum, float factor, int64_t left) {
     store(out, sum.first * factor, left);
     if (left > LANES) store(out + LANES, sum.second * factor, left - LANES);
