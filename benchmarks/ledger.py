@@ -36,13 +36,14 @@ from typing import NamedTuple
 
 import uvloop
 
+from gateway.billing import bill_of, make_receipt
 from gateway.fleet import Fleet
 from gateway.ledger import Ledger, verify
 from gateway.ledger.chain import GENESIS, encode_row
 from gateway.ledger.reader import summarise
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter, Reservation
-from gateway.metering import Meter, bill_of, make_receipt
+from gateway.metering import Meter
 from gateway.policy import Policy
 from gateway.providers.base import Unasked
 from gateway.server import GC_THRESHOLDS

@@ -1,43 +1,32 @@
-"""What a call consumed and what it cost: a `Meter` watches the reply go by, `make_receipt` writes down the result.
+"""What a call consumed: a `Meter` watches the reply go by and reads its usage.
 
 The meter scans bytes and parses nothing on the ordinary path: a chunk of text costs about a microsecond, and a
 stream of any length a few integers of state. The upstream is always asked for usage; the frame that carries only
 usage is taken out again for a client that did not ask, and so are the counts of every chunk where we alone wanted them.
 
-What is billed, by the way a call ended:
+What counts, by the way the reply ended:
 
   the engine counted                 its numbers, exact; the last ones win where every chunk has them; also of an
                                      answer that ended early, where the engine keeps a record of it
   text after the engine's last word  its numbers, and one token per further frame; an estimate
   the engine said nothing            the prompt's estimate, and one token per frame of text; an estimate
   no output at all                   nothing, as an estimate: whether the prompt was computed is not known
-  no deployment answered             nothing, at a cost of zero
-  answered from the response cache   the tokens of the stored answer, at the model's `cache_price`, or at none
 
-docs/billing.md has the whole table, and which price holds.
+What that costs, `gateway.billing` says; docs/billing.md has the whole table.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
 import re
-import time
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from gateway.counts import Counts, usage_of
-from gateway.ids import new_event_id
-from gateway.money import text_of
-from gateway.policy import Deployment, Price
-from gateway.policy.prices import PerToken
-from gateway.types import Attempt, AttemptRow, Call, Marks, Outcome, Receipt, UnbilledTokens, Usage
+from gateway.types import Call, Usage
 
-_THREE_DIGITS = [f"{number:03d}" for number in range(1000)]
-_NO_PRICES = dict.fromkeys([f"price_{bucket}" for bucket in PerToken._fields])
 BYTES_PER_TOKEN = 4  # of English text, for answers whose engine did not count
 _BLANK_LINE = re.compile(rb"\n\r?\n")  # ends a frame; JSON has no raw newline, so text can not imitate it
 _USAGE_GIVEN = re.compile(rb'"usage"\s*:\s*\{')  # and not null, which some servers put on every chunk
@@ -307,144 +296,3 @@ def _has_text(choice: _Choice) -> bool:
 def _text_bytes(choice: _Choice) -> int:
     parts = [choice.text, *(value for name, value in (choice.message or {}).items() if name != "role")]
     return sum(len(part.encode() if isinstance(part, str) else msgspec.json.encode(part)) for part in parts if part)
-
-
-class Bill(msgspec.Struct, frozen=True):
-    """`cost` in `money`'s atoms; None where work was done at no known price. `service_tier`: by which it was priced."""
-
-    cost: int | None
-    price: Price | None = None
-    service_tier: str | None = None
-
-
-def cost_of(usage: Usage, price: Price) -> int:
-    """In `money`'s atoms, exactly: every token at the price of its bucket."""
-    uncached, cached, cache_write, cache_write_1h, output, reasoning, audio_input, audio_output = price.atoms
-    return (
-        (usage.input_uncached - usage.audio_input) * uncached
-        + usage.cache_read * cached
-        + (usage.cache_write - usage.cache_write_1h) * cache_write
-        + usage.cache_write_1h * cache_write_1h
-        + (usage.output - usage.reasoning - usage.audio_output) * output
-        + usage.reasoning * reasoning
-        + usage.audio_input * audio_input
-        + usage.audio_output * audio_output
-    )
-
-
-def bill_of(
-    call: Call,
-    usage: Usage,
-    deployment: Deployment | None,
-    *,
-    arrived_ns: int,
-    service_tier: str | None = None,
-    from_cache: bool = False,
-) -> Bill:
-    """What a call costs, by the price that held when it arrived. `deployment` is the one whose work is billed."""
-    model = call.model.name
-    if from_cache:
-        prices = call.policy.cache_prices.get(model)
-        if prices is None:
-            return Bill(0, service_tier=service_tier)
-    elif deployment is None:
-        return Bill(None if usage.total else 0, service_tier=service_tier)
-    else:
-        prices = call.policy.price_lists.get((model, deployment.name))
-    price = prices.price(call.class_name, service_tier, arrived_ns) if prices is not None else None
-    return Bill(None if price is None else cost_of(usage, price), price, service_tier)
-
-
-def make_receipt(
-    call: Call,
-    usage: Usage,
-    *,
-    outcome: Outcome,
-    marks: Marks,
-    bill: Bill,
-    attempts: Sequence[Attempt] = (),
-    deployment: Deployment | None = None,
-    from_cache: bool = False,
-    started: str | None = None,
-    trace_id: str | None = None,
-) -> Receipt:
-    """The record of a call that has ended. `deployment` is that of its `bill_of`; `started` and `trace_id` are as the
-    row has them that was written when the call was opened, if one was.
-    """
-    price = bill.price
-    prices = price.texts if price else _NO_PRICES
-    # In the order of the fields: forty names would cost more than all that is done here.
-    return Receipt(
-        new_event_id(),
-        call.id,
-        call.principal.tenant.name,
-        call.principal.key_id,
-        call.end_user,
-        call.operation,
-        call.asked_model,
-        deployment.model if deployment else None,
-        deployment.name if deployment else None,
-        call.class_name,
-        bill.service_tier,
-        started or rfc3339(marks.started_ns),
-        rfc3339(marks.ended_ns or time.time_ns()),
-        (marks.first_chunk_ns - marks.started_ns) / 1e9 if marks.first_chunk_ns else None,
-        outcome,
-        "cache" if from_cache else "engine" if usage.exact else "estimate",
-        usage.exact,
-        usage.input_uncached,
-        usage.cache_read,
-        usage.cache_write,
-        usage.output,
-        usage.reasoning,
-        price.version if price else None,
-        prices["price_input"],
-        prices["price_cached_input"],
-        prices["price_output"],
-        None if bill.cost is None else text_of(bill.cost),
-        price.currency if price else None,
-        tuple(map(_attempt_row, attempts)),
-        call.policy.hash,
-        trace_id or f"{call.trace.trace_id:032x}",
-        prices["price_cache_write"],
-        prices["price_reasoning"],
-        prices["price_audio_input"],
-        prices["price_audio_output"],
-        usage.audio_input,
-        usage.audio_output,
-        prices["price_cache_write_1h"],
-        usage.cache_write_1h,
-    )
-
-
-def rfc3339(time_ns: int) -> str:
-    """UTC with microseconds, always of the same length: the order of the texts is the order of the times."""
-    microseconds = time_ns // 1000
-    whole = _whole_seconds(microseconds // 1_000_000)
-    return f"{whole}{_THREE_DIGITS[microseconds // 1000 % 1000]}{_THREE_DIGITS[microseconds % 1000]}Z"
-
-
-def nanoseconds_of(rfc3339: str) -> int:
-    """Since the epoch: what `rfc3339` was made of, to the microsecond."""
-    moment = datetime.fromisoformat(rfc3339)
-    return int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
-
-
-@functools.lru_cache(maxsize=64)  # a receipt has half a dozen times, mostly of the same few seconds
-def _whole_seconds(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()[:19] + "."
-
-
-def _attempt_row(attempt: Attempt) -> AttemptRow:
-    lost = attempt.unbilled
-    return AttemptRow(
-        attempt.deployment,
-        attempt.outcome,
-        attempt.status,
-        rfc3339(attempt.started_ns),
-        rfc3339(attempt.ended_ns),
-        "%016x" % attempt.span_id,  # noqa: UP031 (half of what a format specification takes)
-        attempt.predicted_cached_tokens,
-        attempt.continues,
-        None if lost is None else UnbilledTokens(lost.input, lost.output, lost.exact),
-    )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from gateway.fleet import Server
 from gateway.ledger.engine_counters import Mark, note
-from gateway.metering import rfc3339
+from gateway.times import rfc3339
 
 log = logging.getLogger("warmpath")
 

@@ -26,15 +26,17 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.auth import Authenticator
+from gateway.billing import bill_of, make_receipt
 from gateway.errors import LedgerUnavailable, StorageUnavailable
 from gateway.fleet import Fleet, Server
 from gateway.ids import new_event_id
 from gateway.ledger import Ledger, Opened, Unbilled
 from gateway.limits.limiter import Limiter
-from gateway.metering import Meter, bill_of, make_receipt, nanoseconds_of, rfc3339
+from gateway.metering import Meter
 from gateway.money import nanos_of
 from gateway.policy import LatencyClass, Model, Policy, Tenant
 from gateway.policy_file import PolicyHolder
+from gateway.times import nanoseconds_of, rfc3339
 from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Trace, Usage
 
 ASK_SECONDS = 20.0  # for how long servers are asked that do not answer, or do not know yet

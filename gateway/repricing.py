@@ -12,13 +12,14 @@ from typing import Any
 
 import msgspec
 
+from gateway.billing import cost_of
 from gateway.ids import new_event_id
 from gateway.ledger import Ledger
 from gateway.ledger.reader import TOKENS, Period, standing
 from gateway.ledger.rows import Correction
-from gateway.metering import cost_of, nanoseconds_of
 from gateway.money import atoms_of, plain_text, text_of
 from gateway.policy import Policy, Price
+from gateway.times import nanoseconds_of
 from gateway.types import Usage
 
 CHAIN = "repricing"

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Protocol
 
+from gateway.billing import Bill, bill_of, make_receipt
 from gateway.cache import UNRECORDED, Recording, Unrecorded
 from gateway.errors import BudgetSpent, GatewayError, LedgerUnavailable, LimitReached, UpstreamCut, UpstreamTimeout
 from gateway.fleet import Server
 from gateway.ids import new_event_id
 from gateway.ledger import Ledger, Opened
 from gateway.limits.limiter import UNLIMITED, Limiter, Reservation
-from gateway.metering import Bill, Meter, bill_of, make_receipt, rfc3339
+from gateway.metering import Meter
 from gateway.money import nanos_of
 from gateway.providers.base import Fault
 from gateway.races import Losers
@@ -31,6 +32,7 @@ from gateway.replies import Exchange
 from gateway.routing.attempts import Attempts
 from gateway.routing.upstream import Upstream
 from gateway.telemetry import CallRecord
+from gateway.times import rfc3339
 from gateway.types import Call, Marks, Outcome, Receipt, Usage
 
 SETTLED_AT_ONCE = 16  # operations of the storage under way at the same time, so that a shared one gathers them

@@ -15,10 +15,10 @@ from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until
 from gateway.errors import LedgerUnavailable
 from gateway.ledger.compaction import Compacted
 from gateway.ledger.compaction import compact as compact_segments
-from gateway.metering import rfc3339
 from gateway.money import text_of
 from gateway.policy.fields import parse_duration
 from gateway.repricing import Repriced, corrections, write
+from gateway.times import rfc3339
 
 MIB = 1024 * 1024
 

@@ -12,7 +12,7 @@ import typer
 
 from gateway.cli.common import fail, settings_or_exit
 from gateway.ledger.reader import DIMENSIONS, Period, UnreadableLedger
-from gateway.metering import rfc3339
+from gateway.times import nanoseconds_at, rfc3339
 
 LedgerOption = Annotated[
     Path | None, typer.Option("--ledger", metavar="DIR", help="The ledger's folder; left out: WARMPATH_LEDGER_DIR.")
@@ -28,7 +28,7 @@ def _moment(text: str | None) -> str | None:
     except ValueError:
         raise typer.BadParameter("a day or a time, as in 2026-11-20 or 2026-11-20T12:00:00Z") from None
     moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-    return rfc3339(int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000)
+    return rfc3339(nanoseconds_at(moment))
 
 
 Since = Annotated[

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.money import PRICE_DECIMALS, atoms_per_token
 from gateway.policy.fields import Frozen, Names
+from gateway.times import nanoseconds_at
 
 Amount = Annotated[Decimal, Field(ge=0, max_digits=18, decimal_places=PRICE_DECIMALS)]
 
@@ -107,7 +108,7 @@ class Price(Frozen):
     @property
     def period_ns(self) -> tuple[int, int]:
         """From when on it holds, and until before when; since the epoch."""
-        return _ns(self.start) if self.start else 0, _ns(self.until) if self.until else 1 << 63
+        return nanoseconds_at(self.start) if self.start else 0, nanoseconds_at(self.until) if self.until else 1 << 63
 
     def holds_for(self, class_name: str, service_tier: str | None) -> bool:
         return (self.latency_class is None or class_name in self.latency_class) and (
@@ -117,10 +118,6 @@ class Price(Frozen):
 
 def _or(amount: Decimal | None, general: Decimal) -> Decimal:
     return general if amount is None else amount
-
-
-def _ns(moment: datetime) -> int:
-    return int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
 
 
 def _one_is_a_list(value: Any) -> Any:

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 
-from gateway.ids import POOL_BYTES, random_bytes
+import pytest
+
+from gateway.ids import POOL_BYTES, new_event_id, random_bytes
 
 
 def test_bytes_are_never_given_twice() -> None:
@@ -22,3 +26,15 @@ def test_a_forked_process_has_bytes_of_its_own() -> None:
     assert os.read(reader, 16) != random_bytes(16)
     os.close(reader)
     os.close(writer)
+
+
+def test_event_ids_are_ulids_in_order() -> None:
+    ids = [new_event_id() for _ in range(1000)]
+    assert ids == sorted(set(ids))
+    assert all(re.fullmatch("[0-7][0-9A-HJKMNP-TV-Z]{25}", event_id) for event_id in ids)
+
+
+def test_event_ids_hold_when_the_clock_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = new_event_id()
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
+    assert new_event_id() > before

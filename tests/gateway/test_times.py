@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.times import nanoseconds_at, nanoseconds_of, rfc3339
+
+
+@given(st.lists(st.integers(0, 4_102_444_800_000_000_000), min_size=2, max_size=5))
+def test_times_sort_as_text(times_ns: list[int]) -> None:
+    texts = [rfc3339(time_ns // 1000 * 1000) for time_ns in sorted(times_ns)]
+    assert texts == sorted(texts) and len({len(text) for text in texts}) == 1
+
+
+@given(st.integers(0, 4_102_444_800_000_000_000))
+def test_a_time_is_read_as_it_was_written(time_ns: int) -> None:
+    assert nanoseconds_of(rfc3339(time_ns)) == time_ns // 1000 * 1000
+
+
+@given(st.datetimes(min_value=datetime(1970, 1, 2), timezones=st.timezones()))
+def test_the_offset_of_a_moment_changes_nothing(moment: datetime) -> None:
+    assert nanoseconds_at(moment) == nanoseconds_at(moment.astimezone(UTC))
