@@ -162,7 +162,7 @@ class Gateway:
             authenticator=KeyById(self._storage, pepper),
             canonicaliser=AtBatchClass(pepper.encode(), self._storage),
         )
-        self._doors = {f"/v1/{door.operation.value}": door for door in DOORS}
+        self._doors = {f"/v1/{door.path}": door for door in DOORS}
         self._shell = self._make_shell()
         # On a listener of its own, where settings give it one; `routes` is where further ones are mounted.
         self.admin = Admin(

@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.canonical import VERSION, Canon, Form, NotInMemory, Plan, SharedMemory
 from gateway.deadlines import TIMEOUT_HEADERS, patience_seconds, whole_seconds
-from gateway.doors.base import MAX_TOKENS, Asked, Door, Fields, read_fields
+from gateway.doors.base import MAX_TOKENS, Asked, Fields, Reader, read_fields
 from gateway.errors import Forbidden, ModelNotFound
 from gateway.ids import random_bytes
 from gateway.policy import Match, Model, Policy, Tenant
@@ -68,7 +68,7 @@ class Canonicaliser:
     async def close(self) -> None:
         await self._canon.memory.close()
 
-    async def canonicalised(self, door: Door, body: bytes, headers: Headers, **context: Any) -> Call:
+    async def canonicalised(self, door: Reader, body: bytes, headers: Headers, **context: Any) -> Call:
         """`canonicalise`, after asking the storage for what this process does not know: once for each schema."""
         memory = self._canon.memory
         for _ in range(MAX_RECALLS):
@@ -81,7 +81,7 @@ class Canonicaliser:
 
     def canonicalise(
         self,
-        door: Door,
+        door: Reader,
         body: bytes,
         headers: Headers,
         *,
@@ -106,7 +106,7 @@ class Canonicaliser:
             plan = self._canon.plans.plan_for(known.plan, known.tenant_name, known.model_name, asked.messages)
             form = self._canon.form(fields, asked.messages, plan, salt, plain=asked.plain)
             if form is not None:
-                asked, steps = in_form(door, asked, form), form.steps
+                asked, steps = in_form(asked, form), form.steps
         tokens = _prompt_tokens(asked)
         rule, class_name = choose_class(policy, principal, door.operation, asked, tokens, headers)
         if principal.classes is not None and class_name not in principal.classes:
@@ -182,10 +182,11 @@ class Canonicaliser:
         return self._salts[owner]
 
 
-def in_form(door: Door, asked: Asked, form: Form) -> Asked:
+def in_form(asked: Asked, form: Form) -> Asked:
     """What a body says in its canonical form, of which only what is now otherwise has to be read."""
     if form.reworded is None:
-        return door.read(form.fields, join(form.fields))
+        assert asked.reread is not None  # there are messages
+        return asked.reread(form.fields, join(form.fields))
     if not form.reworded and "tools" not in form.fields:
         return msgspec.structs.replace(asked, fields=form.fields)
     tools = [bytes(tool) for tool in _list.decode(form.fields.get("tools", b"null")) or ()]

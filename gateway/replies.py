@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar, cast
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway.doors.base import Translator
 from gateway.errors import BodyTooLarge, GatewayError, Overloaded, RequestTimeout, UpstreamRefused
 from gateway.timers import WaitBound
 
@@ -71,13 +72,24 @@ class BodyRoom:
 class Exchange:
     """One request in, one reply out."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, max_body_bytes: int, bodies: BodyRoom) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        max_body_bytes: int,
+        bodies: BodyRoom,
+        translator: Translator | None = None,
+    ) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.client_gone = False  # it left, or takes nothing any more
         self.status: int | None = None
         self.reply_headers: dict[str, str] = {}  # sent with whatever reply is sent
+        self._translator = translator  # of a wire that is not the house's own
+        self._frames = None if translator is None else translator.frames  # while an answer's frames leave
         self._receive = receive
         self._send = send
         self._wire: Wire | None = scope.get("extensions", {}).pop(WIRE, None)  # out: the two would hold each other
@@ -232,6 +244,8 @@ class Exchange:
         if self.client_gone:
             return
         named = {"content-type": content_type, **self.reply_headers, **headers}
+        if self._translator is not None:
+            named |= self._translator.headers(named)
         if length is not None:
             named["content-length"] = str(length)
         if self._wire is not None:
@@ -251,11 +265,14 @@ class Exchange:
             await self.drained()
 
     def put(self, chunk: bytes, *, last: bool = False) -> bool:
-        """Send bytes of the reply, without waiting. False: the client takes no more; await `drained` before the next.
+        """Send bytes of an answer in the words of the client's wire, without waiting. False: the client takes no more;
+        await `drained` before the next.
 
         ASGI's `send` is a coroutine, but one that ends at once as long as there is room: it is begun here, and
         finished in `drained` if it has to wait.
         """
+        if self._frames is not None and not (chunk := self._frames(chunk, last=last)) and not last:
+            return True
         if last:
             self._ended = True
             self.unwatch()
@@ -264,7 +281,7 @@ class Exchange:
         return self._begin_to_send({"type": "http.response.body", "body": chunk, "more_body": not last})
 
     async def send(self, chunk: bytes, *, last: bool = False) -> None:
-        """Send bytes of the reply; waits while the client takes nothing, up to `STALL_SECONDS`."""
+        """As `put`; waits while the client takes nothing, up to `STALL_SECONDS`."""
         if self._sending is not None:
             await self.drained()
         if not self.put(chunk, last=last):
@@ -301,7 +318,13 @@ class Exchange:
     async def reply(
         self, status: int, content: bytes, content_type: str = JSON_TYPE, headers: Mapping[str, str] = NO_HEADERS
     ) -> None:
-        """A whole reply at once."""
+        """A whole answer at once, in the words of the client's wire."""
+        if self._translator is not None:
+            content = self._translator.answer(content)
+        await self._reply(status, content, content_type, headers)
+
+    async def _reply(self, status: int, content: bytes, content_type: str, headers: Mapping[str, str]) -> None:
+        self._frames = None
         await self.start(status, content_type, headers, length=len(content))
         await self.send(content, last=True)
 
@@ -311,14 +334,16 @@ class Exchange:
         if self._ended:
             return
         if self.status is not None:
-            await self.send(error_frame(error), last=True)
+            self._frames = None
+            told = error_frame(error) if self._translator is None else self._translator.failure(error)
+            await self.send(told, last=True)
             return
         self.reply_headers.update(error.headers)
-        if isinstance(error, UpstreamRefused):
-            await self.reply(error.upstream_status, _own_words(error))
-        else:
+        if not isinstance(error, UpstreamRefused):
             self.reply_headers["x-should-retry"] = "true" if error.retryable else "false"
-            await self.reply(error.status, render_error(error))
+        refusal = None if self._translator is None else self._translator.refusal(error)
+        status, content = refusal or _refusal(error)
+        await self._reply(status, content, JSON_TYPE, NO_HEADERS)
 
     def close(self) -> None:
         """Stop listening, and let go of the body. Safe to call twice."""
@@ -347,6 +372,12 @@ def resume(begun: Generator[Any, Any, Result], waits_for: Any) -> Generator[Any,
             waits_for = step()
         except StopIteration as end:
             return cast(Result, end.value)
+
+
+def _refusal(error: GatewayError) -> tuple[int, bytes]:
+    if isinstance(error, UpstreamRefused):
+        return error.upstream_status, _own_words(error)
+    return error.status, render_error(error)
 
 
 def render_error(error: GatewayError) -> bytes:

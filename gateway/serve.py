@@ -18,7 +18,7 @@ from gateway.auth import Authenticator
 from gateway.cache import UNRECORDED, Answer, LeaderFailed, ResponseCache
 from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.diagnosis import Watcher
-from gateway.doors.base import Door
+from gateway.doors.base import Door, Reader
 from gateway.errors import GatewayError, InternalError, Overloaded, UpstreamCut, shutting_down
 from gateway.limits.limiter import UNLIMITED, Limiter
 from gateway.policy_file import PolicyHolder
@@ -53,7 +53,7 @@ class House:
     bodies: BodyRoom
 
 
-async def serve(house: House, door: Door, exchange: Exchange, record: CallRecord, call_id: str) -> None:
+async def serve(house: House, door: Reader, exchange: Exchange, record: CallRecord, call_id: str) -> None:
     """Answer one request. Raises what could not be answered; everything taken on the way has then been given back."""
     marks, policy = record.marks, house.policies.current
 
@@ -153,17 +153,20 @@ async def handle(
     house: House, door: Door, scope: Scope, receive: Receive, send: Send, *, call_id: str | None = None
 ) -> None:
     """The border of the story: whatever `serve` raises becomes a truthful reply, a line in the log, and telemetry."""
-    exchange = Exchange(scope, receive, send, max_body_bytes=house.max_body_bytes, bodies=house.bodies)
+    call_id = call_id or new_call_id()
+    translator = door.translator(call_id)
+    exchange = Exchange(
+        scope, receive, send, max_body_bytes=house.max_body_bytes, bodies=house.bodies, translator=translator
+    )
     traced = scope["headers"] if b"traceparent" in exchange.headers else ()
     trace = house.telemetry.begin(traced, house.policies.current.tracing.sample)
-    call_id = call_id or new_call_id()
     record = CallRecord(
         trace=trace, server_span_id=house.telemetry.new_span_id(), marks=Marks(),
         method=exchange.method, path=exchange.path, operation=door.operation,
     )  # fmt: skip
     exchange.reply_headers = {"x-request-id": call_id, "x-trace-id": f"{trace.trace_id:032x}"}
     try:
-        error = await failure_of(serve(house, door, exchange, record, call_id), call_id)
+        error = await failure_of(serve(house, translator or door, exchange, record, call_id), call_id)
         if error is not None:
             record.error_code = error.code or error.type
             await exchange.refuse(error)

@@ -107,7 +107,7 @@ async def call(house: House, door: Door, body: bytes, reply: Reply, *, key_id: s
     scope = {
         "type": "http",
         "method": "POST",
-        "path": f"/v1/{door.operation.value}",
+        "path": f"/v1/{door.path}",
         "headers": [(b"content-type", b"application/json"), (KEY_HEADER, key_id.encode())],
         "extensions": {WIRE: wire},
     }

@@ -12,7 +12,7 @@ import msgspec
 import xxhash
 
 from gateway.batches.records import Batch, LineError
-from gateway.doors import DOORS, catalogue
+from gateway.doors import BATCH_DOORS, catalogue
 from gateway.doors.base import Door, decode, read_fields
 from gateway.errors import BadRequest
 from gateway.policy import Policy
@@ -20,7 +20,7 @@ from gateway.types import Principal
 
 PREFIX_BYTES = 256  # of the shortest prefix by which lines are grouped; each further one is twice as long
 ERRORS_TOLD_MAX = 20  # of one file; the rest follows from them, or can wait
-ENDPOINTS: dict[str, Door] = {f"/v1/{door.operation.value}": door for door in DOORS}
+ENDPOINTS: dict[str, Door] = {f"/v1/{door.path}": door for door in BATCH_DOORS}
 
 
 class Line(msgspec.Struct):

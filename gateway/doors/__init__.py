@@ -5,6 +5,7 @@ from gateway.doors.chat import ChatDoor
 from gateway.doors.completions import CompletionDoor
 from gateway.doors.embeddings import EmbeddingDoor
 
-DOORS: tuple[Door, ...] = (ChatDoor(), CompletionDoor(), EmbeddingDoor())
+BATCH_DOORS: tuple[Door, ...] = (ChatDoor(), CompletionDoor(), EmbeddingDoor())  # for the lines of batches, too
+DOORS: tuple[Door, ...] = BATCH_DOORS
 
-__all__ = ["DOORS"]
+__all__ = ["BATCH_DOORS", "DOORS"]

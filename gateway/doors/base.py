@@ -2,16 +2,20 @@
 
 What a door does not name is passed on untouched: unknown parameters are the server's to judge. What it names is
 checked here, and a wrong type is refused with the name of the field.
+
+Inside, everything speaks OpenAI's chat, completions and embeddings: a `Call`'s fields, the chunks of an answer, errors.
+The door of another wire gives each exchange a `Translator`, which reads a body into those fields and words in its own
+way what leaves. Nothing between the two borders knows of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, GatewayError
 from gateway.types import Operation, Said
 
 NAME_CHARS_MAX = 512  # of what a client names and the ledger keeps: one row of megabytes would be everybody's trouble
@@ -56,15 +60,61 @@ class Asked(msgspec.Struct, frozen=True):
     prompt_tokens: int | None = None  # known only where the prompt came as token ids
     messages: Sequence[Said] = ()  # of a chat
     piece_of: Callable[[bytes], bytes] = bytes  # a message's JSON as its piece
+    reread: Callable[[Fields, bytes], Asked] | None = None  # of messages: for fields in another form than these
     plain: bool = True  # every message is text, so that none of its pieces is JSON as the client wrote it
     tools: int = 0  # so many of the pieces, the first ones, are tools; then there is one for each message
 
 
-class Door(Protocol):
-    operation: ClassVar[Operation]
+class Reader(Protocol):
+    @property
+    def operation(self) -> Operation:
+        """What servers are asked for."""
 
     def read(self, fields: Fields, body: bytes) -> Asked:
-        """Check and read a body whose top-level `fields` are given. Raises `BadRequest`."""
+        """Check and read a body whose top-level `fields` are given. Raises `BadRequest`.
+
+        What it gives is in the words of `operation`, whatever the wire is. It may be called again for the same body.
+        """
+
+
+class Translator(Reader, Protocol):
+    """One exchange on another wire than the house's: what comes is read into the house's words, and what leaves is
+    put into the wire's. Each of a reply's parts comes here once, in order, right before it is sent.
+
+    What can not be put into the wire's words is an `UpstreamCut`: it is then told as any other failure.
+    """
+
+    def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
+        """Further headers of the reply, which has those that are `named`."""
+
+    def answer(self, body: bytes) -> bytes:
+        """A whole answer."""
+
+    def frames(self, chunk: bytes, *, last: bool) -> bytes:
+        """What the client gets of whole event frames; empty where that is nothing. Only with the `last` ones, of which
+        `[DONE]` is one, has the answer come to its end, and only then may it look so.
+        """
+
+    def refusal(self, error: GatewayError) -> tuple[int, bytes] | None:
+        """The status and body that tell of an error before anything was sent; None where the house's are good."""
+
+    def failure(self, error: GatewayError) -> bytes:
+        """The frames that tell of an error behind others. No client may take them for an end of the answer."""
+
+
+class Door(Reader, Protocol):
+    path: ClassVar[str]  # behind /v1/
+    operation: ClassVar[Operation]
+
+    def translator(self, call_id: str) -> Translator | None:
+        """Of one exchange, and `call_id` is its request id; None where the wire is the house's own."""
+
+
+class HouseDoor:
+    """What the doors share whose wire is the house's own: bytes leave as they come, and the path is the servers'."""
+
+    def translator(self, call_id: str) -> None:
+        return None
 
 
 _fields = msgspec.json.Decoder(Fields)

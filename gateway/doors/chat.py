@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from gateway.doors.base import Asked, Choices, Common, Fields, TokenCount, decode
+from gateway.doors.base import Asked, Choices, Common, Fields, HouseDoor, TokenCount, decode
 from gateway.errors import BadRequest
 from gateway.types import Operation
 
@@ -39,31 +39,38 @@ _decoder = msgspec.json.Decoder(ChatBody)
 _message = msgspec.json.Decoder(Message)
 
 
-class ChatDoor:
+class ChatDoor(HouseDoor):
+    path: ClassVar[str] = Operation.CHAT.value
     operation: ClassVar[Operation] = Operation.CHAT
 
     def read(self, fields: Fields, body: bytes) -> Asked:
-        chat = decode(_decoder, body)
-        if not chat.messages:
-            raise BadRequest("messages: at least one message is needed", param="messages")
-        pieces: list[bytes] = [bytes(tool) for tool in chat.tools or ()]
-        plain = True
-        for message in chat.messages:
-            if message.tool_calls is not _NO_CALLS or type(message.content) is not str:
-                plain = False
-            pieces.append(_piece(message))
-        return Asked(
-            common=chat,
-            fields=fields,
-            pieces=tuple(pieces),
-            max_output_tokens=chat.max_completion_tokens or chat.max_tokens,
-            choices=chat.n or 1,
-            deterministic=chat.temperature == 0 or chat.seed is not None,
-            messages=chat.messages,
-            piece_of=_read_piece,
-            plain=plain,
-            tools=len(chat.tools or ()),
-        )
+        return read_chat(fields, body)
+
+
+def read_chat(fields: Fields, body: bytes) -> Asked:
+    """As `ChatDoor.read`."""
+    chat = decode(_decoder, body)
+    if not chat.messages:
+        raise BadRequest("messages: at least one message is needed", param="messages")
+    pieces: list[bytes] = [bytes(tool) for tool in chat.tools or ()]
+    plain = True
+    for message in chat.messages:
+        if message.tool_calls is not _NO_CALLS or type(message.content) is not str:
+            plain = False
+        pieces.append(_piece(message))
+    return Asked(
+        common=chat,
+        fields=fields,
+        pieces=tuple(pieces),
+        max_output_tokens=chat.max_completion_tokens or chat.max_tokens,
+        choices=chat.n or 1,
+        deterministic=chat.temperature == 0 or chat.seed is not None,
+        messages=chat.messages,
+        piece_of=_read_piece,
+        reread=read_chat,
+        plain=plain,
+        tools=len(chat.tools or ()),
+    )
 
 
 def _piece(message: Message) -> bytes:

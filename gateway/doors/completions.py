@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.doors.base import Asked, Choices, Common, Fields, TokenCount, decode
+from gateway.doors.base import Asked, Choices, Common, Fields, HouseDoor, TokenCount, decode
 from gateway.types import Operation
 
 Prompt = str | list[str | int | list[int]]
@@ -23,7 +23,8 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 
 
-class CompletionDoor:
+class CompletionDoor(HouseDoor):
+    path: ClassVar[str] = Operation.COMPLETION.value
     operation: ClassVar[Operation] = Operation.COMPLETION
 
     def read(self, fields: Fields, body: bytes) -> Asked:

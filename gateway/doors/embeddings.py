@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.doors.base import Asked, Common, Fields, decode
+from gateway.doors.base import Asked, Common, Fields, HouseDoor, decode
 from gateway.doors.completions import Prompt, prompt_pieces
 from gateway.types import Operation
 
@@ -18,7 +18,8 @@ class EmbeddingBody(Common, kw_only=True):
 _decoder = msgspec.json.Decoder(EmbeddingBody)
 
 
-class EmbeddingDoor:
+class EmbeddingDoor(HouseDoor):
+    path: ClassVar[str] = Operation.EMBEDDING.value
     operation: ClassVar[Operation] = Operation.EMBEDDING
 
     def read(self, fields: Fields, body: bytes) -> Asked:

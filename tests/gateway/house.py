@@ -329,7 +329,7 @@ class Rig:
 
     def begin(self, client: Client) -> asyncio.Task[None]:
         path = client.scope["path"]
-        door = next(door for door in DOORS if path == f"/v1/{door.operation.value}")
+        door = next(door for door in DOORS if path == f"/v1/{door.path}")
         served = handle(self.house, door, client.scope, client.receive, client.send)
         return asyncio.create_task(served)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from gateway import replies
+from gateway.doors.chat import ChatDoor
 from gateway.errors import (
     BodyTooLarge,
+    GatewayError,
     InternalError,
     LimitReached,
     Overloaded,
@@ -21,9 +24,36 @@ from gateway.replies import BodyRoom, ClientGone, Exchange
 from tests.gateway.house import Client, in_time, settle
 
 
-def an_exchange(client: Client, *, max_body_bytes: int = 100, bodies: BodyRoom | None = None) -> Exchange:
+class Loud(ChatDoor):
+    """The translator of a wire that is the house's own in capital letters, and says nothing of comments."""
+
+    def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
+        return {"x-loud": named["x-request-id"].upper()}
+
+    def answer(self, body: bytes) -> bytes:
+        return body.upper()
+
+    def frames(self, chunk: bytes, *, last: bool) -> bytes:
+        if chunk == b"unreadable":
+            raise UpstreamCut("unreadable")
+        return b"" if chunk.startswith(b":") else chunk.upper() + (b"!" if last else b"")
+
+    def refusal(self, error: GatewayError) -> tuple[int, bytes] | None:
+        return None if isinstance(error, UpstreamRefused) else (error.status + 1, error.message.upper().encode())
+
+    def failure(self, error: GatewayError) -> bytes:
+        return error.message.upper().encode()
+
+
+def an_exchange(
+    client: Client, *, max_body_bytes: int = 100, bodies: BodyRoom | None = None, translator: Loud | None = None
+) -> Exchange:
     room = bodies or BodyRoom(1000)
-    return Exchange(client.scope, client.receive, client.send, max_body_bytes=max_body_bytes, bodies=room)
+    exchange = Exchange(
+        client.scope, client.receive, client.send, max_body_bytes=max_body_bytes, bodies=room, translator=translator
+    )
+    exchange.reply_headers["x-request-id"] = "req_1"
+    return exchange
 
 
 async def watched(exchange: Exchange, until: asyncio.Event) -> None:
@@ -175,7 +205,6 @@ async def test_an_error_is_a_status_before_the_first_byte_and_an_event_after_it(
     before, after = Client(), Client()
     for client in (before, after):
         exchange = an_exchange(client)
-        exchange.reply_headers["x-request-id"] = "req_1"
         if client is after:
             await exchange.start(200, "text/event-stream")
         await exchange.refuse(LimitReached("later", retry_after_seconds=2))
@@ -240,3 +269,47 @@ async def test_a_refusal_waits_for_a_client_that_takes_nothing_no_longer_than_a_
         await in_time(asyncio.create_task(refuse()))
     exchange.close()
     assert exchange.client_gone
+
+
+async def test_what_leaves_by_a_door_of_another_wire_is_in_its_words() -> None:
+    whole, stream = Client(), Client()
+    exchange = an_exchange(whole, translator=Loud())
+    await exchange.reply(200, b"answer")
+    exchange.close()
+    assert (whole.content, whole.headers["x-loud"]) == (b"ANSWER", "REQ_1")
+    exchange = an_exchange(stream, translator=Loud())
+    await exchange.start(200, "text/event-stream")
+    for chunk in (b"a", b": comment", b"b"):
+        assert exchange.put(chunk)
+    await exchange.send(b"c", last=True)
+    exchange.close()
+    assert (stream.chunks, stream.whole, stream.headers["x-loud"]) == ([b"A", b"B", b"C!"], True, "REQ_1")
+
+
+async def test_errors_at_a_door_of_another_wire_are_in_its_words_where_it_has_any() -> None:
+    before, after, upstream = Client(), Client(), Client()
+    exchange = an_exchange(before, translator=Loud())
+    await exchange.refuse(LimitReached("later", retry_after_seconds=2))
+    exchange.close()
+    assert (before.status, before.content, before.headers["retry-after-ms"]) == (430, b"LATER", "2000")
+    exchange = an_exchange(upstream, translator=Loud())
+    await exchange.refuse(UpstreamRefused(400, b'{"error": {"message": "no"}}', "application/json"))
+    exchange.close()
+    assert (upstream.status, upstream.json["error"]["message"]) == (400, "no")
+    exchange = an_exchange(after, translator=Loud())
+    await exchange.start(200, "text/event-stream")
+    await exchange.send(b"a")
+    await exchange.refuse(UpstreamCut("cut"))
+    exchange.close()
+    assert (after.chunks, after.whole) == ([b"A", b"CUT"], True)
+
+
+async def test_what_can_not_be_put_into_the_words_of_a_wire_is_told_as_a_failure() -> None:
+    client = Client()
+    exchange = an_exchange(client, translator=Loud())
+    await exchange.start(200, "text/event-stream")
+    with pytest.raises(UpstreamCut) as failed:
+        await exchange.send(b"unreadable", last=True)
+    await exchange.refuse(failed.value)
+    exchange.close()
+    assert (client.chunks, client.whole) == ([b"UNREADABLE"], True)

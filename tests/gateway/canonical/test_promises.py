@@ -32,7 +32,7 @@ def canonical(body: bytes, plan: Plan, canon: Canon | None = None) -> bytes:
     form = (canon or Canon(SharedMemory())).form(fields, asked.messages, plan, "salt", plain=asked.plain)
     if form is None:
         return join(fields)
-    read_anew, patched = CHAT.read(form.fields, join(form.fields)), in_form(CHAT, asked, form)
+    read_anew, patched = CHAT.read(form.fields, join(form.fields)), in_form(asked, form)
     assert patched.pieces == read_anew.pieces, "what is fingerprinted is what is sent"
     return join(form.fields)
 
