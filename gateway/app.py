@@ -43,7 +43,6 @@ from gateway.limits.report import what_is_left
 from gateway.policy import Policy
 from gateway.policy_file import PolicyHolder
 from gateway.providers import make_provider
-from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
 from gateway.reconciliation import Reconciliation
 from gateway.recovery import Recovery
@@ -88,6 +87,7 @@ from gateway.telemetry import (
     STORE_FAILURES,
     Telemetry,
 )
+from gateway.transport import HTTPTransport
 
 LAST_CALLS_SECONDS = 5.0  # for calls that were cut off by a shutdown to write their receipts
 

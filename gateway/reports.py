@@ -22,7 +22,7 @@ from gateway.prefix.events.trtllm import PATH as TENSORRT_PATH
 from gateway.prefix.events.trtllm import TensorRTSource
 from gateway.prefix.events.zmq import ZmqSource
 from gateway.prefix.load import read_load
-from gateway.providers.transport import HTTPTransport
+from gateway.transport import HTTPTransport
 
 LOOK_SECONDS = 1.0
 METRICS_SECONDS = 2.0  # between two looks at a server's metrics

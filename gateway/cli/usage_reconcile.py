@@ -28,9 +28,9 @@ from gateway.ledger.reconcile import Compared, compare, share, total
 from gateway.policy import Policy
 from gateway.policy.fields import parse_share
 from gateway.providers import make_provider
-from gateway.providers.transport import HTTPTransport
 from gateway.reconciliation import marks_of, read_counters
 from gateway.settings import SettingsError, resolve_secret
+from gateway.transport import HTTPTransport
 
 NOTED_IN = "reconciliation"  # beside the replicas' folders
 

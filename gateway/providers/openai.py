@@ -23,7 +23,7 @@ from gateway.providers.sse import (
     error_in,
     is_one_object,
 )
-from gateway.providers.transport import Answer, HTTPTransport, header_lines
+from gateway.transport import Answer, HTTPTransport, header_lines
 from gateway.types import Call, Operation
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # of an answer that does not stream: embeddings are the long ones

@@ -17,8 +17,8 @@ from gateway.fleet import Fleet, Server
 from gateway.policy import EnvSecret, Policy
 from gateway.prefix.fingerprint import fingerprint
 from gateway.providers.base import Unasked
-from gateway.providers.transport import HTTPTransport
 from gateway.reports import Reports
+from gateway.transport import HTTPTransport
 from tests.gateway.calls import a_call, a_policy
 
 WAIT_SECONDS = 20

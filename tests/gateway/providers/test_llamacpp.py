@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from gateway.policy import Deployment
 from gateway.providers import make_provider
-from gateway.providers.transport import HTTPTransport
 from gateway.settings import resolve_secret
+from gateway.transport import HTTPTransport
 from gateway.types import Operation
 from tests.gateway.calls import a_call
 from tests.gateway.house import policy_of, tenant
