@@ -12,8 +12,12 @@ import msgspec
 from gateway.fleet import SentCall, Server
 from gateway.types import Attempt
 
+# Outcomes that no fault stands for.
 CLIENT_GONE = "client_gone"
 HEDGE_LOST = "hedge_lost"
+GIVEN_UP = "given_up"
+TOO_SLOW = "too_slow"
+OUT_OF_TIME = "out_of_time"
 
 
 class Attempts:

@@ -1,104 +1,18 @@
+"""In which order servers are asked, and when a failure is told instead."""
+
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 
 from gateway.errors import UpstreamCut, UpstreamError, UpstreamRefused, UpstreamTimeout
-from gateway.fleet import Fleet
-from gateway.policy import Deployment, Policy
 from gateway.providers.base import Fault, ProviderFailure, Reply
-from gateway.queueing import Queue
-from gateway.routing import STRATEGIES
-from gateway.routing.attempts import Attempts
-from gateway.routing.router import MAX_ATTEMPTS, Router
+from gateway.routing.router import MAX_ATTEMPTS
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
-
-Step = bytes | ProviderFailure | asyncio.Event
-
-
-class Script:
-    """A provider that answers by a script: bytes are chunks, failures are raised, an event is waited for."""
-
-    def __init__(self, *steps: Step, opening: ProviderFailure | asyncio.Event | None = None) -> None:
-        self.steps = steps
-        self.opening = opening
-        self.closed = 0
-        self.opened = 0
-        self.headers: Mapping[str, str] = {}
-
-    def render(self, call: Call) -> bytes:
-        return b""
-
-    async def healthy(self) -> bool:
-        return True
-
-    async def usage_of(self, call_id: str) -> bytes | None:
-        return None
-
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
-        self.opened += 1
-        self.headers = headers
-        if isinstance(self.opening, ProviderFailure):
-            raise self.opening
-        if self.opening is not None:
-            await self.opening.wait()
-        return ScriptedReply(self)
-
-
-class ScriptedReply(Reply):
-    def __init__(self, script: Script) -> None:
-        self._script = script
-        self._steps = iter(script.steps)
-
-    async def __anext__(self) -> bytes:
-        for step in self._steps:
-            if isinstance(step, ProviderFailure):
-                raise step
-            if isinstance(step, bytes):
-                return step
-            await step.wait()
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        self._script.closed += 1
-
-
-def status(code: int, fault: Fault = Fault.STATUS) -> ProviderFailure:
-    return ProviderFailure(fault, f"status {code}", status=code, body=b'{"error": {}}')
-
-
-class Rig:
-    """A router over scripted servers; `chunks` opens a call and reads it."""
-
-    def __init__(self, policy: Policy | None = None, **scripts: Script) -> None:
-        self.policy = policy or a_policy()
-        provider: Callable[[Deployment], Script] = lambda deployment: scripts[deployment.name]  # noqa: E731
-        self.fleet = Fleet(provider)
-        self.queue = Queue(self.fleet)
-        self.fleet.apply(self.policy)
-        self.router = Router(self.fleet, STRATEGIES)
-        spans = iter(range(1, 100))
-        self.new_attempts = lambda: Attempts(lambda: next(spans), lambda span: {"traceparent": f"span-{span}"})
-        self.attempts = self.new_attempts()
-
-    async def chunks(self, attempts: Attempts | None = None, **fields: object) -> list[bytes]:
-        call = a_call(chat(stream=True, **fields), self.policy, now=asyncio.get_running_loop().time())
-        tried = self.attempts if attempts is None else attempts
-        with await self.queue.turn(call) as place:
-            async with self.router.open(call, place, tried) as upstream:
-                chunks = [await upstream.first()]
-                assert await upstream.pour(lambda chunk: chunks.append(chunk) is None)
-                return chunks
-
-    @property
-    def outcomes(self) -> list[tuple[str, str]]:
-        return [(attempt.deployment, attempt.outcome) for attempt in self.attempts.done]
-
-    def idle(self) -> bool:
-        return not any(s.places_taken or s.in_flight or s.estimate.prefill_tokens_queued for s in self.fleet)
+from tests.gateway.routing.rig import Rig, Script, Step, status
 
 
 async def test_the_first_server_that_gives_a_chunk_answers() -> None:

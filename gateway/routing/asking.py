@@ -1,0 +1,164 @@
+"""One server asked for one answer, up to its first useful chunk; and what its failure says of it.
+
+Useful is what commits to something: a role alone does not, and where the class has a floor, neither does output that
+comes slower than that. Until then nothing has been sent, and another server may be asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from gateway.errors import UpstreamRefused
+from gateway.fleet import SentCall, Server
+from gateway.policy import Floor
+from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.providers.sse import count_events, ends_stream, has_output
+from gateway.routing import poison
+from gateway.routing.attempts import GIVEN_UP, OUT_OF_TIME, TOO_SLOW, Attempts
+from gateway.routing.base import Candidate
+from gateway.routing.following import follow
+from gateway.routing.hedging import Hedging
+from gateway.routing.upstream import Upstream
+from gateway.suspects import Suspects
+from gateway.timers import WaitBound
+from gateway.types import Call
+
+MAX_OPENING_BYTES = 256 * 1024  # of frames without output that are held back before the first with some
+UNNAMED_REST_SECONDS = 1.0  # of a 429 that says no time
+RESTING_STATUSES = frozenset({429, 503})
+CUT = Fault.CUT.value
+SERVER_FAULTS = frozenset(f.value for f in (Fault.CONNECT, Fault.TIMEOUT, Fault.CUT, Fault.MALFORMED))
+FAIR_SHARE = 0.9  # of the class's time: who had less, because the client hurries or others used it, is not at fault
+
+
+class Asker:
+    """Asks servers, and tells breakers, suspects and hedging what came of it."""
+
+    def __init__(self, suspects: Suspects, hedging: Hedging) -> None:
+        self._suspects = suspects
+        self._hedging = hedging
+
+    async def ask(
+        self,
+        call: Call,
+        candidate: Candidate,
+        deadline: float,
+        attempts: Attempts,
+        floor: Floor | None,
+        *,
+        racing: bool = False,
+    ) -> Upstream | None:
+        """The server's answer, or None where another is to be asked. Raises `UpstreamRefused` where it speaks for all.
+
+        `deadline`: of the first chunk, in event-loop seconds. `racing`: in a task of its own, which whoever started it
+        may cancel.
+        """
+        server, loop = candidate.server, asyncio.get_running_loop()
+        await follow(call, server, deadline)
+        started = loop.time()
+        if not server.breaker.would_allow(started):
+            return None  # meanwhile it has failed others, or one of them has become its probe
+        attempts.ask(server)
+        span_id, started_ns = attempts.new_span_id(), time.time_ns()
+        reply: Reply | None = None
+        server.breaker.allows(started)
+        server.asked_at = started
+        sent = server.send(call, started, streams=call.stream, believed=candidate.believed)
+        wait = WaitBound(deadline - started, task=None if racing else attempts.task)
+        wait.begin()
+        outcome, status = GIVEN_UP, None
+        try:
+            asked = call if sent.slot is None else msgspec.structs.replace(call, slot=sent.slot)
+            reply = await server.provider.open(asked, headers=attempts.headers(span_id))
+            first = await anext(reply)
+            if call.stream and (floor is not None or not has_output(first)):
+                first = await _whole_opening(first, reply, floor)
+            outcome, status = "ok", 200
+        except asyncio.CancelledError:
+            if not wait.expired:
+                outcome = attempts.cancelled_as
+                raise
+            wait.uncancel()
+            outcome = _late(call, loop.time() - started)
+        except TimeoutError:
+            outcome = TOO_SLOW
+        except StopAsyncIteration:
+            outcome = CUT
+        except ProviderFailure as failure:
+            outcome, status = _outcome(failure), failure.status
+            if failure.fault is not Fault.CUT:
+                attempts.asked = None
+            if failure.fault is Fault.REFUSED:
+                raise UpstreamRefused(failure.status or 400, failure.body, failure.content_type) from None
+            _rest(server, failure, loop.time())
+        finally:
+            wait.close()
+            ended = loop.time()
+            if outcome == CUT:
+                server.note_cut(ended)
+            _judge(server, outcome, status, ended)
+            if outcome != "ok":
+                sent.end(ended, answered=False)
+                attempts.add(sent, outcome, started_ns, span_id, status)
+                if reply is not None:
+                    await reply.aclose()
+        if outcome == CUT:
+            await poison.after_cut(self._suspects, server, call)
+        if outcome != "ok":
+            return None
+        assert reply is not None
+        self._learn(call, sent, started, ended)
+        attempts.add(sent, outcome, started_ns, span_id, status)
+        return Upstream(call, candidate, sent, reply, first, attempts.task, self._suspects)
+
+    def _learn(self, call: Call, sent: SentCall, started: float, now: float) -> None:
+        """From how long a first chunk took."""
+        if call.stream:
+            sent.server.first_chunks.append((now, now - started))
+        sent.first_chunk(now)
+        if call.latency_class.hedge is not None:
+            self._hedging.note(call.model.name, call.stream, now - started)
+
+
+async def _whole_opening(first: bytes, reply: Reply, floor: Floor | None) -> bytes:
+    """`first` and what follows, up to the first output; where there is a floor, as many events as it says.
+
+    Raises `TimeoutError` where they do not come as fast as the floor wants.
+    """
+    while not has_output(first) and len(first) < MAX_OPENING_BYTES:
+        first += await anext(reply)
+    if floor is not None:
+        async with asyncio.timeout(floor.within):
+            while count_events(first) < floor.chunks and not ends_stream(first):
+                first += await anext(reply)
+    return first
+
+
+def _late(call: Call, seconds: float) -> str:
+    """Whose fault it is that nothing came for so long."""
+    limit_seconds = call.latency_class.ttft if call.stream else call.latency_class.total
+    return Fault.TIMEOUT.value if seconds >= FAIR_SHARE * limit_seconds else OUT_OF_TIME
+
+
+def _outcome(failure: ProviderFailure) -> str:
+    return f"status_{failure.status}" if failure.fault is Fault.STATUS else failure.fault.value
+
+
+def _judge(server: Server, outcome: str, status: int | None, now: float) -> None:
+    """Only what is the server's fault counts against it: not a refused request, our own bounds, or a client's."""
+    if outcome == "ok":
+        server.breaker.succeeded(now)
+    elif outcome in SERVER_FAULTS or (status is not None and status >= 500):
+        server.breaker.failed(now)
+    else:
+        server.breaker.abandoned()
+
+
+def _rest(server: Server, failure: ProviderFailure, now: float) -> None:
+    """A server that has too much to do says for how long it wants to be left alone, or at least that it does."""
+    if failure.status in RESTING_STATUSES and (failure.status == 429 or failure.retry_after_seconds is not None):
+        seconds = UNNAMED_REST_SECONDS if failure.retry_after_seconds is None else failure.retry_after_seconds
+        server.breaker.rest(now, seconds)

@@ -1,0 +1,150 @@
+"""A router over servers that answer by a script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from gateway.errors import GatewayError
+from gateway.fleet import Fleet, Server
+from gateway.policy import Deployment, Policy
+from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.queueing import Queue
+from gateway.routing import STRATEGIES
+from gateway.routing.attempts import Attempts
+from gateway.routing.router import Router
+from gateway.types import Call
+from tests.gateway.calls import a_call, a_policy, chat
+
+Step = bytes | ProviderFailure | asyncio.Event
+TEXT = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
+ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+class Script:
+    """A provider that answers by a script: bytes are chunks, failures are raised, an event is waited for."""
+
+    def __init__(self, *steps: Step, opening: ProviderFailure | asyncio.Event | None = None) -> None:
+        self.steps = steps
+        self.opening = opening
+        self.closed = 0
+        self.opened = 0
+        self.headers: Mapping[str, str] = {}
+
+    def render(self, call: Call) -> bytes:
+        return b""
+
+    async def healthy(self) -> bool:
+        return True
+
+    async def usage_of(self, call_id: str) -> bytes | None:
+        return None
+
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+        self.opened += 1
+        self.headers = headers
+        if isinstance(self.opening, ProviderFailure):
+            raise self.opening
+        if self.opening is not None:
+            await self.opening.wait()
+        return ScriptedReply(self)
+
+
+class ScriptedReply(Reply):
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._steps = iter(script.steps)
+
+    async def __anext__(self) -> bytes:
+        for step in self._steps:
+            if isinstance(step, ProviderFailure):
+                raise step
+            if isinstance(step, bytes):
+                return step
+            await step.wait()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self._script.closed += 1
+
+
+class Turns(Script):
+    """Answers one script after the other; the last one for ever."""
+
+    def __init__(self, *turns: Script) -> None:
+        super().__init__()
+        self.turns = list(turns)
+
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+        self.opened += 1
+        turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
+        return await turn.open(call, headers=headers)
+
+
+class Rig:
+    """A router over scripted servers; `chunks` opens a call and reads it."""
+
+    def __init__(self, policy: Policy | None = None, **scripts: Script) -> None:
+        self.policy = policy or a_policy()
+        provider: Callable[[Deployment], Script] = lambda deployment: scripts[deployment.name]  # noqa: E731
+        self.fleet = Fleet(provider)
+        self.queue = Queue(self.fleet)
+        self.fleet.apply(self.policy)
+        self.router = Router(self.fleet, STRATEGIES)
+        spans = iter(range(1, 100))
+        self.new_attempts = lambda: Attempts(lambda: next(spans), lambda span: {"traceparent": f"span-{span}"})
+        self.attempts = self.new_attempts()
+
+    async def chunks(self, attempts: Attempts | None = None, **fields: object) -> list[bytes]:
+        call = a_call(chat(stream=True, **fields), self.policy, now=asyncio.get_running_loop().time())
+        tried = self.attempts if attempts is None else attempts
+        with await self.queue.turn(call) as place:
+            async with self.router.open(call, place, tried) as upstream:
+                chunks = [await upstream.first()]
+                assert await upstream.pour(lambda chunk: chunks.append(chunk) is None)
+                return chunks
+
+    @property
+    def outcomes(self) -> list[tuple[str, str]]:
+        return [(attempt.deployment, attempt.outcome) for attempt in self.attempts.done]
+
+    def idle(self) -> bool:
+        return not any(s.places_taken or s.in_flight or s.estimate.prefill_tokens_queued for s in self.fleet)
+
+
+def status(code: int, fault: Fault = Fault.STATUS) -> ProviderFailure:
+    return ProviderFailure(fault, f"status {code}", status=code, body=b'{"error": {}}')
+
+
+def busy(code: int, seconds: float | None) -> ProviderFailure:
+    return ProviderFailure(Fault.STATUS, f"status {code}", status=code, retry_after_seconds=seconds)
+
+
+def one_server(**realtime: object) -> object:
+    return a_policy(
+        deployments=[{"name": "a", "base_url": "http://a.invalid/v1", "model": "m"}],
+        models=[{"name": "m", "deployments": ["a"]}],
+        classes={"realtime": realtime},
+    )
+
+
+def two_servers(**realtime: object) -> object:
+    return a_policy(
+        deployments=[{"name": name, "base_url": f"http://{name}.invalid/v1", "model": "m"} for name in "ab"],
+        models=[{"name": "m", "deployments": ["a", "b"]}],
+        classes={"realtime": realtime},
+    )
+
+
+def server(rig: Rig, name: str) -> Server:
+    return next(server for server in rig.fleet if server.name == name)
+
+
+async def failing(rig: Rig) -> GatewayError:
+    with pytest.raises(GatewayError) as failure:
+        await rig.chunks()
+    assert rig.idle()
+    return failure.value

@@ -1,0 +1,25 @@
+"""How much the fleet as a whole is asked again."""
+
+from __future__ import annotations
+
+from gateway.routing.retries import POT_MAX_RETRIES, RetryBudget, backoff_seconds
+
+
+def test_the_budget_is_a_share_of_the_calls() -> None:
+    budget = RetryBudget()
+    taken = 0
+    while budget.take(0.0):
+        taken += 1
+    assert taken == POT_MAX_RETRIES
+    for _ in range(100):
+        budget.note_call(0.2)
+    for _ in range(20):
+        taken -= budget.take(0.0)
+    assert POT_MAX_RETRIES - taken in (19, 20)
+    assert not budget.take(0.0)
+
+
+def test_pauses_grow_and_are_spread() -> None:
+    pauses = [[backoff_seconds(rounds) for _ in range(20)] for rounds in range(8)]
+    assert max(pauses[0]) <= 0.25 and min(pauses[7]) >= 2.0 and max(pauses[7]) <= 4.0
+    assert len(set(pauses[3])) > 1
