@@ -37,6 +37,7 @@ from typing import NamedTuple
 import uvloop
 
 from gateway.billing import bill_of, make_receipt
+from gateway.books import opened_by
 from gateway.fleet import Fleet
 from gateway.ledger import Ledger, verify
 from gateway.ledger.chain import GENESIS, encode_row
@@ -47,7 +48,7 @@ from gateway.metering import Meter
 from gateway.policy import Policy
 from gateway.providers.base import Unasked
 from gateway.server import GC_THRESHOLDS
-from gateway.settlement import Settler, opened_by
+from gateway.settler import Settler
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Receipt, Trace, Usage
 

@@ -52,7 +52,7 @@ from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
 from gateway.serve import House, handle
 from gateway.settings import Settings, resolve_secret
-from gateway.settlement import Settler
+from gateway.settler import Settler
 from gateway.sharing import Hearsay, Sharing, untold
 from gateway.shell import EXCEPTION_HANDLERS, json_reply
 from gateway.siblings import ALONE, Seat, Siblings, left_behind

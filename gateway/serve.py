@@ -15,6 +15,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from gateway.auth import Authenticator
+from gateway.books import Books, Opening
 from gateway.cache import UNRECORDED, Answer, LeaderFailed, ResponseCache
 from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.diagnosis import Watcher
@@ -27,7 +28,8 @@ from gateway.replies import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, BodyRo
 from gateway.routing.attempts import Attempts
 from gateway.routing.router import Router
 from gateway.routing.upstream import Upstream
-from gateway.settlement import Books, Opening, Settlement, Settler
+from gateway.settlement import Settlement
+from gateway.settler import Settler
 from gateway.telemetry import CallRecord, Telemetry
 from gateway.types import Call, Marks, Outcome
 

@@ -4,7 +4,7 @@ The receipt is in the ledger before the last bytes of the answer are sent, so th
 been billed for it, whatever happens next; and before a server is asked, a row there says so, which the next start finds
 without its receipt if this process is killed. Then, behind the client's back: its place is free again, the router
 learns what was really cached, and the answer goes into the cache. None of this waits longer than a storage operation
-may, or is lost to a cancellation. What was reserved is settled to the truth once the receipt is durable.
+may, or is lost to a cancellation. What was reserved is settled to the truth once the receipt is durable (`gateway.settler`).
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
 
 from gateway.billing import Bill, bill_of, make_receipt
+from gateway.books import Books, Opening
 from gateway.cache import UNRECORDED, Recording, Unrecorded
-from gateway.errors import BudgetSpent, GatewayError, LedgerUnavailable, LimitReached, UpstreamCut, UpstreamTimeout
+from gateway.errors import BudgetSpent, GatewayError, LedgerUnavailable, UpstreamCut, UpstreamTimeout
 from gateway.fleet import Server
-from gateway.ids import new_event_id
-from gateway.ledger import Ledger, Opened
-from gateway.limits.limiter import UNLIMITED, Limiter, Reservation
+from gateway.limits.limiter import UNLIMITED, Reservation
 from gateway.metering import Meter
 from gateway.money import nanos_of
 from gateway.providers.base import Fault
@@ -31,154 +28,9 @@ from gateway.races import Losers
 from gateway.replies import Exchange
 from gateway.routing.attempts import Attempts
 from gateway.routing.upstream import Upstream
+from gateway.settler import Settler
 from gateway.telemetry import CallRecord
-from gateway.times import rfc3339
-from gateway.types import Call, Marks, Outcome, Receipt, Usage
-
-SETTLED_AT_ONCE = 16  # operations of the storage under way at the same time, so that a shared one gathers them
-REFUSAL_WAIT_SECONDS = 0.25  # at most, before a limit refuses a tenant some of whose calls are over and not yet settled
-
-
-class Books(Protocol):
-    """Where receipts go: the ledger; or, for a line of a batch, its result (`gateway.batches.inside`)."""
-
-    def check(self) -> None:
-        """Raise `LedgerUnavailable` where the next receipt could not be written."""
-
-    def open_call(self, opened: Opened) -> None:
-        """A server is about to be asked. Raise `LedgerUnavailable` where that could not be billed."""
-
-    def append(self, receipt: Receipt) -> None: ...
-
-
-class Opening:
-    """Notes in the books, for one call, each server that is about to be asked."""
-
-    __slots__ = ("_books", "_call", "_marks", "opened")
-
-    def __init__(self, books: Books, call: Call, marks: Marks) -> None:
-        self._books = books
-        self._call = call
-        self._marks = marks
-        self.opened: list[Opened] = []
-
-    @property
-    def request_id(self) -> str:
-        """Of the attempt that was opened last: by it the server can be asked afterwards what it did."""
-        return self.opened[-1].request_id
-
-    def request_id_at(self, server: Server) -> str:
-        return next(each.request_id for each in reversed(self.opened) if each.deployment == server.name)
-
-    def __call__(self, server: Server) -> None:
-        opened = opened_by(self._call, self._marks, server, len(self.opened) + 1)
-        self._books.open_call(opened)
-        self.opened.append(opened)
-
-
-def opened_by(call: Call, marks: Marks, server: Server, attempt: int) -> Opened:
-    return Opened(  # in the order of the fields: names cost more than the row
-        new_event_id(),
-        call.id,
-        call.principal.tenant.name,
-        call.principal.key_id,
-        call.end_user,
-        call.operation,
-        call.asked_model,
-        server.deployment.name,
-        call.class_name,
-        call.service_tier,
-        rfc3339(marks.started_ns),
-        call.prompt_tokens_estimate,
-        call.policy.hash,
-        f"{call.trace.trace_id:032x}",
-        attempt,
-    )
-
-
-class Settler:
-    """Settles reservations once their receipts are durable, all those of one fsync together, in one task.
-
-    A call that is over has given its place back already; its tokens and its money come back a little later. Nobody is
-    refused for these: `admit` waits for them first. What can not be made durable is not settled: its lease runs out.
-    """
-
-    def __init__(
-        self, limiter: Limiter, ledger: Ledger, *, in_vain: Callable[[Opened], None] = lambda opened: None
-    ) -> None:
-        self._limiter = limiter
-        self._in_vain = in_vain
-        self._ledger = ledger  # which bounds how much can be due
-        self._due: list[tuple[Reservation, Usage, int, str]] = []
-        self._unsettled = Counter[str]()  # by tenant
-        self._running = asyncio.Event()  # set when what the task works on is settled
-        self._gathering = asyncio.Event()  # and when `_due` is
-        self._task: asyncio.Task[None] | None = None
-
-    async def admit(self, call: Call, *, from_cache: bool = False) -> Reservation:
-        """As `Limiter.admit`, or its `admit_hit` for an answer from the cache, by what is true."""
-        admit = self._limiter.admit_hit if from_cache else self._limiter.admit
-        try:
-            return await admit(call)
-        except (LimitReached, BudgetSpent):
-            if call.principal.tenant.name not in self._unsettled:
-                raise
-        await self._settle_now()
-        return await admit(call)
-
-    def settle(self, reservation: Reservation, usage: Usage, cost_nanos: int, tenant: str) -> None:
-        """Settle it when every row that the ledger has now is durable."""
-        self._due.append((reservation, usage, cost_nanos, tenant))
-        self._unsettled[tenant] += 1
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._settle_due(), name="ledger settle")
-
-    def audit(self, call_id: str) -> None:
-        """The call's receipt is written; what other servers did for it is to be noted as well."""
-        for opened in self._ledger.open_attempts(call_id):
-            if opened.in_vain:  # and not held: its receipt is yet to be written
-                self._in_vain(opened)
-
-    def abandon(self, call_id: str) -> None:
-        """There will be no receipt: whatever was done for the call was in vain."""
-        for opened in self._ledger.open_attempts(call_id):
-            self._in_vain(opened)
-
-    async def stop(self) -> None:
-        """Settle what is left."""
-        while self._task is not None:
-            with contextlib.suppress(LedgerUnavailable):
-                await self._ledger.durable(hurry=True)
-            await self._task
-
-    async def _settle_now(self) -> None:
-        over = self._gathering if self._due else self._running
-        with contextlib.suppress(TimeoutError, LedgerUnavailable):
-            async with asyncio.timeout(REFUSAL_WAIT_SECONDS):
-                await self._ledger.durable(hurry=True)
-                await over.wait()
-
-    async def _settle_due(self) -> None:
-        while self._due:
-            due, self._due = self._due, []
-            self._running, self._gathering = self._gathering, asyncio.Event()
-            try:
-                await self._ledger.durable()
-                rest = iter(due)
-                first = asyncio.ensure_future(self._settle_each(rest))
-                await asyncio.sleep(0)  # in which it has settled all, where the storage is in this process
-                lanes = 0 if first.done() else min(SETTLED_AT_ONCE, len(due)) - 1
-                await asyncio.gather(first, *[self._settle_each(rest) for _ in range(lanes)])
-            except LedgerUnavailable:
-                pass  # which has said so, and is restarted; nothing settles before
-            self._unsettled -= Counter([tenant for _, _, _, tenant in due])
-            self._running.set()
-        self._task = None
-
-    @staticmethod
-    async def _settle_each(due: Iterator[tuple[Reservation, Usage, int, str]]) -> None:
-        for reservation, usage, cost_nanos, _ in due:
-            await reservation.settle(usage, cost_nanos)
+from gateway.types import Call, Outcome, Usage
 
 
 class Settlement:

@@ -15,6 +15,7 @@ import msgspec
 from starlette.types import Message
 
 from gateway.auth import Authenticator
+from gateway.books import Books
 from gateway.canonicaliser import Canonicaliser
 from gateway.doors.base import Door
 from gateway.errors import Unauthenticated
@@ -22,7 +23,6 @@ from gateway.ledger import Opened
 from gateway.policy import LatencyClass, Policy
 from gateway.replies import WIRE, Wire
 from gateway.serve import House, handle
-from gateway.settlement import Books
 from gateway.types import Call, Principal, Receipt
 
 KEY_HEADER = b"batch-key"  # the id of a key; only in requests that are made here

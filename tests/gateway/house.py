@@ -36,7 +36,7 @@ from gateway.replies import BodyRoom
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
 from gateway.serve import House, handle
-from gateway.settlement import Settler
+from gateway.settler import Settler
 from gateway.storage.base import Charge, Granted, Refused
 from gateway.storage.memory import MemoryStorage
 from gateway.telemetry import CallRecord, Telemetry
