@@ -4,7 +4,8 @@ The receipt is in the ledger before the last bytes of the answer are sent, so th
 been billed for it, whatever happens next; and before a server is asked, a row there says so, which the next start finds
 without its receipt if this process is killed. Then, behind the client's back: its place is free again, the router
 learns what was really cached, and the answer goes into the cache. None of this waits longer than a storage operation
-may, or is lost to a cancellation. What was reserved is settled to the truth once the receipt is durable (`gateway.settler`).
+may, or is lost to a cancellation. What was reserved is settled to the truth once the receipt is durable, by
+`gateway.settler`.
 """
 
 from __future__ import annotations
