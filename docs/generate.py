@@ -23,7 +23,8 @@ from backend.server.metrics import Metrics as EngineMetrics
 from gateway.cli import app as warmpath_app
 from gateway.policy import BUILT_IN_CLASSES, Policy
 from gateway.settings import Settings, variable
-from gateway.telemetry import metrics as gateway_metrics
+from gateway.telemetry import watched
+from gateway.telemetry.metrics import Metrics as GatewayMetrics
 
 ROOT = Path(__file__).parents[1]
 HELP_COLUMNS = 100
@@ -277,10 +278,10 @@ class _IdleEngine:
 
 
 def metrics_page() -> str:
-    gateway = gateway_metrics.Metrics()
-    for watched in vars(gateway_metrics).values():
-        if isinstance(watched, gateway_metrics.Watched):
-            gateway.watch(watched, dict)
+    gateway = GatewayMetrics()
+    for metric in vars(watched).values():
+        if isinstance(metric, watched.Watched):
+            gateway.watch(metric, dict)
     engine = EngineMetrics(_IdleEngine(), "demo", 16)  # type: ignore[arg-type]
     return "\n".join(
         [

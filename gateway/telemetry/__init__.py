@@ -14,7 +14,10 @@ from gateway.policy import Policy
 from gateway.telemetry import propagation
 from gateway.telemetry.export import EXPORT_INTERVAL_SECONDS, SpanQueue
 from gateway.telemetry.logs import access, configure_logging
-from gateway.telemetry.metrics import (
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.record import CallRecord, Times, phases, times
+from gateway.telemetry.spans import SpanBuilder
+from gateway.telemetry.watched import (
     BATCH_LINES,
     BATCHES,
     BATCHES_ENDED,
@@ -42,12 +45,9 @@ from gateway.telemetry.metrics import (
     QUEUE_GAVE_WAY,
     SPANS_DROPPED,
     STORE_FAILURES,
-    Metrics,
     Reading,
     Watched,
 )
-from gateway.telemetry.record import CallRecord, Times, phases, times
-from gateway.telemetry.spans import SpanBuilder
 from gateway.types import Trace
 
 logger = logging.getLogger(__name__)

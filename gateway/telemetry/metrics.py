@@ -1,4 +1,4 @@
-"""Prometheus metrics: what every request adds up to, and what other parts let us look at.
+"""Prometheus metrics: what every request adds up to; beside it, what other parts let us look at (`watched`).
 
 Labels come from the policy, the doors and fixed lists, never from a client. Should a list be longer than thought, what
 comes later is counted under "other" (`aggregates.CHILDREN_MAX`).
@@ -6,11 +6,10 @@ comes later is counted under "other" (`aggregates.CHILDREN_MAX`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -19,14 +18,13 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.registry import Collector
 
 from gateway.policy import Policy
 from gateway.telemetry import names
 from gateway.telemetry.aggregates import Count, Histogram, Spread, Tally
 from gateway.telemetry.record import CallRecord, Times
+from gateway.telemetry.watched import Reading, Watched, Watcher
 from gateway.types import Attempt, Call, Operation, Outcome, Usage
 
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600)
@@ -38,106 +36,6 @@ TOKEN_KINDS = ("input_uncached", "cache_read", "cache_write", "output", "reasoni
 GEN_AI_TOKEN_BUCKETS = tuple(4**i for i in range(14))  # likewise: 1 ... 67108864
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series per child, which Prometheus does not read in this format
-
-Reading = float | Mapping[tuple[str, ...], float]
-
-
-class Watched(msgspec.Struct, frozen=True):
-    """A metric that is read when it is asked for: `Telemetry.watch` gives it a callback.
-
-    The callback returns a number, or with `labels` a mapping from their values to numbers. It runs on the event
-    loop, within GET /metrics.
-    """
-
-    name: str
-    help: str
-    labels: tuple[str, ...] = ()
-    kind: Literal["gauge", "counter"] = "gauge"
-
-
-INFLIGHT = Watched("warmpath_inflight", "Requests that have been accepted and are not over.")
-BODIES = Watched("warmpath_bodies_bytes", "Bytes of request bodies that are held, up to WARMPATH_MAX_BODIES_BYTES.")
-QUEUE_DEPTH = Watched("warmpath_queue_depth", "Calls that wait for their turn.", ("class",))
-DEPLOYMENT_INFLIGHT = Watched("warmpath_deployment_inflight", "Calls that a deployment is busy with.", ("deployment",))
-DEPLOYMENT_AVAILABLE = Watched("warmpath_deployment_available", "1 where calls are sent, 0 where not.", ("deployment",))
-LEDGER_ROWS = Watched("warmpath_ledger_rows", "Receipts written since the start.", kind="counter")
-LEDGER_DRIFT = Watched(
-    "warmpath_ledger_drift_tokens",
-    "Tokens that the engine counted between the last two hourly notes, less those that this gateway has billed; of "
-    "several workers, their sum.",
-    ("deployment", "kind"),
-)
-LEDGER_OK = Watched("warmpath_ledger_ok", "1 while receipts can be written.")
-LIMITS_LOST = Watched(
-    "warmpath_limits_lost",
-    "Leases that ran out while their calls went on, and settlements left to the end of theirs: the storage was away.",
-    ("what",),
-    kind="counter",
-)
-LIMITS_UNSETTLED = Watched("warmpath_limits_unsettled", "Ended reservations that the storage is still to be told of.")
-LIMITS_LOCAL = Watched("warmpath_limits_local", "1 while the storage is away and limits are enforced by shares.")
-LIMITS_LOCAL_CALLS = Watched(
-    "warmpath_limits_local_calls", "Calls that were decided by a share of the limits.", ("verdict",), kind="counter"
-)
-LIMITS_UNTOLD = Watched("warmpath_limits_untold", "Calls granted by a share that the storage is still to be told of.")
-STORE_FAILURES = Watched(
-    "warmpath_limits_store_failures", "Operations on limits that the storage did not answer.", kind="counter"
-)
-KV_EVENT_BATCHES = Watched(
-    "warmpath_kv_event_batches", "Batches of KV events, gaps in their numbers, and what was none.",
-    ("deployment", "kind"), kind="counter",
-)  # fmt: skip
-GATEWAYS_HEARD = Watched("warmpath_gateways_heard", "Other gateways on the same storage that told their load lately.")
-CALLS_HEARD = Watched(
-    "warmpath_calls_heard", "Calls of other gateways that this one's cache models have learnt.", kind="counter"
-)
-KV_BLOCKS = Watched("warmpath_kv_blocks", "KV blocks that a deployment has told of, and not removed.", ("deployment",))
-KV_CALLS = Watched(
-    "warmpath_kv_calls", "Answered calls of deployments with KV events, by whether their blocks are known.",
-    ("deployment", "blocks"), kind="counter",
-)  # fmt: skip
-DEPLOYMENT_BREAKER = Watched(
-    "warmpath_deployment_breaker",
-    "1 at the state in which a deployment's circuit breaker is: closed, resting, open or half_open.",
-    ("deployment", "state"),
-)
-CUT_STREAMS = Watched(
-    "warmpath_cut_streams", "Streams that were cut and were to go on at another deployment, by whether they did.",
-    ("result",), kind="counter",
-)  # fmt: skip
-QUEUE_GAVE_WAY = Watched(
-    "warmpath_queue_gave_way", "Calls that were refused because more had come than may wait, by the class of theirs.",
-    ("class",), kind="counter",
-)  # fmt: skip
-BATCHES = Watched("warmpath_batches", "Batches in the store that are not over, as they were found last.", ("status",))
-BATCHES_ENDED = Watched("warmpath_batches_ended", "Batches that this gateway has ended.", ("status",), kind="counter")
-BATCH_LINES = Watched(
-    "warmpath_batch_lines", "Lines that wait or are called, of the batches that this gateway works on.", ("state",)
-)
-DEPLOYMENT_REPORTED = Watched(
-    "warmpath_deployment_reported", "What a deployment said of its load last.", ("deployment", "what")
-)
-SPANS_DROPPED = Watched("warmpath_spans_dropped", "Spans that never reached the collector.", kind="counter")
-
-
-class _Watcher(Collector):
-    def __init__(self, metric: Watched, read: Callable[[], Reading]) -> None:
-        self._metric = metric
-        self._read = read
-
-    def describe(self) -> list[Metric]:
-        return [self._family()]
-
-    def collect(self) -> Iterator[Metric]:
-        family = self._family()
-        reading = self._read()
-        for values, number in reading.items() if isinstance(reading, Mapping) else [((), reading)]:
-            family.add_metric(values, number)
-        yield family
-
-    def _family(self) -> CounterMetricFamily | GaugeMetricFamily:
-        family = CounterMetricFamily if self._metric.kind == "counter" else GaugeMetricFamily
-        return family(self._metric.name, self._metric.help, labels=self._metric.labels)
 
 
 class _OwnSeries(NamedTuple):
@@ -244,7 +142,7 @@ class Metrics:
 
     def watch(self, metric: Watched, read: Callable[[], Reading]) -> None:
         """Raises ValueError when the name is taken."""
-        self._registry.register(_Watcher(metric, read))
+        self._registry.register(Watcher(metric, read))
 
     def render(self) -> tuple[bytes, str]:
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
