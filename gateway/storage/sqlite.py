@@ -1,7 +1,8 @@
 """The state of one machine in one file: budgets and keys survive a restart, and several processes may share it.
 
 What is asked while a transaction is under way is gathered and becomes the next one (group commit), so the price of a
-commit is shared. Counters may lose the last moments when the power fails, as the ledger has what was billed.
+commit is shared. Counters may lose the last moments when the power fails, as the ledger has what was billed. What
+reservations do to the tables is in `sqlite_reservations`.
 """
 
 from __future__ import annotations
@@ -15,26 +16,20 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from gateway.storage import sqlite_reservations as reservations
 from gateway.storage.base import (
     DEFAULT_BLOB_BYTES,
     NOTICES_AT_ONCE,
     NOTICES_KEPT,
     OPERATION_TIMEOUT_SECONDS,
-    REMEMBER_SECONDS,
     Charge,
     Granted,
     KeyRecord,
-    LeaseCharge,
-    RateCharge,
     Refused,
-    SpendCharge,
-    check_actual,
     check_charges,
 )
-from gateway.storage.bucket import Bucket, State
 from gateway.storage.coalesce import Coalescer
 from gateway.storage.sqlite_file import SqliteFile, in_transaction
-from gateway.storage.verdict import account_verdict, rate_verdict, room_of
 
 BUSY_SHARE = 0.8  # of an operation's time is spent on waiting for other writers: less than all, to tell the reason
 SWEEP_SECONDS = 10.0
@@ -67,17 +62,7 @@ SCHEMAS = (TABLES, REPLICAS, NOTICES)  # what each version added
 
 _Work = Callable[[sqlite3.Connection], Any]
 
-
-class _Taken(msgspec.Struct, array_like=True):
-    """A charge as a reservation keeps it."""
-
-    charge: Charge
-    poured_at: float  # of a rate; 0 for the others
-
-
 _encode = msgspec.msgpack.Encoder().encode
-_decode_bucket = msgspec.msgpack.Decoder(State).decode
-_decode_taken = msgspec.msgpack.Decoder(list[_Taken]).decode
 _decode_key = msgspec.msgpack.Decoder(KeyRecord).decode
 
 
@@ -136,57 +121,34 @@ class SqliteStorage:
     def _reserve(
         self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, db: sqlite3.Connection
     ) -> Granted | Refused:
-        self._sweep(now, db)
-        if _is_open(reservation_id, db):
-            raise ValueError(f"the reservation {reservation_id} is open already")
-        remaining: list[int] = []
-        for index, charge in enumerate(charges):
-            left = _verdict(index, charge, now, db)
-            if isinstance(left, Refused):
-                return left
-            remaining.append(left)
-        self._hold(reservation_id, charges, lease_seconds, now, db)
-        return Granted(tuple(remaining))
-
-    def _hold(
-        self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, db: sqlite3.Connection
-    ) -> None:
-        expires_at = now + lease_seconds
-        taken = [_Taken(charge, _take(reservation_id, charge, expires_at, now, db)) for charge in charges]
-        db.execute(
-            "INSERT INTO reservations VALUES (?, ?, ?, ?, ?)",
-            (reservation_id, self._owner, _encode(taken), expires_at, expires_at + REMEMBER_SECONDS),
-        )
+        if now >= self._next_sweep:
+            self._sweep(now, db)
+        return reservations.reserve(reservation_id, charges, self._owner, lease_seconds, now, db)
 
     async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
         check_charges(reservation_id, charges)
-
-        def hold(db: sqlite3.Connection) -> None:
-            if not _is_open(reservation_id, db):
-                self._hold(reservation_id, charges, lease_seconds, now, db)
-
-        await self._transactions.submit(hold)
+        await self._transactions.submit(
+            partial(reservations.adopt, reservation_id, charges, self._owner, lease_seconds, now)
+        )
 
     async def left(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
-        rooms: tuple[int, ...] = await self._transactions.submit(
-            lambda db: tuple([room_of(charge, _verdict(0, charge, now, db)) for charge in charges])
-        )
+        rooms: tuple[int, ...] = await self._transactions.submit(partial(reservations.left, charges, now))
         return rooms
 
     async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
-        held: bool = await self._transactions.submit(partial(_extend, reservation_id, lease_seconds, now))
+        held: bool = await self._transactions.submit(partial(reservations.extend, reservation_id, lease_seconds, now))
         return held
 
     async def leave(self, reservation_id: str, *, now: float) -> bool:
-        left: bool = await self._transactions.submit(partial(_leave, reservation_id, now))
+        left: bool = await self._transactions.submit(partial(reservations.leave, reservation_id, now))
         return left
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
-        ended: bool = await self._transactions.submit(partial(_settle, reservation_id, actual, now))
+        ended: bool = await self._transactions.submit(partial(reservations.settle, reservation_id, actual, now))
         return ended
 
     async def release_owner(self, owner: str, *, now: float) -> int:
-        released: int = await self._transactions.submit(partial(_release_owner, owner, now))
+        released: int = await self._transactions.submit(partial(reservations.release_owner, owner, now))
         return released
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
@@ -195,8 +157,6 @@ class SqliteStorage:
 
     def _sweep(self, now: float, db: sqlite3.Connection) -> None:
         """What is over is ignored wherever it is read; this only keeps the file small."""
-        if now < self._next_sweep:
-            return
         self._next_sweep = now + SWEEP_SECONDS
         db.execute("DELETE FROM holds WHERE expires_at <= ?", (now,))
         db.execute("DELETE FROM reservations WHERE forget_at <= ?", (now,))
@@ -246,10 +206,6 @@ def _all(batch: Sequence[_Work], db: sqlite3.Connection) -> list[Any]:
     return answers
 
 
-def _is_open(reservation_id: str, db: sqlite3.Connection) -> bool:
-    return db.execute("SELECT 1 FROM reservations WHERE id = ?", (reservation_id,)).fetchone() is not None
-
-
 def _count_replicas(owner: str, since: float, now: float, db: sqlite3.Connection) -> int:
     if owner:
         db.execute("REPLACE INTO replicas VALUES (?, ?)", (owner, now))
@@ -271,103 +227,6 @@ def _change_key(record: KeyRecord, db: sqlite3.Connection) -> bool:
         return False
     db.execute("REPLACE INTO keys VALUES (?, ?)", (record.id, _encode(record)))
     return True
-
-
-def _verdict(index: int, charge: Charge, now: float, db: sqlite3.Connection) -> int | Refused:
-    if isinstance(charge, RateCharge):
-        return rate_verdict(index, charge, _bucket(charge.key, db), now)
-    account = db.execute("SELECT spent FROM accounts WHERE key = ? AND forget_at > ?", (charge.key, now)).fetchone()
-    query = "SELECT coalesce(sum(amount), 0) FROM holds WHERE key = ? AND expires_at > ?"
-    (held,) = db.execute(query, (charge.key, now)).fetchone()
-    return account_verdict(index, charge, 0 if account is None else account[0], held)
-
-
-def _take(reservation_id: str, charge: Charge, expires_at: float, now: float, db: sqlite3.Connection) -> float:
-    if isinstance(charge, RateCharge):
-        bucket = _bucket(charge.key, db)
-        bucket.pour(charge.amount, charge, now)
-        _save_bucket(charge.key, bucket, db)
-        return bucket.time
-    db.execute("INSERT INTO holds VALUES (?, ?, ?, ?)", (charge.key, reservation_id, charge.amount, expires_at))
-    return 0.0
-
-
-def _extend(reservation_id: str, lease_seconds: float, now: float, db: sqlite3.Connection) -> bool:
-    query = "SELECT charges FROM reservations WHERE id = ? AND expires_at > ?"
-    row = db.execute(query, (reservation_id, now)).fetchone()
-    if row is None:
-        return False
-    expires_at = now + lease_seconds
-    db.execute(
-        "UPDATE reservations SET expires_at = ?, forget_at = ? WHERE id = ?",
-        (expires_at, expires_at + REMEMBER_SECONDS, reservation_id),
-    )
-    for key in _held_keys(row[0]):
-        query = "UPDATE holds SET expires_at = ? WHERE key = ? AND reservation = ?"
-        db.execute(query, (expires_at, key, reservation_id))
-    return True
-
-
-def _leave(reservation_id: str, now: float, db: sqlite3.Connection) -> bool:
-    query = "SELECT charges FROM reservations WHERE id = ? AND expires_at > ?"
-    row = db.execute(query, (reservation_id, now)).fetchone()
-    taken = [] if row is None else _decode_taken(row[0])
-    query = "DELETE FROM holds WHERE key = ? AND reservation = ?"
-    places = [each.charge.key for each in taken if isinstance(each.charge, LeaseCharge)]
-    return sum(db.execute(query, (key, reservation_id)).rowcount for key in places) > 0
-
-
-def _settle(reservation_id: str, actual: Sequence[int], now: float, db: sqlite3.Connection) -> bool:
-    query = "SELECT charges FROM reservations WHERE id = ? AND forget_at > ?"
-    row = db.execute(query, (reservation_id, now)).fetchone()
-    if row is None:
-        return False
-    taken = _decode_taken(row[0])
-    check_actual(reservation_id, actual, charges=len(taken))
-    db.execute("DELETE FROM reservations WHERE id = ?", (reservation_id,))
-    for each, used in zip(taken, actual, strict=True):
-        charge = each.charge
-        if isinstance(charge, RateCharge):
-            bucket = _bucket(charge.key, db)
-            bucket.settle(used, charge, each.poured_at, now)
-            _save_bucket(charge.key, bucket, db)
-            continue
-        db.execute("DELETE FROM holds WHERE key = ? AND reservation = ?", (charge.key, reservation_id))
-        if isinstance(charge, SpendCharge):
-            _spend(charge, used, now, db)
-    return True
-
-
-def _spend(charge: SpendCharge, used: int, now: float, db: sqlite3.Connection) -> None:
-    db.execute("DELETE FROM accounts WHERE key = ? AND forget_at <= ?", (charge.key, now))
-    db.execute(
-        "INSERT INTO accounts VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE"
-        " SET spent = spent + excluded.spent, forget_at = max(forget_at, excluded.forget_at)",
-        (charge.key, used, now + charge.keep_seconds),
-    )
-
-
-def _release_owner(owner: str, now: float, db: sqlite3.Connection) -> int:
-    query = "SELECT id, charges FROM reservations WHERE owner = ? AND expires_at > ?"
-    rows = db.execute(query, (owner, now)).fetchall()
-    for reservation_id, charges in rows:
-        db.execute("UPDATE reservations SET expires_at = ? WHERE id = ?", (now, reservation_id))
-        for key in _held_keys(charges):
-            db.execute("DELETE FROM holds WHERE key = ? AND reservation = ?", (key, reservation_id))
-    return len(rows)
-
-
-def _held_keys(charges: bytes) -> list[str]:
-    return [taken.charge.key for taken in _decode_taken(charges) if not isinstance(taken.charge, RateCharge)]
-
-
-def _bucket(key: str, db: sqlite3.Connection) -> Bucket:
-    row = db.execute("SELECT state FROM buckets WHERE key = ?", (key,)).fetchone()
-    return Bucket() if row is None else Bucket(*_decode_bucket(row[0]))
-
-
-def _save_bucket(key: str, bucket: Bucket, db: sqlite3.Connection) -> None:
-    db.execute("REPLACE INTO buckets VALUES (?, ?, ?)", (key, _encode(bucket.state), bucket.empty_at))
 
 
 def _get_blob(key: str, now: float, db: sqlite3.Connection) -> bytes | None:

@@ -1,0 +1,175 @@
+"""What a reservation does to the tables, inside of a transaction; for SQLite what `redis.lua` is for Redis.
+
+What the functions without an underscore do, `Counters` in `gateway.storage.base` says. While a reservation is open its
+charges against places and accounts are rows of `holds`; rates have been poured into their buckets.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+
+import msgspec
+
+from gateway.storage.base import (
+    REMEMBER_SECONDS,
+    Charge,
+    Granted,
+    LeaseCharge,
+    RateCharge,
+    Refused,
+    SpendCharge,
+    check_actual,
+)
+from gateway.storage.bucket import Bucket, State
+from gateway.storage.verdict import account_verdict, rate_verdict, room_of
+
+
+class _Taken(msgspec.Struct, array_like=True):
+    """A charge as a reservation keeps it."""
+
+    charge: Charge
+    poured_at: float  # of a rate; 0 for the others
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_bucket = msgspec.msgpack.Decoder(State).decode
+_decode_taken = msgspec.msgpack.Decoder(list[_Taken]).decode
+
+
+def reserve(
+    reservation_id: str, charges: Sequence[Charge], owner: str, lease_seconds: float, now: float, db: sqlite3.Connection
+) -> Granted | Refused:
+    if _is_open(reservation_id, db):
+        raise ValueError(f"the reservation {reservation_id} is open already")
+    remaining: list[int] = []
+    for index, charge in enumerate(charges):
+        left = _verdict(index, charge, now, db)
+        if isinstance(left, Refused):
+            return left
+        remaining.append(left)
+    _hold(reservation_id, charges, owner, lease_seconds, now, db)
+    return Granted(tuple(remaining))
+
+
+def adopt(
+    reservation_id: str, charges: Sequence[Charge], owner: str, lease_seconds: float, now: float, db: sqlite3.Connection
+) -> None:
+    if not _is_open(reservation_id, db):
+        _hold(reservation_id, charges, owner, lease_seconds, now, db)
+
+
+def left(charges: Sequence[Charge], now: float, db: sqlite3.Connection) -> tuple[int, ...]:
+    return tuple([room_of(charge, _verdict(0, charge, now, db)) for charge in charges])
+
+
+def extend(reservation_id: str, lease_seconds: float, now: float, db: sqlite3.Connection) -> bool:
+    query = "SELECT charges FROM reservations WHERE id = ? AND expires_at > ?"
+    row = db.execute(query, (reservation_id, now)).fetchone()
+    if row is None:
+        return False
+    expires_at = now + lease_seconds
+    db.execute(
+        "UPDATE reservations SET expires_at = ?, forget_at = ? WHERE id = ?",
+        (expires_at, expires_at + REMEMBER_SECONDS, reservation_id),
+    )
+    for key in _held_keys(row[0]):
+        query = "UPDATE holds SET expires_at = ? WHERE key = ? AND reservation = ?"
+        db.execute(query, (expires_at, key, reservation_id))
+    return True
+
+
+def leave(reservation_id: str, now: float, db: sqlite3.Connection) -> bool:
+    query = "SELECT charges FROM reservations WHERE id = ? AND expires_at > ?"
+    row = db.execute(query, (reservation_id, now)).fetchone()
+    taken = [] if row is None else _decode_taken(row[0])
+    query = "DELETE FROM holds WHERE key = ? AND reservation = ?"
+    places = [each.charge.key for each in taken if isinstance(each.charge, LeaseCharge)]
+    return sum(db.execute(query, (key, reservation_id)).rowcount for key in places) > 0
+
+
+def settle(reservation_id: str, actual: Sequence[int], now: float, db: sqlite3.Connection) -> bool:
+    query = "SELECT charges FROM reservations WHERE id = ? AND forget_at > ?"
+    row = db.execute(query, (reservation_id, now)).fetchone()
+    if row is None:
+        return False
+    taken = _decode_taken(row[0])
+    check_actual(reservation_id, actual, charges=len(taken))
+    db.execute("DELETE FROM reservations WHERE id = ?", (reservation_id,))
+    for each, used in zip(taken, actual, strict=True):
+        charge = each.charge
+        if isinstance(charge, RateCharge):
+            bucket = _bucket(charge.key, db)
+            bucket.settle(used, charge, each.poured_at, now)
+            _save_bucket(charge.key, bucket, db)
+            continue
+        db.execute("DELETE FROM holds WHERE key = ? AND reservation = ?", (charge.key, reservation_id))
+        if isinstance(charge, SpendCharge):
+            _spend(charge, used, now, db)
+    return True
+
+
+def release_owner(owner: str, now: float, db: sqlite3.Connection) -> int:
+    query = "SELECT id, charges FROM reservations WHERE owner = ? AND expires_at > ?"
+    rows = db.execute(query, (owner, now)).fetchall()
+    for reservation_id, charges in rows:
+        db.execute("UPDATE reservations SET expires_at = ? WHERE id = ?", (now, reservation_id))
+        for key in _held_keys(charges):
+            db.execute("DELETE FROM holds WHERE key = ? AND reservation = ?", (key, reservation_id))
+    return len(rows)
+
+
+def _is_open(reservation_id: str, db: sqlite3.Connection) -> bool:
+    return db.execute("SELECT 1 FROM reservations WHERE id = ?", (reservation_id,)).fetchone() is not None
+
+
+def _verdict(index: int, charge: Charge, now: float, db: sqlite3.Connection) -> int | Refused:
+    if isinstance(charge, RateCharge):
+        return rate_verdict(index, charge, _bucket(charge.key, db), now)
+    account = db.execute("SELECT spent FROM accounts WHERE key = ? AND forget_at > ?", (charge.key, now)).fetchone()
+    query = "SELECT coalesce(sum(amount), 0) FROM holds WHERE key = ? AND expires_at > ?"
+    (held,) = db.execute(query, (charge.key, now)).fetchone()
+    return account_verdict(index, charge, 0 if account is None else account[0], held)
+
+
+def _hold(
+    reservation_id: str, charges: Sequence[Charge], owner: str, lease_seconds: float, now: float, db: sqlite3.Connection
+) -> None:
+    expires_at = now + lease_seconds
+    taken = [_Taken(charge, _take(reservation_id, charge, expires_at, now, db)) for charge in charges]
+    db.execute(
+        "INSERT INTO reservations VALUES (?, ?, ?, ?, ?)",
+        (reservation_id, owner, _encode(taken), expires_at, expires_at + REMEMBER_SECONDS),
+    )
+
+
+def _take(reservation_id: str, charge: Charge, expires_at: float, now: float, db: sqlite3.Connection) -> float:
+    if isinstance(charge, RateCharge):
+        bucket = _bucket(charge.key, db)
+        bucket.pour(charge.amount, charge, now)
+        _save_bucket(charge.key, bucket, db)
+        return bucket.time
+    db.execute("INSERT INTO holds VALUES (?, ?, ?, ?)", (charge.key, reservation_id, charge.amount, expires_at))
+    return 0.0
+
+
+def _spend(charge: SpendCharge, used: int, now: float, db: sqlite3.Connection) -> None:
+    db.execute("DELETE FROM accounts WHERE key = ? AND forget_at <= ?", (charge.key, now))
+    db.execute(
+        "INSERT INTO accounts VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE"
+        " SET spent = spent + excluded.spent, forget_at = max(forget_at, excluded.forget_at)",
+        (charge.key, used, now + charge.keep_seconds),
+    )
+
+
+def _held_keys(charges: bytes) -> list[str]:
+    return [taken.charge.key for taken in _decode_taken(charges) if not isinstance(taken.charge, RateCharge)]
+
+
+def _bucket(key: str, db: sqlite3.Connection) -> Bucket:
+    row = db.execute("SELECT state FROM buckets WHERE key = ?", (key,)).fetchone()
+    return Bucket() if row is None else Bucket(*_decode_bucket(row[0]))
+
+
+def _save_bucket(key: str, bucket: Bucket, db: sqlite3.Connection) -> None:
+    db.execute("REPLACE INTO buckets VALUES (?, ?, ?)", (key, _encode(bucket.state), bucket.empty_at))
