@@ -9,10 +9,12 @@ from starlette.responses import Response
 
 from backend.server import metrics, replies
 from backend.server.asgi import Door, Exchange
+from backend.server.decoding import decode
 from backend.server.errors import InvalidRequest, ModelNotFound, RequestNotFound
+from backend.server.messages import check_tools
 from backend.server.prompts import render_chat
 from backend.server.replies import Json, usage_object
-from backend.server.requests import DetokenizeRequest, TokenizeRequest, check_final_message, check_tools, decode
+from backend.server.requests import DetokenizeRequest, TokenizeRequest, check_final_message
 from backend.server.serving import Serving
 
 JSON = "application/json"

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from backend.server import replies
 from backend.server.asgi import Door, Exchange
 from backend.server.constraints import is_constrained, text_constraint
+from backend.server.decoding import decode
 from backend.server.errors import InvalidRequest
 from backend.server.generation import Delta, Generation, Task
 from backend.server.prompts import Prompt, encode_prompts, prompt_text, split_prompts
 from backend.server.replies import Envelope, Json
-from backend.server.requests import MAX_CHOICES, CompletionRequest, decode
+from backend.server.requests import MAX_CHOICES, CompletionRequest
 from backend.server.serving import Serving
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's

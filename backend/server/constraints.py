@@ -12,13 +12,13 @@ from backend.engine.grammar import CompiledGrammar, GrammarError
 from backend.parsers.base import Mark, Tool, ToolFormat, quoted
 from backend.parsers.reasoning import NO_THOUGHT, ReasoningFormat
 from backend.server.errors import InvalidRequest
+from backend.server.messages import NamedToolChoice
 from backend.server.model import ServedModel
 from backend.server.requests import (
     ChatRequest,
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
-    NamedToolChoice,
     StructuredOutputs,
     TextFormat,
 )

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from backend.server.errors import InvalidRequest
+from backend.server.messages import AssistantMessage, Content, Message, ToolMessage
 from backend.server.model import ServedModel
-from backend.server.requests import AssistantMessage, ChatRequest, Content, Message, ToolMessage
+from backend.server.requests import ChatRequest
 from backend.server.templates import TemplateError
 from backend.server.tokenizer import TextCodec
 

@@ -11,10 +11,11 @@ from backend.server import replies
 from backend.server.asgi import Door, Exchange
 from backend.server.chat import ChatCompletions
 from backend.server.completions import Completions
+from backend.server.decoding import decode
 from backend.server.generation import Task
 from backend.server.prompts import split_prompts
 from backend.server.replies import Json
-from backend.server.requests import ChatRequest, CompletionRequest, GenerationRequest, decode
+from backend.server.requests import ChatRequest, CompletionRequest, GenerationRequest
 from backend.server.serving import Serving
 
 

@@ -1,118 +1,18 @@
-"""The wire in: a JSON body becomes a typed, checked request, or an InvalidRequest that names the field.
-
-Nothing is ignored in silence. Every field of a body is one of
-  * a field of the request types below: it is acted upon;
-  * in HARMLESS: it does not ask for anything that would change the answer;
-  * in ONLY: we do the listed values anyway, and refuse any other;
-  * unknown or unsupported: refused by name.
-A field that is null counts as absent, as at OpenAI, if its name is known.
-"""
+"""The requests that the engine answers, one type for each endpoint: what may be asked, and within which bounds."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from backend.server.errors import InvalidRequest
+from backend.server.messages import AssistantMessage, Message, NamedToolChoice, check_tools
 
 MAX_STOP_SEQUENCES = 4
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_EMBEDDING_INPUTS = 2048
-
-HARMLESS = {
-    "user": "who the end user is: for the caller's records",
-    "safety_identifier": "the same under its newer name",
-    "metadata": "labels for stored completions, and nothing is stored",
-    "prompt_cache_key": "a routing hint; the prefix cache here needs none",
-    "prompt_cache_retention": "a wish about the cache of a hosted service; here the least recently used goes first",
-    "prompt_cache_options": "as prompt_cache_retention: prefixes are always cached, wherever they end",
-    "prediction": "a hint for speed; the text does not depend on it",
-    "request_id": "vLLM's field; x-request-id is what names a request here",
-}
-
-_NOTHING: tuple[object, ...] = ([], {})
-ONLY: dict[str, tuple[object, ...]] = {
-    "store": (False,),
-    "modalities": (["text"],),
-    "functions": _NOTHING,
-    "function_call": ("none",),
-    "suffix": ("",),
-    "verbosity": ("medium",),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "spaces_between_special_tokens": (True,),
-    "logits_processors": _NOTHING,
-    "bad_words": _NOTHING,
-    "audio": (),
-    "web_search_options": (),
-    "moderation": (),
-    "guided_decoding_backend": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "allowed_token_ids": (),
-    "logprob_token_ids": (),
-    "thinking_token_budget": (),
-    "echo": (False,),
-    "chat_template": (),
-    "documents": (),
-    "mm_processor_kwargs": (),
-    "kv_transfer_params": (),
-}
-
-R = TypeVar("R", bound=Struct)
-
-
-def decode(body: bytes, kind: type[R]) -> R:
-    """The body as a `kind`, its fields checked one by one. Raises InvalidRequest."""
-    try:
-        fields = _OBJECT.decode(body)
-        _check_names(fields, kind)
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise _refusal(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
-    except RecursionError as error:
-        raise InvalidRequest("The body is nested too deeply.") from error
-
-
-def check_tools(tools: list[dict[str, Any]] | None) -> None:
-    try:
-        msgspec.convert(tools, list[Tool] | None)
-    except msgspec.ValidationError as error:
-        raise _refusal(error, prefix="tools") from error
-
-
-def _check_names(fields: dict[str, msgspec.Raw], kind: type[Struct]) -> None:
-    for name, raw in fields.items():
-        if name in kind.__struct_fields__ or name in HARMLESS:
-            continue
-        if name not in ONLY:
-            raise InvalidRequest(f"Unknown field `{name}`.", param=name)
-        value = msgspec.json.decode(raw)
-        if value is None or value in ONLY[name]:
-            continue
-        allowed = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in ONLY[name])
-        supported = f"; supported: {allowed}" if allowed else ""
-        raise InvalidRequest(f"This value of `{name}` is not supported by this engine{supported}.", param=name)
-
-
-def _refusal(error: msgspec.ValidationError, prefix: str = "") -> InvalidRequest:
-    """msgspec ends its message with the place: "Expected `int`, got `str` - at `$.messages[0].name`"."""
-    message, _, place = str(error).partition(" - at ")
-    path = (prefix + place.removeprefix("`key` in ").strip("`").removeprefix("$")).removeprefix(".")
-    named = re.search(r"(?:unknown|required) field `([^`]+)`", message)
-    if named:
-        return InvalidRequest(f"{message} in {path or 'the body'}.", param=f"{path}.{named[1]}".removeprefix("."))
-    where = f"`{path}`" if path else "The body"
-    return InvalidRequest(f"{where}: {message[:1].lower()}{message[1:]}.", param=path or None)
-
-
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -220,86 +120,6 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
             raise InvalidRequest("`stream_options` needs `stream` to be true.", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("`prompt_logprobs` are not part of a stream.", param="prompt_logprobs")
-
-
-class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    text: str
-    prompt_cache_breakpoint: Any = None  # marks where a hosted cache may cut; ours caches every block
-    cache_control: Any = None  # the same in another vendor's words
-
-
-Content = str | list[TextPart]
-
-
-class FunctionCall(Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-    arguments: str
-
-
-class ToolCall(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    id: str
-    function: FunctionCall
-    index: int | None = None  # left in by clients that assembled the call from a stream
-
-
-class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", kw_only=True):
-    name: str | None = None
-
-    @property
-    def role(self) -> str:
-        return str(self.__struct_config__.tag)
-
-
-class SystemMessage(_Message, frozen=True, tag="system"):
-    content: Content
-
-
-class DeveloperMessage(_Message, frozen=True, tag="developer"):
-    content: Content
-
-
-class UserMessage(_Message, frozen=True, tag="user"):
-    content: Content
-
-
-class AssistantMessage(_Message, frozen=True, tag="assistant", kw_only=True):
-    """As an earlier answer came back, so the fields of an answer that say nothing are let in."""
-
-    content: Content | None = None
-    tool_calls: list[ToolCall] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
-
-
-class ToolMessage(_Message, frozen=True, tag="tool", kw_only=True):
-    content: Content
-    tool_call_id: str
-
-
-Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
-
-
-class FunctionDefinition(Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    function: FunctionDefinition
-
-
-class NamedFunction(Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-
-
-class NamedToolChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    function: NamedFunction
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):

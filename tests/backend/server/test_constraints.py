@@ -20,9 +20,10 @@ from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
 from backend.parsers.base import CallArguments, CallStarted, Text
 from backend.parsers.reply import ReplyParser
 from backend.server.constraints import callable_tools, chat_constraint, is_constrained
+from backend.server.decoding import decode
 from backend.server.errors import InvalidRequest
 from backend.server.model import ServedModel, load_model
-from backend.server.requests import ChatRequest, decode
+from backend.server.requests import ChatRequest
 from backend.server.tokenizer import TextCodec
 
 DEMO = Path("backend/demo_model/weights")

@@ -12,9 +12,10 @@ import pytest
 from backend.engine.grammar import GrammarCompiler
 from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
 from backend.server.constraints import chat_constraint
+from backend.server.decoding import decode
 from backend.server.errors import ContextLengthError, InvalidRequest
 from backend.server.model import ServedModel, load_model
-from backend.server.requests import ChatRequest, decode
+from backend.server.requests import ChatRequest
 
 
 @pytest.fixture

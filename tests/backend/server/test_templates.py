@@ -9,10 +9,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from backend.model_files import open_model_files
+from backend.server.decoding import decode
 from backend.server.errors import InvalidRequest
 from backend.server.model import load_model
 from backend.server.prompts import chat_prompt, render_chat
-from backend.server.requests import ChatRequest, decode
+from backend.server.requests import ChatRequest
 from backend.server.templates import ChatTemplate, TemplateError
 
 TOOLS = [

@@ -1,0 +1,104 @@
+"""How a JSON body becomes a request of some type, or an InvalidRequest that names the field.
+
+Nothing is ignored in silence. Every field of a body is one of
+  * a field of the request's type: it is acted upon;
+  * in HARMLESS: it does not ask for anything that would change the answer;
+  * in ONLY: we do the listed values anyway, and refuse any other;
+  * unknown or unsupported: refused by name.
+A field that is null counts as absent, as at OpenAI, if its name is known.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from backend.server.errors import InvalidRequest
+
+HARMLESS = {
+    "user": "who the end user is: for the caller's records",
+    "safety_identifier": "the same under its newer name",
+    "metadata": "labels for stored completions, and nothing is stored",
+    "prompt_cache_key": "a routing hint; the prefix cache here needs none",
+    "prompt_cache_retention": "a wish about the cache of a hosted service; here the least recently used goes first",
+    "prompt_cache_options": "as prompt_cache_retention: prefixes are always cached, wherever they end",
+    "prediction": "a hint for speed; the text does not depend on it",
+    "request_id": "vLLM's field; x-request-id is what names a request here",
+}
+
+_NOTHING: tuple[object, ...] = ([], {})
+ONLY: dict[str, tuple[object, ...]] = {
+    "store": (False,),
+    "modalities": (["text"],),
+    "functions": _NOTHING,
+    "function_call": ("none",),
+    "suffix": ("",),
+    "verbosity": ("medium",),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "spaces_between_special_tokens": (True,),
+    "logits_processors": _NOTHING,
+    "bad_words": _NOTHING,
+    "audio": (),
+    "web_search_options": (),
+    "moderation": (),
+    "guided_decoding_backend": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "allowed_token_ids": (),
+    "logprob_token_ids": (),
+    "thinking_token_budget": (),
+    "echo": (False,),
+    "chat_template": (),
+    "documents": (),
+    "mm_processor_kwargs": (),
+    "kv_transfer_params": (),
+}
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+R = TypeVar("R", bound=Struct)
+
+
+def decode(body: bytes, kind: type[R]) -> R:
+    """The body as a `kind`, its fields checked one by one. Raises InvalidRequest."""
+    try:
+        fields = _OBJECT.decode(body)
+        _check_names(fields, kind)
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise refusal(error) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
+    except RecursionError as error:
+        raise InvalidRequest("The body is nested too deeply.") from error
+
+
+def _check_names(fields: dict[str, msgspec.Raw], kind: type[Struct]) -> None:
+    for name, raw in fields.items():
+        if name in kind.__struct_fields__ or name in HARMLESS:
+            continue
+        if name not in ONLY:
+            raise InvalidRequest(f"Unknown field `{name}`.", param=name)
+        value = msgspec.json.decode(raw)
+        if value is None or value in ONLY[name]:
+            continue
+        allowed = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in ONLY[name])
+        supported = f"; supported: {allowed}" if allowed else ""
+        raise InvalidRequest(f"This value of `{name}` is not supported by this engine{supported}.", param=name)
+
+
+def refusal(error: msgspec.ValidationError, prefix: str = "") -> InvalidRequest:
+    """With the field's path; `prefix` is where what was checked stands in the body.
+
+    msgspec ends its message with the place: "Expected `int`, got `str` - at `$.messages[0].name`".
+    """
+    message, _, place = str(error).partition(" - at ")
+    path = (prefix + place.removeprefix("`key` in ").strip("`").removeprefix("$")).removeprefix(".")
+    named = re.search(r"(?:unknown|required) field `([^`]+)`", message)
+    if named:
+        return InvalidRequest(f"{message} in {path or 'the body'}.", param=f"{path}.{named[1]}".removeprefix("."))
+    where = f"`{path}`" if path else "The body"
+    return InvalidRequest(f"{where}: {message[:1].lower()}{message[1:]}.", param=path or None)

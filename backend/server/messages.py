@@ -1,0 +1,98 @@
+"""What a chat is made of: messages, and the tools that their author may be given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from backend.server.decoding import refusal
+
+
+class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    text: str
+    prompt_cache_breakpoint: Any = None  # marks where a hosted cache may cut; ours caches every block
+    cache_control: Any = None  # the same in another vendor's words
+
+
+Content = str | list[TextPart]
+
+
+class FunctionCall(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    id: str
+    function: FunctionCall
+    index: int | None = None  # left in by clients that assembled the call from a stream
+
+
+class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", kw_only=True):
+    name: str | None = None
+
+    @property
+    def role(self) -> str:
+        return str(self.__struct_config__.tag)
+
+
+class SystemMessage(_Message, frozen=True, tag="system"):
+    content: Content
+
+
+class DeveloperMessage(_Message, frozen=True, tag="developer"):
+    content: Content
+
+
+class UserMessage(_Message, frozen=True, tag="user"):
+    content: Content
+
+
+class AssistantMessage(_Message, frozen=True, tag="assistant", kw_only=True):
+    """As an earlier answer came back, so the fields of an answer that say nothing are let in."""
+
+    content: Content | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class ToolMessage(_Message, frozen=True, tag="tool", kw_only=True):
+    content: Content
+    tool_call_id: str
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+class FunctionDefinition(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    function: FunctionDefinition
+
+
+class NamedFunction(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedToolChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    function: NamedFunction
+
+
+def check_tools(tools: list[dict[str, Any]] | None) -> None:
+    """Each is a `Tool`. Raises InvalidRequest."""
+    try:
+        msgspec.convert(tools, list[Tool] | None)
+    except msgspec.ValidationError as error:
+        raise refusal(error, prefix="tools") from error

@@ -1,0 +1,41 @@
+"""Which fields and bodies are taken, whatever their type."""
+
+import json
+
+import pytest
+
+from backend.server.decoding import HARMLESS, ONLY, decode
+from backend.server.errors import InvalidRequest
+from backend.server.requests import ChatRequest
+
+
+def chat(**fields: object) -> ChatRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
+    return decode(json.dumps(body).encode(), ChatRequest)
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_harmless_fields_are_let_in(name: str) -> None:
+    chat(**{name: "anything"})
+
+
+@pytest.mark.parametrize("name", sorted(ONLY))
+def test_a_field_with_one_supported_value_takes_it_and_null_and_nothing_else(name: str) -> None:
+    chat(**{name: None})
+    for value in ONLY[name]:
+        chat(**{name: value})
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        chat(**{name: "something else"})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'"x"', b"\xff", b'{"model": "\xff"}', b"[" * 100_000])
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="body"):
+        decode(body, ChatRequest)
+
+
+def test_deep_nesting_is_refused() -> None:
+    body = b'{"model": "m", "messages": [], "tools": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}"
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        decode(body, ChatRequest)
