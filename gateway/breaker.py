@@ -8,6 +8,10 @@
     half-open   the pause is over: one call at a time tries it, and decides
 
 Faults are attributed by the caller: connections that fail, 5xx, answers that do not come, come cut or are no answers.
+A server that begins every answer and ends none is as bad as one that begins none, and looks better: nothing can be
+tried elsewhere any more, and its places are soon free again. So an answer that breaks off takes its good beginning
+back, and a server that was open is trusted again once an answer has come whole, not before.
+
 A refused request, a client that leaves and a client's own deadline say nothing about the server, and do not count.
 Times are event-loop seconds; nothing here waits, and nothing needs a timer.
 """
@@ -28,11 +32,12 @@ SLOW_START_SHARE = 0.1  # of its places, at first
 
 
 class Breaker:
-    """One server's. `allows` before asking it, then exactly one of `succeeded`, `failed`, `abandoned`."""
+    """One server's. `allows` before asking it, then exactly one of `succeeded`, `failed`, `abandoned`; behind the
+    first of these `completed` or `broke_off`, or neither where its client left."""
 
     __slots__ = (
-        "_in_a_row", "_left_alone_until", "_open", "_openings", "_outcomes", "_probing", "_recovered_at", "asked_after",
-        "last_after",
+        "_broken_in_a_row", "_in_a_row", "_left_alone_until", "_open", "_openings", "_outcomes", "_probing",
+        "_recovered_at", "_unproven", "asked_after", "last_after",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -42,7 +47,9 @@ class Breaker:
         self._open = False
         self._probing = False
         self._in_a_row = 0
+        self._broken_in_a_row = 0
         self._openings = 0  # since it was well
+        self._unproven = False  # it has begun to answer again, and no answer has come whole yet
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)
         self._recovered_at: float | None = None
 
@@ -78,12 +85,13 @@ class Breaker:
         return now >= self.asked_after and not self._probing
 
     def succeeded(self, now: float) -> None:
+        """It has begun to answer."""
         self._in_a_row = 0
         if self._open and now >= self._left_alone_until:
             self._recovered_at = now
             self._outcomes.clear()
             self._open = self._probing = False
-            self._openings = 0
+            self._unproven = True
             self.asked_after = 0.0
         self.last_after = 0.0
         self._outcomes.append(True)
@@ -92,17 +100,39 @@ class Breaker:
         """It did not answer as a server should."""
         self._in_a_row += 1
         self._outcomes.append(False)
-        failures = self._outcomes.count(False)
-        often = len(self._outcomes) == WINDOW and failures >= OPEN_SHARE * WINDOW
         self.last_after = max(self.last_after, now + PAUSE_FIRST_SECONDS)
         if self._open and not self._probing:
             return  # a call that was under way when it opened
-        if self._probing or self._in_a_row >= FAILURES_TO_OPEN or often:
-            pause = min(PAUSE_FIRST_SECONDS * (1 << min(self._openings, 10)), PAUSE_MAX_SECONDS)
-            self._open, self._probing = True, False
-            self._openings += 1
-            self._recovered_at = None
-            self.asked_after = max(self.asked_after, now + pause)
+        if self._probing or self._in_a_row >= FAILURES_TO_OPEN or self._fails_often():
+            self._begin_pause(now)
+
+    def completed(self) -> None:
+        """An answer that it had begun has come whole."""
+        self._broken_in_a_row = 0
+        if not self._open:
+            self._unproven, self._openings = False, 0
+
+    def broke_off(self, now: float) -> None:
+        """An answer that it had begun did not come whole, by its own fault. Nor does a health check end the pause that
+        this may bring: it had looked well all the time."""
+        self._broken_in_a_row += 1
+        if True in self._outcomes:
+            self._outcomes.remove(True)
+            self._outcomes.append(False)
+        self.last_after = max(self.last_after, now + PAUSE_FIRST_SECONDS)
+        if not self._open and (self._unproven or self._broken_in_a_row >= FAILURES_TO_OPEN or self._fails_often()):
+            self._begin_pause(now)
+            self._leave_alone(self.asked_after)
+
+    def _fails_often(self) -> bool:
+        return len(self._outcomes) == WINDOW and self._outcomes.count(False) >= OPEN_SHARE * WINDOW
+
+    def _begin_pause(self, now: float) -> None:
+        pause = min(PAUSE_FIRST_SECONDS * (1 << min(self._openings, 10)), PAUSE_MAX_SECONDS)
+        self._open, self._probing = True, False
+        self._openings += 1
+        self._recovered_at = None
+        self.asked_after = max(self.asked_after, now + pause)
 
     def abandoned(self) -> None:
         """The call was given up for reasons of its caller: nothing is known, and the next may probe."""

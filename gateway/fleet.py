@@ -22,6 +22,7 @@ from gateway.prefix.token_counts import TokenCounts
 from gateway.prefix.working_set import Conversation, Prompt, WorkingSet
 from gateway.providers.base import Provider
 from gateway.suspects import Suspects
+from gateway.troubles import Troubles
 from gateway.types import Usage
 
 PEAK_SECONDS = 60.0  # in which a busy moment fades to a third
@@ -128,6 +129,7 @@ class Server:
         self.places_taken = 0  # by calls whose turn it is
         self.background = Background()
         self.breaker = Breaker()
+        self.troubles = Troubles(self.name)
         self.last_cut = (-math.inf, 0)  # when answers last broke off here, and how many were under way then
         self.asked_at = 0.0  # by a call or a health check; event-loop seconds
         self.compared_since = -math.inf  # by these, to its peers: what came before is over and done with

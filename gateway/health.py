@@ -91,6 +91,7 @@ def eject_outliers(peers: list[Server], now: float) -> None:
             return
         log.warning("%s takes %.1f s to its first chunk, its peers %.1f s", server.name, own, statistics.median(others))
         server.breaker.eject(now, EJECTION_SECONDS)
+        server.troubles.left_out(True, now)
         server.compared_since = now + EJECTION_SECONDS  # not by the slow answers that are still under way
         del seconds[server.name]
         may_go -= 1

@@ -205,6 +205,8 @@ class Settlement:
             finally:  # cancelled or not
                 await self.settle()
         upstream, usage = self._upstream, self.meter.usage
+        if upstream is not None and self.meter.complete:
+            upstream.completed()
         if upstream is not None and usage.exact:
             upstream.sent.learn_cached(usage.input, usage.cache_read)
             upstream.sent.learn_usage(self._call.id, usage.input, usage.cache_read, usage.output)

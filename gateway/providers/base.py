@@ -38,8 +38,11 @@ class ProviderFailure(Exception):
         body: bytes = b"",
         content_type: str = "application/json",
         retry_after_seconds: float | None = None,
+        for_log: str | None = None,
     ) -> None:
+        """`for_log` is the message without the server's own words, which may repeat what is in a prompt."""
         super().__init__(message)
+        self.for_log = for_log or message
         self.fault = fault
         self.status = status
         self.body = body

@@ -245,7 +245,11 @@ class EventStreamReply(Reply):
             return frames[:offset]
         if (error_at := error_in(frames)) is not None:
             offset, message = error_at
-            self._failure = ProviderFailure(Fault.CUT, f"the server says: {message[:MAX_MESSAGE_CHARACTERS]}")
+            self._failure = ProviderFailure(
+                Fault.CUT,
+                f"the server says: {message[:MAX_MESSAGE_CHARACTERS]}",
+                for_log="the server reported an error in its answer",
+            )
             if offset == 0:
                 raise self._failure
             return frames[:offset]

@@ -31,6 +31,7 @@ UNNAMED_REST_SECONDS = 1.0  # of a 429 that says no time
 RESTING_STATUSES = frozenset({429, 503})
 CUT = Fault.CUT.value
 SERVER_FAULTS = frozenset(f.value for f in (Fault.CONNECT, Fault.TIMEOUT, Fault.CUT, Fault.MALFORMED))
+_NOT_ITS_FAULT = frozenset({Fault.REFUSED.value, OUT_OF_TIME})
 FAIR_SHARE = 0.9  # of the class's time: who had less, because the client hurries or others used it, is not at fault
 
 
@@ -69,7 +70,7 @@ class Asker:
         sent = server.send(call, started, streams=call.stream, believed=candidate.believed)
         wait = WaitBound(deadline - started, task=None if racing else attempts.task)
         wait.begin()
-        outcome, status = GIVEN_UP, None
+        outcome, status, why = GIVEN_UP, None, ""
         try:
             asked = call if sent.slot is None else msgspec.structs.replace(call, slot=sent.slot)
             reply = await server.provider.open(asked, headers=attempts.headers(span_id))
@@ -82,13 +83,14 @@ class Asker:
                 outcome = attempts.cancelled_as
                 raise
             wait.uncancel()
-            outcome = _late(call, loop.time() - started)
+            waited = loop.time() - started
+            outcome, why = _late(call, waited), f"nothing useful came for {waited:.1f} s"
         except TimeoutError:
             outcome = TOO_SLOW
         except StopAsyncIteration:
-            outcome = CUT
+            outcome, why = CUT, "the answer ended before it had begun"
         except ProviderFailure as failure:
-            outcome, status = _outcome(failure), failure.status
+            outcome, status, why = _outcome(failure), failure.status, failure.for_log
             if failure.fault is not Fault.CUT:
                 attempts.asked = None
             if failure.fault is Fault.REFUSED:
@@ -99,6 +101,8 @@ class Asker:
             ended = loop.time()
             if outcome == CUT:
                 server.note_cut(ended)
+            if why and outcome not in _NOT_ITS_FAULT:
+                server.troubles.failed(outcome, why, call.id, ended)
             _judge(server, outcome, status, ended)
             if outcome != "ok":
                 sent.end(ended, answered=False)
@@ -155,6 +159,7 @@ def _judge(server: Server, outcome: str, status: int | None, now: float) -> None
         server.breaker.failed(now)
     else:
         server.breaker.abandoned()
+    server.troubles.left_out(server.breaker.open, now)
 
 
 def _rest(server: Server, failure: ProviderFailure, now: float) -> None:

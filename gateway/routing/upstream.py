@@ -69,21 +69,35 @@ class Upstream:
         try:
             return await self.reply.pour(taking)
         except ProviderFailure as failure:
-            self.fault = failure.fault
             wait.end()
+            self._broke_off(failure.fault, failure.for_log, now())
             if failure.fault is Fault.CUT:
-                self.server.note_cut(asyncio.get_running_loop().time())
+                self.server.note_cut(now())
                 self.died_of_it = await after_cut(self._suspects, self.server, self._call)
             raise UpstreamCut(f"{self.server.name}: {failure}") from None
         except asyncio.CancelledError:
             if not wait.expired:
                 raise
+            silent_seconds = 0.0 if wait.since is None else now() - wait.since
             wait.uncancel()
             self.fault = Fault.TIMEOUT
-            seconds = min(self._call.latency_class.inter_token, self._call.patience_seconds)
-            raise UpstreamCut(f"{self.server.name} sent nothing for {seconds:g} s, or took too long in all") from None
+            if silent_seconds < wait.seconds:
+                raise UpstreamCut(f"{self.server.name} was still answering when the call's time was over") from None
+            if silent_seconds >= self._call.latency_class.inter_token:  # else it is the client that waits no longer
+                self._broke_off(Fault.TIMEOUT, f"nothing more came for {silent_seconds:.1f} s", now())
+            raise UpstreamCut(f"{self.server.name} sent nothing for {wait.seconds:g} s") from None
         finally:
             wait.end()
+
+    def _broke_off(self, fault: Fault, why: str, now: float) -> None:
+        self.fault = fault
+        self.server.troubles.failed(fault.value, f"in the middle of an answer: {why}", self._call.id, now)
+        self.server.breaker.broke_off(now)
+        self.server.troubles.left_out(self.server.breaker.open, now)
+
+    def completed(self) -> None:
+        """The answer has come to its own end."""
+        self.server.breaker.completed()
 
     async def aclose(self) -> None:
         """The call is over at this server. Once."""

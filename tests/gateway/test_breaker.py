@@ -122,15 +122,81 @@ def test_a_slow_one_is_ejected_for_a_while() -> None:
     assert not breaker.allows(29.0) and breaker.allows(30.0)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["ok", "failed", "abandoned", "rest", "wait"]), st.floats(0.0, 20.0))))
+def begun_and_broken(breaker: Breaker, now: float) -> None:
+    assert breaker.allows(now)
+    breaker.succeeded(now)
+    breaker.broke_off(now)
+
+
+def test_answers_that_break_off_in_a_row_open_it_however_well_they_begin() -> None:
+    breaker = Breaker()
+    for _ in range(FAILURES_TO_OPEN):
+        assert not breaker.open
+        begun_and_broken(breaker, 0.0)
+    assert breaker.open
+
+
+def test_answers_that_come_whole_between_broken_ones_keep_it_closed() -> None:
+    breaker = Breaker()
+    for call in range(2 * WINDOW):
+        breaker.succeeded(0.0)
+        breaker.completed() if call % 4 else breaker.broke_off(0.0)
+    assert not breaker.open
+
+
+def test_half_of_the_last_answers_breaking_off_opens_it() -> None:
+    breaker = Breaker()
+    for call in range(WINDOW):
+        assert not breaker.open
+        breaker.succeeded(0.0)
+        breaker.broke_off(0.0) if call % round(1 / OPEN_SHARE) else breaker.completed()
+    assert breaker.open
+
+
+def test_only_a_whole_answer_makes_it_trusted_again() -> None:
+    breaker = opened()
+    pauses = []
+    for _ in range(4):
+        now = breaker.asked_after
+        begun_and_broken(breaker, now)
+        assert breaker.open
+        pauses.append(breaker.asked_after - now)
+    assert pauses == [2 * PAUSE_FIRST_SECONDS * 2**n for n in range(4)]
+    now = breaker.asked_after
+    assert breaker.allows(now)
+    breaker.succeeded(now)
+    breaker.completed()
+    begun_and_broken(breaker, now)
+    assert not breaker.open
+
+
+def test_a_health_check_does_not_bring_back_what_breaks_its_answers_off() -> None:
+    breaker = Breaker()
+    for _ in range(FAILURES_TO_OPEN):
+        begun_and_broken(breaker, 0.0)
+    breaker.probe_now(0.1)
+    assert not breaker.would_allow(PAUSE_FIRST_SECONDS / 2) and breaker.would_allow(PAUSE_FIRST_SECONDS)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["ok", "whole", "broken", "failed", "abandoned", "rest", "wait"]), st.floats(0.0, 20.0)
+        )
+    )
+)
 def test_it_is_never_closed_for_ever(steps: list[tuple[str, float]]) -> None:
     breaker, now = Breaker(), 0.0
     for what, seconds in steps:
         now += seconds
         if what == "wait" or not breaker.allows(now):
             continue
-        if what == "ok":
+        if what in ("ok", "whole", "broken"):
             breaker.succeeded(now)
+            if what == "whole":
+                breaker.completed()
+            elif what == "broken":
+                breaker.broke_off(now)
         elif what == "failed":
             breaker.failed(now)
         elif what == "rest":

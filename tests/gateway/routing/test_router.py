@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 
 import pytest
 
+from gateway.breaker import FAILURES_TO_OPEN
 from gateway.errors import UpstreamCut, UpstreamError, UpstreamRefused, UpstreamTimeout
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.routing.router import MAX_ATTEMPTS
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
-from tests.gateway.routing.rig import Rig, Script, Step, status
+from tests.gateway.routing.rig import Rig, Script, ScriptedReply, Step, Turns, one_server, server, status
 
 
 async def test_the_first_server_that_gives_a_chunk_answers() -> None:
@@ -116,6 +118,63 @@ async def test_failing_after_the_first_chunk_is_told_and_not_retried() -> None:
     with pytest.raises(UpstreamCut, match="a: reset"):
         await rig.chunks()
     assert b.opened == 0
+
+
+async def test_a_server_that_begins_every_answer_and_ends_none_is_left_out() -> None:
+    rig = Rig(one_server(), a=Script(b"1", ProviderFailure(Fault.CUT, "reset")))
+    for _ in range(FAILURES_TO_OPEN):
+        assert not server(rig, "a").breaker.open
+        with pytest.raises(UpstreamCut):
+            await rig.chunks(rig.new_attempts())
+    assert server(rig, "a").breaker.open and rig.idle()
+
+
+async def test_a_client_that_waits_for_less_than_the_class_does_not_count_against_the_server() -> None:
+    rig = Rig(one_server(inter_token="1h"), a=Script(b"1", asyncio.Event()))
+    call = a_call(
+        chat(stream=True),
+        rig.policy,
+        now=asyncio.get_running_loop().time(),
+        headers={b"x-stainless-read-timeout": b"0.02"},
+    )
+    with await rig.queue.turn(call) as place:
+        async with rig.router.open(call, place, rig.attempts) as upstream:
+            with pytest.raises(UpstreamCut, match=r"a sent nothing for 0\.02 s"):
+                await upstream.pour(lambda chunk: True)
+    assert not server(rig, "a").breaker.cooling(asyncio.get_running_loop().time())
+
+
+async def test_a_stream_that_goes_on_for_too_long_is_not_said_to_be_silent() -> None:
+    class Endless(ScriptedReply):
+        async def __anext__(self) -> bytes:
+            await asyncio.sleep(0.001)
+            return b"more"
+
+    class Talker(Script):
+        async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+            return Endless(self)
+
+    rig = Rig(one_server(total="50ms"), a=Talker())
+    with pytest.raises(UpstreamCut, match="a was still answering when the call's time was over"):
+        await rig.chunks()
+    assert not server(rig, "a").breaker.cooling(asyncio.get_running_loop().time())
+
+
+async def test_why_a_server_fails_stands_in_the_log_once_and_without_its_own_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "warmpath")
+    reset = ProviderFailure(Fault.MALFORMED, "content-type 'text/html'", status=200)
+    rig = Rig(one_server(), a=Turns(*[Script(opening=reset)] * FAILURES_TO_OPEN, Script(b"x")))
+    with pytest.raises(UpstreamError):
+        await rig.chunks()
+    await rig.chunks(rig.new_attempts())
+    assert [record.message for record in caplog.records][:2] == [
+        "a failed (malformed): content-type 'text/html'",
+        "a is left out, until a call that tries it is answered",
+    ]
+    assert caplog.records[-1].message.startswith("a is asked again: it has begun to answer, after")
+    assert len(caplog.records) == 3
 
 
 async def test_a_caller_that_leaves_while_waiting_closes_the_connection_and_is_on_record() -> None:
