@@ -17,8 +17,8 @@ from pydantic import AliasChoices, ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 from typer.core import TyperGroup
 
-from backend.__main__ import parser as engine_parser
 from backend.engine.engine import EngineStats
+from backend.options import parser as engine_parser
 from backend.server.metrics import Metrics as EngineMetrics
 from gateway.cli import app as warmpath_app
 from gateway.policy import BUILT_IN_CLASSES, Policy

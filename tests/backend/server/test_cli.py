@@ -13,7 +13,8 @@ import pytest
 from gguf import GGMLQuantizationType
 from huggingface_hub.utils import filter_repo_objects
 
-from backend.__main__ import DEMO_DIR, HUB_IGNORED, HUB_PATTERNS, StartError, parser, resolve_model
+from backend.__main__ import DEMO_DIR, HUB_IGNORED, HUB_PATTERNS, StartError, resolve_model
+from backend.options import parser
 from tests.backend.gguf_writer import as_type, tokenizer_fields, write_gguf
 
 if TYPE_CHECKING:
