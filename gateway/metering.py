@@ -59,6 +59,8 @@ class _Event(msgspec.Struct):
     message: _Part | str | None = None
     prompt_eval_count: int | None = None
     eval_count: int | None = None
+    warmpath: _Part | None = None  # what a provider of ours knows before the end
+    x_groq: _Part | None = None  # Groq's, which has its usage here
 
     @property
     def counts(self) -> Counts | None:
@@ -66,7 +68,7 @@ class _Event(msgspec.Struct):
             return self.usage
         if self.prompt_eval_count is not None or self.eval_count is not None:
             return Counts(prompt_eval_count=self.prompt_eval_count, eval_count=self.eval_count)
-        part = self.response or self.message
+        part = self.response or self.message or self.warmpath or self.x_groq
         return part.usage if isinstance(part, _Part) else None
 
     @property
@@ -284,7 +286,7 @@ def _frames(chunk: bytes) -> Iterator[bytes]:
 
 def _without_usage(data: bytes) -> bytes:
     fields = _fields(data)
-    del fields["usage"]
+    fields.pop("usage", None)
     return b"data: %b\n\n" % msgspec.json.encode(fields)
 
 

@@ -1,15 +1,15 @@
 """OpenAI's counts, which vLLM, SGLang, llama.cpp and most others speak: totals, and details that are parts of them.
 
 Chat, completions and embeddings say prompt and completion, and responses say input and output. An embedding has no
-output.
+output. A chat that was translated from Anthropic's Messages tells besides how long the cache keeps what it wrote.
 """
 
 from __future__ import annotations
 
-from gateway.counts.base import Counts, InputDetails, OutputDetails, in_bounds
+from gateway.counts.base import CacheCreation, Counts, InputDetails, OutputDetails, in_bounds
 from gateway.types import Usage
 
-_NO_INPUT_DETAILS, _NO_OUTPUT_DETAILS = InputDetails(), OutputDetails()
+_NO_INPUT_DETAILS, _NO_OUTPUT_DETAILS, _NO_CREATION = InputDetails(), OutputDetails(), CacheCreation()
 
 
 def spoken_in(counts: Counts) -> bool:
@@ -40,5 +40,6 @@ def usage_of(counts: Counts) -> Usage:
         reasoning=reasoning,
         audio_input=of_input.audio_tokens or 0,
         audio_output=of_output.audio_tokens or 0,
+        cache_write_1h=(counts.cache_creation or _NO_CREATION).ephemeral_1h_input_tokens or 0,
         agree=total in (None, prompt + output),
     )

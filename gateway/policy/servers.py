@@ -16,14 +16,19 @@ class Deployment(Frozen):
     """A configured target: one server, one model on it."""
 
     name: Name = Field(description="How receipts, metrics and headers name it.")
-    provider: Name = Field("openai", description="The dialect it speaks: openai, warmpath, vllm, sglang, llamacpp.")
-    base_url: str = Field(pattern=r"^https?://", description="The OpenAI-compatible base URL, /v1 included.")
+    provider: Name = Field(
+        "openai", description="The dialect it speaks: openai, anthropic, warmpath, vllm, sglang, llamacpp."
+    )
+    base_url: str = Field(pattern=r"^https?://", description="The base URL of its API, /v1 included.")
     model: Name = Field(description="The model's name on that server.")
     max_concurrency: Count = Field(64, description="Calls that it is sent at the same time, at most.")
     slots: Count | None = Field(
         None,
         description="llamacpp: how many slots it has (--parallel). Calls then go to the slot that holds their "
         "conversation, and `max_concurrency` is as many, where it is left out. Left out: the server chooses slots.",
+    )
+    default_max_tokens: Count = Field(
+        8_192, description="anthropic, where every call must set one: `max_tokens` of a call that sets none."
     )
     api_key: EnvSecret | None = Field(None, description="The key it is called with.")
     price: Prices = Field(

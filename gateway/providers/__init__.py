@@ -11,6 +11,7 @@ from gateway.transport import HTTPTransport
 
 # name in a policy -> module:class, imported when a policy first names it
 PROVIDERS = {
+    "anthropic": "gateway.providers.anthropic:Anthropic",
     "openai": "gateway.providers.openai:OpenAI",
     "llamacpp": "gateway.providers.llamacpp:LlamaCpp",
     "sglang": "gateway.providers.sglang:SGLang",

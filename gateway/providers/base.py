@@ -1,8 +1,8 @@
 """The port to the servers behind the gateway: one dialect each, one reply at a time.
 
-A provider turns a `Call` into one HTTP request and the reply into chunks. For the OpenAI dialect, which is also the
-doors' own, a chunk is the upstream's bytes, untouched: whole server-sent-event frames (one or several, in order)
-where the call streams, and the one JSON body where it does not.
+A provider turns a `Call` into one HTTP request and the reply into chunks: whole server-sent-event frames (one or
+several, in order) where the call streams, and the one JSON body where it does not. They are in the OpenAI dialect,
+which is also the doors' own: what a server of that dialect sends is passed on untouched, any other is translated.
 """
 
 from __future__ import annotations
@@ -92,8 +92,15 @@ class Provider(Protocol):
         """Whether it goes on in the middle of an answer where the last message is its beginning, and the body says so
         (`continue_final_message`)."""
 
+    def refusal_of(self, call: Call) -> ProviderFailure | None:
+        """What the client is told if no server but such a one can be asked; None where it may be asked. By what can be
+        seen at a glance: the operation, and top-level fields."""
+
     def render(self, call: Call) -> bytes:
-        """The request body as this deployment gets it: its own model name, usage always asked for."""
+        """The request body as this deployment gets it: its own model name, usage always asked for.
+
+        Raises `ProviderFailure` where the call can not be said in its dialect.
+        """
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
         """Send the call; return as soon as a good status is in. `headers` carry the trace context and request id.
@@ -124,6 +131,9 @@ class Unasked:
 
     keeps_records = False
     continues_messages = False
+
+    def refusal_of(self, call: Call) -> ProviderFailure | None:
+        return None
 
     def render(self, call: Call) -> bytes:
         raise AssertionError("nothing is sent here")

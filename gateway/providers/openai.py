@@ -33,7 +33,7 @@ HEALTH_TIMEOUT_SECONDS = 2.0
 DRAIN_TIMEOUT_SECONDS = 1.0  # from [DONE] to the end of the HTTP message
 
 _OUR_FAULT_STATUSES = frozenset({401, 402, 403, 407})  # our key at that server, which is none of the client's business
-_MAY_PASS_STATUSES = frozenset({408, 409, 429})
+_MAY_PASS_STATUSES = frozenset({408, 409, 429, 498})  # 498: Groq has no room in its flex tier
 _FAULTS: tuple[tuple[type[httpx2.TransportError], Fault], ...] = (  # the first that fits
     (httpx2.ConnectError, Fault.CONNECT),
     (httpx2.ConnectTimeout, Fault.CONNECT),
@@ -56,6 +56,7 @@ class OpenAI:
     continues_messages = False
 
     knows_deadlines: ClassVar[bool] = False  # and stops working when the call's has passed
+    own_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ()  # that its dialect wants with every request
 
     def __init__(
         self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
@@ -66,6 +67,7 @@ class OpenAI:
             (b"user-agent", b"warmpath"),
             (b"accept-encoding", b"identity"),
             (b"content-type", b"application/json"),
+            *self.own_headers,
         ]
         if deployment.api_key is not None:
             headers.append((b"authorization", b"Bearer " + resolve_secret(deployment.api_key).encode()))
@@ -74,7 +76,7 @@ class OpenAI:
         self._base_path = base_url.raw_path.rstrip(b"/")
         self._header_lines = header_lines(headers)
         self._heads = {
-            operation: b"POST %b/%b HTTP/1.1\r\n%b" % (self._base_path, operation.value.encode(), self._header_lines)
+            operation: b"POST %b/%b HTTP/1.1\r\n%b" % (self._base_path, self.path_of(operation), self._header_lines)
             for operation in Operation
         }
         self._served = deployment.model
@@ -87,6 +89,13 @@ class OpenAI:
     @property
     def health_path(self) -> bytes:
         return self._base_path + b"/models"
+
+    def path_of(self, operation: Operation) -> bytes:
+        """Behind the base URL."""
+        return operation.value.encode()
+
+    def refusal_of(self, call: Call) -> ProviderFailure | None:
+        return None  # what such a server can not do, it says itself
 
     def render(self, call: Call) -> bytes:
         return _raw.encode(self.fields(call))
@@ -116,10 +125,19 @@ class OpenAI:
             raise _failure(error) from error
         try:
             await _check(answer, b"text/event-stream" if call.stream else b"application/json")
-        except BaseException:
+        except BaseException as error:
             await answer.aclose()
+            if isinstance(error, ProviderFailure):
+                raise self.in_our_words(error) from None
             raise
+        return self.reply(call, answer)
+
+    def reply(self, call: Call, answer: Answer) -> Reply:
         return EventStreamReply(answer) if call.stream else JSONReply(answer)
+
+    def in_our_words(self, failure: ProviderFailure) -> ProviderFailure:
+        """A bad status, with its body in the doors' dialect."""
+        return failure
 
     async def healthy(self) -> bool:
         return await self._get(self.health_path) is not None
@@ -183,6 +201,8 @@ class JSONReply(Reply):
 class EventStreamReply(Reply):
     """A streamed answer: whole event frames, byte for byte, up to and including `[DONE]`."""
 
+    end: ClassVar[str] = "[DONE]"
+
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._splitter = FrameSplitter(MAX_FRAME_BYTES)
@@ -194,32 +214,34 @@ class EventStreamReply(Reply):
             raise self._failure
         if self._ended:
             raise StopAsyncIteration
-        frames = b""
-        while not frames:
+        given = b""
+        while not given:
             try:
                 frames = self._splitter.feed(await anext(self._answer))
             except StopAsyncIteration:
                 frames = self._splitter.rest
-                if not ends_stream(frames):
-                    raise ProviderFailure(Fault.CUT, "the stream ended without [DONE]") from None
+                if not self.ends_with(frames):
+                    raise ProviderFailure(Fault.CUT, f"the stream ended without {self.end}") from None
             except httpx2.TransportError as error:
                 raise _failure(error) from error
             except FrameTooLong as error:
                 raise ProviderFailure(Fault.MALFORMED, str(error)) from error
-        return self._checked(frames)
+            given = self.checked(frames) if frames else b""
+        return given
 
     async def pour(self, sink: Sink) -> bool:
         if self._failure is not None:
             raise self._failure
         if self._ended:
             return True
-        split, checked = self._splitter.feed, self._checked
+        split, checked = self._splitter.feed, self.checked
 
         def pass_on(data: bytes) -> bool:
             frames = split(data)
-            if not frames:
+            given = checked(frames) if frames else b""
+            if not given:
                 return True
-            wants_more = sink(checked(frames))
+            wants_more = sink(given)
             return wants_more and not self._ended and self._failure is None
 
         try:
@@ -234,7 +256,11 @@ class EventStreamReply(Reply):
             sink(await anext(self))  # the last frame, which may lack its blank line; or the failure to end
         return self._ended
 
-    def _checked(self, frames: bytes) -> bytes:
+    def ends_with(self, frames: bytes) -> bool:
+        """Whether the last of them ends the stream; it may lack its blank line."""
+        return ends_stream(frames)
+
+    def checked(self, frames: bytes) -> bytes:
         """The frames up to an error that the server tells of, which is raised when they are through."""
         if is_one_object(frames):
             return frames
@@ -245,11 +271,7 @@ class EventStreamReply(Reply):
             return frames[:offset]
         if (error_at := error_in(frames)) is not None:
             offset, message = error_at
-            self._failure = ProviderFailure(
-                Fault.CUT,
-                f"the server says: {message[:MAX_MESSAGE_CHARACTERS]}",
-                for_log="the server reported an error in its answer",
-            )
+            self._failure = failure_told(message)
             if offset == 0:
                 raise self._failure
             return frames[:offset]
@@ -267,6 +289,12 @@ class EventStreamReply(Reply):
             pass  # the answer was whole before; only its connection is lost
         finally:
             await self._answer.aclose()
+
+
+def failure_told(message: str) -> ProviderFailure:
+    """By the server, inside of its answer."""
+    said = f"the server says: {message[:MAX_MESSAGE_CHARACTERS]}"
+    return ProviderFailure(Fault.CUT, said, for_log="the server reported an error in its answer")
 
 
 def with_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msgspec.Raw:

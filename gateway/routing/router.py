@@ -13,12 +13,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from gateway.errors import GatewayError, Overloaded, UpstreamBusy, UpstreamError, UpstreamTimeout, retry_after
+from gateway.errors import (
+    GatewayError,
+    Overloaded,
+    UpstreamBusy,
+    UpstreamError,
+    UpstreamRefused,
+    UpstreamTimeout,
+    retry_after,
+)
 from gateway.fleet import Fleet, Place, Server
-from gateway.policy import Policy
+from gateway.policy import Model, Policy
 from gateway.providers.base import Fault
 from gateway.routing import poison
 from gateway.routing.asking import RESTING_STATUSES, Asker
@@ -78,13 +86,17 @@ class Router:
             self._policy, self._chosen = call.policy, self._strategies[call.policy.routing.strategy]
         strategy = self._chosen[call.operation]
         if not call.model.fallbacks:
-            return strategy.order(call, self._fleet.servers_of(call.model), now)
+            return strategy.order(call, self._able(call, call.model), now)
         ordered: list[Candidate] = []
         for model in (call.model, *(call.policy.models_by_name[name] for name in call.model.fallbacks)):
             known = {candidate.server.name for candidate in ordered}
-            servers = [server for server in self._fleet.servers_of(model) if server.name not in known]
+            servers = [server for server in self._able(call, model) if server.name not in known]
             ordered += strategy.order(call, servers, now)
         return ordered
+
+    def _able(self, call: Call, model: Model) -> list[Server]:
+        """Its servers whose dialects have words for this call."""
+        return [server for server in self._fleet.servers_of(model) if server.provider.refusal_of(call) is None]
 
     def open(self, call: Call, place: Place, attempts: Attempts) -> _Opening:
         """`async with` gives the first server's reply that has a first chunk. Raises `UpstreamError` and its kin."""
@@ -125,6 +137,8 @@ class Router:
         rounds = 0
         while True:
             candidates = self.order(call)
+            if not candidates:
+                _raise_refusal(call, self._fleet.servers_of(call.model))
             upstream = await self._one_round(call, candidates, place, attempts, deadline, budget)
             if upstream is not None:
                 return upstream
@@ -199,6 +213,13 @@ class Router:
 def _soonest(candidates: list[Candidate]) -> float:
     """When the first of them may be asked again, in event-loop seconds."""
     return min((candidate.server.breaker.asked_after for candidate in candidates), default=0.0)
+
+
+def _raise_refusal(call: Call, servers: Sequence[Server]) -> None:
+    """What the first of them says of a call that none of them has words for."""
+    for server in servers:
+        if (refusal := server.provider.refusal_of(call)) is not None:
+            raise UpstreamRefused(refusal.status or 400, refusal.body, refusal.content_type)
 
 
 def _nobody_answered(call: Call, attempts: Attempts, soonest_seconds: float) -> GatewayError:

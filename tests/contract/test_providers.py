@@ -25,11 +25,9 @@ from tests.gateway.providers.scripted import (
     json_answer,
     reset,
 )
+from tests.gateway.providers.wires import TEXT, Wire, data, timeless, wire_of
 
-TOKEN = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"a [DONE] \xc3\xa9"}}]}\n\n'
-USAGE = b'data: {"id":"c","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5}}\n\n'
-DONE = b"data: [DONE]\n\n"
-ANSWER = b'{"id": "c",  "choices": [], "unknown": 1e400}'
+VERBATIM = sorted(kind for kind in PROVIDERS if wire_of(kind).verbatim)  # what such servers send, their clients get
 
 Open = Callable[..., "asyncio.Future[Reply]"]
 
@@ -72,6 +70,11 @@ def call(fields: bytes = b"{}", *, operation: Operation = Operation.CHAT, stream
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
+
+
+@pytest.fixture
+def wire(kind: str) -> Wire:
+    return wire_of(kind)
 
 
 @pytest.fixture
@@ -160,7 +163,7 @@ async def answer(provider: Provider, asked: Call) -> list[bytes]:
     async with asyncio.timeout(TIMEOUT_SECONDS):
         reply = await provider.open(asked, headers={"x-request-id": asked.id})
         try:
-            return [chunk async for chunk in reply]
+            return [timeless(chunk) async for chunk in reply]
         finally:
             await reply.aclose()
             await reply.aclose()  # twice is safe
@@ -175,12 +178,13 @@ async def failure(provider: Provider, asked: Call) -> ProviderFailure:
 ProviderFor = Callable[[str], Provider]
 
 
-async def test_json_comes_as_one_chunk_byte_for_byte(provider_for: ProviderFor) -> None:
-    async with ScriptedServer(answering(json_answer(ANSWER))) as server:
-        asked = call(b'{"model": "ours", "messages": [], "x":  1e400}')
-        assert await answer(provider_for(server.base_url), asked) == [ANSWER]
+async def test_json_comes_as_one_chunk(provider_for: ProviderFor, wire: Wire) -> None:
+    async with ScriptedServer(answering(json_answer(wire.answer))) as server:
+        assert await answer(provider_for(server.base_url), call(b'{"model": "ours", "messages": []}')) == [
+            wire.answered
+        ]
     received = server.requests[0]
-    assert received.head == "POST /v1/chat/completions HTTP/1.1"
+    assert received.head == f"POST /v1/{wire.path_of(Operation.CHAT)} HTTP/1.1"
     assert received.headers["authorization"] == "Bearer secret-in-KEY_OF_D"
     assert received.headers["host"] == f"127.0.0.1:{server.port}"
     assert received.headers["accept-encoding"] == "identity"
@@ -188,17 +192,17 @@ async def test_json_comes_as_one_chunk_byte_for_byte(provider_for: ProviderFor) 
     assert received.headers["x-request-id"] == "call-1"
 
 
-async def test_a_call_is_named_to_servers_that_publish_events(kind: str, transport: HTTPTransport) -> None:
+async def test_a_call_is_named_to_servers_that_publish_events(kind: str, wire: Wire, transport: HTTPTransport) -> None:
     """By the name that their events then have; not to others, where a session may mean something else."""
-    async with ScriptedServer(answering(json_answer(ANSWER))) as server:
+    async with ScriptedServer(answering(json_answer(wire.answer))) as server:
         for kv_events in (None, "tcp://10.0.0.5:5557"):
             deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m", kv_events=kv_events)
             await answer(make_provider(deployment, transport, resolve_nothing), call())
         assert [request.headers.get("x-session-id") for request in server.requests] == [None, call().id]
 
 
-async def test_the_deadline_goes_to_engines_that_stop_at_it(kind: str, transport: HTTPTransport) -> None:
-    async with ScriptedServer(answering(json_answer(ANSWER))) as server:
+async def test_the_deadline_goes_to_engines_that_stop_at_it(kind: str, wire: Wire, transport: HTTPTransport) -> None:
+    async with ScriptedServer(answering(json_answer(wire.answer))) as server:
         deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
         limited = msgspec.structs.replace(call(), deadline=asyncio.get_running_loop().time() + 60)
         await answer(make_provider(deployment, transport, resolve_nothing), limited)
@@ -207,12 +211,24 @@ async def test_the_deadline_goes_to_engines_that_stop_at_it(kind: str, transport
 
 
 @pytest.mark.parametrize("operation", Operation)
-async def test_each_operation_has_its_path(provider_for: ProviderFor, operation: Operation) -> None:
-    async with ScriptedServer(answering(json_answer(ANSWER))) as server:
-        await answer(provider_for(server.base_url), call(operation=operation))
-    assert server.requests[0].head == f"POST /v1/{operation.value} HTTP/1.1"
+async def test_each_operation_has_its_path(provider_for: ProviderFor, wire: Wire, operation: Operation) -> None:
+    """Or it is refused, by name, and before anything is sent: the router can ask another server."""
+    async with ScriptedServer(answering(json_answer(wire.answer))) as server:
+        provider, asked = provider_for(server.base_url), call(operation=operation)
+        refusal = provider.refusal_of(asked)
+        if operation in wire.operations:
+            assert refusal is None
+            await answer(provider, asked)
+            assert server.requests[0].head == f"POST /v1/{wire.path_of(operation)} HTTP/1.1"
+        else:
+            assert refusal is not None
+            failed = await failure(provider, asked)
+            assert (failed.fault, failed.status, failed.body) == (Fault.REFUSED, 400, refusal.body)
+            assert operation.value in msgspec.json.decode(failed.body)["error"]["message"]
+            assert server.requests == []
 
 
+@pytest.mark.parametrize("kind", VERBATIM)
 def test_the_body_is_the_clients_but_for_the_model(provider_for: ProviderFor) -> None:
     body = b'{"messages": [ {"a":1.00} ], "model":"ours", "unknown\\u00e9": 1e400, "stream_options": null}'
     sent = msgspec.json.decode(provider_for("http://x/v1").render(call(body)), type=dict[str, msgspec.Raw])
@@ -222,6 +238,7 @@ def test_the_body_is_the_clients_but_for_the_model(provider_for: ProviderFor) ->
     assert bytes(sent["stream_options"]) == b"null"
 
 
+@pytest.mark.parametrize("kind", VERBATIM)
 def test_a_stream_is_always_asked_for_its_usage(provider_for: ProviderFor) -> None:
     provider = provider_for("http://x/v1")
     for given in (b"{}", b'{"stream_options": null}', b'{"stream_options": {"include_usage": false, "more": 1.0}}'):
@@ -230,6 +247,7 @@ def test_a_stream_is_always_asked_for_its_usage(provider_for: ProviderFor) -> No
         assert options.get("more", 1.0) == 1.0
 
 
+@pytest.mark.parametrize("kind", VERBATIM)
 def test_stream_options_of_a_wrong_type_are_left_for_the_server_to_refuse(provider_for: ProviderFor) -> None:
     sent = msgspec.json.decode(provider_for("http://x/v1").render(call(b'{"stream_options": [1]}', stream=True)))
     assert sent["stream_options"] == [1]
@@ -237,36 +255,39 @@ def test_stream_options_of_a_wrong_type_are_left_for_the_server_to_refuse(provid
 
 @pytest.mark.parametrize("size", [1, 7, 100, 10_000])
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"], ids=["LF", "CRLF", "CR"])
-async def test_a_stream_comes_in_whole_frames_byte_for_byte(
-    provider_for: ProviderFor, size: int, line_end: bytes
+async def test_a_stream_comes_in_whole_frames(
+    provider_for: ProviderFor, wire: Wire, size: int, line_end: bytes
 ) -> None:
-    stream = b"".join([b": hello\n\n", TOKEN, TOKEN, b"event: x\n" + TOKEN, USAGE, DONE]).replace(b"\n", line_end)
+    """Byte for byte where it is not put into other words."""
+    tokens = [wire.token, wire.token, b"id: x\n" + wire.token]
+    stream = b"".join([b": hello\n\n", wire.opening, *tokens, wire.usage, wire.done]).replace(b"\n", line_end)
+    given = stream if wire.verbatim else b"".join([wire.opened, *3 * [wire.tokened], wire.used, wire.ended])
     pieces = [coded(stream[i : i + size]) for i in range(0, len(stream), size)]
     async with ScriptedServer(answering(STREAM_HEAD, *pieces, STREAM_END)) as server:
         provider = provider_for(server.base_url)
         chunks = await answer(provider, call(stream=True))
-        assert b"".join(chunks) == stream
-        assert all(chunk.endswith(line_end * 2) for chunk in chunks)
+        assert b"".join(chunks) == given
+        assert all(chunk.endswith(line_end * 2 if wire.verbatim else b"\n\n") for chunk in chunks)
         await answer(provider, call(stream=True))
         assert server.connections == 1  # the end of the HTTP message was waited for
 
 
-async def test_a_chunk_is_given_as_soon_as_it_is_whole(provider_for: ProviderFor) -> None:
+async def test_a_chunk_is_given_as_soon_as_it_is_whole(provider_for: ProviderFor, wire: Wire) -> None:
     more = asyncio.Event()
 
     async def script(_: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + coded(TOKEN + USAGE[:10]))
+        writer.write(STREAM_HEAD + coded(wire.opening + wire.token + wire.usage[:10]))
         await more.wait()
-        writer.write(coded(USAGE[10:]) + coded(DONE) + STREAM_END)
+        writer.write(coded(wire.usage[10:]) + coded(wire.done) + STREAM_END)
 
     async with ScriptedServer(script) as server, asyncio.timeout(TIMEOUT_SECONDS):
         reply = await provider_for(server.base_url).open(call(stream=True), headers={})
-        assert await anext(aiter(reply)) == TOKEN
+        assert timeless(await anext(aiter(reply))) == wire.opened + wire.tokened
         more.set()
-        assert b"".join([chunk async for chunk in reply]) == USAGE + DONE
+        assert timeless(b"".join([chunk async for chunk in reply])) == wire.used + wire.ended
 
 
-async def test_what_is_poured_needs_no_task_for_a_chunk(kind: str, transport: HTTPTransport) -> None:
+async def test_what_is_poured_needs_no_task_for_a_chunk(kind: str, wire: Wire, transport: HTTPTransport) -> None:
     """A stream goes by while the one who pours sleeps; only what had come before may be given at once."""
     came: list[bytes] = []
     in_callbacks: list[bytes] = []
@@ -274,15 +295,15 @@ async def test_what_is_poured_needs_no_task_for_a_chunk(kind: str, transport: HT
     async def script(_: Received, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD)
         for count in range(1, 6):
-            writer.write(coded(TOKEN))
+            writer.write(coded(wire.opening + wire.token if count == 1 else wire.token))
             while len(came) < count:
                 await asyncio.sleep(0)
-        writer.write(coded(DONE) + STREAM_END)
+        writer.write(coded(wire.done) + STREAM_END)
 
     def take(chunk: bytes) -> bool:
-        came.append(chunk)
+        came.append(timeless(chunk))
         if asyncio.current_task() is None:
-            in_callbacks.append(chunk)
+            in_callbacks.append(timeless(chunk))
         return True
 
     async with ScriptedServer(script) as server, asyncio.timeout(TIMEOUT_SECONDS):
@@ -291,18 +312,19 @@ async def test_what_is_poured_needs_no_task_for_a_chunk(kind: str, transport: HT
         assert await reply.pour(take)
         assert await reply.pour(take), "the end stays the end"
         await reply.aclose()
-    assert came == [TOKEN] * 5 + [DONE]
+    assert came == [wire.opened + wire.tokened, *[wire.tokened] * 4, wire.ended]
     assert in_callbacks == came[1:]
 
 
-async def test_what_a_sink_raises_ends_the_pouring(kind: str, transport: HTTPTransport) -> None:
+async def test_what_a_sink_raises_ends_the_pouring(kind: str, wire: Wire, transport: HTTPTransport) -> None:
     class Full(Exception):
         pass
 
     def refuse(chunk: bytes) -> bool:
         raise Full
 
-    async with ScriptedServer(answering(STREAM_HEAD, coded(TOKEN), coded(DONE))) as server:
+    pieces = [coded(wire.opening + wire.token), coded(wire.done)]
+    async with ScriptedServer(answering(STREAM_HEAD, *pieces)) as server:
         async with asyncio.timeout(TIMEOUT_SECONDS):
             deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
             reply = await make_provider(deployment, transport, resolve_nothing).open(call(stream=True), headers={})
@@ -312,16 +334,18 @@ async def test_what_a_sink_raises_ends_the_pouring(kind: str, transport: HTTPTra
             await server.until_the_client_closed()
 
 
-async def test_the_last_blank_line_may_be_missing(provider_for: ProviderFor) -> None:
-    async with ScriptedServer(answering(STREAM_HEAD, coded(TOKEN + DONE[:-2]), STREAM_END)) as server:
-        assert await answer(provider_for(server.base_url), call(stream=True)) == [TOKEN, DONE[:-2]]
+async def test_the_last_blank_line_may_be_missing(provider_for: ProviderFor, wire: Wire) -> None:
+    stream = wire.opening + wire.token + wire.done[:-2]
+    async with ScriptedServer(answering(STREAM_HEAD, coded(stream), STREAM_END)) as server:
+        ended = wire.ended[:-2] if wire.verbatim else wire.ended
+        assert await answer(provider_for(server.base_url), call(stream=True)) == [wire.opened + wire.tokened, ended]
 
 
-async def test_whoever_stops_at_done_keeps_the_connection_all_the_same(provider_for: ProviderFor) -> None:
+async def test_whoever_stops_at_done_keeps_the_connection_all_the_same(provider_for: ProviderFor, wire: Wire) -> None:
     closed = asyncio.Event()
 
     async def script(_: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + coded(TOKEN + DONE))
+        writer.write(STREAM_HEAD + coded(wire.opening + wire.token + wire.done))
         await closed.wait()
         writer.write(STREAM_END)
 
@@ -329,7 +353,7 @@ async def test_whoever_stops_at_done_keeps_the_connection_all_the_same(provider_
         provider = provider_for(server.base_url)
         for _ in range(2):
             reply = await provider.open(call(stream=True), headers={})
-            assert await anext(aiter(reply)) == TOKEN + DONE
+            assert timeless(await anext(aiter(reply))) == wire.opened + wire.tokened + wire.ended
             closing = asyncio.ensure_future(reply.aclose())
             await asyncio.sleep(0)
             closed.set()
@@ -338,11 +362,12 @@ async def test_whoever_stops_at_done_keeps_the_connection_all_the_same(provider_
 
 
 async def test_a_server_that_says_no_more_after_done_holds_nobody_up(
-    provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch
+    provider_for: ProviderFor, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.providers.openai.DRAIN_TIMEOUT_SECONDS", 0.01)
-    async with ScriptedServer(answering(STREAM_HEAD, coded(TOKEN), coded(DONE))) as server:
-        assert b"".join(await answer(provider_for(server.base_url), call(stream=True))) == TOKEN + DONE
+    async with ScriptedServer(answering(STREAM_HEAD, coded(wire.opening + wire.token), coded(wire.done))) as server:
+        given = b"".join(await answer(provider_for(server.base_url), call(stream=True)))
+        assert given == wire.opened + wire.tokened + wire.ended
         await server.until_the_client_closed()
 
 
@@ -385,12 +410,11 @@ async def test_when_to_come_back(provider_for: ProviderFor, headers: list[str], 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", [400, 404, 413, 422])
 async def test_a_refusal_of_the_request_itself_is_kept_for_the_client(
-    provider_for: ProviderFor, status: int, stream: bool
+    provider_for: ProviderFor, wire: Wire, status: int, stream: bool
 ) -> None:
-    body = b'{"error": {"message": "too long", "code": "context_length_exceeded"}}'
-    async with ScriptedServer(answering(json_answer(body, f"{status} No"))) as server:
+    async with ScriptedServer(answering(json_answer(wire.refusal, f"{status} No"))) as server:
         failed = await failure(provider_for(server.base_url), call(stream=stream))
-    assert (failed.fault, failed.status, failed.body) == (Fault.REFUSED, status, body)
+    assert (failed.fault, failed.status, failed.body) == (Fault.REFUSED, status, wire.refused)
     assert failed.content_type == "application/json"
 
 
@@ -410,32 +434,38 @@ async def test_the_body_of_a_refusal_is_bounded(provider_for: ProviderFor) -> No
 @pytest.mark.parametrize(
     ("stream", "pieces"),
     [
-        (False, [b""]),
-        (True, [b""]),
-        (False, [json_answer(ANSWER)[:-5]]),
-        (True, [STREAM_HEAD]),
-        (True, [STREAM_HEAD, coded(TOKEN)]),
-        (True, [STREAM_HEAD, coded(TOKEN), coded(TOKEN[:20])]),
+        (False, lambda wire: [b""]),
+        (True, lambda wire: [b""]),
+        (False, lambda wire: [json_answer(wire.answer)[:-5]]),
+        (True, lambda wire: [STREAM_HEAD]),
+        (True, lambda wire: [STREAM_HEAD, coded(wire.opening + wire.token)]),
+        (True, lambda wire: [STREAM_HEAD, coded(wire.opening + wire.token), coded(wire.token[:20])]),
     ],
 )
 async def test_cut(
-    provider_for: ProviderFor, stream: bool, pieces: list[bytes], end: Callable[[asyncio.StreamWriter], None]
+    provider_for: ProviderFor,
+    wire: Wire,
+    stream: bool,
+    pieces: Callable[[Wire], list[bytes]],
+    end: Callable[[asyncio.StreamWriter], None],
 ) -> None:
-    async with ScriptedServer(answering(*pieces, end=end)) as server:
+    async with ScriptedServer(answering(*pieces(wire), end=end)) as server:
         assert (await failure(provider_for(server.base_url), call(stream=stream))).fault is Fault.CUT
 
 
-@pytest.mark.parametrize("rest", [b"", TOKEN[:20], USAGE])
-async def test_a_clean_end_without_done_is_a_cut(provider_for: ProviderFor, rest: bytes) -> None:
-    pieces = [coded(piece) for piece in (TOKEN, rest) if piece]
+@pytest.mark.parametrize("rest", [lambda _: b"", lambda wire: wire.token[:20], lambda wire: wire.usage])
+async def test_a_clean_end_without_done_is_a_cut(
+    provider_for: ProviderFor, wire: Wire, rest: Callable[[Wire], bytes]
+) -> None:
+    pieces = [coded(piece) for piece in (wire.opening + wire.token, rest(wire)) if piece]
     async with ScriptedServer(answering(STREAM_HEAD, *pieces, STREAM_END)) as server:
         assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.CUT
 
 
-@pytest.mark.parametrize("before", [b"", TOKEN])
-async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, before: bytes) -> None:
-    error = b'data: {"error": {"message": "out of memory", "code": 500}}\n\n'
-    async with ScriptedServer(answering(STREAM_HEAD + coded(before + error + DONE) + STREAM_END)) as server:
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, wire: Wire, begun: bool) -> None:
+    before = wire.opening + wire.token if begun else b""
+    async with ScriptedServer(answering(STREAM_HEAD + coded(before + wire.error + wire.done) + STREAM_END)) as server:
         reply = await provider_for(server.base_url).open(call(stream=True), headers={})
         chunks = []
         with pytest.raises(ProviderFailure, match="out of memory") as raised:
@@ -444,33 +474,36 @@ async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, before
         await reply.aclose()
     assert raised.value.fault is Fault.CUT
     assert "out of memory" not in raised.value.for_log  # it may repeat what is in a prompt
-    assert b"".join(chunks) == before
+    assert timeless(b"".join(chunks)) == (wire.opened + wire.tokened if begun else b"")
 
 
-async def test_text_about_errors_is_none(provider_for: ProviderFor) -> None:
-    text = b'data: {"error": null, "choices": [{"delta": {"content": "data: {\\"error\\": 1}\\n\\ndata: [DONE]"}}]}\n\n'
-    async with ScriptedServer(answering(STREAM_HEAD + coded(text + DONE) + STREAM_END)) as server:
-        assert b"".join(await answer(provider_for(server.base_url), call(stream=True))) == text + DONE
+async def test_text_about_errors_is_none(provider_for: ProviderFor, wire: Wire) -> None:
+    said, error_said = data(TEXT)[6:-2], data('data: {"error": 1}\n\ndata: [DONE]')[6:-2]  # as JSON
+    text = wire.token.replace(said, error_said)
+    given = wire.opened + wire.tokened.replace(said, error_said) + wire.ended
+    async with ScriptedServer(answering(STREAM_HEAD + coded(wire.opening + text + wire.done) + STREAM_END)) as server:
+        assert b"".join(await answer(provider_for(server.base_url), call(stream=True))) == given
 
 
 @pytest.mark.parametrize(
     ("stream", "sent"),
     [
-        (False, STREAM_HEAD + STREAM_END),
-        (False, json_answer(ANSWER).replace(b"application/json", b"text/html")),
-        (False, json_answer(ANSWER).replace(b"content-type", b"x")),
-        (False, json_answer(ANSWER, "200 OK", "content-encoding: gzip")),
-        (False, json_answer(b"[]")),
-        (False, json_answer(b"")),
-        (False, json_answer(ANSWER[:-1])),
-        (False, json_answer(b"", "302 Found", "location: http://elsewhere/")),
-        (False, b"220 smtp.example.com ESMTP\r\n"),
-        (True, json_answer(ANSWER)),
-        (True, STREAM_HEAD + b"no chunk size\r\n"),
+        (False, lambda _: STREAM_HEAD + STREAM_END),
+        (False, lambda wire: json_answer(wire.answer).replace(b"application/json", b"text/html")),
+        (False, lambda wire: json_answer(wire.answer).replace(b"content-type", b"x")),
+        (False, lambda wire: json_answer(wire.answer, "200 OK", "content-encoding: gzip")),
+        (False, lambda _: json_answer(b"[]")),
+        (False, lambda _: json_answer(b"")),
+        (False, lambda wire: json_answer(wire.answer[:-1])),
+        (False, lambda _: json_answer(b"", "302 Found", "location: http://elsewhere/")),
+        (False, lambda _: b"220 smtp.example.com ESMTP\r\n"),
+        (True, lambda wire: json_answer(wire.answer)),
+        (True, lambda _: STREAM_HEAD + b"no chunk size\r\n"),
+        (True, lambda wire: STREAM_HEAD + coded(b'data: {"id": \n\n' + wire.done) + STREAM_END),
     ],
 )
-async def test_malformed(provider_for: ProviderFor, stream: bool, sent: bytes) -> None:
-    async with ScriptedServer(answering(sent)) as server:
+async def test_malformed(provider_for: ProviderFor, wire: Wire, stream: bool, sent: Callable[[Wire], bytes]) -> None:
+    async with ScriptedServer(answering(sent(wire))) as server:
         assert (await failure(provider_for(server.base_url), call(stream=stream))).fault is Fault.MALFORMED
 
 
@@ -498,8 +531,9 @@ async def test_cancelled_while_it_waits_for_the_head(provider_for: ProviderFor, 
             await task
 
 
-@pytest.mark.parametrize(("stream", "sent"), [(False, json_answer(ANSWER)[:-5]), (True, STREAM_HEAD)])
-async def test_cancelled_while_it_waits_for_a_chunk(provider_for: ProviderFor, stream: bool, sent: bytes) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_cancelled_while_it_waits_for_a_chunk(provider_for: ProviderFor, wire: Wire, stream: bool) -> None:
+    sent = STREAM_HEAD if stream else json_answer(wire.answer)[:-5]
     async with ScriptedServer(answering(sent)) as server, asyncio.timeout(TIMEOUT_SECONDS):
         reply = await provider_for(server.base_url).open(call(stream=stream), headers={})
         task = asyncio.ensure_future(anext(aiter(reply)))
@@ -511,10 +545,11 @@ async def test_cancelled_while_it_waits_for_a_chunk(provider_for: ProviderFor, s
         await reply.aclose()
 
 
-async def test_closed_in_the_middle(provider_for: ProviderFor) -> None:
-    async with ScriptedServer(answering(STREAM_HEAD + coded(TOKEN))) as server, asyncio.timeout(TIMEOUT_SECONDS):
+async def test_closed_in_the_middle(provider_for: ProviderFor, wire: Wire) -> None:
+    begun = STREAM_HEAD + coded(wire.opening + wire.token)
+    async with ScriptedServer(answering(begun)) as server, asyncio.timeout(TIMEOUT_SECONDS):
         reply = await provider_for(server.base_url).open(call(stream=True), headers={})
-        assert await anext(aiter(reply)) == TOKEN
+        assert timeless(await anext(aiter(reply))) == wire.opened + wire.tokened
         assert not server.client_closed
         await reply.aclose()
         await server.until_the_client_closed()
@@ -546,27 +581,29 @@ async def test_every_connection_in_use(kind: str) -> None:
 
 
 async def test_a_connection_that_went_stale_is_no_failure(
-    provider_for: ProviderFor, monkeypatch: pytest.MonkeyPatch
+    provider_for: ProviderFor, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.transport.client.STALE_SECONDS", 10.0)  # however slow this machine is
-    async with ScriptedServer(answering(json_answer(ANSWER), end=asyncio.StreamWriter.close)) as server:
+    async with ScriptedServer(answering(json_answer(wire.answer), end=asyncio.StreamWriter.close)) as server:
         provider = provider_for(server.base_url)
         for _ in range(3):
-            assert await answer(provider, call()) == [ANSWER]
+            assert await answer(provider, call()) == [wire.answered]
 
 
-async def test_large_bodies_both_ways(provider_for: ProviderFor) -> None:
+async def test_large_bodies_both_ways(provider_for: ProviderFor, wire: Wire) -> None:
     text = "é" * 1_000_000
+    said, long = data(TEXT)[6:-2], data(text)[6:-2]  # as JSON
 
-    async def echo(received: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(json_answer(received.body))
+    async def script(received: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + coded(wire.opening + wire.token.replace(said, long) + wire.done) + STREAM_END)
 
-    async with ScriptedServer(echo) as server:
+    async with ScriptedServer(script) as server:
         provider = provider_for(server.base_url)
-        asked = call(msgspec.json.encode({"text": text}))
-        (body,) = await answer(provider, asked)
-        assert body == provider.render(asked)
-        assert msgspec.json.decode(body)["text"] == text
+        asked = call(msgspec.json.encode({"messages": [{"role": "user", "content": text}]}), stream=True)
+        given = b"".join(await answer(provider, asked))
+        assert given == wire.opened + wire.tokened.replace(said, long) + wire.ended
+        assert server.requests[0].body == provider.render(asked)
+        assert text.encode() in server.requests[0].body
 
 
 @pytest.mark.parametrize(("status", "healthy"), [("200 OK", True), ("503 No", False), ("401 No", False)])
@@ -575,7 +612,7 @@ async def test_health(kind: str, provider_for: ProviderFor, status: str, healthy
         provider = provider_for(server.base_url)
         assert await provider.healthy() is healthy
         assert await provider.healthy() is healthy
-        path = "/v1/models" if kind == "openai" else "/health"
+        path = "/v1/models" if kind in ("openai", "anthropic") else "/health"
         assert server.requests[0].head == f"GET {path} HTTP/1.1"
         assert server.connections == 1
 

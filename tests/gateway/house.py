@@ -137,6 +137,9 @@ class Scripted:
         self.asked_for: list[str] = []  # by which ids
         self.record_may_come: asyncio.Event | None = None
 
+    def refusal_of(self, call: Call) -> ProviderFailure | None:
+        return None
+
     def render(self, call: Call) -> bytes:
         return b""
 

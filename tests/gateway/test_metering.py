@@ -337,6 +337,16 @@ def test_anthropics_counts_come_in_two_parts() -> None:
     assert meter.usage == Usage(21, 7, output=15, exact=True)
 
 
+@pytest.mark.parametrize("name", ["warmpath", "x_groq"])
+def test_counts_may_stand_where_some_servers_and_providers_put_them(name: str) -> None:
+    meter = Meter(make_call())
+    first = frame({**ROLE, name: {"id": "req_1", "usage": USAGE}})
+    assert meter.watch(first) == first
+    assert meter.usage == Usage(input_uncached=36, cache_read=64, output=3, reasoning=2, exact=True)
+    meter.watch(frame(text_frame("more")) + frame("[DONE]"))
+    assert (meter.usage.output, meter.usage.exact) == (4, False)
+
+
 def test_a_response_counts_inside_of_its_last_event() -> None:
     usage = {"input_tokens": 36, "output_tokens": 8, "total_tokens": 44, "input_tokens_details": {"cached_tokens": 6}}
     end = {"type": "response.completed", "response": {"id": "r", "service_tier": "flex", "usage": usage}}

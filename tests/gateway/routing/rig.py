@@ -32,7 +32,11 @@ class Script:
         self.opening = opening
         self.closed = 0
         self.opened = 0
+        self.refusal: ProviderFailure | None = None
         self.headers: Mapping[str, str] = {}
+
+    def refusal_of(self, call: Call) -> ProviderFailure | None:
+        return self.refusal
 
     def render(self, call: Call) -> bytes:
         return b""

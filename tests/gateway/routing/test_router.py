@@ -53,6 +53,26 @@ async def test_an_answer_that_ends_before_its_first_chunk_is_no_answer(steps: tu
     assert a.closed == 1
 
 
+async def test_a_server_that_has_no_words_for_the_call_is_not_asked() -> None:
+    a, b = Script(b"x"), Script(b"1")
+    a.refusal = status(400, Fault.REFUSED)
+    rig = Rig(a=a, b=b)
+    assert await rig.chunks() == [b"1"]
+    assert rig.outcomes == [("b", "ok")]
+    assert rig.idle()
+
+
+async def test_where_none_has_words_for_the_call_the_client_is_told_so_at_once() -> None:
+    a, b = Script(b"x"), Script(b"x")
+    a.refusal = b.refusal = status(400, Fault.REFUSED)
+    rig = Rig(a=a, b=b)
+    with pytest.raises(UpstreamRefused) as refusal:
+        await rig.chunks()
+    assert (refusal.value.upstream_status, refusal.value.content) == (400, b'{"error": {}}')
+    assert (a.opened, b.opened, rig.outcomes) == (0, 0, [])
+    assert rig.idle()
+
+
 async def test_a_refused_request_is_not_tried_elsewhere() -> None:
     a, b = Script(opening=status(400, Fault.REFUSED)), Script(b"x")
     rig = Rig(a=a, b=b)
