@@ -28,7 +28,7 @@ from gateway.cache import ResponseCache
 from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.diagnosis import Journal, Watcher
 from gateway.doors import DOORS, catalogue
-from gateway.errors import GatewayError, LedgerUnavailable, StorageUnavailable
+from gateway.errors import GatewayError, LedgerUnavailable, NotFound, StorageUnavailable
 from gateway.fleet import Fleet
 from gateway.health import HealthChecks
 from gateway.keyring import Keyring
@@ -183,6 +183,7 @@ class Gateway:
             routes=[
                 *(Route(path, _post_only, methods=["POST"]) for path in self._doors),  # any other method: 405
                 *self._batches.routes,
+                Route("/v1/responses/{id}", self._response, methods=["GET", "DELETE"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/health", self._health),
@@ -429,6 +430,10 @@ class Gateway:
         policy = self._policies.current
         principal = await self.house.authenticator.authenticate(dict(request.scope["headers"]), policy)
         return json_reply(200, catalogue.entry(policy, principal, self._created, request.path_params["name"]))
+
+    async def _response(self, request: Request) -> Response:
+        await self.house.authenticator.authenticate(dict(request.scope["headers"]), self._policies.current)
+        raise NotFound(f"there is no response {request.path_params['id'][:100]!r}: none are kept here")
 
     async def _health(self, _: Request) -> Response:
         """Alive: the event loop answers."""

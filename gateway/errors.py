@@ -6,7 +6,7 @@
     + ModelNotFound            404 model_not_found
     + UnknownUrl               404 unknown_url
     + MethodNotAllowed         405 method_not_allowed
-    + NotFound                 404 not_found: a file, a batch, a key
+    + NotFound                 404 not_found: a file, a batch, a key, a response
     + Conflict                 409 conflict: its state does not allow that
     + BodyTooLarge             413 request_too_large
     + RequestTimeout           408 request_timeout: the body did not arrive

@@ -4,8 +4,14 @@ from gateway.doors.base import Door
 from gateway.doors.chat import ChatDoor
 from gateway.doors.completions import CompletionDoor
 from gateway.doors.embeddings import EmbeddingDoor
+from gateway.doors.responses import ResponsesDoor
 
-BATCH_DOORS: tuple[Door, ...] = (ChatDoor(), CompletionDoor(), EmbeddingDoor())  # for the lines of batches, too
+BATCH_DOORS: tuple[Door, ...] = (
+    ChatDoor(),
+    CompletionDoor(),
+    EmbeddingDoor(),
+    ResponsesDoor(),
+)  # for the lines of batches, too
 DOORS: tuple[Door, ...] = BATCH_DOORS
 
 __all__ = ["BATCH_DOORS", "DOORS"]

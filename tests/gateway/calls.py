@@ -7,6 +7,7 @@ from typing import Any
 
 from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.doors import DOORS
+from gateway.doors.base import Door
 from gateway.policy import Policy
 from gateway.types import Call, Operation, Principal, Trace
 
@@ -40,13 +41,14 @@ def a_call(
     key: str = "k",
     key_models: frozenset[str] | None = None,
     operation: Operation = Operation.CHAT,
+    door: Door | None = None,
     headers: dict[bytes, bytes] | None = None,
     now: float = 0.0,
 ) -> Call:
     policy = policy or a_policy()
     content = body if isinstance(body, bytes) else json.dumps(chat() if body is None else body).encode()
     return Canonicaliser(b"secret").canonicalise(
-        next(door for door in DOORS if door.operation is operation),
+        door or next(door for door in DOORS if door.operation is operation),
         content,
         headers or {},
         call_id=new_call_id(),

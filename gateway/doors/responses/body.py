@@ -1,0 +1,215 @@
+"""The body of a request, and what a chat is asked for in its place.
+
+Nothing is ignored in silence. A field is acted on, or it asks for nothing that could change the answer, or it is
+refused by its name, with a word on what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from gateway.doors.base import Fields, Name, TokenCount, decode
+from gateway.doors.responses.items import messages_of
+from gateway.doors.responses.reading import ABSENT, check_names, is_given, read, type_of, unsupported
+from gateway.doors.responses.tools import Tools, read_tools
+
+Json = dict[str, Any]
+
+LOGPROBS = "message.output_text.logprobs"
+SEALED_REASONING = "reasoning.encrypted_content"
+_INCLUDABLE = (LOGPROBS, SEALED_REASONING)
+
+_STATELESS = "no answers are kept here; send what was said before as items of `input`"
+_REFUSED: Mapping[str, str] = {
+    "previous_response_id": _STATELESS,
+    "conversation": _STATELESS,
+    "background": "no answers are kept here to be asked for later; leave it out, or say false",
+    "prompt": "no prompts are kept here; send their text as `instructions` and `input`",
+    "truncation": "how long a prompt may be is known to the server alone; shorten `input`, or say disabled",
+    "context_management": "nothing is compacted here; shorten `input`",
+}
+
+
+class Body(msgspec.Struct, kw_only=True):
+    model: str
+    input: str | list[msgspec.Raw]
+    instructions: str | None = None
+    tools: list[msgspec.Raw] | None = None
+    tool_choice: msgspec.Raw = ABSENT
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None  # of tools that are run on the way, of which there are none
+    max_output_tokens: TokenCount | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    text: msgspec.Raw = ABSENT
+    reasoning: msgspec.Raw = ABSENT
+    metadata: dict[str, str] | None = None
+    client_metadata: dict[str, Any] | None = None  # what coding agents say of themselves
+    user: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: msgspec.Raw = ABSENT
+    service_tier: Name | None = None
+    store: bool | None = None  # true is what nobody has chosen; the response says false
+    stream: bool | None = None
+    stream_options: msgspec.Raw = ABSENT
+    # Only their emptiest values are known.
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    include_obfuscation: bool | None = None
+
+
+class Text(msgspec.Struct):
+    format: msgspec.Raw = ABSENT
+    verbosity: str | None = None
+
+
+class PlainFormat(msgspec.Struct):
+    type: str = "text"
+
+
+class SchemaFormat(msgspec.Struct):
+    name: str
+    schema: msgspec.Raw
+    type: str = "json_schema"
+    description: str | None = None
+    strict: bool | None = None
+
+
+class Reasoning(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: Literal["auto"] | None = None  # the older name
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A body that can be fulfilled, its parts read."""
+
+    body: Body
+    tools: Tools
+    text: Text
+    reasoning: Reasoning
+    obfuscates: bool  # deltas are padded
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.body.top_logprobs) or LOGPROBS in (self.body.include or ())
+
+    @property
+    def seals_reasoning(self) -> bool:
+        return SEALED_REASONING in (self.body.include or ())
+
+
+_decoder = msgspec.json.Decoder(Body)
+
+
+def read_body(fields: Fields, raw: bytes) -> Asked:
+    """Raises `BadRequest`."""
+    for name, why in _REFUSED.items():
+        if name in fields and is_given(fields[name]) and not _is_harmless(name, bytes(fields[name])):
+            raise unsupported(name, why)
+    check_names(Body, fields)
+    body = decode(_decoder, raw)
+    for included in body.include or ():
+        if included not in _INCLUDABLE:
+            raise unsupported("include", f"{included[:100]!r} is none of {' and '.join(_INCLUDABLE)}")
+    reasoning = read(Reasoning, body.reasoning, "reasoning") if is_given(body.reasoning) else Reasoning()
+    if reasoning.summary not in (None, "auto"):
+        raise unsupported("reasoning.summary", "reasoning is given whole, in `content`; leave it out, or say auto")
+    options = StreamOptions()
+    if is_given(body.stream_options):
+        options = read(StreamOptions, body.stream_options, "stream_options")
+    return Asked(
+        body=body,
+        tools=read_tools(body.tools or (), body.tool_choice),
+        text=read(Text, body.text, "text") if is_given(body.text) else Text(),
+        reasoning=reasoning,
+        obfuscates=bool(options.include_obfuscation),
+    )
+
+
+def _is_harmless(name: str, value: bytes) -> bool:
+    return (name, value) in (("background", b"false"), ("truncation", b'"disabled"'))
+
+
+def chat_fields(asked: Asked) -> Json:
+    """What a chat is asked for, in its own words. Raises `BadRequest`."""
+    body = asked.body
+    messages = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else messages_of(body.input)
+    if not messages:
+        raise unsupported("input", "at least one item is needed")
+    if body.instructions is not None:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    fields: Json = {"model": body.model, "messages": messages, **asked.tools.chat_fields}
+    if "tools" in fields and body.parallel_tool_calls is not None:
+        fields["parallel_tool_calls"] = body.parallel_tool_calls
+    if asked.wants_logprobs:
+        fields["logprobs"] = True
+    if is_given(asked.text.format):
+        fields |= _response_format(asked.text.format)
+    if is_given(body.prompt_cache_options):
+        fields["prompt_cache_options"] = body.prompt_cache_options
+    if body.stream:
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    same: Json = {
+        "max_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_logprobs": body.top_logprobs or None,
+        "reasoning_effort": asked.reasoning.effort,
+        "verbosity": asked.text.verbosity,
+        "metadata": body.metadata,
+        "user": body.user,
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
+        "service_tier": body.service_tier,
+    }
+    return fields | {name: value for name, value in same.items() if value is not None}
+
+
+def _response_format(format: msgspec.Raw) -> Json:
+    kind = type_of(format, "text.format")
+    if kind in ("text", "json_object"):
+        read(PlainFormat, format, "text.format")
+        return {"response_format": {"type": kind}} if kind == "json_object" else {}
+    if kind != "json_schema":
+        raise unsupported("text.format.type", f"{kind[:100]!r} is none of text, json_object and json_schema")
+    wanted = read(SchemaFormat, format, "text.format")
+    schema: Json = {"name": wanted.name, "schema": wanted.schema}
+    if wanted.description is not None:
+        schema["description"] = wanted.description
+    if wanted.strict is not None:
+        schema["strict"] = wanted.strict
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+# A chat's names in a server's refusal, and the client's own, the longer ones first.
+_OWN_NAMES = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("max_tokens", "max_output_tokens"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("verbosity", "text.verbosity"),
+    ("tool_choice.function", "tool_choice"),
+)
+
+
+def own_name(param: str) -> str:
+    """What the client calls that for which a server has refused a chat."""
+    for theirs, own in _OWN_NAMES:
+        if param == theirs or param.startswith(f"{theirs}."):
+            return own + param.removeprefix(theirs)
+    if param.startswith("tools["):
+        return param.replace("].function", "]", 1)
+    return "input" if param.startswith("messages") else param

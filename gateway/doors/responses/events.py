@@ -1,0 +1,81 @@
+"""A stream of a chat's frames as the events of a response."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from gateway.doors.responses.answers import read_answer
+from gateway.doors.responses.response import Response
+from gateway.errors import GatewayError
+from gateway.ids import random_bytes
+
+Json = dict[str, Any]
+PADDED_TO_CHARACTERS = 32  # a delta and its padding, or a multiple of it: its length says little then
+_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
+DONE = b"[DONE]"
+
+
+class EventStream:
+    """`response.created` comes with the first frame, and the answer's end with the last: only then is it told."""
+
+    def __init__(self, response: Response, *, obfuscates: bool) -> None:
+        self._response = response
+        self._obfuscates = obfuscates
+        self._sequence_number = 0
+
+    def frames(self, chunk: bytes, *, last: bool) -> bytes:
+        """Raises `UpstreamCut`."""
+        told: list[bytes] = []
+        for frame in filter(None, _BLANK_LINE.split(chunk)):
+            data = _data_of(frame)
+            if data is None:
+                told.append(frame + b"\n\n")  # a comment, as servers send to keep a connection alive
+            elif data != DONE:
+                events = self._response.read(read_answer(data))
+                told += self._begun()
+                told += map(self._frame, events)
+        if last:
+            status, events = self._response.end()
+            told += self._begun()
+            told += map(self._frame, events)
+            told.append(self._lifecycle(status, self._response.json(status)))
+        return b"".join(told)
+
+    def failure(self, error: GatewayError) -> bytes:
+        """What there is of the answer, and why there is no more of it.
+
+        No item is told to be done: an agent would make a call of which half the arguments are there.
+        """
+        self._response.output.cut()
+        failed = self._response.json("failed", error)
+        return b"".join([*self._begun(), self._lifecycle("failed", failed)])
+
+    def _begun(self) -> Iterator[bytes]:
+        if not self._sequence_number:
+            for event in ("created", "in_progress"):
+                yield self._lifecycle(event, self._response.json("in_progress"))
+
+    def _lifecycle(self, event: str, response: Json) -> bytes:
+        return self._frame({"type": f"response.{event}", "response": response})
+
+    def _frame(self, event: Json) -> bytes:
+        event["sequence_number"] = self._sequence_number
+        self._sequence_number += 1
+        if self._obfuscates and "delta" in event:
+            event["obfuscation"] = _padding(event["delta"])
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+
+
+def _data_of(frame: bytes) -> bytes | None:
+    """None of a frame without any."""
+    lines = [line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
+
+
+def _padding(text: str) -> str:
+    count = -len(text) % PADDED_TO_CHARACTERS
+    return random_bytes((count + 1) // 2).hex()[:count]

@@ -1,0 +1,214 @@
+"""Input items as messages of a chat.
+
+A turn of the model's is several items (reasoning, a message, function calls) and one message of a chat, so that its
+items are put together again: a prompt is then the same by both doors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from gateway.doors.responses.reading import read, type_of, unsupported
+from gateway.doors.responses.reasoning import unsealed
+
+Json = dict[str, Any]
+Content = str | list[msgspec.Raw]
+
+
+class MessageItem(msgspec.Struct):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    type: str | None = None
+    id: Any = None  # of an answer that comes back, as the next ones
+    status: Any = None
+    phase: Any = None
+
+
+class FunctionCallItem(msgspec.Struct):
+    type: str
+    call_id: str
+    name: str
+    arguments: str
+    id: Any = None
+    status: Any = None
+    parsed_arguments: Any = None  # by OpenAI's SDK, from `arguments`
+
+
+class FunctionOutputItem(msgspec.Struct):
+    type: str
+    call_id: str
+    output: Content
+    id: Any = None
+    name: Any = None  # as in the call
+    status: Any = None
+
+
+class ReasoningItem(msgspec.Struct):
+    type: str
+    summary: list[msgspec.Raw] | None = None
+    content: list[msgspec.Raw] | None = None
+    encrypted_content: str | None = None
+    id: Any = None
+    status: Any = None
+
+
+class TextPart(msgspec.Struct):
+    """`input_text`, `reasoning_text` and `summary_text`, and of an answer that comes back `output_text`."""
+
+    type: str
+    text: str
+    prompt_cache_breakpoint: Any = None
+    annotations: Any = None
+    logprobs: Any = None
+    parsed: Any = None  # by OpenAI's SDK, from `text`
+
+
+class RefusalPart(msgspec.Struct):
+    type: str
+    refusal: str
+
+
+class ImagePart(msgspec.Struct):
+    type: str
+    image_url: str | None = None
+    detail: str | None = None
+    prompt_cache_breakpoint: Any = None
+
+
+class FilePart(msgspec.Struct):
+    type: str
+    file_data: str | None = None
+    filename: str | None = None
+    prompt_cache_breakpoint: Any = None
+
+
+def messages_of(items: Sequence[msgspec.Raw]) -> list[Json]:
+    """Raises `BadRequest` for an item that is no part of a chat."""
+    chat = _Chat()
+    for number, item in enumerate(items):
+        path = f"input[{number}]"
+        kind = type_of(item, path, default="message")
+        add = _ITEMS.get(kind)
+        if add is None:
+            raise unsupported(
+                f"{path}.type", _REFUSED.get(kind, f"items of the type {kind[:100]!r} are not known here")
+            )
+        add(chat, item, path)
+    return chat.messages
+
+
+class _Chat:
+    """The messages so far, and whether the last one may go on."""
+
+    def __init__(self) -> None:
+        self.messages: list[Json] = []
+
+    def add_message(self, item: msgspec.Raw, path: str) -> None:
+        message = read(MessageItem, item, path)
+        content = _content(message.content, f"{path}.content", of_model=message.role == "assistant")
+        turn = self._turn() if message.role == "assistant" else None
+        if turn is not None and not turn["content"]:
+            turn["content"] = content
+        else:
+            self.messages.append({"role": message.role, "content": content})
+
+    def add_reasoning(self, item: msgspec.Raw, path: str) -> None:
+        thought = _thought(read(ReasoningItem, item, path), path)
+        if not thought:
+            return
+        turn = self._turn()
+        if turn is None or (turn["content"] and "tool_calls" not in turn):
+            turn = self._begin_turn()
+        earlier = turn.get("reasoning_content")
+        turn["reasoning_content"] = f"{earlier}\n{thought}" if earlier else thought
+
+    def add_call(self, item: msgspec.Raw, path: str) -> None:
+        call = read(FunctionCallItem, item, path)
+        turn = self._turn() or self._begin_turn()
+        turn["content"] = turn["content"] or None
+        function = {"name": call.name, "arguments": call.arguments}
+        turn.setdefault("tool_calls", []).append({"id": call.call_id, "type": "function", "function": function})
+
+    def add_output(self, item: msgspec.Raw, path: str) -> None:
+        output = read(FunctionOutputItem, item, path)
+        content = _content(output.output, f"{path}.output", of_model=False)
+        self.messages.append({"role": "tool", "tool_call_id": output.call_id, "content": content})
+
+    def _turn(self) -> Json | None:
+        """The model's, where it was the last to speak."""
+        return self.messages[-1] if self.messages and self.messages[-1]["role"] == "assistant" else None
+
+    def _begin_turn(self) -> Json:
+        turn: Json = {"role": "assistant", "content": ""}
+        self.messages.append(turn)
+        return turn
+
+
+_ITEMS: Mapping[str, Callable[[_Chat, msgspec.Raw, str], None]] = {
+    "message": _Chat.add_message,
+    "reasoning": _Chat.add_reasoning,
+    "function_call": _Chat.add_call,
+    "function_call_output": _Chat.add_output,
+}
+_REFUSED = {
+    "item_reference": "nothing is kept here that an item could refer to; send the item itself",
+    "custom_tool_call": "custom tools are not offered here; offer the tool as a function",
+    "custom_tool_call_output": "custom tools are not offered here; offer the tool as a function",
+}
+
+
+def _thought(item: ReasoningItem, path: str) -> str:
+    """What a client knows of it: the text, else what it was given in its place, else a summary."""
+    for name, parts in (("content", item.content), ("summary", item.summary)):
+        if name == "summary" and item.encrypted_content is not None:
+            text = unsealed(item.encrypted_content)
+            if text is None:
+                raise unsupported(
+                    f"{path}.encrypted_content", "it was not made here, and can not be read; leave the item out"
+                )
+            return text
+        if parts:
+            return "\n".join(read(TextPart, part, f"{path}.{name}[{i}]").text for i, part in enumerate(parts))
+    return ""
+
+
+def _content(content: Content, path: str, *, of_model: bool) -> str | list[Json]:
+    """In a chat's words; as plain text where it is one."""
+    if isinstance(content, str):
+        return content
+    parts = [_part(part, f"{path}[{number}]", of_model) for number, part in enumerate(content)]
+    if not parts:
+        return ""
+    if len(parts) == 1 and parts[0].keys() == {"type", "text"}:
+        return str(parts[0]["text"])
+    return parts
+
+
+def _part(part: msgspec.Raw, path: str, of_model: bool) -> Json:
+    kind = type_of(part, path)
+    if kind == "input_text" or (kind == "output_text" and of_model):
+        text = read(TextPart, part, path)
+        return _marked({"type": "text", "text": text.text}, text.prompt_cache_breakpoint)
+    if kind == "refusal" and of_model:
+        return {"type": "text", "text": read(RefusalPart, part, path).refusal}
+    if kind == "input_image":
+        image = read(ImagePart, part, path)
+        if image.image_url is None:
+            raise unsupported(f"{path}.image_url", "an image must be given here")
+        shown = {"url": image.image_url, **({} if image.detail is None else {"detail": image.detail})}
+        return _marked({"type": "image_url", "image_url": shown}, image.prompt_cache_breakpoint)
+    if kind == "input_file":
+        file = read(FilePart, part, path)
+        if file.file_data is None:
+            raise unsupported(f"{path}.file_data", "a file must be given here")
+        named = {} if file.filename is None else {"filename": file.filename}
+        return _marked({"type": "file", "file": {**named, "file_data": file.file_data}}, file.prompt_cache_breakpoint)
+    speaker = "the model's" if of_model else "this"
+    raise unsupported(f"{path}.type", f"{kind[:100]!r} is no part of {speaker} content that is known here")
+
+
+def _marked(part: Json, breakpoint: Any) -> Json:
+    return part if breakpoint is None else {**part, "prompt_cache_breakpoint": breakpoint}

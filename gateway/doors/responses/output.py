@@ -1,0 +1,246 @@
+"""An answer's output items, and the events by which they grow.
+
+A whole answer is one piece, and a stream is many: both go through `Output`, so that the events of a stream, put
+together, are the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.doors.responses.answers import Delta, TokenLogprob, ToolCall
+from gateway.doors.responses.reasoning import sealed
+from gateway.errors import UpstreamCut
+
+Json = dict[str, Any]
+Events = list[Json]
+
+
+class _Item:
+    """One item, from its first piece to its end."""
+
+    prefix = ""
+
+    def __init__(self, key: str, index: int) -> None:
+        self.id = f"{self.prefix}_{key}{index:02x}"
+        self.index = index
+        self.status = "in_progress"
+
+    def json(self) -> Json:
+        raise NotImplementedError
+
+    def begun(self) -> Events:
+        return [{"type": "response.output_item.added", "output_index": self.index, "item": self.json()}]
+
+    def content_ended(self) -> Events:
+        raise NotImplementedError
+
+    def ended(self, status: str) -> Events:
+        """Empty where it had come to its end before."""
+        if self.status != "in_progress":
+            return []
+        events = self.content_ended()
+        self.status = status
+        return [*events, {"type": "response.output_item.done", "output_index": self.index, "item": self.json()}]
+
+    def _event(self, type: str, **fields: Any) -> Json:
+        return {"type": f"response.{type}", "item_id": self.id, "output_index": self.index, **fields}
+
+
+class _Reasoning(_Item):
+    prefix = "rs"
+
+    def __init__(self, key: str, index: int, *, seals: bool) -> None:
+        super().__init__(key, index)
+        self._seals = seals
+        self._text = ""
+
+    def json(self) -> Json:
+        content = [self._part()] if self._text else []
+        item: Json = {"id": self.id, "type": "reasoning", "summary": [], "content": content, "status": self.status}
+        if self._seals and self.status != "in_progress":
+            item["encrypted_content"] = sealed(self._text)
+        return item
+
+    def _part(self) -> Json:
+        return {"type": "reasoning_text", "text": self._text}
+
+    def add(self, text: str) -> Events:
+        events = [] if self._text else [self._event("content_part.added", content_index=0, part=self._part())]
+        self._text += text
+        return [*events, self._event("reasoning_text.delta", content_index=0, delta=text)]
+
+    def content_ended(self) -> Events:
+        return [
+            self._event("reasoning_text.done", content_index=0, text=self._text),
+            self._event("content_part.done", content_index=0, part=self._part()),
+        ]
+
+
+class _Part:
+    """Of a message: its text, or that it refuses."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+        self.text = ""
+        self.logprobs: list[TokenLogprob] = []
+
+    def json(self) -> Json:
+        if self.refuses:
+            return {"type": "refusal", "refusal": self.text}
+        logprobs = [token.json(with_bytes=True) for token in self.logprobs]
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
+
+
+class _Message(_Item):
+    prefix = "msg"
+
+    def __init__(self, key: str, index: int) -> None:
+        super().__init__(key, index)
+        self._parts: list[_Part] = []
+
+    def json(self) -> Json:
+        content = [part.json() for part in self._parts]
+        return {"id": self.id, "type": "message", "role": "assistant", "status": self.status, "content": content}
+
+    def add(self, text: str, logprobs: Sequence[TokenLogprob] = (), *, refuses: bool = False) -> Events:
+        events: Events = []
+        if not self._parts or self._parts[-1].refuses != refuses:
+            events = self.content_ended()
+            self._parts.append(_Part(refuses))
+            events.append(self._part_event("content_part.added", part=self._parts[-1].json()))
+        part = self._parts[-1]
+        part.text += text
+        if refuses:
+            return [*events, self._part_event("refusal.delta", delta=text)]
+        part.logprobs += logprobs
+        told = [token.json() for token in logprobs]
+        return [*events, self._part_event("output_text.delta", delta=text, logprobs=told)]
+
+    def note(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Of tokens without a text."""
+        if self._parts and not self._parts[-1].refuses:
+            self._parts[-1].logprobs += logprobs
+
+    def content_ended(self) -> Events:
+        if not self._parts:
+            return []
+        part = self._parts[-1]
+        if part.refuses:
+            done = self._part_event("refusal.done", refusal=part.text)
+        else:
+            told = [token.json() for token in part.logprobs]
+            done = self._part_event("output_text.done", text=part.text, logprobs=told)
+        return [done, self._part_event("content_part.done", part=part.json())]
+
+    def _part_event(self, type: str, **fields: Any) -> Json:
+        return self._event(type, content_index=len(self._parts) - 1, **fields)
+
+
+class _FunctionCall(_Item):
+    prefix = "fc"
+
+    def __init__(self, key: str, index: int, call: ToolCall) -> None:
+        super().__init__(key, index)
+        if call.function is None or not call.function.name:
+            raise UpstreamCut("the server calls a function, and does not say which")
+        self._name = call.function.name
+        self._call_id = call.id or f"call_{key}{index:02x}"
+        self._arguments = ""
+
+    def json(self) -> Json:
+        return {
+            "id": self.id,
+            "type": "function_call",
+            "call_id": self._call_id,
+            "name": self._name,
+            "arguments": self._arguments,
+            "status": self.status,
+        }
+
+    def add(self, arguments: str) -> Events:
+        self._arguments += arguments
+        return [self._event("function_call_arguments.delta", delta=arguments)]
+
+    def content_ended(self) -> Events:
+        return [self._event("function_call_arguments.done", name=self._name, arguments=self._arguments)]
+
+
+class Output:
+    """The items so far. `key` makes their ids; `seals` reasoning, where the client wants to send it back."""
+
+    def __init__(self, key: str, *, seals: bool) -> None:
+        self._key = key
+        self._seals = seals
+        self._items: list[_Item] = []
+        self._speaking: _Reasoning | _Message | None = None  # an item that goes on, as long as nothing else is said
+        self._calls: dict[int, _FunctionCall] = {}  # which may grow side by side, and end together
+        self._unsaid: list[TokenLogprob] = []  # of tokens whose text is still to come
+
+    def json(self) -> list[Json]:
+        return [item.json() for item in self._items]
+
+    def take(self, delta: Delta, logprobs: Sequence[TokenLogprob] = ()) -> Events:
+        """What one more piece of the answer changes. Raises `UpstreamCut`."""
+        events: Events = []
+        if thought := delta.thought:
+            self._unsaid.clear()
+            reasoning = self._reasoning(events)
+            events += reasoning.add(thought)
+        if delta.content:
+            told, self._unsaid = [*self._unsaid, *logprobs], []
+            message = self._message(events)
+            events += message.add(delta.content, told)
+        elif not delta.thought and not delta.tool_calls:
+            self._unsaid += logprobs
+        if delta.refusal:
+            message = self._message(events)
+            events += message.add(delta.refusal, refuses=True)
+        for place, call in enumerate(delta.tool_calls or ()):
+            self._take_call(call, place, events)
+        return events
+
+    def end(self, status: str) -> Events:
+        """The last item has this status; all others have come to their own end."""
+        if isinstance(self._speaking, _Message):
+            self._speaking.note(self._unsaid)
+        last = self._items[-1:]
+        return [event for item in self._items for event in item.ended(status if item in last else "completed")]
+
+    def cut(self) -> None:
+        """Whatever was open stays as it is."""
+        for item in self._items:
+            item.ended("incomplete")
+
+    def _reasoning(self, events: Events) -> _Reasoning:
+        if isinstance(self._speaking, _Reasoning):
+            return self._speaking
+        item = _Reasoning(self._key, len(self._items), seals=self._seals)
+        self._begin(item, events)
+        self._speaking = item
+        return item
+
+    def _message(self, events: Events) -> _Message:
+        if isinstance(self._speaking, _Message):
+            return self._speaking
+        item = _Message(self._key, len(self._items))
+        self._begin(item, events)
+        self._speaking = item
+        return item
+
+    def _begin(self, item: _Item, events: Events) -> None:
+        if self._speaking is not None:
+            events += self._speaking.ended("completed")
+            self._speaking = None
+        self._items.append(item)
+        events += item.begun()
+
+    def _take_call(self, call: ToolCall, place: int, events: Events) -> None:
+        number = place if call.index is None else call.index
+        item = self._calls.get(number)
+        if item is None:
+            item = self._calls[number] = _FunctionCall(self._key, len(self._items), call)
+            self._begin(item, events)
+        if call.function is not None and call.function.arguments:
+            events += item.add(call.function.arguments)

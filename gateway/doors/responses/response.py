@@ -1,0 +1,120 @@
+"""The response object: what was asked for, said back, and what has come of it by now."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from gateway.doors.responses.answers import Answer, Delta, read_answer, text_logprobs, usage_in
+from gateway.doors.responses.body import Asked
+from gateway.doors.responses.output import Events, Output
+from gateway.doors.responses.reading import is_given
+from gateway.errors import GatewayError, UpstreamCut
+
+Json = dict[str, Any]
+TEXT_FORMAT = {"type": "text"}
+INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
+CUT = ("abort", "error")  # how servers call it when an answer was ended from outside
+
+
+class Response:
+    """One response, from its beginning. `key` makes its id and those of its items."""
+
+    def __init__(self, key: str, asked: Asked) -> None:
+        self.output = Output(key, seals=asked.seals_reasoning)
+        self._id = f"resp_{key}"
+        self._asked = asked
+        self._echo: Json = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in echo(asked).items()}
+        self._created_at = int(time.time())
+        self._model = asked.body.model
+        self._service_tier: str | None = None
+        self._usage: Json | None = None
+        self._reason: str | None = None
+
+    def read(self, answer: Answer) -> Events:
+        """What one more piece of the answer changes. Raises `UpstreamCut`."""
+        self._model = answer.model or self._model
+        self._service_tier = answer.service_tier or self._service_tier
+        self._usage = usage_in(answer) or self._usage
+        events: Events = []
+        for choice in answer.choices or ():  # there is one
+            self._reason = choice.finish_reason or self._reason
+            delta = choice.delta or choice.message or Delta()
+            logprobs = (choice.logprobs.content if choice.logprobs is not None else None) or []
+            if choice.message is not None:
+                logprobs = text_logprobs(delta, logprobs)
+            events += self.output.take(delta, logprobs if self._asked.wants_logprobs else ())
+        return events
+
+    def end(self) -> tuple[str, Events]:
+        """The answer has come to its end: the response's status, and the events before it is told.
+
+        Raises `UpstreamCut` where the server says that it has not.
+        """
+        if self._reason in CUT:
+            raise UpstreamCut(f"the server has ended its answer early ({self._reason})")
+        status = "incomplete" if self._reason in INCOMPLETE else "completed"
+        return status, self.output.end(status)
+
+    def json(self, status: str, error: GatewayError | None = None) -> Json:
+        ended = status not in ("in_progress", "failed")
+        reason = INCOMPLETE.get(self._reason or "") if status == "incomplete" else None
+        told: Json = {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": None if error is None else {"code": _code(error), "message": error.message},
+            "incomplete_details": None if reason is None else {"reason": reason},
+            "model": self._model,
+            "output": self.output.json() if status != "in_progress" else [],
+            **self._echo,
+            "service_tier": self._service_tier,
+        }
+        return {**told, "usage": self._usage} if ended and self._usage is not None else told
+
+
+def whole(response: Response, body: bytes) -> bytes:
+    """A whole answer as a response. Raises `UpstreamCut`."""
+    response.read(read_answer(body))
+    status, _ = response.end()
+    return msgspec.json.encode(response.json(status))
+
+
+def echo(asked: Asked) -> Json:
+    """The request's fields that a response has, with what holds where nothing was said. What only the model knows, such
+    as its own temperature, is null."""
+    body = asked.body
+    text: Json = {"format": asked.text.format if is_given(asked.text.format) else TEXT_FORMAT}
+    if asked.text.verbosity is not None:
+        text["verbosity"] = asked.text.verbosity
+    told: Json = {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "background": False,
+        "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
+        "reasoning": {"effort": asked.reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "store": False,
+        "temperature": body.temperature,
+        "text": text,
+        "tool_choice": body.tool_choice if is_given(body.tool_choice) else "auto",
+        "tools": asked.tools.told,
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.top_p,
+        "truncation": "disabled",
+    }
+    return told if body.user is None else {**told, "user": body.user}
+
+
+def _code(error: GatewayError) -> str:
+    """One of those that a response may fail with."""
+    return "rate_limit_exceeded" if error.status == 429 else "server_error"
