@@ -33,9 +33,10 @@ thread_local Scratch team_scratch;  // of the thread that calls: what its team s
 
 // ---- threads --------------------------------------------------------------------------------------------------------
 //
-// One team for the process. Who calls does the work, and helpers take from it what they can get: a helper that the
-// system runs late, since its core is shared with others, finds the work done and keeps nobody waiting, as it would at
-// the barrier of an OpenMP team.
+// One team for the process. Each member has a part of the work, which it takes piece by piece; who has done his own
+// goes on with the others'. So a helper that the system runs late, since its core is shared with others, finds the work
+// done and keeps nobody waiting, as it would at the barrier of an OpenMP team; and as long as nobody is late, rows that
+// one operation leaves in a core's cache are that core's in the next one, too.
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -77,17 +78,25 @@ class Team {
       for (int64_t i = 0; i < count; i++) work(context, i);
       return;
     }
+    if (num_threads > num_parts_) {
+      delete[] parts_;
+      parts_ = new Part[num_threads];
+      num_parts_ = num_threads;
+    }
     while (num_helpers_ < num_threads - 1) std::thread(&Team::help, this, num_helpers_++).detach();
-    work_ = work, context_ = context, count_ = count, begin_ = begin, end_ = end, wanted_ = num_threads - 1;
+    work_ = work, context_ = context, begin_ = begin, end_ = end, wanted_ = num_threads - 1;
     core_.store(own_core(), std::memory_order_relaxed);
-    next_.store(0, std::memory_order_relaxed);
+    for (int64_t i = 0; i < num_threads; i++) {
+      parts_[i].next.store(count * i / num_threads, std::memory_order_relaxed);
+      parts_[i].end = count * (i + 1) / num_threads;
+    }
     open_.store(open_.load() + 1);  // odd: there is work
     if (sleepers_.load()) {
       sleep_.lock();  // nobody is between its last look and its sleep
       sleep_.unlock();
       wake_.notify_all();
     }
-    take();
+    take(0);
     open_.store(open_.load() + 1);  // even: there is none, and nobody may begin
     for (int spins = 0; inside_.load(); spins++) spins < SPINS ? pause() : std::this_thread::yield();
   }
@@ -95,8 +104,19 @@ class Team {
  private:
   static constexpr int SPINS = 4000;  // of a helper without work, before it sleeps: some 100 microseconds
 
-  void take() {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) work_(context_, i);
+  struct alignas(64) Part {  // of the work: [next, end) is still to be taken
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+
+  void take(int64_t own) {
+    for (int64_t n = 0, count = wanted_ + 1; n < count; n++) {
+      Part& part = parts_[(own + n) % count];
+      while (part.next.load(std::memory_order_relaxed) < part.end) {
+        const int64_t i = part.next.fetch_add(1, std::memory_order_relaxed);
+        if (i < part.end) work_(context_, i);
+      }
+    }
   }
 
   void help(int64_t index) {
@@ -127,7 +147,7 @@ class Team {
       // Only while it is still the same work: from here on, nobody changes it until this helper has left.
       if (open_.load() == now && index < wanted_) {
         begin_();
-        take();
+        take(index + 1);
         end_();
       }
       inside_.fetch_sub(1);
@@ -137,9 +157,10 @@ class Team {
   std::mutex turns_, sleep_;
   std::condition_variable wake_;
   std::atomic<uint64_t> open_{0};
-  std::atomic<int64_t> next_{0}, inside_{0}, sleepers_{0};
+  std::atomic<int64_t> inside_{0}, sleepers_{0};
   std::atomic<int> core_{-1};  // the caller's
-  int64_t num_helpers_ = 0, wanted_ = 0, count_ = 0;
+  Part* parts_ = nullptr;      // of the caller, and of each helper
+  int64_t num_parts_ = 0, num_helpers_ = 0, wanted_ = 0;
   void (*work_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
   void (*begin_)() = nullptr;

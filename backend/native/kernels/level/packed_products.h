@@ -158,28 +158,36 @@ inline int64_t panels_together(int64_t panels, int64_t rows) {
 template <class W>
 void linear_packed(const Linear& a, void* memory) {
   typedef typename Kept<W>::T T;
-  const int64_t panels = a.outs / PANEL, at_once = even_share(a.rows, ROWS_AT_ONCE, Kept<W>::MOST_ROWS);
+  const bool lies_well = Kept<W>::lies_well(a.x_stride);
+  const int64_t panels = a.outs / PANEL;
+  const int64_t at_once = lies_well ? a.rows : even_share(a.rows, ROWS_AT_ONCE, Kept<W>::MOST_ROWS);
   for (int64_t t = 0; t < a.rows; t += at_once) {
     const bf16* rows = static_cast<const bf16*>(a.x) + t * a.x_stride;
     KeptRows<W> x{static_cast<T*>(memory), t, least(at_once, a.rows - t), Kept<W>::stride(a.ins)};
-    if (Kept<W>::lies_well(a.x_stride)) {
+    if (lies_well) {
       x.at = reinterpret_cast<const T*>(rows), x.stride = a.x_stride;
     } else {
       share(x.count, x.count * a.ins < FEW ? x.count : 0,
             [&](int64_t i) { Kept<W>::keep(rows + i * a.x_stride, a.ins, static_cast<T*>(memory) + i * x.stride); });
     }
-    const int64_t together = panels_together(panels, x.count);
-    const int64_t near = even_share(x.count, NEAR_ROWS, Kept<W>::MOST_ROWS);
-    const int64_t groups = ceil_div(panels, together), parts = ceil_div(x.count, near);
-    // Of many rows, each piece is long enough to be taken by itself, and none are left over that one thread does alone.
-    share(groups * parts, parts > 1, [&](int64_t item) {
-      const int64_t from = item / parts * together, end = least(panels, from + together);
-      const int64_t row = item % parts * near, after = row + near < x.count ? from : end;
+    // Of many rows, each member of the team has some to itself, by all panels: they stay in its core's cache.
+    const int64_t fair = most(NEAR_ROWS, least(ROWS_AT_ONCE, ceil_div(x.count, calling.num_threads)));
+    const int64_t own = even_share(x.count, fair, Kept<W>::MOST_ROWS);
+    const int64_t near = even_share(own, NEAR_ROWS, Kept<W>::MOST_ROWS);
+    const int64_t together = panels_together(panels, x.count), groups = ceil_div(panels, together);
+    const int64_t parts = ceil_div(own, near), pieces = groups * parts;
+    // Each piece is then long enough to be taken by itself, and none are left over that one thread does alone.
+    share(ceil_div(x.count, own) * pieces, x.count > near, [&](int64_t item) {
+      const int64_t from = item % pieces / parts * together, end = least(panels, from + together);
+      const int64_t first = item / pieces * own, last = least(x.count, first + own);
+      const int64_t row = first + item % parts * near;
+      if (row >= last) return;
+      const int64_t after = row + near < last ? from : end;
       constexpr int P = sizeof(W) == sizeof(int4x32) ? 1 : 2;  // whose products and sums are apart
       switch (x.count) {
         case 1: return few_rows<W, 1, 2 * P>(a, x, from, end);
         case 2: return few_rows<W, 2, P>(a, x, from, end);
-        default: return many_rows<W>(a, x, t + row, least(near, x.count - row), from, end, after);
+        default: return many_rows<W>(a, x, t + row, least(near, last - row), from, end, after);
       }
     });
   }
