@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from datetime import UTC, datetime
 
 import msgspec
 
@@ -22,6 +21,7 @@ from gateway.errors import StorageUnavailable, Unauthenticated
 from gateway.keys import hash_key, parse_key, verify
 from gateway.policy import Limits, Policy, Tenant
 from gateway.storage.base import KeyRecord, Keys
+from gateway.times import has_passed
 from gateway.types import Principal
 
 REMEMBER_SECONDS = 1.0
@@ -99,15 +99,15 @@ class Authenticator:
             return self._principal(key_id, tenant, _set(known.models), _set(known.classes), known.limits)
         read = await self._read(key_id, policy)
         owner = policy.tenants_by_name.get(read.record.tenant) if read.record is not None else None
-        if read.record is None or owner is None or read.record.revoked or _is_over(read.record.expires):
+        if read.record is None or owner is None or read.record.revoked or has_passed(read.record.expires):
             return None
         return self._principal(key_id, owner, read.models, read.classes, read.limits)
 
     def _opens(self, key: str, record: KeyRecord) -> bool:
         right = verify(key, record.hash, self._pepper)
         if not right and record.old_hash is not None:
-            right = verify(key, record.old_hash, self._pepper) and not _is_over(record.old_expires)
-        return right and not record.revoked and not _is_over(record.expires)
+            right = verify(key, record.old_hash, self._pepper) and not has_passed(record.old_expires)
+        return right and not record.revoked and not has_passed(record.expires)
 
     async def _read(self, key_id: str, policy: Policy) -> _Read:
         now = time.monotonic()
@@ -153,7 +153,3 @@ def _presented(headers: Mapping[bytes, bytes]) -> str:
     if not key:
         raise Unauthenticated("no API key: send it as `Authorization: Bearer <key>`")
     return key.decode("latin-1")
-
-
-def _is_over(moment: str | None) -> bool:
-    return moment is not None and datetime.fromisoformat(moment) <= datetime.now(UTC)

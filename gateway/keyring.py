@@ -17,6 +17,7 @@ from gateway.errors import BadRequest, Conflict, NotFound
 from gateway.keys import hash_key, new_id, new_key
 from gateway.policy import Limits, Policy, choices
 from gateway.storage.base import KeyRecord, Keys
+from gateway.times import has_passed
 
 OVERLAP_SECONDS = 86_400.0  # for which a rotated key's old secret is still good, unless somebody says otherwise
 OVERLAP_SECONDS_MAX = 30 * 86_400.0
@@ -134,11 +135,7 @@ def must_fit(
 def state_of(record: KeyRecord) -> str:
     if record.revoked:
         return "revoked"
-    return "expired" if is_over(record.expires) else "active"
-
-
-def is_over(moment: str | None) -> bool:
-    return moment is not None and datetime.fromisoformat(moment) <= datetime.now(UTC)
+    return "expired" if has_passed(record.expires) else "active"
 
 
 def public_form(record: KeyRecord) -> dict[str, Any]:

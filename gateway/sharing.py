@@ -38,7 +38,6 @@ NOTICE_MAX_BLOCKS = 8192  # of all prompts in one notice, or of one prompt: 64 K
 
 log = logging.getLogger("warmpath")
 
-
 _Load = tuple[int, int, int]  # server, calls under way, tokens queued
 
 

@@ -20,6 +20,11 @@ def nanoseconds_of(rfc3339: str) -> int:
     return nanoseconds_at(datetime.fromisoformat(rfc3339))
 
 
+def has_passed(rfc3339: str | None) -> bool:
+    """Whether a moment is over; none is never."""
+    return rfc3339 is not None and datetime.fromisoformat(rfc3339) <= datetime.now(UTC)
+
+
 def nanoseconds_at(moment: datetime) -> int:
     """Since the epoch, exact to the microsecond, as `timestamp` alone is not. A moment has its offset from UTC."""
     return int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -74,6 +75,15 @@ def say_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+@contextlib.contextmanager
+def well_formed() -> Iterator[None]:
+    """A `ValueError` in here is the fault of the option that was given, and told as that."""
+    try:
+        yield
+    except (ValueError, OverflowError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def settings_or_exit(**options: Any) -> Settings:
     """The settings; an option that is not None wins over its variable."""
     for typo in likely_typos():
@@ -93,5 +103,5 @@ def policy_or_exit(path: Path, *, checks: Sequence[Check] = ()) -> Policy:
 
 __all__ = [
     "MISUSE", "PROBLEM", "AsJson", "complain", "fail", "policy_or_exit", "say", "say_json", "say_table",
-    "settings_or_exit", "verb_app", "warn",
+    "settings_or_exit", "verb_app", "warn", "well_formed",
 ]  # fmt: skip

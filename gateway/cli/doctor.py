@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gateway.cli.common import AsJson, fail, say, say_json, say_table, settings_or_exit, verb_app
+from gateway.cli.common import AsJson, fail, say, say_json, say_table, settings_or_exit, verb_app, well_formed
 from gateway.diagnosis import Finding, Report, read_summaries, report
 from gateway.policy.fields import parse_duration
 
@@ -29,10 +29,8 @@ def _order(name: str) -> str:
 
 def _duration(text: str | None) -> str | None:
     if text is not None:
-        try:
+        with well_formed():
             parse_duration(text)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
     return text
 
 

@@ -26,6 +26,7 @@ from gateway.cli.common import (
     settings_or_exit,
     verb_app,
     warn,
+    well_formed,
 )
 from gateway.errors import BadRequest, GatewayError, StorageUnavailable
 from gateway.keyring import OVERLAP_SECONDS, Keyring, must_fit, public_form, state_of
@@ -49,10 +50,8 @@ StorageOption = Annotated[
 
 
 def _seconds(text: str | None) -> float | None:
-    try:
+    with well_formed():
         return None if text is None else float(parse_duration(text))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def _limits(text: str | None) -> Limits | None:

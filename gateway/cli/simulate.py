@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli.common import AsJson, complain, fail, policy_or_exit, say, say_json, say_table, verb_app
+from gateway.cli.common import AsJson, complain, fail, policy_or_exit, say, say_json, say_table, verb_app, well_formed
 from gateway.policy import Policy
 from gateway.policy.fields import parse_count
 from gateway.policy_checks import ANYWHERE
@@ -41,10 +41,8 @@ class Kind(Enum):
 
 def _tokens(text: str) -> int:
     """`64k`, `1.5M`, as in a policy."""
-    try:
+    with well_formed():
         count = parse_count(text)
-    except ValueError as problem:
-        raise typer.BadParameter(str(problem)) from None
     if not isinstance(count, int) or count < 1:
         raise typer.BadParameter("a count is a whole number above 0")
     return count

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli.common import AsJson, fail, policy_or_exit, say, say_json, settings_or_exit, warn
+from gateway.cli.common import AsJson, fail, policy_or_exit, say, say_json, settings_or_exit, warn, well_formed
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
 from gateway.errors import LedgerUnavailable
 from gateway.ledger.compaction import Compacted
@@ -70,10 +70,8 @@ def reprice(
 
 
 def _age(text: str) -> timedelta:
-    try:
+    with well_formed():
         return timedelta(seconds=parse_duration(text))
-    except (ValueError, OverflowError) as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 def compact(

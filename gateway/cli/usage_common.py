@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gateway.cli.common import fail, settings_or_exit
+from gateway.cli.common import fail, settings_or_exit, well_formed
 from gateway.ledger.reader import DIMENSIONS, Period, UnreadableLedger
+from gateway.policy.prices import parse_moment
 from gateway.times import nanoseconds_at, rfc3339
 
 LedgerOption = Annotated[
@@ -21,14 +21,8 @@ LedgerOption = Annotated[
 
 def _moment(text: str | None) -> str | None:
     """A day, or a time with or without its offset, in the form of the ledger; without one, UTC."""
-    if text is None:
-        return None
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise typer.BadParameter("a day or a time, as in 2026-11-20 or 2026-11-20T12:00:00Z") from None
-    moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-    return rfc3339(nanoseconds_at(moment))
+    with well_formed():
+        return None if text is None else rfc3339(nanoseconds_at(parse_moment(text)))
 
 
 Since = Annotated[

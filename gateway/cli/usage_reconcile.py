@@ -20,6 +20,7 @@ from gateway.cli.common import (
     say_json,
     say_table,
     settings_or_exit,
+    well_formed,
 )
 from gateway.cli.usage_common import LedgerOption, Since, Until, folder_of, readable
 from gateway.fleet import Fleet
@@ -33,16 +34,12 @@ from gateway.settings import SettingsError, resolve_secret
 from gateway.transport import HTTPTransport
 
 NOTED_IN = "reconciliation"  # beside the replicas' folders
-
-
 _COUNTS = ("ENGINE", "BILLED", "VAIN", "DRIFT")
 
 
 def _share(text: str) -> str:
-    try:
+    with well_formed():
         parse_share(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     return text
 
 
@@ -65,8 +62,8 @@ def reconcile(
     the first time, that is the mark to start from. Of vLLM and the bundled engine the counters are known.
 
     BILLED is in receipts, and VAIN what servers did for attempts that lost or failed. DRIFT is the engine's count less
-    both: positive where work was done that the ledger does not know of. A call that
-    runs across a mark is in one span for its engine and in the next for the ledger; the total is what counts.
+    both: positive where work was done that the ledger does not know of. A call that runs across a mark is in one span
+    for its engine and in the next for the ledger; the total is what counts.
     """
     folder = folder_of(ledger)
     if not offline:

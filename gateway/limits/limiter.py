@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.errors import StorageUnavailable
+from gateway.errors import GatewayError, StorageUnavailable
 from gateway.limits.base import Estimate, Limit, Rates, dearest_cost_nanos, estimate_of, rates_of
 from gateway.limits.budget import Budget
 from gateway.limits.concurrency import Concurrency
@@ -151,7 +151,9 @@ class Limiter:
         estimate = estimate_of(call, now, rates=plan.rates)
         charges = [limit.charge(estimate) for limit in limits]
         name = plan.names_begin + call.id
-        verdict = await self._reserve(name, limits, charges, now)
+        verdict = await self._reserve(name, charges, now)
+        if isinstance(verdict, Refused):
+            raise _refusal(limits, charges, verdict)
         return Reservation(
             self,
             name,
@@ -170,8 +172,11 @@ class Limiter:
             return UNLIMITED
         now = self._clock()
         estimate = estimate_of(call, now, rates=rates_of(prices.prices))
+        charges = [budget.charge(estimate) for budget in budgets]
         name = f"{plan.names_begin}{call.id}+hit"  # the call may yet have to ask for itself
-        await self._reserve(name, budgets, [budget.charge(estimate) for budget in budgets], now)
+        verdict = await self._reserve(name, charges, now)
+        if isinstance(verdict, Refused):
+            raise _refusal(budgets, charges, verdict)
         return Reservation(self, name, budgets, {})
 
     async def charge_lost(self, call: Call, usage: Usage, cost_nanos: int, *, admitted: float) -> None:
@@ -191,7 +196,8 @@ class Limiter:
             await self._counters.adopt(name, charges, lease_seconds=LEASE_SECONDS, now=now)
             await self._counters.settle(name, [cost_nanos] * len(charges), now=now)
 
-    async def _reserve(self, name: str, limits: Sequence[Limit[Any]], charges: Sequence[Charge], now: float) -> Granted:
+    async def _reserve(self, name: str, charges: Sequence[Charge], now: float) -> Granted | Refused:
+        """What is granted is kept alive from here on."""
         try:
             verdict = await self._counters.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
         except (StorageUnavailable, asyncio.CancelledError) as error:
@@ -199,9 +205,8 @@ class Limiter:
             self._put_off(name, [0] * len(charges))
             self.store_failures += isinstance(error, StorageUnavailable)
             raise
-        if isinstance(verdict, Refused):
-            raise limits[verdict.index].refuse(charges[verdict.index], verdict)
-        self._open[name] = now
+        if isinstance(verdict, Granted):
+            self._open[name] = now
         return verdict
 
     def _plan_of(self, call: Call) -> _Plan:
@@ -236,17 +241,8 @@ class Limiter:
         """More money for a stream is a reservation of its own, which holds it until the stream's end."""
 
         async def reserve(number: int, nanos: int) -> Granted | Refused:
-            part, now = f"{name}+{number}", self._clock()
             charges = [budget.of_amount(nanos, estimate.now) for budget in budgets]
-            try:
-                verdict = await self._counters.reserve(part, charges, lease_seconds=LEASE_SECONDS, now=now)
-            except (StorageUnavailable, asyncio.CancelledError) as error:
-                self._put_off(part, [0] * len(charges))
-                self.store_failures += isinstance(error, StorageUnavailable)
-                raise
-            if isinstance(verdict, Granted):
-                self._open[part] = now
-            return verdict
+            return await self._reserve(f"{name}+{number}", charges, self._clock())
 
         def give_back(number: int) -> None:
             self._open.pop(f"{name}+{number}", None)
@@ -322,6 +318,10 @@ class Limiter:
         answers = await asyncio.gather(*(_unless_away(operation) for operation in operations))
         self.store_failures += answers.count(None)
         return answers
+
+
+def _refusal(limits: Sequence[Limit[Any]], charges: Sequence[Charge], refused: Refused) -> GatewayError:
+    return limits[refused.index].refuse(charges[refused.index], refused)
 
 
 async def _unless_away(operation: Callable[[], Awaitable[bool]]) -> bool | None:

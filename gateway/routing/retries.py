@@ -21,7 +21,7 @@ class RetryBudget:
     def __init__(self) -> None:
         self._pot = POT_MAX_RETRIES
         self._filled_at = 0.0
-        self.refused = 0  # retries that there was nothing left for; for telemetry
+        self.refused = 0  # retries that there was nothing left for
 
     def note_call(self, share: float) -> None:
         pot = self._pot + share

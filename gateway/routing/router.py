@@ -76,7 +76,7 @@ class Router:
 
     @property
     def retries_refused(self) -> int:
-        """How many attempts were not made because the retry budget was spent. For telemetry."""
+        """How many attempts were not made because the retry budget was spent."""
         return sum(budget.refused for budget in self._budgets.values())
 
     def order(self, call: Call) -> list[Candidate]:

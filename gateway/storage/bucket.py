@@ -28,7 +28,6 @@ from gateway.storage.base import RateCharge
 MAX_TROUGHS = 32
 TOLERANCE_SECONDS = 1e-6  # a time of today has a resolution of 0.24 microseconds as a float
 
-
 Trough = tuple[float, float]
 """Time and level."""
 State = tuple[float, float, float, list[Trough]]

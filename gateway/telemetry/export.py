@@ -24,6 +24,7 @@ EXPORT_TIMEOUT_SECONDS = 5.0  # of one batch, its second try included
 RETRY_SECONDS = 0.5
 FLUSH_TIMEOUT_SECONDS = 5.0  # at shutdown, for all that waits
 RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})  # as OTLP's specification has it
+RETRY = "it is away, or too busy"  # the fault after which a batch is sent once more
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,3 @@ class SpanQueue:
         if answer.status in RETRYABLE_STATUSES:
             return RETRY
         return "" if 200 <= answer.status < 300 else f"status {answer.status}"
-
-
-RETRY = "it is away, or too busy"

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.times import nanoseconds_at, nanoseconds_of, rfc3339
+from gateway.times import has_passed, nanoseconds_at, nanoseconds_of, rfc3339
 
 
 @given(st.lists(st.integers(0, 4_102_444_800_000_000_000), min_size=2, max_size=5))
@@ -22,3 +22,8 @@ def test_a_time_is_read_as_it_was_written(time_ns: int) -> None:
 @given(st.datetimes(min_value=datetime(1970, 1, 2), timezones=st.timezones()))
 def test_the_offset_of_a_moment_changes_nothing(moment: datetime) -> None:
     assert nanoseconds_at(moment) == nanoseconds_at(moment.astimezone(UTC))
+
+
+def test_what_has_no_end_never_passes() -> None:
+    assert has_passed("2026-01-01T00:00:00Z") and not has_passed("9999-01-01T00:00:00Z")
+    assert not has_passed(None)

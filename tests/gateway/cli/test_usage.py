@@ -89,7 +89,7 @@ def test_times_are_utc_unless_they_say_otherwise(ledger: Path, until: str, reque
     ("arguments", "message"),
     [
         (["--by", "colour"], "tenant, key, user, model, class, tier, day, hour"),
-        (["--since", "yesterday"], "as in 2026-11-20"),
+        (["--since", "yesterday"], "as in 2026-12-01"),
         (["--json", "--csv"], "not both"),
         (["--json", "verify"], "after verify"),
     ],
