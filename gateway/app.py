@@ -27,7 +27,8 @@ from gateway.breaker import STATES
 from gateway.cache import ResponseCache
 from gateway.canonicaliser import Canonicaliser, new_call_id
 from gateway.diagnosis import Journal, Watcher
-from gateway.doors import DOORS, catalogue
+from gateway.doors import COUNTING_DOORS, DOORS, catalogue, messages
+from gateway.doors.base import Door
 from gateway.errors import GatewayError, LedgerUnavailable, NotFound, StorageUnavailable
 from gateway.fleet import Fleet
 from gateway.health import HealthChecks
@@ -42,6 +43,7 @@ from gateway.limits.local_share import StoreOrShare
 from gateway.limits.report import what_is_left
 from gateway.policy import Policy
 from gateway.policy_file import PolicyHolder
+from gateway.prompt_counts import PromptCounts
 from gateway.providers import make_provider
 from gateway.queueing import Queue
 from gateway.reconciliation import Reconciliation
@@ -50,11 +52,11 @@ from gateway.replies import BodyRoom
 from gateway.reports import Reports
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
-from gateway.serve import House, handle
+from gateway.serve import House, Story, handle, serve
 from gateway.settings import Settings, resolve_secret
 from gateway.settler import Settler
 from gateway.sharing import Hearsay, Sharing, untold
-from gateway.shell import EXCEPTION_HANDLERS, json_reply
+from gateway.shell import CALL_ID, EXCEPTION_HANDLERS, json_reply
 from gateway.siblings import ALONE, Seat, Siblings, left_behind
 from gateway.storage import open_storage
 from gateway.storage.memory import MemoryStorage
@@ -162,7 +164,11 @@ class Gateway:
             authenticator=KeyById(self._storage, pepper),
             canonicaliser=AtBatchClass(pepper.encode(), self._storage),
         )
-        self._doors = {f"/v1/{door.path}": door for door in DOORS}
+        counting = PromptCounts(self._fleet)
+        self._doors: dict[str, tuple[Door, Story]] = {
+            **{f"/v1/{door.path}": (door, serve) for door in DOORS},
+            **{f"/v1/{door.path}": (door, counting.count) for door in COUNTING_DOORS},
+        }
         self._shell = self._make_shell()
         # On a listener of its own, where settings give it one; `routes` is where further ones are mounted.
         self.admin = Admin(
@@ -196,8 +202,8 @@ class Gateway:
         return shell
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        door = self._doors.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if door is None:
+        asked = self._doors.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if asked is None:
             if scope["type"] == "lifespan":
                 await self._live(receive, send)
             else:
@@ -205,7 +211,8 @@ class Gateway:
             return
         self._in_flight += 1
         try:
-            await handle(self.house, door, scope, receive, send)
+            door, story = asked
+            await handle(self.house, door, scope, receive, send, story=story)
         except asyncio.CancelledError:
             if not self._draining:
                 raise
@@ -412,7 +419,10 @@ class Gateway:
     def _named(self, scope: Scope, send: Send) -> Send:
         """Every reply has the ids that a client can quote; what is asked for here makes no spans of its own."""
         trace = self._telemetry.begin(scope["headers"], sample=0.0)
-        names = [(b"x-request-id", new_call_id().encode()), (b"x-trace-id", b"%032x" % trace.trace_id)]
+        call_id = scope[CALL_ID] = new_call_id()
+        names = [(b"x-request-id", call_id.encode()), (b"x-trace-id", b"%032x" % trace.trace_id)]
+        if scope["type"] == "http" and messages.asked_for_in(scope):
+            names.append((b"request-id", call_id.encode()))
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -424,12 +434,15 @@ class Gateway:
     async def _models(self, request: Request) -> Response:
         policy = self._policies.current
         principal = await self.house.authenticator.authenticate(dict(request.scope["headers"]), policy)
+        if messages.asked_for_in(request.scope):
+            return json_reply(200, messages.models(policy, principal, self._created, request.query_params))
         return json_reply(200, catalogue.listing(policy, principal, self._created))
 
     async def _model(self, request: Request) -> Response:
         policy = self._policies.current
         principal = await self.house.authenticator.authenticate(dict(request.scope["headers"]), policy)
-        return json_reply(200, catalogue.entry(policy, principal, self._created, request.path_params["name"]))
+        entry = messages.model if messages.asked_for_in(request.scope) else catalogue.entry
+        return json_reply(200, entry(policy, principal, self._created, request.path_params["name"]))
 
     async def _response(self, request: Request) -> Response:
         await self.house.authenticator.authenticate(dict(request.scope["headers"]), self._policies.current)

@@ -94,8 +94,7 @@ class Canonicaliser:
         """Raises `BadRequest`, `ModelNotFound` or `Forbidden`, and `NotInMemory` where there is a storage to be asked.
         `now` is the event loop's time.
         """
-        fields = read_fields(body)
-        asked = door.read(fields, body)
+        asked = door.read(read_fields(body), body)
         common = asked.common
         known = self._known.get((principal.key_id, common.model))
         if known is None or policy is not self._policy or principal is not known.principal:
@@ -104,7 +103,7 @@ class Canonicaliser:
         steps: tuple[str, ...] = ()
         if asked.messages:
             plan = self._canon.plans.plan_for(known.plan, known.tenant_name, known.model_name, asked.messages)
-            form = self._canon.form(fields, asked.messages, plan, salt, plain=asked.plain)
+            form = self._canon.form(asked.fields, asked.messages, plan, salt, plain=asked.plain)
             if form is not None:
                 asked, steps = in_form(asked, form), form.steps
         tokens = _prompt_tokens(asked)

@@ -10,6 +10,7 @@
     + Conflict                 409 conflict: its state does not allow that
     + BodyTooLarge             413 request_too_large
     + RequestTimeout           408 request_timeout: the body did not arrive
+  x NotCounted                 501 not_counted: no server of the model tells how long a prompt is
   x Unauthenticated            401 invalid_api_key
   x Forbidden                  403 permission_denied
   x LimitReached               429 rate_limit_exceeded, with the time to wait
@@ -23,7 +24,7 @@
     + UpstreamRefused          the upstream's own status: it refuses the request itself, so no other is tried
   x UpstreamCut                a reply that broke after its first byte; travels in the stream, never as a status
 
-One place renders them (`replies.render_error`); no one else writes an error body.
+One place renders them, `replies`, in the words of `render_error` or of the translator of a door of another wire.
 """
 
 from __future__ import annotations
@@ -105,6 +106,14 @@ class RequestTimeout(BadRequest):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, headers={"connection": "close"})
+
+
+class NotCounted(GatewayError):
+    """Better than a guess that looks like a count."""
+
+    status = 501
+    type = "invalid_request_error"
+    code = "not_counted"
 
 
 class Unauthenticated(GatewayError):

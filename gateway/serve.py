@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,10 +151,20 @@ async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exch
     await account.settle()
 
 
+Story = Callable[[House, Reader, Exchange, CallRecord, str], Coroutine[Any, Any, None]]
+
+
 async def handle(
-    house: House, door: Door, scope: Scope, receive: Receive, send: Send, *, call_id: str | None = None
+    house: House,
+    door: Door,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    *,
+    call_id: str | None = None,
+    story: Story = serve,
 ) -> None:
-    """The border of the story: whatever `serve` raises becomes a truthful reply, a line in the log, and telemetry."""
+    """The border of a story: whatever it raises becomes a truthful reply, a line in the log, and telemetry."""
     call_id = call_id or new_call_id()
     translator = door.translator(call_id)
     exchange = Exchange(
@@ -168,7 +178,7 @@ async def handle(
     )  # fmt: skip
     exchange.reply_headers = {"x-request-id": call_id, "x-trace-id": f"{trace.trace_id:032x}"}
     try:
-        error = await failure_of(serve(house, translator or door, exchange, record, call_id), call_id)
+        error = await failure_of(story(house, translator or door, exchange, record, call_id), call_id)
         if error is not None:
             record.error_code = error.code or error.type
             await exchange.refuse(error)

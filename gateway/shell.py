@@ -1,4 +1,4 @@
-"""What the Starlette shells share, the gateway's own and the admin's: JSON, and every error in the one form."""
+"""What the Starlette shells share, the gateway's own and the admin's: JSON, and errors in the form of the wire."""
 
 from __future__ import annotations
 
@@ -9,38 +9,46 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ExceptionHandler
+from starlette.types import ExceptionHandler, Scope
 
+from gateway.doors import messages
 from gateway.errors import GatewayError, InternalError, MethodNotAllowed, UnknownUrl
 from gateway.replies import render_error
+
+CALL_ID = "warmpath.call_id"  # of a request, in its scope
 
 
 def json_reply(status: int, value: Any) -> Response:
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 
-def error_reply(error: GatewayError) -> Response:
+def error_reply(error: GatewayError, scope: Scope | None = None) -> Response:
+    """`scope` is that of a request, which may be in another wire's words."""
     headers = {**error.headers, "x-should-retry": "true" if error.retryable else "false"}
-    return Response(render_error(error), error.status, headers=headers, media_type="application/json")
+    status, content = error.status, render_error(error)
+    if scope is not None and messages.asked_for_in(scope):
+        status, content = messages.refusal(error, scope.get(CALL_ID))
+    return Response(content, status, headers=headers, media_type="application/json")
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, GatewayError)
-    return error_reply(error)
+    return error_reply(error, request.scope)
 
 
 async def _unknown_url(request: Request, _: Exception) -> Response:
-    return error_reply(UnknownUrl(f"there is no {request.method} {request.url.path} here"))
+    return error_reply(UnknownUrl(f"there is no {request.method} {request.url.path} here"), request.scope)
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.url.path} does not take {request.method}"
-    return error_reply(MethodNotAllowed(message, headers=error.headers))  # `allow`
+    return error_reply(MethodNotAllowed(message, headers=error.headers), request.scope)  # `allow`
 
 
-async def _bug(_: Request, error: Exception) -> Response:
-    return error_reply(InternalError(f"an error in the gateway ({type(error).__name__}); see its log"))
+async def _bug(request: Request, error: Exception) -> Response:
+    message = f"an error in the gateway ({type(error).__name__}); see its log"
+    return error_reply(InternalError(message), request.scope)
 
 
 EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {

@@ -140,7 +140,7 @@ def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
         return decoder.decode(body)
     except msgspec.ValidationError as problem:
         message, _, path = str(problem).partition(" - at `$")
-        param = ".".join(filter(None, (path.rstrip("`").lstrip("."), _missing_field(message)))) or None
+        param = ".".join(filter(None, (path.rstrip("`").lstrip("."), _field_in(message)))) or None
         raise BadRequest(message if not param else f"{param}: {message}", param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise _not_json(problem) from None
@@ -150,7 +150,7 @@ def _not_json(problem: Exception) -> BadRequest:
     return BadRequest(f"the body is not valid JSON: {problem}")
 
 
-def _missing_field(message: str) -> str | None:
-    """`Object missing required field `model` -> model."""
-    start = message.find("required field `")
-    return message[start + len("required field `") :].rstrip("`") if start >= 0 else None
+def _field_in(message: str) -> str | None:
+    """`Object missing required field `model` -> model; likewise of an unknown one."""
+    _, named, field = message.partition(" field `")
+    return field.rstrip("`") if named else None

@@ -11,8 +11,11 @@ from gateway.types import Principal
 
 def listing(policy: Policy, principal: Principal, created: int) -> dict[str, Any]:
     """OpenAI's list of models, aliases included: they are names that clients may send."""
-    models = [_entry(name, created) for name, model in policy.models_by_name.items() if principal.may_use(model)]
-    return {"object": "list", "data": models}
+    return {"object": "list", "data": [_entry(name, created) for name in names_for(policy, principal)]}
+
+
+def names_for(policy: Policy, principal: Principal) -> list[str]:
+    return [name for name, model in policy.models_by_name.items() if principal.may_use(model)]
 
 
 def entry(policy: Policy, principal: Principal, created: int, name: str) -> dict[str, Any]:

@@ -104,6 +104,22 @@ _event = msgspec.json.Decoder(_Event)
 _DATA_LINE = re.compile(rb"(?:\A|[\r\n])data: ?([^\r\n]*)")
 
 
+def data_of(frames: bytes) -> list[bytes]:
+    """The data of each event in them, in order; empty for what is only a comment."""
+    found: list[bytes] = []
+    data: list[bytes] = []
+    begun = False
+    for line in frames.splitlines():
+        if line:
+            begun = True
+            if line.startswith(b"data:"):
+                data.append(line[5:].removeprefix(b" "))
+        elif begun:
+            found.append(b"\n".join(data))
+            data, begun = [], False
+    return [*found, b"\n".join(data)] if begun else found
+
+
 def has_output(frames: bytes) -> bool:
     """Whether there is anything in them that a client waits for: text, a tool call, an end or an error.
 

@@ -18,7 +18,10 @@ from gateway.types import Call, Operation
 
 MAX_METRICS_BYTES = 8 * 1024 * 1024
 MAX_TOKENIZED_BYTES = 32 * 1024 * 1024  # it tells every token, too
-_PROMPT = ("prompt", "messages", "tools", "chat_template", "chat_template_kwargs")
+_PROMPT = (
+    "prompt", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message",
+)  # fmt: skip
 _COUNTER = re.compile(rb"^(?:vllm|sglang):(prompt|generation)_tokens_total(?:\{(.*)\})? +(\S+)", re.MULTILINE)
 
 

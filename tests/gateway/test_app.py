@@ -27,6 +27,7 @@ from gateway.policy_file import PolicyHolder
 from gateway.settings import Settings
 from tests.gateway.house import (
     DONE,
+    KEY,
     PEPPER,
     Client,
     answer,
@@ -156,6 +157,10 @@ async def test_a_door_takes_posts_only(app: Application, method: str) -> None:
         client = await app.ask(method=method, path=f"/v1/{door}")
         assert (client.status, client.headers["allow"]) == (405, "POST")
         assert client.json["error"]["code"] == "method_not_allowed"
+    for door in ("messages", "messages/count_tokens"):
+        client = await app.ask(method=method, path=f"/v1/{door}")
+        assert (client.status, client.headers["allow"]) == (405, "POST")
+        assert client.json["error"]["details"]["error_code"] == "method_not_allowed"
 
 
 async def test_what_is_only_read_takes_no_posts(app: Application) -> None:
@@ -180,6 +185,26 @@ async def test_models_are_those_that_the_caller_may_use(app: Application) -> Non
         assert (await app.get(f"/v1/models/{hidden}")).status == 404
     refused = await app.get("/v1/models", key="wp-dev-wrong")
     assert refused.status == 401 and refused.headers["x-should-retry"] == "false"
+
+
+async def test_who_asks_in_anthropics_words_is_answered_in_them(app: Application) -> None:
+    asks = [(b"anthropic-version", b"2023-06-01")]
+    listed = await app.get("/v1/models", headers=asks)
+    assert [(model["type"], model["id"]) for model in listed.json["data"]] == [("model", "m"), ("model", "Qwen/m")]
+    assert (listed.json["has_more"], listed.json["first_id"], listed.json["last_id"]) == (False, "m", "Qwen/m")
+    assert (await app.get("/v1/models/Qwen/m", headers=asks)).json["display_name"] == "Qwen/m"
+    app_key_alone = Client(method="GET", path="/v1/models", headers=[(b"x-api-key", KEY.encode()), *asks])
+    app_key_alone.scope["headers"] = app_key_alone.scope["headers"][1:]
+    await in_time(app.begin(app_key_alone))
+    assert app_key_alone.status == 200
+    for refused, status, kind in (
+        (await app.get("/v1/models", headers=asks, key="wp-dev-wrong"), 401, "authentication_error"),
+        (await app.get("/v1/models/none", headers=asks), 404, "not_found_error"),
+        (await app.ask(b"{}", path="/v1/messages/batches"), 404, "not_found_error"),
+    ):
+        assert (refused.status, refused.json["type"], refused.json["error"]["type"]) == (status, "error", kind)
+        assert refused.json["request_id"] == refused.headers["request-id"] == refused.headers["x-request-id"]
+    assert "request-id" not in (await app.get("/v1/models")).headers
 
 
 async def test_a_bug_in_the_shell_is_told_and_not_shown(app: Application, monkeypatch: pytest.MonkeyPatch) -> None:

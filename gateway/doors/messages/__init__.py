@@ -1,0 +1,101 @@
+"""Anthropic's wire: POST /v1/messages, POST /v1/messages/count_tokens, and its words for models and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import msgspec
+
+from gateway.doors.base import Asked, Fields, decode
+from gateway.doors.chat import read_chat
+from gateway.doors.messages.catalogue import asked_for_in
+from gateway.doors.messages.catalogue import entry as model
+from gateway.doors.messages.catalogue import listing as models
+from gateway.doors.messages.errors import failure, refusal
+from gateway.doors.messages.reply import Events, Wording, message_of
+from gateway.doors.messages.request import MessagesBody, PromptBody, chat_fields, prompt_fields, shows_thinking
+from gateway.errors import GatewayError
+from gateway.types import Operation
+
+_messages = msgspec.json.Decoder(MessagesBody)
+_prompt = msgspec.json.Decoder(PromptBody)
+_encode = msgspec.json.encode
+
+
+class _Translator:
+    """What an exchange at either path has: headers, and errors."""
+
+    operation = Operation.CHAT
+
+    def __init__(self, call_id: str) -> None:
+        self._request_id = call_id
+
+    def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
+        return {"request-id": self._request_id}
+
+    def refusal(self, error: GatewayError) -> tuple[int, bytes]:
+        return refusal(error, self._request_id)
+
+    def failure(self, error: GatewayError) -> bytes:
+        return failure(error, self._request_id)
+
+
+class MessagesTranslator(_Translator):
+    def __init__(self, call_id: str) -> None:
+        super().__init__(call_id)
+        self._wording = Wording(f"msg_{call_id.removeprefix('req_')}")
+        self._events: Events | None = None
+
+    def read(self, fields: Fields, body: bytes) -> Asked:
+        asked = decode(_messages, body)
+        self._wording = msgspec.structs.replace(self._wording, shows_thinking=shows_thinking(asked.thinking))
+        chat = chat_fields(asked, fields)
+        return read_chat(chat, _encode(chat))
+
+    def answer(self, body: bytes) -> bytes:
+        return message_of(body, self._wording)
+
+    def frames(self, chunk: bytes, *, last: bool) -> bytes:
+        if self._events is None:
+            self._events = Events(self._wording)
+        return self._events.frames(chunk, last=last)
+
+
+class CountTranslator(_Translator):
+    def read(self, fields: Fields, body: bytes) -> Asked:
+        chat = prompt_fields(decode(_prompt, body))
+        return read_chat(chat, _encode(chat))
+
+    def answer(self, body: bytes) -> bytes:
+        return _encode({"input_tokens": msgspec.json.decode(body)["prompt_tokens"]})
+
+    def frames(self, chunk: bytes, *, last: bool) -> bytes:
+        raise AssertionError("a count is no stream")
+
+
+class MessagesDoor:
+    path: ClassVar[str] = "messages"
+    operation: ClassVar[Operation] = Operation.CHAT
+
+    def translator(self, call_id: str) -> MessagesTranslator:
+        return MessagesTranslator(call_id)
+
+    def read(self, fields: Fields, body: bytes) -> Asked:
+        return MessagesTranslator("").read(fields, body)
+
+
+class CountTokensDoor:
+    """How many tokens a prompt has. Nothing is generated."""
+
+    path: ClassVar[str] = "messages/count_tokens"
+    operation: ClassVar[Operation] = Operation.CHAT
+
+    def translator(self, call_id: str) -> CountTranslator:
+        return CountTranslator(call_id)
+
+    def read(self, fields: Fields, body: bytes) -> Asked:
+        return CountTranslator("").read(fields, body)
+
+
+__all__ = ["CountTokensDoor", "MessagesDoor", "asked_for_in", "model", "models", "refusal"]

@@ -1,0 +1,164 @@
+"""What messages are made of on Anthropic's wire, and the same in chat's words.
+
+Both have turns of text, images, tool calls and their results, laid out otherwise: a turn of Anthropic's is a list of
+blocks, where a result is a block of the user's turn and a call one of the assistant's. In chat each result is a message
+of its own, and calls stand beside the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from gateway.errors import BadRequest
+
+ERROR_MARK = "Error: "  # before the text of a result with `is_error`, for which chat has no other place
+
+
+class Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+    """`cache_control` says where a prefix may be cached; the caches of the servers here keep every prefix."""
+
+    cache_control: Any = None
+
+
+class Text(Block, tag="text"):
+    text: str
+    citations: Any = None  # of an earlier answer; its text stands without them
+
+
+class Base64Source(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="base64"):
+    media_type: str
+    data: str
+
+
+class URLSource(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="url"):
+    url: str
+
+
+class Image(Block, tag="image"):
+    source: Base64Source | URLSource
+
+
+class Thinking(Block, tag="thinking"):
+    thinking: str
+    signature: str | None = None  # there is nobody here who could check it
+
+
+class RedactedThinking(Block, tag="redacted_thinking"):
+    data: str  # that only its maker can read
+
+
+class Direct(msgspec.Struct, tag_field="type", tag="direct"):
+    """A tool is called by the model itself, and not by code of its in a sandbox."""
+
+
+class ToolUse(Block, tag="tool_use"):
+    id: str
+    name: str
+    input: msgspec.Raw
+    caller: Direct | None = None
+
+
+class ToolResult(Block, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[Text | Image] | None = None
+    is_error: bool | None = None
+
+
+class UserTurn(msgspec.Struct, forbid_unknown_fields=True, tag_field="role", tag="user"):
+    content: str | list[Text | Image | ToolResult]
+
+
+class AssistantTurn(msgspec.Struct, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
+    content: str | list[Text | Thinking | RedactedThinking | ToolUse]
+
+
+class SystemTurn(msgspec.Struct, forbid_unknown_fields=True, tag_field="role", tag="system"):
+    content: str | list[Text]
+
+
+Turn = UserTurn | AssistantTurn | SystemTurn
+Message = dict[str, Any]
+
+
+def chat_messages(system: str | Sequence[Text] | None, turns: Sequence[Turn]) -> list[Message]:
+    """Turns of one side that follow each other are one, as by Anthropic's rule. Raises `BadRequest`."""
+    said: list[Message] = [{"role": "system", "content": _content(_blocks(system))}] if system else []
+    numbered = enumerate(turns)
+    for side, together in groupby(numbered, key=lambda turn: type(turn[1])):
+        if side is SystemTurn:
+            said += [{"role": "system", "content": _content(_blocks(turn.content))} for _, turn in together]
+            continue
+        placed = [
+            (f"messages[{i}].content[{j}]", block)
+            for i, turn in together
+            for j, block in enumerate(_blocks(turn.content))
+        ]
+        said += _asked(placed) if side is UserTurn else [_answered(placed)]
+    return said
+
+
+def _blocks(content: Any) -> Sequence[Any]:
+    return [Text(text=content)] if isinstance(content, str) else content or []
+
+
+def _asked(placed: Sequence[tuple[str, Any]]) -> Iterator[Message]:
+    """The results first: they belong to the calls right before them, wherever in the turn they stand."""
+    rest = []
+    for _, block in placed:
+        if isinstance(block, ToolResult):
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
+        else:
+            rest.append(block)
+    if rest or not placed:
+        yield {"role": "user", "content": _content(rest)}
+
+
+def _answered(placed: Sequence[tuple[str, Any]]) -> Message:
+    texts, thoughts, calls = [], [], []
+    for path, block in placed:
+        match block:
+            case Text():
+                texts.append(block)
+            case Thinking():
+                thoughts.append(block.thinking)
+            case ToolUse():
+                calls.append(_call(path, block))
+    message: Message = {"role": "assistant", "content": _content(texts) if texts or not calls else None}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(path: str, block: ToolUse) -> dict[str, Any]:
+    arguments = bytes(block.input).decode()
+    if not arguments.startswith("{"):
+        raise BadRequest(f"{path}.input: it must be a JSON object", param=f"{path}.input")
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+
+
+def _result(block: ToolResult) -> str | list[dict[str, Any]]:
+    content = _content(_blocks(block.content))
+    if not block.is_error:
+        return content
+    return ERROR_MARK + content if isinstance(content, str) else [{"type": "text", "text": ERROR_MARK}, *content]
+
+
+def _content(blocks: Sequence[Text | Image]) -> str | list[dict[str, Any]]:
+    """One text as a string, as most clients of chat write it; equal prompts by both doors are then equal."""
+    if all(isinstance(block, Text) for block in blocks) and len(blocks) <= 1:
+        return "".join(block.text for block in blocks if isinstance(block, Text))
+    return [_part(block) for block in blocks]
+
+
+def _part(block: Text | Image) -> dict[str, Any]:
+    if isinstance(block, Text):
+        return {"type": "text", "text": block.text}
+    source = block.source
+    url = source.url if isinstance(source, URLSource) else f"data:{source.media_type};base64,{source.data}"
+    return {"type": "image_url", "image_url": {"url": url}}

@@ -1,0 +1,259 @@
+"""A chat's answer in the words of Anthropic's wire: whole, or as events.
+
+A stream of Anthropic's says first how long its prompt was. Servers of chat say so last, so that `message_start` has
+zeros, unless counts came with the first chunk, and `message_delta` has all of the usage: its numbers are totals, which
+take the place of those before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from gateway.counts import Counts, usage_of
+from gateway.errors import UpstreamCut
+from gateway.providers.sse import data_of
+from gateway.types import Usage
+
+INVALID_JSON = "INVALID_JSON"  # under which arguments stand that are none, as Anthropic's guide has it
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+_STOPS = {  # by chat's `finish_reason`; the others are what single servers say
+    None: "end_turn",
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "function_call": "tool_use",
+    "content_filter": "refusal",
+    "eos_token": "end_turn",
+    "model_length": "max_tokens",
+}
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Said(msgspec.Struct):
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, where servers give it both names
+    tool_calls: list[_Call] | None = None
+
+    @property
+    def thought(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    message: _Said | None = None
+    delta: _Said | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # by vLLM and the bundled engine, of `stop`: which text or token it was
+
+
+class _Answer(msgspec.Struct):
+    model: str = ""
+    choices: list[_Choice] = []
+    usage: Counts | None = None
+
+
+_decode = msgspec.json.Decoder(_Answer, strict=False).decode
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_encode = msgspec.json.encode
+
+
+class Wording(msgspec.Struct, frozen=True):
+    """What a reply's form depends on."""
+
+    message_id: str
+    shows_thinking: bool = True
+
+
+class _End:
+    """Why an answer ended, as far as is known."""
+
+    def __init__(self) -> None:
+        self._finish_reason: str | None = None
+        self._stop_sequence: str | None = None
+        self._called = False
+        self._refused = False
+
+    def learn(self, choice: _Choice, said: _Said) -> None:
+        self._called = self._called or bool(said.tool_calls)
+        self._refused = self._refused or bool(said.refusal)
+        if choice.finish_reason is not None:
+            self._finish_reason = choice.finish_reason
+        if isinstance(choice.stop_reason, str) and choice.stop_reason:
+            self._stop_sequence = choice.stop_reason
+
+    def told(self) -> dict[str, Any]:
+        """Raises `UpstreamCut` for an end that is none."""
+        if self._finish_reason not in _STOPS:
+            raise UpstreamCut(f"the server ended its answer with {self._finish_reason!r}")
+        reason = _STOPS[self._finish_reason]
+        if reason == "end_turn":
+            if self._stop_sequence is not None:
+                return {"stop_reason": "stop_sequence", "stop_sequence": self._stop_sequence}
+            # Of a call that the client has named, servers say that they stopped.
+            reason = "refusal" if self._refused else "tool_use" if self._called else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+
+def message_of(body: bytes, wording: Wording) -> bytes:
+    """A whole answer. Raises `UpstreamCut` for what can not be read."""
+    answer, end = _read(body), _End()
+    blocks: list[dict[str, Any]] = []
+    for choice in answer.choices[:1]:
+        said = choice.message or _Said()
+        end.learn(choice, said)
+        if wording.shows_thinking and said.thought:
+            blocks.append({"type": "thinking", "thinking": said.thought, "signature": ""})
+        blocks += [{"type": "text", "text": text} for text in (said.content, said.refusal) if text]
+        blocks += [_tool_use(i, call, wording) for i, call in enumerate(said.tool_calls or ())]
+    message = _message(wording, answer.model, blocks) | end.told() | {"usage": _usage(_counted(answer.usage))}
+    return _encode(message)
+
+
+class Events:
+    """A stream's answer, frame by frame."""
+
+    def __init__(self, wording: Wording) -> None:
+        self._wording = wording
+        self._begun = False
+        self._kind: str | None = None  # of the block that is open
+        self._blocks = 0
+        self._calls: dict[int, str] = {}  # ids by the index in chat; the last one's block may be open
+        self._end = _End()
+        self._counts: Counts | None = None
+
+    def frames(self, chunk: bytes, *, last: bool) -> bytes:
+        """Raises `UpstreamCut` for what can not be read."""
+        events: list[bytes] = []
+        for data in data_of(chunk):
+            if not data:
+                events.append(PING)
+            elif data != b"[DONE]":
+                events += self._of(_read(data))
+        if last:
+            events += self._ending()
+        return b"".join(events)
+
+    def _of(self, answer: _Answer) -> Iterator[bytes]:
+        if answer.usage is not None:
+            self._counts = answer.usage
+        if not self._begun:
+            yield self._beginning(answer.model)
+        for choice in answer.choices:
+            if choice.index == 0:
+                said = choice.delta or _Said()
+                self._end.learn(choice, said)
+                yield from self._said(said)
+
+    def _beginning(self, model: str) -> bytes:
+        self._begun = True
+        message = _message(self._wording, model, []) | {"stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message={**message, "usage": _usage(_counted(self._counts))})
+
+    def _said(self, said: _Said) -> Iterator[bytes]:
+        if self._wording.shows_thinking and said.thought:
+            yield from self._part("thinking", {"thinking": "", "signature": ""}, "thinking_delta", said.thought)
+        for text in (said.content, said.refusal):
+            if text:
+                yield from self._part("text", {"text": ""}, "text_delta", text)
+        for call in said.tool_calls or ():
+            yield from self._called(call)
+
+    def _part(self, kind: str, block: dict[str, Any], delta: str, text: str) -> Iterator[bytes]:
+        if self._kind != kind:
+            yield from self._open(kind, block)
+        yield self._delta({"type": delta, kind: text})
+
+    def _called(self, call: _Call) -> Iterator[bytes]:
+        known = self._calls.get(call.index)
+        arguments = (call.function and call.function.arguments) or ""
+        if known is None or (call.id and call.id != known):  # some servers give every call the same index
+            block = _tool_use_block(len(self._calls), call, self._wording)
+            self._calls[call.index] = block["id"]
+            yield from self._open(f"tool_use {block['id']}", block, "tool_use")
+        elif self._kind != f"tool_use {known}" and arguments:
+            raise UpstreamCut("the server went back to a tool call behind the next one")
+        if arguments:
+            yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+
+    def _open(self, kind: str, block: dict[str, Any], of_type: str | None = None) -> Iterator[bytes]:
+        yield from self._close()
+        self._kind = kind
+        self._blocks += 1
+        yield _event("content_block_start", index=self._blocks - 1, content_block={"type": of_type or kind, **block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self._blocks - 1, delta=delta)
+
+    def _close(self) -> Iterator[bytes]:
+        if self._kind is not None:
+            self._kind = None
+            yield _event("content_block_stop", index=self._blocks - 1)
+
+    def _ending(self) -> Iterator[bytes]:
+        told = self._end.told()
+        if not self._begun:
+            yield self._beginning("")
+        yield from self._close()
+        yield _event("message_delta", delta=told, usage=_usage(_counted(self._counts)))
+        yield _event("message_stop")
+
+
+def _read(data: bytes) -> _Answer:
+    try:
+        return _decode(data)
+    except msgspec.MsgspecError:
+        raise UpstreamCut("the server's answer is none that this endpoint could pass on") from None
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))
+
+
+def _message(wording: Wording, model: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": wording.message_id, "type": "message", "role": "assistant", "model": model, "content": blocks}
+
+
+def _tool_use_block(number: int, call: _Call, wording: Wording) -> dict[str, Any]:
+    name = (call.function and call.function.name) or ""
+    return {"id": call.id or f"toolu_{wording.message_id}_{number}", "name": name, "input": {}}
+
+
+def _tool_use(number: int, call: _Call, wording: Wording) -> dict[str, Any]:
+    arguments = ((call.function and call.function.arguments) or "{}").encode()
+    try:
+        given: Any = _object(arguments)
+    except msgspec.MsgspecError:  # as of a call in whose middle the tokens ran out
+        given = {INVALID_JSON: arguments.decode()}
+    return {"type": "tool_use", **_tool_use_block(number, call, wording), "input": given}
+
+
+def _counted(counts: Counts | None) -> Usage:
+    return (usage_of(counts) if counts is not None else None) or Usage()
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Anthropic's buckets, which do not overlap: `input_tokens` is without what the cache read or wrote."""
+    return {
+        "input_tokens": usage.input_uncached,
+        "cache_creation_input_tokens": usage.cache_write,
+        "cache_read_input_tokens": usage.cache_read,
+        "output_tokens": usage.output,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
+    }
