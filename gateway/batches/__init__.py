@@ -7,9 +7,9 @@ from dataclasses import replace
 from gateway.auth import Authenticator
 from gateway.batches.api import BatchApi
 from gateway.batches.records import OVER, Status
-from gateway.batches.run import Workshop
 from gateway.batches.store import open_store
 from gateway.batches.worker import Worker
+from gateway.batches.workshop import Workshop
 from gateway.canonicaliser import Canonicaliser
 from gateway.serve import House
 from gateway.settings import Settings

@@ -1,67 +1,37 @@
 """The life of one batch, in the hands of the gateway that has its lease: validate, work, finish.
 
 Every step begins with what the store says, so that a gateway that takes a batch over goes on where the last one was
-killed. What holds, whenever that is:
-
-* A line's result, its share of the counts and its receipt are written in one step, and only by the lease's owner. A
-  line without a result is called again; nobody has been billed for the call that was lost.
-* A receipt goes into the ledger after that step. One that may not have come so far is found in the store by whoever
-  takes over, and is written then, unless the ledger on this machine has its event id.
+killed. `results` has what then holds of answers and bills.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 
 import msgspec
 
 from gateway.batches.finish import answer_line, unanswered_line, write_files
 from gateway.batches.inside import Reply, call
 from gateway.batches.lines import ENDPOINTS, ERRORS_TOLD_MAX, Line, LineSplitter, judge, read_line
-from gateway.batches.receipts import events_in_ledger
-from gateway.batches.records import Batch, File, LineError, Result, Status, Tokens
-from gateway.batches.store import CHUNK_BYTES, Change, Store
-from gateway.errors import RETRY_AFTER_MAX_SECONDS, LedgerUnavailable
+from gateway.batches.records import Batch, File, LineError, Result, Status
+from gateway.batches.results import Results, result_of
+from gateway.batches.store import CHUNK_BYTES, Change
+from gateway.batches.workshop import LeaseLost, Workshop
+from gateway.errors import RETRY_AFTER_MAX_SECONDS
 from gateway.ids import random_bytes
-from gateway.serve import House
-from gateway.types import Receipt
 
 WAIT_STATUSES = frozenset({429, 503})  # no room yet: waiting for that is no failed try
 BACKOFF_FIRST_SECONDS = 0.5
 BACKOFF_MAX_SECONDS = 30.0
-LEDGER_RETRY_SECONDS = 1.0
 INPUT_GONE = LineError("invalid_file", "the input file is gone", param="input_file_id")
 TURN_SECONDS = 0.002  # spent on lines of a file before others on the event loop get their turn
-
-_receipt = msgspec.json.Decoder(Receipt).decode
-
-
-class LeaseLost(Exception):
-    """Another gateway works on the batch by now, or it is gone."""
 
 
 class _Later(Exception):
     """The gateway drains: what is not done is for the next one."""
-
-
-class Workshop:
-    """What all runs of a gateway share. `concurrency` of the policy, as it is at the start, bounds lines in flight."""
-
-    def __init__(
-        self, house: House, store: Store, ledger_dir: Path, owner: str, clock: Callable[[], float] = time.time
-    ) -> None:
-        self.house = house
-        self.store = store
-        self.ledger_dir = ledger_dir
-        self.owner = owner
-        self.clock = clock
-        self.concurrency = house.policies.current.batches.concurrency
-        self.slots = asyncio.Semaphore(self.concurrency)
 
 
 @dataclass
@@ -84,17 +54,14 @@ class Run:
         self.lines_running = 0  # that are called now
         self._ending: Status | None = None  # why the work is stopped before its end
         self._lanes: asyncio.Task[None] | None = None
-        self._unwritten: list[Result] = []
-        self._writer: asyncio.Task[None] | None = None
-        self._owed: dict[int, Receipt] = {}  # written with their results, and not yet in the ledger
-        self._paid: list[int] = []  # in the ledger, and the store is still to be told
+        self.results = Results(shop, batch.id, self._update)
         self._resume_at = 0.0  # event-loop seconds: a limit or a queue has said when there may be room
 
     async def live(self) -> None:
         """Until the batch is over, or somebody else's. Raises `LeaseLost` or `StorageUnavailable`, maybe in a group."""
         if self.batch.status is Status.VALIDATING:
             await self._validate()
-        await self.take_over_receipts()
+        await self.results.take_over(since=self.batch.created_at)
         if self.batch.status is Status.IN_PROGRESS and self._ending is None:
             await self._work()
         if self.batch.over or self._draining:
@@ -118,7 +85,15 @@ class Run:
         batch = self.batch
         if batch.status is not Status.IN_PROGRESS:
             return 0
-        return batch.total - batch.completed - batch.failed - len(self._unwritten) - self.lines_running
+        return batch.total - batch.completed - batch.failed - self.results.unwritten - self.lines_running
+
+    async def _update(
+        self, change: Change, results: Sequence[Result] = (), paid: Sequence[int] = (), files: Sequence[File] = ()
+    ) -> None:
+        after = await self._store.update(self.batch.id, change, results=results, paid=paid, files=files)
+        if after is None:
+            raise LeaseLost(self.batch.id)
+        self.batch = after
 
     # Validation
 
@@ -191,7 +166,7 @@ class Run:
             expiry.cancel()
             lanes.cancel()
             await asyncio.wait([lanes])
-            await self._all_written()
+            await self.results.all_written()
 
     async def _all_lines(self) -> None:
         judged = self._judged or await self._judge()
@@ -217,8 +192,8 @@ class Run:
                 result = await self._answer(number, line)
             except _Later:
                 return
-            self._unwritten.append(result)
-            await self._written()
+            self.results.add(result)
+            await self.results.written()
 
     async def _line_at(self, offset: int, length: int) -> bytes:
         parts = [
@@ -262,79 +237,11 @@ class Run:
         except asyncio.CancelledError:
             if self._ending is not None and reply.receipt is not None:  # nobody will call it again
                 content = unanswered_line(line.custom_id, call_id, self._ending)
-                self._unwritten.append(_with_receipt(number, False, content, reply.receipt))
+                self.results.add(result_of(number, False, content, reply.receipt))
             else:
                 self._shop.house.settler.abandon(call_id)
             raise
         return reply
-
-    # Results and receipts
-
-    async def _written(self) -> None:
-        """What is in `_unwritten` is in the store, and its receipts are in the ledger. Lines share the steps."""
-        if self._writer is None:
-            self._writer = asyncio.create_task(self._write(), name=f"results of {self.batch.id}")
-        await asyncio.shield(self._writer)
-
-    async def _all_written(self) -> None:
-        while self._unwritten or self._writer is not None:
-            await self._written()
-
-    async def _write(self) -> None:
-        try:
-            while self._unwritten:
-                results, self._unwritten = self._unwritten, []
-                paid, self._paid = self._paid, []
-                receipts = {each.line: _receipt(each.receipt) for each in results if each.receipt}
-                try:
-                    await self._update(partial(self._with_results, results), results, paid)
-                except LeaseLost:  # another gateway has called these lines again
-                    for receipt in receipts.values():
-                        self._shop.house.settler.abandon(receipt.call_id)
-                    raise
-                self._owed |= receipts
-                self._pay()
-        finally:
-            self._writer = None
-
-    def _with_results(self, results: Sequence[Result], batch: Batch) -> Batch | None:
-        if batch.owner != self._shop.owner:
-            return None
-        completed = sum(each.ok for each in results)
-        return msgspec.structs.replace(
-            batch,
-            completed=batch.completed + completed,
-            failed=batch.failed + len(results) - completed,
-            tokens=sum((each.tokens for each in results), batch.tokens),
-        )
-
-    async def _update(
-        self, change: Change, results: Sequence[Result] = (), paid: Sequence[int] = (), files: Sequence[File] = ()
-    ) -> None:
-        after = await self._store.update(self.batch.id, change, results=results, paid=paid, files=files)
-        if after is None:
-            raise LeaseLost(self.batch.id)
-        self.batch = after
-
-    def _pay(self) -> None:
-        """Write what is owed into the ledger, as far as that is possible now."""
-        for line, receipt in list(self._owed.items()):
-            try:
-                self._shop.house.ledger.append(receipt)
-            except LedgerUnavailable:
-                return
-            self._shop.house.settler.audit(receipt.call_id)
-            del self._owed[line]
-            self._paid.append(line)
-
-    async def take_over_receipts(self) -> None:
-        """The last owner may have been killed between a result and its receipt's coming into the ledger."""
-        owed = {line: _receipt(content) for line, content in (await self._store.owed(self.batch.id)).items()}
-        events = [receipt.event_id for receipt in owed.values()]
-        known = await events_in_ledger(self._shop.ledger_dir, events, since=self.batch.created_at)
-        self._paid = [line for line, receipt in owed.items() if receipt.event_id in known]
-        self._owed = {line: receipt for line, receipt in owed.items() if receipt.event_id not in known}
-        self._pay()
 
     # The end
 
@@ -349,9 +256,7 @@ class Run:
             return batch.entered(Status.FINALIZING, self._shop.clock(), ending=ending, errors=errors)
 
         await self._update(finalizing)
-        while self._owed:  # the ledger can not be written; what is owed must not be forgotten with the results
-            await asyncio.sleep(LEDGER_RETRY_SECONDS)
-            self._pay()
+        await self.results.all_paid()
         now, keep = self._shop.clock(), self._shop.house.policies.current.batches.keep
         written = await write_files(self._store, self.batch, self._scan(), now=now, keep_seconds=keep)
 
@@ -373,15 +278,7 @@ class Run:
 
 def _result(number: int, line: Line, call_id: str, reply: Reply) -> Result:
     content = answer_line(line.custom_id, call_id, reply.status, reply.body)
-    return _with_receipt(number, reply.status == 200, content, reply.receipt)
-
-
-def _with_receipt(number: int, ok: bool, content: bytes, receipt: Receipt | None) -> Result:
-    if receipt is None:
-        return Result(number, ok, content)
-    used = receipt.input_uncached + receipt.cache_read + receipt.cache_write
-    tokens = Tokens(used, receipt.cache_read, receipt.output, receipt.reasoning)
-    return Result(number, ok, content, msgspec.json.encode(receipt), tokens)
+    return result_of(number, reply.status == 200, content, reply.receipt)
 
 
 def _retry_after_seconds(reply: Reply) -> float:

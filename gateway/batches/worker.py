@@ -13,7 +13,8 @@ import logging
 from collections import Counter
 
 from gateway.batches.records import Batch, Status, new_id
-from gateway.batches.run import LeaseLost, Run, Workshop
+from gateway.batches.run import Run
+from gateway.batches.workshop import LeaseLost, Workshop
 from gateway.errors import StorageUnavailable
 
 LEASE_SECONDS = 10.0
@@ -57,7 +58,7 @@ class Worker:
         """
         for batch in await self._shop.store.open_batches():
             if batch.owner == self._shop.owner:
-                await Run(self._shop, batch).take_over_receipts()
+                await Run(self._shop, batch).results.take_over(since=batch.created_at)
 
     def start(self) -> None:
         if self._task is None:

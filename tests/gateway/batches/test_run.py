@@ -6,18 +6,11 @@ import msgspec
 import pytest
 
 from gateway.batches import run as run_module
-from gateway.batches.records import Batch, Result, Status
-from gateway.batches.run import LeaseLost, Run
+from gateway.batches.records import Status
+from gateway.batches.run import Run
 from gateway.providers.base import Fault, ProviderFailure
-from tests.gateway.batches.workshops import Bench, a_bench, ask
-from tests.gateway.house import Told, answer, chat, in_time, settle, tenant
-
-
-async def run_to_its_end(bench: Bench, bodies: list[bytes], **fields: int) -> Batch:
-    batch = await bench.add(bodies, **fields)
-    run = await bench.claim(batch)
-    await in_time(run.live())
-    return run.batch
+from tests.gateway.batches.workshops import a_bench, ask, reply_of, run_to_its_end
+from tests.gateway.house import answer, chat, in_time, tenant
 
 
 async def test_lines_go_the_way_of_every_call_at_the_class_of_batches(tmp_path: Path) -> None:
@@ -93,49 +86,6 @@ async def test_a_limit_is_waited_for_and_is_no_failed_try(tmp_path: Path) -> Non
         assert (batch.completed, batch.failed) == (3, 0)
 
 
-async def test_a_killed_owners_receipts_are_written_once(tmp_path: Path) -> None:
-    """It was killed between a result and its receipt, or between the receipt and the note that it is there."""
-    async with a_bench(tmp_path) as bench:
-        bench.rig.script(answer())
-        first = await run_to_its_end(bench, [ask("one"), ask("two")])
-        assert first.completed == 2
-        written, *_ = bench.rig.receipts()
-        known = msgspec.json.encode(written)
-        lost = msgspec.json.encode({**written, "event_id": "LOST", "call_id": "lost"})
-
-        batch = await bench.add([ask("one"), ask("two"), ask("three")])
-        await bench.store.update(
-            batch.id,
-            lambda each: each.entered(Status.IN_PROGRESS, 0.0, completed=2, total=3),
-            results=[
-                Result(1, True, b'{"custom_id":"c-1"}', known),
-                Result(2, True, b'{"custom_id":"c-2"}', lost),
-            ],
-        )
-        run = await bench.claim(batch)
-        await in_time(run.live())
-        events = [row["event_id"] for row in bench.rig.receipts()]
-        assert len(events) == len(set(events)) == 4
-        assert events.count("LOST") == 1
-        assert list(await bench.lines(batch.id, "output")) == ["c-1", "c-2", "c-3"]
-
-
-async def test_what_another_owner_has_taken_is_neither_written_nor_billed(tmp_path: Path) -> None:
-    async with a_bench(tmp_path) as bench:
-        batch = await bench.add([ask("one")])
-        run = await bench.claim(batch)
-        live = asyncio.create_task(run.live())
-        told = await reply_of(bench, 0)
-        bench.now += 60
-        assert await bench.store.update(batch.id, lambda each: each.claimed("other", bench.now, 10.0))
-        told.say(answer())
-        with pytest.raises(ExceptionGroup) as raised:
-            await in_time(live)
-        assert raised.group_contains(LeaseLost)
-        assert await bench.store.done(batch.id) == []
-        assert bench.rig.receipts() == []
-
-
 async def test_a_draining_gateway_ends_what_it_has_begun_and_leaves_the_rest(tmp_path: Path) -> None:
     async with a_bench(tmp_path, batches={"concurrency": 1}) as bench:
         batch = await bench.add([ask("one"), ask("two")])
@@ -192,24 +142,6 @@ async def test_a_batch_whose_window_is_over_expires(tmp_path: Path) -> None:
         assert {row["error"]["code"] for row in (await bench.lines(batch.id, "error")).values()} == {"batch_expired"}
 
 
-async def test_a_ledger_that_can_not_be_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "LEDGER_RETRY_SECONDS", 0.01)
-    async with a_bench(tmp_path) as bench:
-        bench.rig.script(answer())
-        bench.rig.ledger.fault_ahead = True
-        batch = await bench.add([ask("one")])
-        run = await bench.claim(batch)
-        live = asyncio.create_task(run.live())
-        for _ in range(1000):
-            if await bench.status(batch.id) is Status.FINALIZING:
-                break
-            await asyncio.sleep(0.001)
-        assert list(await bench.store.owed(batch.id)) == [1]
-        bench.rig.ledger.fault_ahead = False
-        await in_time(live)
-        assert (run.batch.status, len(bench.rig.receipts())) == (Status.COMPLETED, 1)
-
-
 async def test_a_key_that_was_revoked_ends_its_batches(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         batch = await bench.add([ask("one")])
@@ -259,12 +191,3 @@ async def test_an_input_file_that_is_gone_fails_the_batch_and_no_answer_is_lost(
         assert (ended.total, ended.completed, ended.failed) == (3, 1, 2)
         assert list(await bench.lines(batch.id, "output")) == ["c-1"]
         assert len(bench.rig.receipts()) == 1
-
-
-async def reply_of(bench: Bench, number: int) -> Told:
-    for _ in range(1000):
-        if len(bench.rig.replies) > number:
-            await settle()
-            return bench.rig.replies[number]
-        await asyncio.sleep(0.001)
-    raise AssertionError("no server was asked")

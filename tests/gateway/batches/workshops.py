@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,10 +12,11 @@ from typing import Any
 
 from gateway.batches.inside import AtBatchClass, KeyById
 from gateway.batches.records import Batch, File, Status, new_id
-from gateway.batches.run import Run, Workshop
+from gateway.batches.run import Run
 from gateway.batches.sqlite_store import SqliteStore
 from gateway.batches.store import CHUNK_BYTES
-from tests.gateway.house import PEPPER, Rig, a_rig, chat
+from gateway.batches.workshop import Workshop
+from tests.gateway.house import PEPPER, Rig, Told, a_rig, chat, in_time, settle
 
 NOW = 1_000_000.0
 OWNER = "me"
@@ -85,3 +87,19 @@ async def a_bench(directory: Path, **changes: Any) -> AsyncIterator[Bench]:
 
 def ask(content: str, **fields: Any) -> bytes:
     return chat(messages=[{"role": "user", "content": content}], **fields)
+
+
+async def run_to_its_end(bench: Bench, bodies: list[bytes], **fields: int) -> Batch:
+    batch = await bench.add(bodies, **fields)
+    run = await bench.claim(batch)
+    await in_time(run.live())
+    return run.batch
+
+
+async def reply_of(bench: Bench, number: int) -> Told:
+    for _ in range(1000):
+        if len(bench.rig.replies) > number:
+            await settle()
+            return bench.rig.replies[number]
+        await asyncio.sleep(0.001)
+    raise AssertionError("no server was asked")
