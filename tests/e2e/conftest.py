@@ -77,6 +77,7 @@ def _policy(url: str) -> dict[str, Any]:
             tenant("dev"),
             tenant("crowd"),  # whoever counts all receipts of a tenant
             tenant("single", limits={"concurrency": 1}),
+            tenant("narrow", limits={"concurrency": 1}),
             tenant("paced", limits={"requests": "1/2s"}),
             tenant("paced_js", limits={"requests": "1/2s"}),
             tenant("poor", limits={"budget": {"amount": "0.00002", "per": "total"}, "tokens": "1M/1s"}),

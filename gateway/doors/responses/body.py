@@ -22,6 +22,12 @@ LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
 _INCLUDABLE = (LOGPROBS, SEALED_REASONING)
 
+# What has the same name and meaning in a chat goes on as the bytes that the client sent: 0 and 0.0 are not equal calls.
+_SAME = (
+    "temperature", "top_p", "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "service_tier",
+)  # fmt: skip
+
 _STATELESS = "no answers are kept here; send what was said before as items of `input`"
 _REFUSED: Mapping[str, str] = {
     "previous_response_id": _STATELESS,
@@ -94,6 +100,7 @@ class Reasoning(msgspec.Struct):
 class Asked(msgspec.Struct, frozen=True):
     """A body that can be fulfilled, its parts read."""
 
+    fields: Fields
     body: Body
     tools: Tools
     text: Text
@@ -129,6 +136,7 @@ def read_body(fields: Fields, raw: bytes) -> Asked:
     if is_given(body.stream_options):
         options = read(StreamOptions, body.stream_options, "stream_options")
     return Asked(
+        fields=fields,
         body=body,
         tools=read_tools(body.tools or (), body.tool_choice),
         text=read(Text, body.text, "text") if is_given(body.text) else Text(),
@@ -156,25 +164,16 @@ def chat_fields(asked: Asked) -> Json:
         fields["logprobs"] = True
     if is_given(asked.text.format):
         fields |= _response_format(asked.text.format)
-    if is_given(body.prompt_cache_options):
-        fields["prompt_cache_options"] = body.prompt_cache_options
+    fields |= {name: value for name in _SAME if is_given(value := asked.fields.get(name, ABSENT))}
     if body.stream:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    same: Json = {
+    renamed: Json = {
         "max_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
         "top_logprobs": body.top_logprobs or None,
         "reasoning_effort": asked.reasoning.effort,
         "verbosity": asked.text.verbosity,
-        "metadata": body.metadata,
-        "user": body.user,
-        "safety_identifier": body.safety_identifier,
-        "prompt_cache_key": body.prompt_cache_key,
-        "prompt_cache_retention": body.prompt_cache_retention,
-        "service_tier": body.service_tier,
     }
-    return fields | {name: value for name, value in same.items() if value is not None}
+    return fields | {name: value for name, value in renamed.items() if value is not None}
 
 
 def _response_format(format: msgspec.Raw) -> Json:

@@ -1,0 +1,245 @@
+"""OpenAI's Responses API through gateway and engine, by the unmodified `openai` client in its strict mode."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.e2e.processes import DEMO, Gateway, Running, Wire, chat, engine, gateway, simple_policy, until
+from tests.gateway.doors.responses.translated import check_events, check_response, events_of, folded
+from tests.openai_spec import Validate
+
+pytestmark = pytest.mark.e2e
+
+QUESTION = "What is prefix caching?"
+GENERATED = "vllm:generation_tokens_total"
+TOOL: Any = {
+    "type": "function",
+    "name": "look",
+    "description": "Looks at a place.",
+    "parameters": {
+        "type": "object",
+        "properties": {"at": {"type": "string", "enum": ["here", "there"]}},
+        "required": ["at"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 800}
+LONG: Any = {  # an answer of nearly all that the model's context holds
+    "model": DEMO,
+    "input": "Count.",
+    "stream": True,
+    "max_output_tokens": 1800,
+    "text": {"format": {"type": "json_schema", "name": "numbers", "schema": NUMBERS}},
+}
+
+
+class Place(BaseModel):
+    at: Literal["here", "there"]
+
+
+def test_a_response(local_gateway: Gateway) -> None:
+    with local_gateway.client() as client:
+        response = client.responses.create(
+            model="demo", instructions="Be brief.", input=QUESTION, max_output_tokens=8, metadata={"job": "x"}
+        )
+    assert response.output_text and response.status == "incomplete"
+    assert response.incomplete_details is not None and response.incomplete_details.reason == "max_output_tokens"
+    assert (response.instructions, response.metadata, response.model) == ("Be brief.", {"job": "x"}, DEMO)
+    assert response.usage is not None and response.usage.output_tokens == 8
+    receipt = local_gateway.receipt(str(response._request_id))
+    assert receipt["outcome"] == "complete" and receipt["exact"]
+    assert receipt["input_uncached"] + receipt["cache_read"] == response.usage.input_tokens
+    assert receipt["cache_read"] == response.usage.input_tokens_details.cached_tokens
+    assert receipt["output"] == response.usage.output_tokens
+    assert response.id == str(response._request_id).replace("req_", "resp_")
+
+
+def test_a_stream_says_what_the_whole_one_says(local_gateway: Gateway) -> None:
+    options: Any = {"model": DEMO, "input": QUESTION, "temperature": 0, "max_output_tokens": 200}
+    with local_gateway.client() as client:
+        whole = client.responses.create(**options)
+        with client.responses.stream(**options) as stream:
+            text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+            final = stream.get_final_response()
+        plain = list(client.responses.create(**options, stream=True))
+    assert whole.status == final.status == "completed"
+    assert text == whole.output_text == final.output_text
+    assert plain[0].type == "response.created" and plain[-1].type == "response.completed"
+    assert whole.usage is not None and final.usage is not None
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+async def test_the_asynchronous_client(local_gateway: Gateway) -> None:
+    options: Any = {"model": DEMO, "input": QUESTION, "temperature": 0, "max_output_tokens": 60}
+    async with local_gateway.async_client() as client:
+        whole, parsed = await asyncio.gather(
+            client.responses.create(**options),
+            client.responses.parse(model=DEMO, input=QUESTION, text_format=Place),
+        )
+        async with client.responses.stream(**options) as stream:
+            final = await stream.get_final_response()
+    assert final.output_text == whole.output_text
+    assert parsed.output_parsed is not None and parsed.output_parsed.at in ("here", "there")
+
+
+def test_an_answer_by_a_schema(local_gateway: Gateway) -> None:
+    with local_gateway.client() as client:
+        parsed = client.responses.parse(model=DEMO, input=QUESTION, text_format=Place)
+        with client.responses.stream(model=DEMO, input=QUESTION, text_format=Place) as stream:
+            streamed = stream.get_final_response()
+    for response in (parsed, streamed):
+        assert response.output_parsed is not None and response.output_parsed.at in ("here", "there")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["required", {"type": "function", "name": "look"},
+     {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look"}]}],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_function_is_called_and_told_what_it_gave(local_gateway: Gateway, choice: Any, stream: bool) -> None:
+    items: list[Any] = [{"role": "user", "content": "Where is it?"}]
+    options: Any = {"model": DEMO, "tools": [TOOL, {**TOOL, "name": "listen"}], "input": items}
+    with local_gateway.client() as client:
+        if stream:
+            with client.responses.stream(**options, tool_choice=choice) as asked:
+                called: Any = asked.get_final_response()
+        else:
+            called = client.responses.create(**options, tool_choice=choice)
+        (*_, call) = called.output
+        assert call.type == "function_call" and call.status == "completed"
+        assert Place.model_validate_json(call.arguments)
+        items += called.output
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": "a box"})
+        told = client.responses.create(**options, tool_choice="none", max_output_tokens=8)
+    assert told.output_text and told.usage is not None
+
+
+def test_a_prompt_that_a_chat_has_warmed_is_warm_here(local_gateway: Gateway) -> None:
+    prompt = f"{secrets.token_hex(16)} " * 10
+    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": prompt}]
+    with local_gateway.client() as client:
+        by_chat = client.chat.completions.create(model=DEMO, messages=messages, max_tokens=1)
+        here = client.responses.create(model=DEMO, instructions="Be brief.", input=prompt, max_output_tokens=1)
+    assert by_chat.usage is not None and here.usage is not None
+    assert here.usage.input_tokens == by_chat.usage.prompt_tokens
+    assert here.usage.input_tokens_details.cached_tokens > 0.8 * here.usage.input_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_equal_calls_are_answered_from_the_cache_by_both_doors(local_gateway: Gateway, stream: bool) -> None:
+    prompt = secrets.token_hex(8)
+    body = {"model": DEMO, "input": prompt, "temperature": 0, "max_output_tokens": 8, "stream": stream}
+    asked, again = (local_gateway.post("responses", body) for _ in range(2))
+    assert "x-warmpath-cache" not in asked.headers and again.headers["x-warmpath-cache"] == "hit"
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    by_chat = local_gateway.post(
+        "chat/completions", chat(prompt, temperature=0, max_tokens=8, stream=stream, **options)
+    )
+    assert by_chat.headers["x-warmpath-cache"] == "hit"
+    first, second = (events_of(reply.content)[-1]["response"] if stream else reply.json() for reply in (asked, again))
+    assert first["id"] != second["id"]
+    assert [item["content"] for item in first["output"]] == [item["content"] for item in second["output"]]
+    assert first["usage"] == second["usage"]
+
+
+def test_errors_have_their_exception_classes(local_gateway: Gateway) -> None:
+    def refused(kind: type[openai.APIStatusError], tenant: str = "dev", **changes: Any) -> openai.APIStatusError:
+        options: Any = {"model": DEMO, "input": "Hello", "max_output_tokens": 8} | changes
+        with local_gateway.client(tenant) as client, pytest.raises(kind) as caught:
+            client.responses.create(**options)
+        assert type(caught.value) is kind and caught.value.request_id and caught.value.type
+        return caught.value
+
+    assert refused(openai.AuthenticationError, "nobody").code == "invalid_api_key"
+    assert refused(openai.PermissionDeniedError, "guest").code == "permission_denied"
+    assert refused(openai.NotFoundError, model="no-such-model").code == "model_not_found"
+    assert refused(openai.BadRequestError, max_output_tokens="many").param == "max_output_tokens"
+    assert refused(openai.BadRequestError, previous_response_id="resp_1").param == "previous_response_id"
+    assert refused(openai.BadRequestError, tools=[{"type": "web_search"}]).param == "tools[0].type"
+    assert refused(openai.BadRequestError, temperature=99).param == "temperature"
+    by_engine = refused(openai.BadRequestError, reasoning={"effort": "low"})
+    assert by_engine.param == "reasoning.effort" and "`reasoning.effort`" in by_engine.message
+    assert refused(openai.InternalServerError, model="dead").status_code == 502
+    with local_gateway.client() as client:
+        for missing in (client.responses.retrieve, client.responses.delete):
+            with pytest.raises(openai.NotFoundError) as caught:
+                missing("resp_1")
+            assert caught.value.code == "not_found"
+    with local_gateway.client("nobody") as client, pytest.raises(openai.AuthenticationError):
+        client.responses.retrieve("resp_1")
+
+
+def test_limits_hold(local_gateway: Gateway) -> None:
+    with Wire(local_gateway, "responses", LONG, "narrow") as client:
+        client.read_until(b"event: response.output_text.delta")
+        limited = local_gateway.post("chat/completions", chat(max_tokens=1), "narrow")
+        assert (limited.status_code, limited.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    until(lambda: local_gateway.post("responses", {"model": DEMO, "input": "x"}, "narrow").status_code == 200)
+
+
+def test_a_client_that_leaves_pays_for_what_was_made(local_gateway: Gateway) -> None:
+    with Wire(local_gateway, "responses", LONG) as client:
+        client.read_until(b"event: response.output_text.delta", times=5)
+        call_id = client.header("x-request-id")
+    receipt = local_gateway.receipt(call_id)
+    assert receipt["outcome"] == "client_gone" and receipt["exact"]
+    assert 5 <= receipt["output"] < 1800
+
+
+def test_an_engine_that_dies_is_no_end_of_an_answer(tmp_path: Path, validate: Validate) -> None:
+    with engine(tmp_path / "engine") as mortal, gateway(tmp_path / "gateway", simple_policy(mortal.url)) as front:
+        with Wire(front, "responses", LONG) as client:
+            client.read_until(b"event: response.output_text.delta", times=5)
+            call_id = client.header("x-request-id")
+            mortal.kill()
+            received = client.read_to_end()
+        assert b"event: response.failed" in received and b"response.completed" not in received
+        assert front.receipt(call_id)["outcome"] == "upstream_cut"
+        with front.client() as sdk, pytest.raises(openai.InternalServerError):
+            sdk.responses.create(model=DEMO, input="Hello")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"top_logprobs": 2, "include": ["message.output_text.logprobs"]},
+        {"service_tier": "flex", "temperature": 0, "user": "u", "metadata": {"a": "b"}},
+        {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 40},
+        {"text": {"format": {"type": "json_object"}, "verbosity": "medium"}, "instructions": "Be brief."},
+        {"include": ["reasoning.encrypted_content"], "stream_options": {"include_obfuscation": True}},
+    ],
+)
+def test_responses_are_as_described(local_gateway: Gateway, validate: Validate, extra: dict[str, Any]) -> None:
+    body = {"model": DEMO, "input": "Hello", "max_output_tokens": 6, **extra}
+    check_response(validate, local_gateway.post("responses", body).json())
+    events = events_of(local_gateway.post("responses", body | {"stream": True}).content)
+    check_events(validate, events)
+    assert folded(events) == events[-1]["response"]["output"]
+
+
+def test_log_probabilities(local_gateway: Gateway) -> None:
+    options: Any = {"model": DEMO, "input": QUESTION, "temperature": 0, "max_output_tokens": 5, "top_logprobs": 2}
+    with local_gateway.client() as client:
+        response = client.responses.create(**options, include=["message.output_text.logprobs"])
+    (message,) = response.output
+    assert message.type == "message" and message.content[0].type == "output_text"
+    tokens = message.content[0].logprobs
+    assert tokens is not None and len(tokens) == 5
+    assert "".join(token.token for token in tokens) == response.output_text
+    assert all(len(token.top_logprobs) == 2 for token in tokens)
+
+
+def test_the_engine_has_computed_nothing_for_what_is_refused(local_gateway: Gateway, local_engine: Running) -> None:
+    before = local_engine.metric(GENERATED)
+    reply = local_gateway.post("responses", {"model": DEMO, "input": "x", "truncation": "auto"})
+    assert (reply.status_code, local_engine.metric(GENERATED)) == (400, before)
