@@ -99,6 +99,22 @@ def test_a_batch_by_the_clients_own_means(front: Gateway, validate: Validate) ->
         assert ended.created_at <= ended.in_progress_at <= ended.finalizing_at <= ended.completed_at
 
 
+def test_lines_may_be_responses(front: Gateway, validate: Validate) -> None:
+    given = {"model": DEMO, "max_output_tokens": 2}
+    lines = [line(number, "/v1/responses", input=f"Say {number}.", **given) for number in range(3)]
+    lines.append(line(3, "/v1/responses", input="x", background=True, **given))
+    with front.client() as client:
+        ended = wait(client, submit(client, lines).id)
+        output, errors = answers(client, ended.output_file_id), answers(client, ended.error_file_id)
+    assert (ended.status, sorted(output), list(errors)) == ("completed", ["c-0", "c-1", "c-2"], ["c-3"])
+    for row in output.values():
+        validate("Response", row["response"]["body"])
+    assert errors["c-3"]["response"]["body"]["error"]["param"] == "background"
+    assert ended.usage.output_tokens == sum(
+        row["response"]["body"]["usage"]["output_tokens"] for row in output.values()
+    )
+
+
 def test_files_are_the_tenants_own_and_listed_in_pages(front: Gateway, validate: Validate) -> None:
     with front.client("other") as client, front.client() as stranger:
         content = jsonl([line(1)])

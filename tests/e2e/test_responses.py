@@ -134,6 +134,15 @@ def test_a_prompt_that_a_chat_has_warmed_is_warm_here(local_gateway: Gateway) ->
     assert here.usage.input_tokens_details.cached_tokens > 0.8 * here.usage.input_tokens
 
 
+def test_how_long_a_prompt_is(local_gateway: Gateway, validate: Validate) -> None:
+    asked: Any = {"model": DEMO, "input": QUESTION, "instructions": "Be brief.", "tools": [TOOL]}
+    with local_gateway.client() as client:
+        counted = client.responses.input_tokens.count(**asked)
+        response = client.responses.create(**asked, max_output_tokens=1)
+    validate("TokenCountsResource", counted.to_dict())
+    assert response.usage is not None and counted.input_tokens == response.usage.input_tokens
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_equal_calls_are_answered_from_the_cache_by_both_doors(local_gateway: Gateway, stream: bool) -> None:
     prompt = secrets.token_hex(8)

@@ -1,4 +1,5 @@
-"""POST /v1/responses: OpenAI's Responses API, without anything that would have to be kept.
+"""POST /v1/responses, and /v1/responses/input_tokens: OpenAI's Responses API, without anything that would have to be
+kept.
 
 A request becomes one of a chat (`body.py`, `items.py`, `tools.py`), and a chat's answer a response (`answers.py`,
 `output.py`, `response.py`), or the events of one (`events.py`).
@@ -21,7 +22,7 @@ from gateway.doors.responses.response import Response, whole
 from gateway.errors import GatewayError, UpstreamRefused
 from gateway.types import Operation
 
-__all__ = ["ResponsesDoor"]
+__all__ = ["InputTokensDoor", "ResponsesDoor"]
 
 
 class ResponsesDoor:
@@ -78,3 +79,22 @@ class ResponsesTranslator:
     def failure(self, error: GatewayError) -> bytes:
         assert self._events is not None
         return self._events.failure(error)
+
+
+class InputTokensDoor:
+    """How many tokens the prompt of a response has. Nothing is generated."""
+
+    path: ClassVar[str] = "responses/input_tokens"
+    operation: ClassVar[Operation] = Operation.CHAT
+
+    def translator(self, call_id: str) -> InputTokensTranslator:
+        return InputTokensTranslator(call_id)
+
+    def read(self, fields: Fields, body: bytes) -> base.Asked:
+        return self.translator("").read(fields, body)
+
+
+class InputTokensTranslator(ResponsesTranslator):
+    def answer(self, body: bytes) -> bytes:
+        tokens = msgspec.json.decode(body)["prompt_tokens"]
+        return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})

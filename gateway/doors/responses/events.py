@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +11,11 @@ from gateway.doors.responses.answers import read_answer
 from gateway.doors.responses.response import Response
 from gateway.errors import GatewayError
 from gateway.ids import random_bytes
+from gateway.providers.sse import data_of
 
 Json = dict[str, Any]
 PADDED_TO_CHARACTERS = 32  # a delta and its padding, or a multiple of it: its length says little then
-_BLANK_LINE = re.compile(rb"\r?\n\r?\n")
+KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"[DONE]"
 
 
@@ -30,10 +30,9 @@ class EventStream:
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
         """Raises `UpstreamCut`."""
         told: list[bytes] = []
-        for frame in filter(None, _BLANK_LINE.split(chunk)):
-            data = _data_of(frame)
-            if data is None:
-                told.append(frame + b"\n\n")  # a comment, as servers send to keep a connection alive
+        for data in data_of(chunk):
+            if not data:
+                told.append(KEEP_ALIVE)  # a comment, and that is what servers send it for
             elif data != DONE:
                 events = self._response.read(read_answer(data))
                 told += self._begun()
@@ -68,12 +67,6 @@ class EventStream:
         if self._obfuscates and "delta" in event:
             event["obfuscation"] = _padding(event["delta"])
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
-
-
-def _data_of(frame: bytes) -> bytes | None:
-    """None of a frame without any."""
-    lines = [line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:")]
-    return b"\n".join(lines) if lines else None
 
 
 def _padding(text: str) -> str:

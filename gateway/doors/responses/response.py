@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,8 +16,18 @@ from gateway.errors import GatewayError, UpstreamCut
 
 Json = dict[str, Any]
 TEXT_FORMAT = {"type": "text"}
-INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
-CUT = ("abort", "error")  # how servers call it when an answer was ended from outside
+
+# By a chat's `finish_reason`, why a response is incomplete; None where it is not. What is in neither was cut.
+INCOMPLETE: Mapping[str | None, str | None] = {
+    None: None,
+    "stop": None,
+    "eos_token": None,
+    "tool_calls": None,
+    "function_call": None,
+    "length": "max_output_tokens",
+    "model_length": "max_output_tokens",
+    "content_filter": "content_filter",
+}
 
 
 class Response:
@@ -53,14 +64,14 @@ class Response:
 
         Raises `UpstreamCut` where the server says that it has not.
         """
-        if self._reason in CUT:
-            raise UpstreamCut(f"the server has ended its answer early ({self._reason})")
-        status = "incomplete" if self._reason in INCOMPLETE else "completed"
+        if self._reason not in INCOMPLETE:
+            raise UpstreamCut(f"the server ended its answer with {self._reason!r}")
+        status = "completed" if INCOMPLETE[self._reason] is None else "incomplete"
         return status, self.output.end(status)
 
     def json(self, status: str, error: GatewayError | None = None) -> Json:
         ended = status not in ("in_progress", "failed")
-        reason = INCOMPLETE.get(self._reason or "") if status == "incomplete" else None
+        reason = INCOMPLETE[self._reason] if status == "incomplete" else None
         told: Json = {
             "id": self._id,
             "object": "response",

@@ -55,7 +55,7 @@ async def test_a_stream_is_told_as_it_comes(tmp_path: Path) -> None:
         reply = await rig.reply()
         reply.say(b": ping\n\n", delta("one"))
         await settle()
-        assert client.content.startswith(b": ping\n\nevent: response.created\n") and not client.whole
+        assert client.content.startswith(b": keep-alive\n\nevent: response.created\n") and not client.whole
         assert b'"delta":"one"' in client.content
         reply.say(delta("two"), usage_frame(10, 2), DONE)
         await in_time(serving)

@@ -85,7 +85,7 @@ def test_what_each_frame_brings_is_told_at_once() -> None:
     assert kinds(events_of(translator.frames(FIRST, last=False))) == ["created", "in_progress"]
     assert translator.frames(FIRST, last=False) == b""
     assert b'"delta":"Hi"' in translator.frames(frame({"content": "Hi"}), last=False)
-    assert translator.frames(b": ping\n\n", last=False) == b": ping\n\n"
+    assert translator.frames(b": ping\n\n", last=False) == b": keep-alive\n\n"
 
 
 def test_the_end_is_told_only_at_the_end() -> None:
