@@ -80,6 +80,7 @@ def _policy(url: str) -> dict[str, Any]:
             tenant("narrow", limits={"concurrency": 1}),
             tenant("paced", limits={"requests": "1/2s"}),
             tenant("paced_js", limits={"requests": "1/2s"}),
+            tenant("paced_messages", limits={"requests": "1/1h"}),
             tenant("poor", limits={"budget": {"amount": "0.00002", "per": "total"}, "tokens": "1M/1s"}),
             tenant("elsewhere", models=["dead"]),
             {**(guest := tenant("guest")), "keys": [{**guest["keys"][0], "models": ["dead"]}]},
