@@ -30,8 +30,13 @@ def usage_of(counts: Counts) -> Usage:
         of_input, of_output = counts.input_tokens_details, counts.output_tokens_details
     of_input, of_output = of_input or _NO_INPUT_DETAILS, of_output or _NO_OUTPUT_DETAILS
     reasoning, total = of_output.reasoning_tokens or 0, counts.total_tokens
+    agree = total in (None, prompt + output)
     if reasoning > 0 and total == prompt + output + reasoning:
         output += reasoning  # some servers (xAI, Gemini) count thinking beside the answer; only the total tells
+        agree = True
+    elif total is not None and total > prompt + output and of_output is _NO_OUTPUT_DETAILS:
+        reasoning = total - prompt - output  # or tell of it in the total alone: what else it may be, nobody knows
+        output += reasoning
     return in_bounds(
         prompt=prompt,
         output=output,
@@ -41,5 +46,5 @@ def usage_of(counts: Counts) -> Usage:
         audio_input=of_input.audio_tokens or 0,
         audio_output=of_output.audio_tokens or 0,
         cache_write_1h=(counts.cache_creation or _NO_CREATION).ephemeral_1h_input_tokens or 0,
-        agree=total in (None, prompt + output),
+        agree=agree,
     )

@@ -39,6 +39,11 @@ class Deployment(Frozen):
         description="vllm, sglang: its scheduler knows priorities (`--scheduling-policy priority`, "
         "`--enable-priority-scheduling`), and is told each call's. The bundled engine always is.",
     )
+    stream_options: bool = Field(
+        True,
+        description="It takes `stream_options`, by which a stream is asked for its usage; false: it refuses them, and "
+        "tells the usage unasked, or not at all.",
+    )
     continuous_usage: bool = Field(
         False, description="It can count in every chunk (`continuous_usage_stats`): a stream that is cut is exact then."
     )

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import email.utils
-import re
-import time
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
@@ -14,6 +11,7 @@ import msgspec
 
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
+from gateway.providers.refusals import MAX_ERROR_BYTES, status_failure
 from gateway.providers.sse import (
     MAX_FRAME_BYTES,
     FrameSplitter,
@@ -27,13 +25,10 @@ from gateway.transport import Answer, HTTPTransport, header_lines
 from gateway.types import Call, Operation
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # of an answer that does not stream: embeddings are the long ones
-MAX_ERROR_BYTES = 64 * 1024  # of the body of a refusal; the rest is left out
 MAX_MESSAGE_CHARACTERS = 300  # of a server's own words inside a failure's message
 HEALTH_TIMEOUT_SECONDS = 2.0
 DRAIN_TIMEOUT_SECONDS = 1.0  # from [DONE] to the end of the HTTP message
 
-_OUR_FAULT_STATUSES = frozenset({401, 402, 403, 407})  # our key at that server, which is none of the client's business
-_MAY_PASS_STATUSES = frozenset({408, 409, 429, 498})  # 498: Groq has no room in its flex tier
 _FAULTS: tuple[tuple[type[httpx2.TransportError], Fault], ...] = (  # the first that fits
     (httpx2.ConnectError, Fault.CONNECT),
     (httpx2.ConnectTimeout, Fault.CONNECT),
@@ -41,8 +36,6 @@ _FAULTS: tuple[tuple[type[httpx2.TransportError], Fault], ...] = (  # the first 
     (httpx2.TimeoutException, Fault.TIMEOUT),
     (httpx2.RemoteProtocolError, Fault.MALFORMED),
 )
-
-_NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
 
 _raw = msgspec.json.Encoder()
 _stream_options = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
@@ -82,6 +75,7 @@ class OpenAI:
         self._served = deployment.model
         self._model = msgspec.Raw(_raw.encode(deployment.model))
         self._names_calls = deployment.kv_events is not None  # its events then say which call's blocks they tell of
+        self._knows_stream_options = deployment.stream_options
         self._usage_options = {"include_usage": _TRUE}
         if deployment.continuous_usage:
             self._usage_options["continuous_usage_stats"] = _TRUE
@@ -103,7 +97,9 @@ class OpenAI:
     def fields(self, call: Call) -> dict[str, msgspec.Raw]:
         """The body's top-level fields: the client's, but for the model, and for the usage that we always meter by."""
         fields = {**call.fields, "model": self._model}
-        if call.stream:
+        if not self._knows_stream_options:
+            fields.pop("stream_options", None)
+        elif call.stream:
             fields["stream_options"] = with_options(fields.get("stream_options"), **self._usage_options)
         return fields
 
@@ -311,45 +307,13 @@ async def _check(answer: Answer, media_type: bytes) -> None:
     """Raises unless the answer is what was asked for."""
     content_type = answer.header(b"content-type")
     if answer.status >= 300:
-        raise await _status_failure(answer, content_type.decode("latin-1"))
+        raise await status_failure(answer, content_type.decode("latin-1"))
     if content_type != media_type and content_type.partition(b";")[0].strip().lower() != media_type:
         message = f"content-type {content_type.decode('latin-1')!r} instead of {media_type.decode()}"
         raise ProviderFailure(Fault.MALFORMED, message, status=answer.status)
     if answer.header(b"content-encoding").lower() not in (b"", b"identity"):
         message = "the answer is compressed, although identity was asked for"
         raise ProviderFailure(Fault.MALFORMED, message, status=answer.status)
-
-
-async def _status_failure(answer: Answer, content_type: str) -> ProviderFailure:
-    status = answer.status
-    if status < 400:
-        return ProviderFailure(Fault.MALFORMED, f"status {status}: redirects are not followed", status=status)
-    if status in _OUR_FAULT_STATUSES:  # without the body: servers quote parts of the key in it
-        return ProviderFailure(Fault.STATUS, f"status {status}: the server does not accept our key", status=status)
-    try:
-        body = await answer.rest(MAX_ERROR_BYTES)
-    except httpx2.TransportError:
-        body = b""  # the status says enough
-    return ProviderFailure(
-        Fault.STATUS if status >= 500 or status in _MAY_PASS_STATUSES else Fault.REFUSED,
-        f"status {status}",
-        status=status,
-        body=body,
-        content_type=content_type or "text/plain",
-        retry_after_seconds=_retry_after_seconds(answer),
-    )
-
-
-def _retry_after_seconds(answer: Answer) -> float | None:
-    """`retry-after-ms`, else `retry-after` in seconds or as an HTTP date; None where neither can be read."""
-    if _NUMBER.fullmatch(milliseconds := answer.header(b"retry-after-ms").decode("latin-1")):
-        return float(milliseconds) / 1000
-    if _NUMBER.fullmatch(value := answer.header(b"retry-after").decode("latin-1")):
-        return float(value)
-    try:
-        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except ValueError:
-        return None
 
 
 def _failure(error: httpx2.TransportError) -> ProviderFailure:

@@ -16,8 +16,7 @@ MAX_FRAME_BYTES = 8 * 1024 * 1024  # far above any text; room for an event with 
 
 _DONE = re.compile(rb"(?:\A|[\r\n])data: ?\[DONE\][ \t]*[\r\n]*\Z")
 _LONGEST_DONE_BYTES = 24  # how far before the end the search for it begins
-_ERROR = b'data: {"error"'
-_ERROR_LINE = re.compile(rb'(?:\A|[\r\n])(?P<line>data: (?P<json>\{"error"[^\r\n]*))')
+_ERROR = b'"error"'  # a field: in a text its quotes would have backslashes before them
 
 
 class FrameTooLong(ValueError):
@@ -70,17 +69,21 @@ def ends_stream(frames: bytes) -> bool:
 
 
 def error_in(frames: bytes) -> tuple[int, str] | None:
-    """Where the server says that it failed, as an offset, and its message. Engines send such an event after a 200."""
+    """Where the server says that it failed, as an offset, and its message. Servers send such an event after a 200, some
+    with a choice beside it.
+    """
     if frames.find(_ERROR) < 0:
         return None
-    for line in _ERROR_LINE.finditer(frames):
+    for line in _DATA_LINE.finditer(frames):
+        if line[1].find(_ERROR) < 0:
+            continue
         try:
-            error = msgspec.json.decode(line["json"]).get("error")
-        except msgspec.DecodeError:
+            error = _failed(line[1]).error
+        except msgspec.MsgspecError:
             error = "unreadable"
         if error:
             message = error.get("message") if isinstance(error, dict) else error
-            return line.start("line"), str(message)
+            return frames.rfind(b"data:", 0, line.start(1)), str(message)
     return None
 
 
@@ -100,7 +103,12 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
+class _Failed(msgspec.Struct):
+    error: Any = None
+
+
 _event = msgspec.json.Decoder(_Event)
+_failed = msgspec.json.Decoder(_Failed).decode
 _DATA_LINE = re.compile(rb"(?:\A|[\r\n])data: ?([^\r\n]*)")
 
 
@@ -159,7 +167,7 @@ def is_one_object(frames: bytes) -> bool:
         or not frames.endswith(b"\n\n")
         or frames.count(b"\n") != 2
         or frames.find(b"\r") >= 0  # which ends a line, too
-        or frames.startswith(_ERROR)
+        or frames.find(_ERROR) >= 0
     ):
         return False
     try:

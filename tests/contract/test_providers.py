@@ -381,7 +381,7 @@ async def test_refused(provider_for: ProviderFor, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("status", [408, 409, 429, 500, 503])
+@pytest.mark.parametrize("status", [408, 409, 429, 498, 500, 503])
 async def test_a_status_that_another_deployment_may_not_have(
     provider_for: ProviderFor, status: int, stream: bool
 ) -> None:

@@ -252,7 +252,14 @@ def test_a_body_that_is_not_json_is_no_answer() -> None:
             Usage(5, output=5, reasoning=3, exact=True),
         ),
         # contradictions: bounded, and never called exact
-        ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 99}, Usage(5, output=2)),
+        ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 3}, Usage(5, output=2)),
+        (
+            {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 99,
+             "completion_tokens_details": {"reasoning_tokens": 0}},
+            Usage(5, output=2),
+        ),
+        # what the total alone tells of was thought, as far as anybody can know
+        ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 99}, Usage(5, output=94, reasoning=92)),
         ({"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 8}}, Usage(0, 5)),
         ({"prompt_tokens": -5, "completion_tokens": 2}, Usage(output=2)),
     ],

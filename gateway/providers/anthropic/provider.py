@@ -12,7 +12,8 @@ from gateway.providers.anthropic.fields import Unsaid, check
 from gateway.providers.anthropic.reply import ChatStream, Unreadable, chat_error, ends_stream, error_body, whole_chat
 from gateway.providers.anthropic.request import message_request
 from gateway.providers.base import Fault, ProviderFailure, Reply
-from gateway.providers.openai import MAX_ERROR_BYTES, EventStreamReply, JSONReply, OpenAI, failure_told
+from gateway.providers.openai import EventStreamReply, JSONReply, OpenAI, failure_told
+from gateway.providers.refusals import MAX_ERROR_BYTES
 from gateway.transport import Answer, HTTPTransport
 from gateway.types import Call, Operation
 

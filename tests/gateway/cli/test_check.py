@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ def test_without_a_file_it_is_the_policy_of_the_settings(warmpath: Warmpath) -> 
     assert "default.yaml is a policy" in warmpath("check").stdout
     example = str(POLICIES / "examples" / "vllm.yaml")
     assert "vllm.yaml is a policy" in warmpath("check", WARMPATH_POLICY=example).stdout
+
+
+@pytest.mark.parametrize("path", sorted((POLICIES / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_the_examples_are_policies(warmpath: Warmpath, path: Path) -> None:
+    keys = {name: "x" for name in re.findall(r"env: (\w+)", path.read_text())}
+    result = warmpath("check", str(path), **keys)
+    assert result.exit_code == 0
+    if path.name != "mixed.yaml":  # whose tenants share OpenAI's caches
+        assert result.stderr == ""
 
 
 def test_problems_go_to_stderr_with_their_lines(warmpath: Warmpath, tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""What a bad status says: whose fault it is, when to come back, and the server's own words in OpenAI's form."""
+
+from __future__ import annotations
+
+import email.utils
+import re
+import time
+
+import httpx2
+import msgspec
+
+from gateway.providers.base import Fault, ProviderFailure
+from gateway.transport import Answer
+
+MAX_ERROR_BYTES = 64 * 1024  # of the body of a refusal; the rest is left out
+
+_OUR_FAULT_STATUSES = frozenset({401, 402, 403, 407})  # our key at that server, which is none of the client's business
+_KEY_INVALID = b'"API_KEY_INVALID"'  # Gemini's reason, with a 400
+_MAY_PASS_STATUSES = frozenset({408, 409, 429, 498})  # 498: Groq has no room in its flex tier
+_NUMBER = re.compile(r"\d{1,9}(\.\d{1,9})?")
+_RETRY_DELAY = re.compile(rb'"retryDelay"\s*:\s*"(\d{1,9}(?:\.\d{1,9})?)s"')  # Google's, inside of the body
+
+_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+async def status_failure(answer: Answer, content_type: str) -> ProviderFailure:
+    status = answer.status
+    if status < 400:
+        return ProviderFailure(Fault.MALFORMED, f"status {status}: redirects are not followed", status=status)
+    if status in _OUR_FAULT_STATUSES:  # without the body: servers quote parts of the key in it
+        return _key_refused(status)
+    try:
+        body = await answer.rest(MAX_ERROR_BYTES)
+    except httpx2.TransportError:
+        body = b""  # the status says enough
+    if status == 400 and _KEY_INVALID in body:
+        return _key_refused(status)
+    return ProviderFailure(
+        Fault.STATUS if status >= 500 or status in _MAY_PASS_STATUSES else Fault.REFUSED,
+        f"status {status}",
+        status=status,
+        body=_one_object(body),
+        content_type=content_type or "text/plain",
+        retry_after_seconds=_retry_after_seconds(answer, body),
+    )
+
+
+def _key_refused(status: int) -> ProviderFailure:
+    return ProviderFailure(Fault.STATUS, f"status {status}: the server does not accept our key", status=status)
+
+
+def _one_object(body: bytes) -> bytes:
+    """Without the list that Gemini puts its error into."""
+    if not body.startswith(b"["):
+        return body
+    try:
+        (error,) = _list(body)
+    except ValueError:  # msgspec's are such, too
+        return body
+    return bytes(error)
+
+
+def _retry_after_seconds(answer: Answer, body: bytes) -> float | None:
+    """`retry-after-ms`, else `retry-after` in seconds or as an HTTP date, else the body's; None where none is there."""
+    if _NUMBER.fullmatch(milliseconds := answer.header(b"retry-after-ms").decode("latin-1")):
+        return float(milliseconds) / 1000
+    if _NUMBER.fullmatch(value := answer.header(b"retry-after").decode("latin-1")):
+        return float(value)
+    if not value and (delay := _RETRY_DELAY.search(body)) is not None:
+        return float(delay[1])
+    try:
+        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return None
