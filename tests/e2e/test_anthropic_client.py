@@ -101,9 +101,8 @@ def test_one_prompt_by_both_doors_is_one_prefix(local_gateway: Gateway) -> None:
     assert local_gateway.post("chat/completions", body).status_code == 200
     with client_of(local_gateway) as client:
         usage = client.messages.create(model=DEMO, max_tokens=1, messages=[HELLO], system=system).usage
-    assert (
-        usage.cache_read_input_tokens is not None and usage.cache_read_input_tokens >= 128 and usage.input_tokens <= 16
-    )
+    assert usage.input_tokens <= 16  # the engine's block
+    assert (usage.cache_read_input_tokens or 0) >= 128
 
 
 def test_tokens_are_counted_by_the_engine(local_gateway: Gateway) -> None:
@@ -239,8 +238,8 @@ def test_a_server_that_breaks_off(tmp_path: Path) -> None:
         request.reset()
 
     with in_front_of(tmp_path, breaks_off) as (front, client):
-        with pytest.raises(anthropic.APIStatusError) as broken:
-            with client.messages.stream(model="m", max_tokens=9, messages=[HELLO]) as stream:
-                stream.get_final_message()
+        asking = client.messages.stream(model="m", max_tokens=9, messages=[HELLO])
+        with pytest.raises(anthropic.APIStatusError) as broken, asking as stream:
+            stream.get_final_message()
         assert (broken.value.type, broken.value.error_code) == ("api_error", "upstream_cut")
         assert front.receipts()[0]["outcome"] == "upstream_cut"
