@@ -30,7 +30,7 @@ def test_without_a_file_it_is_the_policy_of_the_settings(warmpath: Warmpath) -> 
 
 @pytest.mark.parametrize("path", sorted((POLICIES / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_examples_are_policies(warmpath: Warmpath, path: Path) -> None:
-    keys = {name: "x" for name in re.findall(r"env: (\w+)", path.read_text())}
+    keys = dict.fromkeys(re.findall(r"env: (\w+)", path.read_text()), "x")
     result = warmpath("check", str(path), **keys)
     assert result.exit_code == 0
     if path.name != "mixed.yaml":  # whose tenants share OpenAI's caches
