@@ -97,7 +97,7 @@ class ChatCompletions(Door):
         for i, (choice, deltas) in enumerate(zip(choices, parts, strict=True)):
             reason = choice.finish_reason(deltas[-1].finish_reason)
             body = replies.chat_choice(i, choice.message, self._logprobs(request, deltas), reason)
-            bodies.append(body | self._token_ids(request, deltas))
+            bodies.append(body | replies.stop_reason(deltas[-1]) | self._token_ids(request, deltas))
         usage = replies.usage_object(generation.usage)
         extra = self._extra(request, generation)
         if request.prompt_logprobs is not None:
@@ -130,7 +130,7 @@ class ChatCompletions(Door):
                 frames += chunk(replies.chat_delta(delta.index, body, logprobs) | token_ids)
             if delta.finish_reason:
                 reason = choice.finish_reason(delta.finish_reason)
-                frames += chunk(replies.chat_delta(delta.index, {}, finish_reason=reason))
+                frames += chunk(replies.chat_delta(delta.index, {}, finish_reason=reason) | replies.stop_reason(delta))
             if frames:
                 await exchange.stream(frames)
             frames = b""

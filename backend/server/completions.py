@@ -86,6 +86,7 @@ class Completions(Door):
                 logprobs = self._logprobs(request, deltas, 0, prompt)
                 text = heads[i] + replies.joined(deltas)
                 choice = replies.text_choice(len(choices), text, logprobs, deltas[-1].finish_reason)
+                choice |= replies.stop_reason(deltas[-1])
                 choices.append(choice | self._extra(request, deltas, prompt))
         usage = replies.usage_object(generation.usage)
         await exchange.reply(replies.encode(self._envelope(request, generation).wrap(choices, usage, with_usage=True)))
@@ -117,7 +118,7 @@ class Completions(Door):
             logprobs = self._logprobs(request, [delta], offsets[i], prompt)
             offsets[i] += sum(len(token) for token in logprobs["tokens"]) if logprobs else 0
             text = delta.text if begun[i] else heads[i] + delta.text
-            choice = replies.text_choice(i, text, logprobs, delta.finish_reason)
+            choice = replies.text_choice(i, text, logprobs, delta.finish_reason) | replies.stop_reason(delta)
             await exchange.stream(chunk(choice | self._extra(request, [delta], None if begun[i] else prompt)))
             begun[i] = True
         frames = b""

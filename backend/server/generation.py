@@ -65,6 +65,7 @@ class Delta:
     token_ids: tuple[int, ...] = ()  # those that the text is made of, as far as it has come
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with a choice's first, where asked for
     embedding: tuple[float, ...] | None = None
+    stop_string: str | None = None  # the one that has ended the choice
 
 
 class Generation:
@@ -343,6 +344,7 @@ class _Sequence:
             events=self._events(text, count),
             token_ids=output.new_token_ids[:shown],
             prompt_logprobs=output.prompt_logprobs,
+            stop_string=self._detokenizer.stop_string,
         )
 
     def _events(self, text: str, num_tokens: int) -> tuple[Event, ...]:

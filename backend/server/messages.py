@@ -59,6 +59,7 @@ class AssistantMessage(_Message, frozen=True, tag="assistant", kw_only=True):
     reasoning: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
+    thinking_blocks: list[Any] | None = None  # signed by another vendor, whose alone they are
     audio: None = None
     function_call: None = None
 

@@ -79,6 +79,11 @@ def chat_delta(index: int, delta: Json, logprobs: Json | None = None, finish_rea
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
+def stop_reason(last: Delta) -> Json:
+    """vLLM's, of a choice that one of the request's stop strings has ended: which one."""
+    return {} if last.stop_string is None else {"stop_reason": last.stop_string}
+
+
 def text_choice(index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 

@@ -74,6 +74,17 @@ def test_the_streaming_helper_says_what_the_whole_message_says(local_gateway: Ga
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
+def test_a_stop_sequence_is_named(local_gateway: Gateway) -> None:
+    asked: Any = {"model": DEMO, "max_tokens": 24, "messages": [HELLO], "extra_body": {"temperature": 0}}
+    with client_of(local_gateway) as client:
+        stop = text_of(client.messages.create(**asked))[8:11]
+        asked["stop_sequences"] = ["never said", stop]
+        message = client.messages.create(**asked)
+        with client.messages.stream(**asked) as stream:
+            assert stream.get_final_message().stop_sequence == stop
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+
+
 async def test_the_async_client(local_gateway: Gateway) -> None:
     async with anthropic.AsyncAnthropic(
         base_url=local_gateway.url, api_key=key("dev"), timeout=PATIENCE_SECONDS

@@ -44,7 +44,7 @@ class Image(Block, tag="image"):
 
 class Thinking(Block, tag="thinking"):
     thinking: str
-    signature: str | None = None  # there is nobody here who could check it
+    signature: str | None = None  # of a server of Anthropic's; no other signs
 
 
 class RedactedThinking(Block, tag="redacted_thinking"):
@@ -118,18 +118,24 @@ def _asked(placed: Sequence[tuple[str, Any]]) -> Iterator[Message]:
 
 
 def _answered(placed: Sequence[tuple[str, Any]]) -> Message:
-    texts, thoughts, calls = [], [], []
+    texts, thoughts, signed, calls = [], [], [], []
     for path, block in placed:
         match block:
             case Text():
                 texts.append(block)
             case Thinking():
                 thoughts.append(block.thinking)
+                if block.signature:
+                    signed.append({"type": "thinking", "thinking": block.thinking, "signature": block.signature})
+            case RedactedThinking():
+                signed.append({"type": "redacted_thinking", "data": block.data})
             case ToolUse():
                 calls.append(_call(path, block))
     message: Message = {"role": "assistant", "content": _content(texts) if texts or not calls else None}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
+    if said := "\n".join(filter(None, thoughts)):
+        message["reasoning_content"] = said
+    if signed:  # for the server that made them, as its provider wants to have them back
+        message["thinking_blocks"] = signed
     if calls:
         message["tool_calls"] = calls
     return message

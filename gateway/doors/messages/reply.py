@@ -43,12 +43,22 @@ class _Call(msgspec.Struct):
     function: _Function | None = None
 
 
+class _Thought(msgspec.Struct):
+    """As the provider of Anthropic's servers has it: its text comes as `reasoning_content`, too."""
+
+    type: str | None = None  # in a stream, of a block's beginning
+    thinking: str = ""
+    signature: str = ""
+    data: str = ""  # of redacted thinking
+
+
 class _Said(msgspec.Struct):
     content: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same, where servers give it both names
     tool_calls: list[_Call] | None = None
+    thinking_blocks: list[_Thought] | None = None
 
     @property
     def thought(self) -> str:
@@ -118,8 +128,7 @@ def message_of(body: bytes, wording: Wording) -> bytes:
     for choice in answer.choices[:1]:
         said = choice.message or _Said()
         end.learn(choice, said)
-        if wording.shows_thinking and said.thought:
-            blocks.append({"type": "thinking", "thinking": said.thought, "signature": ""})
+        blocks += _thoughts(said, wording)
         blocks += [{"type": "text", "text": text} for text in (said.content, said.refusal) if text]
         blocks += [_tool_use(i, call, wording) for i, call in enumerate(said.tool_calls or ())]
     message = _message(wording, answer.model, blocks) | end.told() | {"usage": _usage(_counted(answer.usage))}
@@ -167,11 +176,18 @@ class Events:
         return _event("message_start", message={**message, "usage": _usage(_counted(self._counts))})
 
     def _said(self, said: _Said) -> Iterator[bytes]:
+        blocks = said.thinking_blocks or ()
+        for block in blocks:
+            if block.type is not None:
+                yield from self._open(block.type, _thought_block(block.type, data=block.data))
         if self._wording.shows_thinking and said.thought:
-            yield from self._part("thinking", {"thinking": "", "signature": ""}, "thinking_delta", said.thought)
+            yield from self._part("thinking", _thought_block("thinking"), "thinking_delta", said.thought)
+        for block in blocks:
+            if block.signature:
+                yield self._delta({"type": "signature_delta", "signature": block.signature})
         for text in (said.content, said.refusal):
             if text:
-                yield from self._part("text", {"text": ""}, "text_delta", text)
+                yield from self._part("text", {"type": "text", "text": ""}, "text_delta", text)
         for call in said.tool_calls or ():
             yield from self._called(call)
 
@@ -186,17 +202,17 @@ class Events:
         if known is None or (call.id and call.id != known):  # some servers give every call the same index
             block = _tool_use_block(len(self._calls), call, self._wording)
             self._calls[call.index] = block["id"]
-            yield from self._open(f"tool_use {block['id']}", block, "tool_use")
+            yield from self._open(f"tool_use {block['id']}", block)
         elif self._kind != f"tool_use {known}" and arguments:
             raise UpstreamCut("the server went back to a tool call behind the next one")
         if arguments:
             yield self._delta({"type": "input_json_delta", "partial_json": arguments})
 
-    def _open(self, kind: str, block: dict[str, Any], of_type: str | None = None) -> Iterator[bytes]:
+    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()
         self._kind = kind
         self._blocks += 1
-        yield _event("content_block_start", index=self._blocks - 1, content_block={"type": of_type or kind, **block})
+        yield _event("content_block_start", index=self._blocks - 1, content_block=block)
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._blocks - 1, delta=delta)
@@ -232,7 +248,7 @@ def _message(wording: Wording, model: str, blocks: list[dict[str, Any]]) -> dict
 
 def _tool_use_block(number: int, call: _Call, wording: Wording) -> dict[str, Any]:
     name = (call.function and call.function.name) or ""
-    return {"id": call.id or f"toolu_{wording.message_id}_{number}", "name": name, "input": {}}
+    return {"type": "tool_use", "id": call.id or f"toolu_{wording.message_id}_{number}", "name": name, "input": {}}
 
 
 def _tool_use(number: int, call: _Call, wording: Wording) -> dict[str, Any]:
@@ -241,7 +257,23 @@ def _tool_use(number: int, call: _Call, wording: Wording) -> dict[str, Any]:
         given: Any = _object(arguments)
     except msgspec.MsgspecError:  # as of a call in whose middle the tokens ran out
         given = {INVALID_JSON: arguments.decode()}
-    return {"type": "tool_use", **_tool_use_block(number, call, wording), "input": given}
+    return {**_tool_use_block(number, call, wording), "input": given}
+
+
+def _thoughts(said: _Said, wording: Wording) -> list[dict[str, Any]]:
+    if said.thinking_blocks:
+        shown = wording.shows_thinking
+        return [
+            _thought_block(block.type or "thinking", block.thinking if shown else "", block.signature, block.data)
+            for block in said.thinking_blocks
+        ]
+    return [_thought_block("thinking", said.thought)] if wording.shows_thinking and said.thought else []
+
+
+def _thought_block(kind: str, thinking: str = "", signature: str = "", data: str = "") -> dict[str, Any]:
+    if kind == "redacted_thinking":
+        return {"type": kind, "data": data}
+    return {"type": kind, "thinking": thinking, "signature": signature}
 
 
 def _counted(counts: Counts | None) -> Usage:

@@ -147,7 +147,10 @@ def test_stop_sequences_end_the_text_before_them(server: RunningServer) -> None:
     assert stopped.choices[0].finish_reason == "stop"
     assert stopped.choices[0].text == text[: text.index(stop)]
     assert 0 < stopped.usage.completion_tokens < 24
-    assert "".join(c.choices[0].text for c in create(stop=stop, stream=True)) == stopped.choices[0].text
+    streamed = list(create(stop=stop, stream=True))
+    assert "".join(c.choices[0].text for c in streamed) == stopped.choices[0].text
+    assert stopped.choices[0].stop_reason == streamed[-1].choices[0].stop_reason == stop
+    assert not hasattr(create().choices[0], "stop_reason")
     assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted
 
 

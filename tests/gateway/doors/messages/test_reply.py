@@ -138,6 +138,30 @@ def test_thinking_is_not_shown_to_who_does_not_want_to_see_it() -> None:
     assert [block.type for block in folded(events).content] == ["text"]
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_a_server_of_anthropics_has_signed_comes_back_signed(shown: bool) -> None:
+    thoughts = [
+        {"type": "thinking", "thinking": "Look.", "signature": "s1"},
+        {"type": "redacted_thinking", "data": "d"},
+        {"type": "thinking", "thinking": "Again.", "signature": "s2"},
+    ]
+    wording = Wording("msg_1", shows_thinking=shown)
+    message = {"content": "x", "reasoning_content": "Look.Again.", "thinking_blocks": thoughts}
+    deltas: list[dict[str, Any]] = [
+        {"thinking_blocks": [{"index": 0, "type": "thinking", "thinking": "", "signature": ""}]},
+        {"reasoning_content": "Look.", "thinking_blocks": [{"index": 0, "thinking": "Look."}]},
+        {"thinking_blocks": [{"index": 0, "signature": "s1"}]},
+        {"thinking_blocks": [{"index": 1, **thoughts[1]}]},
+        {"reasoning_content": "Again.", "thinking_blocks": [{"index": 2, **thoughts[2]}]},
+        {"content": "x"},
+    ]
+    said = whole(message, wording=wording)
+    assert folded(streamed([*map(frame, deltas), frame({}, "stop"), frame(None, usage=COUNTS), DONE], wording)) == said
+    told = [block.to_dict() for block in said.content]
+    hidden = [{**block, "thinking": ""} if "thinking" in block else block for block in thoughts]
+    assert told == [*(thoughts if shown else hidden), {"type": "text", "text": "x"}]
+
+
 def test_the_order_of_a_streams_events() -> None:
     chunks = [
         frame({"role": "assistant", "content": ""}),

@@ -183,6 +183,7 @@ def test_a_round_of_tools() -> None:
             "role": "assistant",
             "content": "Let me look.",
             "reasoning_content": "I must look.",
+            "thinking_blocks": [{"type": "redacted_thinking", "data": "c2VjcmV0"}],
             "tool_calls": [
                 {
                     "id": name,
@@ -204,6 +205,15 @@ def test_a_round_of_tools() -> None:
         },
         {"role": "user", "content": "And in French, please."},
     ]
+
+
+def test_thinking_goes_back_signed_to_who_signed_it() -> None:
+    thought = {"type": "thinking", "thinking": "Look.", "signature": "s"}
+    (_, message) = said(HELLO, {"role": "assistant", "content": [thought, {"type": "text", "text": "x"}]})
+    assert (message["reasoning_content"], message["thinking_blocks"]) == ("Look.", [thought])
+    (_, message) = said(HELLO, {"role": "assistant", "content": [{**thought, "signature": ""}]})
+    assert (message["reasoning_content"], message["content"]) == ("Look.", "")
+    assert "thinking_blocks" not in message
 
 
 def test_a_result_says_that_it_is_an_error_and_may_say_nothing() -> None:
