@@ -42,6 +42,12 @@ def test_the_layers_are_those_that_are_checked() -> None:
     assert layers == [layer.replace("gateway.", "") for layer in checked]
 
 
+def test_every_module_has_its_layer() -> None:
+    (layers,) = (block.text.split() for block in blocks(PAGE) if block.text.startswith("__main__"))
+    found = {path.relative_to("gateway").parts[0].removesuffix(".py") for path in modules("gateway")} - {"__init__"}
+    assert found == set(layers) - {"|"}
+
+
 def test_the_phases_are_in_the_order_of_the_story() -> None:
     told = re.findall(r"^\d+\. \*\*(\w+)\*\*", section(PAGE, "A request's life"), re.MULTILINE)
     story = (ROOT / "gateway" / "serve.py").read_text()
