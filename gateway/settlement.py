@@ -45,7 +45,7 @@ class Settlement:
         attempts: Attempts,
         exchange: Exchange,
         record: CallRecord,
-        ledger: Books,
+        books: Books,
         settler: Settler,
         opening: Opening,
         *,
@@ -58,7 +58,7 @@ class Settlement:
         self._attempts = attempts
         self._exchange = exchange
         self._record = record
-        self._ledger = ledger
+        self._books = books
         self._settler = settler
         self._opening = opening
         self._from_cache = from_cache
@@ -184,7 +184,7 @@ class Settlement:
             trace_id=opened[0].trace_id if opened else None,
         )
         self._cost = bill.cost or 0
-        self._ledger.append(receipt)
+        self._books.append(receipt)
         if worker is not None:
             worker.billed(record.usage)
         record.event_id = receipt.event_id

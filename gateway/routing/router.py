@@ -44,7 +44,9 @@ PATIENCE_SECONDS = 15.0  # for a server that asked to be left alone: longer paus
 BUSY_PAUSE_SECONDS = 0.05
 
 
-class _Opening:
+class _HeldOpen:
+    """An answer, for as long as an `async with` lasts."""
+
     __slots__ = ("_attempts", "_call", "_place", "_router", "_upstream")
 
     def __init__(self, router: Router, call: Call, place: Place, attempts: Attempts) -> None:
@@ -98,9 +100,9 @@ class Router:
         """Its servers whose dialects have words for this call."""
         return [server for server in self._fleet.servers_of(model) if server.provider.refusal_of(call) is None]
 
-    def open(self, call: Call, place: Place, attempts: Attempts) -> _Opening:
+    def open(self, call: Call, place: Place, attempts: Attempts) -> _HeldOpen:
         """`async with` gives the first server's reply that has a first chunk. Raises `UpstreamError` and its kin."""
-        return _Opening(self, call, place, attempts)
+        return _HeldOpen(self, call, place, attempts)
 
     def unbroken(self, begun: Upstream, call: Call, place: Place, attempts: Attempts) -> Upstream:
         """What goes on at another server of the same model when it is cut."""
