@@ -24,6 +24,21 @@ class ToolCall(msgspec.Struct):
     function: Function | None = None
 
 
+class ThinkingBlock(msgspec.Struct, omit_defaults=True):
+    """A piece of what Anthropic's servers sign, or a whole one."""
+
+    index: int | None = None
+    type: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    data: str | None = None
+
+    def added_to(self, block: dict[str, str]) -> dict[str, str]:
+        pieces = {"thinking": self.thinking, "signature": self.signature, "data": self.data}
+        grown = {name: block.get(name, "") + piece for name, piece in pieces.items() if piece is not None}
+        return {**block, **({} if self.type is None else {"type": self.type}), **grown}
+
+
 class Delta(msgspec.Struct):
     """A piece of a message, or a whole one."""
 
@@ -32,12 +47,17 @@ class Delta(msgspec.Struct):
     reasoning: Any = None  # the newer name; some servers have objects of their own there
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
+    thinking_blocks: list[ThinkingBlock] | None = None  # what `reasoning_content` says, signed
 
     @property
     def thought(self) -> str:
         if self.reasoning_content is not None:
             return self.reasoning_content
         return self.reasoning if isinstance(self.reasoning, str) else ""
+
+    @property
+    def thinks(self) -> bool:
+        return bool(self.thought or self.thinking_blocks)
 
 
 class Candidate(msgspec.Struct):
@@ -117,7 +137,7 @@ def text_logprobs(message: Delta, logprobs: list[TokenLogprob]) -> list[TokenLog
 
     None where the text does not begin and end with a token.
     """
-    if not (message.thought or message.tool_calls):
+    if not (message.thinks or message.tool_calls):
         return logprobs
     text = (message.content or "").encode("utf-8", "surrogatepass")
     tokens = [bytes(token.json(with_bytes=True)["bytes"]) for token in logprobs]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from gateway.doors.responses.reading import read, type_of, unsupported
-from gateway.doors.responses.reasoning import unsealed
+from gateway.doors.responses.reasoning import Thought, unsealed
 
 Json = dict[str, Any]
 Content = str | list[msgspec.Raw]
@@ -117,13 +117,16 @@ class _Chat:
 
     def add_reasoning(self, item: msgspec.Raw, path: str) -> None:
         thought = _thought(read(ReasoningItem, item, path), path)
-        if not thought:
+        if thought == Thought():
             return
         turn = self._turn()
         if turn is None or (turn["content"] and "tool_calls" not in turn):
             turn = self._begin_turn()
-        earlier = turn.get("reasoning_content")
-        turn["reasoning_content"] = f"{earlier}\n{thought}" if earlier else thought
+        if thought.text:
+            earlier = turn.get("reasoning_content")
+            turn["reasoning_content"] = f"{earlier}\n{thought.text}" if earlier else thought.text
+        if thought.blocks:
+            turn.setdefault("thinking_blocks", []).extend(thought.blocks)
 
     def add_call(self, item: msgspec.Raw, path: str) -> None:
         call = read(FunctionCallItem, item, path)
@@ -160,19 +163,20 @@ _REFUSED = {
 }
 
 
-def _thought(item: ReasoningItem, path: str) -> str:
-    """What a client knows of it: the text, else what it was given in its place, else a summary."""
-    for name, parts in (("content", item.content), ("summary", item.summary)):
-        if name == "summary" and item.encrypted_content is not None:
-            text = unsealed(item.encrypted_content)
-            if text is None:
-                raise unsupported(
-                    f"{path}.encrypted_content", "it was not made here, and can not be read; leave the item out"
-                )
-            return text
-        if parts:
-            return "\n".join(read(TextPart, part, f"{path}.{name}[{i}]").text for i, part in enumerate(parts))
-    return ""
+def _thought(item: ReasoningItem, path: str) -> Thought:
+    """What a client knows of it: its text, else what it was given in its place, else a summary."""
+    kept = None if item.encrypted_content is None else unsealed(item.encrypted_content)
+    if text := _text(item.content, f"{path}.content"):
+        return Thought(text, kept.blocks if kept is not None else ())
+    if kept is not None:
+        return kept
+    if item.encrypted_content is not None:
+        raise unsupported(f"{path}.encrypted_content", "it was not made here, and can not be read; leave the item out")
+    return Thought(_text(item.summary, f"{path}.summary"))
+
+
+def _text(parts: Sequence[msgspec.Raw] | None, path: str) -> str:
+    return "\n".join(read(TextPart, part, f"{path}[{number}]").text for number, part in enumerate(parts or ()))
 
 
 def _content(content: Content, path: str, *, of_model: bool) -> str | list[Json]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.doors.responses.answers import Delta, TokenLogprob, ToolCall
-from gateway.doors.responses.reasoning import sealed
+from gateway.doors.responses.answers import Delta, ThinkingBlock, TokenLogprob, ToolCall
+from gateway.doors.responses.reasoning import Thought, sealed
 from gateway.errors import UpstreamCut
 
 Json = dict[str, Any]
@@ -55,23 +55,33 @@ class _Reasoning(_Item):
         super().__init__(key, index)
         self._seals = seals
         self._text = ""
+        self._blocks: dict[int, dict[str, str]] = {}
 
     def json(self) -> Json:
         content = [self._part()] if self._text else []
         item: Json = {"id": self.id, "type": "reasoning", "summary": [], "content": content, "status": self.status}
         if self._seals and self.status != "in_progress":
-            item["encrypted_content"] = sealed(self._text)
+            item["encrypted_content"] = sealed(Thought(self._text, tuple(self._blocks.values())))
         return item
+
+    def note(self, blocks: Sequence[ThinkingBlock]) -> None:
+        for place, block in enumerate(blocks):
+            number = place if block.index is None else block.index
+            self._blocks[number] = block.added_to(self._blocks.get(number, {}))
 
     def _part(self) -> Json:
         return {"type": "reasoning_text", "text": self._text}
 
     def add(self, text: str) -> Events:
+        if not text:
+            return []
         events = [] if self._text else [self._event("content_part.added", content_index=0, part=self._part())]
         self._text += text
         return [*events, self._event("reasoning_text.delta", content_index=0, delta=text)]
 
     def content_ended(self) -> Events:
+        if not self._text:
+            return []
         return [
             self._event("reasoning_text.done", content_index=0, text=self._text),
             self._event("content_part.done", content_index=0, part=self._part()),
@@ -184,15 +194,16 @@ class Output:
     def take(self, delta: Delta, logprobs: Sequence[TokenLogprob] = ()) -> Events:
         """What one more piece of the answer changes. Raises `UpstreamCut`."""
         events: Events = []
-        if thought := delta.thought:
+        if delta.thinks:
             self._unsaid.clear()
             reasoning = self._reasoning(events)
-            events += reasoning.add(thought)
+            reasoning.note(delta.thinking_blocks or ())
+            events += reasoning.add(delta.thought)
         if delta.content:
             told, self._unsaid = [*self._unsaid, *logprobs], []
             message = self._message(events)
             events += message.add(delta.content, told)
-        elif not delta.thought and not delta.tool_calls:
+        elif not delta.thinks and not delta.tool_calls:
             self._unsaid += logprobs
         if delta.refusal:
             message = self._message(events)

@@ -177,6 +177,11 @@ def answers(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         message["reasoning_content"] = draw(text)
     if draw(st.booleans()):
+        message["thinking_blocks"] = [
+            {"type": "thinking", "thinking": message.get("reasoning_content", ""), "signature": draw(text)},
+            {"type": "redacted_thinking", "data": draw(text)},
+        ]
+    if draw(st.booleans()):
         message["refusal"] = draw(text)
     calls = draw(st.lists(st.text("{}:1, ", max_size=8), max_size=3))
     if calls:
@@ -196,7 +201,14 @@ def pieces(draw: st.DrawFn, text: str) -> list[str]:
 def streams(draw: st.DrawFn, message: dict[str, Any], finish_reason: str) -> list[bytes]:
     """The same answer in pieces, several of which may come at once; the calls' pieces in any order among each other."""
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    for name in ("reasoning_content", "content", "refusal"):
+    deltas += [{"reasoning_content": piece} for piece in pieces(draw, message.get("reasoning_content") or "")]
+    deltas += [
+        {"thinking_blocks": [{"index": index, name: piece}]}
+        for index, block in enumerate(message.get("thinking_blocks", []))
+        for name, value in block.items()
+        for piece in ([value] if name == "type" else pieces(draw, value))
+    ]
+    for name in ("content", "refusal"):
         deltas += [{name: piece} for piece in pieces(draw, message.get(name) or "")]
     calls = message.get("tool_calls", [])
     deltas += [first_of_call(i) for i in range(len(calls))]

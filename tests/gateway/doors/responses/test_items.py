@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gateway.doors.responses import ResponsesDoor
-from gateway.doors.responses.reasoning import sealed
+from gateway.doors.responses.reasoning import Thought, sealed
 from gateway.errors import BadRequest
 from tests.gateway.calls import a_call
 from tests.gateway.doors.responses.translated import TOOL, answered, messages_of, read
@@ -120,10 +120,23 @@ def test_the_items_of_a_turn_are_one_message(items: list[Any], messages: list[An
 def test_reasoning_is_what_the_client_has_of_it() -> None:
     summary = [{"type": "summary_text", "text": "Short."}]
     assert messages_of({"type": "reasoning", "summary": summary})[0]["reasoning_content"] == "Short."
-    sealed_one = {"type": "reasoning", "id": "rs", "summary": summary, "encrypted_content": sealed("Grübelt.")}
+    sealed_one = {"type": "reasoning", "id": "rs", "summary": summary, "encrypted_content": sealed(Thought("Grübelt."))}
     assert messages_of(sealed_one)[0]["reasoning_content"] == "Grübelt."
     both = {**THOUGHT, "encrypted_content": "made elsewhere"}
     assert messages_of(both)[0]["reasoning_content"] == "Hm."
+
+
+def test_signed_thinking_comes_back_as_it_was_given() -> None:
+    blocks = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "abc="},
+        {"type": "redacted_thinking", "data": "xyz="},
+    ]
+    message = {"content": None, "reasoning_content": "Hm.", "thinking_blocks": blocks, "tool_calls": [tool_call()]}
+    thought, call = answered(message, "tool_calls", include=["reasoning.encrypted_content"])["output"]
+    for known in (thought, {**thought, "content": []}):
+        assert messages_of(known, call) == [{"role": "assistant", **message}]
+    del thought["encrypted_content"]
+    assert "thinking_blocks" not in messages_of(thought, call)[0]  # whoever asks for none can send none back
 
 
 @pytest.mark.parametrize("include", [[], ["reasoning.encrypted_content"]])
