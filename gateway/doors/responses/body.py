@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from gateway.doors.base import Fields, Name, TokenCount, decode
-from gateway.doors.responses.items import messages_of
+from gateway.doors.responses.items import messages_of, with_one_system
 from gateway.doors.responses.reading import ABSENT, check_names, is_given, read, type_of, unsupported
 from gateway.doors.responses.tools import Tools, read_tools
 
@@ -157,6 +157,7 @@ def chat_fields(asked: Asked) -> Json:
         raise unsupported("input", "at least one item is needed")
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
+    messages = with_one_system(messages)
     fields: Json = {"model": body.model, "messages": messages, **asked.tools.chat_fields}
     if "tools" in fields and body.parallel_tool_calls is not None:
         fields["parallel_tool_calls"] = body.parallel_tool_calls

@@ -2,17 +2,22 @@
 
 A turn of the model's is several items (reasoning, a message, function calls) and one message of a chat, so that its
 items are put together again: a prompt is then the same by both doors.
+
+The developer's messages become the system's, and those at the beginning one: many templates know no developer and leave
+him out without a word, and some know a system only as the first message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Literal
 
 import msgspec
 
 from gateway.doors.responses.reading import read, type_of, unsupported
 from gateway.doors.responses.reasoning import Thought, unsealed
+from gateway.doors.responses.tools import name_in_chat
 
 Json = dict[str, Any]
 Content = str | list[msgspec.Raw]
@@ -32,6 +37,7 @@ class FunctionCallItem(msgspec.Struct):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
     id: Any = None
     status: Any = None
     parsed_arguments: Any = None  # by OpenAI's SDK, from `arguments`
@@ -42,7 +48,8 @@ class FunctionOutputItem(msgspec.Struct):
     call_id: str
     output: Content
     id: Any = None
-    name: Any = None  # as in the call
+    name: Any = None  # as in the call, and so the next one
+    namespace: Any = None
     status: Any = None
 
 
@@ -100,6 +107,23 @@ def messages_of(items: Sequence[msgspec.Raw]) -> list[Json]:
     return chat.messages
 
 
+def with_one_system(messages: list[Json]) -> list[Json]:
+    """The same, what the system says at the beginning being one message."""
+    system = [*takewhile(lambda message: message["role"] == "system", messages)]
+    if len(system) < 2:
+        return messages
+    contents = [message["content"] for message in system]
+    if all(isinstance(content, str) for content in contents):
+        said: Any = "\n\n".join(contents)
+    else:
+        said = [part for content in contents for part in _parts(content)]
+    return [{"role": "system", "content": said}, *messages[len(system) :]]
+
+
+def _parts(content: str | list[Json]) -> list[Json]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 class _Chat:
     """The messages so far, and whether the last one may go on."""
 
@@ -113,7 +137,8 @@ class _Chat:
         if turn is not None and not turn["content"]:
             turn["content"] = content
         else:
-            self.messages.append({"role": message.role, "content": content})
+            role = "system" if message.role == "developer" else message.role
+            self.messages.append({"role": role, "content": content})
 
     def add_reasoning(self, item: msgspec.Raw, path: str) -> None:
         thought = _thought(read(ReasoningItem, item, path), path)
@@ -132,7 +157,7 @@ class _Chat:
         call = read(FunctionCallItem, item, path)
         turn = self._turn() or self._begin_turn()
         turn["content"] = turn["content"] or None
-        function = {"name": call.name, "arguments": call.arguments}
+        function = {"name": name_in_chat(call.name, call.namespace), "arguments": call.arguments}
         turn.setdefault("tool_calls", []).append({"id": call.call_id, "type": "function", "function": function})
 
     def add_output(self, item: msgspec.Raw, path: str) -> None:

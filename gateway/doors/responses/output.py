@@ -11,6 +11,7 @@ from typing import Any
 
 from gateway.doors.responses.answers import Delta, ThinkingBlock, TokenLogprob, ToolCall
 from gateway.doors.responses.reasoning import Thought, sealed
+from gateway.doors.responses.tools import Tools
 from gateway.errors import UpstreamCut
 
 Json = dict[str, Any]
@@ -151,11 +152,11 @@ class _Message(_Item):
 class _FunctionCall(_Item):
     prefix = "fc"
 
-    def __init__(self, key: str, index: int, call: ToolCall) -> None:
+    def __init__(self, key: str, index: int, call: ToolCall, tools: Tools) -> None:
         super().__init__(key, index)
         if call.function is None or not call.function.name:
             raise UpstreamCut("the server calls a function, and does not say which")
-        self._name = call.function.name
+        self._names = tools.names_of(call.function.name)
         self._call_id = call.id or f"call_{key}{index:02x}"
         self._arguments = ""
 
@@ -164,7 +165,7 @@ class _FunctionCall(_Item):
             "id": self.id,
             "type": "function_call",
             "call_id": self._call_id,
-            "name": self._name,
+            **self._names,
             "arguments": self._arguments,
             "status": self.status,
         }
@@ -174,14 +175,15 @@ class _FunctionCall(_Item):
         return [self._event("function_call_arguments.delta", delta=arguments)]
 
     def content_ended(self) -> Events:
-        return [self._event("function_call_arguments.done", name=self._name, arguments=self._arguments)]
+        return [self._event("function_call_arguments.done", name=self._names["name"], arguments=self._arguments)]
 
 
 class Output:
     """The items so far. `key` makes their ids; `seals` reasoning, where the client wants to send it back."""
 
-    def __init__(self, key: str, *, seals: bool) -> None:
+    def __init__(self, key: str, tools: Tools, *, seals: bool) -> None:
         self._key = key
+        self._tools = tools
         self._seals = seals
         self._items: list[_Item] = []
         self._speaking: _Reasoning | _Message | None = None  # an item that goes on, as long as nothing else is said
@@ -251,7 +253,7 @@ class Output:
         number = place if call.index is None else call.index
         item = self._calls.get(number)
         if item is None:
-            item = self._calls[number] = _FunctionCall(self._key, len(self._items), call)
+            item = self._calls[number] = _FunctionCall(self._key, len(self._items), call, self._tools)
             self._begin(item, events)
         if call.function is not None and call.function.arguments:
             events += item.add(call.function.arguments)

@@ -34,7 +34,7 @@ class Response:
     """One response, from its beginning. `key` makes its id and those of its items."""
 
     def __init__(self, key: str, asked: Asked) -> None:
-        self.output = Output(key, seals=asked.seals_reasoning)
+        self.output = Output(key, asked.tools, seals=asked.seals_reasoning)
         self._id = f"resp_{key}"
         self._asked = asked
         self._echo: Json = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in echo(asked).items()}

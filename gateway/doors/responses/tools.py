@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +21,15 @@ class FunctionTool(msgspec.Struct):
     defer_loading: Literal[False] | None = None
 
 
+class Namespace(msgspec.Struct):
+    """Functions under one name, of which a chat knows nothing: there each has both names."""
+
+    name: str
+    tools: list[msgspec.Raw]
+    description: str
+    type: str = "namespace"
+
+
 class NamedTool(msgspec.Struct):
     name: str
     type: str = "function"
@@ -33,10 +42,12 @@ class AllowedTools(msgspec.Struct):
 
 
 class Tools(msgspec.Struct, frozen=True):
-    """As the model is to have them: `offered` are all of them, and `choice` is what the client has said of them."""
+    """As the model is to have them: `offered` are all of them by their names in a chat, `choice` is what the client has
+    said of them, and `told` how a response says them."""
 
-    offered: tuple[FunctionTool, ...]
+    offered: Mapping[str, Offered]
     choice: str | NamedTool | AllowedTools | None
+    told: Sequence[Json | msgspec.Raw]
 
     @property
     def chat_fields(self) -> Json:
@@ -45,44 +56,84 @@ class Tools(msgspec.Struct, frozen=True):
             return {}
         if isinstance(self.choice, AllowedTools):
             names = {read(NamedTool, tool, "tool_choice.tools").name for tool in self.choice.tools}
-            allowed = [tool for tool in self.offered if tool.name in names]
-            return {"tools": [*map(_chat_tool, allowed)], "tool_choice": self.choice.mode}
-        fields: Json = {"tools": [*map(_chat_tool, self.offered)]}
+            allowed = [tool.chat for name, tool in self.offered.items() if name in names]
+            return {"tools": allowed, "tool_choice": self.choice.mode}
+        fields: Json = {"tools": [tool.chat for tool in self.offered.values()]}
         if isinstance(self.choice, NamedTool):
             fields["tool_choice"] = {"type": "function", "function": {"name": self.choice.name}}
         elif self.choice is not None:
             fields["tool_choice"] = self.choice
         return fields
 
-    @property
-    def told(self) -> list[Json]:
-        """As a response says them: all that a function may have, also where the client has left it out."""
-        return [
-            {
-                "type": "function",
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.parameters,
-                "strict": tool.strict,
-            }
-            for tool in self.offered
-        ]
+    def names_of(self, chat_name: str) -> Json:
+        """What the client calls a function that has this name in a chat."""
+        tool = self.offered.get(chat_name)
+        if tool is None or tool.namespace is None:
+            return {"name": chat_name}
+        return {"name": tool.name, "namespace": tool.namespace}
+
+
+class Offered(msgspec.Struct, frozen=True):
+    name: str
+    namespace: str | None
+    chat: Json
+
+
+def name_in_chat(name: str, namespace: str | None) -> str:
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 def read_tools(tools: Sequence[msgspec.Raw], choice: msgspec.Raw) -> Tools:
     """Raises `BadRequest`."""
-    read_ones = Tools(tuple(_function(tool, f"tools[{i}]") for i, tool in enumerate(tools)), _choice(choice))
-    _check_choice(read_ones)
-    return read_ones
+    offered: dict[str, Offered] = {}
+    told: list[Json | msgspec.Raw] = []
+    for number, tool in enumerate(tools):
+        path = f"tools[{number}]"
+        kind = type_of(tool, path)
+        if kind == "function":
+            function = read(FunctionTool, tool, path)
+            _offer(offered, function, None, path)
+            told.append(_told(function))
+        elif kind == "namespace":
+            _offer_all(offered, read(Namespace, tool, path), path)
+            told.append(tool)
+        else:
+            raise unsupported(
+                f"{path}.type", f"the gateway has no tool {kind[:100]!r}; leave it out, or offer a function"
+            )
+    chosen = Tools(offered, _choice(choice), told)
+    _check_choice(chosen)
+    return chosen
 
 
-def _function(tool: msgspec.Raw, path: str) -> FunctionTool:
-    kind = type_of(tool, path)
-    if kind != "function":
-        raise unsupported(
-            f"{path}.type", f"{kind[:100]!r} is no tool of this gateway, which runs none; offer a function instead"
-        )
-    return read(FunctionTool, tool, path)
+def _offer_all(offered: dict[str, Offered], namespace: Namespace, path: str) -> None:
+    """What is said of a namespace stands before what is said of its first function."""
+    for number, tool in enumerate(namespace.tools):
+        place = f"{path}.tools[{number}]"
+        if type_of(tool, place) != "function":
+            raise unsupported(f"{place}.type", "only functions are offered here")
+        function = read(FunctionTool, tool, place)
+        if number == 0 and namespace.description:
+            function.description = f"{namespace.description}\n\n{function.description or ''}".rstrip()
+        _offer(offered, function, namespace.name, place)
+
+
+def _offer(offered: dict[str, Offered], function: FunctionTool, namespace: str | None, path: str) -> None:
+    name = name_in_chat(function.name, namespace)
+    if name in offered:
+        raise unsupported(f"{path}.name", f"there are two tools {name[:100]!r}")
+    offered[name] = Offered(function.name, namespace, _chat_tool(function, name))
+
+
+def _told(function: FunctionTool) -> Json:
+    """All that a function may have, also where the client has left it out."""
+    return {
+        "type": "function",
+        "name": function.name,
+        "description": function.description,
+        "parameters": function.parameters,
+        "strict": function.strict,
+    }
 
 
 def _choice(choice: msgspec.Raw) -> str | NamedTool | AllowedTools | None:
@@ -101,7 +152,7 @@ def _choice(choice: msgspec.Raw) -> str | NamedTool | AllowedTools | None:
 
 def _check_choice(tools: Tools) -> None:
     """A call that is asked for must be possible."""
-    choice, known = tools.choice, {tool.name for tool in tools.offered}
+    choice, known = tools.choice, tools.offered.keys()
     if isinstance(choice, AllowedTools):
         for number, tool in enumerate(choice.tools):
             path = f"tool_choice.tools[{number}]"
@@ -116,13 +167,13 @@ def _check_choice(tools: Tools) -> None:
         raise unsupported("tool_choice", "it asks for a call, and there are no tools")
 
 
-def _check_name(name: str, known: set[str], path: str) -> None:
+def _check_name(name: str, known: Collection[str], path: str) -> None:
     if name not in known:
         raise unsupported(path, f"no tool has the name {name[:100]!r}")
 
 
-def _chat_tool(tool: FunctionTool) -> Json:
-    function: Json = {"name": tool.name}
+def _chat_tool(tool: FunctionTool, name: str) -> Json:
+    function: Json = {"name": name}
     if tool.description is not None:
         function["description"] = tool.description
     if bytes(tool.parameters) != b"null":

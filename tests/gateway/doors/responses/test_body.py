@@ -63,6 +63,31 @@ def test_every_field_has_its_word_in_a_chat(fields: dict[str, Any], chat: dict[s
     assert chat_of(**fields) == {**LEAST, **chat}
 
 
+def test_what_a_coding_agent_sends() -> None:
+    """As Codex does, with its web search switched off."""
+    namespace = {"type": "namespace", "name": "agents", "description": "Of agents.", "tools": [TOOL]}
+    items = [
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "Be exact."}],
+        },
+        {"type": "message", "id": "msg_2", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+    ]
+    chat = chat_of(
+        items, tools=[TOOL, namespace], tool_choice="auto", parallel_tool_calls=True, reasoning={"summary": "auto"},
+        store=False, stream=True, include=["reasoning.encrypted_content"], prompt_cache_key="s",
+        client_metadata={"session_id": "s", "turn_id": "t"},
+    )  # fmt: skip
+    assert chat.pop("messages") == [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "hello"}]
+    assert [tool["function"]["name"] for tool in chat.pop("tools")] == ["look", "agents__look"]
+    assert chat == {
+        "model": "m", "tool_choice": "auto", "parallel_tool_calls": True, "prompt_cache_key": "s", "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+
+
 def test_instructions_come_first() -> None:
     system = {"role": "system", "content": "Be brief."}
     assert chat_of(instructions="Be brief.")["messages"] == [system, {"role": "user", "content": "hello"}]

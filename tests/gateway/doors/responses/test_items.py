@@ -39,11 +39,21 @@ def tool_message(number: int = 1) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": f"c{number}", "content": "found"}
 
 
-@pytest.mark.parametrize("role", ["user", "system", "developer", "assistant"])
+@pytest.mark.parametrize("role", ["user", "system", "assistant"])
 def test_a_message_keeps_its_role(role: str) -> None:
     assert messages_of({"role": role, "content": "x"}) == [{"role": role, "content": "x"}]
     typed = {"type": "message", "role": role, "content": [{"type": "input_text", "text": "x"}]}
     assert messages_of(typed) == [{"role": role, "content": "x"}]
+
+
+def test_what_the_system_and_the_developer_say_first_is_one_message() -> None:
+    first, later = {"role": "developer", "content": "One."}, {"role": "developer", "content": "Later."}
+    user = {"role": "user", "content": "x"}
+    systems = [{"role": "system", "content": text} for text in ("Zero.\n\nOne.\n\nLater.", "Later.")]
+    assert messages_of(first, later, user, later, instructions="Zero.") == [systems[0], user, systems[1]]
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    (system,) = messages_of({"role": "developer", "content": parts}, instructions="Zero.")
+    assert [part["text"] for part in system["content"]] == ["Zero.", "a", "b"]
 
 
 def test_parts_have_their_words_in_a_chat() -> None:
@@ -160,7 +170,7 @@ def test_an_answer_can_be_sent_back_as_it_came(include: list[str]) -> None:
         ({"role": "tool", "content": "x"}, "input[1].role"),
         ({"role": "user"}, "input[1].content"),
         ({"role": "user", "content": 5}, "input[1].content"),
-        ({"role": "user", "content": "x", "namespace": "y"}, "input[1].namespace"),
+        ({"role": "user", "content": "x", "caller": "y"}, "input[1].caller"),
         ({"role": "user", "content": [5]}, "input[1].content[0]"),
         ({"role": "user", "content": [{"type": "output_text", "text": "x"}]}, "input[1].content[0].type"),
         ({"role": "user", "content": [{"type": "input_audio"}]}, "input[1].content[0].type"),

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from gateway.errors import BadRequest
-from tests.gateway.doors.responses.translated import TOOL, answered, chat_of, read
+from tests.gateway.doors.responses.translated import TOOL, answered, chat_of, check_response, messages_of, read
+from tests.openai_spec import Validate
 
 OTHER = {"type": "function", "name": "other", "description": "d", "strict": True, "parameters": {"type": "object"}}
 CHAT_TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -49,6 +50,22 @@ def test_a_response_says_all_tools_and_the_choice_as_it_was_made() -> None:
     assert response["tool_choice"] == allowed(named("other"))
 
 
+AGENTS = {"type": "namespace", "name": "agents", "description": "Of agents.", "tools": [TOOL, OTHER]}
+
+
+def test_functions_of_a_namespace_have_both_names_in_a_chat_and_their_own_here(validate: Validate) -> None:
+    functions = [tool["function"] for tool in chat_of(tools=[TOOL, AGENTS], tool_choice=named("agents__look"))["tools"]]
+    assert [function["name"] for function in functions] == ["look", "agents__look", "agents__other"]
+    assert [function.get("description") for function in functions] == [None, "Of agents.", "d"]
+    call = {"id": "c1", "type": "function", "function": {"name": "agents__look", "arguments": "{}"}}
+    response = answered({"tool_calls": [call]}, "tool_calls", tools=[TOOL, AGENTS])
+    check_response(validate, response)
+    assert response["tools"][1] == AGENTS
+    (item,) = response["output"]
+    assert (item["name"], item["namespace"]) == ("look", "agents")
+    assert messages_of(item)[0]["tool_calls"] == [call]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -61,6 +78,10 @@ def test_a_response_says_all_tools_and_the_choice_as_it_was_made() -> None:
         ({"tools": [{**TOOL, "output_schema": {}}]}, "tools[0].output_schema"),
         ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tools": [5]}, "tools[0]"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [{**AGENTS, "tools": [TOOL, {"type": "custom", "name": "x"}]}]}, "tools[0].tools[1].type"),
+        ({"tools": [{**AGENTS, "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "x"}]}, "tools[0].tools"),
         ({"tools": {}}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "perhaps"}, "tool_choice"),
