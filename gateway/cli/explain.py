@@ -21,10 +21,11 @@ from gateway.policy import Policy, Tenant
 from gateway.policy.traffic import Canonicalise
 from gateway.policy_checks import ANYWHERE
 from gateway.prefix.fingerprint import BLOCK_BYTES
-from gateway.providers.base import Unasked
+from gateway.providers import make_provider
 from gateway.routing import STRATEGIES
 from gateway.routing.base import Candidate
 from gateway.routing.router import Router
+from gateway.transport import HTTPTransport
 from gateway.types import Call, Operation, Principal, Trace
 
 app = verb_app()
@@ -69,7 +70,8 @@ async def _story(
     """Every body goes through the gateway's own canonicaliser and router; the last one is told about."""
     secret = settings_or_exit().key_pepper.get_secret_value().encode()
     canonicaliser = Canonicaliser(secret)
-    fleet = Fleet(lambda deployment: Unasked())
+    transport = HTTPTransport()  # of which nobody asks anything; and so no key is needed
+    fleet = Fleet(lambda deployment: make_provider(deployment, transport, lambda key: ""))
     fleet.apply(policy)
     router = Router(fleet, STRATEGIES)
     door = next(door for door in DOORS if door.operation is operation)
@@ -85,6 +87,9 @@ async def _story(
             fail(f"it is refused with {error.status} {error.code or error.type}: {error.message}")
         seconds = time.perf_counter() - started
         candidates = router.order(call)
+        if not candidates:
+            refusal = next(filter(None, (s.provider.refusal_of(call) for s in fleet.servers_of(call.model))))
+            fail(f"it is refused with {refusal.status}: {refusal}")
         candidates[0].server.cache.add(call.fingerprint)
     untouched = policy.model_copy(update={"canonicalise": Canonicalise(level="off")})
     as_sent = Canonicaliser(secret).canonicalise(door, bodies[-1], headers, policy=untouched, **context)

@@ -7,7 +7,6 @@ A frame is the bytes of one event with the blank line that ends it; lines end wi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -179,25 +178,13 @@ def is_one_object(frames: bytes) -> bool:
 
 def broken_at(frames: bytes) -> int | None:
     """Where the first event begins whose data is neither a JSON object nor `[DONE]`; None where there is none."""
-    for begin, data in _events(frames):
-        if data != b"[DONE]":
+    begin = 0
+    for end in [*(blank.end() for blank in _BLANK_LINE.finditer(frames)), len(frames)]:
+        data = b"\n".join(line[1] for line in _DATA_LINE.finditer(frames[begin:end])).strip()
+        if data and data != b"[DONE]":
             try:
                 _skim(data)
             except msgspec.MsgspecError:
                 return begin
-    return None
-
-
-def data_in(frames: bytes) -> Iterator[bytes]:
-    """The data of each event that has some."""
-    for _, data in _events(frames):
-        yield data
-
-
-def _events(frames: bytes) -> Iterator[tuple[int, bytes]]:
-    """Where each event with data begins, and its data."""
-    begin = 0
-    for end in [*(blank.end() for blank in _BLANK_LINE.finditer(frames)), len(frames)]:
-        if data := b"\n".join(line[1] for line in _DATA_LINE.finditer(frames[begin:end])).strip():
-            yield begin, data
         begin = end
+    return None

@@ -61,7 +61,7 @@ def read(fields: Fields, name: str, decode: Callable[[msgspec.Raw], Any]) -> Any
 
 
 _temperature = reads(float)
-_type = msgspec.json.Decoder(dict[str, Any]).decode
+_type = reads(dict[str, Any])
 
 
 def check(fields: Fields) -> None:

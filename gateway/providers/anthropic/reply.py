@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.providers.sse import data_in
+from gateway.providers.sse import data_of
 
 _FINISH = {
     "max_tokens": "length",
@@ -197,7 +197,7 @@ def error_body(message: str, *, code: str | None, kind: str = REFUSED, param: st
 def ends_stream(frames: bytes) -> bool:
     """Whether one of these events ends the answer."""
     try:
-        return any(_event(data).type == _END for data in data_in(frames))
+        return any(_event(data).type == _END for data in data_of(frames) if data)
     except msgspec.MsgspecError:
         return False
 
@@ -217,7 +217,7 @@ class ChatStream:
     def feed(self, frames: bytes) -> bytes:
         """Raises `Unreadable`. What comes behind a failure is left out."""
         chunks = []
-        for data in data_in(frames):
+        for data in filter(None, data_of(frames)):
             try:
                 event = _event(data)
             except msgspec.MsgspecError as problem:

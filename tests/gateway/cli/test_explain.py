@@ -64,3 +64,17 @@ def test_a_long_diff_is_cut(warmpath: Warmpath, policy: Path, tmp_path: Path) ->
     diff = json.loads(warmpath("explain", str(policy), "--request", str(file), "--json").stdout)["prompt"]["diff"]
     assert len(diff) == 201
     assert diff[-1].endswith("lines more")
+
+
+def test_servers_that_can_not_serve_a_call_are_no_candidates(warmpath: Warmpath, tmp_path: Path) -> None:
+    speaks = {"base_url": "https://a.invalid/v1", "model": "served", "api_key": {"env": "NOT_SET_HERE"}}
+    servers = [{"name": "claude", "provider": "anthropic", **speaks}, {"name": "other", **speaks}]
+    file = request(tmp_path, messages=[{"role": "user", "content": "hi"}], seed=7)
+    both, one = tmp_path / "both.yaml", tmp_path / "one.yaml"
+    for policy, names in ((both, ["claude", "other"]), (one, ["claude"])):
+        models = [{"name": "m", "deployments": names}]
+        policy.write_text(yaml.safe_dump({"deployments": servers, "models": models, "tenants": [{"name": "t"}]}))
+    assert "other is the only candidate" in warmpath("explain", str(both), "--request", str(file)).stdout
+    refused = warmpath("explain", str(one), "--request", str(file))
+    assert refused.exit_code != 0
+    assert "it is refused with 400: seed: " in refused.stderr

@@ -186,6 +186,12 @@ def test_signed_thinking_is_sent_back_and_unsigned_is_not() -> None:
         ({"chat_template_kwargs": {"enable_thinking": True}}, {"thinking": {"type": "adaptive"}}),
         ({"response_format": {"type": "text"}}, {}),
         (
+            dict.fromkeys(
+                ["response_format", "temperature", "stop", "tools", "user", "thinking", "max_tokens", "seed"]
+            ),
+            {},
+        ),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}},
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
         ),
