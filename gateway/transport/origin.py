@@ -66,7 +66,12 @@ class Origin:
         return None
 
     def keep(self, connection: Connection) -> None:
-        self._idle[connection] = connection.loop.time()
+        """What a busier time has left behind goes meanwhile: as long as there are younger ones, nobody takes it."""
+        now = connection.loop.time()
+        self._idle[connection] = now
+        while now - self._idle[oldest := next(iter(self._idle))] > self._keepalive_seconds:
+            del self._idle[oldest]
+            oldest.abort()
 
     def forget(self, connection: Connection) -> None:
         self._idle.pop(connection, None)

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from gateway.transport import HTTPTransport
-from tests.gateway.providers.scripted import STREAM_HEAD, TIMEOUT_SECONDS, ScriptedServer, json_answer
+from tests.gateway.providers.scripted import STREAM_HEAD, TIMEOUT_SECONDS, Received, ScriptedServer, json_answer
 from tests.gateway.transport.exchanges import answering, fetch, post
 
 
@@ -34,6 +34,21 @@ async def test_an_old_connection_is_not_used_again() -> None:
         await fetch(transport, post(server))
         await fetch(transport, post(server))
         assert server.connections == 2
+
+
+async def test_what_a_busier_time_has_left_behind_is_closed_while_younger_ones_are_in_use() -> None:
+    both = asyncio.Barrier(2)
+
+    async def script(received: Received, writer: asyncio.StreamWriter) -> None:
+        if len(server.requests) <= 2:
+            await both.wait()
+        writer.write(json_answer(b"{}"))
+
+    async with ScriptedServer(script) as server, HTTPTransport(keepalive_seconds=0.2) as transport:
+        await asyncio.gather(fetch(transport, post(server)), fetch(transport, post(server)))
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while not server.client_closed:
+                await fetch(transport, post(server))
 
 
 async def test_a_connection_that_the_server_closed_while_idle_is_replaced(transport: HTTPTransport) -> None:
