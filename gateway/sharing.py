@@ -178,6 +178,8 @@ class Sharing:
                     log.warning("other gateways are not heard of: %s", error.message)
                 self._is_away, heard = True, []
             else:
+                if self._is_away:
+                    log.warning("other gateways are heard of again")
                 self._is_away, self._unsent = False, b""
             for one in heard:  # a notice is work for a millisecond or so
                 self._hearsay.hear(one, loop.time())

@@ -87,13 +87,19 @@ class Worker:
         await asyncio.wait([task, *runs.values()])
 
     async def _loop(self) -> None:
+        is_away = False  # the store; in the log it stands once that it is, and that it is back
         while True:
             self._woken.clear()
             try:
                 await self._look()
                 await self._sweep()
+                if is_away:
+                    log.warning("the batches are looked after again")
+                is_away = False
             except StorageUnavailable as error:
-                log.warning("the batches can not be looked after: %s", error.message)
+                if not is_away:
+                    log.warning("the batches can not be looked after: %s", error.message)
+                is_away = True
             try:
                 async with asyncio.timeout(POLL_SECONDS):
                     await self._woken.wait()

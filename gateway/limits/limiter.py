@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -33,6 +34,8 @@ RETRY_SECONDS = 1.0
 MAX_UNSETTLED = 10_000
 MAX_AT_ONCE = 128  # background operations under way at the same time, so that calls come between
 MAX_PLANS = 10_000
+
+log = logging.getLogger(__name__)
 
 
 class Reservation:
@@ -118,6 +121,7 @@ class Limiter:
         self.leases_lost = 0  # ran out while their calls went on: the store was away too long
         self.settlements_dropped = 0  # left to the end of their leases: the store was away far too long
         self.store_failures = 0
+        self._is_refusing = False  # since the store is away
 
     @property
     def open_reservations(self) -> int:
@@ -203,8 +207,15 @@ class Limiter:
         except (StorageUnavailable, asyncio.CancelledError) as error:
             # It may have been reserved without our hearing of it.
             self._put_off(name, [0] * len(charges))
-            self.store_failures += isinstance(error, StorageUnavailable)
+            if isinstance(error, StorageUnavailable):
+                self.store_failures += 1
+                if not self._is_refusing:
+                    log.error("calls that have limits are refused: %s", error.message)
+                self._is_refusing = True
             raise
+        if self._is_refusing:
+            self._is_refusing = False
+            log.warning("the storage answers again: calls that have limits are taken")
         if isinstance(verdict, Granted):
             self._open[name] = now
         return verdict

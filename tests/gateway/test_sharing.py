@@ -245,9 +245,12 @@ async def test_through_a_storage(stores: list[Storage]) -> None:
 class Away:
     has_others = True
     asked = 0
+    is_back = False
 
     async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
         self.asked += 1
+        if self.is_back:
+            return [], after
         raise StorageUnavailable("Redis can not be reached")
 
 
@@ -263,8 +266,12 @@ async def test_while_the_storage_is_away_others_are_forgotten(
     await sharing.exchange()
     assert store.asked == 2
     assert other.a.estimate.others == NO_OTHERS
+    store.is_back = True
+    await sharing.exchange()
+    await sharing.exchange()
     assert [record.getMessage() for record in caplog.records] == [
-        "other gateways are not heard of: Redis can not be reached"
+        "other gateways are not heard of: Redis can not be reached",
+        "other gateways are heard of again",
     ]
 
 

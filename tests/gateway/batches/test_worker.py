@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from gateway.batches import worker as worker_module
-from gateway.batches.records import Status
+from gateway.batches.records import Batch, Status
 from gateway.batches.worker import LEASE_SECONDS, Worker
+from gateway.errors import StorageUnavailable
 from tests.gateway.batches.test_run import reply_of
 from tests.gateway.batches.workshops import Bench, a_bench, ask
 from tests.gateway.house import answer
@@ -30,6 +31,34 @@ async def test_batches_are_found_worked_on_and_ended(tmp_path: Path) -> None:
             await until_status(bench, batch.id, Status.COMPLETED)
         await worker.close()
         assert worker.runs == 0
+
+
+async def test_an_outage_of_the_store_stands_in_the_log_once_with_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([StorageUnavailable("away"), StorageUnavailable("away"), None, None])
+    over = asyncio.Event()
+    async with a_bench(tmp_path) as bench:
+        worker = Worker(bench.shop)
+        there = bench.store.open_batches
+
+        async def open_batches() -> list[Batch]:
+            worker.wake()
+            error = next(answers, over)
+            if error is over:
+                over.set()
+            if isinstance(error, StorageUnavailable):
+                raise error
+            return await there()
+
+        monkeypatch.setattr(bench.store, "open_batches", open_batches)
+        worker.start()
+        await asyncio.wait_for(over.wait(), 20)
+        await worker.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the batches can not be looked after: away",
+        "the batches are looked after again",
+    ]
 
 
 async def test_it_knows_how_far_its_batches_are(tmp_path: Path) -> None:

@@ -130,6 +130,22 @@ def _scopes(call: Call) -> Iterable[tuple[Scope, Limits]]:
     return scopes_of_call(principal.tenant, principal.key_id, principal.limits, call.model, call.class_name)
 
 
+async def test_an_outage_of_the_store_stands_in_the_log_once_with_its_end(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.store.away = True
+    for _ in range(3):
+        with pytest.raises(StorageUnavailable):
+            await house.limiter.admit(house.call())
+    house.store.away = False
+    for _ in range(2):
+        await (await house.limiter.admit(house.call())).release()
+    assert [record.getMessage() for record in caplog.records] == [
+        "calls that have limits are refused: away",
+        "the storage answers again: calls that have limits are taken",
+    ]
+
+
 async def test_a_store_that_is_away_refuses_and_is_counted(house: House) -> None:
     house.store.away = True
     with pytest.raises(StorageUnavailable):
