@@ -91,6 +91,10 @@ class Server(uvicorn.Server):
             self._admin[0].should_exit = True
             await self._admin_serving
         await super().shutdown(sockets)
+        if self.force_exit:  # Ctrl-C again: uvicorn waits for nobody, and would leave the last receipts unwritten
+            for task in list(self.server_state.tasks):
+                task.cancel()
+            await self.lifespan.shutdown()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # A signal comes between any two steps of the program: the loop acts when it is between two of its own.
@@ -180,6 +184,7 @@ def run(
             server.run(sockets=[listener])
         for sig in STOP_SIGNALS:
             signal.signal(sig, lambda *_: None)  # there is nothing left to stop
+        gc.unfreeze()  # what stays until after the interpreter is called leaked by extensions, on stderr
     return server.started
 
 

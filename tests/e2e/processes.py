@@ -91,7 +91,7 @@ class Running:
 def running(command: list[str], folder: Path, ready: str, env: Mapping[str, str]) -> Iterator[Running]:
     """A process from its `ready` line, whose first group is its URL, to SIGTERM; it must then leave with 0.
 
-    Its log may hold no stack trace, whatever the test did to it.
+    Its log may hold no stack trace, whatever the test did to it, nor an extension's words about what it has leaked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     out, log = folder / "stdout", folder / "stderr"
@@ -108,6 +108,7 @@ def running(command: list[str], folder: Path, ready: str, env: Mapping[str, str]
         if process.poll() is None:
             assert started.stop() == 0, log.read_text()
         assert "Traceback" not in log.read_text(), log.read_text()
+        assert "leaked" not in log.read_text(), log.read_text()
     finally:
         if process.poll() is None:
             process.kill()

@@ -71,3 +71,20 @@ def test_what_takes_too_long_is_told_so(tmp_path: Path, local_engine: Running) -
         receipt = front.receipt(call_id)
         assert receipt["outcome"] == "upstream_cut"
         assert 0 < receipt["output"] < 1800
+
+
+def test_ctrl_c_again_waits_for_nobody_and_loses_no_receipt(tmp_path: Path, local_engine: Running) -> None:
+    with gateway(tmp_path, simple_policy(local_engine.url), drain_seconds="60") as front:
+        kept = httpx2.Client(base_url=front.url, timeout=60)
+        with kept, Wire(front, "chat/completions", endless()) as stream:
+            stream.read_until(b"data: ")
+            assert kept.get("/ready").status_code == 200
+            front.process.send_signal(signal.SIGINT)
+            until(lambda: kept.get("/ready").status_code == 503)
+            front.process.send_signal(signal.SIGINT)
+            received = stream.read_to_end()
+            call_id = stream.header("x-request-id")
+        assert front.process.wait(60) == 0
+        assert b"[DONE]" not in received and b'"error"' in received.split(b"data: ")[-1]
+        assert "CancelledError" not in front.log.read_text()
+        assert front.receipt(call_id)["outcome"] == "upstream_cut"
