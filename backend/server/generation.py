@@ -62,10 +62,10 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: str | None
     events: tuple[Event, ...] = ()  # what the text is made of: without a parser, text
-    token_ids: tuple[int, ...] = ()  # those that the text is made of, as far as it has come
+    token_ids: tuple[int, ...] = ()  # those of the step, with the one that ended the answer, which has no text
+    stop_reason: int | str | None = None  # the stop string or token id of the request's own that ended the answer
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with a choice's first, where asked for
     embedding: tuple[float, ...] | None = None
-    stop_string: str | None = None  # the one that has ended the choice
 
 
 class Generation:
@@ -254,6 +254,7 @@ class _Sequence:
         self._serving = serving
         self._received_ns = exchange.received_ns
         self._index = index
+        self._shows_stop = task.include_stop_string
         self._detokenizer = Detokenizer(
             serving.model.codec.tokenizer,
             task.stop,
@@ -321,13 +322,13 @@ class _Sequence:
             raise self._serving.overloaded("The queue is full, and more urgent work has taken this request's place.")
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise EngineFailure(output.error or "The engine gave this request up.")
-        # The token that made the engine stop is counted, and is no part of the text.
-        shown = len(output.new_token_ids) - (reason is FinishReason.STOP)
+        # The token that made the engine stop is told and counted, but its text is not shown unless asked for.
+        shown = len(output.new_token_ids) - (reason is FinishReason.STOP and not self._shows_stop)
         before = self._detokenizer.num_tokens
         text = self._detokenizer.push(output.new_token_ids[:shown])
         count = len(output.new_token_ids)
         if self._detokenizer.stopped:  # what came in the same step behind the stop string would not have come alone
-            count = shown = self._detokenizer.num_tokens - before
+            count = self._detokenizer.num_tokens - before
         self._count(count)
         if reason is not None:
             text += self._detokenizer.flush()
@@ -338,14 +339,21 @@ class _Sequence:
         return Delta(
             self._index,
             text,
-            output.logprobs[:shown],
+            output.logprobs[:count],
             self.finish_reason or None,
             embedding=output.embedding,
             events=self._events(text, count),
-            token_ids=output.new_token_ids[:shown],
+            token_ids=output.new_token_ids[:count],
+            stop_reason=self._stop_reason(output),
             prompt_logprobs=output.prompt_logprobs,
-            stop_string=self._detokenizer.stop_string,
         )
+
+    def _stop_reason(self, output: StepOutput) -> int | str | None:
+        """None for an answer that the model ended."""
+        if self._detokenizer.stopped or output.finish_reason is not FinishReason.STOP or not output.new_token_ids:
+            return self._detokenizer.stop_string
+        last = output.new_token_ids[-1]
+        return None if last in self._serving.model.eos_token_ids else last
 
     def _events(self, text: str, num_tokens: int) -> tuple[Event, ...]:
         if self._parser is None:

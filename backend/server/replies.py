@@ -80,8 +80,8 @@ def chat_delta(index: int, delta: Json, logprobs: Json | None = None, finish_rea
 
 
 def stop_reason(last: Delta) -> Json:
-    """vLLM's, of a choice that one of the request's stop strings has ended: which one."""
-    return {} if last.stop_string is None else {"stop_reason": last.stop_string}
+    """vLLM's, of a choice that is complete: which stop string or token of the request's own ended it, or null."""
+    return {"stop_reason": last.stop_reason} if last.finish_reason else {}
 
 
 def text_choice(index: int, text: str, logprobs: Json | None, finish_reason: str | None) -> Json:

@@ -150,22 +150,33 @@ def test_stop_sequences_end_the_text_before_them(server: RunningServer) -> None:
     streamed = list(create(stop=stop, stream=True))
     assert "".join(c.choices[0].text for c in streamed) == stopped.choices[0].text
     assert stopped.choices[0].stop_reason == streamed[-1].choices[0].stop_reason == stop
-    assert not hasattr(create().choices[0], "stop_reason")
+    assert create().choices[0].stop_reason is None
     assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted
 
 
 def test_stop_token_ids_and_min_tokens(server: RunningServer) -> None:
     def create(**extra: Any) -> Any:
         return server.client().completions.create(
-            model=server.model, prompt="The quick", temperature=0, max_tokens=6, logprobs=0, extra_body=extra
+            model=server.model,
+            prompt="The quick",
+            temperature=0,
+            max_tokens=6,
+            logprobs=0,
+            extra_body={"return_token_ids": True, **extra},
         )
 
     plain = create()
-    tokens = httpx2.post(f"{server.url}/tokenize", json={"prompt": plain.choices[0].text}).json()["tokens"]
+    tokens = plain.choices[0].token_ids
     stopped = create(stop_token_ids=tokens)
     assert stopped.choices[0].finish_reason == "stop"
     assert stopped.usage.completion_tokens < 6
-    assert len(stopped.choices[0].logprobs.tokens) == stopped.usage.completion_tokens - 1
+    assert len(stopped.choices[0].logprobs.tokens) == stopped.usage.completion_tokens
+    assert (stopped.choices[0].text, stopped.choices[0].stop_reason) == ("", tokens[0])
+    shown = create(stop_token_ids=tokens, include_stop_str_in_output=True).choices[0]
+    assert (shown.finish_reason, shown.stop_reason, shown.token_ids) == ("stop", tokens[0], tokens[:1])
+    assert shown.text == shown.logprobs.tokens[0] == plain.choices[0].logprobs.tokens[0]
+    assert plain.choices[0].finish_reason == "length"
+    assert plain.choices[0].stop_reason is None
     assert create(stop_token_ids=tokens, min_tokens=6).usage.completion_tokens == 6
     string = {"stop": plain.choices[0].text[0]}
     assert create(**string).usage.completion_tokens < 6
