@@ -45,5 +45,5 @@ def is_plain(request: Request, ahead: int = 0) -> bool:
     it, and with nothing to be told of it."""
     sampling = request.sampling
     filters = sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0
-    forbids = sampling.logit_bias or request.num_output_tokens + ahead < sampling.min_tokens
+    forbids = sampling.logit_bias or sampling.bad_words or request.num_output_tokens + ahead < sampling.min_tokens
     return not (filters or forbids or sampling.has_penalties or request.grammar or sampling.logprobs is not None)

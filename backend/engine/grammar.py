@@ -1,4 +1,4 @@
-"""Output that follows a grammar: JSON schemas, regular expressions and Lark grammars, by llguidance.
+"""Output that follows a grammar: JSON schemas, regular expressions and Lark grammars by llguidance, or a set of tokens.
 
 A grammar is compiled once, in the server, and every sequence walks through its own copy. The engine knows no more of
 that than `Grammar` in request.py, and runs without llguidance.
@@ -6,6 +6,7 @@ that than `Grammar` in request.py, and runs without llguidance.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 from collections import OrderedDict
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -122,3 +124,22 @@ class GrammarWalk:
         # Behind the end only the token that ends the sequence can come, and there is nothing left to walk.
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token_id)
+
+
+class TokenSet:
+    """The only tokens that may come, in any order: a `Constraint`, and the `Grammar` of each of its answers."""
+
+    def __init__(self, token_ids: Iterable[int], vocab_size: int) -> None:
+        allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
+        allowed[[*token_ids]] = True
+        self._bitmask = np.packbits(allowed, bitorder="little").tobytes()
+
+    def start(self) -> TokenSet:
+        return self
+
+    def fill_mask(self, address: int, num_bytes: int) -> str:
+        ctypes.memmove(address, self._bitmask, num_bytes)
+        return ""
+
+    def accept(self, token_id: int) -> None:
+        pass

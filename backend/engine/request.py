@@ -59,6 +59,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens that must not follow one another in the output
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()  # the model's end-of-sequence ids included, unless ignore_eos
     logprobs: int | None = None  # how many alternatives to report per token; None: none at all
@@ -76,6 +77,7 @@ class SamplingParams:
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
             ("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a number above 0"),
             ("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "finite numbers"),
+            ("bad_words", all(self.bad_words), "of at least one token each"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
             ("logprobs", (self.logprobs or 0) in range(MAX_LOGPROBS + 1), f"0 to {MAX_LOGPROBS}"),
             ("prompt_logprobs", (self.prompt_logprobs or 0) in range(MAX_LOGPROBS + 1), f"0 to {MAX_LOGPROBS}"),
@@ -101,6 +103,12 @@ class Grammar(Protocol):
     def accept(self, token_id: int) -> None:
         """Goes on behind a token that the mask allowed."""
         ...
+
+
+class Constraint(Protocol):
+    """What the answers to a request must follow, each with a walk of its own."""
+
+    def start(self) -> Grammar: ...
 
 
 @dataclass(slots=True)

@@ -42,6 +42,14 @@ class NextToken:
         """Whether it is that of the largest logit, with nothing to be told of it."""
         return self.sampling.temperature < GREEDY_BELOW_TEMPERATURE and is_plain(self.request)
 
+    def forbidden(self) -> list[int]:
+        """The tokens that would complete a bad word."""
+        words = self.sampling.bad_words
+        longest = max(map(len, words), default=1)
+        start = max(self.request.num_prompt_tokens, len(self.request.token_ids) - longest + 1)
+        said = (*self.request.token_ids[start:], *self.drafts)
+        return [word[-1] for word in words if word[:-1] == said[len(said) - len(word) + 1 :]]
+
     @property
     def penalised(self) -> TokenCounts:
         if not self.drafts:
@@ -154,7 +162,7 @@ def _bias(tokens: Sequence[NextToken], device: torch.device) -> Bias | None:
     values: list[float] = []
     for row, token in enumerate(tokens):
         sampling = token.sampling
-        biases = dict(sampling.logit_bias)
+        biases = {**sampling.logit_bias, **dict.fromkeys(token.forbidden(), float("-inf"))}
         if token.num_output_tokens < sampling.min_tokens:
             biases.update(dict.fromkeys(sampling.stop_token_ids, float("-inf")))
         pairs += [(row, token_id) for token_id in biases]

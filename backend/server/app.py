@@ -36,6 +36,7 @@ def create_app(serving: Serving, closing: asyncio.Future[None]) -> ASGIApp:
         Route("/v1/models/{id:path}", catalogue.model),
         Route("/requests/{id}", catalogue.request),
         Route("/health", catalogue.health),
+        Route("/version", catalogue.version),
         Route("/metrics", catalogue.metrics),
         Route("/tokenize", Tokenize(serving, closing), methods=["POST"]),
         Route("/detokenize", Detokenize(serving, closing), methods=["POST"]),

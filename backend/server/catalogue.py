@@ -7,6 +7,7 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
+from backend import __version__
 from backend.server import metrics, replies
 from backend.server.asgi import Door, Exchange
 from backend.server.decoding import decode
@@ -50,6 +51,9 @@ class Catalogue:
         reason = "a step does not come to its end" if engine.stalled else engine.error or "the engine is not running"
         return _json({"status": "error", "reason": reason}, status=503)
 
+    async def version(self, request: Request) -> Response:
+        return _json({"version": __version__})
+
     async def metrics(self, request: Request) -> Response:
         return Response(self._serving.metrics.render(), media_type=metrics.CONTENT_TYPE)
 
@@ -75,14 +79,14 @@ class Tokenize(Door):
     async def answer(self, exchange: Exchange, body: bytes) -> None:
         request = decode(body, TokenizeRequest)
         check_tools(request.tools)
-        self._serving.check_model(request.model or self._serving.model.name)
+        self._serving.check_model(request.model)
         tokens = await self._serving.prepare(len(body), lambda: self._tokens(request))
         codec = self._serving.model.codec
         reply = {
             "count": len(tokens),
             "max_model_len": self._serving.model.max_model_len,
             "tokens": tokens,
-            "token_strs": [codec.token_text(token) for token in tokens] if request.return_token_strs else None,
+            "token_strs": [codec.token_piece(token) for token in tokens] if request.return_token_strs else None,
         }
         await exchange.reply(replies.encode(reply))
 
@@ -114,7 +118,7 @@ class Detokenize(Door):
     async def answer(self, exchange: Exchange, body: bytes) -> None:
         request = decode(body, DetokenizeRequest)
         model = self._serving.model
-        self._serving.check_model(request.model or model.name)
+        self._serving.check_model(request.model)
         model.check_token_ids(request.tokens, "tokens")
         text = await self._serving.prepare(
             len(body), lambda: model.codec.decode(request.tokens, skip_special_tokens=False)

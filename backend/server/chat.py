@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from backend.engine.request import Constraint
 from backend.parsers.base import ToolFormat
 from backend.parsers.reasoning import ReasoningFormat
 from backend.parsers.reply import ReplyParser
 from backend.server import replies
 from backend.server.asgi import Door, Exchange
 from backend.server.choices import ChatChoice
-from backend.server.constraints import callable_tools, chat_constraint, is_constrained
+from backend.server.constraints import callable_tools, chat_constraint, is_constrained, token_constraint
 from backend.server.decoding import decode
 from backend.server.generation import Delta, Generation, Task
 from backend.server.messages import NamedToolChoice
@@ -41,12 +42,11 @@ class ChatCompletions(Door):
         """What a body of this size asks of the engine. Raises InvalidRequest."""
         model = self._serving.model
         prompt = await self._serving.prepare(size_bytes, lambda: chat_prompt(model, request))
-        grammar = None
+        grammar: Constraint | None = token_constraint(model, request)
         if is_constrained(request):  # which may take a second to compile, however small the body
             grammar = await self._serving.in_thread(lambda: chat_constraint(model, request, prompt.text))
-        limits = {"max_tokens": request.max_tokens, "max_completion_tokens": request.max_completion_tokens}
-        limit_field = next((name for name, limit in limits.items() if limit is not None), "max_tokens")
-        max_tokens = model.check_context(len(prompt.token_ids), limits[limit_field], "messages", limit_field)
+        limit_field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        max_tokens = model.check_context(len(prompt.token_ids), request.limit, "messages", limit_field)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         tools, thinking = self._formats(request)
         markers = (*(tools.markers if tools else ()), *(thinking.markers if thinking else ()))
@@ -151,7 +151,9 @@ class ChatCompletions(Door):
     def _logprobs(self, request: ChatRequest, deltas: list[Delta]) -> Json | None:
         if not request.logprobs:
             return None
-        return replies.chat_logprobs(self._serving.model.codec, [lp for delta in deltas for lp in delta.logprobs])
+        codec = self._serving.model.codec
+        name = replies.token_namer(codec, request)
+        return replies.chat_logprobs(codec, name, [lp for delta in deltas for lp in delta.logprobs])
 
     def _envelope(self, kind: str, request: ChatRequest, generation: Generation) -> Envelope:
         return Envelope(

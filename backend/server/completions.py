@@ -6,15 +6,16 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from backend.engine.request import Constraint
 from backend.server import replies
 from backend.server.asgi import Door, Exchange
-from backend.server.constraints import is_constrained, text_constraint
+from backend.server.constraints import is_constrained, text_constraint, token_constraint
 from backend.server.decoding import decode
 from backend.server.errors import InvalidRequest
 from backend.server.generation import Delta, Generation, Task
-from backend.server.prompts import Prompt, encode_prompts, prompt_text, split_prompts
+from backend.server.prompts import Prompt, encode_prompts, prompt_cut, prompt_text, split_prompts
 from backend.server.replies import Envelope, Json
-from backend.server.requests import MAX_CHOICES, CompletionRequest
+from backend.server.requests import MAX_ANSWERS, CompletionRequest
 from backend.server.serving import Serving
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -30,11 +31,13 @@ class Completions(Door):
         request.check()
         self._serving.check_model(request.model)
         prompts = split_prompts(request.prompt, "prompt")
-        if len(prompts) * request.num_choices > MAX_CHOICES:
-            raise InvalidRequest(f"Prompts times choices is more than {MAX_CHOICES}.", param="prompt")
-        async with Generation(self._serving, exchange, await self.task(request, prompts, len(body))) as generation:
+        if len(prompts) * request.num_choices > MAX_ANSWERS:
+            raise InvalidRequest(f"Prompts times choices is more than {MAX_ANSWERS}.", param="prompt")
+        task = await self.task(request, prompts, len(body))
+        read = prompts if request.truncate_prompt_tokens is None else task.prompts
+        async with Generation(self._serving, exchange, task) as generation:
             # The text that each choice begins with.
-            heads = [self._head(request, prompt) for prompt in prompts for _ in range(request.num_choices)]
+            heads = [self._head(request, prompt) for prompt in read for _ in range(request.num_choices)]
             if request.stream:
                 await self._stream(exchange, request, generation, heads)
             else:
@@ -44,10 +47,11 @@ class Completions(Door):
         """What a body of this size asks of the engine. Raises InvalidRequest."""
         model = self._serving.model
         special = request.add_special_tokens is not False
+        cut = prompt_cut(model, request, model.max_model_len - (request.max_tokens or 1), "left")
         encoded = await self._serving.prepare(
-            size_bytes, lambda: encode_prompts(model, prompts, "prompt", add_special_tokens=special)
+            size_bytes, lambda: encode_prompts(model, prompts, "prompt", add_special_tokens=special, cut=cut)
         )
-        grammar = None
+        grammar: Constraint | None = token_constraint(model, request)
         if is_constrained(request):  # which may take a second to compile, however small the body
             grammar = await self._serving.in_thread(lambda: text_constraint(model, request))
         longest = max(len(prompt) for prompt in encoded)
@@ -131,13 +135,13 @@ class Completions(Door):
     def _logprobs(self, request: CompletionRequest, deltas: list[Delta], offset: int, prompt: list[int]) -> Json | None:
         if request.logprobs is None:
             return None
-        codec = self._serving.model.codec
+        name = replies.token_namer(self._serving.model.codec, request)
         parts = []
         if request.echo and deltas[0].prompt_logprobs is not None:
-            parts.append(replies.echoed_logprobs(codec, prompt, deltas[0].prompt_logprobs))
+            parts.append(replies.echoed_logprobs(name, prompt, deltas[0].prompt_logprobs))
             offset += sum(map(len, parts[0]["tokens"]))
         logprobs = [lp for delta in deltas for lp in delta.logprobs]
-        return replies.joined_logprobs([*parts, replies.text_logprobs(codec, logprobs, offset)])
+        return replies.joined_logprobs([*parts, replies.text_logprobs(name, logprobs, offset)])
 
     def _extra(self, request: CompletionRequest, deltas: list[Delta], prompt: list[int] | None) -> Json:
         """vLLM's fields, where they are asked for. `prompt`: None where it has been told before."""

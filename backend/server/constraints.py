@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from backend.engine import grammar
-from backend.engine.grammar import CompiledGrammar, GrammarError
+from backend.engine.grammar import CompiledGrammar, GrammarError, TokenSet
 from backend.parsers.base import Mark, Tool, ToolFormat, quoted
 from backend.parsers.reasoning import NO_THOUGHT, ReasoningFormat
 from backend.server.errors import InvalidRequest
@@ -39,6 +39,18 @@ def is_constrained(request: GenerationRequest) -> bool:
         return False
     strict = any(tool.strict for tool in callable_tools(request))
     return _is_forced(request) or strict or request.parallel_tool_calls is False
+
+
+def token_constraint(model: ServedModel, request: GenerationRequest) -> TokenSet | None:
+    """The tokens that alone may come, where a request says so. Raises InvalidRequest beside anything else to follow."""
+    if request.allowed_token_ids is None:
+        return None
+    if is_constrained(request):
+        raise InvalidRequest(
+            "`allowed_token_ids` can not be combined with an answer that follows a grammar.", param="allowed_token_ids"
+        )
+    model.check_token_ids(request.allowed_token_ids, "allowed_token_ids")
+    return TokenSet(request.allowed_token_ids, model.vocab_size)
 
 
 def text_constraint(model: ServedModel, request: GenerationRequest) -> CompiledGrammar | None:

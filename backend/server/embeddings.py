@@ -12,7 +12,7 @@ from backend.server.asgi import Door, Exchange
 from backend.server.decoding import decode
 from backend.server.errors import ContextLengthError, EngineFailure, InvalidRequest
 from backend.server.generation import Generation, Task
-from backend.server.prompts import encode_prompts, split_prompts
+from backend.server.prompts import encode_prompts, prompt_cut, split_prompts
 from backend.server.requests import MAX_EMBEDDING_INPUTS, EmbeddingRequest
 from backend.server.serving import Serving
 
@@ -34,7 +34,11 @@ class Embeddings(Door):
         inputs = split_prompts(request.input, "input")
         if len(inputs) > MAX_EMBEDDING_INPUTS:
             raise InvalidRequest(f"More than {MAX_EMBEDDING_INPUTS} inputs.", param="input")
-        prompts = await self._serving.prepare(len(body), lambda: encode_prompts(model, inputs, "input"))
+        cut = prompt_cut(model, request, model.max_model_len, "right")
+        special = request.add_special_tokens is not False
+        prompts = await self._serving.prepare(
+            len(body), lambda: encode_prompts(model, inputs, "input", add_special_tokens=special, cut=cut)
+        )
         longest = max(len(prompt) for prompt in prompts)
         if longest > model.max_model_len:
             raise ContextLengthError(

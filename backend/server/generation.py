@@ -22,8 +22,7 @@ from typing import Self
 
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.errors import EngineError
-from backend.engine.grammar import CompiledGrammar
-from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput, TokenLogprob
+from backend.engine.request import Constraint, FinishReason, Request, SamplingParams, Status, StepOutput, TokenLogprob
 from backend.parsers.base import Event, Text
 from backend.parsers.reply import ReplyParser
 from backend.server import semconv
@@ -43,7 +42,7 @@ class Task:
     prompts: list[list[int]]
     samplings: list[SamplingParams]
     stop: list[str] = field(default_factory=list)
-    grammar: CompiledGrammar | None = None
+    grammar: Constraint | None = None
     make_parser: Callable[[], ReplyParser] | None = None  # for each choice one; None: an answer is text
     skip_special_tokens: bool = True
     include_stop_string: bool = False

@@ -68,6 +68,21 @@ class ServedModel:
                 f"`{param}`: token id {max(token_ids)} is outside the vocabulary of {self.vocab_size}.", param=param
             )
 
+    def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """As tokens, and as those that they are behind a space, where these are others."""
+        found: list[tuple[int, ...]] = []
+        for i, word in enumerate(words):
+            plain, spaced = (
+                tuple(self.codec.encode(before + word.lstrip(), add_special_tokens=False)) for before in ("", " ")
+            )
+            if not plain:
+                raise InvalidRequest(f"`bad_words[{i}]` has no tokens.", param=f"bad_words[{i}]")
+            found.append(plain)
+            if spaced[-len(plain) :] != plain:
+                found.append(spaced)
+        self.check_token_ids([token_id for word in found for token_id in word], "bad_words")
+        return tuple(found)
+
     def sampling(
         self,
         request: GenerationRequest,
@@ -97,6 +112,7 @@ class ServedModel:
                 frequency_penalty=request.frequency_penalty or 0.0,
                 repetition_penalty=choose("repetition_penalty", 1.0),
                 logit_bias=logit_bias,
+                bad_words=self._bad_words(request.bad_words or []),
                 seed=None if request.seed is None else request.seed + choice,
                 min_tokens=request.min_tokens or 0,
                 stop_token_ids=frozenset(stop_token_ids) | (frozenset() if request.ignore_eos else self.eos_token_ids),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from backend.server.errors import InvalidRequest
 from backend.server.messages import AssistantMessage, Content, Message, ToolMessage
 from backend.server.model import ServedModel
-from backend.server.requests import ChatRequest
-from backend.server.templates import TemplateError
+from backend.server.requests import ChatRequest, Truncation
+from backend.server.templates import ChatTemplate, TemplateError
 from backend.server.tokenizer import TextCodec
 
 Prompt = str | list[int]
+Json = dict[str, Any]
 
 # Marks the end of a final message that is to be continued: templates trim messages, and print text behind them in which
 # a short message can be found again.
@@ -29,6 +29,28 @@ class ChatPrompt:
     token_ids: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How long a prompt may become, and which end of a longer one goes."""
+
+    max_tokens: int
+    side: Literal["left", "right"]
+
+    def __call__(self, token_ids: list[int]) -> list[int]:
+        return token_ids[-self.max_tokens :] if self.side == "left" else token_ids[: self.max_tokens]
+
+
+def prompt_cut(model: ServedModel, asked: Truncation, room: int, side: Literal["left", "right"]) -> Cut | None:
+    """`room`: for the longest prompt. `side`: unless asked otherwise. Raises InvalidRequest."""
+    field = "truncate_prompt_tokens"
+    if asked.truncate_prompt_tokens is None:
+        return None
+    max_tokens = max(1, room) if asked.truncate_prompt_tokens == -1 else asked.truncate_prompt_tokens
+    if not 0 < max_tokens <= model.max_model_len:
+        raise InvalidRequest(f"`{field}` must be -1, or from 1 to {model.max_model_len}.", param=field)
+    return Cut(max_tokens, asked.truncation_side or side)
+
+
 def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
     """Raises InvalidRequest for what the template refuses, or would leave out without a word."""
     if request.tools and request.tool_choice != "none" and not model.template.reads("tools"):
@@ -38,6 +60,10 @@ def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
         if not model.template.reads("reasoning_effort"):
             raise InvalidRequest("This model's chat template has no `reasoning_effort`.", param="reasoning_effort")
         variables["reasoning_effort"] = request.reasoning_effort
+    if request.documents:
+        if not model.template.reads("documents"):
+            raise InvalidRequest("This model's chat template has no `documents`.", param="documents")
+        variables["documents"] = request.documents
     text = render_chat(
         model,
         request.messages,
@@ -47,8 +73,11 @@ def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
         continue_final_message=bool(request.continue_final_message),
     )
     if request.add_special_tokens:
-        return ChatPrompt(text, model.codec.encode(text, add_special_tokens=True))
-    return ChatPrompt(text, model.codec.encode_chat(text, request.cache_salt or ""))
+        token_ids = model.codec.encode(text, add_special_tokens=True)
+    else:
+        token_ids = model.codec.encode_chat(text, request.cache_salt or "")
+    cut = prompt_cut(model, request, model.max_model_len - (request.limit or 1), "left")
+    return ChatPrompt(text, cut(token_ids) if cut else token_ids)
 
 
 def render_chat(
@@ -62,14 +91,20 @@ def render_chat(
 ) -> str:
     # Newer models know the developer role; for the others it is OpenAI's later word for the system's.
     keeps_developer = model.template.mentions("developer")
-    plain = [_plain_message(message, f"messages[{i}]", keeps_developer) for i, message in enumerate(messages)]
+    plain = [_plain_message(message, model.template, keeps_developer) for message in messages]
     if continue_final_message:
-        plain[-1]["content"] += _GOES_ON
+        plain[-1]["content"] = _open_ended(plain[-1]["content"])
     try:
         text = model.template.render(plain, tools or None, variables, add_generation_prompt=add_generation_prompt)
     except TemplateError as error:
         raise InvalidRequest(str(error), param="messages") from error
     return _without_what_follows(text) if continue_final_message else text
+
+
+def _open_ended(content: str | list[Json]) -> str | list[Json]:
+    if isinstance(content, str):
+        return content + _GOES_ON
+    return [*content[:-1], {**content[-1], "text": content[-1]["text"] + _GOES_ON}]
 
 
 def _without_what_follows(text: str) -> str:
@@ -98,13 +133,15 @@ def split_prompts(given: str | list[str | list[int] | int], param: str) -> list[
 
 
 def encode_prompts(
-    model: ServedModel, prompts: list[Prompt], param: str, *, add_special_tokens: bool = True
+    model: ServedModel, prompts: list[Prompt], param: str, *, add_special_tokens: bool = True, cut: Cut | None = None
 ) -> list[list[int]]:
     """Raises InvalidRequest for a prompt without any token, which no model can go on from."""
-    encode = partial(model.codec.encode, add_special_tokens=add_special_tokens)
     encoded = []
     for prompt in prompts:
-        token_ids = encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            token_ids = _encode(model.codec, prompt, add_special_tokens, cut)
+        else:
+            token_ids = cut(prompt) if cut else prompt
         if not token_ids:
             raise InvalidRequest(f"`{param}` has no tokens.", param=param)
         model.check_token_ids(token_ids, param)
@@ -112,30 +149,47 @@ def encode_prompts(
     return encoded
 
 
+def _encode(codec: TextCodec, text: str, add_special_tokens: bool, cut: Cut | None) -> list[int]:
+    """Of a text that is cut, the special tokens around it stay."""
+    token_ids = codec.encode(text, add_special_tokens=add_special_tokens)
+    if cut is None or len(token_ids) <= cut.max_tokens:
+        return token_ids
+    plain = codec.encode(text, add_special_tokens=False)
+    num_special = len(token_ids) - len(plain)
+    before = next((i for i in range(num_special + 1) if token_ids[i : i + len(plain)] == plain), None)
+    if before is None or num_special >= cut.max_tokens:
+        return cut(token_ids)
+    kept = Cut(cut.max_tokens - num_special, cut.side)(plain)
+    return [*token_ids[:before], *kept, *token_ids[before + len(plain) :]]
+
+
 def prompt_text(codec: TextCodec, prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else codec.decode(prompt, skip_special_tokens=False)
 
 
-def _plain_message(message: Message, path: str, keeps_developer: bool) -> dict[str, Any]:
+def _plain_message(message: Message, template: ChatTemplate, keeps_developer: bool) -> Json:
     role = "system" if message.role == "developer" and not keeps_developer else message.role
-    plain: dict[str, Any] = {"role": role, "content": _plain_content(message.content)}
+    plain: Json = {"role": role, "content": _plain_content(message.content, role, template)}
     if message.name is not None:
         plain["name"] = message.name
     if isinstance(message, ToolMessage):
         plain["tool_call_id"] = message.tool_call_id
     if isinstance(message, AssistantMessage):
-        plain |= _assistant_extras(message, path)
+        plain |= _assistant_extras(message)
     return plain
 
 
-def _plain_content(content: Content | None) -> str:
+def _plain_content(content: Content | None, role: str, template: ChatTemplate) -> str | list[Json]:
     if isinstance(content, str):
         return content
-    return "\n".join(part.text for part in content or ())  # as vLLM joins parts for templates that print strings
+    texts = [part.text for part in content or ()]
+    if len(texts) > 1 and template.takes_parts(role):
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts)  # as vLLM joins parts for templates that print strings
 
 
-def _assistant_extras(message: AssistantMessage, path: str) -> dict[str, Any]:
-    extras: dict[str, Any] = {}
+def _assistant_extras(message: AssistantMessage) -> Json:
+    extras: Json = {}
     if message.tool_calls:
         extras["tool_calls"] = [
             {
@@ -144,10 +198,10 @@ def _assistant_extras(message: AssistantMessage, path: str) -> dict[str, Any]:
                 "function": {
                     "name": call.function.name,
                     # Templates print arguments with `tojson`, so a string would come out quoted twice.
-                    "arguments": _arguments(call.function.arguments, f"{path}.tool_calls[{i}].function.arguments"),
+                    "arguments": _arguments(call.function.arguments),
                 },
             }
-            for i, call in enumerate(message.tool_calls)
+            for call in message.tool_calls
         ]
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     if reasoning is not None:
@@ -155,8 +209,9 @@ def _assistant_extras(message: AssistantMessage, path: str) -> dict[str, Any]:
     return extras
 
 
-def _arguments(text: str, path: str) -> dict[str, Any]:
+def _arguments(text: str) -> Json:
+    """None of what is no object: a model wrote that once, and a refusal would end its conversation for good."""
     try:
-        return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"`{path}` is not a JSON object: {error}.", param=path) from error
+        return msgspec.json.decode(text or "{}", type=Json)
+    except msgspec.DecodeError:
+        return {}

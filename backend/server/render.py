@@ -30,7 +30,7 @@ class RenderChat(Door):
         request.check()
         self._serving.check_model(request.model)
         task = await self._chat.task(request, len(body))
-        (rendered,) = _rendered(f"chatcmpl-{exchange.request_id}", request, task)
+        (rendered,) = _rendered(f"chatcmpl-{exchange.request_id}", self._serving.model.name, request, task)
         await exchange.reply(replies.encode(rendered))
 
 
@@ -45,10 +45,11 @@ class RenderCompletions(Door):
         request.check()
         self._serving.check_model(request.model)
         task = await self._completions.task(request, split_prompts(request.prompt, "prompt"), len(body))
-        await exchange.reply(replies.encode(_rendered(f"cmpl-{exchange.request_id}", request, task)))
+        rendered = _rendered(f"cmpl-{exchange.request_id}", self._serving.model.name, request, task)
+        await exchange.reply(replies.encode(rendered))
 
 
-def _rendered(request_id: str, request: GenerationRequest, task: Task) -> list[Json]:
+def _rendered(request_id: str, model: str, request: GenerationRequest, task: Task) -> list[Json]:
     sampling = task.samplings[0]
     params = {
         "n": len(task.samplings),
@@ -62,6 +63,8 @@ def _rendered(request_id: str, request: GenerationRequest, task: Task) -> list[J
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
         "logit_bias": {str(token_id): bias for token_id, bias in sampling.logit_bias.items()} or None,
+        "bad_words": request.bad_words or [],
+        "allowed_token_ids": request.allowed_token_ids,
         "seed": request.seed,
         "stop": task.stop,
         "stop_token_ids": sorted(sampling.stop_token_ids),
@@ -77,7 +80,7 @@ def _rendered(request_id: str, request: GenerationRequest, task: Task) -> list[J
             "token_ids": token_ids,
             "features": None,
             "sampling_params": params,
-            "model": request.model,
+            "model": model,
             "stream": bool(request.stream),
             "stream_options": None,
             "cache_salt": request.cache_salt,

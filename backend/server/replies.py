@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from sys import byteorder
 from typing import Any
@@ -14,11 +14,13 @@ import orjson
 from backend.engine.request import TokenLogprob
 from backend.server.generation import Delta
 from backend.server.records import Usage
+from backend.server.requests import GenerationRequest
 from backend.server.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"
 
 Json = dict[str, Any]
+TokenName = Callable[[int], str]  # how a token is called in log-probabilities
 
 
 def encode(payload: Json | list[Json]) -> bytes:
@@ -88,10 +90,15 @@ def text_choice(index: int, text: str, logprobs: Json | None, finish_reason: str
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def chat_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> Json:
+def token_namer(codec: TextCodec, request: GenerationRequest) -> TokenName:
+    """By id where asked for, since different tokens may read alike."""
+    return "token_id:{}".format if request.return_tokens_as_token_ids else codec.token_text
+
+
+def chat_logprobs(codec: TextCodec, name: TokenName, logprobs: Sequence[TokenLogprob]) -> Json:
     def entry(token_id: int, logprob: float) -> Json:
         return {
-            "token": codec.token_text(token_id),
+            "token": name(token_id),
             "logprob": _finite(logprob),
             "bytes": list(codec.token_bytes(token_id)),
         }
@@ -103,12 +110,12 @@ def chat_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> Json:
     return {"content": content, "refusal": None}
 
 
-def echoed_logprobs(codec: TextCodec, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Json:
+def echoed_logprobs(name: TokenName, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Json:
     """Of a prompt that is echoed. Nothing comes before its first token, which so has no probability."""
-    first = codec.token_text(prompt[0])
-    rest = text_logprobs(codec, logprobs, len(first))
+    first = name(prompt[0])
+    rest = text_logprobs(name, logprobs, len(first))
     nothing: Json = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
-    return {name: [*nothing[name], *rest[name]] for name in nothing}
+    return {field: [*nothing[field], *rest[field]] for field in nothing}
 
 
 def joined_logprobs(parts: Sequence[Json]) -> Json:
@@ -131,9 +138,9 @@ def prompt_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> list[
     ]
 
 
-def text_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob], offset: int) -> Json:
+def text_logprobs(name: TokenName, logprobs: Sequence[TokenLogprob], offset: int) -> Json:
     """The older form of /v1/completions. `offset`: of the first token, in characters of the choice's text."""
-    tokens = [codec.token_text(token.token_id) for token in logprobs]
+    tokens = [name(token.token_id) for token in logprobs]
     offsets = []
     for token in tokens:
         offsets.append(offset)
@@ -143,8 +150,7 @@ def text_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob], offset: in
         "token_logprobs": [_finite(token.logprob) for token in logprobs],
         # The token that was chosen is always among them, so there may be one more than was asked for.
         "top_logprobs": [
-            {codec.token_text(i): _finite(lp) for i, lp in (*token.top, (token.token_id, token.logprob))}
-            for token in logprobs
+            {name(i): _finite(lp) for i, lp in (*token.top, (token.token_id, token.logprob))} for token in logprobs
         ],
         "text_offset": offsets,
     }

@@ -11,14 +11,18 @@ from backend.server.messages import AssistantMessage, Message, NamedToolChoice, 
 
 MAX_STOP_SEQUENCES = 4
 MAX_CHOICES = 128
+MAX_ANSWERS = 1024  # prompts times choices
 MAX_TOP_LOGPROBS = 20
 MAX_EMBEDDING_INPUTS = 2048
+MAX_ENUMERATED = 4096  # texts among which an answer must be one
+MAX_BAD_WORDS = 128
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopSequence = Annotated[str, Meta(min_length=1)]
+BadWord = Annotated[str, Meta(min_length=1)]
 StopSequences = StopSequence | Annotated[list[StopSequence], Meta(max_length=MAX_STOP_SEQUENCES)]
 
 
@@ -29,7 +33,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 JsonSchema = dict[str, Any]
-Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
+Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_ENUMERATED)]
 
 
 class NamedSchema(Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,12 +66,25 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: None = None
+    disable_any_whitespace: bool | None = None  # there is none in either case, but behind commas and colons
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None  # there is nothing to fall back to
+    whitespace_pattern: None = None
 
 
-class GenerationRequest(Struct, frozen=True, kw_only=True):
+class Truncation(Struct, frozen=True, kw_only=True):
+    """What becomes of a prompt that is too long."""
+
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: as many as there is room for
+    truncation_side: Literal["left", "right"] | None = None  # the end that goes; None: the left, of an input the right
+    add_special_tokens: bool | None = None  # None: to a text, but not to a chat, whose template has written them
+
+
+class GenerationRequest(Truncation, frozen=True, kw_only=True):
     """What chat and completions have in common. None: the model's default, from its generation_config.json."""
 
-    model: str
+    model: str | None = None  # None: the one that is served
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: PositiveInt | None = None
@@ -85,11 +102,13 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     stop_token_ids: list[TokenId] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     priority: Int | None = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
-    add_special_tokens: bool | None = None  # None: to a text, but not to a chat, whose template has written them
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities, as `token_id:17`
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     response_format: ResponseFormat | None = None
@@ -120,6 +139,9 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
             raise InvalidRequest("`stream_options` needs `stream` to be true.", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("`prompt_logprobs` are not part of a stream.", param="prompt_logprobs")
+        if self.structured_outputs is not None and self.structured_outputs.disable_additional_properties:
+            field = "structured_outputs.disable_additional_properties"
+            raise InvalidRequest(f"`{field}` is not supported by this engine; say so in the schema.", param=field)
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -134,7 +156,12 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
+    documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def check(self) -> None:
         super().check()
@@ -147,6 +174,10 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
             )
         check_tools(self.tools)
         self._check_tool_choice()
+        if "chat_template" in (self.chat_template_kwargs or ()):
+            raise InvalidRequest(
+                "`chat_template_kwargs` can not bring a `chat_template`.", param="chat_template_kwargs.chat_template"
+            )
         check_final_message(self.continue_final_message, self.add_generation_prompt)
         for i, message in enumerate(self.messages):
             if isinstance(message, AssistantMessage) and message.content is None and not message.tool_calls:
@@ -178,7 +209,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | list[str | list[TokenId] | TokenId]
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
 
     @property
@@ -196,8 +227,8 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
             raise InvalidRequest("`max_tokens` may be 0 only together with `echo`.", param="max_tokens")
 
 
-class EmbeddingRequest(Struct, frozen=True, kw_only=True):
-    model: str
+class EmbeddingRequest(Truncation, frozen=True, kw_only=True):
+    model: str | None = None
     input: str | list[str | list[TokenId] | TokenId]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: PositiveInt | None = None

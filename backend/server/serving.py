@@ -39,8 +39,9 @@ class Serving:
     records: Records = field(default_factory=Records)
     kv_events: KVEventPublisher | None = None
 
-    def check_model(self, name: str) -> None:
-        if name != self.model.name:
+    def check_model(self, name: str | None) -> None:
+        """A request that names none asks for the one that there is."""
+        if name is not None and name != self.model.name:
             raise ModelNotFound(
                 f"The model `{name}` does not exist; this server has `{self.model.name}`.", param="model"
             )

@@ -24,6 +24,15 @@ TOOL_USE_NAME = "tool_use"
 _TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
+# A conversation to be rendered for what becomes of the parts of its last message.
+_PROBES = ("the first part", "and the second")
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+_EARLIER = (
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+)
+
+
 class TemplateError(Exception):
     """The template refused the conversation, or there is none that fits."""
 
@@ -36,6 +45,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._sources = dict(sources)
         self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        self._takes_parts: dict[str, bool] = {}
         self._variables = frozenset[str]().union(
             *(jinja2.meta.find_undeclared_variables(environment.parse(source)) for source in sources.values())
         )
@@ -55,6 +65,22 @@ class ChatTemplate:
     def mentions(self, text: str) -> bool:
         return text in self.text
 
+    def takes_parts(self, role: str) -> bool:
+        """Whether the content of a message may be a list of texts, which the template then prints in its own way."""
+        if role not in self._takes_parts:
+            self._takes_parts[role] = self._prints_parts(role)
+        return self._takes_parts[role]
+
+    def _prints_parts(self, role: str) -> bool:
+        probe = [{"type": "text", "text": text} for text in _PROBES]
+        earlier = {"system": (), "user": ()}.get(role, _EARLIER)
+        try:
+            text = self.render([*earlier, {"role": role, "content": probe, "tool_call_id": _CALL["id"]}])
+        except TemplateError:
+            return False
+        # A template that knows strings only prints the list itself, with its keys, or nothing of it.
+        return all(said in text and f"'{said}'" not in text and f'"{said}"' not in text for said in _PROBES)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -66,10 +92,10 @@ class ChatTemplate:
         """Raises TemplateError with the template's own words if it refuses."""
         context = {
             **self._special_tokens,
+            "documents": None,
             **(variables or {}),
             "messages": messages,
             "tools": tools,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:

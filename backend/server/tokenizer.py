@@ -47,12 +47,15 @@ class TextCodec:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def token_piece(self, token_id: int) -> str:
+        """One token as it stands in the vocabulary."""
+        return self.tokenizer.id_to_token(token_id) or ""
+
     def token_text(self, token_id: int) -> str:
         """One token as it reads within a text. A part of a character shows as U+FFFD; see `token_bytes`."""
         text = self.decode([token_id], skip_special_tokens=False)
         # SentencePiece decoders take the space off the first token, which here would be every token.
-        piece = self.tokenizer.id_to_token(token_id) or ""
-        return f" {text}" if piece.startswith("▁") and not text.startswith(" ") else text
+        return f" {text}" if self.token_piece(token_id).startswith("▁") and not text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for, also where they are only a part of a character."""

@@ -164,6 +164,19 @@ def test_min_tokens_forbids_stop_tokens_until_then() -> None:
         assert draw([request]) == [expected]
 
 
+def test_a_bad_word_is_not_completed_by_what_is_drafted_either() -> None:
+    def forbidden(output: list[int], drafts: tuple[int, ...] = (), prompt: tuple[int, ...] = (4, 5)) -> list[int]:
+        request = Request("r", list(prompt), SamplingParams(max_tokens=9, bad_words=((7,), (4, 5, 6), (5, 8))))
+        for token_id in output:
+            request.append(token_id)
+        return NextToken(request, drafts).forbidden()
+
+    assert forbidden([]) == [7]  # the prompt's tokens are no part of it
+    assert forbidden([5]) == [7, 8]
+    assert forbidden([4, 5]) == forbidden([4], (5,)) == forbidden([], (4, 5)) == forbidden([1], (4, 5)) == [7, 6, 8]
+    assert forbidden([4, 5, 6]) == forbidden([5], (4,)) == [7]
+
+
 @pytest.mark.parametrize("ops", OPS)
 def test_logprobs_are_the_models_own(ops: Ops) -> None:
     request = make_request(temperature=0.0, logprobs=3, logit_bias={4: 100.0})

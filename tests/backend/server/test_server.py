@@ -449,7 +449,7 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str | None]] = [
     ("/v1/completions", {"prompt": []}, 400, "prompt", None),
     ("/v1/completions", {"prompt": [[1], "a"]}, 400, "prompt", None),
     ("/v1/completions", {"prompt": [512]}, 400, "prompt", None),
-    ("/v1/completions", {"prompt": ["a", "b"], "n": 100}, 400, "prompt", None),
+    ("/v1/completions", {"prompt": ["a"] * 9, "n": 128}, 400, "prompt", None),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, 400, "suffix", None),
     ("/v1/embeddings", {"input": [[]]}, 400, "input", None),
     ("/v1/embeddings", {"input": "a", "dimensions": 3}, 400, "dimensions", None),

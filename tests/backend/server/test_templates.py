@@ -63,6 +63,9 @@ def as_transformers_wants(messages: list[dict[str, Any]]) -> list[dict[str, Any]
         ("{{ messages[0].content }}", {"tools": TOOLS, "tool_choice": "required"}, "tools"),
         ("{{ messages[0].content }}", {"tools": TOOLS, "tool_choice": "none"}, None),
         ("{{ messages[0].content }}", {"tools": []}, None),
+        ("{{ messages[0].content }}", {"documents": [{"text": "a"}]}, "documents"),
+        ("{{ messages[0].content }}", {"documents": []}, None),
+        ("{% for document in documents %}{{ document.text }}{% endfor %}", {"documents": [{"text": "a"}]}, None),
         ("{{ messages[0].content }}", {"reasoning_effort": "low"}, "reasoning_effort"),
         # As Llama 3.1's begins.
         ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", {"tools": TOOLS}, None),
@@ -189,3 +192,48 @@ def test_parts_join_by_lines_and_developer_is_system_where_the_template_knows_no
     text = render_chat(model, decode(json.dumps(body).encode(), ChatRequest).messages, None)
     assert "<|im_start|>system\nd<|im_end|>" in text
     assert "<|im_start|>user\na\nb<|im_end|>" in text
+
+
+PRINTS_PARTS = """{%- for message in messages -%}
+{%- if message.content is string %}{{ message.content }}{% else -%}
+{%- for part in message.content %}[{{ part.text }}]{% endfor %}
+{%- endif -%}
+{%- endfor -%}"""
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+@pytest.mark.parametrize(
+    ("source", "takes"),
+    [
+        (PRINTS_PARTS, True),
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", False),
+        ("{% for message in messages %}{{ message.content | tojson }}{% endfor %}", False),
+        ("{% for message in messages %}{{ '> ' + message.content }}{% endfor %}", False),
+        ("{% for message in messages if message.content is string %}{{ message.content }}{% endfor %}", False),
+    ],
+)
+def test_a_template_that_prints_parts_gets_them(source: str, takes: bool, role: str) -> None:
+    assert ChatTemplate({"default": source}, {}).takes_parts(role) == takes
+
+
+def test_parts_are_printed_as_the_template_has_it(checkpoint: Path, tmp_path: Path) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (tmp_path / file).write_bytes((checkpoint / file).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(PRINTS_PARTS)
+    model = load_model(tmp_path, "m", "m", 256)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": parts[:1]}, {"role": "assistant", "content": parts}]
+    request = decode(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
+    assert render_chat(model, request.messages, None) == "a[a][b]"
+    open_ended = render_chat(model, request.messages, None, add_generation_prompt=False, continue_final_message=True)
+    assert open_ended == "a[a][b"
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "[1]", "null", '{"zip": '])
+def test_arguments_that_are_no_object_are_none(checkpoint: Path, arguments: str) -> None:
+    """They come from a model. A conversation in which one was cut short can go on."""
+    model = load_model(checkpoint, "m", "m", 256)
+    call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
+    messages = [*CONVERSATIONS[2][:1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    request = decode(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
+    assert '"arguments": {}' in render_chat(model, request.messages, None)
