@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import pytest
 
 from gateway import errors
+from gateway.doors.messages import MessagesTranslator
 from gateway.errors import GatewayError
 from gateway.limits.headers import ratelimit_headers
 from gateway.storage.base import RateCharge
@@ -41,6 +42,7 @@ def test_an_error_is_as_documented(error: type[GatewayError]) -> None:
 def test_every_header_that_is_sent_or_read_is_documented() -> None:
     sent = set(ratelimit_headers("requests", A_CHARGE, 1)) | set(ratelimit_headers("tokens", A_CHARGE, 1))
     sent |= errors.retry_after(1.0).keys()
+    sent |= MessagesTranslator("req_1").headers({}).keys()
     for file in (ROOT / "gateway").rglob("*.py"):
         sent |= set(re.findall(r'"(x-[a-z-]+)"', file.read_text(encoding="utf-8"))) - NO_HEADERS
     tables = [table_rows(section(PAGE, title)) for title in ("Headers of a reply", "Headers of a request")]

@@ -98,4 +98,4 @@ class CountTokensDoor:
         return CountTranslator("").read(fields, body)
 
 
-__all__ = ["CountTokensDoor", "MessagesDoor", "asked_for_in", "model", "models", "refusal"]
+__all__ = ["CountTokensDoor", "MessagesDoor", "MessagesTranslator", "asked_for_in", "model", "models", "refusal"]

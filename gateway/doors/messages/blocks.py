@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from gateway.errors import BadRequest
 
 ERROR_MARK = "Error: "  # before the text of a result with `is_error`, for which chat has no other place
+FILE_NAME = "document"  # of a file without a title; chat wants one
 
 
 class Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
@@ -42,6 +43,23 @@ class Image(Block, tag="image"):
     source: Base64Source | URLSource
 
 
+class PlainSource(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    data: str
+    media_type: Literal["text/plain"] = "text/plain"
+
+
+class NoCitations(msgspec.Struct, forbid_unknown_fields=True):
+    enabled: Literal[False] = False
+
+
+class Document(Block, tag="document"):
+    """A file, such as a PDF, or a text."""
+
+    source: Base64Source | PlainSource
+    title: str | None = None
+    citations: NoCitations | None = None
+
+
 class Thinking(Block, tag="thinking"):
     thinking: str
     signature: str | None = None  # of a server of Anthropic's; no other signs
@@ -64,12 +82,12 @@ class ToolUse(Block, tag="tool_use"):
 
 class ToolResult(Block, tag="tool_result"):
     tool_use_id: str
-    content: str | list[Text | Image] | None = None
+    content: str | list[Text | Image | Document] | None = None
     is_error: bool | None = None
 
 
 class UserTurn(msgspec.Struct, forbid_unknown_fields=True, tag_field="role", tag="user"):
-    content: str | list[Text | Image | ToolResult]
+    content: str | list[Text | Image | Document | ToolResult]
 
 
 class AssistantTurn(msgspec.Struct, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
@@ -155,16 +173,25 @@ def _result(block: ToolResult) -> str | list[dict[str, Any]]:
     return ERROR_MARK + content if isinstance(content, str) else [{"type": "text", "text": ERROR_MARK}, *content]
 
 
-def _content(blocks: Sequence[Text | Image]) -> str | list[dict[str, Any]]:
+def _content(blocks: Sequence[Text | Image | Document]) -> str | list[dict[str, Any]]:
     """One text as a string, as most clients of chat write it; equal prompts by both doors are then equal."""
     if all(isinstance(block, Text) for block in blocks) and len(blocks) <= 1:
         return "".join(block.text for block in blocks if isinstance(block, Text))
     return [_part(block) for block in blocks]
 
 
-def _part(block: Text | Image) -> dict[str, Any]:
-    if isinstance(block, Text):
-        return {"type": "text", "text": block.text}
-    source = block.source
-    url = source.url if isinstance(source, URLSource) else f"data:{source.media_type};base64,{source.data}"
-    return {"type": "image_url", "image_url": {"url": url}}
+def _part(block: Text | Image | Document) -> dict[str, Any]:
+    match block:
+        case Text(text=text):
+            return {"type": "text", "text": text}
+        case Image(source=source):
+            return {"type": "image_url", "image_url": {"url": _url(source)}}
+        case Document(source=PlainSource(data=text), title=title):
+            return {"type": "text", "text": f"{title}\n\n{text}" if title else text}
+        case Document(source=Base64Source() as source, title=title):
+            return {"type": "file", "file": {"filename": title or FILE_NAME, "file_data": _url(source)}}
+    raise AssertionError(block)
+
+
+def _url(source: Base64Source | URLSource) -> str:
+    return source.url if isinstance(source, URLSource) else f"data:{source.media_type};base64,{source.data}"

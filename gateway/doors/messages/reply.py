@@ -282,10 +282,16 @@ def _counted(counts: Counts | None) -> Usage:
 
 def _usage(usage: Usage) -> dict[str, Any]:
     """Anthropic's buckets, which do not overlap: `input_tokens` is without what the cache read or wrote."""
-    return {
+    told: dict[str, Any] = {
         "input_tokens": usage.input_uncached,
         "cache_creation_input_tokens": usage.cache_write,
         "cache_read_input_tokens": usage.cache_read,
         "output_tokens": usage.output,
         "output_tokens_details": {"thinking_tokens": usage.reasoning},
     }
+    if usage.cache_write:
+        told["cache_creation"] = {
+            "ephemeral_5m_input_tokens": usage.cache_write - usage.cache_write_1h,
+            "ephemeral_1h_input_tokens": usage.cache_write_1h,
+        }
+    return told

@@ -117,6 +117,20 @@ def test_an_end_that_is_none_is_told_as_a_failure(finish: str) -> None:
         streamed([frame({"content": "x"}, finish), DONE])
 
 
+def test_what_a_cache_wrote_is_told_by_how_long_it_is_kept() -> None:
+    counts = {
+        "prompt_tokens": 10,
+        "completion_tokens": 1,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 5},
+        "cache_creation": {"ephemeral_5m_input_tokens": 1, "ephemeral_1h_input_tokens": 4},
+    }
+    body = json.dumps({"model": "m", "choices": [{"message": {"content": "x"}}], "usage": counts}).encode()
+    usage = json.loads(message_of(body, WORDING))["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (3, 2, 5)
+    assert usage["cache_creation"] == {"ephemeral_5m_input_tokens": 1, "ephemeral_1h_input_tokens": 4}
+
+
 def test_calls_of_tools() -> None:
     calls = [
         {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}},

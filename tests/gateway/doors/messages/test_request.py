@@ -140,6 +140,18 @@ def test_texts_and_images() -> None:
     ]
 
 
+def test_documents() -> None:
+    text = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "all of it"}}
+    file = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
+    titled = [{**text, "title": "notes"}, {**file, "title": "a.pdf", "citations": {"enabled": False}}]
+    assert said({"role": "user", "content": [text, file, *titled]})[0]["content"] == [
+        {"type": "text", "text": "all of it"},
+        {"type": "file", "file": {"filename": "document", "file_data": "data:application/pdf;base64,JVBE"}},
+        {"type": "text", "text": "notes\n\nall of it"},
+        {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBE"}},
+    ]
+
+
 def test_the_system_prompt_in_any_form_and_in_the_middle() -> None:
     block = {"type": "text", "text": "be brief"}
     assert said(HELLO, system=[block])[0] == {"role": "system", "content": "be brief"}
@@ -252,7 +264,15 @@ def test_an_answer_goes_on_from_what_the_client_has_begun() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "search_result"}]}]}, "messages[0].content[0].type"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "file", "file_id": "f"}}]}
+                ]
+            },
+            "messages[0].content[0].source.type",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         (
             {"messages": [HELLO, {"role": "assistant", "content": [{"type": "server_tool_use", "id": "x"}]}]},
