@@ -138,7 +138,7 @@ size_t experts_bytes(const Experts& a, SharedBytes shared_bytes) {
   size_t most_bytes = 0;
   for (int64_t i = 0; i < 2; i++) {  // all experts' products are alike
     Op product = a.products[i];
-    product.linear.rows = a.rows;
+    product.linear.rows = a.rows, product.linear.dtype = a.dtype;
     most_bytes = most(most_bytes, shared_bytes(product));
   }
   return ExpertsMemory(a).all() + most_bytes;
