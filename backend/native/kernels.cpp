@@ -27,6 +27,7 @@
 
 #include "kernels/operations.h"
 #include "kernels/team.h"
+#include "kernels/run_all.h"
 
 #define LEVEL base
 #define WIDTH 16
@@ -35,62 +36,16 @@
 #undef WIDTH
 
 #if defined(__x86_64__)
+#include "kernels/avx2.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
-#define LEVEL avx2
-#define WIDTH 32
-#include "kernels/level.h"
-#undef LEVEL
-#undef WIDTH
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push( \
-    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")
-#endif
-#define LEVEL avx512
-#define WIDTH 64
-#include "kernels/level.h"
-#undef LEVEL
-#undef WIDTH
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(                                                                                     \
-    __attribute__((                                                                                               \
-        target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8"))), \
-    apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8")
-#endif
+#include "kernels/avx512.h"
+
 #include "kernels/amx.h"
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
 #endif
-#endif  // __x86_64__
 
 namespace {
 
 void nothing() {}
-struct Level {
-  const char* name;
-  void (*run)(const Op&, void* shared);
-  size_t (*shared_bytes)(const Op&);
-  void (*begin)();
-  void (*end)();
-};
 const Level LEVELS[] = {
     {"base", base::run, base::shared_bytes, nothing, nothing},
 #if defined(__x86_64__)
@@ -136,19 +91,9 @@ const char* warmpath_level_name(int64_t level) {
   return level >= 0 && level < int64_t(sizeof LEVELS / sizeof LEVELS[0]) ? LEVELS[level].name : nullptr;
 }
 
-// One operation after the other. How long sequences are is read before the first of them.
 void warmpath_run(const Op* ops, int64_t count, int64_t level_index) {
   const Level& level = LEVELS[level_index];
-  size_t bytes = 0;
-  for (int64_t i = 0; i < count; i++) bytes = most(bytes, level.shared_bytes(ops[i]));
-  void* shared = bytes ? team_scratch.get(bytes) : nullptr;
-  calling = {1, level.begin, level.end};
-  level.begin();
-  for (int64_t i = 0; i < count; i++) {
-    calling.num_threads = ops[i].num_threads;
-    level.run(ops[i], shared);
-  }
-  level.end();
+  run_all(level, ops, count, team_scratch.get(most_shared_bytes(level, ops, count)));
 }
 
 }  // extern "C"

@@ -6,6 +6,16 @@
 // blocks, and leaves sixteen queries side by side in a vector, so that maxima and sums of a softmax take no step across
 // lanes. Values are packed once per sequence, transposed, since they are the left operand then.
 
+#if defined(__clang__)
+#pragma clang attribute push(                                                                                     \
+    __attribute__((                                                                                               \
+        target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8"))), \
+    apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8")
+#endif
+
 namespace {
 namespace amx {
 
@@ -21,3 +31,9 @@ namespace amx {
 
 }  // namespace amx
 }  // namespace
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif

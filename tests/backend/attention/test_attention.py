@@ -16,12 +16,11 @@ from backend.attention.native import NativeAttention
 from backend.kv_cache import create_kv_form
 from backend.kv_cache.base import KvForm
 from backend.kv_cache.plain import PLAIN
-from backend.native import library
 from backend.triton_runtime import runs_triton
+from tests.backend.levels import RUNNING_LEVELS, library_of
 
-LEVELS = loaded.level_names if (loaded := library.load()) else ()
-RUN = {"native": bool(LEVELS), "triton": runs_triton(torch.device("cpu"))}  # others always do
-NAMES = [*(name for name in ATTENTIONS if RUN.get(name, True)), *(f"native {level}" for level in LEVELS)]
+RUN = {"native": bool(RUNNING_LEVELS), "triton": runs_triton(torch.device("cpu"))}  # others always do
+NAMES = [*(name for name in ATTENTIONS if RUN.get(name, True)), *(f"native {level}" for level in RUNNING_LEVELS)]
 NUM_BLOCKS = 192
 SCALE = 0.3
 
@@ -67,7 +66,7 @@ def exact(query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
 
 def create(name: str, form: KvForm = PLAIN) -> Attention:
     name, _, level = name.partition(" ")
-    return NativeAttention(SCALE, form, level_name=level) if level else create_attention(name, SCALE, form)
+    return NativeAttention(SCALE, form, library_of(level), level) if level else create_attention(name, SCALE, form)
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -8,10 +8,7 @@ from torch import Tensor
 
 from backend.attention.base import AttentionMetadata
 from backend.attention.native import NativeAttention
-from backend.native import library
-
-if (loaded := library.load()) is None:
-    pytest.skip("there is no compiler here", allow_module_level=True)
+from tests.backend.levels import LEVELS, library_of
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 32
 LONGEST = 96
@@ -30,13 +27,13 @@ def decodes(count: int, seq_len: int, block_size: int) -> AttentionMetadata:
     )
 
 
-@pytest.mark.parametrize("level", loaded.level_names)
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_nothing_but_what_was_written_counts(level: str, dtype: torch.dtype, block_size: int) -> None:
     """Neither what the call before has left, which is no number, nor what this one has in the same place: of so many
     rows, some have scores of which a part would be no number if it were taken for a weight."""
-    attention = NativeAttention(0.3, level_name=level, num_threads=1)
+    attention = NativeAttention(0.3, native=library_of(level), level_name=level, num_threads=1)
     generator = torch.Generator().manual_seed(1)
     shape = (LONGEST // block_size, block_size, NUM_KV_HEADS, HEAD_DIM)
     keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))

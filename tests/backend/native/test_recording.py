@@ -13,10 +13,11 @@ from torch import Tensor
 from backend.native import library
 from backend.native.recording import MAX_PARTS, GivenUp, Program, Recorder
 from backend.ops.native import NativeOps
+from tests.backend.levels import LEVELS, native_ops
 
 ROWS, SIZE = 3, 64
 
-if (loaded := library.load()) is None:
+if library.load() is None:
     pytest.skip("there is no compiler here", allow_module_level=True)
 
 
@@ -53,10 +54,10 @@ def recorded(recorder: Recorder, compute: Callable[[Callable[[], None]], Tensor]
     return program
 
 
-@pytest.mark.parametrize("level", loaded.level_names)
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_same_on_other_inputs(level: str, dtype: torch.dtype) -> None:
-    ops = NativeOps(level_name=level, num_threads=2)
+    ops = native_ops(level, 2)
     recorder = Recorder(ops.call)
     chains = [Chain(ops, dtype, num_layers) for num_layers in (1, 5, 9)]
     programs = []

@@ -4,13 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend.native import library
 from backend.ops import OPS, create_ops
 from backend.ops.base import Ops
-from backend.ops.native import NativeOps
 from backend.triton_runtime import runs_triton
+from tests.backend.levels import LEVELS, native_ops
 
-LEVELS = loaded.level_names if (loaded := library.load()) else ()
 RUN = {"native": bool(LEVELS), "triton": runs_triton(torch.device("cpu"))}  # others always do
 MEMBERS = [*(name for name in OPS if RUN.get(name, True)), *(f"native {name}" for name in LEVELS)]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
@@ -30,4 +28,4 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def ops(request: pytest.FixtureRequest) -> Ops:
     """Every member, and the native one at every level of instructions that this CPU has."""
     name, _, level = request.param.partition(" ")
-    return NativeOps(level_name=level) if level else create_ops(name)
+    return native_ops(level) if level else create_ops(name)

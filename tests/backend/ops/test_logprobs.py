@@ -13,7 +13,7 @@ from torch import Tensor
 from backend.ops.base import Ops
 from backend.ops.native import NativeOps
 from backend.ops.sampling import Logprobs
-from tests.backend.ops.conftest import LEVELS
+from tests.backend.levels import LEVELS, native_ops
 
 INF, NAN = math.inf, math.nan
 
@@ -156,6 +156,6 @@ def test_rows_are_their_own(ops: Ops, vocab_size: int) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_threads_change_nothing(level: str) -> None:
     logits, token_ids = random(60, 20_000) * 3, tokens(60, 20_000)
-    alone, *others = (NativeOps(level_name=level, num_threads=threads) for threads in (1, 2, 5))
+    alone, *others = (native_ops(level, threads) for threads in (1, 2, 5))
     expected = alone.logprobs(logits, None, token_ids, 20)
     assert all(equal(ops.logprobs(logits, None, token_ids, 20), expected) for ops in others)

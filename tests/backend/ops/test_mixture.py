@@ -11,16 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.model_files.mxfp4 import Mxfp4
-from backend.native import library
 from backend.ops.base import Ops
 from backend.ops.mixture import OneByOne, Weight
-from backend.ops.native import NativeOps
 from backend.quantization import create_quantization
 from backend.quantization.base import Linear
 from backend.quantization.mxfp4 import Mxfp4Linear
+from tests.backend.levels import LEVELS, native_ops
 from tests.backend.ops.conftest import TOLERANCES, random
 
-LEVELS = loaded.level_names if (loaded := library.load()) else ()
 NUM_EXPERTS, NUM_CHOSEN = 6, 3
 
 
@@ -195,7 +193,7 @@ def test_an_input_that_is_no_number_shows_in_its_row_alone(ops: Ops, dtype: torc
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("form", ["none", "int8"])
 def test_float32_rows_are_the_same_in_every_batch(level: str, threads: int, form: str) -> None:
-    ops = NativeOps(level_name=level, num_threads=threads)
+    ops = native_ops(level, threads)
     mixture = ops.mixture(checkpoint(96, 64, torch.float32).mlps(ops, form))
     x, (shares, chosen) = random(60, 96, dtype=torch.float32), visits(60)
     together = mixture(x, shares, chosen)

@@ -8,13 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.kv_cache import create_kv_form
-from backend.native import library
 from backend.ops.base import INT4_GROUP, HeadNorms, Ops
 from backend.ops.int4 import ENDS
-from backend.ops.native import NativeOps
+from tests.backend.levels import LEVELS, native_ops
 from tests.backend.ops.conftest import TOLERANCES, random
-
-LEVELS = loaded.level_names if (loaded := library.load()) else ()
 
 
 def assert_close(ours: Tensor, exact: Tensor) -> None:
@@ -180,7 +177,7 @@ def test_scale_rounds_once(ops: Ops, dtype: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_packed_product_is_the_same_in_every_batch(level: str, threads: int) -> None:
     """Also where so many rows are taken in parts of their inputs, and fewer are not."""
-    ops = NativeOps(level_name=level, num_threads=threads)
+    ops = native_ops(level, threads)
     x, weight = random(300, 2048, dtype=torch.bfloat16), random(96, 2048, dtype=torch.bfloat16, seed=1)
     int8, int4 = (weight * 30).to(torch.int8), (weight * 30).to(torch.uint8)[:, :1024].contiguous()
     scales, groups = torch.rand(96), torch.rand(96, 2048 // INT4_GROUP).bfloat16()
@@ -202,7 +199,7 @@ def test_a_packed_product_is_the_same_in_every_batch(level: str, threads: int) -
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_what_is_no_number_shows_in_its_own_row(level: str, count: int, poison: float) -> None:
     """Also where inputs become whole numbers."""
-    ops = NativeOps(level_name=level)
+    ops = native_ops(level)
     x, weight = random(count, 256, dtype=torch.bfloat16), random(96, 256, dtype=torch.bfloat16, seed=1)
     int8, int4 = (weight * 30).to(torch.int8), (weight * 30).to(torch.uint8)[:, :128].contiguous()
     scales, groups = torch.rand(96), torch.rand(96, 256 // INT4_GROUP).bfloat16()
@@ -228,7 +225,7 @@ def test_a_gate_that_does_not_exist(ops: Ops) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_row_in_float32_is_the_same_to_the_bit_in_every_batch(level: str) -> None:
-    ops = NativeOps(level_name=level)
+    ops = native_ops(level)
     x, weight = random(67, 200, dtype=torch.float32), random(83, 200, dtype=torch.float32, seed=1)
     norm, cos, sin = (random(n, dtype=torch.float32, seed=n) for n in (200, 67 * 100, 67 * 100))
     numbers, scales = (weight * 40).round().to(torch.int8), torch.rand(83)
@@ -249,8 +246,7 @@ def test_a_row_in_float32_is_the_same_to_the_bit_in_every_batch(level: str) -> N
 @pytest.mark.parametrize("level", LEVELS)
 def test_threads_change_nothing(level: str) -> None:
     x, weight = random(33, 256, dtype=torch.bfloat16), random(700, 256, dtype=torch.bfloat16, seed=1)
-    assert loaded
-    one, two = NativeOps(loaded, level, num_threads=1), NativeOps(loaded, level, num_threads=2)
+    one, two = native_ops(level, 1), native_ops(level, 2)
     for rows in (1, 5, 33):
         assert torch.equal(one.linear(x[:rows], weight, None), two.linear(x[:rows], weight, None))
 

@@ -15,7 +15,7 @@ from backend.ops.base import Ops
 from backend.ops.native import NativeOps
 from backend.ops.reference import ReferenceOps, probabilities
 from backend.ops.sampling import Bias, Entries, Filters, Penalties, RandomRows
-from tests.backend.ops.conftest import LEVELS
+from tests.backend.levels import LEVELS, native_ops
 
 REFERENCE = ReferenceOps()
 MAX_SHARES = 64  # of one kind that are asked of one row
@@ -236,7 +236,7 @@ def test_threads_change_no_draw(level: str) -> None:
     penalties = some_penalties(60, 20_000, 500)
     found = []
     for threads in (1, 2, 5):
-        ops = NativeOps(level_name=level, num_threads=threads)
+        ops = native_ops(level, threads)
         found.append(ops.draw(ops.penalise(logits.clone(), penalties), random_rows))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
