@@ -139,11 +139,11 @@ def resolve_model(model: str) -> tuple[Path, str]:
     path = Path(model).expanduser()
     if path.is_dir():
         return path, path.resolve().name
-    if path.suffix.lower() == ".gguf" and path.is_file():
+    if path.is_file():  # GGUF, and Ollama's blobs have no suffix
         return path, path.stem
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise StartError(
-            f"{model} is neither a directory, nor a hub id such as Qwen/Qwen3-0.6B, nor a .gguf file, nor `{DEMO}`"
+            f"{model} is neither a directory, nor a hub id such as Qwen/Qwen3-0.6B, nor a GGUF file, nor `{DEMO}`"
         )
     try:
         with _progress(f"fetching {model} from the hub"):

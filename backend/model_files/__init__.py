@@ -11,13 +11,16 @@ if TYPE_CHECKING:
     from backend.model_files.base import ModelFiles
 
 DIRECTORY = "directory"
+GGUF = ".gguf"
 MODEL_FILES = {
     DIRECTORY: "backend.model_files.directory:ModelDirectory",
-    ".gguf": "backend.model_files.gguf_file:GgufFile",
+    GGUF: "backend.model_files.gguf_file:GgufFile",
 }
 
 
 def open_model_files(path: Path) -> ModelFiles:
-    """By the file's suffix; whatever has none of a member's is taken for a directory."""
-    name = path.suffix.lower() if path.suffix.lower() in MODEL_FILES else DIRECTORY
+    """By the file's suffix. Of what has none of a member's, a file is taken for GGUF, as Ollama's blobs are called by
+    their digests, and the rest for a directory."""
+    suffix = GGUF if path.is_file() else path.suffix.lower()
+    name = suffix if suffix in MODEL_FILES else DIRECTORY
     return cast("ModelFiles", load_member(MODEL_FILES, name)(path))

@@ -20,6 +20,7 @@ from backend.model_files.base import ModelFiles, Tensors
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DEFAULT_TEMPLATE = "default"
+TEMPLATE_FILE = "chat_template.jinja"
 
 
 class ModelDirectory(ModelFiles):
@@ -47,7 +48,7 @@ class ModelDirectory(ModelFiles):
 
     def chat_templates(self) -> dict[str, str]:
         """From `chat_template.jinja` (and `additional_chat_templates/`), else from `tokenizer_config.json`."""
-        file = self.path / "chat_template.jinja"
+        file = self.path / TEMPLATE_FILE
         extra = sorted((self.path / "additional_chat_templates").glob("*.jinja"))
         if file.exists() or extra:
             sources = {path.stem: path.read_text(encoding="utf-8") for path in extra}

@@ -22,6 +22,7 @@ MODULES = {
     "attn_v": "self_attn.v_proj",
     "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_out": "self_attn.o_proj",  # Ollama's
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "post_attention_layernorm",
@@ -36,10 +37,13 @@ MODULES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 # Tensors that are no module's: a layer keeps them by their own name.
-PARAMETERS = {"attn_sinks.weight": "self_attn.sinks"}
+PARAMETERS = {"attn_sinks.weight": "self_attn.sinks", "attn_sinks": "self_attn.sinks"}  # the latter Ollama's
 OUTER_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
+WHOLE = slice(None)
+
 Fields = Callable[[Header], dict[str, Any]]
+Rows = Callable[[Header], dict[str, dict[str, slice]]]
 
 
 def _nothing(_: Header) -> dict[str, Any]:
@@ -51,8 +55,17 @@ class Architecture:
     transformers_name: str
     fields: Fields = _nothing  # of config.json, beside those that all have
     modules: Mapping[str, str] = field(default_factory=dict)  # where they are called otherwise than in MODULES
+    fused: Rows = _nothing  # modules that are several of transformers': the rows of each
     interleaved: bool = False  # whether rows of queries and keys stand in the order of ggml's "normal" rotation
     norm_offset: float = 0.0  # that llama.cpp has added to the weights of norms
+
+    def names(self, module: str, header: Header) -> Mapping[str, slice]:
+        """Of a layer's module, what transformers calls it, or the parts of it, and which rows those are. Experts have
+        `{}` for their number. Empty for what no model has."""
+        if module in (fused := self.fused(header)):
+            return fused[module]
+        name = {**MODULES, **self.modules}.get(module)
+        return {} if name is None else {name: WHOLE}
 
 
 def _key(header: Header, name: str) -> str:
@@ -103,7 +116,7 @@ def common_fields(header: Header) -> dict[str, Any]:
         "max_position_embeddings": _count(header, "context_length"),
         "rope_parameters": _rope(header, head_dim),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "attention_bias": any(f"blk.0.{name}.bias" in header.tensors for name in ("attn_q", "attn_qkv")),
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
         **_experts(header, num_layers),
     }
@@ -203,6 +216,30 @@ def _gpt_oss(header: Header) -> dict[str, Any]:
     return {"sliding_window": _count(header, "attention.sliding_window"), "rope_parameters": rope}
 
 
+def _gptoss(header: Header) -> dict[str, Any]:
+    """Ollama's conversion of the same, which is scaled by YaRN without saying so."""
+    unsaid = {_key(header, "rope.scaling.type"): "yarn"}
+    return _gpt_oss(Header({**unsaid, **header.metadata}, header.tensors))
+
+
+def _gptoss_fused(header: Header) -> dict[str, dict[str, slice]]:
+    """Made of OpenAI's own files, these are one tensor as there: queries, keys and values one after the other, gate and
+    up in turns. Later conversions have them apart."""
+    head_dim = _count(header, "attention.key_length")
+    queries, keys = (head_dim * _count(header, f"attention.{name}") for name in ("head_count", "head_count_kv"))
+    return {
+        "attn_qkv": {
+            "self_attn.q_proj": slice(0, queries),
+            "self_attn.k_proj": slice(queries, queries + keys),
+            "self_attn.v_proj": slice(queries + keys, None),
+        },
+        "ffn_gate_up_exps": {
+            "mlp.experts.{}.gate_proj": slice(0, None, 2),
+            "mlp.experts.{}.up_proj": slice(1, None, 2),
+        },
+    }
+
+
 def _granite(header: Header) -> dict[str, Any]:
     names = {
         "embedding_multiplier": "embedding_scale",
@@ -230,6 +267,7 @@ ARCHITECTURES = {
     "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, GEMMA_MODULES, norm_offset=1.0),
     "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, GEMMA_MODULES, norm_offset=1.0),
     "gpt-oss": Architecture("GptOssForCausalLM", _gpt_oss, GPT_OSS_MODULES),
+    "gptoss": Architecture("GptOssForCausalLM", _gptoss, GPT_OSS_MODULES, _gptoss_fused),  # Ollama's
     "granite": Architecture("GraniteForCausalLM", _granite, interleaved=True),
     "llama": Architecture("LlamaForCausalLM", interleaved=True),
     "olmo2": Architecture("Olmo2ForCausalLM"),

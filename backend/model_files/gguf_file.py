@@ -20,9 +20,8 @@ from torch import Tensor
 
 from backend.engine.errors import UnsupportedModel, WeightsError
 from backend.model_files.base import ModelFiles, Tensors
-from backend.model_files.directory import DEFAULT_TEMPLATE
+from backend.model_files.directory import DEFAULT_TEMPLATE, TEMPLATE_FILE
 from backend.model_files.gguf_architectures import (
-    MODULES,
     OUTER_MODULES,
     PARAMETERS,
     Architecture,
@@ -36,7 +35,7 @@ from backend.model_files.mxfp4 import GROUP as MXFP4_GROUP
 from backend.model_files.mxfp4 import Mxfp4, plain
 
 SPLIT_NAME = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
-LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+(?:\.weight|\.bias)?)")
 # Llama 3's and Phi-3's frequencies are divided by these. They stand in config.json there.
 FREQUENCIES, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 DERIVED = (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)
@@ -90,7 +89,10 @@ class GgufFile(ModelFiles):
         header, key = self._header, "tokenizer.chat_template"
         with _naming(self.path):
             names = {name: f"{key}.{name}" for name in header.items(f"{key}s", str)} | {DEFAULT_TEMPLATE: key}
-            return {name: template for name, key in names.items() if (template := header.get(key, ""))}
+            stored = {name: template for name, key in names.items() if (template := header.get(key, ""))}
+        # Ollama's conversions have none: it writes its own prompts.
+        beside = self.path.with_name(TEMPLATE_FILE)
+        return stored or ({DEFAULT_TEMPLATE: beside.read_text(encoding="utf-8")} if beside.is_file() else {})
 
     @contextmanager
     def tensors(self) -> Iterator[Tensors]:
@@ -99,7 +101,7 @@ class GgufFile(ModelFiles):
             for part in self._open(opened):
                 for info in part.header.tensors.values():
                     if info.name not in DERIVED:
-                        sources.update(self._sources(part.data, info))
+                        self._add(sources, part.data, info)
             yield sources
 
     def weights_bytes(self, dtype: torch.dtype) -> int:
@@ -143,12 +145,19 @@ class GgufFile(ModelFiles):
         with ExitStack() as opened:
             for part in self._open(opened):
                 for name in part.header.tensors.keys() & set(present):
-                    factors[name] = _read(part.data, part.header.tensors[name]).tolist()
+                    factors[name] = plain(_kept(part.data, part.header.tensors[name])).tolist()
         short = factors.get(SHORT_FACTORS) or factors.get(FREQUENCIES)
         long = factors.get(LONG_FACTORS) or factors.get(FREQUENCIES)
         if short is None or long is None:
             raise BrokenGguf(f"of {SHORT_FACTORS} and {LONG_FACTORS} there is only one")
         return short, long
+
+    def _add(self, sources: Tensors, data: mmap, info: TensorInfo) -> None:
+        with _naming(self.path):
+            made = self._sources(data, info)
+            if again := sorted(sources.keys() & made.keys()):
+                raise BrokenGguf(f"{info.name} is {again[0]}, which is there by another name, too")
+            sources.update(made)
 
     def _sources(self, data: mmap, info: TensorInfo) -> Tensors:
         """One tensor, by the name or names that transformers has for it."""
@@ -158,17 +167,19 @@ class GgufFile(ModelFiles):
             return {f"{OUTER_MODULES[outer]}.{kind}": self._undone(outer, read)}
         if (parts := LAYER_TENSOR.fullmatch(info.name)) is None:
             return {info.name: read}  # which no model knows, and the checkpoint will say so
-        layer, module, kind = parts.groups()
-        if parameter := PARAMETERS.get(f"{module}.{kind}"):
+        layer, rest = parts.groups()
+        if parameter := PARAMETERS.get(rest):
             return {f"model.layers.{layer}.{parameter}": read}
-        name = {**MODULES, **self._architecture.modules}.get(module)
-        if name is None:
-            return {info.name: read}
-        if "{}" not in name:
-            return {f"model.layers.{layer}.{name}.{kind}": self._undone(module, read)}
-        return {
-            f"model.layers.{layer}.{name.format(i)}.{kind}": partial(_kept, data, info, i) for i in range(info.shape[0])
-        }
+        module, _, kind = rest.rpartition(".")
+        sources: Tensors = {}
+        for short_name, rows in self._architecture.names(module, self._header).items():
+            name = f"model.layers.{layer}.{short_name}.{kind}"
+            if "{}" not in name:
+                sources[name] = self._undone(module, partial(_rows, read, rows))
+                continue
+            for i in range(info.shape[0]):
+                sources[name.format(i)] = partial(_rows, partial(_kept, data, info, i), rows)
+        return sources or {info.name: read}
 
     def _undone(self, module: str, read: Callable[[], Tensor | Mxfp4]) -> Callable[[], Tensor | Mxfp4]:
         """What llama.cpp has changed about a tensor, changed back."""
@@ -202,10 +213,6 @@ def _open_part(path: Path, opened: ExitStack) -> _Part:
         return _Part(data, read_header(data))
 
 
-def _read(data: mmap, info: TensorInfo) -> Tensor:
-    return _dequantised(data[info.start : info.start + info.num_bytes], info, info.shape)
-
-
 def _kept(data: mmap, info: TensorInfo, expert: int | None = None) -> Tensor | Mxfp4:
     """All of it, or one expert's; as it is, where there is a form for that."""
     shape, start, num_bytes = info.shape, info.start, info.num_bytes
@@ -216,7 +223,12 @@ def _kept(data: mmap, info: TensorInfo, expert: int | None = None) -> Tensor | M
     if info.kind is not GGMLQuantizationType.MXFP4:
         return _dequantised(content, info, shape)
     blocks = torch.from_numpy(np.frombuffer(content, np.uint8).reshape(*shape[:-1], -1, 1 + MXFP4_GROUP // 2).copy())
-    return Mxfp4(blocks[..., 1:].flatten(-2), blocks[..., 0].contiguous())
+    codes, exponents = blocks[..., 1:], blocks[..., 0].contiguous()
+    return Mxfp4.of_neighbours(codes, exponents) if info.of_neighbours else Mxfp4(codes.flatten(-2), exponents)
+
+
+def _rows(read: Callable[[], Tensor | Mxfp4], rows: slice) -> Tensor | Mxfp4:
+    return read()[rows]
 
 
 def _dequantised(content: bytes, info: TensorInfo, shape: tuple[int, ...]) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from mmap import mmap
 from typing import Any, TypeVar, cast
 
@@ -19,6 +19,9 @@ from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType,
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # 1 had other lengths, and was in use for two months of 2023
 MAX_DIMENSIONS = 4  # ggml's own
+# Ollama's number for MXFP4 before ggml had one, with numbers that follow each other in one byte. To ggml it was Q4_2,
+# which was gone before there were GGUF files.
+MXFP4_OF_NEIGHBOURS = 4
 SCALARS = {
     GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
     GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.FLOAT32: "f", GGUFValueType.BOOL: "?",
@@ -40,6 +43,7 @@ class TensorInfo:
     kind: GGMLQuantizationType
     start: int  # in the file
     num_bytes: int
+    of_neighbours: bool = False  # whether it is `MXFP4_OF_NEIGHBOURS`
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +89,19 @@ def read_header(data: mmap) -> Header:
         key = cursor.string()
         metadata[key] = cursor.value(key)
     # Lengths and offsets are checked as they come, so that a wrong count ends at the end of the file.
-    relative = [cursor.tensor() for _ in range(num_tensors)]
+    relative = [cursor.tensor() for _ in range(num_tensors)]  # to where the tensors begin
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise BrokenGguf(f"general.alignment is {alignment!r}")
     base = -(-cursor.position // alignment) * alignment
     tensors = {}
-    for name, shape, kind, offset in relative:
-        info = TensorInfo(name, shape, kind, base + offset, _num_bytes(name, shape, kind))
-        if info.start + info.num_bytes > len(data):
-            raise BrokenGguf(
-                f"it is cut off: tensor {name} ends at byte {info.start + info.num_bytes}, the file at {len(data)}"
-            )
-        if name in tensors:
-            raise BrokenGguf(f"tensor {name} is there twice")
-        tensors[name] = info
+    for info in relative:
+        end = base + info.start + info.num_bytes
+        if end > len(data):
+            raise BrokenGguf(f"it is cut off: tensor {info.name} ends at byte {end}, the file at {len(data)}")
+        if info.name in tensors:
+            raise BrokenGguf(f"tensor {info.name} is there twice")
+        tensors[info.name] = replace(info, start=base + info.start)
     return Header(metadata, tensors)
 
 
@@ -136,7 +138,7 @@ class _Cursor:
             return list(struct.unpack(f"<{count}{SCALARS[item]}", self.take(size * count)))
         return [self.string() for _ in range(count)]
 
-    def tensor(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+    def tensor(self) -> TensorInfo:
         name, num_dimensions = self.string(), self.number("I")
         if num_dimensions > MAX_DIMENSIONS:
             raise BrokenGguf(f"tensor {name} has {num_dimensions} dimensions")
@@ -144,11 +146,12 @@ class _Cursor:
         if 0 in shape:
             raise BrokenGguf(f"tensor {name} has nothing in it")
         code = self.number("I")
+        of_neighbours = code == MXFP4_OF_NEIGHBOURS
         try:
-            kind = GGMLQuantizationType(code)
+            kind = GGMLQuantizationType.MXFP4 if of_neighbours else GGMLQuantizationType(code)
         except ValueError as error:
             raise BrokenGguf(f"tensor {name} is quantised in a way that is not known, number {code}") from error
-        return name, shape, kind, self.number("Q")
+        return TensorInfo(name, shape, kind, self.number("Q"), _num_bytes(name, shape, kind), of_neighbours)
 
     def _kind(self, key: str) -> GGUFValueType:
         code = self.number("I")

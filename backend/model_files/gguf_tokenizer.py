@@ -16,6 +16,8 @@ ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_to
 # Tokens that end an answer where they are in the vocabulary, whether or not the metadata says so; as llama.cpp does.
 TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<end_of_turn>", "<|end_of_text|>")
 BEGINNING = ("llama-bpe", "llama3", "tekken")  # vocabularies with a bos token before every text, unless said otherwise
+# How text is cut, by the file's architecture, where the file does not tell: Ollama's gpt-oss says "default".
+UNTOLD_SPLITS = {"gptoss": "gpt-4o"}
 HARMONY_ENDS = ("<|return|>", "<|call|>")  # beside which `<|end|>` stands between the messages of one answer
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -88,6 +90,7 @@ def end_token_ids(header: Header) -> list[int]:
     """Every token that ends an answer."""
     tokens, types = header.items(f"{PREFIX}tokens", str), header.items(f"{PREFIX}token_type", int)
     named = {header.get(f"{PREFIX}{name}_token_id", -1) for name in ("eos", "eot", "eom")} - {-1}
+    named.update(header.items(f"{PREFIX}eos_token_ids", int))  # Ollama's
     control = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == CONTROL}
     ends = set(TURN_ENDS) | set(HARMONY_ENDS)
     if control.keys() >= set(HARMONY_ENDS):
@@ -103,7 +106,7 @@ def _tokens(header: Header) -> list[str]:
 
 
 def _byte_level(header: Header, tokens: list[str]) -> Tokenizer:
-    name = header.get(f"{PREFIX}pre", "")
+    name = UNTOLD_SPLITS.get(header.get("general.architecture", ""), header.get(f"{PREFIX}pre", ""))
     if name not in SPLITS:
         raise UnsupportedModel(f"{PREFIX}pre {name!r} is not one of {', '.join(SPLITS)}")
     split = SPLITS[name]

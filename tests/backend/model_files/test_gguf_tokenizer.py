@@ -125,6 +125,12 @@ def test_gpt_oss_is_served_in_its_own_format(tmp_path: Path) -> None:
     assert model.codec.encode("<|start|>user", add_special_tokens=True)[0] == ids["<|start|>"]
 
 
+def test_ollamas_gpt_oss_cuts_text_as_the_published_one_though_it_does_not_say_how() -> None:
+    metadata = byte_level_metadata("default", **{"general.architecture": "gptoss"})
+    cut = tokenizer_of(metadata).pre_tokenizer.pre_tokenize_str("I'll pay 12345 XMLHttp")
+    assert ["".join(piece) for piece, _ in cut] == ["I'll", "Ġpay", "Ġ", "123", "45", "ĠXMLHttp"]
+
+
 def test_the_demo_model_reads_the_same_from_a_gguf_file() -> None:
     directory = open_model_files(DEMO_DIR)
     metadata = tokenizer_fields(DEMO_DIR, pre="smollm")
@@ -200,6 +206,11 @@ def test_the_first_token_is_as_the_file_says(fields: dict[str, Any], begins: boo
 def test_the_last_token_is_added_where_the_file_says_so() -> None:
     ids = tokenizer_of(sentence_piece_metadata(**{"tokenizer.ggml.add_eos_token": True})).encode("a").ids
     assert (ids[0], ids[-1]) == (1, 2)
+
+
+def test_a_file_may_name_several_ends() -> None:
+    tokens = {"tokenizer.ggml.tokens": ["a", "b", "c", "d"], "tokenizer.ggml.eos_token_id": 1}
+    assert end_token_ids(Header(tokens | {"tokenizer.ggml.eos_token_ids": [1, 3]}, {})) == [1, 3]
 
 
 def test_an_answer_ends_with_whatever_ends_a_turn() -> None:

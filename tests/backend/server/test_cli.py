@@ -32,6 +32,16 @@ def test_a_directory_is_served_under_its_name(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == (tmp_path, tmp_path.name)
 
 
+def test_a_file_is_served_whatever_it_is_called(tmp_path: Path) -> None:
+    """Ollama's blobs are called by their digests."""
+    path = tmp_path / "sha256-0123abcd"
+    path.touch()
+    assert resolve_model(str(path)) == (path, "sha256-0123abcd")
+    result = run("--model", str(path))
+    assert result.returncode == 1
+    assert "sha256-0123abcd cannot be read" in result.stderr
+
+
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~/nowhere", "nowhere", "a/b/c"])
 def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(model: str) -> None:
     with pytest.raises(StartError, match="neither a directory, nor a hub id"):
