@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from gateway.policy.fields import Count, EnvSecret, Frozen, Name
+from gateway.policy.fields import Count, EnvSecret, Frozen, Name, Names
 from gateway.policy.prices import Prices
 
 SLOTS_MAX = 1024
@@ -36,13 +36,12 @@ class Deployment(Frozen):
     )
     priorities: bool = Field(
         False,
-        description="vllm, sglang: its scheduler knows priorities (`--scheduling-policy priority`, "
-        "`--enable-priority-scheduling`), and is told each call's. The bundled engine always is.",
+        description="vllm, sglang, trtllm: its scheduler knows priorities (`--scheduling-policy priority`, "
+        "`--enable-priority-scheduling`, `waiting_queue_policy: priority`), and is told each call's. The bundled "
+        "engine always is.",
     )
-    stream_options: bool = Field(
-        True,
-        description="It takes `stream_options`, by which a stream is asked for its usage; false: it refuses them, and "
-        "tells the usage unasked, or not at all.",
+    leave_out: Names = Field(
+        (), description="Fields of a body that it refuses: they are not sent to it. As in [stream_options]."
     )
     continuous_usage: bool = Field(
         False, description="It can count in every chunk (`continuous_usage_stats`): a stream that is cut is exact then."

@@ -15,6 +15,7 @@ PROVIDERS = {
     "openai": "gateway.providers.openai:OpenAI",
     "llamacpp": "gateway.providers.llamacpp:LlamaCpp",
     "sglang": "gateway.providers.sglang:SGLang",
+    "trtllm": "gateway.providers.trtllm:TensorRTLLM",
     "vllm": "gateway.providers.vllm:VLLM",
     "warmpath": "gateway.providers.vllm:Warmpath",
 }

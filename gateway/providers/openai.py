@@ -75,7 +75,7 @@ class OpenAI:
         self._served = deployment.model
         self._model = msgspec.Raw(_raw.encode(deployment.model))
         self._names_calls = deployment.kv_events is not None  # its events then say which call's blocks they tell of
-        self._knows_stream_options = deployment.stream_options
+        self._left_out = deployment.leave_out
         self._usage_options = {"include_usage": _TRUE}
         if deployment.continuous_usage:
             self._usage_options["continuous_usage_stats"] = _TRUE
@@ -97,10 +97,10 @@ class OpenAI:
     def fields(self, call: Call) -> dict[str, msgspec.Raw]:
         """The body's top-level fields: the client's, but for the model, and for the usage that we always meter by."""
         fields = {**call.fields, "model": self._model}
-        if not self._knows_stream_options:
-            fields.pop("stream_options", None)
-        elif call.stream:
+        if call.stream:
             fields["stream_options"] = with_options(fields.get("stream_options"), **self._usage_options)
+        for name in self._left_out:
+            fields.pop(name, None)
         return fields
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:

@@ -118,24 +118,24 @@ SERVERS = {
         {"input_uncached": 11, "output": 7, "exact": True},
         taken_out=(b'"choices":[]',),
     ),
-    # counts in every chunk unless told not to, which the policy says
+    # counts in every chunk unless told not to, and refuses what it does not know
     "tensorrt-llm": Ways(
         [
-            said("", first=True, usage=counted(6, 0)),
-            said("Hi", usage=counted(6, 1)),
-            said("", finish="stop", usage=counted(6, 2, prompt_tokens_details={"cached_tokens": 4})),
+            said("", first=True),
+            said("Hi"),
+            said("", finish="stop"),
             usage(**counted(6, 2, prompt_tokens_details={"cached_tokens": 4})),
             DONE,
         ],
         {"input_uncached": 2, "cache_read": 4, "output": 2, "exact": True},
-        deployment={"continuous_usage": True},
-        taken_out=(b'"usage"',),
+        deployment={"provider": "trtllm"},
+        taken_out=(b'"choices":[]',),
     ),
     # refuses stream_options, and tells the usage unasked
     "mistral": Ways(
         [said("", first=True), said("Hi"), said("", finish="stop", usage=counted(9, 2)), DONE],
         {"input_uncached": 9, "output": 2, "exact": True},
-        deployment={"stream_options": False},
+        deployment={"leave_out": ("stream_options", "service_tier")},
     ),
     # comments while it waits; a name of its own for what was cached
     "deepseek": Ways(
@@ -162,7 +162,8 @@ SERVERS = {
 @asynccontextmanager
 async def before(folder: Path, server: ScriptedServer, ways: Ways) -> AsyncIterator[Application]:
     url = f"http://127.0.0.1:{server.port}{ways.path}"
-    served = {"name": "a", "base_url": url, "model": "theirs", **ways.deployment}
+    known = {name: list(value) if isinstance(value, tuple) else value for name, value in ways.deployment.items()}
+    served = {"name": "a", "base_url": url, "model": "theirs", **known}
     policy = policy_of(deployments=[served], models=[{"name": "m", "deployments": ["a"]}], tenants=[tenant()])
     async with running(folder, policy) as app:
         yield app
@@ -180,21 +181,22 @@ async def test_a_stream(tmp_path: Path, name: str, asked: bool) -> None:
 
     async def script(request: Received, writer: asyncio.StreamWriter) -> None:
         fields = json.loads(request.body)
-        if name == "mistral" and "stream_options" in fields:
+        if name == "mistral" and not fields.keys().isdisjoint(ways.deployment["leave_out"]):
             writer.write(json_answer(b'{"object":"error","message":{"detail":[]}}', "422 Unprocessable Entity"))
             return
-        options = {"include_usage": True, **({"continuous_usage_stats": True} if name == "tensorrt-llm" else {})}
+        options = {"include_usage": True, **({"continuous_usage_stats": False} if name == "tensorrt-llm" else {})}
         assert fields.get("stream_options", options) == options
+        assert name != "tensorrt-llm" or "service_tier" not in fields
         writer.write(STREAM_HEAD + b"".join(map(coded, ways.stream)) + STREAM_END)
 
     more = {"stream_options": {"include_usage": True}} if asked else {}
     async with ScriptedServer(script) as server, before(tmp_path, server, ways) as app:
-        client = await app.ask(chat(stream=True, **more))
+        client = await app.ask(chat(stream=True, service_tier="auto", **more))
         assert server.requests[0].head == f"POST {ways.path}/chat/completions HTTP/1.1"
         (receipt,) = receipts(app)
     assert client.status == 200
     assert client.content.endswith(DONE)
-    if asked and name != "tensorrt-llm":
+    if asked:
         assert client.content == b"".join(ways.stream)  # byte for byte
     if not asked:
         assert not any(part in client.content for part in ways.taken_out)

@@ -625,7 +625,7 @@ async def test_health_does_not_wait_for_ever(provider_for: ProviderFor, monkeypa
 
 def test_an_unknown_provider_is_told_the_known_ones(transport: HTTPTransport) -> None:
     deployment = Deployment(name="d", provider="olama", base_url="http://x/v1", model="m")
-    with pytest.raises(UnknownProvider, match=r"'d'.*'olama'.*openai, sglang, vllm, warmpath"):
+    with pytest.raises(UnknownProvider, match=r"'d'.*'olama'.*openai, sglang, trtllm, vllm, warmpath"):
         make_provider(deployment, transport, resolve_nothing)
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 
 from gateway.policy import Deployment, EnvSecret
-from gateway.providers.anthropic.fields import Unsaid, check
+from gateway.providers.anthropic.fields import Fields, Unsaid, check
 from gateway.providers.anthropic.reply import ChatStream, Unreadable, chat_error, ends_stream, error_body, whole_chat
 from gateway.providers.anthropic.request import message_request
 from gateway.providers.base import Fault, ProviderFailure, Reply
@@ -48,7 +48,7 @@ class Anthropic(OpenAI):
         if call.operation is not Operation.CHAT:
             return _refused(_NOT_A_CHAT.format(call.operation.value), None)
         try:
-            check(call.fields)
+            check(self._said(call))
         except Unsaid as problem:
             return _refused(str(problem), problem.param)
         return None
@@ -57,12 +57,17 @@ class Anthropic(OpenAI):
         if call.operation is not Operation.CHAT:
             raise _refused(_NOT_A_CHAT.format(call.operation.value), None)
         try:
-            request = message_request(call.fields, self._served, self._default_max_tokens)
+            request = message_request(self._said(call), self._served, self._default_max_tokens)
         except Unsaid as problem:
             raise _refused(str(problem), problem.param) from None
         if call.stream:
             request["stream"] = True
         return msgspec.json.encode(request)
+
+    def _said(self, call: Call) -> Fields:
+        if self._left_out:
+            return {name: value for name, value in call.fields.items() if name not in self._left_out}
+        return call.fields
 
     def reply(self, call: Call, answer: Answer) -> Reply:
         return MessageStreamReply(answer) if call.stream else MessageReply(answer)
@@ -75,7 +80,7 @@ class Anthropic(OpenAI):
 
     async def prompt_tokens_of(self, call: Call) -> int | None:
         try:
-            request = message_request(call.fields, self._served, self._default_max_tokens)
+            request = message_request(self._said(call), self._served, self._default_max_tokens)
         except Unsaid:
             return None
         body = msgspec.json.encode({name: request[name] for name in _COUNTED if name in request})

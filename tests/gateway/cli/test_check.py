@@ -51,7 +51,7 @@ def test_problems_go_to_stderr_with_their_lines(warmpath: Warmpath, tmp_path: Pa
     bad.write_text(text.replace("provider: warmpath", "provider: vlm     "))
     result = warmpath("check", str(bad))
     assert result.exit_code == 1
-    known = "known: anthropic, llamacpp, openai, sglang, vllm, warmpath"
+    known = "known: anthropic, llamacpp, openai, sglang, trtllm, vllm, warmpath"
     assert f"deployments.0.provider: there is no provider 'vlm'; {known}" in result.stderr
 
 

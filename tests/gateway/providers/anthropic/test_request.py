@@ -296,6 +296,12 @@ def test_what_can_not_be_honoured_is_refused_by_name(fields: dict[str, Any]) -> 
     assert refused(**fields) == name
 
 
+def test_the_policy_may_leave_a_field_out() -> None:
+    lenient, call = provider(leave_out=["seed"]), a_call({"model": "m", "messages": [user()], "seed": 7})
+    assert lenient.refusal_of(call) is None
+    assert "seed" not in read_request(lenient.render(call))
+
+
 def test_what_can_be_seen_at_a_glance_another_server_is_asked_for() -> None:
     refusal = provider().refusal_of(a_call({"model": "m", "messages": [user()], "seed": 7}))
     assert json.loads(refusal.body)["error"]["param"] == "seed"

@@ -1,0 +1,53 @@
+"""What trtllm-serve is told, and what it is kept from."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.policy import Deployment
+from gateway.providers import make_provider
+from gateway.providers.trtllm import share_of
+from gateway.transport import HTTPTransport
+from gateway.types import Operation
+from tests.contract.test_providers import call, resolve_nothing
+
+FORGED = {
+    "cache_salt": "of another tenant", "priority": 1.0, "lora_request": {"lora_path": "/etc"},
+    "disaggregated_params": {"ctx_info_endpoint": "http://x"}, "conversation_params": {},
+    "prompt_token_ids_b64": "AA==", "injected_chat_template_kwargs": ["x"],
+}  # fmt: skip
+ACTED_ON = {"service_tier": "flex", "metadata": {"a": "b"}, "safety_identifier": "u", "prompt_cache_key": "k"}
+
+
+def rendered(fields: dict[str, Any], deployment: dict[str, Any] | None = None, **how: Any) -> dict[str, Any]:
+    named = {"name": "d", "provider": "trtllm", "base_url": "http://x/v1", "model": "m", **(deployment or {})}
+    provider = make_provider(Deployment.model_validate(named), HTTPTransport(), resolve_nothing)
+    body: dict[str, Any] = json.loads(provider.render(call(json.dumps(fields).encode(), **how)))
+    return body
+
+
+@pytest.mark.parametrize(
+    ("operation", "salt"),
+    [(Operation.CHAT, {"cache_salt": "salt-of-the-tenant"}), (Operation.COMPLETION, {}), (Operation.EMBEDDING, {})],
+)
+def test_a_client_reaches_nobody_else_and_nothing_is_refused_that_only_the_gateway_reads(
+    operation: Operation, salt: dict[str, str]
+) -> None:
+    assert rendered({**FORGED, **ACTED_ON, "user": "u"}, operation=operation) == {"model": "m", "user": "u", **salt}
+
+
+def test_counts_in_every_chunk_are_its_habit() -> None:
+    assert rendered({}, stream=True)["stream_options"] == {"include_usage": True, "continuous_usage_stats": False}
+    asked = rendered({}, {"continuous_usage": True}, stream=True)["stream_options"]
+    assert asked == {"include_usage": True, "continuous_usage_stats": True}
+
+
+def test_the_lowest_priority_is_the_highest_share() -> None:
+    shares = [share_of(priority) for priority in (-1000, -1, 0, 1, 10, 1000)]
+    assert shares == sorted(shares, reverse=True)
+    assert all(0 < share < 1 for share in shares)
+    assert share_of(0) == 0.5
+    assert rendered(FORGED, {"priorities": True})["priority"] == share_of(10)
