@@ -150,6 +150,7 @@ class Canonicaliser:
             patience_seconds=patience,
             trace=trace,
             session=session,
+            hints=asked.hints,
         )
 
     def _get_to_know(self, policy: Policy, principal: Principal, asked: str) -> _Known:
@@ -185,7 +186,7 @@ def in_form(asked: Asked, form: Form) -> Asked:
     """What a body says in its canonical form, of which only what is now otherwise has to be read."""
     if form.reworded is None:
         assert asked.reread is not None  # there are messages
-        return asked.reread(form.fields, join(form.fields))
+        return msgspec.structs.replace(asked.reread(form.fields, join(form.fields)), hints=asked.hints)
     if not form.reworded and "tools" not in form.fields:
         return msgspec.structs.replace(asked, fields=form.fields)
     tools = [bytes(tool) for tool in _list.decode(form.fields.get("tools", b"null")) or ()]

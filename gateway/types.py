@@ -83,6 +83,7 @@ class Call(msgspec.Struct, frozen=True):
     patience_seconds: float = math.inf  # of the client, for the next bytes of its answer
     continuous_usage: bool = False  # the client asked for counts in every chunk, too
     session: str | None = None  # the conversation's name, as its client gave it; salted per tenant
+    hints: frozenset[str] = frozenset()  # fields that only advise: a server that can not heed them may go without
     slot: int | None = None  # at a server that has some: set for it by the router
 
     @property

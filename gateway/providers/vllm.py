@@ -29,6 +29,8 @@ class _Tokenized(msgspec.Struct):
     count: int
 
 
+_options = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
+_encode = msgspec.json.encode
 _tokenized = msgspec.json.Decoder(_Tokenized).decode
 
 
@@ -123,6 +125,15 @@ class Warmpath(VLLM):
     ) -> None:
         super().__init__(deployment, transport, resolve_secret)
         self._knows_priorities = True
+
+    def fields(self, call: Call) -> dict[str, msgspec.Raw]:
+        """An effort that is only advised goes to the chat template, which need not read it; the engine refuses the
+        field where it does not."""
+        fields = super().fields(call)
+        if "reasoning_effort" in call.hints and (effort := fields.pop("reasoning_effort", None)) is not None:
+            options = _options(fields.get("chat_template_kwargs", b"null")) or {}
+            fields["chat_template_kwargs"] = msgspec.Raw(_encode({"reasoning_effort": effort, **options}))
+        return fields
 
     async def usage_of(self, call_id: str) -> bytes | None:
         path = b"%b/requests/%b" % (self.root_path, call_id.encode())

@@ -74,6 +74,14 @@ def test_the_streaming_helper_says_what_the_whole_message_says(local_gateway: Ga
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
+def test_an_effort_is_no_reason_to_be_refused(local_gateway: Gateway) -> None:
+    """Coding agents send one to every model; a chat's client that sends one to a model without any is told."""
+    with client_of(local_gateway) as client:
+        options: Any = {"output_config": {"effort": "high"}, "thinking": {"type": "adaptive"}}
+        assert text_of(client.messages.create(model=DEMO, max_tokens=8, messages=[HELLO], **options))
+    assert local_gateway.post("chat/completions", chat(reasoning_effort="high")).status_code == 400
+
+
 def test_a_stop_sequence_is_named(local_gateway: Gateway) -> None:
     asked: Any = {"model": DEMO, "max_tokens": 24, "messages": [HELLO], "extra_body": {"temperature": 0}}
     with client_of(local_gateway) as client:

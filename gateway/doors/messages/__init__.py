@@ -21,6 +21,7 @@ from gateway.types import Operation
 _messages = msgspec.json.Decoder(MessagesBody)
 _prompt = msgspec.json.Decoder(PromptBody)
 _encode = msgspec.json.encode
+HINTS = frozenset({"reasoning_effort"})  # clients of this wire send an effort to every model
 
 
 class _Translator:
@@ -51,7 +52,7 @@ class MessagesTranslator(_Translator):
         asked = decode(_messages, body)
         self._wording = msgspec.structs.replace(self._wording, shows_thinking=shows_thinking(asked.thinking))
         chat = chat_fields(asked, fields)
-        return read_chat(chat, _encode(chat))
+        return msgspec.structs.replace(read_chat(chat, _encode(chat)), hints=HINTS)
 
     def answer(self, body: bytes) -> bytes:
         return message_of(body, self._wording)

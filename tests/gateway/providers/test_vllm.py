@@ -48,6 +48,18 @@ def test_a_client_reaches_nobody_else_on_sglang() -> None:
     assert msgspec.json.decode(made.render(call(forged))) == {"model": "m", "cache_salt": "salt-of-the-tenant"}
 
 
+def test_an_effort_that_is_only_advised_is_no_reason_for_the_engine_to_refuse() -> None:
+    made = make_provider(
+        Deployment(name="d", provider="warmpath", base_url="http://x/v1", model="m"), HTTPTransport(), resolve_nothing
+    )
+    asked = call(b'{"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": true}}')
+    advised = msgspec.structs.replace(asked, hints=frozenset({"reasoning_effort"}))
+    assert msgspec.json.decode(made.render(asked))["reasoning_effort"] == "low"
+    told = msgspec.json.decode(made.render(advised))
+    assert "reasoning_effort" not in told
+    assert told["chat_template_kwargs"] == {"reasoning_effort": "low", "enable_thinking": True}
+
+
 def test_embeddings_have_neither() -> None:
     for provider in ("vllm", "warmpath"):
         assert rendered(provider, operation=Operation.EMBEDDING) == {"model": "m"}
