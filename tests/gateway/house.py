@@ -402,3 +402,11 @@ async def settle() -> None:
 
 def cut(message: str = "cut") -> ProviderFailure:
     return ProviderFailure(Fault.CUT, message)
+
+
+def last_event(client: Client) -> Any:
+    return json.loads(client.content.removesuffix(b"\n\n").rpartition(b"data: ")[2])
+
+
+def outcomes(rig: Rig) -> list[str]:
+    return [receipt["outcome"] for receipt in rig.receipts()]
