@@ -12,6 +12,9 @@ billed, by what can be learnt:
 
 What it cost is charged as soon as the receipt is durable: to what the killed gateway had reserved, where the storage
 knows of that, else to the budgets of the period in which the call began.
+
+And the newest calls that have their receipts are settled once more: a gateway settles behind the receipt, and may have
+been killed in between. What is settled already stays as it is.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ from gateway.ids import new_event_id
 from gateway.ledger import Ledger, Opened, Unbilled
 from gateway.limits.limiter import Limiter
 from gateway.metering import Meter
-from gateway.money import nanos_of
+from gateway.money import atoms_of, nanos_of
 from gateway.policy import LatencyClass, Model, Policy, Tenant
 from gateway.policy_file import PolicyHolder
 from gateway.times import nanoseconds_of, rfc3339
-from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Trace, Usage
+from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Receipt, Trace, Usage
 
 ASK_SECONDS = 20.0  # for how long servers are asked that do not answer, or do not know yet
 ASK_AGAIN_SECONDS = 1.0
@@ -67,10 +70,12 @@ class Recovery:
         self._fleet = fleet
         self._policies = policies
         self._due: deque[Sequence[Opened]] = deque()  # by call
+        self._closed: deque[tuple[Opened, Receipt]] = deque()
         self._some = asyncio.Event()
 
     def take_over(self) -> None:
         """What the life before has left open. Right after the ledger was opened."""
+        self._closed.extend(self._ledger.closed_lately())
         self._due.extend(self._ledger.unfinished())
         if self._due:
             log.warning("%d calls were open when the gateway ended: they get their receipts now", len(self._due))
@@ -90,6 +95,7 @@ class Recovery:
 
     async def catch_up(self) -> None:
         """Close all that is due."""
+        await asyncio.gather(*[self._settle_some() for _ in range(min(ASKED_AT_ONCE, len(self._closed)))])
         await asyncio.gather(*[self._close_some() for _ in range(min(ASKED_AT_ONCE, len(self._due)))])
 
     async def _close_some(self) -> None:
@@ -102,6 +108,24 @@ class Recovery:
                 for each in attempts:
                     if each in self._ledger.open_attempts(each.call_id):
                         await self._close_in_vain(each)
+
+    async def _settle_some(self) -> None:
+        while self._closed:
+            opened, receipt = self._closed.popleft()
+            cost_nanos = nanos_of(atoms_of(receipt.cost or "0"))
+            try:
+                call = await self._with_its_owner(call_of(opened, self._policies.current))
+                await self._limiter.settle_left(call, usage_in(receipt), cost_nanos)
+            except StorageUnavailable as error:
+                log.warning("%d calls may not be charged to budgets: %s", len(self._closed) + 1, error.message)
+                self._closed.clear()
+
+    async def _with_its_owner(self, call: Call) -> Call:
+        """The call with the limits of its key."""
+        owner = await self._authenticator.principal_of(call.principal.key_id, call.policy)
+        if owner is None or owner.tenant.name != call.principal.tenant.name:
+            return call
+        return msgspec.structs.replace(call, principal=owner)
 
     async def _close(self, attempts: Sequence[Opened]) -> None:
         last = attempts[-1]
@@ -125,9 +149,7 @@ class Recovery:
     async def _charge(self, call: Call, usage: Usage, cost_nanos: int, admitted: float) -> None:
         try:
             await self._ledger.durable()
-            owner = await self._authenticator.principal_of(call.principal.key_id, call.policy)
-            if owner is not None and owner.tenant.name == call.principal.tenant.name:  # with the key's own limits
-                call = msgspec.structs.replace(call, principal=owner)
+            call = await self._with_its_owner(call)
             await self._limiter.charge_lost(call, usage, cost_nanos, admitted=admitted)
         except StorageUnavailable as error:
             log.warning("no budget was charged for the call %s: %s", call.id, error.message)
@@ -175,6 +197,13 @@ class Recovery:
             if server.provider.keeps_records and await server.provider.healthy():
                 return Usage(), server
         return Usage(input_uncached=call.prompt_tokens_estimate), asked[0][0] if asked else None
+
+
+def usage_in(receipt: Receipt) -> Usage:
+    return Usage(
+        receipt.input_uncached, receipt.cache_read, receipt.cache_write, receipt.output, receipt.reasoning,
+        receipt.exact, receipt.audio_input, receipt.audio_output, receipt.cache_write_1h,
+    )  # fmt: skip
 
 
 def call_of(opened: Opened, policy: Policy) -> Call:

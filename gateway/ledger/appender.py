@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from gateway.types import Receipt
 SEGMENT_BYTES = 32 * 1024 * 1024  # about 20,000 calls; the last segment is read whole when the chain is opened
 SEGMENT_SECONDS = 86_400.0  # the first row after so long begins the next segment
 CLOSING_BYTES = 4096  # room for what ends one call: a receipt has some 1000 bytes, and 200 more for each attempt
+CLOSED_LATELY = 1000  # of the newest receipts: so many may a killed gateway not have told the limits of
 AHEAD_BYTES = 4 * 1024 * 1024  # of room taken at once: a system call now and then, not for each row
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class Appender:
         self.segment_number = 0
         self.size = 0  # of the segment
         self.full_segments: list[int] = []  # still to be fsynced and closed
+        self.closed_lately: list[tuple[Opened, Receipt]] = []  # before it was opened, in its last segment
         self._segment_bytes = self._segment_end = segment_bytes  # the end is here where its age says so
         self._began = math.inf  # when the segment did
         self._room_end: float = 0  # how far into the segment room is taken
@@ -201,16 +204,18 @@ class Appender:
         if head is None:  # it had just begun a new segment
             last, head = next(((f, head) for f in reversed(files[:-1]) if (head := _good_end(f)[1])), (last, GENESIS))
         self._head = head
-        self._began, self._open = _still_open(last)
+        self._began, self._open, self.closed_lately = _left_behind(last)
         sync([], self.segment, self.folder)
         sync_folder(self.folder)
 
 
-def _still_open(segment: Path) -> tuple[float, dict[str, list[Opened]]]:
-    """(when the segment's first row was made, what was opened in it or carried into it and has no receipt)."""
+def _left_behind(segment: Path) -> tuple[float, dict[str, list[Opened]], list[tuple[Opened, Receipt]]]:
+    """(when the segment's first row was made, what was opened in it or carried into it and has no receipt, and the
+    newest of those that have one)."""
     began, still_open = math.inf, dict[str, list[Opened]]()
+    closed = deque[tuple[Opened, Receipt]](maxlen=CLOSED_LATELY)
     if not segment.exists():
-        return began, still_open
+        return began, still_open, []
     with segment.open("rb") as lines:
         for line in lines:
             try:
@@ -226,9 +231,11 @@ def _still_open(segment: Path) -> tuple[float, dict[str, list[Opened]]]:
                     before = still_open.pop(head.call_id)
                     left = left_open(before, by=head.kind, attempt=head.attempt, deployment=head.deployment)
                     still_open.update({head.call_id: left} if left else {})
+                    if isinstance(row := decode(line), Receipt):
+                        closed.append((before[-1], row))
             except (msgspec.MsgspecError, ValueError) as error:
                 log.error("%s: a row that can not be read (`warmpath usage verify` names it): %s", segment, error)
-    return began, still_open
+    return began, still_open, list(closed)
 
 
 def _good_end(file: Path) -> tuple[int, str | None]:

@@ -105,6 +105,10 @@ class Ledger:
         """By call, what was opened and has no receipt: right after `open`, what a killed gateway has left behind."""
         return self._chain.unfinished()
 
+    def closed_lately(self) -> list[tuple[Opened, Receipt]]:
+        """The newest calls that have their receipts, right after `open`: a killed gateway may have come no further."""
+        return self._chain.closed_lately
+
     def check(self) -> None:
         """Raise `LedgerUnavailable` where `ok` is False."""
         if self._fault is not None:

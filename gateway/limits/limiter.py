@@ -190,15 +190,24 @@ class Limiter:
         """
         plan, now = self._plan_of(call), self._clock()
         name = plan.names_begin + call.id
-        try:
-            if await self._counters.settle(name, [limit.actual(usage, cost_nanos) for limit in plan.limits], now=now):
-                return
-        except ValueError:  # it was made under other limits, and ends with its lease
+        settled = await self.settle_left(call, usage, cost_nanos)
+        if settled is None:
             name += "+lost"
-        if plan.budgets:
+        if plan.budgets and not settled:
             charges = [budget.of_amount(cost_nanos, admitted) for budget in plan.budgets]
             await self._counters.adopt(name, charges, lease_seconds=LEASE_SECONDS, now=now)
             await self._counters.settle(name, [cost_nanos] * len(charges), now=now)
+
+    async def settle_left(self, call: Call, usage: Usage, cost_nanos: int) -> bool | None:
+        """Settle what a killed gateway has left reserved for a call. False: the store knows of nothing to settle; None:
+        it was made under other limits, and ends with its lease. Raises `StorageUnavailable`.
+        """
+        plan = self._plan_of(call)
+        actual = [limit.actual(usage, cost_nanos) for limit in plan.limits]
+        try:
+            return bool(actual) and await self._counters.settle(plan.names_begin + call.id, actual, now=self._clock())
+        except ValueError:
+            return None
 
     async def _reserve(self, name: str, charges: Sequence[Charge], now: float) -> Granted | Refused:
         """What is granted is kept alive from here on."""

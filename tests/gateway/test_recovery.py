@@ -17,6 +17,7 @@ from gateway.ledger import Opened, verify
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.recovery import Recovery, call_of
+from gateway.types import Usage
 from tests.gateway.house import Rig, a_rig, counted, in_time, policy_of, tenant
 from tests.gateway.ledger.receipts import a_receipt
 
@@ -86,6 +87,25 @@ async def test_budgets_are_charged(tmp_path: Path, known: bool) -> None:
         if known or month == f"{datetime.now(UTC):%Y-%m}":
             with pytest.raises(BudgetSpent):
                 await rig.house.limiter.admit(refused)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+async def test_a_call_whose_gateway_was_killed_between_receipt_and_settlement_is_charged_once(
+    tmp_path: Path, settled: bool
+) -> None:
+    killed = Rig(tmp_path, policy_of())
+    async with killed.ledger:
+        killed.ledger.open_call(opened())
+        killed.ledger.append(a_receipt(call_id="req_1", cost="0.000024", input_uncached=10, output=7))
+    async with a_rig(tmp_path, tenants=[tenant(tokens="1000/1d", budget={"amount": "1", "per": "month"})]) as rig:
+        call = msgspec.structs.replace(call_of(opened(), rig.house.policies.current), max_output_tokens=8)
+        reservation = await Limiter(rig.storage, LIMITS).admit(call)  # of the gateway that was killed
+        if settled:
+            await reservation.settle(Usage(10, output=7), 24_000)
+        await recover(rig)
+        await recover(rig)
+        assert list(spent_nanos(rig).values()) == [24_000]
+        assert await rig.storage.settle("t/req_1", [0, 0], now=time.time()) is False, "nothing is left reserved"
 
 
 async def test_a_budget_is_charged_even_where_the_limits_are_others_now(tmp_path: Path) -> None:
