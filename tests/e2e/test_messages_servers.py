@@ -381,3 +381,27 @@ def test_anthropics_own_client_reaches_it_too(tmp_path: Path) -> None:
         claude.counted[0]["input_tokens"], claude.counted[0]["cache_creation_input_tokens"],
     )  # fmt: skip
     assert upstreams.requests["claude"][0].body["thinking"] == {"type": "disabled"}
+
+
+def test_thinking_that_is_signed_comes_through_both_borders(tmp_path: Path) -> None:
+    """Anthropic's client, tools and thinking, and a server that refuses to go on without its signature."""
+    claude = Claude()
+    weather: Any = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
+    asked: Any = {"model": "m", "max_tokens": 500, "tools": [weather], "thinking": {"type": "adaptive"}}
+    with in_front_of(tmp_path, claude=claude) as (front, _, _):
+        options: Any = {"base_url": front.url, "api_key": key("dev"), "max_retries": 0, "timeout": PATIENCE_SECONDS}
+        with anthropic.Anthropic(**options) as client:
+            for streamed in (True, False):
+                if streamed:
+                    with client.messages.stream(**asked, messages=[QUESTION]) as stream:
+                        first = stream.get_final_message()
+                else:
+                    first = client.messages.create(**asked, messages=[QUESTION])
+                assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+                call = first.content[-1]
+                assert call.type == "tool_use"
+                said: Any = [{"type": "text", "text": "sunny"}]
+                result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": said}
+                turns = [QUESTION, first.to_param(), {"role": "user", "content": [result]}]
+                second = client.messages.create(**asked, messages=turns)
+                assert [block.text for block in second.content if block.type == "text"] == ["It is sunny."]

@@ -75,6 +75,10 @@ def test_ends_stream(frames: bytes, ends: bool) -> None:
         (b'data: {"error": null}\n\n', None),
         (b'data: {"content": "data: {\\"error\\": 1}"}\n\n', None),
         (b"data: 1\n\n", None),
+        (b'data: {"choices": [{"finish_reason": "error"}], "error": {"message": "m"}}\n\n', (0, "m")),
+        (b'event: error\ndata: {"a": 1, "error": "m"}\n\n', (13, "m")),
+        (b'data: {"choices": [{"filter": {"error": {"message": "m"}}}]}\n\n', None),
+        (b'data: {"choices": [{"delta": {"content": "\\"error\\": 1"}}], "error": null}\n\n', None),
     ],
 )
 def test_error_in(frames: bytes, error: tuple[int, str] | None) -> None:
@@ -93,6 +97,7 @@ def test_error_in(frames: bytes, error: tuple[int, str] | None) -> None:
         (b"data: {} x\n\n", False),
         (b'data: {"a":\r1}\n\n', False),
         (b'data: {"error": null}\n\n', False),
+        (b'data: {"choices": [], "error": {"message": "m"}}\n\n', False),
         (b"data: [DONE]\n\n", False),
         (b": here\n\n", False),
         (b"", False),
