@@ -70,20 +70,20 @@ class Body(msgspec.Struct, kw_only=True):
     truncation: Literal["disabled"] | None = None
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class Text(msgspec.Struct):
+class Text(msgspec.Struct, forbid_unknown_fields=True):
     format: msgspec.Raw = ABSENT
     verbosity: str | None = None
 
 
-class PlainFormat(msgspec.Struct):
+class PlainFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: str = "text"
 
 
-class SchemaFormat(msgspec.Struct):
+class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     schema: msgspec.Raw
     type: str = "json_schema"
@@ -91,7 +91,7 @@ class SchemaFormat(msgspec.Struct):
     strict: bool | None = None
 
 
-class Reasoning(msgspec.Struct):
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
     summary: str | None = None
     generate_summary: Literal["auto"] | None = None  # the older name

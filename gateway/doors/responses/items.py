@@ -23,7 +23,7 @@ Json = dict[str, Any]
 Content = str | list[msgspec.Raw]
 
 
-class MessageItem(msgspec.Struct):
+class MessageItem(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
     type: str | None = None
@@ -32,7 +32,7 @@ class MessageItem(msgspec.Struct):
     phase: Any = None
 
 
-class FunctionCallItem(msgspec.Struct):
+class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     call_id: str
     name: str
@@ -43,7 +43,7 @@ class FunctionCallItem(msgspec.Struct):
     parsed_arguments: Any = None  # by OpenAI's SDK, from `arguments`
 
 
-class FunctionOutputItem(msgspec.Struct):
+class FunctionOutputItem(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     call_id: str
     output: Content
@@ -53,7 +53,7 @@ class FunctionOutputItem(msgspec.Struct):
     status: Any = None
 
 
-class ReasoningItem(msgspec.Struct):
+class ReasoningItem(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     summary: list[msgspec.Raw] | None = None
     content: list[msgspec.Raw] | None = None
@@ -62,7 +62,7 @@ class ReasoningItem(msgspec.Struct):
     status: Any = None
 
 
-class TextPart(msgspec.Struct):
+class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     """`input_text`, `reasoning_text` and `summary_text`, and of an answer that comes back `output_text`."""
 
     type: str
@@ -73,19 +73,19 @@ class TextPart(msgspec.Struct):
     parsed: Any = None  # by OpenAI's SDK, from `text`
 
 
-class RefusalPart(msgspec.Struct):
+class RefusalPart(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     refusal: str
 
 
-class ImagePart(msgspec.Struct):
+class ImagePart(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     image_url: str | None = None
     detail: str | None = None
     prompt_cache_breakpoint: Any = None
 
 
-class FilePart(msgspec.Struct):
+class FilePart(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     file_data: str | None = None
     filename: str | None = None
@@ -182,7 +182,7 @@ _ITEMS: Mapping[str, Callable[[_Chat, msgspec.Raw, str], None]] = {
     "function_call_output": _Chat.add_output,
 }
 _REFUSED = {
-    "item_reference": "nothing is kept here that an item could refer to; send the item itself",
+    "item_reference": "nothing is kept here to be referred to; send the item itself, as clients do with `store: false`",
     "custom_tool_call": "custom tools are not offered here; offer the tool as a function",
     "custom_tool_call_output": "custom tools are not offered here; offer the tool as a function",
 }

@@ -16,16 +16,34 @@ ABSENT = msgspec.Raw(b"null")  # the default of what is read later: null is as g
 Known = TypeVar("Known", bound=msgspec.Struct)
 
 
+class _Typed(msgspec.Struct):
+    type: str | None = None
+
+
+_typed = msgspec.json.Decoder(_Typed)
+
+
 def is_given(value: msgspec.Raw) -> bool:
     return bytes(value) != b"null"
 
 
 def read(kind: type[Known], value: msgspec.Raw, path: str) -> Known:
-    """Raises `BadRequest`."""
-    check_names(kind, fields_of(value, path), path)
+    """Of a type that forbids unknown fields. Raises `BadRequest`."""
     decoder: msgspec.json.Decoder[Known] = _decoder(kind)
     try:
-        return decode(decoder, bytes(value))
+        return decoder.decode(value)
+    except (msgspec.MsgspecError, RecursionError):
+        return _read_closely(kind, value, path)
+
+
+def _read_closely(kind: type[Known], value: msgspec.Raw, path: str) -> Known:
+    """What is wrong with it; or nothing, where the fields that are not known are null."""
+    decoder: msgspec.json.Decoder[Known] = _decoder(kind)
+    fields = fields_of(value, path)
+    check_names(kind, fields, path)
+    known = {name: given for name, given in fields.items() if name in kind.__struct_encode_fields__}
+    try:
+        return decode(decoder, msgspec.json.encode(known))
     except BadRequest as error:
         raise _at(path, error) from None
 
@@ -56,14 +74,13 @@ def _at(path: str, error: BadRequest) -> BadRequest:
 
 def type_of(value: msgspec.Raw, path: str, default: str | None = None) -> str:
     """The `type` of an object, by which it is read. Raises `BadRequest`."""
-    given = fields_of(value, path).get("type", ABSENT)
-    if not is_given(given):
-        if default is None:
-            raise unsupported(f"{path}.type", "it is missing")
-        return default
-    kind: Any = msgspec.json.decode(given)
-    if not isinstance(kind, str):
-        raise unsupported(f"{path}.type", "it must be a text")
+    try:
+        kind = _typed.decode(value).type or default
+    except (msgspec.MsgspecError, RecursionError):
+        fields_of(value, path)
+        raise unsupported(f"{path}.type", "it must be a text") from None
+    if kind is None:
+        raise unsupported(f"{path}.type", "it is missing")
     return kind
 
 

@@ -12,7 +12,7 @@ from gateway.doors.responses.reading import ABSENT, read, type_of, unsupported
 Json = dict[str, Any]
 
 
-class FunctionTool(msgspec.Struct):
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     type: str = "function"
     description: str | None = None
@@ -21,7 +21,7 @@ class FunctionTool(msgspec.Struct):
     defer_loading: Literal[False] | None = None
 
 
-class Namespace(msgspec.Struct):
+class Namespace(msgspec.Struct, forbid_unknown_fields=True):
     """Functions under one name, of which a chat knows nothing: there each has both names."""
 
     name: str
@@ -30,12 +30,12 @@ class Namespace(msgspec.Struct):
     type: str = "namespace"
 
 
-class NamedTool(msgspec.Struct):
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     type: str = "function"
 
 
-class AllowedTools(msgspec.Struct):
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
     tools: list[msgspec.Raw]
     type: str = "allowed_tools"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gateway.doors.base import read_fields
-from gateway.doors.responses.body import own_name
+from gateway.doors.responses.body import Body, own_name
 from gateway.errors import BadRequest
 from tests.gateway.doors.responses.translated import TOOL, chat_of, read, whole_answer
 
@@ -166,3 +169,42 @@ def test_what_can_not_be_done_is_refused_by_its_name(fields: dict[str, Any], par
 )
 def test_what_a_server_has_refused_has_the_name_that_the_client_gave_it(theirs: str, own: str) -> None:
     assert own_name(theirs) == own
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+kinds = st.sampled_from(
+    ["message", "reasoning", "function_call", "function_call_output", "item_reference", "input_text", "output_text",
+     "refusal", "input_image", "input_file", "function", "namespace", "allowed_tools", "json_schema", "text"]
+)  # fmt: skip
+inner_names = st.sampled_from(
+    ["role", "content", "call_id", "name", "arguments", "output", "summary", "encrypted_content", "text", "refusal",
+     "image_url", "file_data", "tools", "mode", "schema", "strict", "format", "verbosity", "effort", "namespace"]
+)  # fmt: skip
+objects = st.recursive(
+    st.dictionaries(inner_names, values, max_size=4),
+    lambda inner: st.fixed_dictionaries(
+        {"type": kinds | values},
+        optional={"content": st.lists(inner, max_size=2), "tools": st.lists(inner, max_size=2), "role": st.just("user"),
+                  "name": st.just("look"), "call_id": st.just("c"), "arguments": st.just("{}"), "format": inner},
+    ),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(objects | values, max_size=3) | values,
+    st.dictionaries(
+        st.sampled_from(Body.__struct_fields__), objects | st.lists(objects, max_size=2) | values, max_size=4
+    ),
+)
+def test_any_json_is_read_or_refused_by_a_name(items: Any, fields: dict[str, Any]) -> None:
+    try:
+        chat_of(**{"input": items, **fields})
+    except BadRequest as refusal:
+        assert refusal.status == 400 and refusal.param
+        msgspec.json.encode(refusal.body())

@@ -97,6 +97,11 @@ def test_why_it_ended(finish_reason: str | None, status: str, reason: str | None
     assert (response["completed_at"] is None) == (status == "incomplete")
 
 
+def test_only_the_last_call_was_cut() -> None:
+    output = answered({"tool_calls": [CALL, {**CALL, "id": "c2"}]}, "length")["output"]
+    assert [item["status"] for item in output] == ["completed", "incomplete"]
+
+
 def test_what_was_asked_for_is_said_back() -> None:
     response = answered({"content": "x"}, **ASKED)
     for name, value in ASKED.items():
