@@ -69,7 +69,11 @@ class Match(Frozen):
     """Conditions on a call; all that are given must hold. One name may stand without its list."""
 
     model: Names | None = Field(None, description="The model asked for is one of these.")
-    endpoint: Endpoints | None = Field(None, description="It was posted to one of these, behind /v1/.")
+    endpoint: Endpoints | None = Field(
+        None,
+        description="It was posted to one of these, behind /v1/. Responses and Messages are chat/completions, as servers "
+        "are asked for.",
+    )
     tenant: Names | None = Field(None, description="The tenant is one of these.")
     key: Names | None = Field(None, description="The key id is one of these.")
     service_tier: Names | None = Field(None, description="The body's service_tier is one of these.")
