@@ -71,8 +71,8 @@ class Match(Frozen):
     model: Names | None = Field(None, description="The model asked for is one of these.")
     endpoint: Endpoints | None = Field(
         None,
-        description="It was posted to one of these, behind /v1/. Responses and Messages are chat/completions, as servers "
-        "are asked for.",
+        description="It was posted to one of these, behind /v1/. Responses and Messages are chat/completions, which is "
+        "what servers are asked for.",
     )
     tenant: Names | None = Field(None, description="The tenant is one of these.")
     key: Names | None = Field(None, description="The key id is one of these.")
