@@ -179,6 +179,35 @@ def test_a_full_queue_is_an_overload(local_gateway: Gateway) -> None:
     assert refused.value.response.headers["x-should-retry"] == "true"
 
 
+def test_in_front_of_a_server_of_its_own_wire(
+    tmp_path: Path, local_gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages become a chat, and messages again, for another gateway; what comes back has lost nothing."""
+    monkeypatch.setenv("KEY_OF_THE_OTHER", key("dev"))
+    url = f"{local_gateway.url}/v1"
+    there = {"provider": "anthropic", "api_key": {"env": "KEY_OF_THE_OTHER"}}
+    policy = simple_policy(
+        url,
+        deployments=[{"name": "other", "base_url": url, "model": DEMO, "max_concurrency": 4, **there}],
+        models=[{"name": "m", "deployments": ["other"]}],
+    )
+    asked: Any = {"max_tokens": 24, "messages": [HELLO], "system": "Be brief.", "extra_body": {"temperature": 0}}
+    with (
+        gateway(tmp_path, policy) as front,
+        client_of(front) as client,
+        client_of(local_gateway) as direct,
+    ):
+        whole, as_it_is = client.messages.create(model="m", **asked), direct.messages.create(model=DEMO, **asked)
+        with client.messages.stream(model="m", **asked) as stream:
+            folded = stream.get_final_message()
+        assert text_of(whole) == text_of(folded) == text_of(as_it_is)
+        assert whole.stop_reason == folded.stop_reason == as_it_is.stop_reason
+        assert folded.usage.output_tokens == as_it_is.usage.output_tokens
+        counts = {name: value for name, value in asked.items() if name in ("messages", "system")}
+        counted = client.messages.count_tokens(model="m", **counts).input_tokens
+        assert counted == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+
+
 async def the_weather(request: Request) -> None:
     """A server of chat that calls the tool, and answers by what it said."""
     last = request.body["messages"][-1]
