@@ -1,4 +1,4 @@
-"""The ASGI border by itself; how requests end on it is in `test_serve`."""
+"""The ASGI border by itself; how requests end on it is in `test_serve` and `test_settlement`."""
 
 from __future__ import annotations
 
