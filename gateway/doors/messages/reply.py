@@ -38,7 +38,7 @@ class _Function(msgspec.Struct):
 
 
 class _Call(msgspec.Struct):
-    index: int = 0
+    index: int | None = None
     id: str | None = None
     function: _Function | None = None
 
@@ -74,8 +74,8 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    model: str = ""
-    choices: list[_Choice] = []
+    model: str | None = None
+    choices: list[_Choice] | None = None
     usage: Counts | None = None
 
 
@@ -124,13 +124,12 @@ class _End:
 def message_of(body: bytes, wording: Wording) -> bytes:
     """A whole answer. Raises `UpstreamCut` for what can not be read."""
     answer, end = _read(body), _End()
-    blocks: list[dict[str, Any]] = []
-    for choice in answer.choices[:1]:
-        said = choice.message or _Said()
-        end.learn(choice, said)
-        blocks += _thoughts(said, wording)
-        blocks += [{"type": "text", "text": text} for text in (said.content, said.refusal) if text]
-        blocks += [_tool_use(i, call, wording) for i, call in enumerate(said.tool_calls or ())]
+    if not answer.choices or (said := answer.choices[0].message) is None:
+        raise UpstreamCut("the server's answer has no message in it")
+    end.learn(answer.choices[0], said)
+    blocks = _thoughts(said, wording)
+    blocks += [{"type": "text", "text": text} for text in (said.content, said.refusal) if text]
+    blocks += [_tool_use(i, call, wording) for i, call in enumerate(said.tool_calls or ())]
     message = _message(wording, answer.model, blocks) | end.told() | {"usage": _usage(_counted(answer.usage))}
     return _encode(message)
 
@@ -164,13 +163,13 @@ class Events:
             self._counts = answer.usage
         if not self._begun:
             yield self._beginning(answer.model)
-        for choice in answer.choices:
+        for choice in answer.choices or ():
             if choice.index == 0:
                 said = choice.delta or _Said()
                 self._end.learn(choice, said)
                 yield from self._said(said)
 
-    def _beginning(self, model: str) -> bytes:
+    def _beginning(self, model: str | None) -> bytes:
         self._begun = True
         message = _message(self._wording, model, []) | {"stop_reason": None, "stop_sequence": None}
         return _event("message_start", message={**message, "usage": _usage(_counted(self._counts))})
@@ -197,11 +196,12 @@ class Events:
         yield self._delta({"type": delta, kind: text})
 
     def _called(self, call: _Call) -> Iterator[bytes]:
-        known = self._calls.get(call.index)
+        index = call.index or 0
+        known = self._calls.get(index)
         arguments = (call.function and call.function.arguments) or ""
         if known is None or (call.id and call.id != known):  # some servers give every call the same index
             block = _tool_use_block(len(self._calls), call, self._wording)
-            self._calls[call.index] = block["id"]
+            self._calls[index] = block["id"]
             yield from self._open(f"tool_use {block['id']}", block)
         elif self._kind != f"tool_use {known}" and arguments:
             raise UpstreamCut("the server went back to a tool call behind the next one")
@@ -225,7 +225,7 @@ class Events:
     def _ending(self) -> Iterator[bytes]:
         told = self._end.told()
         if not self._begun:
-            yield self._beginning("")
+            yield self._beginning(None)
         yield from self._close()
         yield _event("message_delta", delta=told, usage=_usage(_counted(self._counts)))
         yield _event("message_stop")
@@ -242,8 +242,8 @@ def _event(kind: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))
 
 
-def _message(wording: Wording, model: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": wording.message_id, "type": "message", "role": "assistant", "model": model, "content": blocks}
+def _message(wording: Wording, model: str | None, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": wording.message_id, "type": "message", "role": "assistant", "model": model or "", "content": blocks}
 
 
 def _tool_use_block(number: int, call: _Call, wording: Wording) -> dict[str, Any]:

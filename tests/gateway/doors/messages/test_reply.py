@@ -221,6 +221,9 @@ def test_without_its_end_a_stream_looks_like_no_end() -> None:
 
 
 def test_what_is_no_answer_is_told_as_a_failure() -> None:
+    for body in (b"{}", b'{"choices": []}', b'{"choices": [{"delta": {}}]}'):
+        with pytest.raises(UpstreamCut, match="no message"):
+            message_of(body, WORDING)
     for body in (b"not JSON", b"[]", b'{"choices": [{"message": {"content": ["parts"]}}]}'):
         with pytest.raises(UpstreamCut):
             message_of(body, WORDING)
@@ -237,7 +240,7 @@ def test_a_server_that_goes_back_to_an_earlier_call() -> None:
 
 
 def test_calls_that_all_have_the_same_index() -> None:
-    calls = [{"index": 0, "id": f"c{i}", "function": {"name": "n", "arguments": f'{{"i":{i}}}'}} for i in (0, 1)]
+    calls = [{"index": None, "id": f"c{i}", "function": {"name": "n", "arguments": f'{{"i":{i}}}'}} for i in (0, 1)]
     said = folded(streamed([*(frame({"tool_calls": [call]}) for call in calls), frame({}, "tool_calls"), DONE]))
     assert [(block.id, block.input) for block in said.content if block.type == "tool_use"] == [
         ("c0", {"i": 0}),
