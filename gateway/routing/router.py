@@ -185,17 +185,17 @@ class Router:
             poison.check(self._fleet.suspects, call, now)
             if attempts.done and not budget.take(now):
                 raise _nobody_answered(call, attempts, _soonest(candidates) - now)
-            late_after = None
+            late_after_seconds = None
             if hedge is not None and hedge.budget and len(candidates) > 1:
-                late_after = self._hedging.delay_seconds(hedge, call.model.name, call.stream)
+                late_after_seconds = self._hedging.delay_seconds(hedge, call.model.name, call.stream)
             floor = call.latency_class.floor
             if floor is not None and (floor.chunks == 1 or len(candidates) == 1 or attempts.was(TOO_SLOW)):
                 floor = None  # it says nothing, or nobody would be faster: where all are slow, slow is better than none
-            if late_after is None:
+            if late_after_seconds is None:
                 upstream = await self._asker.ask(call, candidate, deadline, attempts, floor)
             else:
                 race = Race(self._asker, call, deadline, attempts, floor)
-                upstream = await race.run(candidate, late_after, partial(self._second_server, remaining), place)
+                upstream = await race.run(candidate, late_after_seconds, partial(self._second_server, remaining), place)
             if upstream is not None:
                 return upstream
         return None
