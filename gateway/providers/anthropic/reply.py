@@ -52,8 +52,10 @@ class _Usage(msgspec.Struct):
     service_tier: str | None = None
 
     def updated(self, later: _Usage) -> _Usage:
-        """Counts are cumulative: what is told again holds."""
-        told = {name: value for name in self.__struct_fields__ if (value := getattr(later, name)) is not None}
+        """Counts are cumulative. Of the servers that have Messages, too, some count the prompt at one of the two ends
+        only, and say 0 at the other.
+        """
+        told = {name: value for name in self.__struct_fields__ if (value := getattr(later, name))}
         return msgspec.structs.replace(self, **told)
 
 
@@ -107,6 +109,7 @@ class _Refusal(msgspec.Struct):
 _event = msgspec.json.Decoder(_Event).decode
 _message = msgspec.json.Decoder(_Message).decode
 _refusal = msgspec.json.Decoder(_Refusal).decode
+_input = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def chat_usage(usage: _Usage) -> dict[str, Any]:
@@ -220,9 +223,9 @@ class ChatStream:
         for data in filter(None, data_of(frames)):
             try:
                 event = _event(data)
+                chunks.append(self._said(event))
             except msgspec.MsgspecError as problem:
                 raise Unreadable(f"an event of the stream is none of Anthropic's: {problem}") from None
-            chunks.append(self._said(event))
             if self.ended or self.failure is not None:
                 break
         return b"".join(chunks)
@@ -262,10 +265,9 @@ class ChatStream:
             return self._chunk_of({"content": block.text})
         if block.type == "tool_use":
             self._tools[index] = len(self._tools)
-            given = bytes(block.input).decode()
-            if given == "{}":  # the arguments follow
-                given = ""
-            else:
+            given = ""  # the arguments follow
+            if _input(block.input):
+                given = bytes(block.input).decode()
                 self._begun.add(index)
             function = {"name": block.name, "arguments": given}
             call = {"index": self._tools[index], "id": block.id, "type": "function", "function": function}

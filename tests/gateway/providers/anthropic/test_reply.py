@@ -207,6 +207,28 @@ def test_why_it_finished(stop_reason: str, finish: str) -> None:
     assert streamed[-2]["choices"][0]["finish_reason"] == finish
 
 
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        ({"input_tokens": 0, "output_tokens": 0}, {"input_tokens": 7, "cache_read_input_tokens": 5}),
+        ({"input_tokens": 7, "output_tokens": 0, "cache_read_input_tokens": 5}, {"input_tokens": 0}),
+        ({"input_tokens": 7, "output_tokens": 0, "cache_read_input_tokens": 5}, {}),
+    ],
+)
+def test_a_prompt_may_be_counted_at_either_end(start: dict[str, int], end: dict[str, int]) -> None:
+    meter = Meter(a_call(chat(stream=True)))
+    meter.watch(chunks_of(message_start(start) + message_delta(**end) + MESSAGE_STOP))
+    assert meter.usage == Usage(input_uncached=7, cache_read=5, output=2, exact=True)
+
+
+@pytest.mark.parametrize("given", [b"{}", b"{ }"])
+def test_no_arguments_where_the_call_begins_are_none(given: bytes) -> None:
+    begun = block_start(0, type="tool_use", id="t", name="f", input="HERE").replace(b'"HERE"', given)
+    stream = message_start() + begun + block_delta(0, type="input_json_delta", partial_json='{"a": 1}') + MESSAGE_STOP
+    calls = folded(read(chunks_of(stream)))["tool_calls"]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"a": 1}]
+
+
 def test_arguments_may_stand_where_the_call_begins() -> None:
     """As some servers do that have Messages, too."""
     begun = block_start(0, type="tool_use", id="t", name="f", input={"a": 1}) + block_stop(0)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from gateway.errors import BadRequest
 from gateway.policy import Deployment
 from gateway.providers import make_provider
+from gateway.providers.anthropic.fields import _LEFT_OUT, _NEUTRAL, _SAID
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.settings import resolve_secret
 from gateway.transport import HTTPTransport
@@ -26,6 +31,9 @@ BREAKPOINT = {"type": "ephemeral"}
 def provider(**fields: Any) -> Any:
     named = {"name": "d", "provider": "anthropic", "base_url": "http://a.invalid/v1", "model": "claude"}
     return make_provider(Deployment.model_validate({**named, **fields}), HTTPTransport(), resolve_secret)
+
+
+PROVIDER = provider()
 
 
 def rendered(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -345,3 +353,53 @@ def test_messages_that_it_has_no_words_for(messages: list[dict[str, Any]], param
 )
 def test_fields_that_it_has_no_words_for(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields) == param
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats(-2, 2)
+    | st.sampled_from(["", "x", "auto", "user", "none"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["type", "name", "x"]), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+_FIELDS = sorted({*_SAID, *_LEFT_OUT, *_NEUTRAL, "something_new"} - {"model", "messages"})
+_PART = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "refusal", "image_url", "file", "input_audio"])},
+    optional=dict.fromkeys(("text", "refusal", "image_url", "file", "cache_control", "prompt_cache_breakpoint"), _JSON),
+)
+_MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "bot"])},
+    optional={
+        "content": st.none() | st.text(max_size=3) | st.lists(_PART, max_size=2),
+        "tool_calls": st.lists(
+            st.builds(called, st.text(max_size=3), st.sampled_from(["", "{}", "[", "1"])), max_size=2
+        ),
+        **dict.fromkeys(("tool_call_id", "refusal", "thinking_blocks", "audio", "function_call"), _JSON),
+    },
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.lists(_MESSAGE, min_size=1, max_size=4), st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4))
+def test_whatever_a_door_lets_in_is_rendered_or_refused_by_name(
+    messages: list[dict[str, Any]], fields: dict[str, Any]
+) -> None:
+    try:
+        call = a_call({"model": "m", "messages": messages, **fields})
+    except BadRequest:
+        return
+    refusal = PROVIDER.refusal_of(call)
+    try:
+        request = json.loads(PROVIDER.render(call))
+    except ProviderFailure as failure:
+        assert json.loads(failure.body)["error"]["param"]
+    else:
+        assert refusal is None
+        assert sum("cache_control" in json.dumps(turn) for turn in request["messages"]) <= len(messages)
+        assert all(turn["content"] for turn in request["messages"])
+        roles = [turn["role"] for turn in request["messages"]]
+        assert all(one != other for one, other in itertools.pairwise(roles))
