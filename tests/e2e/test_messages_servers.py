@@ -405,3 +405,30 @@ def test_thinking_that_is_signed_comes_through_both_borders(tmp_path: Path) -> N
                 turns = [QUESTION, first.to_param(), {"role": "user", "content": [result]}]
                 second = client.messages.create(**asked, messages=turns)
                 assert [block.text for block in second.content if block.type == "text"] == ["It is sunny."]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_thinking_that_is_signed_comes_through_responses(tmp_path: Path, streamed: bool) -> None:
+    """OpenAI's client, asking for reasoning that it can send back."""
+    weather: Any = {"type": "function", "strict": None, **TOOL["function"]}
+    asked: Any = {
+        "model": "m", "max_output_tokens": 500, "tools": [weather], "reasoning": {"effort": "high"},
+        "include": ["reasoning.encrypted_content"],
+    }  # fmt: skip
+    items: list[Any] = [QUESTION]
+    claude = Claude()
+    with in_front_of(tmp_path, claude=claude) as (front, client, _):
+        if streamed:
+            with client.responses.stream(**asked, input=items) as stream:
+                first: Any = stream.get_final_response()
+        else:
+            first = client.responses.create(**asked, input=items)
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        items += [*first.output, {"type": "function_call_output", "call_id": "toolu_1", "output": "sunny"}]
+        assert client.responses.create(**asked, input=items).output_text == "It is sunny."
+        assert billed(front.receipts()[0]) == as_counted(claude.counted[0])
+    assert first.usage.output_tokens_details.reasoning_tokens == 5
+    assert (
+        first.usage.input_tokens
+        == first.usage.input_tokens_details.cache_write_tokens + (claude.counted[0]["input_tokens"])
+    )
