@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -33,10 +34,10 @@ class ThinkingBlock(msgspec.Struct, omit_defaults=True):
     signature: str | None = None
     data: str | None = None
 
-    def added_to(self, block: dict[str, str]) -> dict[str, str]:
-        pieces = {"thinking": self.thinking, "signature": self.signature, "data": self.data}
-        grown = {name: block.get(name, "") + piece for name, piece in pieces.items() if piece is not None}
-        return {**block, **({} if self.type is None else {"type": self.type}), **grown}
+    def pieces(self) -> Iterator[tuple[str, str]]:
+        for name in ("type", "thinking", "signature", "data"):
+            if (piece := getattr(self, name)) is not None:
+                yield name, piece
 
 
 class Delta(msgspec.Struct):
@@ -54,6 +55,12 @@ class Delta(msgspec.Struct):
         if self.reasoning_content is not None:
             return self.reasoning_content
         return self.reasoning if isinstance(self.reasoning, str) else ""
+
+    @property
+    def characters(self) -> int:
+        calls = [call.function.arguments or "" for call in self.tool_calls or () if call.function is not None]
+        signed = [piece for block in self.thinking_blocks or () for _, piece in block.pieces()]
+        return sum(map(len, (self.content or "", self.thought, self.refusal or "", *calls, *signed)))
 
     @property
     def thinks(self) -> bool:

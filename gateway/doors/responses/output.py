@@ -17,6 +17,29 @@ from gateway.errors import UpstreamCut
 Json = dict[str, Any]
 Events = list[Json]
 
+MAX_ANSWER_PIECES = 2**24  # deltas, their characters and log-probabilities, of one answer: far above any model's
+
+
+class _Text:
+    """A text in pieces: to add one must not cost a copy of all that came before."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
+    def __str__(self) -> str:
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def add(self, piece: str) -> None:
+        if piece:
+            self._pieces.append(piece)
+
 
 class _Item:
     """One item, from its first piece to its end."""
@@ -55,36 +78,38 @@ class _Reasoning(_Item):
     def __init__(self, key: str, index: int, *, seals: bool) -> None:
         super().__init__(key, index)
         self._seals = seals
-        self._text = ""
-        self._blocks: dict[int, dict[str, str]] = {}
+        self._text = _Text()
+        self._blocks: dict[int, dict[str, _Text]] = {}  # of what a server has signed, by their fields
 
     def json(self) -> Json:
         content = [self._part()] if self._text else []
         item: Json = {"id": self.id, "type": "reasoning", "summary": [], "content": content, "status": self.status}
         if self._seals and self.status != "in_progress":
-            item["encrypted_content"] = sealed(Thought(self._text, tuple(self._blocks.values())))
+            blocks = [{name: str(text) for name, text in block.items()} for block in self._blocks.values()]
+            item["encrypted_content"] = sealed(Thought(str(self._text), tuple(blocks)))
         return item
 
     def note(self, blocks: Sequence[ThinkingBlock]) -> None:
-        for place, block in enumerate(blocks):
-            number = place if block.index is None else block.index
-            self._blocks[number] = block.added_to(self._blocks.get(number, {}))
+        for place, block in enumerate(blocks if self._seals else ()):
+            known = self._blocks.setdefault(place if block.index is None else block.index, {})
+            for name, piece in block.pieces():
+                known.setdefault(name, _Text()).add(piece)
 
     def _part(self) -> Json:
-        return {"type": "reasoning_text", "text": self._text}
+        return {"type": "reasoning_text", "text": str(self._text)}
 
     def add(self, text: str) -> Events:
         if not text:
             return []
         events = [] if self._text else [self._event("content_part.added", content_index=0, part=self._part())]
-        self._text += text
+        self._text.add(text)
         return [*events, self._event("reasoning_text.delta", content_index=0, delta=text)]
 
     def content_ended(self) -> Events:
         if not self._text:
             return []
         return [
-            self._event("reasoning_text.done", content_index=0, text=self._text),
+            self._event("reasoning_text.done", content_index=0, text=str(self._text)),
             self._event("content_part.done", content_index=0, part=self._part()),
         ]
 
@@ -94,14 +119,14 @@ class _Part:
 
     def __init__(self, refuses: bool) -> None:
         self.refuses = refuses
-        self.text = ""
+        self.text = _Text()
         self.logprobs: list[TokenLogprob] = []
 
     def json(self) -> Json:
         if self.refuses:
-            return {"type": "refusal", "refusal": self.text}
+            return {"type": "refusal", "refusal": str(self.text)}
         logprobs = [token.json(with_bytes=True) for token in self.logprobs]
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
+        return {"type": "output_text", "text": str(self.text), "annotations": [], "logprobs": logprobs}
 
 
 class _Message(_Item):
@@ -122,7 +147,7 @@ class _Message(_Item):
             self._parts.append(_Part(refuses))
             events.append(self._part_event("content_part.added", part=self._parts[-1].json()))
         part = self._parts[-1]
-        part.text += text
+        part.text.add(text)
         if refuses:
             return [*events, self._part_event("refusal.delta", delta=text)]
         part.logprobs += logprobs
@@ -139,10 +164,10 @@ class _Message(_Item):
             return []
         part = self._parts[-1]
         if part.refuses:
-            done = self._part_event("refusal.done", refusal=part.text)
+            done = self._part_event("refusal.done", refusal=str(part.text))
         else:
             told = [token.json() for token in part.logprobs]
-            done = self._part_event("output_text.done", text=part.text, logprobs=told)
+            done = self._part_event("output_text.done", text=str(part.text), logprobs=told)
         return [done, self._part_event("content_part.done", part=part.json())]
 
     def _part_event(self, type: str, **fields: Any) -> Json:
@@ -158,7 +183,7 @@ class _FunctionCall(_Item):
             raise UpstreamCut("the server calls a function, and does not say which")
         self._names = tools.names_of(call.function.name)
         self._call_id = call.id or f"call_{key}{index:02x}"
-        self._arguments = ""
+        self._arguments = _Text()
 
     def json(self) -> Json:
         return {
@@ -166,16 +191,17 @@ class _FunctionCall(_Item):
             "type": "function_call",
             "call_id": self._call_id,
             **self._names,
-            "arguments": self._arguments,
+            "arguments": str(self._arguments),
             "status": self.status,
         }
 
     def add(self, arguments: str) -> Events:
-        self._arguments += arguments
+        self._arguments.add(arguments)
         return [self._event("function_call_arguments.delta", delta=arguments)]
 
     def content_ended(self) -> Events:
-        return [self._event("function_call_arguments.done", name=self._names["name"], arguments=self._arguments)]
+        arguments = str(self._arguments)
+        return [self._event("function_call_arguments.done", name=self._names["name"], arguments=arguments)]
 
 
 class Output:
@@ -189,12 +215,16 @@ class Output:
         self._speaking: _Reasoning | _Message | None = None  # an item that goes on, as long as nothing else is said
         self._calls: dict[int, _FunctionCall] = {}  # which may grow side by side, and end together
         self._unsaid: list[TokenLogprob] = []  # of tokens whose text is still to come
+        self._pieces = 0
 
     def json(self) -> list[Json]:
         return [item.json() for item in self._items]
 
     def take(self, delta: Delta, logprobs: Sequence[TokenLogprob] = ()) -> Events:
         """What one more piece of the answer changes. Raises `UpstreamCut`."""
+        self._pieces += 1 + delta.characters + len(logprobs)
+        if self._pieces > MAX_ANSWER_PIECES:
+            raise UpstreamCut("the server's answer is longer than a response may be")
         events: Events = []
         if delta.thinks:
             self._unsaid.clear()

@@ -143,6 +143,14 @@ def test_what_can_not_be_read_ends_the_answer(chunk: bytes) -> None:
         translator.frames(chunk, last=False)
 
 
+def test_an_answer_is_not_held_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.doors.responses.output.MAX_ANSWER_PIECES", 11)
+    translator, _ = read(stream=True)
+    translator.frames(frame({"content": "12345"}) + frame(call(0, "67") | first_of_call(0)), last=False)
+    with pytest.raises(UpstreamCut):
+        translator.frames(frame({"reasoning_content": "67890"}), last=False)
+
+
 def test_an_answer_that_the_server_has_aborted_is_not_completed() -> None:
     with pytest.raises(UpstreamCut):
         streamed([FIRST, frame({}, finish_reason="abort"), DONE])
