@@ -11,36 +11,34 @@ import contextlib
 import importlib
 import logging
 import time
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from gateway import gauges
 from gateway.admin import Admin
 from gateway.auth import Authenticator
 from gateway.batches import Batches
 from gateway.batches.inside import AtBatchClass, KeyById
-from gateway.breaker import STATES
 from gateway.cache import ResponseCache
-from gateway.canonicaliser import Canonicaliser, new_call_id
+from gateway.canonicaliser import Canonicaliser
 from gateway.diagnosis import Journal, Watcher
-from gateway.doors import COUNTING_DOORS, DOORS, catalogue, messages
+from gateway.doors import COUNTING_DOORS, DOORS
 from gateway.doors.base import Door
-from gateway.errors import GatewayError, LedgerUnavailable, NotFound, StorageUnavailable
+from gateway.errors import GatewayError, StorageUnavailable
 from gateway.fleet import Fleet
 from gateway.health import HealthChecks
 from gateway.keyring import Keyring
 from gateway.ledger import Ledger
 from gateway.ledger.compacting import Compactor
-from gateway.ledger.retention import drop_old_segments
 from gateway.ledger.shipping import Shipper
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.limits.local_share import StoreOrShare
 from gateway.limits.report import what_is_left
+from gateway.lobby import Lobby
 from gateway.policy import Policy
 from gateway.policy_file import PolicyHolder
 from gateway.prompt_counts import PromptCounts
@@ -56,40 +54,12 @@ from gateway.serve import House, Story, handle, serve
 from gateway.settings import Settings, resolve_secret
 from gateway.settler import Settler
 from gateway.sharing import Hearsay, Sharing, untold
-from gateway.shell import CALL_ID, EXCEPTION_HANDLERS, json_reply
 from gateway.siblings import ALONE, Seat, Siblings, left_behind
 from gateway.storage import open_storage
 from gateway.storage.memory import MemoryStorage
-from gateway.telemetry import (
-    BATCH_LINES,
-    BATCHES,
-    BATCHES_ENDED,
-    BODIES,
-    CALLS_HEARD,
-    CUT_STREAMS,
-    DEPLOYMENT_AVAILABLE,
-    DEPLOYMENT_BREAKER,
-    DEPLOYMENT_INFLIGHT,
-    DEPLOYMENT_REPORTED,
-    GATEWAYS_HEARD,
-    INFLIGHT,
-    KV_BLOCKS,
-    KV_CALLS,
-    KV_EVENT_BATCHES,
-    LEDGER_DRIFT,
-    LEDGER_OK,
-    LEDGER_ROWS,
-    LIMITS_LOCAL,
-    LIMITS_LOCAL_CALLS,
-    LIMITS_LOST,
-    LIMITS_UNSETTLED,
-    LIMITS_UNTOLD,
-    QUEUE_DEPTH,
-    QUEUE_GAVE_WAY,
-    STORE_FAILURES,
-    Telemetry,
-)
+from gateway.telemetry import Telemetry
 from gateway.transport import HTTPTransport
+from gateway.winding_up import WindingUp
 
 LAST_CALLS_SECONDS = 5.0  # for calls that were cut off by a shutdown to write their receipts
 
@@ -121,22 +91,18 @@ class Gateway:
             settings.otlp_endpoint, replica=settings.replica, otlp_headers=settings.otlp_headers
         )
         self._siblings = Siblings(seat, lambda: self._telemetry.render_metrics()[0])
-        self._created = int(time.time())
         self._in_flight = 0
         self._quiet = asyncio.Event()  # set when no call is in flight any more
         self._leaving = False
         self._draining = False
-        self._ledger_dir = settings.ledger_dir
+        self._settings = settings
         self._ledger = Ledger(settings.ledger_dir, settings.replica, keep_days=settings.ledger_keep_days)
-        self._ship_to = settings.ledger_ship
-        self._keep_days = settings.ledger_keep_days
-        self._compacts = settings.ledger_compact
-        self._replica = settings.replica
         # Memory is never away.
         limiter = Limiter(self._storage if isinstance(self._storage, MemoryStorage) else self._counters, LIMITS)
         pepper = settings.key_pepper.get_secret_value()
         authenticator = Authenticator(self._storage, pepper)
         self._recovery = Recovery(self._ledger, self._fleet, policies, limiter, authenticator)
+        self._winding_up = WindingUp(settings, self._fleet, policies, limiter, authenticator)
         self.house = House(
             policies=policies,
             authenticator=authenticator,
@@ -169,7 +135,10 @@ class Gateway:
             **{f"/v1/{door.path}": (door, serve) for door in DOORS},
             **{f"/v1/{door.path}": (door, counting.count) for door in COUNTING_DOORS},
         }
-        self._shell = self._make_shell()
+        self._lobby = Lobby(
+            policies, authenticator, self._telemetry, self._siblings, self._state,
+            doors=self._doors, routes=self._batches.routes,
+        )  # fmt: skip
         # On a listener of its own, where settings give it one; `routes` is where further ones are mounted.
         self.admin = Admin(
             policies=policies,
@@ -183,31 +152,13 @@ class Gateway:
         policies.subscribe(self._take_over, refused=self._telemetry.policy_rejected)
         self._show_numbers()
 
-    def _make_shell(self) -> Starlette:
-        """All that is no call of a model."""
-        shell = Starlette(
-            routes=[
-                *(Route(path, _post_only, methods=["POST"]) for path in self._doors),  # any other method: 405
-                *self._batches.routes,
-                Route("/v1/responses/{id}", self._response, methods=["GET", "DELETE"]),
-                Route("/v1/models", self._models),
-                Route("/v1/models/{name:path}", self._model),
-                Route("/health", self._health),
-                Route("/ready", self._ready),
-                Route("/metrics", self._metrics),
-            ],
-            exception_handlers=EXCEPTION_HANDLERS,
-        )
-        shell.router.redirect_slashes = False  # a redirect would name whatever host the client made up
-        return shell
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = self._doors.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if asked is None:
             if scope["type"] == "lifespan":
                 await self._live(receive, send)
             else:
-                await self._shell(scope, receive, self._named(scope, send))
+                await self._lobby(scope, receive, send)
             return
         self._in_flight += 1
         try:
@@ -273,63 +224,35 @@ class Gateway:
             opened.push_async_callback(self._transport.aclose)
             await self._batches.open()
             opened.push_async_callback(self._batches.close)
-            recovering = asyncio.create_task(self._recover(), name="ledger recovery")
-            recovering.add_done_callback(_tell_why_it_ended)
-            opened.push_async_callback(_end, recovering)
-            if self._ship_to is not None:
-                shipper = Shipper(self._ship_to, self._ledger, self._replica)
-                shipping = asyncio.create_task(shipper.run(), name="ledger shipping")
-                shipping.add_done_callback(_tell_why_it_ended)
-                opened.push_async_callback(_end, shipping)
-            if self._compacts:
-                compacting = asyncio.create_task(Compactor(self._ledger).run(), name="ledger compaction")
-                compacting.add_done_callback(_tell_why_it_ended)
-                opened.push_async_callback(_end, compacting)
-            watching = asyncio.create_task(self._policies.watch(), name="policy watch")
-            watching.add_done_callback(_tell_why_it_ended)
-            opened.push_async_callback(_end, watching)
-            if self._hearsay is not None:
-                sharing = asyncio.create_task(Sharing(self._hearsay, self._storage).run(), name="sharing")
-                sharing.add_done_callback(_tell_why_it_ended)
-                opened.push_async_callback(_end, sharing)
-            reporting = asyncio.create_task(self._reports.run(), name="reports")
-            reporting.add_done_callback(_tell_why_it_ended)
-            opened.push_async_callback(_end, reporting)
-            noting = asyncio.create_task(self._reconciliation.run(), name="reconciliation")
-            noting.add_done_callback(_tell_why_it_ended)
-            opened.push_async_callback(_end, noting)
-            checking = asyncio.create_task(HealthChecks(self._fleet).run(), name="health checks")
-            checking.add_done_callback(_tell_why_it_ended)
-            opened.push_async_callback(_end, checking)
+            for name, work in self._standing_work():
+                task = asyncio.create_task(work, name=name)
+                task.add_done_callback(_tell_why_it_ended)
+                opened.push_async_callback(_end, task)
             opened.push_async_callback(self._last_calls)
             return opened.pop_all()
 
+    def _standing_work(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
+        """What goes on for as long as the gateway lives, beside the calls."""
+        settings = self._settings
+        yield "ledger recovery", self._recover()
+        if settings.ledger_ship is not None:
+            yield "ledger shipping", Shipper(settings.ledger_ship, self._ledger, settings.replica).run()
+        if settings.ledger_compact:
+            yield "ledger compaction", Compactor(self._ledger).run()
+        yield "policy watch", self._policies.watch()
+        if self._hearsay is not None:
+            yield "sharing", Sharing(self._hearsay, self._storage).run()
+        yield "reports", self._reports.run()
+        yield "reconciliation", self._reconciliation.run()
+        yield "health checks", HealthChecks(self._fleet).run()
+
     async def _recover(self) -> None:
         """For ever; beside it, the chains of workers that there are no more are wound up."""
+        gone = left_behind(self._settings.ledger_dir, self._machine, self._seat) if self._seat.number == 0 else []
         async with asyncio.TaskGroup() as tasks:
-            for name in left_behind(self._ledger_dir, self._machine, self._seat) if self._seat.number == 0 else ():
-                tasks.create_task(self._wind_up(name), name=f"winding up {name}")
+            for name in gone:
+                tasks.create_task(self._winding_up.wind_up(name), name=f"winding up {name}")
             await self._recovery.run()
-
-    async def _wind_up(self, name: str) -> None:
-        """What nobody does any more for this chain: close its calls, ship its rows, let it age, compact it."""
-        try:
-            async with Ledger(self._ledger_dir, name) as ledger:
-                recovery = Recovery(ledger, self._fleet, self._policies, self.house.limiter, self.house.authenticator)
-                recovery.take_over()
-                await recovery.catch_up()
-                await ledger.durable(hurry=True)
-                if self._ship_to is not None:
-                    await Shipper(self._ship_to, ledger, name).run(for_ever=False)
-                if self._keep_days is not None:
-                    oldest = time.time() - self._keep_days * 86_400
-                    await asyncio.to_thread(drop_old_segments, ledger.folder, oldest, ledger.may_remove)
-                if self._compacts:
-                    await Compactor(ledger).catch_up()
-        except LedgerUnavailable:
-            pass  # another gateway is writing it
-        except OSError as error:
-            log.warning("the ledger of %s stays as it is until the next start: %s", name, error)
 
     async def _last_calls(self) -> None:
         """Those that the server cut off at the end of its patience still settle, into what is closed next."""
@@ -340,122 +263,15 @@ class Gateway:
                     await self._quiet.wait()
 
     def _show_numbers(self) -> None:
-        house, limiter, watch = self.house, self.house.limiter, self._telemetry.watch
-        watch(INFLIGHT, lambda: self._in_flight)
-        watch(BODIES, lambda: house.bodies.held_bytes)
-        watch(QUEUE_DEPTH, lambda: {(name,): house.queue.depth(name) for name in self._policies.current.classes})
-        watch(QUEUE_GAVE_WAY, lambda: {(name,): house.queue.gave_way(name) for name in self._policies.current.classes})
-        watch(CUT_STREAMS, lambda: {(result,): count for result, count in house.router.cut_streams.items()})
-        watch(
-            DEPLOYMENT_BREAKER,
-            lambda: {
-                (server.name, state): float(server.breaker.state(_loop_time()) == state)
-                for server in self._fleet
-                for state in STATES
-            },
-        )
-        watch(DEPLOYMENT_INFLIGHT, lambda: {(server.name,): server.in_flight for server in self._fleet})
-        watch(
-            DEPLOYMENT_AVAILABLE,
-            lambda: {(server.name,): float(not server.cooling(_loop_time())) for server in self._fleet},
-        )
-        self._show_reports()
-        self._show_batches()
-        if (hearsay := self._hearsay) is not None:
-            watch(GATEWAYS_HEARD, lambda: hearsay.others)
-            watch(CALLS_HEARD, lambda: hearsay.calls_heard)
-        watch(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
-        watch(LIMITS_UNSETTLED, lambda: limiter.unsettled)
-        watch(STORE_FAILURES, lambda: limiter.store_failures)
-        shared = self._counters
-        watch(LIMITS_LOCAL, lambda: float(shared.is_away))
-        watch(LIMITS_LOCAL_CALLS, lambda: {("granted",): shared.granted_here, ("refused",): shared.refused_here})
-        watch(LIMITS_UNTOLD, lambda: shared.untold)
-        watch(LEDGER_ROWS, lambda: self._ledger.receipts_written)
-        watch(LEDGER_DRIFT, lambda: self._reconciliation.drift)
-        watch(LEDGER_OK, lambda: float(self._ledger.ok))
-
-    def _show_batches(self) -> None:
-        batches, watch = self._batches, self._telemetry.watch
-        watch(BATCHES, lambda: {(status,): count for status, count in batches.counts().items()})
-        watch(BATCHES_ENDED, lambda: {(status,): count for status, count in batches.ended().items()})
-        watch(BATCH_LINES, lambda: {(state,): count for state, count in batches.lines().items()})
-
-    def _show_reports(self) -> None:
-        reports, watch = self._reports, self._telemetry.watch
-        watch(
-            KV_EVENT_BATCHES,
-            lambda: {
-                (server.name, kind): getattr(reporting.counts, kind)
-                for server, reporting in reports
-                if server.blocks is not None
-                for kind in ("batches", "gaps", "malformed")
-            },
-        )
-        watch(KV_BLOCKS, lambda: {(s.name,): len(s.blocks) for s in self._fleet if s.blocks is not None})
-        watch(
-            KV_CALLS,
-            lambda: {
-                (server.name, known): count
-                for server in self._fleet
-                if (blocks := server.blocks) is not None
-                for known, count in (
-                    ("known", blocks.calls_attributed), ("unknown", blocks.calls_ended - blocks.calls_attributed)
-                )
-            },
-        )  # fmt: skip
-        watch(
-            DEPLOYMENT_REPORTED,
-            lambda: {
-                (server.name, what): getattr(load, what)
-                for server in self._fleet
-                if (load := server.estimate.load) is not None
-                for what in ("running", "waiting", "kv_usage")
-            },
-        )
-
-    # The shell: what is asked for seldom.
-
-    def _named(self, scope: Scope, send: Send) -> Send:
-        """Every reply has the ids that a client can quote; what is asked for here makes no spans of its own."""
-        trace = self._telemetry.begin(scope["headers"], sample=0.0)
-        call_id = scope[CALL_ID] = new_call_id()
-        names = [(b"x-request-id", call_id.encode()), (b"x-trace-id", b"%032x" % trace.trace_id)]
-        if scope["type"] == "http" and messages.asked_for_in(scope):
-            names.append((b"request-id", call_id.encode()))
-
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message["headers"], *names]}
-            await send(message)
-
-        return send_named
-
-    async def _models(self, request: Request) -> Response:
-        policy = self._policies.current
-        principal = await self.house.authenticator.authenticate(dict(request.scope["headers"]), policy)
-        if messages.asked_for_in(request.scope):
-            return json_reply(200, messages.models(policy, principal, self._created, request.query_params))
-        return json_reply(200, catalogue.listing(policy, principal, self._created))
-
-    async def _model(self, request: Request) -> Response:
-        policy = self._policies.current
-        principal = await self.house.authenticator.authenticate(dict(request.scope["headers"]), policy)
-        entry = messages.model if messages.asked_for_in(request.scope) else catalogue.entry
-        return json_reply(200, entry(policy, principal, self._created, request.path_params["name"]))
-
-    async def _response(self, request: Request) -> Response:
-        await self.house.authenticator.authenticate(dict(request.scope["headers"]), self._policies.current)
-        raise NotFound(f"there is no response {request.path_params['id'][:100]!r}: none are kept here")
-
-    async def _health(self, _: Request) -> Response:
-        """Alive: the event loop answers."""
-        return json_reply(200, {"status": "ok"})
-
-    async def _ready(self, _: Request) -> Response:
-        """Whether calls should be sent here, and what stands against it."""
-        state = await self._state()
-        return json_reply(503 if state["faults"] else 200, state)
+        watch, house = self._telemetry.watch, self.house
+        gauges.show_calls(watch, house, self._policies, lambda: self._in_flight)
+        gauges.show_servers(watch, self._fleet)
+        gauges.show_reports(watch, self._fleet, self._reports)
+        if self._hearsay is not None:
+            gauges.show_sharing(watch, self._hearsay)
+        gauges.show_limits(watch, house.limiter, self._counters)
+        gauges.show_ledger(watch, self._ledger, self._reconciliation)
+        gauges.show_batches(watch, self._batches)
 
     async def _state(self) -> dict[str, Any]:
         """Says nothing about other machines' health: a gateway whose servers are down must go on to answer, with the
@@ -470,17 +286,14 @@ class Gateway:
         except StorageUnavailable as error:
             if self._policies.current.storage_outage.limits == "refuse":
                 faults.append(error.message)
-        servers = {server.name: not server.cooling(_loop_time()) for server in self._fleet}
+        now = asyncio.get_running_loop().time()
+        servers = {server.name: not server.cooling(now) for server in self._fleet}
         return {
             "status": "ready" if not faults else "not ready",
             "faults": faults,
             "deployments": servers,
             "policy": self._policies.current.hash,
         }
-
-    async def _metrics(self, _: Request) -> Response:
-        own, content_type = self._telemetry.render_metrics()
-        return Response(await self._siblings.metrics(own), headers={"content-type": content_type})
 
 
 def _usage_routes(settings: Settings) -> list[Route]:
@@ -489,14 +302,6 @@ def _usage_routes(settings: Settings) -> list[Route]:
         return []
     routes: list[Route] = importlib.import_module("gateway.admin.usage").usage_routes(settings.ledger_dir)
     return routes
-
-
-def _loop_time() -> float:
-    return asyncio.get_running_loop().time()
-
-
-async def _post_only(request: Request) -> Response:
-    raise AssertionError("what is posted to a door does not come here")
 
 
 async def _end(task: asyncio.Task[None]) -> None:
