@@ -21,7 +21,7 @@ def shared_caches(policy: Policy) -> Iterator[Finding]:
     if len({tenant.cache_group or ("alone", tenant.name) for tenant in policy.tenants}) > 1:
         for i, deployment in enumerate(policy.deployments):
             if deployment.provider not in SALTED:
-                message = "this dialect has no cache_salt: tenants can tell by time and counts what others have sent"
+                message = "this dialect does not salt all calls: tenants can tell by time and counts what others sent"
                 yield ("deployments", i, "provider"), message
 
 
