@@ -63,6 +63,14 @@ def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
+def _at_home(path: Path) -> Path:
+    """Shells know `~`; files of variables, and shells behind a `=` in quotes or a URL, do not."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: there is no such home folder") from error
+
+
 def _headers(value: Any) -> Any:
     """`a=1,b=2`, percent-encoded, as OpenTelemetry's environment variable has it."""
     if not isinstance(value, str):
@@ -116,7 +124,7 @@ class Settings(BaseSettings):
     admin_port: Annotated[int | None, BeforeValidator(_no_service_link)] = Field(
         None, ge=0, le=65535, description="Port of the admin API, on a listener of its own; without one, there is none."
     )
-    admin_host: str = Field("127.0.0.1", description="Address on which the admin API listens.")
+    admin_host: str = Field("127.0.0.1", validate_default=True, description="Address on which the admin API listens.")
     admin_key: SecretStr | None = Field(
         None,
         validate_default=True,
@@ -173,6 +181,17 @@ class Settings(BaseSettings):
         "info", description="debug, info, warning or error."
     )
 
+    @field_validator("policy", "data_dir", "ledger_dir")
+    @classmethod
+    def _home_is_not_a_folder_called_tilde(cls, value: Path) -> Path:
+        return _at_home(value)
+
+    @field_validator("storage")
+    @classmethod
+    def _nor_is_it_for_sqlite(cls, value: str) -> str:
+        scheme, _, file = value.partition(":///")
+        return f"{scheme}:///{_at_home(Path(file))}" if scheme == "sqlite" and file.startswith("~") else value
+
     @field_validator("max_bodies_bytes")
     @classmethod
     def _one_body_fits(cls, value: ByteSize, given: ValidationInfo) -> ByteSize:
@@ -185,6 +204,14 @@ class Settings(BaseSettings):
     def _dev_key_is_a_key(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and parse_key(value.get_secret_value()) is None:
             raise ValueError("a key has the form wp-<id>-<secret>, as in wp-dev-0123456789abcdef")
+        return value
+
+    @field_validator("admin_host")
+    @classmethod
+    def _admin_listens_elsewhere(cls, value: str, given: ValidationInfo) -> str:
+        port = given.data.get("admin_port")
+        if port and port == given.data.get("port") and value == given.data.get("host"):
+            raise ValueError(f"{PREFIX}ADMIN_PORT is {PREFIX}PORT: both would listen at the same place")
         return value
 
     @field_validator("admin_key")

@@ -15,5 +15,5 @@ Finding = tuple[Path, str]
 def choices(given: str, known: Collection[str]) -> str:
     """What could have been meant: `known: a, b; did you mean 'b'?`"""
     close = difflib.get_close_matches(given, known, n=1)
-    listed = ", ".join(sorted(known)) or "none"
+    listed = ", ".join(sorted(set(known))) or "none"
     return f"known: {listed}" + (f"; did you mean {close[0]!r}?" if close else "")

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from gateway.policy.fields import Count, EnvSecret, Frozen, Name, Names
 from gateway.policy.prices import Prices
 
 SLOTS_MAX = 1024
+ENDPOINTS = ("/chat/completions", "/completions", "/embeddings", "/messages")
+
+
+def _leads_to_an_api(url: str) -> str:
+    parts = urlsplit(url)
+    try:
+        reachable = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        reachable = False
+    if not reachable:
+        raise ValueError("names no host and port that could be reached, as in http://10.0.0.5:8000/v1")
+    if endpoint := next((known for known in ENDPOINTS if parts.path.rstrip("/").endswith(known)), None):
+        raise ValueError(f"ends before the endpoint, which is added to it: leave {endpoint} out")
+    return url
 
 
 class Deployment(Frozen):
@@ -19,7 +34,9 @@ class Deployment(Frozen):
     provider: Name = Field(
         "openai", description="The dialect it speaks: openai, anthropic, warmpath, vllm, sglang, llamacpp."
     )
-    base_url: str = Field(pattern=r"^https?://", description="The base URL of its API, /v1 included.")
+    base_url: Annotated[str, AfterValidator(_leads_to_an_api)] = Field(
+        pattern=r"^https?://", description="The base URL of its API, /v1 included."
+    )
     model: Name = Field(description="The model's name on that server.")
     max_concurrency: Count = Field(64, description="Calls that it is sent at the same time, at most.")
     slots: Count | None = Field(

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Seconds, Share, one_is_a_list
+from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Seconds, Share, one_is_a_list, parse_duration
 
+Percentile = Literal["p50", "p90", "p95", "p99"]
 Endpoint = Literal["chat/completions", "completions", "embeddings"]
 Endpoints = Annotated[
     tuple[Endpoint, ...], BeforeValidator(one_is_a_list, json_schema_input_type=Endpoint | tuple[Endpoint, ...])
 ]
 
 
+def _how_late(value: Any) -> Any:
+    """One message for the whole choice, and not one for each of its halves."""
+    if value in get_args(Percentile):
+        return value
+    try:
+        return parse_duration(value)
+    except ValueError:
+        raise ValueError(f"should be {', '.join(get_args(Percentile))}, or a duration, as in 500ms") from None
+
+
 class Hedge(Frozen):
     """Asking a second server when the first one is late. The first chunk decides; the loser is cancelled at once."""
 
-    after: Literal["p50", "p90", "p95", "p99"] | Seconds = Field(
+    after: Annotated[Percentile | Seconds, BeforeValidator(_how_late)] = Field(
         "p95", description="How late: a percentile of the model's times to the first chunk, or a duration."
     )
     budget: Share = Field(0.05, description="Share of the calls that may be sent twice.")

@@ -103,6 +103,29 @@ def test_what_is_no_yaml_is_told_where_it_ends_to_be(text: str | bytes, problem:
 
 
 @pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("http:///v1", "names no host and port that could be reached, as in http://10.0.0.5:8000/v1"),
+        ("http://a:99999/v1", "names no host and port that could be reached, as in http://10.0.0.5:8000/v1"),
+        ("http://a:x/v1", "names no host and port that could be reached, as in http://10.0.0.5:8000/v1"),
+        (
+            "http://a/v1/chat/completions/",
+            "ends before the endpoint, which is added to it: leave /chat/completions out",
+        ),
+    ],
+)
+def test_a_url_that_leads_nowhere_is_told(url: str, problem: str) -> None:
+    assert problems(LEAST.replace("http://a/v1", url)) == [f"p.yaml:2:15: deployments.0.base_url: {problem}"]
+
+
+def test_of_a_choice_there_is_one_message() -> None:
+    hedge = "classes: {realtime: {hedge: {after: p96}}}\n"
+    assert problems(LEAST + hedge) == [
+        "p.yaml:7:30: classes.realtime.hedge.after: should be p50, p90, p95, p99, or a duration, as in 500ms"
+    ]
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("metadata: !secret x\n", "7:11: metadata: the tag !secret means nothing here"),

@@ -57,6 +57,23 @@ def test_a_kubernetes_service_link_is_no_port(monkeypatch: pytest.MonkeyPatch) -
     assert load_settings().port == 8080
 
 
+def test_a_tilde_is_the_home_folder_and_not_one_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/w")
+    monkeypatch.setenv("WARMPATH_DATA_DIR", "~/data")
+    monkeypatch.setenv("WARMPATH_STORAGE", "sqlite:///~/w.db")
+    settings = load_settings(policy=Path("~/policy.yaml"))
+    assert (str(settings.data_dir), str(settings.ledger_dir)) == ("/home/w/data", "/home/w/data/ledger")
+    assert (settings.storage, str(settings.policy)) == ("sqlite:////home/w/w.db", "/home/w/policy.yaml")
+
+
+def test_the_admin_api_listens_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARMPATH_ADMIN_KEY", "k" * 16)
+    monkeypatch.setenv("WARMPATH_ADMIN_PORT", "8080")
+    with pytest.raises(SettingsError, match="WARMPATH_ADMIN_PORT is WARMPATH_PORT"):
+        load_settings()
+    assert load_settings(port=8081).admin_port == load_settings(admin_host="10.0.0.1").admin_port == 8080
+
+
 def test_every_bad_value_is_told_with_its_variable_and_none_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = {
         "WARMPATH_PORT": "http",
