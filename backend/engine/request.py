@@ -121,6 +121,13 @@ class Timing:
     finished: float = 0.0
 
 
+@dataclass(slots=True)
+class PromptTally:
+    """Shared by the choices that are made of one prompt, which counts once."""
+
+    is_counted: bool = False
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """One sequence on its way through the engine.
@@ -140,6 +147,7 @@ class Request:
     grammar: Grammar | None = None
     arrived: float = field(default_factory=time.time)
     session_id: str = ""  # told with the KV events of the blocks that it computes
+    prompt_tally: PromptTally = field(default_factory=PromptTally)
 
     status: Status = Status.WAITING
     token_ids: list[int] = field(init=False)  # prompt and output so far

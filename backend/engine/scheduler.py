@@ -300,8 +300,10 @@ class Scheduler:
         request = scheduled.request
         if not request.timing.first_token:
             request.timing.first_token = time.time()
-            self.counters.prompt_tokens += request.num_prompt_tokens
-            self.counters.cached_prompt_tokens += request.num_cached_tokens
+            if not request.prompt_tally.is_counted:
+                request.prompt_tally.is_counted = True
+                self.counters.prompt_tokens += request.num_prompt_tokens
+                self.counters.cached_prompt_tokens += request.num_cached_tokens
         if result.error is not None:
             return self._finish(request, FinishReason.ERROR, error=result.error)
         if request.pooling:

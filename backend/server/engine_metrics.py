@@ -70,7 +70,7 @@ class EngineCollector(Collector):
     def _counters(self, stats: EngineStats) -> Iterator[Metric]:
         num_cached, num_accepted = stats.cached_prompt_tokens_total, sum(stats.accepted_tokens_total)
         counters = {
-            "vllm:prompt_tokens": ("Prompt tokens taken in.", stats.prompt_tokens_total),
+            "vllm:prompt_tokens": ("Prompt tokens taken in, once for all choices.", stats.prompt_tokens_total),
             "vllm:prompt_tokens_cached": ("Of these, found cached.", num_cached),
             "vllm:generation_tokens": ("Tokens generated.", stats.generation_tokens_total),
             "vllm:prefix_cache_queries": ("Prompt tokens looked up.", stats.prefix_cache_queries_total),

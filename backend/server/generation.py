@@ -88,6 +88,8 @@ class Generation:
             _Sequence(serving, exchange, task, i, f"{self.id}-{i}", prompt, sampling)
             for i, (prompt, sampling) in enumerate(choices)
         ]
+        for i, sequence in enumerate(self.sequences):
+            sequence.request.prompt_tally = self.sequences[i - i % len(task.samplings)].request.prompt_tally
 
     async def __aenter__(self) -> Self:
         self._submitted_ns = time.time_ns()
@@ -105,7 +107,7 @@ class Generation:
     ) -> None:
         if self._deltas is not None:
             await self._deltas.aclose()
-        cut_short = any(not sequence.finish_reason for sequence in self.sequences)
+        cut_short = any(sequence.is_cut_short for sequence in self.sequences)
         for sequence in self.sequences:
             sequence.close(failed=isinstance(error, ApiError))
         marks = self._marks()
@@ -289,8 +291,12 @@ class _Sequence:
     @property
     def num_tokens_in_the_end(self) -> int:
         """Those of the last step, too, whose output nobody was there to take."""
-        ended_early = self.finish_reason in (FinishReason.ABORT.value, FinishReason.ERROR.value)
-        return self.request.num_output_tokens if ended_early else self.num_tokens
+        return self.request.num_output_tokens if self.is_cut_short else self.num_tokens
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether there is no answer, or not yet: its client left, its deadline is over, or its place is another's."""
+        return self.finish_reason not in (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
     def abort(self) -> None:
         """Safe at any time: the engine shrugs at what has ended, and at what it never had."""

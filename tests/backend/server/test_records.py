@@ -72,7 +72,8 @@ async def test_the_records_add_up_to_the_engines_own_counters(server: RunningSer
 
         async def leave_after(frames_wanted: int, request_id: str) -> None:
             headers = {"x-request-id": request_id}
-            async with client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
+            asked = body | {"n": 1 + frames_wanted % 3}
+            async with client.stream("POST", "/v1/completions", json=asked, headers=headers) as reply:
                 frames = reply.aiter_lines()
                 for _ in range(frames_wanted):
                     await anext(frames)

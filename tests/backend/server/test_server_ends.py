@@ -136,6 +136,9 @@ async def test_a_full_queue_refuses_its_least_urgent_for_a_more_urgent_request(s
         assert head.startswith(b"http/1.1 503")
         assert 1 <= int(head.split(b"retry-after: ")[1].split(b"\r\n")[0]) <= 120
         assert b'"overloaded"' in await waiting.reader.readuntil(b"}}")
+        request_id = head.split(b"x-request-id: ")[1].split(b"\r\n")[0].decode()
+        usage = httpx2.get(f"{server.url}/requests/{request_id}").json()["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (0, 0)  # as none of it was computed
         assert server.metric("vllm:request_success_total", finished_reason="displaced") == 1
         await waiting.leave()
         await running.leave()
