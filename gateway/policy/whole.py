@@ -100,6 +100,19 @@ class Policy(Frozen):
         return lists
 
     @cached_property
+    def signing_models(self) -> frozenset[str]:
+        """Models that a server of Anthropic's may answer, and another one, too: what the one has signed the other must
+        not be sent.
+        """
+        found = set[str]()
+        for model in self.models:
+            reached = (model, *(self.models_by_name[name] for name in model.fallbacks))
+            speak = {self.deployments_by_name[name].provider for each in reached for name in each.deployments}
+            if "anthropic" in speak and len(speak) > 1:
+                found.add(model.name)
+        return frozenset(found)
+
+    @cached_property
     def cache_prices(self) -> dict[str, PriceList]:
         """What answers from the response cache cost, by the model asked for; free where it is not here."""
         return {model.name: PriceList(model.cache_price) for model in self.models if model.cache_price}

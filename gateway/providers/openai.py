@@ -37,7 +37,10 @@ _FAULTS: tuple[tuple[type[httpx2.TransportError], Fault], ...] = (  # the first 
     (httpx2.RemoteProtocolError, Fault.MALFORMED),
 )
 
+SIGNED = "thinking_blocks"  # of a message
+
 _raw = msgspec.json.Encoder()
+_messages = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _stream_options = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _TRUE = msgspec.Raw(b"true")
 
@@ -99,6 +102,8 @@ class OpenAI:
         fields = {**call.fields, "model": self._model}
         if call.stream:
             fields["stream_options"] = with_options(fields.get("stream_options"), **self._usage_options)
+        if call.model.name in call.policy.signing_models and "messages" in fields:
+            fields["messages"] = without_signed(fields["messages"])
         for name in self._left_out:
             fields.pop(name, None)
         return fields
@@ -291,6 +296,18 @@ def failure_told(message: str) -> ProviderFailure:
     """By the server, inside of its answer."""
     said = f"the server says: {message[:MAX_MESSAGE_CHARACTERS]}"
     return ProviderFailure(Fault.CUT, said, for_log="the server reported an error in its answer")
+
+
+def without_signed(messages: msgspec.Raw) -> msgspec.Raw:
+    """Without the thinking that a server of Anthropic's has signed (`thinking_blocks`), which others refuse, or read as
+    something that it is not. `reasoning_content` has its text.
+    """
+    if SIGNED.encode() not in bytes(messages):
+        return messages
+    said = _messages.decode(messages)
+    for message in said:
+        message.pop(SIGNED, None)
+    return msgspec.Raw(_raw.encode(said))
 
 
 def with_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msgspec.Raw:

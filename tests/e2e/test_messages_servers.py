@@ -368,6 +368,35 @@ def test_what_messages_have_no_words_for_goes_to_a_server_that_has(tmp_path: Pat
         assert front.receipts() == [], "nothing was sent"
 
 
+def test_what_is_signed_goes_to_nobody_else(tmp_path: Path) -> None:
+    """A strict server, which takes over in the middle of a conversation."""
+
+    async def strict(request: Request) -> None:
+        if any("thinking_blocks" in said for said in request.body["messages"]):
+            await request.refuse("400 Bad Request", code="unknown_parameter")
+        else:
+            await request.whole(3)
+
+    async def once(request: Request) -> None:
+        if request.number:
+            await refusing("529 Overloaded", "overloaded_error", "Overloaded", "retry-after: 60")(request)
+        else:
+            await claude(request)
+
+    claude = Claude()
+    with in_front_of(tmp_path, claude=once, chat=strict) as (front, client, upstreams):
+        messages: list[Any] = [QUESTION]
+        while not upstreams.asked("claude"):
+            said, _ = whole_turn(client, messages, tools=[TOOL])
+        messages += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "sunny"}]
+        assert said["thinking_blocks"]
+        for _ in range(2):
+            said, _ = whole_turn(client, messages, tools=[TOOL])
+            assert said["content"] == "0 1 2 "
+        asked = {attempt["deployment"] for receipt in front.receipts()[-2:] for attempt in receipt["attempts"]}
+    assert asked == {"claude", "chat"}
+
+
 def test_anthropics_own_client_reaches_it_too(tmp_path: Path) -> None:
     claude = Claude()
     with in_front_of(tmp_path, claude=claude) as (front, _, upstreams):
