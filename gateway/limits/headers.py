@@ -49,6 +49,7 @@ def ratelimit_headers(what: Sort, charge: RateCharge, remaining: int) -> dict[st
 def _tell(headers: dict[str, str], what: Sort, charge: RateCharge, remaining: int) -> None:
     """`reset` is when the limit is whole again if nobody asks meanwhile."""
     limit, rest, reset = _NAMES[what]
+    remaining = min(remaining, charge.limit)  # of a large limit, a bucket's tolerance is some tokens
     headers[limit] = str(charge.limit)
     headers[rest] = str(remaining)
     headers[reset] = go_duration((charge.limit - remaining) * charge.period_seconds / charge.limit)

@@ -42,5 +42,10 @@ def _entry(limit: Limit[Any], charge: Charge, left: int) -> dict[str, Any]:
         period = charge.key.rpartition("/")[2]
         return {**entry, "amount": nanos_text(charge.limit), "left": nanos_text(left), "period": period}
     if isinstance(charge, RateCharge):
-        return {**entry, "amount": charge.limit, "left": left, "period_seconds": charge.period_seconds}
+        return {
+            **entry,
+            "amount": charge.limit,
+            "left": min(left, charge.limit),
+            "period_seconds": charge.period_seconds,
+        }
     return {**entry, "amount": charge.limit, "left": left}

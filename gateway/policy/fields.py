@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+COUNT_MAX = 10**15  # what every storage counts exactly: doubles do, up to 9 times as much
+
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
 _DURATION_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKMG]?)")
@@ -71,10 +73,14 @@ Seconds = Annotated[
     Field(gt=0, allow_inf_nan=False),
 ]
 Count = Annotated[
-    int, BeforeValidator(parse_count, json_schema_input_type=_Multiple | Annotated[int, Field(gt=0)]), Field(gt=0)
+    int,
+    BeforeValidator(parse_count, json_schema_input_type=_Multiple | Annotated[int, Field(gt=0, le=COUNT_MAX)]),
+    Field(gt=0, le=COUNT_MAX),
 ]
 CountOrZero = Annotated[
-    int, BeforeValidator(parse_count, json_schema_input_type=_Multiple | Annotated[int, Field(ge=0)]), Field(ge=0)
+    int,
+    BeforeValidator(parse_count, json_schema_input_type=_Multiple | Annotated[int, Field(ge=0, le=COUNT_MAX)]),
+    Field(ge=0, le=COUNT_MAX),
 ]
 Share = Annotated[
     float,

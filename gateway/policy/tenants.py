@@ -10,6 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.policy.fields import Count, Frozen, Name, Names, Seconds, Share, parse_rate
 
+BUDGET_MAX = 4_000_000_000  # in billionths, and twice, it is a number of 64 bits, as storages have them
+
 
 class Rate(Frozen):
     amount: Count = Field(description="How much.")
@@ -17,7 +19,9 @@ class Rate(Frozen):
 
 
 class Budget(Frozen):
-    amount: Decimal = Field(gt=0, description="Money that may be spent per period, in the currency of the prices.")
+    amount: Decimal = Field(
+        gt=0, le=BUDGET_MAX, description="Money that may be spent per period, in the currency of the prices."
+    )
     per: Literal["hour", "day", "week", "month", "total"] = Field(
         "month", description="Calendar period, UTC; weeks begin on Monday."
     )

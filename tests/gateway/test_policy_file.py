@@ -118,6 +118,16 @@ def test_a_url_that_leads_nowhere_is_told(url: str, problem: str) -> None:
     assert problems(LEAST.replace("http://a/v1", url)) == [f"p.yaml:2:15: deployments.0.base_url: {problem}"]
 
 
+def test_what_no_storage_could_count_is_told() -> None:
+    limits = f"{{requests: {10**16}/1m, concurrency: 9999999G, budget: {{amount: {10**10}}}}}"
+    text = f"{LEAST}    limits: {limits}\n"
+    assert [problem.partition(": ")[2] for problem in problems(text)] == [
+        "tenants.0.limits.requests.amount: should be less than or equal to 1000000000000000",
+        "tenants.0.limits.concurrency: should be less than or equal to 1000000000000000",
+        "tenants.0.limits.budget.amount: should be less than or equal to 4000000000",
+    ]
+
+
 def test_of_a_choice_there_is_one_message() -> None:
     hedge = "classes: {realtime: {hedge: {after: p96}}}\n"
     assert problems(LEAST + hedge) == [

@@ -15,6 +15,8 @@ from gateway.limits.report import what_is_left
 from gateway.limits.scope import Scope
 from gateway.limits.tokens import InputTokens
 from gateway.policy import Limits
+from gateway.policy.fields import COUNT_MAX
+from gateway.policy.tenants import BUDGET_MAX
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Call, Operation, Usage
 from tests.gateway.calls import a_call, a_policy, chat
@@ -60,6 +62,11 @@ async def refusal(limiter: Limiter, call: Call) -> GatewayError:
 
 
 class TestRequests:
+    async def test_of_the_largest_limits_no_more_is_left_than_there_is(self, limiter: Limiter) -> None:
+        largest = {"requests": f"{COUNT_MAX}/1m", "concurrency": COUNT_MAX, "budget": {"amount": BUDGET_MAX}}
+        reservation = await limiter.admit(limited(largest, price={"input": "1"}))
+        assert reservation.headers["x-ratelimit-remaining-requests"] == str(COUNT_MAX)
+
     async def test_headers_and_refusal(self, limiter: Limiter, clock: Clock) -> None:
         call = limited({"requests": "2/1m"})
         first, second = await limiter.admit(call), await limiter.admit(limited({"requests": "2/1m"}))
