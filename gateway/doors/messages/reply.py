@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.counts import Counts, usage_of
+from gateway.doors.chat_answers import Answer, Choice, Said, ToolCall, read_answer
 from gateway.errors import UpstreamCut
 from gateway.providers.sse import data_of
 from gateway.types import Usage
@@ -32,54 +33,6 @@ _STOPS = {  # by chat's `finish_reason`; the others are what single servers say
 }
 
 
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _Call(msgspec.Struct):
-    index: int | None = None
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Thought(msgspec.Struct):
-    """As the provider of Anthropic's servers has it: its text comes as `reasoning_content`, too."""
-
-    type: str | None = None  # in a stream, of a block's beginning
-    thinking: str = ""
-    signature: str = ""
-    data: str = ""  # of redacted thinking
-
-
-class _Said(msgspec.Struct):
-    content: str | None = None
-    refusal: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, where servers give it both names
-    tool_calls: list[_Call] | None = None
-    thinking_blocks: list[_Thought] | None = None
-
-    @property
-    def thought(self) -> str:
-        return self.reasoning_content or self.reasoning or ""
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    message: _Said | None = None
-    delta: _Said | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None  # by vLLM and the bundled engine, of `stop`: which text or token it was
-
-
-class _Answer(msgspec.Struct):
-    model: str | None = None
-    choices: list[_Choice] | None = None
-    usage: Counts | None = None
-
-
-_decode = msgspec.json.Decoder(_Answer, strict=False).decode
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.encode
 
@@ -100,7 +53,7 @@ class _End:
         self._called = False
         self._refused = False
 
-    def learn(self, choice: _Choice, said: _Said) -> None:
+    def learn(self, choice: Choice, said: Said) -> None:
         self._called = self._called or bool(said.tool_calls)
         self._refused = self._refused or bool(said.refusal)
         if choice.finish_reason is not None:
@@ -123,14 +76,13 @@ class _End:
 
 def message_of(body: bytes, wording: Wording) -> bytes:
     """A whole answer. Raises `UpstreamCut` for what can not be read."""
-    answer, end = _read(body), _End()
-    if not answer.choices or (said := answer.choices[0].message) is None:
-        raise UpstreamCut("the server's answer has no message in it")
-    end.learn(answer.choices[0], said)
+    answer, end = read_answer(body), _End()
+    choice, said = answer.message
+    end.learn(choice, said)
     blocks = _thoughts(said, wording)
     blocks += [{"type": "text", "text": text} for text in (said.content, said.refusal) if text]
     blocks += [_tool_use(i, call, wording) for i, call in enumerate(said.tool_calls or ())]
-    message = _message(wording, answer.model, blocks) | end.told() | {"usage": _usage(_counted(answer.usage))}
+    message = _message(wording, answer.model, blocks) | end.told() | {"usage": _usage(_counted(answer.counts))}
     return _encode(message)
 
 
@@ -153,19 +105,18 @@ class Events:
             if not data:
                 events.append(PING)
             elif data != b"[DONE]":
-                events += self._of(_read(data))
+                events += self._of(read_answer(data))
         if last:
             events += self._ending()
         return b"".join(events)
 
-    def _of(self, answer: _Answer) -> Iterator[bytes]:
-        if answer.usage is not None:
-            self._counts = answer.usage
+    def _of(self, answer: Answer) -> Iterator[bytes]:
+        self._counts = answer.counts or self._counts
         if not self._begun:
             yield self._beginning(answer.model)
         for choice in answer.choices or ():
             if choice.index == 0:
-                said = choice.delta or _Said()
+                said = choice.delta or Said()
                 self._end.learn(choice, said)
                 yield from self._said(said)
 
@@ -174,7 +125,7 @@ class Events:
         message = _message(self._wording, model, []) | {"stop_reason": None, "stop_sequence": None}
         return _event("message_start", message={**message, "usage": _usage(_counted(self._counts))})
 
-    def _said(self, said: _Said) -> Iterator[bytes]:
+    def _said(self, said: Said) -> Iterator[bytes]:
         blocks = said.thinking_blocks or ()
         for block in blocks:
             if block.type is not None:
@@ -195,7 +146,7 @@ class Events:
             yield from self._open(kind, block)
         yield self._delta({"type": delta, kind: text})
 
-    def _called(self, call: _Call) -> Iterator[bytes]:
+    def _called(self, call: ToolCall) -> Iterator[bytes]:
         index = call.index or 0
         known = self._calls.get(index)
         arguments = (call.function and call.function.arguments) or ""
@@ -231,13 +182,6 @@ class Events:
         yield _event("message_stop")
 
 
-def _read(data: bytes) -> _Answer:
-    try:
-        return _decode(data)
-    except msgspec.MsgspecError:
-        raise UpstreamCut("the server's answer is none that this endpoint could pass on") from None
-
-
 def _event(kind: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))
 
@@ -246,12 +190,12 @@ def _message(wording: Wording, model: str | None, blocks: list[dict[str, Any]]) 
     return {"id": wording.message_id, "type": "message", "role": "assistant", "model": model or "", "content": blocks}
 
 
-def _tool_use_block(number: int, call: _Call, wording: Wording) -> dict[str, Any]:
+def _tool_use_block(number: int, call: ToolCall, wording: Wording) -> dict[str, Any]:
     name = (call.function and call.function.name) or ""
     return {"type": "tool_use", "id": call.id or f"toolu_{wording.message_id}_{number}", "name": name, "input": {}}
 
 
-def _tool_use(number: int, call: _Call, wording: Wording) -> dict[str, Any]:
+def _tool_use(number: int, call: ToolCall, wording: Wording) -> dict[str, Any]:
     arguments = ((call.function and call.function.arguments) or "{}").encode()
     try:
         given: Any = _object(arguments)
@@ -260,7 +204,7 @@ def _tool_use(number: int, call: _Call, wording: Wording) -> dict[str, Any]:
     return {**_tool_use_block(number, call, wording), "input": given}
 
 
-def _thoughts(said: _Said, wording: Wording) -> list[dict[str, Any]]:
+def _thoughts(said: Said, wording: Wording) -> list[dict[str, Any]]:
     if said.thinking_blocks:
         shown = wording.shows_thinking
         return [

@@ -1,8 +1,8 @@
 """POST /v1/responses, and /v1/responses/input_tokens: OpenAI's Responses API, without anything that would have to be
 kept.
 
-A request becomes one of a chat (`body.py`, `items.py`, `tools.py`), and a chat's answer a response (`answers.py`,
-`output.py`, `response.py`), or the events of one (`events.py`).
+A request becomes one of a chat (`body.py`, `items.py`, `tools.py`), and a chat's answer a response (`output.py`,
+`response.py`), or the events of one (`events.py`).
 """
 
 from __future__ import annotations

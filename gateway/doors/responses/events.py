@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.doors.responses.answers import read_answer
+from gateway.doors.chat_answers import read_answer
 from gateway.doors.responses.response import Response
 from gateway.errors import GatewayError
 from gateway.ids import random_bytes

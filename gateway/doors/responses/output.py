@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.doors.responses.answers import Delta, ThinkingBlock, TokenLogprob, ToolCall
+from gateway.doors.chat_answers import Said, ThinkingBlock, TokenLogprob, ToolCall
+from gateway.doors.responses.logprobs import told
 from gateway.doors.responses.reasoning import Thought, sealed
 from gateway.doors.responses.tools import Tools
 from gateway.errors import UpstreamCut
@@ -125,7 +126,7 @@ class _Part:
     def json(self) -> Json:
         if self.refuses:
             return {"type": "refusal", "refusal": str(self.text)}
-        logprobs = [token.json(with_bytes=True) for token in self.logprobs]
+        logprobs = [told(token, with_bytes=True) for token in self.logprobs]
         return {"type": "output_text", "text": str(self.text), "annotations": [], "logprobs": logprobs}
 
 
@@ -151,8 +152,7 @@ class _Message(_Item):
         if refuses:
             return [*events, self._part_event("refusal.delta", delta=text)]
         part.logprobs += logprobs
-        told = [token.json() for token in logprobs]
-        return [*events, self._part_event("output_text.delta", delta=text, logprobs=told)]
+        return [*events, self._part_event("output_text.delta", delta=text, logprobs=[*map(told, logprobs)])]
 
     def note(self, logprobs: Sequence[TokenLogprob]) -> None:
         """Of tokens without a text."""
@@ -166,8 +166,7 @@ class _Message(_Item):
         if part.refuses:
             done = self._part_event("refusal.done", refusal=str(part.text))
         else:
-            told = [token.json() for token in part.logprobs]
-            done = self._part_event("output_text.done", text=str(part.text), logprobs=told)
+            done = self._part_event("output_text.done", text=str(part.text), logprobs=[*map(told, part.logprobs)])
         return [done, self._part_event("content_part.done", part=part.json())]
 
     def _part_event(self, type: str, **fields: Any) -> Json:
@@ -182,14 +181,14 @@ class _FunctionCall(_Item):
         if call.function is None or not call.function.name:
             raise UpstreamCut("the server calls a function, and does not say which")
         self._names = tools.names_of(call.function.name)
-        self._call_id = call.id or f"call_{key}{index:02x}"
+        self.call_id = call.id or f"call_{key}{index:02x}"
         self._arguments = _Text()
 
     def json(self) -> Json:
         return {
             "id": self.id,
             "type": "function_call",
-            "call_id": self._call_id,
+            "call_id": self.call_id,
             **self._names,
             "arguments": str(self._arguments),
             "status": self.status,
@@ -220,27 +219,27 @@ class Output:
     def json(self) -> list[Json]:
         return [item.json() for item in self._items]
 
-    def take(self, delta: Delta, logprobs: Sequence[TokenLogprob] = ()) -> Events:
+    def take(self, said: Said, logprobs: Sequence[TokenLogprob] = ()) -> Events:
         """What one more piece of the answer changes. Raises `UpstreamCut`."""
-        self._pieces += 1 + delta.characters + len(logprobs)
+        self._pieces += 1 + said.characters + len(logprobs)
         if self._pieces > MAX_ANSWER_PIECES:
             raise UpstreamCut("the server's answer is longer than a response may be")
         events: Events = []
-        if delta.thinks:
+        if said.thinks:
             self._unsaid.clear()
             reasoning = self._reasoning(events)
-            reasoning.note(delta.thinking_blocks or ())
-            events += reasoning.add(delta.thought)
-        if delta.content:
-            told, self._unsaid = [*self._unsaid, *logprobs], []
+            reasoning.note(said.thinking_blocks or ())
+            events += reasoning.add(said.thought)
+        if said.content:
+            of_it, self._unsaid = [*self._unsaid, *logprobs], []
             message = self._message(events)
-            events += message.add(delta.content, told)
-        elif not delta.thinks and not delta.tool_calls:
+            events += message.add(said.content, of_it)
+        elif not said.thinks and not said.tool_calls:
             self._unsaid += logprobs
-        if delta.refusal:
+        if said.refusal:
             message = self._message(events)
-            events += message.add(delta.refusal, refuses=True)
-        for place, call in enumerate(delta.tool_calls or ()):
+            events += message.add(said.refusal, refuses=True)
+        for place, call in enumerate(said.tool_calls or ()):
             self._take_call(call, place, events)
         return events
 
@@ -282,7 +281,7 @@ class Output:
     def _take_call(self, call: ToolCall, place: int, events: Events) -> None:
         number = place if call.index is None else call.index
         item = self._calls.get(number)
-        if item is None:
+        if item is None or (call.id and call.id != item.call_id):  # some servers give every call the same index
             item = self._calls[number] = _FunctionCall(self._key, len(self._items), call, self._tools)
             self._begin(item, events)
         if call.function is not None and call.function.arguments:

@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.doors.responses.answers import Answer, Delta, read_answer, text_logprobs, usage_in
+from gateway.counts import usage_of
+from gateway.doors.chat_answers import Answer, Choice, Said, TokenLogprob, read_answer
+from gateway.doors.responses import logprobs
 from gateway.doors.responses.body import Asked
 from gateway.doors.responses.output import Events, Output
 from gateway.doors.responses.reading import is_given
@@ -46,18 +48,27 @@ class Response:
 
     def read(self, answer: Answer) -> Events:
         """What one more piece of the answer changes. Raises `UpstreamCut`."""
+        self._learn(answer)
+        events: Events = []
+        for choice in answer.choices or ():
+            if choice.index == 0:
+                events += self._take(choice, choice.delta or Said(), _logprobs(choice))
+        return events
+
+    def read_whole(self, answer: Answer) -> None:
+        """Raises `UpstreamCut`."""
+        self._learn(answer)
+        choice, message = answer.message
+        self._take(choice, message, logprobs.of_text(message, _logprobs(choice)))
+
+    def _learn(self, answer: Answer) -> None:
         self._model = answer.model or self._model
         self._service_tier = answer.service_tier or self._service_tier
-        self._usage = usage_in(answer) or self._usage
-        events: Events = []
-        for choice in answer.choices or ():  # there is one
-            self._reason = choice.finish_reason or self._reason
-            delta = choice.delta or choice.message or Delta()
-            logprobs = (choice.logprobs.content if choice.logprobs is not None else None) or []
-            if choice.message is not None:
-                logprobs = text_logprobs(delta, logprobs)
-            events += self.output.take(delta, logprobs if self._asked.wants_logprobs else ())
-        return events
+        self._usage = _usage(answer) or self._usage
+
+    def _take(self, choice: Choice, said: Said, known: list[TokenLogprob]) -> Events:
+        self._reason = choice.finish_reason or self._reason
+        return self.output.take(said, known if self._asked.wants_logprobs else ())
 
     def end(self) -> tuple[str, Events]:
         """The answer has come to its end: the response's status, and the events before it is told.
@@ -90,7 +101,7 @@ class Response:
 
 def whole(response: Response, body: bytes) -> bytes:
     """A whole answer as a response. Raises `UpstreamCut`."""
-    response.read(read_answer(body))
+    response.read_whole(read_answer(body))
     status, _ = response.end()
     return msgspec.json.encode(response.json(status))
 
@@ -129,3 +140,22 @@ def echo(asked: Asked) -> Json:
 def _code(error: GatewayError) -> str:
     """One of those that a response may fail with."""
     return "rate_limit_exceeded" if error.status == 429 else "server_error"
+
+
+def _logprobs(choice: Choice) -> list[TokenLogprob]:
+    return (choice.logprobs.content if choice.logprobs is not None else None) or []
+
+
+def _usage(answer: Answer) -> Json | None:
+    """None where the server has not counted."""
+    counts = answer.counts
+    usage = None if counts is None else usage_of(counts)
+    if usage is None:
+        return None
+    return {
+        "input_tokens": usage.input,
+        "input_tokens_details": {"cached_tokens": usage.cache_read, "cache_write_tokens": usage.cache_write},
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.total,
+    }

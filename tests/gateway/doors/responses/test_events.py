@@ -109,6 +109,14 @@ def test_calls_may_grow_side_by_side() -> None:
     assert [item["arguments"] for item in output] == ["[0]", "[1]"]
 
 
+def test_a_call_with_another_id_is_another_call_whatever_its_index() -> None:
+    """As some servers have it."""
+    second = {"tool_calls": [{"index": 0, "id": "c9", "function": {"name": "look", "arguments": "[9]"}}]}
+    frames = [frame(first_of_call(0)), frame(call(0, "[0]", id="c0")), frame(second), frame(call(0, " "))]
+    output = folded(streamed([FIRST, *frames, DONE]))
+    assert [(item["call_id"], item["arguments"]) for item in output] == [("c0", "[0]"), ("c9", "[9] ")]
+
+
 def test_text_behind_more_reasoning_is_another_item() -> None:
     deltas = [{"reasoning": "a"}, {"content": "b"}, {"reasoning": "c"}, {"content": "d"}]
     output = folded(streamed([*map(frame, deltas), DONE]))

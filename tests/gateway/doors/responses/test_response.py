@@ -143,6 +143,9 @@ def test_what_was_not_counted_is_not_told(usage: Any) -> None:
     "body",
     [
         b"[]",
+        b"{}",
+        b'{"choices":[]}',
+        b'{"choices":[{"index":1,"message":{"content":"x"}}]}',
         b'{"choices":[{"message":{"content":5}}]}',
         b'{"choices":[{"message":{"tool_calls":[{"id":"c"}]}}]}',
         b'{"choices":[{"message":{"content":"x"},"finish_reason":"abort"}]}',

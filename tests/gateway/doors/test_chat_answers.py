@@ -1,0 +1,44 @@
+"""What the doors of other wires read of a chat's answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.doors.chat_answers import Answer, Said, ThinkingBlock, read_answer
+from gateway.errors import UpstreamCut
+
+
+def answer(**fields: Any) -> Answer:
+    return read_answer(msgspec.json.encode(fields))
+
+
+def test_a_thought_has_either_name() -> None:
+    assert Said(reasoning_content="Hm.", reasoning="other").thought == "Hm."
+    assert Said(reasoning_content="", reasoning="Hm.").thought == "Hm."
+    assert Said(reasoning={"steps": 3}).thought == ""
+    assert not Said(content="x").thinks and Said(thinking_blocks=[ThinkingBlock(data="x")]).thinks
+
+
+def test_the_message_is_that_of_the_first_choice() -> None:
+    choices = [{"index": 1, "message": {"content": "b"}}, {"index": 0, "message": {"content": "a"}}]
+    assert answer(choices=choices).message[1].content == "a"
+    for none in ({}, {"choices": None}, {"choices": [{"delta": {"content": "a"}}]}, {"choices": choices[:1]}):
+        with pytest.raises(UpstreamCut):
+            _ = answer(**none).message
+
+
+@pytest.mark.parametrize(
+    ("usage", "tokens"), [({"prompt_tokens": "3"}, 3), ({"prompt_tokens": "x"}, None), (None, None)]
+)
+def test_counts_that_are_none_are_not_told(usage: Any, tokens: int | None) -> None:
+    counts = answer(usage=usage).counts
+    assert (counts.prompt_tokens if counts is not None else None) == tokens
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"choices":5}', b'{"choices":[{"delta":{"content":5}}]}'])
+def test_what_is_no_answer_is_not_read(data: bytes) -> None:
+    with pytest.raises(UpstreamCut):
+        read_answer(data)
