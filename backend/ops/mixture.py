@@ -13,9 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What a product takes beside its input: that of `Ops.linear`, `linear_int8`, `linear_int4` or `linear_mxfp4`."""
+    """What a product takes beside its input: that of `Ops.linear`, `linear_int8`, `linear_int4` or `linear_mxfp4`; or
+    in eight-bit floats (e4m3) with scales as those of int8, of which `Ops` has no product."""
 
-    form: Literal["plain", "int8", "int4", "mxfp4"]
+    form: Literal["plain", "int8", "int4", "mxfp4", "fp8"]
     numbers: Tensor  # packed, if the member of `Ops` packs them
     scales: Tensor | None
     bias: Tensor | None

@@ -294,10 +294,9 @@ class NativeOps(ReferenceOps):
         return shares, chosen
 
     def mixture(self, experts: Sequence[Expert]) -> Mixture:
-        weights = [expert.weights for expert in experts]
-        if not self._packs or not all(weights):
+        held = [pair for expert in experts if (pair := expert.weights) and all(w.form in FORMS for w in pair)]
+        if not self._packs or len(held) < len(experts):
             return OneByOne(experts)
-        held = [pair for pair in weights if pair]
         first, second = held[0]
         return NativeMixture(self._call, held, self._outs(second.numbers), self._outs(first.numbers) // 2)
 

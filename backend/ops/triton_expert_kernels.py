@@ -107,8 +107,8 @@ def visit(
                 rows, is_row, weight, scales, columns, is_column, ins, OPERANDS, BLOCK_M, BLOCK_N, BLOCK_K
             )
         else:
-            total = _sums(rows, is_row, weight, columns, is_column, ins, OPERANDS, BLOCK_M, BLOCK_N, BLOCK_K)
-        if FORM == "int8":
+            total = _sums(rows, is_row, weight, columns, is_column, ins, FORM, OPERANDS, BLOCK_M, BLOCK_N, BLOCK_K)
+        if FORM == "int8" or FORM == "fp8":
             total *= tl.load(scales + columns, mask=is_column, other=0.0)[None, :]
         if HAS_BIAS:
             total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
@@ -127,8 +127,8 @@ def visit(
 
 @triton.jit
 def _sums(
-    rows, is_row, weight, columns, is_column, ins, OPERANDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    rows, is_row, weight, columns, is_column, ins, FORM: tl.constexpr, OPERANDS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, ins, BLOCK_K):
@@ -138,6 +138,8 @@ def _sums(
         numbers = tl.load(
             weight + columns[None, :] * ins + inputs[:, None], mask=is_column[None, :] & is_input[:, None], other=0
         )
+        if FORM == "fp8":
+            numbers = numbers.to(tl.float8e4nv, bitcast=True)
         total = tl.dot(part.to(OPERANDS), numbers.to(OPERANDS), total, input_precision="ieee")
     return total
 

@@ -14,7 +14,7 @@ from backend.ops.base import INT4_GROUP, whole_rows
 from backend.ops.mixture import Mixture, Weight
 from backend.triton_runtime import operands
 
-FORMS = frozenset({"plain", "int8", "int4"})  # of weights, that the kernels read
+FORMS = frozenset({"plain", "int8", "int4", "fp8"})  # of weights, that the kernels read
 BLOCK_VISITS = 512  # that are looked through at once for those of an expert
 BLOCK_SUMS = 1024  # of a token's results, that are computed at once
 
@@ -102,7 +102,8 @@ class _Stack:
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self._form, self._gate = weights[0].form, weights[0].gate
-        self._numbers = torch.stack([weight.numbers for weight in weights])  # [experts, out, ...]
+        numbers = torch.stack([weight.numbers for weight in weights])  # [experts, out, ...]
+        self._numbers = numbers.view(torch.uint8) if self._form == "fp8" else numbers
         self._scales = _stacked([weight.scales for weight in weights])
         self._bias = _stacked([weight.bias for weight in weights])
 

@@ -1,7 +1,8 @@
 """Weights in eight-bit floats (e4m3), one scale for each output, for tensor cores that multiply such numbers.
 
 Inputs are rounded to the same form, with a scale for each row. So reading the weight costs half of what bfloat16 costs,
-and so do large products, which eight-bit integers do not make faster here.
+and so do large products, which eight-bit integers do not make faster here. A mixture of experts on a GPU has no such
+products: it reads the weights so, and leaves its inputs as they are.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from backend.ops.base import Ops
+from backend.ops.mixture import Weight
 from backend.quantization.base import Linear, Quantization
 from backend.quantization.none import PlainLinear
 
@@ -25,6 +27,10 @@ class Fp8Linear(Linear):
         self._bias = bias
         self._gate = gate
         self._weight, self._scales = _rounded(weight)
+
+    @property
+    def held(self) -> Weight:
+        return Weight("fp8", self._weight, self._scales.squeeze(1), self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         numbers, scales = _rounded(x)

@@ -46,7 +46,12 @@ def test_every_kernel_compiles(capability: int) -> None:
 
 @pytest.mark.parametrize(
     ("checkpoint", "options"),
-    [("qwen3", {}), ("qwen3-moe", {}), ("llama", {"quantization": "int8", "kv_cache_dtype": "int8"})],
+    [
+        ("qwen3", {}),
+        ("qwen3-moe", {}),
+        ("qwen3-moe", {"quantization": "fp8"}),
+        ("llama", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+    ],
     ids=str,
 )
 def test_nobody_waits_for_a_kernel_to_be_compiled(checkpoint: str, options: dict[str, str]) -> None:

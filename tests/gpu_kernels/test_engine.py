@@ -78,6 +78,22 @@ def test_the_same_tokens(
     assert tokens_of(engine) == expected
 
 
+def test_experts_in_fp8_are_asked_by_nobody(checkpoint_dir: Callable[[str], Path]) -> None:
+    """Which tokens come is not compared: the reference rounds experts' inputs."""
+    limits: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 4, "num_threads": 1}
+    config = EngineConfig(
+        model_dir=checkpoint_dir("qwen3-moe"),
+        device=DEVICE,
+        attention="triton",
+        ops="triton",
+        quantization="fp8",
+        **limits,
+    )
+    engine = Engine.load(config)
+    assert not engine.runner.model.asks_the_host
+    assert all(len(tokens) == 5 for tokens in tokens_of(engine))
+
+
 def test_a_gpu_takes_them_by_itself(checkpoint_dir: Callable[[str], Path]) -> None:
     if DEVICE == "cpu":
         pytest.skip("no GPU")

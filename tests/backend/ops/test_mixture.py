@@ -146,6 +146,14 @@ def test_mixture_of_quantised_experts(
     assert (ours - theirs).abs().max().item() < TOLERANCES[dtype] * max(1.0, theirs.abs().max().item())
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_kernels_do_not_read_is_asked_for_itself(level: str) -> None:
+    ops = native_ops(level, 1)
+    mlps = checkpoint(64, 32, torch.bfloat16).mlps(ops, "fp8")
+    x, (shares, chosen) = random(9, 64, dtype=torch.bfloat16), visits(9)
+    assert torch.equal(ops.mixture(mlps)(x, shares, chosen), OneByOne(mlps)(x, shares, chosen))
+
+
 @pytest.mark.parametrize(("rows", "hidden", "inner"), [(1, 64, 32), (5, 96, 64), (300, 128, 64)])
 def test_mixture_of_experts_in_mxfp4(ops: Ops, dtype: torch.dtype, rows: int, hidden: int, inner: int) -> None:
     firsts = [mxfp4(2 * inner, hidden, dtype, seed) for seed in range(NUM_EXPERTS)]
