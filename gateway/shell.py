@@ -9,12 +9,14 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ExceptionHandler, Scope
 
 from gateway.doors import messages
 from gateway.errors import GatewayError, InternalError, MethodNotAllowed, UnknownUrl
 from gateway.replies import render_error
 
+BASE_PATH = "/v1"
 CALL_ID = "warmpath.call_id"  # of a request, in its scope
 
 
@@ -37,7 +39,13 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 async def _unknown_url(request: Request, _: Exception) -> Response:
-    return error_reply(UnknownUrl(f"there is no {request.method} {request.url.path} here"), request.scope)
+    path = request.url.path
+    message = f"there is no {request.method} {path} here"
+    for meant in (f"{BASE_PATH}{path}", path.removeprefix(BASE_PATH)):  # base URLs without it, and with two of them
+        if any(route.matches({**request.scope, "path": meant})[0] is not Match.NONE for route in request.app.routes):
+            message += f", but {meant}: a base URL ends with {BASE_PATH}, once"
+            break
+    return error_reply(UnknownUrl(message), request.scope)
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:

@@ -106,8 +106,10 @@ class Ledger:
         return self._chain.unfinished()
 
     def closed_lately(self) -> list[tuple[Opened, Receipt]]:
-        """The newest calls that have their receipts, right after `open`: a killed gateway may have come no further."""
-        return self._chain.closed_lately
+        """The newest calls that have their receipts, right after `open`: a killed gateway may have come no further.
+        They are handed over."""
+        closed, self._chain.closed_lately = self._chain.closed_lately, []
+        return closed
 
     def check(self) -> None:
         """Raise `LedgerUnavailable` where `ok` is False."""

@@ -178,6 +178,15 @@ async def test_what_is_not_there_is_not_there(app: Application, path: str) -> No
         assert "location" not in client.headers and client.headers["x-request-id"].startswith("req_")
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions"])
+async def test_a_base_url_with_too_little_or_too_much_is_told(app: Application, path: str) -> None:
+    client = await app.ask(path=path)
+    assert client.status == 404
+    assert client.json["error"]["message"] == (
+        f"there is no POST {path} here, but /v1/chat/completions: a base URL ends with /v1, once"
+    )
+
+
 async def test_models_are_those_that_the_caller_may_use(app: Application) -> None:
     assert [model["id"] for model in (await app.get("/v1/models")).json["data"]] == ["m", "Qwen/m"]
     assert (await app.get("/v1/models/Qwen/m")).json["id"] == "Qwen/m"
