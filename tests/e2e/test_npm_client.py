@@ -38,6 +38,7 @@ def test_streams_say_what_the_whole_answer_says(seen: dict[str, Any]) -> None:
 
 def test_the_other_endpoints(seen: dict[str, Any]) -> None:
     assert seen["completion"]
+    assert seen["responses"] == [seen["whole"]["text"]] * 3
     decoded, floats = seen["embeddings"]
     assert decoded == pytest.approx(floats, rel=1e-5, abs=1e-6)
     assert seen["models"][:2] == [DEMO, "demo"]

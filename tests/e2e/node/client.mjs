@@ -56,6 +56,11 @@ for await (const model of client.models.list()) models.push(model.id);
 const completion = await client.completions.create({ model: "demo", prompt: "Hello", max_tokens: 4 });
 const helper = client.chat.completions.stream({ ...common, stream_options: { include_usage: true } });
 const final = await helper.finalChatCompletion();
+const asked = { model: "demo", input: "Hello", temperature: 0, max_output_tokens: 8 };
+const response = await client.responses.create(asked);
+const responding = client.responses.stream(asked);
+let responded = "";
+for await (const event of responding) if (event.type === "response.output_text.delta") responded += event.delta;
 const stranger = new OpenAI({ baseURL, apiKey: "wp-dev-wrong", maxRetries: 0 });
 
 console.log(
@@ -64,6 +69,7 @@ console.log(
     plain: await streamed({}),
     counted: await streamed({ stream_options: { include_usage: true } }),
     final: { text: final.choices[0].message.content, usage: final.usage, finish: final.choices[0].finish_reason },
+    responses: [response.output_text, responded, (await responding.finalResponse()).output_text],
     completion: completion.choices[0].text,
     embeddings: [embedding.data[0].embedding, floats.data[0].embedding],
     models,
