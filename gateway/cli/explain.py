@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import enum
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import typer
 from gateway.canonicaliser import Canonicaliser, join, new_call_id
 from gateway.cli.common import AsJson, fail, policy_or_exit, say, say_json, say_table, settings_or_exit, verb_app
 from gateway.doors import DOORS
+from gateway.doors.chat import ChatDoor
 from gateway.errors import GatewayError
 from gateway.fleet import Fleet
 from gateway.policy import Policy, Tenant
@@ -26,11 +28,14 @@ from gateway.routing import STRATEGIES
 from gateway.routing.base import Candidate
 from gateway.routing.router import Router
 from gateway.transport import HTTPTransport
-from gateway.types import Call, Operation, Principal, Trace
+from gateway.types import Call, Principal, Trace
 
 app = verb_app()
 
 MAX_DIFF_LINES = 200
+
+Endpoint = enum.StrEnum("Endpoint", {door.path.upper(): door.path for door in DOORS})  # type: ignore[misc]
+CHAT = Endpoint(ChatDoor.path)
 
 
 @app.command()
@@ -40,7 +45,7 @@ def explain(
     tenant: Annotated[str | None, typer.Option(help="Who asks; left out: the policy's first tenant.")] = None,
     key: Annotated[str, typer.Option(help="The id of the key that is used.")] = "explain",
     header: Annotated[list[str] | None, typer.Option(help="A request header, as in 'x-team: search'.")] = None,
-    operation: Annotated[Operation, typer.Option(help="The endpoint.")] = Operation.CHAT,
+    endpoint: Annotated[Endpoint, typer.Option(help="Where it is posted to, behind /v1/.")] = CHAT,
     after: Annotated[
         list[Path] | None,
         typer.Option(exists=True, dir_okay=False, help="Requests sent before it, in order, whose prompts are warm."),
@@ -56,7 +61,7 @@ def explain(
     asked = Principal(_tenant(policy, tenant), key)
     headers = dict(_header(line) for line in header or [])
     story = asyncio.run(
-        _story(policy, asked, headers, operation, [path.read_bytes() for path in (*(after or []), request)])
+        _story(policy, asked, headers, endpoint, [path.read_bytes() for path in (*(after or []), request)])
     )
     if as_json:
         say_json(story)
@@ -65,7 +70,7 @@ def explain(
 
 
 async def _story(
-    policy: Policy, principal: Principal, headers: dict[bytes, bytes], operation: Operation, bodies: list[bytes]
+    policy: Policy, principal: Principal, headers: dict[bytes, bytes], endpoint: Endpoint, bodies: list[bytes]
 ) -> dict[str, Any]:
     """Every body goes through the gateway's own canonicaliser and router; the last one is told about."""
     secret = settings_or_exit().key_pepper.get_secret_value().encode()
@@ -74,7 +79,7 @@ async def _story(
     fleet = Fleet(lambda deployment: make_provider(deployment, transport, lambda key: ""))
     fleet.apply(policy)
     router = Router(fleet, STRATEGIES)
-    door = next(door for door in DOORS if door.operation is operation)
+    door = next(door for door in DOORS if door.path == endpoint)
     context: dict[str, Any] = {
         "call_id": new_call_id(), "principal": principal,
         "now": asyncio.get_running_loop().time(), "trace": Trace(trace_id=1, parent_span_id=0, sampled=False),

@@ -78,3 +78,24 @@ def test_servers_that_can_not_serve_a_call_are_no_candidates(warmpath: Warmpath,
     refused = warmpath("explain", str(one), "--request", str(file))
     assert refused.exit_code != 0
     assert "it is refused with 400: seed: " in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("messages", {"system": STABLE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}),
+        ("responses", {"instructions": STABLE, "input": "hi", "max_output_tokens": 9}),
+    ],
+)
+def test_every_endpoint_has_the_prefix_of_the_chat_that_it_is(
+    warmpath: Warmpath, policy: Path, tmp_path: Path, endpoint: str, body: dict[str, object]
+) -> None:
+    messages = [{"role": "system", "content": STABLE}, {"role": "user", "content": "hi"}]
+    file = request(tmp_path, messages=messages)
+    chat = json.loads(warmpath("explain", str(policy), "--request", str(file), "--json").stdout)
+    file = request(tmp_path, **body)
+    asked = warmpath("explain", str(policy), "--request", str(file), "--endpoint", endpoint, "--json")
+    assert asked.exit_code == 0, asked.stderr
+    told = json.loads(asked.stdout)
+    assert told["prompt"]["fingerprint"]["canonical"] == chat["prompt"]["fingerprint"]["canonical"] != []
+    assert told["candidates"] == chat["candidates"]
