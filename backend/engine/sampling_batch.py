@@ -162,7 +162,9 @@ def _bias(tokens: Sequence[NextToken], device: torch.device) -> Bias | None:
     values: list[float] = []
     for row, token in enumerate(tokens):
         sampling = token.sampling
-        biases = {**sampling.logit_bias, **dict.fromkeys(token.forbidden(), float("-inf"))}
+        biases = dict(sampling.logit_bias)
+        if sampling.bad_words:
+            biases.update(dict.fromkeys(token.forbidden(), float("-inf")))
         if token.num_output_tokens < sampling.min_tokens:
             biases.update(dict.fromkeys(sampling.stop_token_ids, float("-inf")))
         pairs += [(row, token_id) for token_id in biases]

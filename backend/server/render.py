@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from backend.server import replies
 from backend.server.asgi import Door, Exchange
 from backend.server.chat import ChatCompletions
@@ -82,7 +84,7 @@ def _rendered(request_id: str, model: str, request: GenerationRequest, task: Tas
             "sampling_params": params,
             "model": model,
             "stream": bool(request.stream),
-            "stream_options": None,
+            "stream_options": msgspec.to_builtins(request.stream_options),
             "cache_salt": request.cache_salt,
             "priority": task.priority,
             "kv_transfer_params": None,
