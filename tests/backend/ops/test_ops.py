@@ -175,23 +175,26 @@ def test_scale_rounds_once(ops: Ops, dtype: torch.dtype, width: int) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_packed_product_is_the_same_in_every_batch(level: str, threads: int) -> None:
-    """Also where so many rows are taken in parts of their inputs, and fewer are not."""
+@pytest.mark.parametrize(("rows", "ins"), [(300, 2048), (700, 1024)])
+def test_a_packed_product_is_the_same_in_every_batch(level: str, threads: int, rows: int, ins: int) -> None:
+    """Also where so many rows are taken in parts of their inputs, or a part after the other, and fewer are not."""
     ops = native_ops(level, threads)
-    x, weight = random(300, 2048, dtype=torch.bfloat16), random(96, 2048, dtype=torch.bfloat16, seed=1)
-    int8, int4 = (weight * 30).to(torch.int8), (weight * 30).to(torch.uint8)[:, :1024].contiguous()
-    scales, groups = torch.rand(96), torch.rand(96, 2048 // INT4_GROUP).bfloat16()
+    x, weight = random(rows, ins, dtype=torch.bfloat16), random(96, ins, dtype=torch.bfloat16, seed=1) / 32
+    int8, int4 = (weight * 900).to(torch.int8), (weight * 900).to(torch.uint8)[:, : ins // 2].contiguous()
+    scales, groups = torch.rand(96), torch.rand(96, ins // INT4_GROUP).bfloat16()
     plain, packed8 = ops.pack(weight, torch.bfloat16), ops.pack(int8, torch.bfloat16)
     packed4 = ops.pack_int4(int4, groups, torch.bfloat16)
+    with_gate = ops.pack(weight[:64], torch.bfloat16, "silu")
     for packed, compute in (
-        (plain, lambda rows: ops.linear(x[rows], plain, None)),
-        (packed8, lambda rows: ops.linear_int8(x[rows], packed8, scales, None)),
-        (packed4, lambda rows: ops.linear_int4(x[rows], packed4, groups, None)),
+        (plain, lambda some: ops.linear(x[some], plain, None)),
+        (with_gate, lambda some: ops.linear(x[some], with_gate, None, "silu")),
+        (packed8, lambda some: ops.linear_int8(x[some], packed8, scales, None)),
+        (packed4, lambda some: ops.linear_int4(x[some], packed4, groups, None)),
     ):
-        together = compute(slice(0, 300))
-        for rows in (slice(0, 1), slice(4, 6), slice(7, 10), slice(3, 20), slice(100, 164)):
+        together = compute(slice(0, rows))
+        for some in (slice(0, 1), slice(4, 6), slice(7, 10), slice(3, 20), slice(100, 164), slice(rows - 9, rows)):
             if packed.dim() > 2:
-                assert torch.equal(compute(rows), together[rows])
+                assert torch.equal(compute(some), together[some])
 
 
 @pytest.mark.parametrize("level", LEVELS)

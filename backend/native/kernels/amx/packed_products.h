@@ -10,6 +10,7 @@ constexpr int64_t PANEL = 2 * TILE;
 constexpr int64_t STEP_BYTES = 2 * TILE * 64;
 constexpr int64_t FETCH_AHEAD = 8;           // steps of a weight that one pass over it is ahead of its products
 constexpr int64_t NEAR_BYTES = 1 << 20;      // of x that stay in a core's cache while panels go by
+constexpr int64_t ROWS_UNIT = 2 * TILE;      // that are multiplied together
 constexpr int64_t BYTES = 64;                // products behind one step of a sum of int8
 constexpr float MOST_HALVES = 127 * 256.0f;  // the largest number whose high half is an int8
 
@@ -57,13 +58,16 @@ void pack_row_in_halves(const Linear& a, int64_t row, const PackedRows& to) {
 struct Fetch {  // what is brought near beside the products, so many cache lines at each step
   const char* from;
   int64_t lines;
+  void at(int64_t step) const {
+    for (int64_t i = 0; i < lines; i++) _mm_prefetch(from + (step * lines + i) * 64, _MM_HINT_T1);
+  }
 };
 
 // Two tiles of x by a panel, added to sums[2 i + j], of tile i of x and outs 16 j and on, unless these are the first.
 // Without `BOTH` there is one tile of x.
 template <bool IS_INT8, bool BOTH>
-inline void multiply_panel(const char* x0, const char* x1, const char* panel, int64_t steps, Fetch fetch, bool is_first,
-                           float (*sums)[TILE * TILE]) {
+inline void multiply_panel(const char* x0, const char* x1, const char* panel, int64_t steps, Fetch weights,
+                           Fetch next_sums, bool is_first, float (*sums)[TILE * TILE]) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -78,7 +82,8 @@ inline void multiply_panel(const char* x0, const char* x1, const char* panel, in
   }
   for (int64_t k = 0; k < steps; k++) {
     const char* w = panel + k * STEP_BYTES;
-    for (int64_t i = 0; i < fetch.lines; i++) _mm_prefetch(fetch.from + (k * fetch.lines + i) * 64, _MM_HINT_T1);
+    weights.at(k);
+    next_sums.at(k);
     _tile_loadd(4, w, 64);
     _tile_loadd(6, x0 + k * TILE * 64, 64);
     ADD_PRODUCT(0, 6, 4);
@@ -123,24 +128,26 @@ void finish_rows_int8(const Linear& a, int64_t t, int64_t n, const float* row_sc
 }
 
 // Steps [from, from + count) of all products, a panel by all rows and then the next one, which is fetched meanwhile.
-// Where these are not all steps, sums wait in `kept` for the others.
+// Where these are not all steps, sums wait in `kept` for the others, and those of the next rows are fetched, too.
 void multiply_packed(const Linear& a, const PackedRows& x, int64_t from, int64_t count, float (*kept)[TILE * TILE]) {
   const bool is_int8 = a.format == INT8, is_first = from == 0, is_last = from + count == steps_of(a);
   const int64_t panels = a.outs / PANEL, rows_at_once = is_int8 ? TILE : 2 * TILE;
   const int64_t passes = ceil_div(a.rows, rows_at_once), panel_bytes = steps_of(a) * STEP_BYTES;
   const int64_t lines = ceil_div(STEP_BYTES / 64, passes);
+  const bool are_kept = !is_first || !is_last;
   const auto panel_by_rows = [&](int64_t i) {
     const char* panel = static_cast<const char*>(a.w) + i * panel_bytes + from * STEP_BYTES;
     for (int64_t pass = 0; pass < passes; pass++) {
       const char* share_of_next = panel + panel_bytes + pass * count * lines * 64;
-      const Fetch fetch{passes == 1 ? panel + FETCH_AHEAD * STEP_BYTES : share_of_next, lines};
+      const Fetch weights{passes == 1 ? panel + FETCH_AHEAD * STEP_BYTES : share_of_next, lines};
       const int64_t t = pass * rows_at_once;
       const char *x0 = x.tile(t) + from * TILE * 64, *x1 = x0 + (is_int8 ? x.tile_bytes / 2 : x.tile_bytes);
       alignas(64) float own[4][TILE * TILE];
-      float (*sums)[TILE * TILE] = is_first && is_last ? own : kept + (i * passes + pass) * 4;
-      if (is_int8) multiply_panel<true, true>(x0, x1, panel, count, fetch, is_first, sums);
-      else if (t + TILE < a.rows) multiply_panel<false, true>(x0, x1, panel, count, fetch, is_first, sums);
-      else multiply_panel<false, false>(x0, nullptr, panel, count, fetch, is_first, sums);
+      float (*sums)[TILE * TILE] = are_kept ? kept + (i * passes + pass) * 4 : own;
+      const Fetch next{reinterpret_cast<const char*>(sums + 4), are_kept ? ceil_div(sizeof own / 64, count) : 0};
+      if (is_int8) multiply_panel<true, true>(x0, x1, panel, count, weights, next, is_first, sums);
+      else if (t + TILE < a.rows) multiply_panel<false, true>(x0, x1, panel, count, weights, next, is_first, sums);
+      else multiply_panel<false, false>(x0, nullptr, panel, count, weights, next, is_first, sums);
       if (!is_last) continue;
       if (is_int8) finish_rows_int8(a, t, i * PANEL, x.scales, sums);
       else finish_rows(a, t, i * PANEL, sums);
@@ -154,17 +161,40 @@ int64_t steps_together(const Linear& a) {
   return ceil_div(steps_of(a), ceil_div(a.rows * a.ins * int64_t(sizeof(bf16)), NEAR_BYTES));
 }
 
+// How many rows are taken together. Of an x that is too large for a core's cache, either some rows are, so many as stay
+// there beside two panels, and the weight is read again for the next ones; or some steps of all rows, and sums are
+// written and read again. What moves fewer bytes.
+int64_t rows_together(const Linear& a) {
+  const int64_t parts = ceil_div(steps_of(a), steps_together(a)), panel_bytes = steps_of(a) * STEP_BYTES;
+  const int64_t row_bytes = a.ins * sizeof(bf16), sum_bytes = (a.format == INT8 ? 2 : 1) * sizeof(float);
+  const int64_t near = (NEAR_BYTES - 2 * panel_bytes) / row_bytes / ROWS_UNIT * ROWS_UNIT;
+  if (parts == 1 || near <= 0) return a.rows;
+  const int64_t bytes_of_weight = (ceil_div(a.rows, near) - 1) * (a.outs / PANEL) * panel_bytes;
+  const int64_t bytes_of_sums = (2 * parts - 1) * a.rows * a.outs * sum_bytes;
+  return bytes_of_weight < bytes_of_sums ? avx512::even_share(a.rows, near, ROWS_UNIT) : a.rows;
+}
+
+// `count` rows from row t on.
+Linear some_rows(const Linear& a, int64_t t, int64_t count) {
+  Linear some = a;
+  some.x = static_cast<const bf16*>(a.x) + t * a.x_stride;
+  some.out = static_cast<bf16*>(a.out) + t * (a.activation == NONE ? a.outs : a.outs / 2);
+  some.rows = count;
+  return some;
+}
+
 size_t packed_rows_bytes(const Linear& a) {
   return ceil_div(ceil_div(a.rows, TILE) * TILE * (a.ins * sizeof(bf16) + sizeof(float)), 64) * 64;
 }
 
-size_t packed_bytes(const Linear& a) {  // of rows of x, and of sums that wait
+// Of rows of x, and of sums that wait: enough for any number of rows up to this one, as experts need it.
+size_t packed_bytes(const Linear& a) {
   if (steps_together(a) == steps_of(a)) return packed_rows_bytes(a);
   const int64_t sums = ceil_div(a.rows, PANEL) * PANEL * a.outs * (a.format == INT8 ? 2 : 1);
   return packed_rows_bytes(a) + sums * sizeof(float);
 }
 
-void linear_packed(const Linear& a, void* memory) {
+void multiply_rows(const Linear& a, void* memory) {
   const PackedRows x(a, memory);
   const bool is_int8 = a.format == INT8;
   share(a.rows, 0, [&](int64_t row) { is_int8 ? pack_row_in_halves(a, row, x) : pack_row(a, row, x); });
@@ -173,6 +203,11 @@ void linear_packed(const Linear& a, void* memory) {
   const int64_t together = steps_together(a);
   for (int64_t from = 0; from < steps_of(a); from += together)
     multiply_packed(a, x, from, least(together, steps_of(a) - from), kept);
+}
+
+void linear_packed(const Linear& a, void* memory) {
+  const int64_t together = rows_together(a);
+  for (int64_t t = 0; t < a.rows; t += together) multiply_rows(some_rows(a, t, least(together, a.rows - t)), memory);
 }
 
 void embed(const Embed& a) {
