@@ -118,6 +118,9 @@ def plain_draw(logits: list[float], request: Request) -> int:
         adjusted[token] = value
     for token, bias in sampling.logit_bias.items():
         adjusted[token] += bias
+    for word in sampling.bad_words:
+        if tuple([*output, word[-1]][-len(word) :]) == word:
+            adjusted[word[-1]] = -math.inf
     if request.num_output_tokens < sampling.min_tokens:
         for token in sampling.stop_token_ids:
             adjusted[token] = -math.inf
@@ -154,17 +157,21 @@ def test_the_tokens_are_those_of_a_plain_sampler(ops: Ops) -> None:
     vocab_size, random = 700, Random(3)
     rows, requests = [], []
     for seed in range(300):
-        rows.append([random.gauss(0, 3) for _ in range(vocab_size)])
+        row = [random.gauss(0, 3) for _ in range(vocab_size)]
+        output = [random.randrange(20) for _ in range(8)]
+        likeliest = row.index(max(row))
+        rows.append(row)
         requests.append(
             make_request(
                 [random.randrange(vocab_size) for _ in range(8)],
-                [random.randrange(20) for _ in range(8)],
+                output,
                 seed=random.choice([seed, -seed, 2**63 - 1 - seed]),
                 temperature=random.choice([0.0, 0.4, 1.0, 1.5]),
                 presence_penalty=random.choice([0.0, 1.5]),
                 frequency_penalty=random.choice([0.0, -0.7]),
                 repetition_penalty=random.choice([1.0, 1.4]),
                 logit_bias=random.choice([{}, {5: 4.0, 6: -100.0}]),
+                bad_words=random.choice([(), ((likeliest,),), ((*output[-2:], likeliest), (4,)), ((3, 3, likeliest),)]),
                 min_tokens=random.choice([0, 20]),
                 stop_token_ids=frozenset(range(5)),
                 **random_filters(random),
