@@ -233,6 +233,8 @@ class PolicyHolder:
                 self.current = policy
                 for listener in self._listeners:
                     listener(policy)
+            else:
+                log.info("policy %s stays in force: the file says the same", policy.hash)
             return True
 
     async def watch(self, *, every_seconds: float = WATCH_SECONDS) -> None:

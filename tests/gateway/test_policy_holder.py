@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -91,6 +92,17 @@ async def test_a_file_that_is_no_policy_changes_nothing_and_says_why(path: Path)
     assert holder.last_error is None
     assert (holder.reloads_accepted, holder.reloads_refused) == (1, 1)
     assert heard == []  # the same policy as before: nobody need do anything
+
+
+async def test_a_file_that_is_mended_or_read_again_is_told_so(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gateway.policy_file")
+    holder = PolicyHolder(path)
+    write(path, "cache: {ttl: never}\n")
+    assert not await holder.reload()
+    write(path)
+    assert await holder.reload()
+    assert caplog.messages[-1] == f"policy {holder.current.hash} stays in force: the file says the same"
+    assert len(caplog.messages) == 2
 
 
 async def test_a_check_can_refuse_a_policy_that_came_later(path: Path) -> None:
