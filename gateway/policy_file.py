@@ -69,7 +69,7 @@ def parse_policy(content: bytes, *, file: str, checks: Sequence[Check] = ()) -> 
     try:
         policy = Policy.model_validate(located.data)
     except ValidationError as error:
-        for path, message in _findings(error):
+        for path, message in findings(error):
             report(path, message)
         raise PolicyError(problems) from None
     for check in checks:
@@ -122,30 +122,31 @@ _PLAIN_WORDS = {
 }
 
 
-def _findings(error: ValidationError) -> Iterator[tuple[Path, str]]:
+def findings(error: ValidationError, form: type[BaseModel] = Policy) -> Iterator[tuple[Path, str]]:
+    """Also of a part of a policy, or of a form that has some, that came another way."""
     for detail in error.errors(include_url=False):
         cause = detail.get("ctx", {}).get("error")
         if isinstance(cause, PolicyNameError):
             yield from cause.findings
         elif detail["type"] != "too_short" or not detail["input"]:  # a list of wrong items counts as empty too
-            yield detail["loc"], _in_words(detail, cause)
+            yield detail["loc"], _in_words(detail, cause, form)
 
 
-def _in_words(detail: ErrorDetails, cause: object) -> str:
+def _in_words(detail: ErrorDetails, cause: object, form: type[BaseModel]) -> str:
     kind, path = detail["type"], detail["loc"]
     match kind:
         case "extra_forbidden":
-            known = [f.alias or name for name, f in _model_around(path).model_fields.items()]
+            known = [f.alias or name for name, f in _model_around(path, form).model_fields.items()]
             return f"unknown key {str(path[-1])!r}; {choices(str(path[-1]), known)}"
         case "missing":
-            return f"is missing: {_description(path)}"
-        case "model_type" if not path:
+            return f"is missing: {_description(path, form)}"
+        case "model_type" if not path and form is Policy:
             return "must be a mapping with at least: deployments, models, tenants"
         case "model_type":
-            keys = [f.alias or name for name, f in _model_around((*path, "")).model_fields.items()]
+            keys = [f.alias or name for name, f in _model_around((*path, ""), form).model_fields.items()]
             return f"must be a mapping, with the keys {', '.join(keys)}"
         case "string_pattern_mismatch":
-            return f"does not match {detail['ctx']['pattern']} ({_description(path)})"
+            return f"does not match {detail['ctx']['pattern']} ({_description(path, form)})"
         case "value_error":
             return str(cause)
         case _ if detail["input"] is None:
@@ -154,14 +155,14 @@ def _in_words(detail: ErrorDetails, cause: object) -> str:
             return _PLAIN_WORDS.get(kind) or detail["msg"].replace("Input should", "should")
 
 
-def _description(path: Path) -> str:
-    field = {f.alias or name: f for name, f in _model_around(path).model_fields.items()}.get(str(path[-1]))
+def _description(path: Path, form: type[BaseModel]) -> str:
+    field = {f.alias or name: f for name, f in _model_around(path, form).model_fields.items()}.get(str(path[-1]))
     return (field and field.description) or "part of a policy"
 
 
-def _model_around(path: Path) -> type[BaseModel]:
+def _model_around(path: Path, form: type[BaseModel]) -> type[BaseModel]:
     """The model that the last key of `path` belongs to."""
-    around: Any = Policy
+    around: Any = form
     for key in path[:-1]:
         if _is_model(around):
             fields = {f.alias or name: f for name, f in around.model_fields.items()}
@@ -295,4 +296,4 @@ def _on_hangup(event: asyncio.Event) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGHUP)
 
 
-__all__ = ["PolicyError", "PolicyHolder", "Problem", "load_policy", "parse_policy", "policy_schema"]
+__all__ = ["PolicyError", "PolicyHolder", "Problem", "findings", "load_policy", "parse_policy", "policy_schema"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -14,6 +14,7 @@ from gateway.errors import BadRequest, BodyTooLarge
 from gateway.keyring import OVERLAP_SECONDS, Keyring, must_fit, public_form
 from gateway.policy import Limits, Policy
 from gateway.policy.fields import Name, Seconds, parse_duration
+from gateway.policy_file import findings
 from gateway.shell import json_reply
 
 MAX_BODY_BYTES = 64 * 1024
@@ -24,7 +25,7 @@ Form = TypeVar("Form", bound=BaseModel)
 class _Create(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    tenant: Name
+    tenant: Name = Field(description="Whose key it is.")
     id: str | None = None
     expires: Seconds | None = None
     models: tuple[Name, ...] | None = None
@@ -87,6 +88,6 @@ async def _read(request: Request, form: type[Form]) -> Form:
     try:
         return form.model_validate_json(bytes(body) or b"{}")
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise BadRequest(f"{where}: {first['msg']}" if where else first["msg"], param=where or None) from None
+        found = [(".".join(map(str, path)), message) for path, message in findings(error, form)]
+        words = "; ".join(f"{where}: {message}" if where else message for where, message in found)
+        raise BadRequest(words, param=found[0][0] or None) from None

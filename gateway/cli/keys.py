@@ -32,6 +32,7 @@ from gateway.errors import BadRequest, GatewayError, StorageUnavailable
 from gateway.keyring import OVERLAP_SECONDS, Keyring, must_fit, public_form, state_of
 from gateway.policy import Limits
 from gateway.policy.fields import parse_duration
+from gateway.policy_file import findings
 from gateway.settings import Settings
 from gateway.storage import open_storage
 from gateway.storage.base import KeyRecord
@@ -59,8 +60,8 @@ def _limits(text: str | None) -> Limits | None:
     try:
         return None if text is None else Limits.model_validate(yaml.safe_load(text))
     except ValidationError as error:
-        words = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise typer.BadParameter(words) from None
+        found = [(".".join(["limits", *map(str, path)]), message) for path, message in findings(error, Limits)]
+        raise typer.BadParameter("; ".join(": ".join(each) for each in found)) from None
     except yaml.YAMLError as error:
         raise typer.BadParameter(f"limits are written as in a policy: {error}") from None
 

@@ -183,4 +183,4 @@ def test_a_key_may_have_classes_and_limits_of_its_own(warmpath: Warmpath, url: s
     }
     wrong = warmpath("keys", "create", "--tenant", "dev", "--limits", "{requests: many}", "--storage", url)
     assert wrong.exit_code == 2
-    assert "a rate is a count per duration" in " ".join(wrong.stderr.split())
+    assert "limits.requests: a rate is a count per duration" in " ".join(wrong.stderr.split())
