@@ -1,0 +1,32 @@
+"""What products with AMX move between caches, on any CPU with AVX-512: `python -m benchmarks.engine.tile_traffic`.
+
+Nothing is computed or timed: tile_traffic.cpp compiles the kernels with instructions that tell a model of two caches
+what they read and write, and prints what that counts.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from backend.native import library
+
+SOURCE = Path(__file__).with_name("tile_traffic.cpp")
+FLAGS = (*(flag for flag in library.FLAGS if flag not in ("-O3", "-shared")), "-O1", "-mavx512bw")
+
+
+def main() -> None:
+    if (loaded := library.load()) is None or not {"avx512", "amx"} & {*loaded.level_names}:
+        sys.exit("kernels for AMX need AVX-512, which this CPU does not have, and a compiler")
+    compiler = next(path for name in library.COMPILERS if (path := shutil.which(name)))
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "tile_traffic"
+        subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(program)], check=True)
+        subprocess.run([str(program)], check=True)
+
+
+if __name__ == "__main__":
+    main()
