@@ -39,6 +39,7 @@ from gateway.limits.limiter import Limiter
 from gateway.limits.local_share import StoreOrShare
 from gateway.limits.report import what_is_left
 from gateway.lobby import Lobby
+from gateway.pepper import ANOTHER_PEPPER, PepperCheck
 from gateway.policy import Policy
 from gateway.policy_file import PolicyHolder
 from gateway.prompt_counts import PromptCounts
@@ -207,6 +208,7 @@ class Gateway:
         async with contextlib.AsyncExitStack() as opened:
             await self._storage.open()
             opened.push_async_callback(self._storage.close)
+            await self._check_pepper()
             opened.push_async_callback(self.house.canonicaliser.close)
             opened.callback(self.house.diagnosis.close)
             self._ledger.open()
@@ -230,6 +232,19 @@ class Gateway:
                 opened.push_async_callback(_end, task)
             opened.push_async_callback(self._last_calls)
             return opened.pop_all()
+
+    async def _check_pepper(self) -> None:
+        """A warning and no more: keys of the policy may be all that is used. One worker speaks for all."""
+        if self._seat.number != 0:
+            return
+        check = PepperCheck(self._storage, self._settings.key_pepper.get_secret_value())
+        with contextlib.suppress(StorageUnavailable):  # which is no reason not to start
+            if not await check.agrees():
+                log.warning(
+                    "%s: they are not valid here. Set it to what they are made with; "
+                    "to change it for good, see `warmpath keys change-pepper --help`",
+                    ANOTHER_PEPPER,
+                )
 
     def _standing_work(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
         """What goes on for as long as the gateway lives, beside the calls."""

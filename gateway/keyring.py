@@ -15,6 +15,7 @@ import msgspec
 
 from gateway.errors import BadRequest, Conflict, NotFound
 from gateway.keys import hash_key, new_id, new_key
+from gateway.pepper import ANOTHER_PEPPER, CHECK_ID, PepperCheck
 from gateway.policy import Limits, Policy, choices
 from gateway.storage.base import KeyRecord, Keys
 from gateway.times import has_passed
@@ -29,6 +30,7 @@ class Keyring:
     def __init__(self, keys: Keys, pepper: str, *, clock: Callable[[], float] = time.time) -> None:
         self._keys = keys
         self._pepper = pepper
+        self._pepper_check = PepperCheck(keys, pepper)
         self._clock = clock
 
     async def create(
@@ -41,7 +43,9 @@ class Keyring:
         classes: Collection[str] | None = None,
         limits: Limits | None = None,
     ) -> tuple[str, KeyRecord]:
-        """The key, which is nowhere kept, and its record. Raises `BadRequest`, or `Conflict` where the id is taken."""
+        """The key, which is nowhere kept, and its record. Raises `BadRequest`, or `Conflict` where the id is taken or
+        the pepper is not the storage's.
+        """
         if life_seconds is not None and not 0 < life_seconds <= LIFE_SECONDS_MAX:
             raise BadRequest("a key's life is more than nothing and at most a hundred years", param="expires")
         key_id = key_id or new_id()
@@ -49,6 +53,7 @@ class Keyring:
             key = new_key(key_id)
         except ValueError as error:
             raise BadRequest(str(error), param="id") from None
+        await self._check_pepper()
         now = self._clock()
         record = KeyRecord(
             id=key_id,
@@ -67,11 +72,13 @@ class Keyring:
     async def rotate(self, key_id: str, *, overlap_seconds: float = OVERLAP_SECONDS) -> tuple[str, KeyRecord]:
         """A new secret under the same id. The one until now stays good for the overlap, an earlier one does not.
 
-        Raises `NotFound`, `Conflict` of a revoked key, or `BadRequest`.
+        Raises `NotFound`, `BadRequest`, or `Conflict` of a revoked key or another pepper than the storage's.
         """
         if not 0 <= overlap_seconds <= OVERLAP_SECONDS_MAX:
             most = f"{OVERLAP_SECONDS_MAX / 86_400:g} days"
             raise BadRequest(f"the old secret may stay good for at most {most}", param="overlap")
+        await self.get(key_id)
+        await self._check_pepper()
         key = new_key(key_id)
 
         def rotated(record: KeyRecord) -> KeyRecord:
@@ -91,14 +98,28 @@ class Keyring:
 
     async def get(self, key_id: str) -> KeyRecord:
         """Raises `NotFound`."""
-        record = await self._keys.get_key(key_id)
+        record = await self._keys.get_key(key_id) if key_id != CHECK_ID else None
         if record is None:
-            known = [each.id for each in await self._keys.list_keys()]
+            known = [each.id for each in await self.all()]
             raise NotFound(f"there is no key {key_id!r} in the storage; {choices(key_id, known)}", param="id")
         return record
 
     async def all(self) -> list[KeyRecord]:
-        return await self._keys.list_keys()
+        return [record for record in await self._keys.list_keys() if record.id != CHECK_ID]
+
+    async def change_pepper(self) -> bool:
+        """Make keys with this pepper from now on. False where that is how it was."""
+        if await self._pepper_check.agrees():
+            return False
+        await self._pepper_check.take_over()
+        return True
+
+    async def _check_pepper(self) -> None:
+        if not await self._pepper_check.agrees():
+            raise Conflict(
+                f"{ANOTHER_PEPPER}: a key made now would never be valid. Set it to what the gateways have; "
+                "to change it for good, see `warmpath keys change-pepper --help`"
+            )
 
     async def _change(self, key_id: str, change: Callable[[KeyRecord], KeyRecord]) -> KeyRecord:
         for _ in range(CHANGE_ATTEMPTS):

@@ -119,7 +119,10 @@ class Settings(BaseSettings):
         max_length=200,
         description="This gateway among several, in metrics and the ledger; the host's name.",
     )
-    key_pepper: SecretStr = Field(SecretStr(""), description="Mixed into the hashes of keys; changing it voids them.")
+    key_pepper: SecretStr = Field(
+        SecretStr(""),
+        description="Mixed into the hashes of keys; changing it voids them, see `warmpath keys change-pepper`.",
+    )
     dev_key: SecretStr | None = Field(None, description="The key that `warmpath up` gives, wp-<id>-<secret>.")
     admin_port: Annotated[int | None, BeforeValidator(_no_service_link)] = Field(
         None, ge=0, le=65535, description="Port of the admin API, on a listener of its own; without one, there is none."

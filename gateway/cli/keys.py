@@ -160,6 +160,29 @@ def revoke(
         say(f"The key {key_id} of {record.tenant} is revoked.")
 
 
+@app.command("change-pepper")
+def change_pepper(storage: StorageOption = None) -> None:
+    """Let keys be made with another WARMPATH_KEY_PEPPER from now on: the one that is set for this command.
+
+    No key in the storage that was made with the one before is valid then, until it is rotated. Set the new one for
+    every gateway, and start them again. The hashes in policies are to be made anew, too.
+    """
+    settings = settings_or_exit(storage=storage)
+
+    async def change() -> tuple[bool, list[str]]:
+        async with _keyring(settings) as keyring:
+            changed = await keyring.change_pepper()
+            return changed, [record.id for record in await keyring.all() if state_of(record) == "active"]
+
+    changed, active = _run(change())
+    if not changed:
+        say("This WARMPATH_KEY_PEPPER is the storage's already.")
+        return
+    say("From now on keys are made with this WARMPATH_KEY_PEPPER. Start the gateways with it, too.")
+    if active:
+        say("To be rotated, since they were made with another one: " + ", ".join(active))
+
+
 @app.command("hash")
 def hash_key(
     new: Annotated[

@@ -266,6 +266,22 @@ async def test_a_storage_that_is_away_is_told_in_one_line(tmp_path: Path) -> Non
     assert not (app.ledger / "lock").exists()
 
 
+async def test_a_pepper_that_is_not_the_storage_s_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, storage = policy_for("http://127.0.0.1:9/v1"), f"sqlite:///{tmp_path / 'state.db'}"
+
+    def warnings() -> list[str]:
+        return [each.getMessage() for each in caplog.records if "WARMPATH_KEY_PEPPER" in each.getMessage()]
+
+    for _ in range(2):
+        async with running(tmp_path, policy, storage=storage):
+            assert warnings() == []
+    async with running(tmp_path, policy, storage=storage, key_pepper="another"):
+        (warning,) = warnings()
+        assert "warmpath keys change-pepper" in warning
+
+
 async def test_the_shutdown_waits_for_calls_that_were_cut_off_to_settle(tmp_path: Path) -> None:
     async def script(request: Received, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD + coded(delta("one")))

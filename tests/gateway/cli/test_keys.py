@@ -98,6 +98,25 @@ def test_memory_keeps_no_keys(warmpath: Warmpath, verb: tuple[str, ...]) -> None
     assert result.stdout == ""
 
 
+def test_another_pepper_makes_no_key_until_that_is_what_is_wanted(warmpath: Warmpath, url: str) -> None:
+    def run(*arguments: str, pepper: str) -> tuple[int, str]:
+        result = warmpath("keys", *arguments, WARMPATH_STORAGE=url, WARMPATH_KEY_PEPPER=pepper)
+        return result.exit_code, " ".join(result.output.split())
+
+    create = ("create", "--tenant", "dev", "--id")
+    assert run(*create, "ci", pepper="p")[0] == 0
+    for arguments in ((*create, "new"), ("rotate", "ci")):
+        code, said = run(*arguments, pepper="")
+        assert code == 1
+        assert "WARMPATH_KEY_PEPPER is not the one" in said and "warmpath keys change-pepper" in said
+    assert stored(url, "new") is None
+    assert run("change-pepper", pepper="p") == (0, "This WARMPATH_KEY_PEPPER is the storage's already.")
+    code, said = run("change-pepper", pepper="q")
+    assert code == 0 and said.endswith("made with another one: ci")
+    assert run("rotate", "ci", pepper="q")[0] == 0
+    assert run(*create, "new", pepper="p")[0] == 1
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
