@@ -7,7 +7,6 @@ at no known price has no cost, which is not a cost of zero. docs/billing.md has 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -100,7 +99,7 @@ def make_receipt(
         call.class_name,
         bill.service_tier,
         started or rfc3339(marks.started_ns),
-        rfc3339(marks.ended_ns or time.time_ns()),
+        rfc3339(marks.ended_ns or marks.now_ns()),
         (marks.first_chunk_ns - marks.started_ns) / 1e9 if marks.first_chunk_ns else None,
         outcome,
         "cache" if from_cache else "engine" if usage.exact else "estimate",

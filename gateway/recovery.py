@@ -135,7 +135,7 @@ class Recovery:
         deployment = server.deployment if server is not None else None
         marks = Marks()
         marks.started_ns = nanoseconds_of(last.started)
-        marks.end()
+        marks.ended_ns = max(marks.now_ns(), marks.started_ns)  # the clock may have been set back since
         bill = bill_of(call, usage, deployment, arrived_ns=marks.started_ns, service_tier=call.service_tier)
         lost = Outcome.GATEWAY_LOST
         tried = [Attempt(each.deployment, lost.value, marks.started_ns, marks.ended_ns, span_id=0) for each in attempts]
@@ -168,7 +168,7 @@ class Recovery:
                 model_asked=opened.model_asked,
                 deployment=opened.deployment,
                 started=opened.started,
-                finished=rfc3339(time.time_ns()),
+                finished=max(rfc3339(time.time_ns()), opened.started),
                 exact=usage.exact,
                 input_uncached=usage.input_uncached,
                 cache_read=usage.cache_read,

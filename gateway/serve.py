@@ -78,6 +78,7 @@ async def serve(house: House, door: Reader, exchange: Exchange, record: CallReco
         lambda span: {"x-request-id": opening.request_id, **house.telemetry.outgoing(record.trace, span)},
         task,
         opening,
+        now_ns=marks.now_ns,
     )
     if isinstance(found, Answer):
         record.cache = found.kind

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -86,7 +85,7 @@ class Settlement:
 
     def answer_begins(self) -> None:
         """Its first chunk is here, and is watched next."""
-        self._record.marks.first_chunk_ns = time.time_ns()
+        self._record.marks.first_chunk_ns = self._record.marks.now_ns()
 
     def watch(self, chunk: bytes) -> bytes:
         """A chunk is here: what the client gets of it. With the last one the receipt is written.
@@ -146,7 +145,7 @@ class Settlement:
     def _overhead_ms(self) -> str:
         """Milliseconds from the request's arrival to the first attempt, less the time in the queue."""
         marks = self._record.marks
-        asked_ns = self._attempts.done[0].started_ns if self._attempts.done else time.time_ns()
+        asked_ns = self._attempts.done[0].started_ns if self._attempts.done else marks.now_ns()
         queued_ns = marks.between("queue", "route")
         return f"{(asked_ns - marks.started_ns - queued_ns) / 1e6:.2f}"
 

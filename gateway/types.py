@@ -143,20 +143,22 @@ class Usage(msgspec.Struct, frozen=True):
 class Marks:
     """When a request entered each phase, in nanoseconds since the epoch.
 
+    By the wall clock as it was at the request's arrival: whoever sets that clock meanwhile, changes no duration.
     A phase lasts until the next one begins, so the phases of a request add up to its time by construction.
     Names are those of the spans: authenticate, canonicalise, cache.lookup, admit, queue, route, chat, settle.
     """
 
-    __slots__ = ("ended_ns", "first_chunk_ns", "phases", "started_ns")
+    __slots__ = ("_epoch_ns", "ended_ns", "first_chunk_ns", "phases", "started_ns")
 
     def __init__(self) -> None:
         self.started_ns = time.time_ns()
+        self._epoch_ns = self.started_ns - time.monotonic_ns()
         self.phases: list[tuple[str, int]] = []
         self.first_chunk_ns = 0
         self.ended_ns = 0
 
     def enter(self, phase: str) -> None:
-        self.phases.append((phase, time.time_ns()))
+        self.phases.append((phase, self.now_ns()))
 
     def between(self, phase: str, later: str) -> int:
         """Nanoseconds from the beginning of one phase to that of a later one; 0 where one was not entered."""
@@ -164,7 +166,10 @@ class Marks:
         return max(0, at[later] - at[phase]) if phase in at and later in at else 0
 
     def end(self) -> None:
-        self.ended_ns = time.time_ns()
+        self.ended_ns = self.now_ns()
+
+    def now_ns(self) -> int:
+        return self._epoch_ns + time.monotonic_ns()
 
 
 class Outcome(enum.StrEnum):

@@ -318,9 +318,11 @@ class Limiter:
                 return
 
     async def extend_due(self) -> None:
-        """Keep alive what has been open for a third of its lease; the other two are for trying again."""
+        """Keep alive what has been open for a third of its lease; the other two are for trying again. And all that was
+        extended by a clock that was set back since.
+        """
         now = self._clock()
-        due = [name for name, since in self._open.items() if now >= since + EXTEND_SECONDS]
+        due = [name for name, since in self._open.items() if now >= since + EXTEND_SECONDS or now < since]
         for start in range(0, len(due), MAX_AT_ONCE):
             some = due[start : start + MAX_AT_ONCE]
             extend = partial(self._counters.extend, lease_seconds=LEASE_SECONDS, now=now)

@@ -7,7 +7,6 @@ comes slower than that. Until then nothing has been sent, and another server may
 from __future__ import annotations
 
 import asyncio
-import time
 
 import msgspec
 
@@ -63,7 +62,7 @@ class Asker:
         if not server.breaker.would_allow(started):
             return None  # meanwhile it has failed others, or one of them has become its probe
         attempts.ask(server)
-        span_id, started_ns = attempts.new_span_id(), time.time_ns()
+        span_id, started_ns = attempts.new_span_id(), attempts.now_ns()
         reply: Reply | None = None
         server.breaker.allows(started)
         server.asked_at = started

@@ -29,6 +29,8 @@ class Attempts:
         headers: Callable[[int], Mapping[str, str]],
         task: asyncio.Task[Any] | None = None,
         opening: Callable[[Server], None] = lambda server: None,
+        *,
+        now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.task = task  # whose call it is, for who has it at hand
         self.done: list[Attempt] = []
@@ -36,6 +38,7 @@ class Attempts:
         self.cancelled_as = CLIENT_GONE  # the outcome of an attempt that is cancelled now
         self.losers: list[Server] = []  # of races: they may have worked on it, too
         self.new_span_id = new_span_id
+        self.now_ns = now_ns  # the clock of the call's marks
         self.headers = headers  # of an attempt, by its span id
         self._opening = opening  # notes it in the books
 
@@ -52,7 +55,7 @@ class Attempts:
                 deployment=sent.server.name,
                 outcome=outcome,
                 started_ns=started_ns,
-                ended_ns=time.time_ns(),
+                ended_ns=self.now_ns(),
                 span_id=span_id,
                 status=status,
                 predicted_cached_tokens=sent.predicted_cached_tokens,
@@ -68,7 +71,7 @@ class Attempts:
         last = self.done[-1]
         if last.outcome == "ok":
             self.done[-1] = Attempt(
-                last.deployment, outcome, last.started_ns, time.time_ns(), last.span_id, last.status,
+                last.deployment, outcome, last.started_ns, self.now_ns(), last.span_id, last.status,
                 last.predicted_cached_tokens, last.continues,
             )  # fmt: skip
 

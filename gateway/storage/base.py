@@ -20,6 +20,8 @@ import msgspec
 OPERATION_TIMEOUT_SECONDS = 0.25
 HELD_RETRY_SECONDS = 1.0  # nobody knows when a call ends: what is held by others is worth asking for again so soon
 REMEMBER_SECONDS = 3600.0
+LEASE_SECONDS_MAX = 3600.0  # one that lasts longer by now was given by a clock that has been set back since: it is over
+CLOCK_STEP_SECONDS = 5.0  # callers' times may be out of order by less; what is further back is a clock that was set
 MAX_AMOUNT = 2**63 - 1
 DEFAULT_BLOB_BYTES = 128 * 2**20
 NOTICES_KEPT = 1000  # about: an engine may forget a hundred later

@@ -23,7 +23,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from gateway.storage.base import RateCharge
+from gateway.storage.base import CLOCK_STEP_SECONDS, RateCharge
 
 MAX_TROUGHS = 32
 TOLERANCE_SECONDS = 1e-6  # a time of today has a resolution of 0.24 microseconds as a float
@@ -41,7 +41,7 @@ class Bucket:
         self, level: float = 0.0, time: float = 0.0, empty_at: float = 0.0, troughs: Sequence[Trough] = ()
     ) -> None:
         self.level = level
-        self.time = time  # of the last change; for a clock that steps back, time stands still
+        self.time = time  # of the last change; for callers who are a little late, time stands still
         self.empty_at = empty_at  # from then on a bucket is like a new one, and may be forgotten
         self.troughs = list(troughs)  # both rising
 
@@ -53,6 +53,8 @@ class Bucket:
         """How much may be poured in now; below zero in debt. Includes what leaks in `TOLERANCE_SECONDS`."""
         limit, level = charge.limit, self.level
         leak = limit / charge.period_seconds
+        if now < self.time - CLOCK_STEP_SECONDS:
+            self._set_back(now, leak)
         if level and now > self.time:
             level -= (now - self.time) * leak
             if level < 0:
@@ -66,6 +68,8 @@ class Bucket:
         leak = charge.limit / charge.period_seconds
         if now > self.time:
             self._leak(now, leak)
+        elif now < self.time - CLOCK_STEP_SECONDS:
+            self._set_back(now, leak)
         time, level, troughs = self.time, self.level, self.troughs
         while troughs and troughs[-1][1] >= level:
             troughs.pop()
@@ -92,9 +96,12 @@ class Bucket:
         leak = charge.limit / charge.period_seconds
         if now > self.time:
             self._leak(now, leak)
+        elif now < self.time - CLOCK_STEP_SECONDS:
+            self._set_back(now, leak)
         if not self.level:  # all of it has leaked out, so that there is nothing to return
             return
-        first_later = bisect_right(self.troughs, (poured_at, math.inf))
+        set_back = poured_at > self.time  # since it was poured
+        first_later = 0 if set_back else bisect_right(self.troughs, (poured_at, math.inf))
         later = self.troughs[first_later:]
         refund = min(unused, later[0][1] if later else self.level, self.level)
         self.level -= refund
@@ -103,6 +110,14 @@ class Bucket:
             lowered = [(time, level - refund) for time, level in later]
             earlier = self.troughs[:first_later]
             self.troughs = [trough for trough in earlier if trough[1] < lowered[0][1]] + lowered
+
+    def _set_back(self, now: float, leak: float) -> None:
+        """The clock was set back: go on from there with what is in. Otherwise nothing would leak until it is as late
+        again. Of what was poured by the time before, no more than the lowest level since can be returned.
+        """
+        self.time = now
+        self.empty_at = now + self.level / leak
+        self.troughs = [(now, level) for _, level in self.troughs[:1]]
 
     def _leak(self, now: float, leak: float) -> None:
         """Until `now`, which is later than the last change."""

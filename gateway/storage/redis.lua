@@ -13,6 +13,8 @@
 
 local TOLERANCE_SECONDS = 1e-6
 local MAX_TROUGHS = 32
+local CLOCK_STEP_SECONDS = 5 -- as in storage/base.py
+local LEASE_SECONDS_MAX = 3600 -- as there
 local REMEMBER_SECONDS = 3600
 local TEST_CLOCK_GRACE_SECONDS = 3600 -- where a caller's clock is slower than the one by which Redis expires keys
 
@@ -69,6 +71,10 @@ local function bucket_of(charge)
   buckets[charge.key] = bucket
   local leaked = math.max(0, now - bucket.time) * charge.limit / charge.period_seconds
   bucket.level = math.max(0, bucket.level - leaked)
+  if now < bucket.time - CLOCK_STEP_SECONDS then
+    bucket.time = now
+    bucket.troughs = bucket.troughs[2] and {now, bucket.troughs[2]} or {}
+  end
   bucket.time = math.max(bucket.time, now)
   return bucket
 end
@@ -103,8 +109,8 @@ local function settle_bucket(charge, used)
   end
   local bucket = bucket_of(charge)
   local troughs = bucket.troughs
-  local later = 1
-  while later < #troughs and troughs[later] <= charge.poured_at do
+  local later, set_back = 1, charge.poured_at > bucket.time
+  while not set_back and later < #troughs and troughs[later] <= charge.poured_at do
     later = later + 2
   end
   local refund = math.min(charge.amount - used, troughs[later + 1] or bucket.level, bucket.level)
@@ -133,9 +139,11 @@ local function return_hold(key, reservation)
 end
 
 local function return_expired(key)
-  local expired = redis.call('ZRANGEBYSCORE', name('leases', key), '-inf', string.format('%.17g', now))
-  for _, reservation in ipairs(expired) do
-    return_hold(key, reservation)
+  local leases, latest = name('leases', key), string.format('(%.17g', now + LEASE_SECONDS_MAX)
+  for _, over in ipairs({{'-inf', string.format('%.17g', now)}, {latest, '+inf'}}) do
+    for _, reservation in ipairs(redis.call('ZRANGEBYSCORE', leases, over[1], over[2])) do
+      return_hold(key, reservation)
+    end
   end
 end
 
@@ -341,6 +349,7 @@ function operations.count_replicas()
     redis.call('ZADD', replicas, string.format('%.17g', now), id)
   end
   redis.call('ZREMRANGEBYSCORE', replicas, '-inf', string.format('%.17g', now - alive_seconds))
+  redis.call('ZREMRANGEBYSCORE', replicas, string.format('(%.17g', now + CLOCK_STEP_SECONDS), '+inf')
   redis.call('PEXPIRE', replicas, milliseconds(alive_seconds))
   return redis.call('ZCARD', replicas)
 end

@@ -18,6 +18,7 @@ import msgspec
 
 from gateway.storage import sqlite_reservations as reservations
 from gateway.storage.base import (
+    CLOCK_STEP_SECONDS,
     DEFAULT_BLOB_BYTES,
     NOTICES_AT_ONCE,
     NOTICES_KEPT,
@@ -121,7 +122,7 @@ class SqliteStorage:
     def _reserve(
         self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, db: sqlite3.Connection
     ) -> Granted | Refused:
-        if now >= self._next_sweep:
+        if not self._next_sweep - SWEEP_SECONDS <= now < self._next_sweep:
             self._sweep(now, db)
         return reservations.reserve(reservation_id, charges, self._owner, lease_seconds, now, db)
 
@@ -209,7 +210,7 @@ def _all(batch: Sequence[_Work], db: sqlite3.Connection) -> list[Any]:
 def _count_replicas(owner: str, since: float, now: float, db: sqlite3.Connection) -> int:
     if owner:
         db.execute("REPLACE INTO replicas VALUES (?, ?)", (owner, now))
-    db.execute("DELETE FROM replicas WHERE seen_at <= ?", (since,))
+    db.execute("DELETE FROM replicas WHERE seen_at <= ? OR seen_at > ?", (since, now + CLOCK_STEP_SECONDS))
     return int(db.execute("SELECT count(*) FROM replicas").fetchone()[0])
 
 

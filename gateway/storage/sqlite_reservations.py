@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.storage.base import (
+    LEASE_SECONDS_MAX,
     REMEMBER_SECONDS,
     Charge,
     Granted,
@@ -127,8 +128,8 @@ def _verdict(index: int, charge: Charge, now: float, db: sqlite3.Connection) -> 
     if isinstance(charge, RateCharge):
         return rate_verdict(index, charge, _bucket(charge.key, db), now)
     account = db.execute("SELECT spent FROM accounts WHERE key = ? AND forget_at > ?", (charge.key, now)).fetchone()
-    query = "SELECT coalesce(sum(amount), 0) FROM holds WHERE key = ? AND expires_at > ?"
-    (held,) = db.execute(query, (charge.key, now)).fetchone()
+    query = "SELECT coalesce(sum(amount), 0) FROM holds WHERE key = ? AND expires_at > ? AND expires_at <= ?"
+    (held,) = db.execute(query, (charge.key, now, now + LEASE_SECONDS_MAX)).fetchone()
     return account_verdict(index, charge, 0 if account is None else account[0], held)
 
 

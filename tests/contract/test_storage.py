@@ -489,3 +489,35 @@ async def test_a_call_for_nothing_may_outlive_the_account_it_fell_under(storage:
         assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + seconds)
     assert await storage.settle(f"{tenant}/a", [5], now=NOW + 80)
     assert await storage.left([free], now=NOW + 80) == (45,)
+
+
+@pytest.mark.parametrize("back_seconds", [60.0, 5 * 3600.0])
+async def test_a_rate_refills_after_the_clock_was_set_back(storage: Storage, back_seconds: float) -> None:
+    tenant, now = next(_tenants), NOW - back_seconds
+    await reserve(storage, f"{tenant}/a", rate(tenant, 60))
+    await reserve(storage, f"{tenant}/b", rate(tenant, 40), now=NOW + 10)
+    assert await storage.left([rate(tenant, 0)], now=now) == (10,)
+    assert await storage.settle(f"{tenant}/b", [0], now=now)
+    (left,) = await storage.left([rate(tenant, 0)], now=now)
+    assert 10 <= left <= 50  # how much of it had leaked already is not known any more
+    assert isinstance(await reserve(storage, f"{tenant}/c", rate(tenant, 10), now=now), Granted)
+    assert await storage.left([rate(tenant, 0)], now=now + 100) == (100,)
+
+
+async def test_a_lease_ends_after_the_clock_was_set_back(storage: Storage) -> None:
+    tenant, now = next(_tenants), NOW - 5 * 3600
+    charges: list[Charge] = [place(tenant, limit=1), spend(tenant, 60)]
+    await reserve(storage, f"{tenant}/a", *charges)
+    if isinstance(storage, MemoryStorage):  # of which nobody is killed but the whole: what lives settles
+        assert await storage.settle(f"{tenant}/a", [0, 0], now=now)
+    assert await storage.left(charges, now=now) == (1, 100)
+
+
+async def test_a_call_that_lives_is_held_on_to_after_the_clock_was_set_back(storage: Storage) -> None:
+    tenant, now = next(_tenants), NOW - 5 * 3600
+    charges: list[Charge] = [place(tenant, limit=1), spend(tenant, 60)]
+    await reserve(storage, f"{tenant}/a", *charges)
+    assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=now)
+    assert await storage.left(charges, now=now + 1) == (0, 40)
+    assert await storage.settle(f"{tenant}/a", [0, 7], now=now + 2)
+    assert await storage.left(charges, now=now + 2) == (1, 93)

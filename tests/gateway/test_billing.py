@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from decimal import Context, Decimal, Inexact, localcontext
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from gateway.billing import bill_of, cost_of, make_receipt
 from gateway.money import nanos_of, text_of
 from gateway.policy import Deployment, Policy, Price
+from gateway.routing.attempts import Attempts
 from gateway.times import nanoseconds_of
 from gateway.types import Attempt, Marks, Operation, Outcome, Trace, Usage
 from tests.gateway.calls import a_call
@@ -162,6 +164,27 @@ def test_every_field_of_a_receipt_is_in_its_place() -> None:
     }
     again = make_receipt(call, usage, outcome=Outcome.COMPLETE, marks=marks, bill=bill, started="then", trace_id="it")
     assert (again.started, again.trace_id) == ("then", "it")
+
+
+@pytest.mark.parametrize("hours", [-5, 5])
+def test_a_clock_that_is_set_meanwhile_changes_no_duration(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
+    marks = Marks()
+    attempts = Attempts(lambda: 1, lambda span: {}, now_ns=marks.now_ns)
+    monkeypatch.setattr(time, "time_ns", lambda: marks.started_ns + hours * 3600 * 10**9)
+    asked_ns = attempts.now_ns()
+    marks.enter("chat")
+    marks.first_chunk_ns = marks.now_ns()
+    attempts.done.append(Attempt("a", "ok", asked_ns, asked_ns, span_id=1))
+    attempts.conclude("cut")
+    bill = bill_of(CALL, COUNTED, PRICED, arrived_ns=marks.started_ns)
+    for _ in range(2):  # before its end is noted, and after
+        receipt = make_receipt(CALL, COUNTED, outcome=Outcome.COMPLETE, marks=marks, bill=bill, attempts=attempts.done)
+        (attempt,) = receipt.attempts
+        times = [receipt.started, attempt.started, attempt.ended, receipt.finished]
+        assert times == sorted(times)
+        assert nanoseconds_of(receipt.finished) - nanoseconds_of(receipt.started) < 3600 * 10**9
+        assert receipt.ttft_seconds is not None and 0 <= receipt.ttft_seconds < 3600
+        marks.end()
 
 
 def costs(usage: Usage, outcome: Outcome, deployment: Deployment | None, from_cache: bool) -> tuple[str, str | None]:

@@ -64,6 +64,39 @@ async def test_the_servers_record_is_billed(tmp_path: Path) -> None:
     assert verify(tmp_path / "ledger").broken is None
 
 
+async def test_a_clock_that_was_set_back_since_makes_no_call_end_before_it_began(tmp_path: Path) -> None:
+    later = "2199-12-31T23:59:59.000001Z"
+    await left_behind(tmp_path, opened(started=later), opened(started=later, attempt=2, deployment="b"))
+    async with a_rig(tmp_path) as rig:
+        (receipt,) = await recover(rig)
+        assert (receipt["started"], receipt["finished"]) == (later, later)
+        assert {(each["started"], each["ended"]) for each in receipt["attempts"]} == {(later, later)}
+        (in_vain,) = [row for row in rig.rows() if row["kind"] == "unbilled"]
+        assert in_vain["finished"] == later
+
+
+@pytest.mark.parametrize(("per", "period"), [("day", "2025-12-31"), ("month", "2025-12")])
+async def test_a_call_over_a_border_is_of_the_period_and_the_price_in_which_it_began(
+    tmp_path: Path, per: str, period: str
+) -> None:
+    began = "2025-12-31T23:59:59.900000Z"
+    prices = [
+        {"until": "2026-01-01", "input": "1", "output": "2", "version": "old"},
+        {"from": "2026-01-01", "input": "5", "output": "9", "version": "new"},
+    ]
+    policy = policy_of(tenants=[tenant(budget={"amount": "1", "per": per})])
+    for deployment in policy["deployments"]:
+        deployment["price"] = prices
+    await left_behind(tmp_path, opened(started=began))
+    async with a_rig(tmp_path, **policy) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
+        (receipt,) = await recover(rig)
+        await recover(rig)
+        assert (receipt["price_version"], receipt["cost"]) == ("old", "0.000024")
+        assert receipt["finished"] > began
+        assert spent_nanos(rig) == {period: 24_000}
+
+
 def spent_nanos(rig: Rig) -> dict[str, int]:
     return {key.rpartition("/")[2]: account.spent for key, account in rig.storage._accounts.items() if "budget" in key}
 

@@ -229,6 +229,20 @@ async def test_long_calls_keep_their_leases(house: House) -> None:
     assert house.store.asked.count("extend") == 10
 
 
+async def test_a_clock_that_is_set_back_extends_what_is_open(house: House) -> None:
+    reservation = await house.limiter.admit(house.call())
+    house.now -= 5 * 3600
+    await house.limiter.extend_due()
+    assert house.store.asked.count("extend") == 1
+    await house.limiter.extend_due()
+    assert house.store.asked.count("extend") == 1
+    house.now += EXTEND_SECONDS
+    await house.limiter.extend_due()
+    assert house.store.asked.count("extend") == 2
+    await reservation.release()
+    assert await house.is_free()
+
+
 async def test_short_calls_are_not_extended(house: House) -> None:
     await house.limiter.admit(house.call())
     house.now += EXTEND_SECONDS - 0.1

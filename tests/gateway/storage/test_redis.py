@@ -253,3 +253,18 @@ async def eventually(storage: RedisStorage, name: str, charge: Charge) -> Grante
             return await reserve(storage, name, charge)
         except StorageUnavailable:
             assert time.monotonic() < deadline
+
+
+async def test_a_replica_that_was_seen_by_a_later_clock_is_not_counted_for_ever(redis_server: RedisServer) -> None:
+    with redis_server.client() as client:
+        client.flushall()
+    one, other = (
+        RedisStorage(redis_server.url, owner=owner, timeout_seconds=PATIENT_SECONDS, clock="caller")
+        for owner in ("one", "other")
+    )
+    now, later = 1_800_000_000.0, 1_800_018_000.0
+    assert [await each.count_replicas(alive_seconds=30.0, now=later) for each in (one, other)] == [1, 2]
+    assert await one.count_replicas(alive_seconds=30.0, now=now) == 1
+    assert await other.count_replicas(alive_seconds=30.0, now=now + 1) == 2
+    for each in (one, other):
+        await each.close()

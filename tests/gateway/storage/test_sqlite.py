@@ -145,3 +145,15 @@ async def test_a_file_of_an_earlier_version_is_brought_up_to_date(tmp_path: Path
 async def test_not_open(tmp_path: Path) -> None:
     with pytest.raises(StorageUnavailable, match="not open"):
         await storage_in(tmp_path).get("anything")
+
+
+async def test_a_replica_that_was_seen_by_a_later_clock_is_not_counted_for_ever(tmp_path: Path) -> None:
+    one, other = (SqliteStorage(f"sqlite:///{tmp_path / 'state.db'}", owner=owner) for owner in ("one", "other"))
+    for each in (one, other):
+        await each.open()
+    now, later = 1_800_000_000.0, 1_800_018_000.0
+    assert [await each.count_replicas(alive_seconds=30.0, now=later) for each in (one, other)] == [1, 2]
+    assert await one.count_replicas(alive_seconds=30.0, now=now) == 1
+    assert await other.count_replicas(alive_seconds=30.0, now=now + 1) == 2
+    for each in (one, other):
+        await each.close()
