@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.e2e.processes import DEMO, Wire, chat, clean_environment, endless, engine, gateway, simple_policy, until
+from tests.e2e.processes import (
+    DEMO,
+    Gateway,
+    Wire,
+    chat,
+    clean_environment,
+    deployment,
+    endless,
+    engine,
+    gateway,
+    simple_policy,
+    until,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -22,13 +37,7 @@ def test_what_the_engine_did_is_what_was_billed(tmp_path: Path) -> None:
         policy_file = tmp_path / "policy-of-reconcile.yaml"
         policy_file.write_text(yaml.safe_dump(policy))
         with gateway(tmp_path / "gateway", policy) as local_gateway:
-
-            def reconcile() -> tuple[int, Any]:
-                command = [sys.executable, "-m", "gateway", "usage", "reconcile", "--json"]
-                options = ["--ledger", str(local_gateway.ledger), "--policy", str(policy_file)]
-                done = subprocess.run([*command, *options], capture_output=True, text=True, env=clean_environment())
-                return done.returncode, json.loads(done.stdout)
-
+            reconcile = partial(_reconcile, local_gateway, policy_file)
             reconcile()
             for number in range(3):
                 local_gateway.post("chat/completions", chat(f"Say {number}.", max_tokens=5 + number, ignore_eos=True))
@@ -56,6 +65,56 @@ def test_what_the_engine_did_is_what_was_billed(tmp_path: Path) -> None:
             )
             code, found = reconcile()
             assert code == 1 and found["total"][0]["drift"]["output"] == 4
+
+
+def test_choices_cuts_and_displaced_requests_do_not_drift_and_stop_strings_a_little(tmp_path: Path) -> None:
+    blocks = ("--num-blocks", "130")  # a little more than one answer may need
+    with engine(tmp_path / "a", *blocks) as a, engine(tmp_path / "b", *blocks) as b:
+        engines = (a, b)
+        policy = simple_policy(a.url)
+        policy["deployments"] = [deployment("a", a.url), deployment("b", b.url)]
+        policy["models"][0]["deployments"] = ["a", "b"]
+        policy_file = tmp_path / "policy-of-reconcile.yaml"
+        policy_file.write_text(yaml.safe_dump(policy))
+        with gateway(tmp_path / "gateway", policy) as local_gateway, ThreadPoolExecutor(9) as clients:
+            drawn = random.Random(20261123)
+
+            def ask(**fields: Any) -> None:
+                body = chat(f"Go on from {drawn.random()}.", temperature=1.0, **fields)
+                local_gateway.post("chat/completions", body).raise_for_status()
+
+            def leave(frames: int) -> None:
+                with Wire(local_gateway, "chat/completions", endless(f"Count from {frames}.")) as client:
+                    client.read_until(b"data: ", times=frames)
+
+            def drift() -> tuple[int, int]:
+                until(lambda: not any(each.metric("vllm:num_requests_running") for each in engines))
+                _, found = _reconcile(local_gateway, policy_file)
+                drifts = [each["drift"] for each in found["total"]]
+                return sum(each["input"] for each in drifts), sum(each["output"] for each in drifts)
+
+            _reconcile(local_gateway, policy_file)
+            asked = [clients.submit(leave, drawn.randint(100, 500)) for _ in range(3)]
+            asked += [clients.submit(ask, max_tokens=600, ignore_eos=True, n=2, stream=n % 3 == 0) for n in range(6)]
+            for each in asked:
+                each.result()
+            assert sum(each.metric("vllm:num_preemptions_total") for each in engines) > 0
+            assert len(local_gateway.receipts()) == len(asked)
+            assert drift() == (0, 0)
+
+            stops = [drawn.sample("aeinorst", 2) for _ in range(6)]
+            stopping = [clients.submit(ask, max_tokens=60, stop=stop, n=1 + n % 3) for n, stop in enumerate(stops)]
+            for each in stopping:
+                each.result()
+            prompts, outputs = drift()
+            assert prompts == 0 and outputs >= 0
+
+
+def _reconcile(local_gateway: Gateway, policy_file: Path) -> tuple[int, Any]:
+    command = [sys.executable, "-m", "gateway", "usage", "reconcile", "--json"]
+    options = ["--ledger", str(local_gateway.ledger), "--policy", str(policy_file)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, env=clean_environment())
+    return done.returncode, json.loads(done.stdout)
 
 
 _ASK = (
