@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 
-.PHONY: up install test test-triton check bench docs clean
+.PHONY: up install test test-triton check lint bench docs clean
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
@@ -13,7 +13,7 @@ install: $(VENV)/.installed ## the virtual environment with gateway and engine
 
 test: $(VENV)/.installed-dev ## everything a change must pass, real redis-server included
 	@scripts/ensure-redis.sh
-	@$(MAKE) --no-print-directory check
+	@$(MAKE) --no-print-directory lint
 	@$(BIN)/pytest
 
 test-triton: $(VENV)/.installed-dev ## the kernels for GPUs, on a CPU: interpreted, and compiled without being run
@@ -21,12 +21,14 @@ test-triton: $(VENV)/.installed-dev ## the kernels for GPUs, on a CPU: interpret
 	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/gpu_kernels tests/backend/attention tests/backend/ops
 
 KERNELS := $(shell find backend/native -name '*.cpp' -o -name '*.h')
-check: $(VENV)/.installed-dev ## formats, ruff, mypy strict, import directions, documents against the code
+lint: $(VENV)/.installed-dev ## formats, ruff, mypy strict, import directions
 	$(BIN)/clang-format --dry-run -Werror $(KERNELS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check: lint ## that, and documents against the code
 	$(BIN)/pytest -q -m "not e2e" tests/docs
 
 bench: $(VENV)/.installed-dev ## the gateway's cost per request, beside its limit
