@@ -25,7 +25,7 @@ from gateway.limits.headers import Shown, shown_of, tightest_headers
 from gateway.limits.scope import scopes_of_call, tenant_part
 from gateway.limits.stream_budget import StreamBudget
 from gateway.policy import Limits, Policy, Tenant
-from gateway.storage.base import Charge, Counters, Granted, Refused
+from gateway.storage.base import Charge, Counters, Granted, Refused, SpendCharge
 from gateway.types import Call, Usage
 
 LEASE_SECONDS = 30.0  # after a crash without return, places and money are held so long
@@ -45,7 +45,7 @@ class Reservation:
     `stream_budget` is None where no budget may cut the answer.
     """
 
-    __slots__ = ("_ended", "_holds_a_place", "_limiter", "_limits", "_name", "headers", "stream_budget")
+    __slots__ = ("_charges", "_ended", "_holds_a_place", "_limiter", "_limits", "_name", "headers", "stream_budget")
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class Reservation:
         limits: Sequence[Limit[Any]],
         headers: Mapping[str, str],
         *,
+        charges: Sequence[Charge] = (),
         holds_a_place: bool = False,
         stream_budget: StreamBudget | None = None,
     ) -> None:
@@ -62,6 +63,7 @@ class Reservation:
         self._limiter = limiter  # None: there is nothing to give back
         self._name = name
         self._limits = limits
+        self._charges = charges
         self._holds_a_place = holds_a_place
         self._ended = False
 
@@ -75,7 +77,8 @@ class Reservation:
         if not self._ended and self._limiter is not None:
             self._ended = True
             try:
-                await self._limiter.end(self._name, [limit.actual(usage, cost_nanos) for limit in self._limits])
+                actual = [limit.actual(usage, cost_nanos) for limit in self._limits]
+                await self._limiter.end(self._name, actual, self._charges)
             finally:
                 if self.stream_budget is not None:
                     await self.stream_budget.end()
@@ -163,6 +166,7 @@ class Limiter:
             name,
             limits,
             tightest_headers(plan.shown, charges, verdict.remaining),
+            charges=charges,
             holds_a_place=plan.holds_a_place,
             stream_budget=(
                 self._stream_budget(call, plan.cutting, name, estimate) if plan.cutting and call.stream else None
@@ -181,7 +185,7 @@ class Limiter:
         verdict = await self._reserve(name, charges, now)
         if isinstance(verdict, Refused):
             raise _refusal(budgets, charges, verdict)
-        return Reservation(self, name, budgets, {})
+        return Reservation(self, name, budgets, {}, charges=charges)
 
     async def charge_lost(self, call: Call, usage: Usage, cost_nanos: int, *, admitted: float) -> None:
         """A killed gateway's call is over, and its bill is known: settle its reservation, where the store has it still.
@@ -279,17 +283,35 @@ class Limiter:
         except StorageUnavailable:  # settling frees it
             self.store_failures += 1
 
-    async def end(self, name: str, actual: Sequence[int]) -> None:
+    async def end(self, name: str, actual: Sequence[int], charges: Sequence[Charge]) -> None:
         """For `Reservation.settle`."""
         self._open.pop(name, None)
         try:
-            await self._counters.settle(name, actual, now=self._clock())
+            settled = await self._counters.settle(name, actual, now=self._clock())
         except StorageUnavailable:
             self.store_failures += 1
             self._put_off(name, actual)
         except asyncio.CancelledError:
             self._put_off(name, actual)  # the store settles it once, however often it is asked
             raise
+        else:
+            if not settled:
+                await self._charge_forgotten(name, actual, charges)
+
+    async def _charge_forgotten(self, name: str, actual: Sequence[int], charges: Sequence[Charge]) -> None:
+        """The store has forgotten the reservation, as where this process stood still for hours or the clock was set
+        ahead. What the call cost counts all the same.
+        """
+        both = zip(charges, actual, strict=True)
+        spent = [(charge, amount) for charge, amount in both if isinstance(charge, SpendCharge) and amount]
+        if not spent:
+            return
+        name, now = f"{name}+lost", self._clock()
+        try:
+            await self._counters.adopt(name, [charge for charge, _ in spent], lease_seconds=LEASE_SECONDS, now=now)
+            await self._counters.settle(name, [amount for _, amount in spent], now=now)
+        except StorageUnavailable:
+            self.store_failures += 1
 
     def _put_off(self, name: str, actual: Sequence[int]) -> None:
         if len(self._unsettled) == MAX_UNSETTLED:

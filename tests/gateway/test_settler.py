@@ -10,6 +10,7 @@ from gateway.ledger import Ledger
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter, Reservation
 from gateway.settler import SETTLED_AT_ONCE, Settler
+from gateway.storage.base import Charge
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Usage
 from tests.gateway.ledger.receipts import a_receipt
@@ -25,7 +26,7 @@ class Ends(Limiter):
         if not waits:
             self._full.set()
 
-    async def end(self, name: str, actual: Sequence[int]) -> None:
+    async def end(self, name: str, actual: Sequence[int], charges: Sequence[Charge]) -> None:
         self.ended += 1
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)

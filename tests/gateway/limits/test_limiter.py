@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -241,6 +242,35 @@ async def test_a_clock_that_is_set_back_extends_what_is_open(house: House) -> No
     assert house.store.asked.count("extend") == 2
     await reservation.release()
     assert await house.is_free()
+
+
+async def test_what_a_call_cost_counts_although_the_clock_was_set_ahead_meanwhile(house: House) -> None:
+    call = house.call(budget={"amount": "0.01", "per": "total"}, requests="10/1m")
+    reservation = await house.limiter.admit(call)
+    house.now += 5 * 3600
+    await house.limiter.extend_due()
+    await reservation.settle(Usage(output=3), 7_000_000)
+    await reservation.settle(Usage(output=3), 7_000_000)
+    (account,) = (account for key, account in house.store._accounts.items() if "budget" in key)
+    assert (account.spent, account.held) == (7_000_000, 0)
+
+
+@pytest.mark.parametrize(("per", "period"), [("hour", "2025-12-31T23"), ("day", "2025-12-31"), ("month", "2025-12")])
+async def test_a_call_over_a_border_is_charged_to_the_period_in_which_it_began(
+    house: House, per: str, period: str
+) -> None:
+    call = house.call(budget={"amount": "1", "per": per})
+    house.now = datetime(2025, 12, 31, 23, 59, 50, tzinfo=UTC).timestamp()
+    reservation = await house.limiter.admit(call)
+    house.now += 20
+    await house.limiter.extend_due()
+    await reservation.settle(Usage(output=3), 7_000)
+    later = await house.limiter.admit(structs.replace(call, id="later"))
+    await later.settle(Usage(output=1), 5)
+    accounts = {key.rpartition("/")[2]: account for key, account in house.store._accounts.items()}
+    assert accounts[period].spent == 7_000
+    assert sorted(account.spent for account in accounts.values()) == [5, 7_000]
+    assert all(account.held == 0 for account in accounts.values())
 
 
 async def test_short_calls_are_not_extended(house: House) -> None:
