@@ -1,4 +1,4 @@
-"""Two thousand calls of a random schedule; `benchmarks/faults.py` makes as many as it is told."""
+"""A thousand calls of a random schedule; `benchmarks/faults.py` makes as many as it is told."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.e2e.faults.schedules import answers_of, check_all, in_front_of_faulty
 
 pytestmark = pytest.mark.e2e
 
-CALLS = 2000
+CALLS = 1000
 
 
 async def test_whatever_happens_the_client_is_told_the_truth(tmp_path: Path) -> None:
