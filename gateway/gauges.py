@@ -16,7 +16,7 @@ from gateway.reconciliation import Reconciliation
 from gateway.reports import Reports
 from gateway.serve import House
 from gateway.sharing import Hearsay
-from gateway.telemetry import (
+from gateway.telemetry.watched import (
     BATCH_LINES,
     BATCHES,
     BATCHES_ENDED,
@@ -43,8 +43,9 @@ from gateway.telemetry import (
     QUEUE_DEPTH,
     QUEUE_GAVE_WAY,
     STORE_FAILURES,
+    Reading,
+    Watched,
 )
-from gateway.telemetry.watched import Reading, Watched
 
 Watch = Callable[[Watched, Callable[[], Reading]], None]
 

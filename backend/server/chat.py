@@ -15,11 +15,12 @@ from backend.server.asgi import Door, Exchange
 from backend.server.choices import ChatChoice
 from backend.server.constraints import callable_tools, chat_constraint, is_constrained, token_constraint
 from backend.server.decoding import decode
-from backend.server.generation import Delta, Generation, Task
+from backend.server.generation import Generation
 from backend.server.messages import NamedToolChoice
 from backend.server.prompts import chat_prompt
 from backend.server.replies import Envelope, Json
 from backend.server.requests import ChatRequest
+from backend.server.sequence import Delta, Task
 from backend.server.serving import Serving
 
 

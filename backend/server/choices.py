@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from backend.parsers.base import CallArguments, CallStarted, Event, Reasoning, Text, ToolFormat
-from backend.server.generation import Delta
 from backend.server.replies import Json
+from backend.server.sequence import Delta
 
 
 class ChatChoice:

@@ -12,10 +12,11 @@ from backend.server.asgi import Door, Exchange
 from backend.server.constraints import is_constrained, text_constraint, token_constraint
 from backend.server.decoding import decode
 from backend.server.errors import InvalidRequest
-from backend.server.generation import Delta, Generation, Task
+from backend.server.generation import Generation
 from backend.server.prompts import Prompt, encode_prompts, prompt_cut, prompt_text, split_prompts
 from backend.server.replies import Envelope, Json
 from backend.server.requests import MAX_ANSWERS, CompletionRequest
+from backend.server.sequence import Delta, Task
 from backend.server.serving import Serving
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's

@@ -11,9 +11,10 @@ from backend.server import replies
 from backend.server.asgi import Door, Exchange
 from backend.server.decoding import decode
 from backend.server.errors import ContextLengthError, EngineFailure, InvalidRequest
-from backend.server.generation import Generation, Task
+from backend.server.generation import Generation
 from backend.server.prompts import encode_prompts, prompt_cut, split_prompts
 from backend.server.requests import MAX_EMBEDDING_INPUTS, EmbeddingRequest
+from backend.server.sequence import Task
 from backend.server.serving import Serving
 
 # Inputs of one request that are in the engine together. The rest wait here, not in the engine's queue before others.

@@ -14,10 +14,10 @@ from backend.server.asgi import Door, Exchange
 from backend.server.chat import ChatCompletions
 from backend.server.completions import Completions
 from backend.server.decoding import decode
-from backend.server.generation import Task
 from backend.server.prompts import split_prompts
 from backend.server.replies import Json
 from backend.server.requests import ChatRequest, CompletionRequest, GenerationRequest
+from backend.server.sequence import Task
 from backend.server.serving import Serving
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import orjson
 
 from backend.engine.request import TokenLogprob
-from backend.server.generation import Delta
 from backend.server.records import Usage
 from backend.server.requests import GenerationRequest
+from backend.server.sequence import Delta
 from backend.server.tokenizer import TextCodec
 
 DONE = b"data: [DONE]\n\n"

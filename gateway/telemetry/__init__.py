@@ -17,37 +17,7 @@ from gateway.telemetry.logs import access, configure_logging
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.record import CallRecord, Times, phases, times
 from gateway.telemetry.spans import SpanBuilder
-from gateway.telemetry.watched import (
-    BATCH_LINES,
-    BATCHES,
-    BATCHES_ENDED,
-    BODIES,
-    CALLS_HEARD,
-    CUT_STREAMS,
-    DEPLOYMENT_AVAILABLE,
-    DEPLOYMENT_BREAKER,
-    DEPLOYMENT_INFLIGHT,
-    DEPLOYMENT_REPORTED,
-    GATEWAYS_HEARD,
-    INFLIGHT,
-    KV_BLOCKS,
-    KV_CALLS,
-    KV_EVENT_BATCHES,
-    LEDGER_DRIFT,
-    LEDGER_OK,
-    LEDGER_ROWS,
-    LIMITS_LOCAL,
-    LIMITS_LOCAL_CALLS,
-    LIMITS_LOST,
-    LIMITS_UNSETTLED,
-    LIMITS_UNTOLD,
-    QUEUE_DEPTH,
-    QUEUE_GAVE_WAY,
-    SPANS_DROPPED,
-    STORE_FAILURES,
-    Reading,
-    Watched,
-)
+from gateway.telemetry.watched import SPANS_DROPPED, Reading, Watched
 from gateway.types import Trace
 
 logger = logging.getLogger(__name__)
@@ -159,10 +129,4 @@ def _access_fields(record: CallRecord, lasted: Times) -> dict[str, object]:
     return fields
 
 
-__all__ = [
-    "BATCHES", "BATCHES_ENDED", "BATCH_LINES", "BODIES", "CALLS_HEARD", "CUT_STREAMS", "DEPLOYMENT_AVAILABLE",
-    "DEPLOYMENT_BREAKER", "DEPLOYMENT_INFLIGHT", "DEPLOYMENT_REPORTED", "GATEWAYS_HEARD", "INFLIGHT", "KV_BLOCKS",
-    "KV_CALLS", "KV_EVENT_BATCHES", "LEDGER_DRIFT", "LEDGER_OK", "LEDGER_ROWS", "LIMITS_LOCAL", "LIMITS_LOCAL_CALLS",
-    "LIMITS_LOST", "LIMITS_UNSETTLED", "LIMITS_UNTOLD", "QUEUE_DEPTH", "QUEUE_GAVE_WAY", "STORE_FAILURES",
-    "CallRecord", "Telemetry", "Watched", "configure_logging",
-]  # fmt: skip
+__all__ = ["CallRecord", "Telemetry", "configure_logging"]

@@ -6,6 +6,7 @@ together, are the answer.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ class _Text:
             self._pieces.append(piece)
 
 
-class _Item:
+class _Item(ABC):
     """One item, from its first piece to its end."""
 
     prefix = ""
@@ -52,14 +53,16 @@ class _Item:
         self.index = index
         self.status = "in_progress"
 
+    @abstractmethod
     def json(self) -> Json:
-        raise NotImplementedError
+        """As it stands now."""
 
     def begun(self) -> Events:
         return [{"type": "response.output_item.added", "output_index": self.index, "item": self.json()}]
 
+    @abstractmethod
     def content_ended(self) -> Events:
-        raise NotImplementedError
+        """By which its parts are told to be done."""
 
     def ended(self, status: str) -> Events:
         """Empty where it had come to its end before."""

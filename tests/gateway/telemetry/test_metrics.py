@@ -5,8 +5,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.policy import Policy
-from gateway.telemetry import LEDGER_ROWS, QUEUE_DEPTH, CallRecord, Telemetry, Watched, aggregates
+from gateway.telemetry import CallRecord, Telemetry, aggregates
 from gateway.telemetry.metrics import UNSORTED_MAX
+from gateway.telemetry.watched import LEDGER_ROWS, QUEUE_DEPTH, Watched
 from gateway.types import Attempt, Outcome
 from tests.gateway.telemetry.conftest import CANARY, TRACE, at, marks
 
