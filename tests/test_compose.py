@@ -14,14 +14,14 @@ import yaml
 
 from gateway.policy_file import load_policy
 from gateway.settings import Settings
-from gateway.telemetry import (
+from gateway.telemetry import Telemetry
+from gateway.telemetry.watched import (
     DEPLOYMENT_AVAILABLE,
     DEPLOYMENT_INFLIGHT,
     INFLIGHT,
     LEDGER_OK,
     LEDGER_ROWS,
     QUEUE_DEPTH,
-    Telemetry,
 )
 
 ROOT = Path(__file__).parents[1]
