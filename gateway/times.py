@@ -1,11 +1,13 @@
-"""Moments: nanoseconds since the epoch, and as the text that rows of the ledger have."""
+"""Moments: nanoseconds since the epoch, and as the text that rows of the ledger have. Durations, as Go prints them."""
 
 from __future__ import annotations
 
 import functools
+import re
 from datetime import UTC, datetime
 
 _THREE_DIGITS = [f"{number:03d}" for number in range(1000)]
+_GO_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+(?:\.\d+)?)s)?(?:(\d+)ms)?")
 
 
 def rfc3339(time_ns: int) -> str:
@@ -33,3 +35,25 @@ def nanoseconds_at(moment: datetime) -> int:
 @functools.lru_cache(maxsize=64)  # a receipt has half a dozen times, mostly of the same few seconds
 def _whole_seconds(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()[:19] + "."
+
+
+def go_duration(seconds: float) -> str:
+    """`12ms`, `1s`, `1.5s`, `6m0s`, `1h0m0s`: to the millisecond."""
+    milliseconds = round(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms" if milliseconds else "0s"
+    whole, milliseconds = divmod(milliseconds, 1000)
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    text = f"{second}.{milliseconds:03}".rstrip("0").rstrip(".") + "s" if milliseconds else f"{second}s"
+    if hours:
+        return f"{hours}h{minute}m{text}"
+    return f"{minute}m{text}" if minute else text
+
+
+def seconds_of(go_duration: str) -> float:
+    """What `go_duration` was made of, to the millisecond."""
+    written = _GO_DURATION.fullmatch(go_duration)
+    assert written is not None, go_duration
+    hours, minutes, seconds, milliseconds = (float(part or 0) for part in written.groups())
+    return hours * 3600 + minutes * 60 + seconds + milliseconds / 1000

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from gateway.storage.base import RateCharge
+from gateway.times import go_duration
 
 Sort = Literal["requests", "tokens"]
 
@@ -53,17 +54,3 @@ def _tell(headers: dict[str, str], what: Sort, charge: RateCharge, remaining: in
     headers[limit] = str(charge.limit)
     headers[rest] = str(remaining)
     headers[reset] = go_duration((charge.limit - remaining) * charge.period_seconds / charge.limit)
-
-
-def go_duration(seconds: float) -> str:
-    """`12ms`, `1s`, `1.5s`, `6m0s`, `1h0m0s`: to the millisecond."""
-    milliseconds = round(seconds * 1000)
-    if milliseconds < 1000:
-        return f"{milliseconds}ms" if milliseconds else "0s"
-    whole, milliseconds = divmod(milliseconds, 1000)
-    minutes, second = divmod(whole, 60)
-    hours, minute = divmod(minutes, 60)
-    text = f"{second}.{milliseconds:03}".rstrip("0").rstrip(".") + "s" if milliseconds else f"{second}s"
-    if hours:
-        return f"{hours}h{minute}m{text}"
-    return f"{minute}m{text}" if minute else text

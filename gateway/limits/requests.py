@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from gateway.errors import GatewayError, LimitReached
 from gateway.limits.base import Estimate, Limit
-from gateway.limits.headers import go_duration, ratelimit_headers
+from gateway.limits.headers import ratelimit_headers
 from gateway.limits.scope import Scope
 from gateway.policy import Limits
 from gateway.storage.base import RateCharge, Refused
+from gateway.times import go_duration
 from gateway.types import Usage
 
 

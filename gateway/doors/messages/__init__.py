@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from gateway.doors.messages.catalogue import asked_for_in
 from gateway.doors.messages.catalogue import entry as model
 from gateway.doors.messages.catalogue import listing as models
 from gateway.doors.messages.errors import failure, refusal
+from gateway.doors.messages.headers import headers_of
 from gateway.doors.messages.reply import Events, Wording, message_of
 from gateway.doors.messages.request import MessagesBody, PromptBody, chat_fields, prompt_fields, shows_thinking
 from gateway.errors import GatewayError
@@ -33,7 +35,7 @@ class _Translator:
         self._request_id = call_id
 
     def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
-        return {"request-id": self._request_id}
+        return headers_of(named, self._request_id, time.time())
 
     def refusal(self, error: GatewayError) -> tuple[int, bytes]:
         return refusal(error, self._request_id)

@@ -9,7 +9,6 @@ from msgspec import structs
 from gateway.errors import BadRequest, BudgetSpent, GatewayError, LimitReached
 from gateway.limits import LIMITS
 from gateway.limits.base import estimate_of
-from gateway.limits.headers import go_duration
 from gateway.limits.limiter import UNLIMITED, Limiter
 from gateway.limits.report import what_is_left
 from gateway.limits.scope import Scope
@@ -331,14 +330,3 @@ async def test_all_limits_or_none(limiter: Limiter) -> None:
     await first.release()
     second = await limiter.admit(limited(limits, price=PRICE, max_tokens=100))
     assert second.headers["x-ratelimit-remaining-requests"] == "1"  # what was refused did not count
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0s"), (0.0001, "0s"), (0.012, "12ms"), (0.9996, "1s"), (1, "1s"), (1.5, "1.5s"), (59.9999, "1m0s"),
-        (83.25, "1m23.25s"), (360, "6m0s"), (3600, "1h0m0s"), (86_400, "24h0m0s"),
-    ],
-)  # fmt: skip
-def test_durations_are_printed_as_go_does(seconds: float, text: str) -> None:
-    assert go_duration(seconds) == text
