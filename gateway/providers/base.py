@@ -39,10 +39,14 @@ class ProviderFailure(Exception):
         content_type: str = "application/json",
         retry_after_seconds: float | None = None,
         for_log: str | None = None,
+        says: str = "",
     ) -> None:
-        """`for_log` is the message without the server's own words, which may repeat what is in a prompt."""
+        """`says` are the server's own words, for the client whom nobody else answers; `for_log` is the message without
+        them: they may repeat what is in a prompt.
+        """
         super().__init__(message)
         self.for_log = for_log or message
+        self.says = says
         self.fault = fault
         self.status = status
         self.body = body

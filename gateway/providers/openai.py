@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
-from gateway.providers.refusals import MAX_ERROR_BYTES, status_failure
+from gateway.providers.refusals import MAX_ERROR_BYTES, failure_told, status_failure
 from gateway.providers.sse import (
     MAX_FRAME_BYTES,
     FrameSplitter,
@@ -19,13 +19,13 @@ from gateway.providers.sse import (
     broken_at,
     ends_stream,
     error_in,
+    error_of,
     is_one_object,
 )
 from gateway.transport import Answer, HTTPTransport, header_lines
 from gateway.types import Call, Operation
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # of an answer that does not stream: embeddings are the long ones
-MAX_MESSAGE_CHARACTERS = 300  # of a server's own words inside a failure's message
 HEALTH_TIMEOUT_SECONDS = 2.0
 DRAIN_TIMEOUT_SECONDS = 1.0  # from [DONE] to the end of the HTTP message
 
@@ -193,6 +193,12 @@ class JSONReply(Reply):
         # A body whose only end is that of its connection can be cut without HTTP noticing.
         if not (body[:64].lstrip().startswith(b"{") and body[-64:].rstrip().endswith(b"}")):
             raise ProviderFailure(Fault.MALFORMED, "the answer is not a whole JSON object")
+        try:
+            told = error_of(body)
+        except msgspec.MsgspecError:
+            raise ProviderFailure(Fault.MALFORMED, "the answer is not a JSON object") from None
+        if told:
+            raise failure_told(told, begun=False)
         return body
 
     async def aclose(self) -> None:
@@ -207,6 +213,7 @@ class EventStreamReply(Reply):
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._splitter = FrameSplitter(MAX_FRAME_BYTES)
+        self._begun = False  # something of the answer was passed on
         self._ended = False
         self._failure: ProviderFailure | None = None  # behind the frames that came with it
 
@@ -264,6 +271,7 @@ class EventStreamReply(Reply):
     def checked(self, frames: bytes) -> bytes:
         """The frames up to an error that the server tells of, which is raised when they are through."""
         if is_one_object(frames):
+            self._begun = True
             return frames
         if (offset := broken_at(frames)) is not None:
             self._failure = ProviderFailure(Fault.MALFORMED, "an event of the stream is not JSON")
@@ -271,11 +279,12 @@ class EventStreamReply(Reply):
                 raise self._failure
             return frames[:offset]
         if (error_at := error_in(frames)) is not None:
-            offset, message = error_at
-            self._failure = failure_told(message)
+            offset, error = error_at
+            self._failure = failure_told(error, begun=self._begun or offset > 0)
             if offset == 0:
                 raise self._failure
             return frames[:offset]
+        self._begun = True
         self._ended = ends_stream(frames)
         return frames
 
@@ -290,12 +299,6 @@ class EventStreamReply(Reply):
             pass  # the answer was whole before; only its connection is lost
         finally:
             await self._answer.aclose()
-
-
-def failure_told(message: str) -> ProviderFailure:
-    """By the server, inside of its answer."""
-    said = f"the server says: {message[:MAX_MESSAGE_CHARACTERS]}"
-    return ProviderFailure(Fault.CUT, said, for_log="the server reported an error in its answer")
 
 
 def without_signed(messages: msgspec.Raw) -> msgspec.Raw:

@@ -1,10 +1,12 @@
-"""What a bad status says: whose fault it is, when to come back, and the server's own words in OpenAI's form."""
+"""What a bad status says: whose fault it is, when to come back, and the server's own words in OpenAI's form. And what
+an error says that comes in the place of an answer, with a status that promised one."""
 
 from __future__ import annotations
 
 import email.utils
 import re
 import time
+from typing import Any
 
 import httpx2
 import msgspec
@@ -13,6 +15,7 @@ from gateway.providers.base import Fault, ProviderFailure
 from gateway.transport import Answer
 
 MAX_ERROR_BYTES = 64 * 1024  # of the body of a refusal; the rest is left out
+MAX_MESSAGE_CHARACTERS = 300  # of a server's own words inside a failure's message
 
 _OUR_FAULT_STATUSES = frozenset({401, 402, 403, 407})  # our key at that server, which is none of the client's business
 _KEY_INVALID = b'"API_KEY_INVALID"'  # Gemini's reason, with a 400
@@ -36,13 +39,34 @@ async def status_failure(answer: Answer, content_type: str) -> ProviderFailure:
     if status == 400 and _KEY_INVALID in body:
         return _key_refused(status)
     return ProviderFailure(
-        Fault.STATUS if status >= 500 or status in _MAY_PASS_STATUSES else Fault.REFUSED,
+        _fault_of(status),
         f"status {status}",
         status=status,
         body=_one_object(body),
         content_type=content_type or "text/plain",
         retry_after_seconds=_retry_after_seconds(answer, body),
     )
+
+
+def failure_told(error: Any, *, begun: bool) -> ProviderFailure:
+    """Of an error in an answer with a good status, as servers tell of it that have begun to work. Where nothing of the
+    answer has been passed on (`begun`), a code that judges the request or asks for patience is as good as a status.
+    """
+    message = str((error.get("message") or error) if isinstance(error, dict) else error)[:MAX_MESSAGE_CHARACTERS]
+    code = error.get("code") if isinstance(error, dict) else None
+    fault, status, body = Fault.CUT, None, b""
+    if not begun and isinstance(code, int) and 400 <= code < 500:
+        if code in _OUR_FAULT_STATUSES:
+            return _key_refused(code)
+        fault, status, body = _fault_of(code), code, msgspec.json.encode({"error": error})
+    for_log = "the server reported an error in its answer"
+    return ProviderFailure(
+        fault, f"the server says: {message}", status=status, body=body, for_log=for_log, says=message
+    )
+
+
+def _fault_of(status: int) -> Fault:
+    return Fault.STATUS if status >= 500 or status in _MAY_PASS_STATUSES else Fault.REFUSED
 
 
 def _key_refused(status: int) -> ProviderFailure:

@@ -67,9 +67,9 @@ def ends_stream(frames: bytes) -> bool:
     return frames.find(b"[DONE]", -_LONGEST_DONE_BYTES) >= 0 and _DONE.search(frames) is not None
 
 
-def error_in(frames: bytes) -> tuple[int, str] | None:
-    """Where the server says that it failed, as an offset, and its message. Servers send such an event after a 200, some
-    with a choice beside it.
+def error_in(frames: bytes) -> tuple[int, Any] | None:
+    """Where the server says that it failed, as an offset, and what it says. Servers send such an event after a 200,
+    some with a choice beside it.
     """
     if frames.find(_ERROR) < 0:
         return None
@@ -77,13 +77,18 @@ def error_in(frames: bytes) -> tuple[int, str] | None:
         if line[1].find(_ERROR) < 0:
             continue
         try:
-            error = _failed(line[1]).error
+            error = error_of(line[1])
         except msgspec.MsgspecError:
             error = "unreadable"
         if error:
-            message = error.get("message") if isinstance(error, dict) else error
-            return frames.rfind(b"data:", 0, line.start(1)), str(message)
+            return frames.rfind(b"data:", 0, line.start(1)), error
     return None
+
+
+def error_of(data: bytes) -> Any:
+    """What a JSON object says of a failure, in whatever form, where it is no answer. Raises `msgspec.MsgspecError`."""
+    told = _failed(data)
+    return told.told if told.object == "error" and not told.error else told.error
 
 
 def count_events(frames: bytes) -> int:
@@ -104,6 +109,15 @@ class _Event(msgspec.Struct):
 
 class _Failed(msgspec.Struct):
     error: Any = None
+    object: Any = None  # "error", with its fields beside it, as older servers write it
+    message: Any = None
+    type: Any = None
+    param: Any = None
+    code: Any = None
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("message", "type", "param", "code")}
 
 
 _event = msgspec.json.Decoder(_Event)

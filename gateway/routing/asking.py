@@ -90,6 +90,7 @@ class Asker:
             outcome, why = CUT, "the answer ended before it had begun"
         except ProviderFailure as failure:
             outcome, status, why = _outcome(failure), failure.status, failure.for_log
+            attempts.last_words = f"{server.name} says: {failure.says}" if failure.says else ""
             if failure.fault is not Fault.CUT:
                 attempts.asked = None
             if failure.fault is Fault.REFUSED:

@@ -37,6 +37,7 @@ class Attempts:
         self.asked: Server | None = None  # the last one that took the call and may have worked on it
         self.cancelled_as = CLIENT_GONE  # the outcome of an attempt that is cancelled now
         self.losers: list[Server] = []  # of races: they may have worked on it, too
+        self.last_words = ""  # of the last server that failed, where it has said something
         self.new_span_id = new_span_id
         self.now_ns = now_ns  # the clock of the call's marks
         self.headers = headers  # of an attempt, by its span id

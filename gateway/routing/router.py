@@ -236,7 +236,10 @@ def _nobody_answered(call: Call, attempts: Attempts, soonest_seconds: float) -> 
         kind = UpstreamTimeout
     elif all(attempt.status in RESTING_STATUSES for attempt in attempts.done):
         kind = UpstreamBusy
-    error = kind(f"no deployment answered: {tried}", attempts=attempts.told())
+    message = f"no deployment answered: {tried}"
+    if attempts.last_words:
+        message += f"; {attempts.last_words}"
+    error = kind(message, attempts=attempts.told())
     if soonest_seconds > 0:
         error.headers.update(retry_after(soonest_seconds))
     return error

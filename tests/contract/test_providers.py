@@ -477,6 +477,55 @@ async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, wire: 
     assert timeless(b"".join(chunks)) == (wire.opened + wire.tokened if begun else b"")
 
 
+@pytest.mark.parametrize(
+    ("error", "fault", "status"),
+    [
+        ({"message": "out of memory", "code": 500}, Fault.CUT, None),
+        ({"message": "out of memory", "type": "api_error"}, Fault.CUT, None),
+        ("out of memory", Fault.CUT, None),
+        ({"message": "out of memory", "code": 429}, Fault.STATUS, 429),
+        ({"message": "out of memory", "code": 422}, Fault.REFUSED, 422),
+    ],
+)
+async def test_an_error_in_the_place_of_an_answer_is_none(
+    provider_for: ProviderFor, error: Any, fault: Fault, status: int | None
+) -> None:
+    """With a status of 200, as servers have sent that have begun to work."""
+    body = msgspec.json.encode({"error": error})
+    async with ScriptedServer(answering(json_answer(body))) as server:
+        failed = await failure(provider_for(server.base_url), call())
+    assert (failed.fault, failed.status, failed.says) == (fault, status, "out of memory")
+    assert failed.body == (body if status else b"")
+    assert "out of memory" not in failed.for_log
+
+
+async def test_an_older_form_of_the_same(provider_for: ProviderFor) -> None:
+    body = b'{"object": "error", "message": "too long", "type": "BadRequestError", "param": null, "code": 400}'
+    async with ScriptedServer(answering(json_answer(body))) as server:
+        failed = await failure(provider_for(server.base_url), call())
+    assert (failed.fault, failed.status, failed.says) == (Fault.REFUSED, 400, "too long")
+    assert msgspec.json.decode(failed.body)["error"]["type"] == "BadRequestError"
+
+
+async def test_an_error_in_the_place_of_an_answer_says_nothing_of_our_key(provider_for: ProviderFor) -> None:
+    body = b'{"error": {"message": "Incorrect key: secret-in", "code": 401}}'
+    async with ScriptedServer(answering(json_answer(body))) as server:
+        failed = await failure(provider_for(server.base_url), call())
+    assert (failed.fault, failed.status, failed.body, failed.says) == (Fault.STATUS, 401, b"", "")
+
+
+@pytest.mark.parametrize("kind", VERBATIM)
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_error_as_the_first_event_may_judge_the_request(
+    provider_for: ProviderFor, wire: Wire, begun: bool
+) -> None:
+    stream = (wire.token if begun else b"") + data({"error": {"message": "no such image", "code": 400}})
+    async with ScriptedServer(answering(STREAM_HEAD + coded(stream) + STREAM_END)) as server:
+        failed = await failure(provider_for(server.base_url), call(stream=True))
+    assert (failed.fault, failed.status) == ((Fault.CUT, None) if begun else (Fault.REFUSED, 400))
+    assert failed.says == "no such image"
+
+
 async def test_text_about_errors_is_none(provider_for: ProviderFor, wire: Wire) -> None:
     said, error_said = data(TEXT)[6:-2], data('data: {"error": 1}\n\ndata: [DONE]')[6:-2]  # as JSON
     text = wire.token.replace(said, error_said)
@@ -495,6 +544,7 @@ async def test_text_about_errors_is_none(provider_for: ProviderFor, wire: Wire) 
         (False, lambda _: json_answer(b"[]")),
         (False, lambda _: json_answer(b"")),
         (False, lambda wire: json_answer(wire.answer[:-1])),
+        (False, lambda wire: json_answer(wire.answer[:-1] + b'"}')),
         (False, lambda _: json_answer(b"", "302 Found", "location: http://elsewhere/")),
         (False, lambda _: b"220 smtp.example.com ESMTP\r\n"),
         (True, lambda wire: json_answer(wire.answer)),

@@ -12,8 +12,8 @@ from gateway.providers.anthropic.fields import Fields, Unsaid, check
 from gateway.providers.anthropic.reply import ChatStream, Unreadable, chat_error, ends_stream, error_body, whole_chat
 from gateway.providers.anthropic.request import message_request
 from gateway.providers.base import Fault, ProviderFailure, Reply
-from gateway.providers.openai import EventStreamReply, JSONReply, OpenAI, failure_told
-from gateway.providers.refusals import MAX_ERROR_BYTES
+from gateway.providers.openai import EventStreamReply, JSONReply, OpenAI
+from gateway.providers.refusals import MAX_ERROR_BYTES, failure_told
 from gateway.transport import Answer, HTTPTransport
 from gateway.types import Call, Operation
 
@@ -117,7 +117,7 @@ class MessageStreamReply(EventStreamReply):
             raise ProviderFailure(Fault.MALFORMED, str(problem)) from None
         self._ended = self._chat.ended
         if self._chat.failure is not None:
-            self._failure = failure_told(self._chat.failure)
+            self._failure = failure_told(self._chat.failure, begun=True)
             if not chunks:
                 raise self._failure
         return chunks

@@ -1,4 +1,4 @@
-"""The sixteen failures of the field's published failover bench, each as real upstreams on real sockets.
+"""The sixteen failures of the field's published failover bench and one more, each as real upstreams on real sockets.
 
 What must hold in every one: the right content or a truthful error within the class's deadlines, exactly one receipt,
 no token twice, and every attempt accounted for.
@@ -18,6 +18,7 @@ import pytest
 
 from tests.e2e.faults.upstreams import LATE_SECONDS, TOKENS, Behaviour, Request, Upstreams, listening
 from tests.e2e.processes import PATIENCE_SECONDS, PRICE, Gateway, gateway, key, tenant
+from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, coded, json_answer
 
 pytestmark = pytest.mark.e2e
 
@@ -47,6 +48,15 @@ async def broken(request: Request) -> None:
 
 async def unavailable(request: Request) -> None:
     await request.refuse("503 Service Unavailable")
+
+
+async def well_said(request: Request) -> None:
+    """An error in the place of an answer, with a status of 200."""
+    error = json.dumps({"error": {"message": "out of memory", "code": 502}}).encode()
+    if request.streams:
+        await request.write(STREAM_HEAD + coded(b"data: %b\n\n" % error) + STREAM_END)
+    else:
+        await request.write(json_answer(error))
 
 
 async def hang_up(request: Request) -> None:
@@ -119,6 +129,7 @@ SCENARIOS: dict[str, list[Behaviour]] = {
     "s14-cut-and-refused": [cut, too_long],
     "s15-flapping": [flapping, good],
     "s16-accounting": [broken, good],
+    "s17-error-with-200": [well_said, good],
     # Once more, for calls that do not stream: a server that has just failed is not the first to be asked.
     "s01-429-once-json": [once(busy)],
     "s03-500-once-json": [once(broken)],
@@ -126,6 +137,7 @@ SCENARIOS: dict[str, list[Behaviour]] = {
     "s05-reset-json": [hang_up, good],
     "s06-no-answer-json": [mute, good],
     "s16-accounting-json": [broken, good],
+    "s17-error-with-200-json": [well_said, good],
 }
 
 
@@ -224,6 +236,7 @@ SAVED = {
     "s06-no-answer": [("0", "hedge_lost"), ("1", "ok")],
     "s07-late-first-token": [("0", "hedge_lost"), ("1", "ok")],
     "s16-accounting": [("0", "status_500"), ("1", "ok")],
+    "s17-error-with-200": [("0", "cut"), ("1", "ok")],
 }
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,20 +70,24 @@ def test_ends_stream(frames: bytes, ends: bool) -> None:
 @pytest.mark.parametrize(
     ("frames", "error"),
     [
-        (b'data: {"error": {"message": "no memory"}}\n\n', (0, "no memory")),
+        (b'data: {"error": {"message": "no memory"}}\n\n', (0, {"message": "no memory"})),
         (b'data: {}\r\n\r\ndata: {"error": "no"}\r\n\r\n', (12, "no")),
-        (b'data: {"error": {"code": 7}}\n\n', (0, "None")),
+        (b'data: {"error": {"code": 7}}\n\n', (0, {"code": 7})),
         (b'data: {"error"\n\n', (0, "unreadable")),
         (b'data: {"error": null}\n\n', None),
         (b'data: {"content": "data: {\\"error\\": 1}"}\n\n', None),
         (b"data: 1\n\n", None),
-        (b'data: {"choices": [{"finish_reason": "error"}], "error": {"message": "m"}}\n\n', (0, "m")),
+        (b'data: {"choices": [{"finish_reason": "error"}], "error": {"message": "m"}}\n\n', (0, {"message": "m"})),
         (b'event: error\ndata: {"a": 1, "error": "m"}\n\n', (13, "m")),
+        (
+            b'data: {"object": "error", "message": "m", "code": 5}\n\n',
+            (0, {"message": "m", "type": None, "param": None, "code": 5}),
+        ),
         (b'data: {"choices": [{"filter": {"error": {"message": "m"}}}]}\n\n', None),
         (b'data: {"choices": [{"delta": {"content": "\\"error\\": 1"}}], "error": null}\n\n', None),
     ],
 )
-def test_error_in(frames: bytes, error: tuple[int, str] | None) -> None:
+def test_error_in(frames: bytes, error: tuple[int, Any] | None) -> None:
     assert error_in(frames) == error
 
 

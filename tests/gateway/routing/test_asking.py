@@ -11,7 +11,7 @@ from gateway.fleet import Server
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.types import Call
 from tests.gateway.calls import a_call, chat
-from tests.gateway.routing.rig import DONE, ROLE, TEXT, Rig, Script, one_server, server, two_servers
+from tests.gateway.routing.rig import DONE, ROLE, TEXT, Rig, Script, failing, one_server, server, two_servers
 
 
 async def test_a_role_alone_commits_to_nothing() -> None:
@@ -70,6 +70,15 @@ async def test_a_client_in_a_hurry_is_answered_in_its_time_and_blames_nobody() -
             pass
     assert rig.outcomes == [("a", "out_of_time")]
     assert not server(rig, "a").breaker.cooling(asyncio.get_running_loop().time())
+
+
+async def test_where_nobody_answers_the_client_hears_what_the_last_server_said() -> None:
+    silent = ProviderFailure(Fault.CUT, "reset")
+    told = ProviderFailure(Fault.CUT, "the server says: out of memory", for_log="it failed", says="out of memory")
+    assert (await failing(Rig(two_servers(), a=Script(silent), b=Script(told)))).message.endswith(
+        "(cut); b says: out of memory"
+    )
+    assert (await failing(Rig(two_servers(), a=Script(told), b=Script(silent)))).message.endswith("(cut)")
 
 
 async def test_a_server_that_failed_others_meanwhile_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
