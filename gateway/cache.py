@@ -22,8 +22,8 @@ from gateway.types import Call
 
 # What an answer does not depend on. The key holds everything else, known or not.
 IRRELEVANT_FIELDS = frozenset(
-    {"metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "stream", "stream_options",
-     "user"}
+    {"cache_control", "metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "stream",
+     "stream_options", "user"}
 )  # fmt: skip
 ALWAYS_ASKED = "include_usage"  # of the upstream, whatever the client asked for
 

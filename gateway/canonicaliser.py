@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.breakpoints import unmarked
 from gateway.canonical import VERSION, Canon, Form, NotInMemory, Plan, SharedMemory
 from gateway.deadlines import TIMEOUT_HEADERS, patience_seconds, whole_seconds
 from gateway.doors.base import MAX_TOKENS, Asked, Fields, Reader, read_fields
@@ -100,6 +101,8 @@ class Canonicaliser:
         if known is None or policy is not self._policy or principal is not known.principal:
             known = self._get_to_know(policy, principal, common.model)
         model, salt = known.model, known.salt
+        if asked.with_breakpoints is not None and model.name in policy.breakpoint_models:
+            asked = asked.with_breakpoints()
         steps: tuple[str, ...] = ()
         if asked.messages:
             plan = self._canon.plans.plan_for(known.plan, known.tenant_name, known.model_name, asked.messages)
@@ -189,7 +192,7 @@ def in_form(asked: Asked, form: Form) -> Asked:
         return msgspec.structs.replace(asked.reread(form.fields, join(form.fields)), hints=asked.hints)
     if not form.reworded and "tools" not in form.fields:
         return msgspec.structs.replace(asked, fields=form.fields)
-    tools = [bytes(tool) for tool in _list.decode(form.fields.get("tools", b"null")) or ()]
+    tools = [unmarked(bytes(tool)) for tool in _list.decode(form.fields.get("tools", b"null")) or ()]
     pieces = [*tools, *asked.pieces[asked.tools :]]
     for number, message in form.reworded.items():
         pieces[len(tools) + number] = asked.piece_of(message)

@@ -26,7 +26,6 @@ Message = dict[str, msgspec.Raw]  # its top-level values
 
 SYSTEM_ROLES = frozenset({b'"system"', b'"developer"'})
 LONG_BYTES = 128 * 1024  # some 32k tokens
-BREAKPOINT = b'"cache_control"'  # Anthropic's, and of those who took it over
 
 
 class Safety(enum.IntEnum):

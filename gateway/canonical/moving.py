@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.canonical.base import BREAKPOINT, SYSTEM_ROLES, Message, MessagesTransform, Safety, View
+from gateway.breakpoints import MARK
+from gateway.canonical.base import SYSTEM_ROLES, Message, MessagesTransform, Safety, View
 from gateway.canonical.volatile import KINDS
 
 MAX_LINE_CHARACTERS = 200  # longer ones are prose, which can not be taken apart
@@ -123,7 +124,7 @@ def _before_trailing(texts: list[str | None]) -> int:
 
 def _text_of(part: bytes) -> str | None:
     """None for what is no text, or carries a breakpoint."""
-    value: Any = None if BREAKPOINT in part else _any.decode(part)
+    value: Any = None if MARK in part else _any.decode(part)
     text = value.get("text") if isinstance(value, dict) else None
     return text if isinstance(text, str) else None
 

@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.canonical.base import BREAKPOINT, SYSTEM_ROLES, Message, MessagesTransform, Safety, View
+from gateway.breakpoints import MARK
+from gateway.canonical.base import SYSTEM_ROLES, Message, MessagesTransform, Safety, View
 
 SIGNATURES: dict[str, str] = {
     "anthropic_header": r"x-anthropic-[a-z0-9-]+:[^\n]*",
@@ -76,7 +77,7 @@ def _without_noise(message: dict[str, msgspec.Raw]) -> bytes | None:
 
 def _quiet_part(part: bytes) -> bytes | None:
     """The part without its noise; None where nothing else is in it."""
-    if BREAKPOINT in part or not any(mark in part for mark in _MARKS):
+    if MARK in part or not any(mark in part for mark in _MARKS):
         return part
     value: Any = _any.decode(part)
     text = value.get("text") if isinstance(value, dict) else None

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.canonical.base import BREAKPOINT, Context, Safety, Transform
+from gateway.breakpoints import MARK
+from gateway.canonical.base import Context, Safety, Transform
 from gateway.canonical.memory import NotInMemory
 
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -55,7 +56,7 @@ class OrderMemo(Transform):
         return None if firsts == tools else b"[" + b",".join(firsts) + b"]"
 
     def _first_form(self, raw: bytes, context: Context) -> bytes:
-        if BREAKPOINT in raw:
+        if MARK in raw:
             return raw
         meaning = digest(raw)
         if meaning is None:

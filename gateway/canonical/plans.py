@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
+from gateway.breakpoints import text_of, unmarked
 from gateway.canonical.base import Plan
 from gateway.canonical.memory import SharedMemory
 from gateway.types import Said
@@ -99,11 +100,17 @@ def _key_of(tenant: str, model: str, messages: Sequence[Said]) -> str | None:
     for message in messages:
         if message.role == "user":
             content = message.content
-            words = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else b"".join(
-                map(bytes, content or ())
-            )  # fmt: skip
-            return f"canonical:conversation:{tenant}/{model}:{xxhash.xxh3_128_hexdigest(words)}"
+            return f"canonical:conversation:{tenant}/{model}:{xxhash.xxh3_128_hexdigest(_words(content))}"
     return None
+
+
+def _words(content: str | Sequence[msgspec.Raw] | None) -> bytes:
+    """The same with a breakpoint, which moves on, and without one."""
+    if content is not None and not isinstance(content, str) and len(content) == 1:
+        content = text_of(content[0]) or content
+    if isinstance(content, str):
+        return content.encode("utf-8", "surrogatepass")
+    return b"".join([unmarked(bytes(part)) for part in content or ()])
 
 
 def _decoded(decoder: msgspec.json.Decoder[Stored], stored: bytes) -> Stored | None:

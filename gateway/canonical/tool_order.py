@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.canonical.base import BREAKPOINT, Context, Safety, Transform
+from gateway.breakpoints import MARK
+from gateway.canonical.base import Context, Safety, Transform
 
 _list = msgspec.json.Decoder(list[msgspec.Raw])
 _any = msgspec.json.Decoder()
@@ -22,7 +23,7 @@ class ToolOrder(Transform):
     fields: ClassVar[tuple[str, ...]] = ("tools", "functions")
 
     def apply(self, raw: bytes, context: Context) -> bytes | None:
-        if BREAKPOINT in raw:  # what stands before a breakpoint is what it covers
+        if MARK in raw:  # what stands before a breakpoint is what it covers
             return None
         tools = [bytes(tool) for tool in _list.decode(raw)]
         in_order = sorted(tools, key=lambda tool: tool_name(_any.decode(tool)))

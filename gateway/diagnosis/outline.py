@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from gateway.breakpoints import FIELD
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN, seed_of
 from gateway.types import Call, Usage
 
@@ -54,12 +55,14 @@ def parts_of(call: Call) -> tuple[Part, ...]:
     """Digests are salted as fingerprints are. Raises `msgspec.MsgspecError` for what is not of a chat's shape."""
     seed = seed_of(call.cache_salt)
     parts = [
-        _part(f"tools[{i}]", "tools", _text(tool), "", "", seed)
+        _part(f"tools[{i}]", "tools", _text(_unmarked(tool)), "", "", seed)
         for i, tool in enumerate(_body.decode(call.fields.get("tools", b"null")) or ())
     ]
     for i, message in enumerate(_body.decode(call.fields["messages"]) or ()):
         reasoning = [_text(message[name]) for name in _REASONING if message.get(name)]
-        rest = {name: value for name, value in message.items() if name not in _SPOKEN and value}
+        rest = {name: value for name, value in message.items() if name not in _SPOKEN and name != FIELD and value}
+        if isinstance(calls := rest.get("tool_calls"), list):
+            rest["tool_calls"] = [_unmarked(call) for call in calls]
         content = message.get("content")
         said = "\n".join(map(_words, content)) if isinstance(content, list) else _text(content)
         parts.append(
@@ -81,7 +84,12 @@ def _part(place: str, role: str, text: str, reasoning: str, rest: str, seed: int
 
 
 def _words(part: Any) -> str:
-    return part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else _text(part)
+    return part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else _text(_unmarked(part))
+
+
+def _unmarked(value: Any) -> Any:
+    """A breakpoint moves on with every turn, and breaks nothing."""
+    return {name: one for name, one in value.items() if name != FIELD} if isinstance(value, dict) else value
 
 
 def _text(value: Any) -> str:

@@ -62,6 +62,7 @@ class Asked(msgspec.Struct, frozen=True):
     piece_of: Callable[[bytes], bytes] = bytes  # a message's JSON as its piece
     reread: Callable[[Fields, bytes], Asked] | None = None  # of messages: for fields in another form than these
     hints: frozenset[str] = frozenset()  # fields of which a server that can not heed them is to hear nothing
+    with_breakpoints: Callable[[], Asked] | None = None  # where the client has set some, for servers that heed them
     plain: bool = True  # every message is text, so that none of its pieces is JSON as the client wrote it
     tools: int = 0  # so many of the pieces, the first ones, are tools; then there is one for each message
 

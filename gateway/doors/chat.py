@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 
+from gateway.breakpoints import text_of, unmarked, unmarked_calls
 from gateway.doors.base import Asked, Choices, Common, Fields, HouseDoor, TokenCount, decode
 from gateway.errors import BadRequest
 from gateway.types import Operation
@@ -29,12 +30,6 @@ class ChatBody(Common, kw_only=True):
     max_completion_tokens: TokenCount | None = None
 
 
-class _TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-_text_part = msgspec.json.Decoder(_TextPart)
 _decoder = msgspec.json.Decoder(ChatBody)
 _message = msgspec.json.Decoder(Message)
 
@@ -52,7 +47,7 @@ def read_chat(fields: Fields, body: bytes) -> Asked:
     chat = decode(_decoder, body)
     if not chat.messages:
         raise BadRequest("messages: at least one message is needed", param="messages")
-    pieces: list[bytes] = [bytes(tool) for tool in chat.tools or ()]
+    pieces: list[bytes] = [unmarked(bytes(tool)) for tool in chat.tools or ()]
     plain = True
     for message in chat.messages:
         if message.tool_calls is not _NO_CALLS or type(message.content) is not str:
@@ -75,24 +70,17 @@ def read_chat(fields: Fields, body: bytes) -> Asked:
 
 def _piece(message: Message) -> bytes:
     """A message as a template would lay it out: who speaks, what is said, which tools are called."""
-    content = message.content
-    if type(content) is list and len(content) == 1:
-        content = _text_of(content[0])
+    content, calls = message.content, message.tool_calls
+    if type(content) is list and len(content) == 1 and (text := text_of(content[0])) is not None:
+        content = text  # templates lay both out alike
     if content is None:
         said = b""
     elif isinstance(content, str):
         said = content.encode() if content.isascii() else content.encode("utf-8", "surrogatepass")
     else:
-        said = b"".join(map(bytes, content))
-    return b"".join((b"\x02", message.role.encode(), b"\x03", said, message.tool_calls))
-
-
-def _text_of(part: msgspec.Raw) -> str | list[msgspec.Raw]:
-    """Of one plain text part, its text: templates lay both out alike."""
-    try:
-        return _text_part.decode(part).text
-    except (msgspec.MsgspecError, RecursionError):
-        return [part]
+        said = b"".join([unmarked(bytes(part)) for part in content])
+    called = b"" if calls is _NO_CALLS else unmarked_calls(bytes(calls))
+    return b"".join((b"\x02", message.role.encode(), b"\x03", said, called))
 
 
 def _read_piece(message: bytes) -> bytes:

@@ -104,13 +104,24 @@ class Policy(Frozen):
         """Models that a server of Anthropic's may answer, and another one, too: what the one has signed the other must
         not be sent.
         """
-        found = set[str]()
-        for model in self.models:
-            reached = (model, *(self.models_by_name[name] for name in model.fallbacks))
-            speak = {self.deployments_by_name[name].provider for each in reached for name in each.deployments}
-            if "anthropic" in speak and len(speak) > 1:
-                found.add(model.name)
-        return frozenset(found)
+        return frozenset(name for name, spoken in self._spoken.items() if "anthropic" in spoken and len(spoken) > 1)
+
+    @cached_property
+    def breakpoint_models(self) -> frozenset[str]:
+        """Models that a server may answer that heeds a client's breakpoints (`gateway.breakpoints`)."""
+        return frozenset(name for name, spoken in self._spoken.items() if "anthropic" in spoken)
+
+    @cached_property
+    def _spoken(self) -> dict[str, set[str]]:
+        """The dialects of the servers that may answer each model, its fallbacks' included."""
+        return {
+            model.name: {
+                self.deployments_by_name[deployment].provider
+                for each in (model, *(self.models_by_name[name] for name in model.fallbacks))
+                for deployment in each.deployments
+            }
+            for model in self.models
+        }
 
     @cached_property
     def cache_prices(self) -> dict[str, PriceList]:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import httpx2
 import msgspec
 
+from gateway.breakpoints import FIELD, without_breakpoints
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
 from gateway.providers.refusals import MAX_ERROR_BYTES, failure_told, status_failure
@@ -99,13 +100,20 @@ class OpenAI:
 
     def fields(self, call: Call) -> dict[str, msgspec.Raw]:
         """The body's top-level fields: the client's, but for the model, and for the usage that we always meter by."""
-        fields = {**call.fields, "model": self._model}
+        fields = self.heard(call)
         if call.stream:
             fields["stream_options"] = with_options(fields.get("stream_options"), **self._usage_options)
-        if call.model.name in call.policy.signing_models and "messages" in fields:
-            fields["messages"] = without_signed(fields["messages"])
         for name in self._left_out:
             fields.pop(name, None)
+        return fields
+
+    def heard(self, call: Call) -> dict[str, msgspec.Raw]:
+        """The call's fields without what is in them for a server of another dialect alone."""
+        fields = {**call.fields, "model": self._model}
+        if FIELD in call.hints:
+            fields = without_breakpoints(fields)
+        if call.model.name in call.policy.signing_models and "messages" in fields:
+            fields["messages"] = without_signed(fields["messages"])
         return fields
 
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:

@@ -68,8 +68,8 @@ class VLLM(OpenAI):
 
     async def prompt_tokens_of(self, call: Call) -> int | None:
         """By /tokenize, which takes a call's own words for its prompt."""
-        asked = {name: call.fields[name] for name in _PROMPT if name in call.fields}
-        body = msgspec.json.encode({**asked, "model": self._model})
+        heard = self.heard(call)
+        body = msgspec.json.encode({name: heard[name] for name in ("model", *_PROMPT) if name in heard})
         told = await self._post(self.root_path + b"/tokenize", body, MAX_TOKENIZED_BYTES)
         try:
             return None if told is None else _tokenized(told).count

@@ -34,7 +34,7 @@ _LIMITS = ("max_tokens", "max_completion_tokens")
 _INDIFFERENT = frozenset(
     {"model", "messages", "prompt", "stream", "stream_options", *_LIMITS, "temperature", "top_p", "top_k", "min_p",
      "seed", "stop", "stop_token_ids", "repetition_penalty", "logit_bias", "service_tier", "user", "safety_identifier",
-     "prompt_cache_key", "metadata", "store"}
+     "prompt_cache_key", "cache_control", "metadata", "store"}
 )  # fmt: skip
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none",),

@@ -412,6 +412,30 @@ def test_anthropics_own_client_reaches_it_too(tmp_path: Path) -> None:
     assert upstreams.requests["claude"][0].body["thinking"] == {"type": "disabled"}
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+def test_where_anthropics_own_client_sets_breakpoints_they_are_kept_and_billed(tmp_path: Path, streamed: bool) -> None:
+    claude = Claude()
+    rules: Any = {"type": "text", "text": "Be exact. " * 200, "cache_control": HOUR}
+    asked: Any = {"model": "m", "max_tokens": 50, "system": [rules], "messages": [QUESTION]}
+    with in_front_of(tmp_path, claude=claude) as (front, _, upstreams):
+        options: Any = {"base_url": front.url, "api_key": key("dev"), "max_retries": 0, "timeout": PATIENCE_SECONDS}
+        with anthropic.Anthropic(**options) as client:
+            for _ in range(2):
+                if streamed:
+                    with client.messages.stream(**asked) as stream:
+                        reply = stream.get_final_message()
+                else:
+                    reply = client.messages.create(**asked)
+        receipts = [billed(receipt) for receipt in front.receipts()]
+        costs = [Decimal(receipt["cost"]) for receipt in front.receipts()]
+    body = upstreams.requests["claude"][0].body
+    assert body["system"] == [rules] and "cache_control" not in json.dumps(body["messages"]), "none of ours beside it"
+    assert receipts == [as_counted(counts) for counts in claude.counted]
+    assert receipts[0]["cache_write_1h"] == receipts[0]["cache_write"] == receipts[1]["cache_read"] > 400
+    assert costs == [cost_of(receipt) for receipt in receipts]
+    assert reply.usage.cache_read_input_tokens == receipts[1]["cache_read"]
+
+
 def test_thinking_that_is_signed_comes_through_both_borders(tmp_path: Path) -> None:
     """Anthropic's client, tools and thinking, and a server that refuses to go on without its signature."""
     claude = Claude()

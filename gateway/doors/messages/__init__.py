@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar
 
 import msgspec
 
+from gateway import breakpoints
 from gateway.doors.base import Asked, Fields, decode
 from gateway.doors.chat import read_chat
 from gateway.doors.messages.catalogue import asked_for_in
@@ -24,15 +27,31 @@ _messages = msgspec.json.Decoder(MessagesBody)
 _prompt = msgspec.json.Decoder(PromptBody)
 _encode = msgspec.json.encode
 HINTS = frozenset({"reasoning_effort"})  # clients of this wire send an effort to every model
+MARKED = HINTS | {breakpoints.FIELD}
 
 
-class _Translator:
+class _Translator(ABC):
     """What an exchange at either path has: headers, and errors."""
 
     operation = Operation.CHAT
 
     def __init__(self, call_id: str) -> None:
         self._request_id = call_id
+
+    def read(self, fields: Fields, body: bytes) -> Asked:
+        asked = self._read(fields, body)
+        if body.find(breakpoints.MARK) < 0:
+            return asked
+        return msgspec.structs.replace(asked, with_breakpoints=partial(self._read, fields, body, with_breakpoints=True))
+
+    def _read(self, fields: Fields, body: bytes, *, with_breakpoints: bool = False) -> Asked:
+        chat = self.chat_fields(fields, body, with_breakpoints=with_breakpoints)
+        hints = MARKED if with_breakpoints else HINTS
+        return msgspec.structs.replace(read_chat(chat, _encode(chat)), hints=hints)
+
+    @abstractmethod
+    def chat_fields(self, fields: Fields, body: bytes, *, with_breakpoints: bool) -> Fields:
+        """Raises `BadRequest`."""
 
     def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
         return headers_of(named, self._request_id, time.time())
@@ -50,11 +69,10 @@ class MessagesTranslator(_Translator):
         self._wording = Wording(f"msg_{call_id.removeprefix('req_')}")
         self._events: Events | None = None
 
-    def read(self, fields: Fields, body: bytes) -> Asked:
+    def chat_fields(self, fields: Fields, body: bytes, *, with_breakpoints: bool) -> Fields:
         asked = decode(_messages, body)
         self._wording = msgspec.structs.replace(self._wording, shows_thinking=shows_thinking(asked.thinking))
-        chat = chat_fields(asked, fields)
-        return msgspec.structs.replace(read_chat(chat, _encode(chat)), hints=HINTS)
+        return chat_fields(asked, fields, with_breakpoints=with_breakpoints)
 
     def answer(self, body: bytes) -> bytes:
         return message_of(body, self._wording)
@@ -66,9 +84,8 @@ class MessagesTranslator(_Translator):
 
 
 class CountTranslator(_Translator):
-    def read(self, fields: Fields, body: bytes) -> Asked:
-        chat = prompt_fields(decode(_prompt, body))
-        return read_chat(chat, _encode(chat))
+    def chat_fields(self, fields: Fields, body: bytes, *, with_breakpoints: bool) -> Fields:
+        return prompt_fields(decode(_prompt, body), with_breakpoints=with_breakpoints)
 
     def answer(self, body: bytes) -> bytes:
         return _encode({"input_tokens": msgspec.json.decode(body)["prompt_tokens"]})

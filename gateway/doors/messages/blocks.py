@@ -13,16 +13,24 @@ from typing import Any, Literal
 
 import msgspec
 
+from gateway.breakpoints import FIELD
 from gateway.errors import BadRequest
 
 ERROR_MARK = "Error: "  # before the text of a result with `is_error`, for which chat has no other place
 FILE_NAME = "document"  # of a file without a title; chat wants one
 
 
-class Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
-    """`cache_control` says where a prefix may be cached; the caches of the servers here keep every prefix."""
+class Breakpoint(msgspec.Struct, omit_defaults=True):
+    """Up to where a prefix is to be cached, and for how long. What else is said of it (`scope`) is not known here, and
+    is left out.
+    """
 
-    cache_control: Any = None
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Block(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+    cache_control: Breakpoint | None = None
 
 
 class Text(Block, tag="text"):
@@ -128,7 +136,8 @@ def _asked(placed: Sequence[tuple[str, Any]]) -> Iterator[Message]:
     rest = []
     for _, block in placed:
         if isinstance(block, ToolResult):
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
+            result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
+            yield marked(result, block.cache_control)
         else:
             rest.append(block)
     if rest or not placed:
@@ -163,24 +172,44 @@ def _call(path: str, block: ToolUse) -> dict[str, Any]:
     arguments = bytes(block.input).decode()
     if not arguments.startswith("{"):
         raise BadRequest(f"{path}.input: it must be a JSON object", param=f"{path}.input")
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+    call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+    return marked(call, block.cache_control)
 
 
-def _result(block: ToolResult) -> str | list[dict[str, Any]]:
-    content = _content(_blocks(block.content))
-    if not block.is_error:
-        return content
-    return ERROR_MARK + content if isinstance(content, str) else [{"type": "text", "text": ERROR_MARK}, *content]
+def _result(block: ToolResult) -> str | list[Message]:
+    blocks = _blocks(block.content)
+    if block.is_error:
+        first = blocks[:1]
+        if not first or not isinstance(first[0], Text):
+            blocks = [Text(text=ERROR_MARK), *blocks]
+        else:
+            blocks = [Text(text=ERROR_MARK + first[0].text, cache_control=first[0].cache_control), *blocks[1:]]
+    return _content(blocks)
 
 
-def _content(blocks: Sequence[Text | Image | Document]) -> str | list[dict[str, Any]]:
+def _content(blocks: Sequence[Text | Image | Document]) -> str | list[Message]:
     """One text as a string, as most clients of chat write it; equal prompts by both doors are then equal."""
-    if all(isinstance(block, Text) for block in blocks) and len(blocks) <= 1:
-        return "".join(block.text for block in blocks if isinstance(block, Text))
-    return [_part(block) for block in blocks]
+    if not blocks:
+        return ""
+    if len(blocks) == 1 and isinstance(blocks[0], Text) and blocks[0].cache_control is None:
+        return blocks[0].text
+    return [marked(_part(block), block.cache_control) for block in blocks]
 
 
-def _part(block: Text | Image | Document) -> dict[str, Any]:
+def marked(value: Message, breakpoint: Breakpoint | None) -> Message:
+    """A part, a message, a call or a tool of a chat."""
+    return value if breakpoint is None else {**value, FIELD: breakpoint}
+
+
+def forget_breakpoints(system: str | Sequence[Text] | None, turns: Sequence[Turn]) -> None:
+    for block in (*_blocks(system), *(block for turn in turns for block in _blocks(turn.content))):
+        block.cache_control = None
+        if isinstance(block, ToolResult):
+            for inner in _blocks(block.content):
+                inner.cache_control = None
+
+
+def _part(block: Text | Image | Document) -> Message:
     match block:
         case Text(text=text):
             return {"type": "text", "text": text}

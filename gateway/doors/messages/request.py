@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from gateway.doors.base import MAX_TOKENS, Fields, Name
-from gateway.doors.messages.blocks import AssistantTurn, Text, Turn, chat_messages
+from gateway.doors.messages.blocks import (
+    AssistantTurn,
+    Breakpoint,
+    Text,
+    Turn,
+    chat_messages,
+    forget_breakpoints,
+    marked,
+)
 from gateway.errors import BadRequest
 
 SCHEMA_NAME = "answer"  # chat wants one for the schema of an answer
@@ -42,15 +50,14 @@ class NoChoice(_Strict, tag_field="type", tag="none"):
 
 
 class Tool(_Strict):
-    """One that the client runs. `cache_control` and `eager_input_streaming` change nothing: prefixes are always cached,
-    and arguments streamed as they are made."""
+    """One that the client runs. `eager_input_streaming` changes nothing: arguments are streamed as they are made."""
 
     name: str
     input_schema: msgspec.Raw
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: Any = None
+    cache_control: Breakpoint | None = None
     eager_input_streaming: bool | None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
@@ -104,7 +111,7 @@ class PromptBody(_Strict):
     thinking: Enabled | Adaptive | Disabled | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
-    cache_control: Any = None  # as in `blocks.Block`
+    cache_control: Breakpoint | None = None  # at the end of the prompt, wherever that is
     speed: Literal["standard"] | None = None
 
 
@@ -134,11 +141,18 @@ def shows_thinking(thinking: Enabled | Adaptive | Disabled | None) -> bool:
     return thinking is None or thinking.display != "omitted"
 
 
-def prompt_fields(body: PromptBody) -> Fields:
+def prompt_fields(body: PromptBody, *, with_breakpoints: bool) -> Fields:
     """Chat's fields for the prompt. Raises `BadRequest`."""
+    if not with_breakpoints:
+        forget_breakpoints(body.system, body.messages)
     said: dict[str, Any] = {"model": body.model, "messages": chat_messages(body.system, body.messages)}
+    if with_breakpoints and body.cache_control is not None:
+        said["cache_control"] = body.cache_control
     if body.tools:
-        said["tools"] = [_chat_tool(f"tools[{i}]", bytes(tool)) for i, tool in enumerate(body.tools)]
+        said["tools"] = [
+            _chat_tool(f"tools[{i}]", bytes(tool), with_breakpoint=with_breakpoints)
+            for i, tool in enumerate(body.tools)
+        ]
     if body.tool_choice is not None:
         said |= _choice(body.tool_choice)
     if isinstance(body.messages[-1], AssistantTurn) and not said["messages"][-1].get("tool_calls"):
@@ -155,7 +169,7 @@ def prompt_fields(body: PromptBody) -> Fields:
     return _raw(said)
 
 
-def chat_fields(body: MessagesBody, fields: Fields) -> Fields:
+def chat_fields(body: MessagesBody, fields: Fields, *, with_breakpoints: bool) -> Fields:
     """All of chat's fields; `fields` are the body's own. Raises `BadRequest`."""
     metadata = body.metadata or Metadata()
     said = {
@@ -165,14 +179,16 @@ def chat_fields(body: MessagesBody, fields: Fields) -> Fields:
         "user": metadata.user_id,
         "service_tier": "default" if body.service_tier == "standard_only" else body.service_tier,
     }
-    return prompt_fields(body) | _raw({name: value for name, value in said.items() if value is not None})
+    return prompt_fields(body, with_breakpoints=with_breakpoints) | _raw(
+        {name: value for name, value in said.items() if value is not None}
+    )
 
 
 def _raw(said: dict[str, Any]) -> Fields:
     return {name: msgspec.Raw(_encode(value)) for name, value in said.items()}
 
 
-def _chat_tool(path: str, tool: bytes) -> dict[str, Any]:
+def _chat_tool(path: str, tool: bytes, *, with_breakpoint: bool) -> dict[str, Any]:
     try:
         kind = _kind.decode(tool).type
         if kind not in (None, "custom"):
@@ -189,7 +205,7 @@ def _chat_tool(path: str, tool: bytes) -> dict[str, Any]:
     function["parameters"] = known.input_schema
     if known.strict is not None:
         function["strict"] = known.strict
-    return {"type": "function", "function": function}
+    return marked({"type": "function", "function": function}, known.cache_control if with_breakpoint else None)
 
 
 def _choice(choice: AutoChoice | AnyChoice | NamedChoice | NoChoice) -> dict[str, Any]:

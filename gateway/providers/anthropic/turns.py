@@ -51,6 +51,7 @@ class _ToolCall(msgspec.Struct):
     id: str
     type: str = "function"
     function: _CalledFunction | None = None
+    cache_control: msgspec.Raw = NOTHING
 
 
 class _Thought(msgspec.Struct):
@@ -147,12 +148,13 @@ def _tool_use(call: _ToolCall, where: str) -> Block:
         _object(arguments)
     except msgspec.MsgspecError:
         raise Unsaid("must be a JSON object", f"{where}.function.arguments") from None
-    return {
+    block: Block = {
         "type": "tool_use",
         "id": _NO_ID.sub("_", call.id),
         "name": call.function.name,
         "input": msgspec.Raw(arguments.encode()),  # as they are: every byte of the prompt decides what is cached
     }
+    return with_breakpoint(block, call.cache_control)
 
 
 def _tool_result(message: Message, where: str) -> Block:

@@ -202,6 +202,25 @@ def test_keys_of_a_tools_result(desk: Desk) -> None:
     assert report(desk.rows).findings[0].fix is None
 
 
+def test_a_breakpoint_that_moves_on_breaks_nothing(desk: Desk) -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    for now in (mark, {}):
+        desk.call(
+            chat(
+                STABLE,
+                {"role": "user", "content": [{"type": "text", "text": "this"}, {**image, **now}]},
+                {"role": "assistant", "content": None, "tool_calls": [{**call, **now}]},
+                {"role": "tool", "tool_call_id": "1", "content": "seen", **now},
+                *LATER,
+                tools=[{**tool, **now}],
+            )
+        )
+    assert desk.breaks == []
+
+
 def test_a_history_that_was_rewritten_or_cut(desk: Desk) -> None:
     desk.call(chat(STABLE, *history()), key="a")
     desk.call(chat(STABLE, *history(content="Summary: they want to fly."), *LATER), key="a")

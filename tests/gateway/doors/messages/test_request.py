@@ -210,8 +210,7 @@ def test_a_round_of_tools() -> None:
             "role": "tool",
             "tool_call_id": "call_2",
             "content": [
-                {"type": "text", "text": "Error: "},
-                {"type": "text", "text": "no such city"},
+                {"type": "text", "text": "Error: no such city"},
                 {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}},
             ],
         },

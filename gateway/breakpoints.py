@@ -1,0 +1,87 @@
+"""Breakpoints: marks by which a client says up to where its prompt is to be cached, as Anthropic's `cache_control`.
+
+In a chat they stand on parts of a content, on messages, on tool calls and on tools, and at the top of the body. No
+model reads them, and with each turn of a conversation they move on: for whatever compares prompts, they are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+FIELD = "cache_control"
+MARK = b'"cache_control"'
+OPENAI_FIELD = "prompt_cache_breakpoint"  # on parts only
+_OPENAI_MARK = b'"prompt_cache_breakpoint"'
+
+Fields = Mapping[str, msgspec.Raw]
+
+
+class _TextPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+_text_part = msgspec.json.Decoder(_TextPart).decode
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_objects = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
+_encode = msgspec.json.encode
+
+
+def text_of(part: msgspec.Raw) -> str | None:
+    """Of a plain text part, marked or not; None of any other."""
+    try:
+        return _text_part(part).text
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+
+
+def unmarked(value: bytes) -> bytes:
+    """A part or a tool, as JSON, without its mark. What is none of these stays as it is."""
+    if value.find(MARK) < 0 and value.find(_OPENAI_MARK) < 0:
+        return value
+    try:
+        return _encode(_without(_object(value), OPENAI_FIELD))
+    except (msgspec.MsgspecError, RecursionError):
+        return value
+
+
+def unmarked_calls(value: bytes) -> bytes:
+    """Likewise a list of tool calls."""
+    if value.find(MARK) < 0:
+        return value
+    try:
+        return _encode([_without(call) for call in _objects(value)])
+    except (msgspec.MsgspecError, RecursionError):
+        return value
+
+
+def without_breakpoints(fields: Fields) -> dict[str, msgspec.Raw]:
+    """A chat's fields as they would be if its client had set no `cache_control`. Raises `msgspec.MsgspecError` for what
+    is not of a chat's shape.
+    """
+    rest = {name: value for name, value in fields.items() if name != FIELD}
+    for name, of in (("messages", _message), ("tools", _without)):
+        if name in rest and bytes(rest[name]).find(MARK) >= 0:
+            rest[name] = msgspec.Raw(_encode([of(each) for each in _objects(rest[name])]))
+    return rest
+
+
+def _message(message: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    plain = _without(message)
+    content = bytes(plain.get("content", b""))
+    if content.startswith(b"[") and content.find(MARK) >= 0:
+        parts = [_without(part) for part in _objects(content)]
+        alone = len(parts) == 1 and parts[0].keys() == {"type", "text"}
+        plain["content"] = parts[0]["text"] if alone else msgspec.Raw(_encode(parts))
+    if "tool_calls" in plain:
+        plain["tool_calls"] = msgspec.Raw(unmarked_calls(bytes(plain["tool_calls"])))
+    return plain
+
+
+def _without(marked: dict[str, msgspec.Raw], *names: str) -> dict[str, msgspec.Raw]:
+    return {name: value for name, value in marked.items() if name != FIELD and name not in names}
