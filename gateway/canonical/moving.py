@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.breakpoints import MARK
+from gateway.breakpoints import FIELD, MARK
 from gateway.canonical.base import SYSTEM_ROLES, Message, MessagesTransform, Safety, View
 from gateway.canonical.volatile import KINDS
 
@@ -46,15 +46,13 @@ class _Moving(MessagesTransform):
     def change(self, messages: list[Message]) -> list[int]:
         moved: list[str] = []
         contents: dict[int, bytes] = {}
-        for i, message in enumerate(messages):
-            if bytes(message.get("role", b"")) in SYSTEM_ROLES and "cache_control" not in message:
+        last = _last_user(messages) if self.everywhere else len(messages)
+        for i, message in enumerate(messages[:last]):  # forward only
+            if bytes(message.get("role", b"")) in SYSTEM_ROLES and FIELD not in message:
                 content, lines = _split(bytes(message.get("content", b"")), everywhere=self.everywhere)
                 if lines:
                     contents[i] = self.place(content, lines, moved)
         if moved:
-            last = _last_user(messages)
-            if last is None:
-                return []
             contents[last] = _appended(bytes(messages[last]["content"]), "\n".join(moved), "\n\n")
         changed = [i for i, content in contents.items() if content != bytes(messages[i]["content"])]
         for i in changed:
@@ -135,12 +133,13 @@ def _split_text(text: str) -> tuple[str, list[str]]:
     return "\n".join(line for line in lines if not is_volatile(line)), volatile
 
 
-def _last_user(messages: list[Message]) -> int | None:
-    """The number of the last user message, if its content can be added to."""
+def _last_user(messages: list[Message]) -> int:
+    """The number of the last user message; 0, before which nothing stands, where nothing can be added to it."""
     for i in reversed(range(len(messages))):
-        if bytes(messages[i].get("role", b"")) == b'"user"' and "cache_control" not in messages[i]:
-            return i if bytes(messages[i].get("content", b""))[:1] in (b'"', b"[") else None
-    return None
+        if bytes(messages[i].get("role", b"")) == b'"user"':
+            able = FIELD not in messages[i] and bytes(messages[i].get("content", b""))[:1] in (b'"', b"[")
+            return i if able else 0
+    return 0
 
 
 def _appended(content: bytes, text: str, separator: str) -> bytes:

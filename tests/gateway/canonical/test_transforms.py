@@ -161,6 +161,14 @@ def test_a_clock_goes_to_the_last_user_message() -> None:
     assert [*told[1:3], told[4]] == [*messages[1:3], messages[4]]
 
 
+def test_nothing_goes_back_to_before_where_it_was_said() -> None:
+    clock = {"role": "system", "content": CLOCKED.format("2026-11-20T09:41:07Z")}
+    marked = {"role": "user", "content": "go", "cache_control": {"type": "ephemeral"}}
+    hello = {"role": "user", "content": "hi"}
+    for messages in ([clock, hello, marked], [hello, clock, marked], [hello, clock]):
+        assert formed({"messages": messages}, "volatile_to_user")["messages"] == messages
+
+
 @pytest.mark.parametrize(
     "line",
     [
