@@ -40,10 +40,11 @@ def a_record(telemetry: Telemetry, call: Call, trace: Trace) -> CallRecord:
     marks.end()
     now = marks.phases[-2][1]
     return CallRecord(
-        trace=trace, server_span_id=telemetry.new_span_id(), marks=marks, method="POST", path="/v1/chat/completions",
-        status=200, operation=Operation.CHAT, principal=call.principal, call=call, outcome=Outcome.COMPLETE,
-        cache="miss", route_reason="prefix", attempts=(Attempt("a", "ok", now, now, telemetry.new_span_id(), 200),),
-        deployment="a", usage=Usage(input_uncached=20, cache_read=80, output=30, exact=True), event_id="e",
+        call_id=call.id, trace=trace, server_span_id=telemetry.new_span_id(), marks=marks, method="POST",
+        path="/v1/chat/completions", status=200, operation=Operation.CHAT, principal=call.principal, call=call,
+        outcome=Outcome.COMPLETE, cache="miss", route_reason="prefix",
+        attempts=(Attempt("a", "ok", now, now, telemetry.new_span_id(), 200),), deployment="a",
+        usage=Usage(input_uncached=20, cache_read=80, output=30, exact=True), event_id="e",
     )  # fmt: skip
 
 

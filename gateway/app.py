@@ -19,6 +19,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import gauges
 from gateway.admin import Admin
+from gateway.admin.diagnosis import Diagnosis
+from gateway.admin.views import view_routes
 from gateway.auth import Authenticator
 from gateway.batches import Batches
 from gateway.batches.inside import AtBatchClass, KeyById
@@ -58,7 +60,7 @@ from gateway.sharing import Hearsay, Sharing, untold
 from gateway.siblings import ALONE, Seat, Siblings, left_behind
 from gateway.storage import open_storage
 from gateway.storage.memory import MemoryStorage
-from gateway.telemetry import Telemetry
+from gateway.telemetry import RecentCalls, Telemetry
 from gateway.transport import HTTPTransport
 from gateway.winding_up import WindingUp
 
@@ -88,10 +90,14 @@ class Gateway:
         )
         self._hearsay = None if told is None else Hearsay(self._fleet, told)
         self._reports = Reports(self._fleet, self._transport, resolve_secret)
+        recent = RecentCalls(seat.number)
         self._telemetry = Telemetry(
-            settings.otlp_endpoint, replica=settings.replica, otlp_headers=settings.otlp_headers
+            settings.otlp_endpoint,
+            replica=settings.replica,
+            otlp_headers=settings.otlp_headers,
+            recent=None if settings.admin_port is None else recent,  # nobody else asks for them
         )
-        self._siblings = Siblings(seat, lambda: self._telemetry.render_metrics()[0])
+        self._siblings = Siblings(seat, metrics=lambda: self._telemetry.render_metrics()[0], calls=recent.newest)
         self._in_flight = 0
         self._quiet = asyncio.Event()  # set when no call is in flight any more
         self._leaving = False
@@ -100,6 +106,7 @@ class Gateway:
         self._ledger = Ledger(settings.ledger_dir, settings.replica, keep_days=settings.ledger_keep_days)
         # Memory is never away.
         limiter = Limiter(self._storage if isinstance(self._storage, MemoryStorage) else self._counters, LIMITS)
+        summaries = settings.data_dir / "diagnosis"
         pepper = settings.key_pepper.get_secret_value()
         authenticator = Authenticator(self._storage, pepper)
         self._recovery = Recovery(self._ledger, self._fleet, policies, limiter, authenticator)
@@ -115,7 +122,7 @@ class Gateway:
             ledger=self._ledger,
             settler=Settler(limiter, self._ledger, in_vain=self._recovery.add),
             telemetry=self._telemetry,
-            diagnosis=Watcher(Journal(settings.data_dir / "diagnosis", settings.replica)),
+            diagnosis=Watcher(Journal(summaries, settings.replica)),
             max_body_bytes=settings.max_body_bytes,
             bodies=BodyRoom(settings.max_bodies_bytes),
         )
@@ -147,7 +154,11 @@ class Gateway:
             keyring=Keyring(self._storage, pepper),
             limits_of=lambda tenant, keys: what_is_left(tenant, keys, LIMITS, self._counters, now=time.time()),
             state=self._state,
-            routes=_usage_routes(settings),
+            routes=[
+                *view_routes(policies, self._telemetry, self._siblings, trace_url=settings.trace_url),
+                Diagnosis(policies, summaries).route(),
+                *_usage_routes(settings),
+            ],
         )
         self._take_over(policies.current)
         policies.subscribe(self._take_over, refused=self._telemetry.policy_rejected)

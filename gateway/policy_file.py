@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import threading
+import time
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path as FilePath
@@ -202,6 +203,7 @@ class PolicyHolder:
         content = _read(self.path)
         self._digest = _digest(content)
         self.current = parse_policy(content, file=str(path), checks=self._checks)
+        self.loaded_ns = time.time_ns()  # when `current` came into force
         self.last_error: PolicyError | None = None
         self.reloads_accepted = 0
         self.reloads_refused = 0
@@ -232,6 +234,7 @@ class PolicyHolder:
             if policy.hash != self.current.hash:
                 log.info("policy %s in force, instead of %s", policy.hash, self.current.hash)
                 self.current = policy
+                self.loaded_ns = time.time_ns()
                 for listener in self._listeners:
                     listener(policy)
             else:

@@ -174,7 +174,7 @@ async def handle(
     traced = scope["headers"] if b"traceparent" in exchange.headers else ()
     trace = house.telemetry.begin(traced, house.policies.current.tracing.sample)
     record = CallRecord(
-        trace=trace, server_span_id=house.telemetry.new_span_id(), marks=Marks(),
+        call_id=call_id, trace=trace, server_span_id=house.telemetry.new_span_id(), marks=Marks(),
         method=exchange.method, path=exchange.path, operation=door.operation,
     )  # fmt: skip
     exchange.reply_headers = {"x-request-id": call_id, "x-trace-id": f"{trace.trace_id:032x}"}

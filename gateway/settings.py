@@ -180,6 +180,12 @@ class Settings(BaseSettings):
         description="Headers for the collector, as in `api-key=secret,tenant=a` (percent-encoded).",
         repr=False,
     )
+    trace_url: str | None = Field(
+        None,
+        pattern=r"^https?://\S+\{trace_id\}\S*$",
+        description="Where a person looks at one trace, as in http://127.0.0.1:16686/trace/{trace_id}; the dashboard "
+        "links there.",
+    )
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = Field(
         "info", description="debug, info, warning or error."
     )

@@ -1,8 +1,13 @@
-"""The workers of one machine beside each other: which one this is, and what all of them have counted on one /metrics.
+"""The workers of one machine beside each other: which one this is, and what all of them know together.
 
-Any worker may be the one that is asked for the metrics: it asks the others on their sockets, which their supervisor has
-made and which no other user can reach. Each series gets a label `worker`; one that does not answer has
-`warmpath_worker_up` 0 and no other series. Sums over the label are what a single process would have shown.
+Any worker may be the one that is asked: it asks the others on their sockets, which their supervisor has made and which
+no other user can reach. A question is one line, and its answer goes up to the end of the connection:
+
+  metrics    what it has counted, as Prometheus' text
+  calls N    its last N calls
+
+In the metrics of all, each series gets a label `worker`; one that does not answer has `warmpath_worker_up` 0 and no
+other series. Sums over the label are what a single process would have shown.
 """
 
 from __future__ import annotations
@@ -14,8 +19,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-ANSWER_SECONDS = 1.0  # for a worker to tell what it has counted
+ANSWER_SECONDS = 1.0  # for a worker to be asked, or to answer
 ANSWER_MAX_BYTES = 16 * 2**20
+QUESTION_MAX_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +65,19 @@ def _is_of(name: str, replica: str) -> bool:
 
 
 class Siblings:
-    """Between start and stop, this worker tells the others what it has counted, and asks them."""
+    """Between start and stop, this worker tells the others what it knows, and asks them."""
 
-    def __init__(self, seat: Seat, render: Callable[[], bytes]) -> None:
+    def __init__(self, seat: Seat, *, metrics: Callable[[], bytes], calls: Callable[[int], bytes]) -> None:
         self._seat = seat
-        self._render = render
+        self._own_metrics = metrics
+        self._own_calls = calls
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
         if self._seat.listener is not None:
-            self._server = await asyncio.start_unix_server(self._tell, sock=self._seat.listener)
+            self._server = await asyncio.start_unix_server(
+                self._tell, sock=self._seat.listener, limit=QUESTION_MAX_BYTES
+            )
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -78,21 +87,40 @@ class Siblings:
         """Prometheus' text, of all workers."""
         if self._seat.count == 1:
             return own
-        others = [number for number in range(self._seat.count) if number != self._seat.number]
-        texts = dict(zip(others, await asyncio.gather(*map(self._ask, others)), strict=True))
-        return merged({**texts, self._seat.number: own})
+        return merged({**await self._ask_others(b"metrics\n"), self._seat.number: own})
 
-    async def _tell(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError):
-            writer.write(self._render())
+    async def calls(self, limit: int) -> dict[int, bytes | None]:
+        """The last calls of each worker, `limit` of each at most; None of one that does not answer."""
+        told = await self._ask_others(b"calls %d\n" % limit)
+        return {**told, self._seat.number: self._own_calls(limit)}
+
+    async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, ValueError):
             async with asyncio.timeout(ANSWER_SECONDS):
+                question = await reader.readline()  # ValueError: it has no end
+                writer.write(self._answer(question))
                 await writer.drain()
 
-    async def _ask(self, number: int) -> bytes | None:
+    def _answer(self, question: bytes) -> bytes:
+        match question.split():
+            case [b"metrics"]:
+                return self._own_metrics()
+            case [b"calls", limit] if limit.isdigit():
+                return self._own_calls(int(limit))
+            case _:
+                return b""
+
+    async def _ask_others(self, question: bytes) -> dict[int, bytes | None]:
+        others = [number for number in range(self._seat.count) if number != self._seat.number]
+        answers = await asyncio.gather(*(self._ask(number, question) for number in others))
+        return dict(zip(others, answers, strict=True))
+
+    async def _ask(self, number: int, question: bytes) -> bytes | None:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 reader, writer = await asyncio.open_unix_connection(socket_path(self._seat.folder, number))
                 with contextlib.closing(writer):
+                    writer.write(question)
                     text = bytearray()
                     while part := await reader.read(ANSWER_MAX_BYTES):
                         text += part

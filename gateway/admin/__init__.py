@@ -1,4 +1,5 @@
-"""The admin API: an ASGI application for a listener of its own, behind a key of its own.
+"""The admin API: an ASGI application for a listener of its own, behind a key of its own; and the dashboard, whose files
+need none.
 
 Whatever is mounted here is behind that key: `Admin(..., routes=...)` takes further routes, as those that report usage.
 Errors have the one form of all of the gateway's errors.
@@ -18,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
+from gateway.admin.dashboard import dashboard, is_page
 from gateway.admin.keys import key_routes
 from gateway.errors import BadRequest, NotFound, Unauthenticated
 from gateway.keyring import Keyring, state_of
@@ -47,6 +49,7 @@ class Admin:
         self._keyring = keyring
         self._limits_of = limits_of
         self._state = state
+        self._dashboard = dashboard()
         self._routed = Starlette(
             routes=[
                 Route("/admin/state", self._show_state),
@@ -60,7 +63,9 @@ class Admin:
         self._routed.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._is_admin(Headers(scope=scope)):
+        if scope["type"] == "http" and is_page(scope["path"]):
+            await self._dashboard(scope, receive, send)
+        elif scope["type"] == "http" and not self._is_admin(Headers(scope=scope)):
             refusal = error_reply(Unauthenticated("the admin key is not valid"))
             await refusal(scope, receive, send)
         else:

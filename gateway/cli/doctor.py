@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from gateway.cli.common import AsJson, fail, say, say_json, say_table, settings_or_exit, verb_app, well_formed
-from gateway.diagnosis import Finding, Report, read_summaries, report
+from gateway.diagnosis import Finding, Report, read_summaries, report, report_json
 from gateway.policy.fields import parse_duration
 
 app = verb_app(no_args_is_help=False)
@@ -61,21 +61,9 @@ def doctor(
     found = report(row for row in read_summaries(place) if row.time >= earliest)
     found.findings.sort(key=_BY[by], reverse=True)
     if as_json:
-        say_json(_as_json(found))
+        say_json(report_json(found))
     else:
         _tell(found)
-
-
-def _as_json(found: Report) -> dict[str, Any]:
-    return {
-        "calls": round(found.calls),
-        "prompt_tokens": round(found.prompt_tokens),
-        "cached_tokens": round(found.cached_tokens),
-        "findings": [
-            {**finding._asdict(), "fix": finding.fix, "advice": None if finding.fix else finding.advice}
-            for finding in found.findings
-        ],
-    }
 
 
 def _tell(found: Report) -> None:

@@ -1,7 +1,7 @@
 """Why prefixes break: a share of the calls compared with the earlier ones that they should have gone on from."""
 
 from gateway.diagnosis.journal import Journal, Summary, read_summaries
-from gateway.diagnosis.report import Finding, Report, report
+from gateway.diagnosis.report import Finding, Report, report, report_json
 from gateway.diagnosis.watcher import Watcher
 
-__all__ = ["Finding", "Journal", "Report", "Summary", "Watcher", "read_summaries", "report"]
+__all__ = ["Finding", "Journal", "Report", "Summary", "Watcher", "read_summaries", "report", "report_json"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from decimal import Decimal
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.diagnosis.journal import Summary
 
@@ -84,6 +84,24 @@ def report(summaries: Iterable[Summary]) -> Report:
             found.setdefault(group, []).append(row)
     findings = [_finding(rows) for rows in found.values()]
     return Report(calls, prompt, cached, sorted(findings, key=lambda f: (-f.lost_tokens, f)))
+
+
+def report_json(found: Report) -> dict[str, Any]:
+    """As `warmpath doctor --json` and the admin API have it. Money is decimal text."""
+    return {
+        "calls": round(found.calls),
+        "prompt_tokens": round(found.prompt_tokens),
+        "cached_tokens": round(found.cached_tokens),
+        "findings": [
+            {
+                **finding._asdict(),
+                "lost_cost": None if finding.lost_cost is None else str(finding.lost_cost),
+                "fix": finding.fix,
+                "advice": None if finding.fix else finding.advice,
+            }
+            for finding in found.findings
+        ],
+    }
 
 
 def place_of(row: Summary) -> str:

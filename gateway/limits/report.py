@@ -28,6 +28,12 @@ async def what_is_left(
     return [_entry(*each) for each in zip(limits, charges, left, strict=True)]
 
 
+def has_limits(tenant: Tenant, family: Sequence[type[Limit[Any]]]) -> bool:
+    """Whether the policy limits a tenant, a part of its calls, or a key of its own."""
+    keys = {key.id: key.limits for key in tenant.keys if key.limits is not None}
+    return any(kind.of(own, scope) for scope, own in _scopes(tenant, keys) for kind in family)
+
+
 def _scopes(tenant: Tenant, keys: Mapping[str, Limits]) -> Iterator[tuple[Scope, Limits]]:
     yield Scope(tenant.name), tenant.limits
     for part in tenant.limits.parts:

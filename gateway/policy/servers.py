@@ -86,6 +86,12 @@ class Deployment(Frozen):
         "SGLang, llama.cpp and TensorRT-LLM are known.",
     )
 
+    @property
+    def shown_url(self) -> str:
+        """The base URL without what may be a secret: a user, a password, a query."""
+        url = urlsplit(self.base_url)
+        return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
+
     @model_validator(mode="before")
     @classmethod
     def _a_call_for_each_slot(cls, data: Any) -> Any:

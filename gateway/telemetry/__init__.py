@@ -15,6 +15,7 @@ from gateway.telemetry import propagation
 from gateway.telemetry.export import EXPORT_INTERVAL_SECONDS, SpanQueue
 from gateway.telemetry.logs import access, configure_logging
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.recent import RecentCalls
 from gateway.telemetry.record import CallRecord, Times, phases, times
 from gateway.telemetry.spans import SpanBuilder
 from gateway.telemetry.watched import SPANS_DROPPED, Reading, Watched
@@ -27,7 +28,8 @@ class Telemetry:
     """One per gateway; `replica` tells several apart.
 
     `otlp_endpoint` is a collector's base URL, as in http://localhost:4318; None: no spans. The SDK
-    adds what OTEL_RESOURCE_ATTRIBUTES says to what the spans say of this process.
+    adds what OTEL_RESOURCE_ATTRIBUTES says to what the spans say of this process. `recent` keeps the last calls, where
+    somebody may ask for them.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class Telemetry:
         replica: str = "",
         otlp_headers: Iterable[tuple[str, str]] = (),
         export_interval_seconds: float = EXPORT_INTERVAL_SECONDS,
+        recent: RecentCalls | None = None,
     ) -> None:
         self._metrics = Metrics()
+        self._recent = recent
         self._builder = SpanBuilder(__version__, replica)
         self._spans = (
             SpanQueue(
@@ -82,6 +86,8 @@ class Telemetry:
         self._metrics.update(record, lasted)
         if record.trace.sampled and self._spans is not None:
             self._spans.put(self._builder.build(record, phases(record.marks, record.attempts)))
+        if self._recent is not None:
+            self._recent.add(record)
         if access.isEnabledFor(logging.INFO):
             access.info("%s %s %d", record.method, record.path, record.status, extra=_access_fields(record, lasted))
 
@@ -101,7 +107,7 @@ class Telemetry:
 
 
 def _ids(record: CallRecord) -> dict[str, object]:
-    return {"trace_id": f"{record.trace.trace_id:032x}", "call_id": record.call.id if record.call else None}
+    return {"trace_id": f"{record.trace.trace_id:032x}", "call_id": record.call_id}
 
 
 def _access_fields(record: CallRecord, lasted: Times) -> dict[str, object]:
@@ -129,4 +135,4 @@ def _access_fields(record: CallRecord, lasted: Times) -> dict[str, object]:
     return fields
 
 
-__all__ = ["CallRecord", "Telemetry", "configure_logging"]
+__all__ = ["CallRecord", "RecentCalls", "Telemetry", "configure_logging"]

@@ -19,6 +19,7 @@ class CallRecord(msgspec.Struct, kw_only=True):
     Nothing here holds a key or a message, and `call.fields` is read for numbers only.
     """
 
+    call_id: str  # as the client is told it
     trace: Trace
     server_span_id: int
     marks: Marks
@@ -42,10 +43,15 @@ class CallRecord(msgspec.Struct, kw_only=True):
     @property
     def predicted_cached_tokens(self) -> int:
         """What the router expected of the deployment that answered."""
-        for attempt in reversed(self.attempts):
-            if attempt.deployment == self.deployment:
-                return attempt.predicted_cached_tokens
-        return 0
+        return predicted_cached_tokens(self.attempts, self.deployment)
+
+
+def predicted_cached_tokens(attempts: Sequence[Attempt], deployment: str | None) -> int:
+    """As the router expected them of this deployment, where it was asked last."""
+    for attempt in reversed(attempts):
+        if attempt.deployment == deployment:
+            return attempt.predicted_cached_tokens
+    return 0
 
 
 class Times(msgspec.Struct, frozen=True):

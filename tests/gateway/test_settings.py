@@ -74,6 +74,17 @@ def test_the_admin_api_listens_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
     assert load_settings(port=8081).admin_port == load_settings(admin_host="10.0.0.1").admin_port == 8080
 
 
+@pytest.mark.parametrize(
+    "url", ["http://jaeger/trace/", "jaeger/{trace_id}", "javascript:alert('{trace_id}')", "http://a b/{trace_id}"]
+)
+def test_a_trace_url_leads_to_a_trace(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("WARMPATH_TRACE_URL", 'https://grafana/explore?left={"q":"{trace_id}"}')
+    assert load_settings().trace_url
+    monkeypatch.setenv("WARMPATH_TRACE_URL", url)
+    with pytest.raises(SettingsError, match=r"WARMPATH_TRACE_URL: .*as in http://127.0.0.1:16686/trace/\{trace_id\}"):
+        load_settings()
+
+
 def test_every_bad_value_is_told_with_its_variable_and_none_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = {
         "WARMPATH_PORT": "http",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -52,26 +54,57 @@ def test_a_worker_that_does_not_answer_is_down_and_hides_nobody() -> None:
     assert [s.labels["worker"] for s in families["depth"].samples] == ["1"]
 
 
-async def test_any_worker_tells_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@asynccontextmanager
+async def three_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Siblings]:
+    """The first of them. The third one listens and says nothing."""
     monkeypatch.setattr("gateway.siblings.ANSWER_SECONDS", 0.2)
-    listeners = [socket.socket(socket.AF_UNIX) for _ in range(3)]
-    for number, listener in enumerate(listeners):
-        listener.bind(str(socket_path(tmp_path, number)))
-        listener.listen()
-    here, there = (
-        Siblings(Seat(number, 3, tmp_path, listener), lambda: TWO) for number, listener in enumerate(listeners[:2])
-    )
-    await here.start()
-    await there.start()
-    text = await here.metrics(ONE)  # the third one listens and says nothing
-    await asyncio.gather(here.stop(), there.stop())
-    listeners[2].close()
+    with ExitStack() as open_sockets:
+        listeners = [open_sockets.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)]
+        for number, listener in enumerate(listeners):
+            listener.bind(str(socket_path(folder, number)))
+            listener.listen()
+        here, there = (
+            Siblings(Seat(number, 3, folder, listener), metrics=lambda: TWO, calls=lambda limit: b"[%d]" % limit)
+            for number, listener in enumerate(listeners[:2])
+        )
+        await here.start()
+        await there.start()
+        yield here
+        await asyncio.gather(here.stop(), there.stop())
+
+
+async def test_any_worker_tells_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with three_workers(tmp_path, monkeypatch) as here:
+        text = await here.metrics(ONE)
     assert b'depth{worker="0"} 3.0' in text and b'depth{worker="1"} 4.0' in text
     assert b'warmpath_worker_up{worker="2"} 0' in text
 
 
+async def test_any_worker_knows_the_last_calls_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with three_workers(tmp_path, monkeypatch) as here:
+        assert await here.calls(20) == {0: b"[20]", 1: b"[20]", 2: None}
+
+
+@pytest.mark.parametrize("question", [b"", b"keys\n", b"calls\n", b"calls -1\n", b"calls 1 2\n", b"x" * 10_000])
+async def test_what_is_no_question_is_not_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, question: bytes
+) -> None:
+    async with three_workers(tmp_path, monkeypatch):
+        reader, writer = await asyncio.open_unix_connection(socket_path(tmp_path, 1))
+        writer.write(question)
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_an_answer_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.siblings.ANSWER_MAX_BYTES", len(TWO) - 1)
+    async with three_workers(tmp_path, monkeypatch) as here:
+        assert b'warmpath_worker_up{worker="1"} 0' in await here.metrics(ONE)
+
+
 async def test_who_is_alone_has_no_label() -> None:
-    assert await Siblings(ALONE, lambda: ONE).metrics(ONE) == ONE
+    assert await Siblings(ALONE, metrics=lambda: ONE, calls=lambda limit: b"").metrics(ONE) == ONE
 
 
 def test_what_is_left_behind_are_chains_of_workers_that_are_no_more(tmp_path: Path) -> None:

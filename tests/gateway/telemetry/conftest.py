@@ -90,6 +90,7 @@ def at(us: int) -> int:
 def record(call: Call) -> CallRecord:
     """Deployment a refused the connection, b answered."""
     return CallRecord(
+        call_id=call.id,
         trace=TRACE,
         server_span_id=0x11,
         marks=marks(

@@ -73,8 +73,8 @@ def test_a_request_refused_at_the_door_has_no_model() -> None:
     telemetry = Telemetry()
     telemetry.record(
         CallRecord(
-            trace=TRACE, server_span_id=1, marks=marks(("authenticate", 1), ended=3), method="POST",
-            path="/v1/chat/completions", status=401, error_code="invalid_api_key",
+            call_id="call-1", trace=TRACE, server_span_id=1, marks=marks(("authenticate", 1), ended=3),
+            method="POST", path="/v1/chat/completions", status=401, error_code="invalid_api_key",
         )
     )  # fmt: skip
     labels = {"operation": "other", "model": "other", "class_": "other", "status": "401", "outcome": "rejected"}

@@ -163,7 +163,7 @@ async def test_a_request_without_a_valid_key_has_a_span_of_its_own(collector: Co
     await export(
         collector,
         CallRecord(
-            trace=TRACE, server_span_id=9, marks=marks(("authenticate", 1), ended=3), method="POST",
+            call_id="call-1", trace=TRACE, server_span_id=9, marks=marks(("authenticate", 1), ended=3), method="POST",
             path="/v1/embeddings", status=401, error_code="invalid_api_key",
         ),
     )  # fmt: skip

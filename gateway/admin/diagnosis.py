@@ -1,0 +1,65 @@
+"""GET /admin/diagnosis: what `warmpath doctor --json` says.
+
+Where the policy has `diagnosis.content` on, it shows the few words around each break; nothing else of a prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.diagnosis import read_summaries, report, report_json
+from gateway.errors import BadRequest, Overloaded
+from gateway.policy.fields import parse_duration
+from gateway.policy_file import PolicyHolder
+from gateway.shell import json_reply
+
+MAX_ASKED = 4  # that wait for the summaries; one more is refused
+RETRY_SECONDS = 5.0
+
+
+class Diagnosis:
+    """The summaries in `folder` are read on a thread beside the event loop, for one question at a time."""
+
+    def __init__(self, policies: PolicyHolder, folder: Path) -> None:
+        self._policies = policies
+        self._folder = folder
+        self._reading = asyncio.Lock()
+        self._asked = 0
+
+    def route(self) -> Route:
+        """To be mounted behind the admin key."""
+        return Route("/admin/diagnosis", self._show)
+
+    async def _show(self, request: Request) -> Response:
+        earliest = _earliest(request)
+        if self._asked >= MAX_ASKED:
+            raise Overloaded("the summaries are being read for others", retry_after_seconds=RETRY_SECONDS)
+        self._asked += 1
+        try:
+            async with self._reading:
+                found = await asyncio.to_thread(self._report, earliest)
+        finally:
+            self._asked -= 1
+        return json_reply(200, {**found, "enabled": self._policies.current.diagnosis.sample > 0})
+
+    def _report(self, earliest: str) -> dict[str, Any]:
+        return report_json(report(row for row in read_summaries(self._folder) if row.time >= earliest))
+
+
+def _earliest(request: Request) -> str:
+    """The moment from which on calls count, as rows have it. Raises `BadRequest`, which names the parameter."""
+    since = request.query_params.get("since")
+    if since is None:
+        return ""
+    try:
+        moment = datetime.now(UTC) - timedelta(seconds=parse_duration(since))
+    except (ValueError, OverflowError) as error:
+        raise BadRequest(f"since: {error}", param="since") from None
+    return moment.isoformat(timespec="milliseconds")

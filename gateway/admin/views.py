@@ -1,0 +1,105 @@
+"""What the dashboard looks at beside keys, limits and usage: the metrics, the policy and the last calls.
+
+Nothing here shows a secret, nor anything of a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.errors import BadRequest
+from gateway.limits import LIMITS
+from gateway.limits.report import has_limits
+from gateway.policy_file import PolicyHolder
+from gateway.shell import json_reply
+from gateway.siblings import Siblings
+from gateway.telemetry import Telemetry
+from gateway.telemetry.recent import RECENT_CALLS, ToldCall, read_told
+from gateway.times import rfc3339
+
+CALLS_SHOWN = 100  # where no limit is given
+
+
+def view_routes(
+    policies: PolicyHolder, telemetry: Telemetry, siblings: Siblings, *, trace_url: str | None
+) -> list[Route]:
+    """To be mounted behind the admin key. `trace_url` is where a person looks at a trace."""
+
+    async def metrics(_: Request) -> Response:
+        own, content_type = telemetry.render_metrics()
+        return Response(await siblings.metrics(own), headers={"content-type": content_type})
+
+    async def policy(_: Request) -> Response:
+        return json_reply(200, {**_in_force(policies), "trace_url": trace_url})
+
+    async def calls(request: Request) -> Response:
+        limit = _limit(request)
+        return json_reply(200, _last_calls(await siblings.calls(limit), limit))
+
+    return [Route("/admin/metrics", metrics), Route("/admin/policy", policy), Route("/admin/calls", calls)]
+
+
+def _in_force(policies: PolicyHolder) -> dict[str, Any]:
+    """The policy as far as a page needs it: names, and who is where."""
+    policy = policies.current
+    return {
+        "hash": policy.hash,
+        "path": str(policies.path),
+        "loaded_at": f"{rfc3339(policies.loaded_ns)[:23]}Z",  # to the millisecond
+        "last_error": None if policies.last_error is None else str(policies.last_error),
+        "deployments": [
+            {
+                "name": deployment.name,
+                "provider": deployment.provider,
+                "base_url": deployment.shown_url,
+                "model": deployment.model,
+                "max_concurrency": deployment.max_concurrency,
+            }
+            for deployment in policy.deployments
+        ],
+        "models": [
+            {
+                "name": model.name,
+                "aliases": model.aliases,
+                "deployments": model.deployments,
+                "fallbacks": model.fallbacks,
+            }
+            for model in policy.models
+        ],
+        "classes": list(policy.classes),
+        "tenants": [{"name": tenant.name, "has_limits": has_limits(tenant, LIMITS)} for tenant in policy.tenants],
+    }
+
+
+def _limit(request: Request) -> int:
+    text = request.query_params.get("limit", str(CALLS_SHOWN))
+    if not (text.isascii() and text.isdigit() and len(text) <= 4 and 1 <= int(text) <= RECENT_CALLS):
+        raise BadRequest(f"limit: a whole number from 1 to {RECENT_CALLS}", param="limit")
+    return int(text)
+
+
+def _last_calls(told: Mapping[int, bytes | None], limit: int) -> dict[str, Any]:
+    """Of those that ended last over all workers, the one that began last at first."""
+    found = list[ToldCall]()
+    answered = 0
+    for content in told.values():
+        if content is not None:
+            try:
+                found += read_told(content)
+            except msgspec.MsgspecError:  # of another version: as if it had said nothing
+                continue
+            answered += 1
+    found.sort(key=lambda call: call.ended_ns, reverse=True)
+    shown = sorted(found[:limit], key=lambda call: call.started_ns, reverse=True)
+    return {
+        "object": "list",
+        "workers": {"asked": len(told), "answered": answered},
+        "data": [orjson.Fragment(bytes(call.told)) for call in shown],
+    }

@@ -1,0 +1,167 @@
+"""The last calls that are over, for the admin API: what became of each, and never what was asked or answered.
+
+A call leaves what is cheap to keep behind, by reference, and no `Call`, whose fields are the prompt. It is put into
+words when somebody asks, once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from gateway.telemetry.record import CallRecord, phases, predicted_cached_tokens, times
+from gateway.times import rfc3339
+from gateway.types import Attempt, Marks, Operation, Outcome, Usage
+
+RECENT_CALLS = 500  # kept by each worker; a call leaves some two thousand bytes
+
+_encode = msgspec.json.encode
+
+
+class ToldCall(msgspec.Struct, frozen=True, array_like=True):
+    """One call as a worker tells it: `told` is a JSON object."""
+
+    ended_ns: int  # since the epoch
+    started_ns: int
+    told: msgspec.Raw
+
+
+_told_calls = msgspec.json.Decoder(list[ToldCall])
+
+
+class _Kept(msgspec.Struct):
+    """What is left of a `CallRecord`."""
+
+    call_id: str
+    trace_id: int
+    marks: Marks
+    path: str
+    operation: Operation | None
+    status: int
+    outcome: Outcome | None
+    error_code: str | None
+    tenant: str | None
+    key_id: str | None
+    model: str | None
+    class_name: str | None
+    cache: str
+    deployment: str | None
+    route_reason: str | None
+    event_id: str | None
+    finish_reasons: Sequence[str]
+    usage: Usage | None
+    attempts: Sequence[Attempt]
+    told: bytes = b""  # once it has been asked for
+
+
+class RecentCalls:
+    """The last `keeps` calls of this process."""
+
+    def __init__(self, worker: int = 0, *, keeps: int = RECENT_CALLS) -> None:
+        self._worker = worker
+        self._kept: deque[_Kept] = deque(maxlen=keeps)
+
+    def add(self, record: CallRecord) -> None:
+        principal, call = record.principal, record.call
+        self._kept.append(
+            _Kept(
+                record.call_id, record.trace.trace_id, record.marks, record.path, record.operation, record.status,
+                record.outcome, record.error_code,
+                None if principal is None else principal.tenant.name,
+                None if principal is None else principal.key_id,
+                None if call is None else call.model.name,
+                None if call is None else call.class_name,
+                record.cache, record.deployment, record.route_reason, record.event_id, record.finish_reasons,
+                record.usage, record.attempts,
+            )
+        )  # fmt: skip
+
+    def newest(self, limit: int) -> bytes:
+        """JSON, for `read_told`: at most `limit` calls, the one that ended last at first."""
+        return b"[%b]" % b",".join([kept.told or self._tell(kept) for kept in islice(reversed(self._kept), limit)])
+
+    def _tell(self, kept: _Kept) -> bytes:
+        marks = kept.marks
+        ended_ns = max(marks.ended_ns, marks.started_ns)
+        kept.told = _encode((ended_ns, marks.started_ns, {**_words(kept), "worker": self._worker}))
+        return kept.told
+
+
+def read_told(content: bytes) -> list[ToldCall]:
+    """What `RecentCalls.newest` has told. Raises `msgspec.MsgspecError` where it is something else."""
+    return _told_calls.decode(content)
+
+
+def _words(kept: _Kept) -> dict[str, Any]:
+    marks, attempts, usage = kept.marks, kept.attempts, kept.usage
+    started, lasted = marks.started_ns, times(marks, attempts)
+    return {
+        "call_id": kept.call_id,
+        "trace_id": f"{kept.trace_id:032x}",
+        "time": f"{rfc3339(started)[:23]}Z",  # to the millisecond
+        "path": kept.path,
+        "operation": kept.operation,
+        "status": kept.status,
+        "outcome": kept.outcome,
+        "error_code": kept.error_code,
+        "tenant": kept.tenant,
+        "key_id": kept.key_id,
+        "model": kept.model,
+        "class": kept.class_name,
+        "cache": kept.cache,
+        "deployment": kept.deployment,
+        "route_reason": kept.route_reason,
+        "event_id": kept.event_id,
+        "finish_reasons": list(kept.finish_reasons),
+        "duration_ms": _ms(lasted.whole),
+        "own_ms": _ms(lasted.own),
+        "queued_ms": None if lasted.queued is None else _ms(lasted.queued),
+        "ttft_ms": _ms(marks.first_chunk_ns - started) if marks.first_chunk_ns else None,
+        "usage": None if usage is None else _usage(usage),
+        "predicted_cached_tokens": predicted_cached_tokens(attempts, kept.deployment),
+        "phases": [
+            {
+                "name": phase.name,
+                "start_ms": _ms(phase.start_ns - started),
+                "end_ms": _ms(phase.end_ns - started),
+                "within_chat": phase.within_chat,
+            }
+            for phase in phases(marks, attempts)
+        ],
+        "attempts": [_attempt(attempt, started) for attempt in attempts],
+    }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_uncached": usage.input_uncached,
+        "cache_read": usage.cache_read,
+        "cache_write": usage.cache_write,
+        "output": usage.output,
+        "reasoning": usage.reasoning,
+        "exact": usage.exact,
+    }
+
+
+def _attempt(attempt: Attempt, started_ns: int) -> dict[str, Any]:
+    return {
+        "deployment": attempt.deployment,
+        "outcome": attempt.outcome,
+        "status": attempt.status,
+        "start_ms": _ms(attempt.started_ns - started_ns),
+        "end_ms": _ms(attempt.ended_ns - started_ns),
+        "span_id": f"{attempt.span_id:016x}",
+        "predicted_cached_tokens": attempt.predicted_cached_tokens,
+        "continues": attempt.continues,
+    }
+
+
+def _ms(nanoseconds: int) -> float:
+    return round(nanoseconds / 1e6, 3)
+
+
+__all__ = ["RECENT_CALLS", "RecentCalls", "ToldCall", "read_told"]

@@ -1,0 +1,30 @@
+"""docs/admin.md names every request that is served, and every field of a call."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from gateway.telemetry import CallRecord, RecentCalls
+from gateway.telemetry.recent import RECENT_CALLS, read_told
+from gateway.types import Marks, Trace
+from tests.docs.markdown import ROOT, code_spans, section, table_rows
+
+PAGE = ROOT / "docs" / "admin.md"
+ROUTE = re.compile(r'Route\("(/[^"]+)", [\w.]+(?:, methods=\["(\w+)"\])?\)')
+
+
+def test_the_admin_api_is_the_one_that_is_served() -> None:
+    sources = [path.read_text() for path in (ROOT / "gateway" / "admin").glob("*.py")]
+    found = [route for source in sources for route in ROUTE.findall(source)]
+    served = {f"{method or 'GET'} {path.replace(':path', '')}" for path, method in found if path != "/"}
+    assert {code_spans(row[0])[0] for row in table_rows(section(PAGE, "Requests"))} == served
+
+
+def test_every_field_of_a_call_is_told() -> None:
+    recent = RecentCalls()
+    recent.add(CallRecord(call_id="c", trace=Trace(1, 0, False), server_span_id=1, marks=Marks(), method="", path=""))
+    (call,) = read_told(recent.newest(1))
+    said = section(PAGE, "The last calls")
+    assert set(json.loads(bytes(call.told))) - {"time", "worker"} <= set(code_spans(said))
+    assert f"last {RECENT_CALLS} calls" in said

@@ -1,0 +1,114 @@
+"""The last calls: what is told of one, what is kept of it, and how many are."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.telemetry import CallRecord, RecentCalls, Telemetry
+from gateway.telemetry.recent import RECENT_CALLS, read_told
+from gateway.types import Call
+from tests.gateway.telemetry.conftest import CANARY, START_NS, TRACE, marks
+
+
+def told(recent: RecentCalls, limit: int = RECENT_CALLS) -> list[dict[str, Any]]:
+    return [json.loads(bytes(call.told)) for call in read_told(recent.newest(limit))]
+
+
+def a_refusal(name: str) -> CallRecord:
+    return CallRecord(
+        call_id=name, trace=TRACE, server_span_id=1, marks=marks(("authenticate", 1), ended=3), method="POST",
+        path="/v1/embeddings", status=401, error_code="invalid_api_key",
+    )  # fmt: skip
+
+
+def test_a_call_is_told_with_all_that_became_of_it(record: CallRecord) -> None:
+    recent = RecentCalls(worker=3)
+    Telemetry(recent=recent).record(record)
+    (call,) = told(recent)
+    phases = call.pop("phases")
+    assert phases[0] == {"name": "authenticate", "start_ms": 0.0, "end_ms": 0.02, "within_chat": False}
+    assert [phase["name"] for phase in phases[-2:]] == ["chat", "settle"]
+    assert phases[-1]["end_ms"] == call["duration_ms"]
+    assert call == {
+        "call_id": "call-1",
+        "trace_id": "0af7651916cd43dd8448eb211c80319c",
+        "time": "2026-11-18T11:06:40.000Z",
+        "path": "/v1/chat/completions",
+        "operation": "chat/completions",
+        "status": 200,
+        "outcome": "complete",
+        "error_code": None,
+        "tenant": "dev",
+        "key_id": "dev",
+        "model": "qwen3",
+        "class": "realtime",
+        "cache": "miss",
+        "deployment": "b",
+        "route_reason": "prefix",
+        "event_id": "01K0EVENT",
+        "finish_reasons": ["stop"],
+        "duration_ms": 50.4,
+        "own_ms": 0.6,
+        "queued_ms": 1.0,
+        "ttft_ms": 9.01,
+        "usage": {
+            "input_uncached": 40, "cache_read": 80, "cache_write": 0, "output": 30, "reasoning": 10, "exact": True,
+        },
+        "predicted_cached_tokens": 64,
+        "attempts": [
+            {"deployment": "a", "outcome": "connect_error", "status": None, "start_ms": 1.2, "end_ms": 1.9,
+             "span_id": "00000000000000a1", "predicted_cached_tokens": 96, "continues": False},
+            {"deployment": "b", "outcome": "ok", "status": 200, "start_ms": 2.0, "end_ms": 50.0,
+             "span_id": "00000000000000b1", "predicted_cached_tokens": 64, "continues": False},
+        ],
+        "worker": 3,
+    }  # fmt: skip
+
+
+def test_a_request_that_was_refused_at_the_door_has_no_more_than_that() -> None:
+    recent = RecentCalls()
+    recent.add(a_refusal("r"))
+    (call,) = told(recent)
+    nothing = ("operation", "outcome", "tenant", "key_id", "model", "class", "deployment", "route_reason", "event_id")
+    assert all(call[name] is None for name in (*nothing, "queued_ms", "ttft_ms", "usage"))
+    assert (call["call_id"], call["status"], call["error_code"], call["attempts"]) == ("r", 401, "invalid_api_key", [])
+
+
+def test_nothing_of_a_prompt_is_told_and_no_call_is_held(record: CallRecord) -> None:
+    recent = RecentCalls()
+    recent.add(record)
+    assert CANARY.encode() not in recent.newest(1)
+
+    def reachable(thing: object, seen: set[int]) -> bool:
+        """Whether the garbage collector comes from here to a call, or to the fields of one."""
+        if isinstance(thing, Call | CallRecord | msgspec.Raw):
+            return True
+        seen.add(id(thing))
+        return any(
+            reachable(other, seen)
+            for other in gc.get_referents(thing)
+            if id(other) not in seen and not isinstance(other, type) and not callable(other)
+        )
+
+    assert not reachable(recent._kept, set())
+
+
+def test_the_last_ones_are_kept_and_the_newest_is_first() -> None:
+    recent = RecentCalls(keeps=3)
+    for number in range(5):
+        recent.add(a_refusal(f"c{number}"))
+    assert [call["call_id"] for call in told(recent)] == ["c4", "c3", "c2"]
+    assert [call["call_id"] for call in told(recent, 1)] == ["c4"]
+    assert told(recent) == told(recent), "what was put into words once is told again"
+    assert read_told(recent.newest(1))[0].started_ns == START_NS
+
+
+@pytest.mark.parametrize("content", [b"", b"# HELP x y", b"[[1]]", b'{"object": "list"}'])
+def test_what_is_no_such_list_is_refused(content: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        read_told(content)
