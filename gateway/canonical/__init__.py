@@ -14,7 +14,17 @@ from functools import lru_cache
 import msgspec
 import xxhash
 
-from gateway.canonical.base import Context, Fields, Message, MessagesTransform, Plan, Safety, Transform, View
+from gateway.canonical.base import (
+    Context,
+    Fields,
+    Message,
+    MessagesTransform,
+    Plan,
+    Safety,
+    Transform,
+    ValueTransform,
+    View,
+)
 from gateway.canonical.json_form import JSONForm
 from gateway.canonical.memory import NotInMemory, SharedMemory
 from gateway.canonical.moving import VolatileToEnd, VolatileToUser
@@ -98,7 +108,7 @@ class Canon:
                     steps += names
         if plan.template_date is not None:
             form, names = _apply(
-                transforms(plan, "chat_template_kwargs"), bytes(fields.get("chat_template_kwargs", _NULL)), context
+                _of_values(plan, "chat_template_kwargs"), bytes(fields.get("chat_template_kwargs", _NULL)), context
             )
             if form is not None:
                 changes["chat_template_kwargs"] = msgspec.Raw(form)
@@ -115,7 +125,7 @@ class Canon:
         if kept is not None and kept[0] == raw:
             self._forms.move_to_end(key)
             return kept[1:]
-        form, names = _apply(transforms(context.plan, name), raw, context)
+        form, names = _apply(_of_values(context.plan, name), raw, context)
         if kept is None:
             self._forms[key] = (raw, form, names)
             self._forms_bytes += len(raw) + len(form or b"")
@@ -125,7 +135,7 @@ class Canon:
         return form, names
 
 
-def _apply(wanting: Sequence[Transform], raw: bytes, context: Context) -> tuple[bytes | None, tuple[str, ...]]:
+def _apply(wanting: Sequence[ValueTransform], raw: bytes, context: Context) -> tuple[bytes | None, tuple[str, ...]]:
     """The value after all of these, and the names of those that changed it; None where none did, or where it is not
     of the shape that this field has: the server is to judge it then."""
     form: bytes = raw
@@ -148,12 +158,12 @@ def _with_messages(
     copied for it: a prompt of half a megabyte costs more to copy, by the pages that have to be had, than to read.
     """
     first, *others = wanting
-    if not others and not isinstance(first, MessagesTransform):  # as is mostly so, where there is anything to do
-        form, applied = _apply(wanting, bytes(raw), context)
+    if not others and isinstance(first, ValueTransform):  # as is mostly so, where there is anything to do
+        form, applied = _apply([first], bytes(raw), context)
         return form, applied, {} if plain or form is None else None
     names: list[str] = []
     form = None
-    if not isinstance(first, MessagesTransform):
+    if isinstance(first, ValueTransform):
         form, applied = _apply([first], bytes(raw), context)
         names += applied
     else:
@@ -205,6 +215,11 @@ def transforms(plan: Plan, field: str) -> tuple[Transform, ...]:
     ]
     moving = any(transform.safety is Safety.P3 for transform in chosen)
     return tuple(chosen if moving else dict.fromkeys(chosen))  # where nothing moves, none is needed again
+
+
+@lru_cache(maxsize=1024)
+def _of_values(plan: Plan, field: str) -> tuple[ValueTransform, ...]:
+    return tuple(transform for transform in transforms(plan, field) if isinstance(transform, ValueTransform))
 
 
 def can_do(plan: Plan) -> bool:

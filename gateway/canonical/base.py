@@ -68,12 +68,12 @@ class View(msgspec.Struct, frozen=True):
         return self.size_bytes > LONG_BYTES
 
 
-class Transform:
-    """One way to make a body more canonical. It sees one top-level value of the body at a time.
+class Transform(ABC):
+    """One way to make a body more canonical. It sees one top-level value of the body at a time, as bytes
+    (`ValueTransform`) or as messages (`MessagesTransform`).
 
-    A transform of what messages say has `change`, one of anything else has `apply`. Applied to its own result, it
-    changes nothing. What is not of the shape that a field has is left as it is, for the server to judge: msgspec's
-    errors may be raised.
+    Applied to its own result, it changes nothing. What is not of the shape that a field has is left as it is, for the
+    server to judge: msgspec's errors may be raised.
     """
 
     name: ClassVar[str]
@@ -86,15 +86,17 @@ class Transform:
         """
         return False
 
+
+class ValueTransform(Transform):
+    @abstractmethod
     def apply(self, raw: bytes, context: Context) -> bytes | None:
         """The value with the transform applied; None where it would change nothing.
 
         Raises `NotInMemory` where the storage has to be asked first.
         """
-        raise NotImplementedError
 
 
-class MessagesTransform(Transform, ABC):
+class MessagesTransform(Transform):
     fields: ClassVar[tuple[str, ...]] = ("messages",)
     same_words: ClassVar[bool] = False  # what it changes says the same to a door: no piece of the prompt's text differs
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.canonical.base import Context, Safety, Transform, View
+from gateway.canonical.base import Context, Safety, ValueTransform, View
 
 SEEN_PARTS = 16
 SEEN_BYTES = 1024  # of each of these parts: who escapes, escapes everywhere
@@ -24,7 +24,7 @@ _encode = msgspec.json.encode
 _SPACED = re.compile(rb'": |" :|[\[{] |[\n\t]')
 
 
-class JSONForm(Transform):
+class JSONForm(ValueTransform):
     name: ClassVar[str] = "json_form"
     safety: ClassVar[Safety] = Safety.P0
     fields: ClassVar[tuple[str, ...]] = ("messages", "tools", "functions", "response_format")

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from gateway.breakpoints import MARK
-from gateway.canonical.base import Context, Safety, Transform
+from gateway.canonical.base import Context, Safety, ValueTransform
 from gateway.canonical.memory import NotInMemory
 
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -32,7 +32,7 @@ _any = msgspec.json.Decoder()
 _sorted = msgspec.json.Encoder(order="sorted")
 
 
-class OrderMemo(Transform):
+class OrderMemo(ValueTransform):
     name: ClassVar[str] = "order_memo"
     safety: ClassVar[Safety] = Safety.P1
     fields: ClassVar[tuple[str, ...]] = ("tools", "functions", "response_format")

@@ -11,13 +11,13 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.canonical.base import Context, Safety, Transform
+from gateway.canonical.base import Context, Safety, ValueTransform
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _encode = msgspec.json.encode
 
 
-class TemplateDate(Transform):
+class TemplateDate(ValueTransform):
     name: ClassVar[str] = "template_date"
     safety: ClassVar[Safety] = Safety.P3
     fields: ClassVar[tuple[str, ...]] = ("chat_template_kwargs",)

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import msgspec
 
 from gateway.breakpoints import MARK
-from gateway.canonical.base import Context, Safety, Transform
+from gateway.canonical.base import Context, Safety, ValueTransform
 
 _list = msgspec.json.Decoder(list[msgspec.Raw])
 _any = msgspec.json.Decoder()
 
 
-class ToolOrder(Transform):
+class ToolOrder(ValueTransform):
     name: ClassVar[str] = "tool_order"
     safety: ClassVar[Safety] = Safety.P3
     fields: ClassVar[tuple[str, ...]] = ("tools", "functions")

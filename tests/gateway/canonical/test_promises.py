@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.canonical import OPT_IN, VERSION, VERSIONS, Canon, Fields, Plan, Safety, SharedMemory
-from gateway.canonical.base import Context, Message, MessagesTransform
+from gateway.canonical.base import Context, Message, MessagesTransform, ValueTransform
 from gateway.canonical.order_memo import digest
 from gateway.canonicaliser import in_form, join
 from gateway.doors import DOORS
@@ -47,7 +47,9 @@ def proven(body: bytes) -> bytes:
                 messages = msgspec.json.decode(fields[name], type=list[Message])
                 if list(transform.change(messages)):
                     fields[name] = msgspec.Raw(msgspec.json.encode(messages))
-            elif (form := transform.apply(bytes(fields[name]), context)) is not None:
+                continue
+            assert isinstance(transform, ValueTransform)
+            if (form := transform.apply(bytes(fields[name]), context)) is not None:
                 fields[name] = msgspec.Raw(form)
     return join(fields)
 
