@@ -24,6 +24,7 @@ from gateway.admin.views import view_routes
 from gateway.auth import Authenticator
 from gateway.batches import Batches
 from gateway.batches.inside import AtBatchClass, KeyById
+from gateway.books import LedgerBooks
 from gateway.cache import ResponseCache
 from gateway.canonicaliser import Canonicaliser
 from gateway.diagnosis import Journal, Watcher
@@ -119,8 +120,8 @@ class Gateway:
             limiter=limiter,
             queue=Queue(self._fleet),
             router=Router(self._fleet, STRATEGIES),
-            ledger=self._ledger,
-            settler=Settler(limiter, self._ledger, in_vain=self._recovery.add),
+            books=LedgerBooks(self._ledger, in_vain=self._recovery.add),
+            settler=Settler(limiter, self._ledger),
             telemetry=self._telemetry,
             diagnosis=Watcher(Journal(summaries, settings.replica)),
             max_body_bytes=settings.max_body_bytes,

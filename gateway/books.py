@@ -5,17 +5,18 @@ A call that was opened and has no receipt was lost with its gateway: the next st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from gateway.fleet import Server
 from gateway.ids import new_event_id
-from gateway.ledger import Opened
+from gateway.ledger import Ledger, Opened
 from gateway.times import rfc3339
 from gateway.types import Call, Marks, Receipt
 
 
 class Books(Protocol):
-    """Where receipts go: the ledger; or, for a line of a batch, its result (`gateway.batches.inside`)."""
+    """Where receipts go: into the ledger; or, of a line of a batch, with its result (`gateway.batches.inside`)."""
 
     def check(self) -> None:
         """Raise `LedgerUnavailable` where the next receipt could not be written."""
@@ -25,6 +26,27 @@ class Books(Protocol):
 
     def append(self, receipt: Receipt) -> None:
         """The call is over. Raise `LedgerUnavailable` where that could not be written."""
+
+    def abandon(self, call_id: str) -> None:
+        """There will be no receipt: whatever was done for the call was in vain."""
+
+
+class LedgerBooks:
+    """The ledger. What was done in vain for a call, as by servers that failed, goes to `in_vain`: it is noted, too."""
+
+    def __init__(self, ledger: Ledger, in_vain: Callable[[Opened], None]) -> None:
+        self._ledger = ledger
+        self._in_vain = in_vain
+        self.check = ledger.check
+        self.open_call = ledger.open_call
+
+    def append(self, receipt: Receipt) -> None:
+        self._ledger.append(receipt)
+        self.abandon(receipt.call_id)  # all that is still open of it
+
+    def abandon(self, call_id: str) -> None:
+        for opened in self._ledger.open_attempts(call_id):
+            self._in_vain(opened)
 
 
 class Opening:

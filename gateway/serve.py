@@ -47,7 +47,7 @@ class House:
     limiter: Limiter
     queue: Queue
     router: Router
-    ledger: Books
+    books: Books
     settler: Settler
     telemetry: Telemetry
     diagnosis: Watcher
@@ -72,7 +72,7 @@ async def serve(house: House, door: Reader, exchange: Exchange, record: CallReco
     marks.enter("cache.lookup")
     task = exchange.watch()
     found = await house.cache.lookup(call)
-    opening = Opening(house.ledger, call, marks)
+    opening = Opening(house.books, call, marks)
     attempts = Attempts(
         house.telemetry.new_span_id,
         lambda span: {"x-request-id": opening.request_id, **house.telemetry.outgoing(record.trace, span)},
@@ -86,7 +86,7 @@ async def serve(house: House, door: Reader, exchange: Exchange, record: CallReco
         reservation = await house.settler.admit(call, from_cache=True) if priced else UNLIMITED
         marks.enter("chat")
         account = Settlement(
-            call, reservation, UNRECORDED, attempts, exchange, record, house.ledger, house.settler, opening,
+            call, reservation, UNRECORDED, attempts, exchange, record, house.books, house.settler, opening,
             from_cache=True,
         )  # fmt: skip
         try:
@@ -102,12 +102,12 @@ async def serve(house: House, door: Reader, exchange: Exchange, record: CallReco
 
     with found:
         marks.enter("admit")
-        house.ledger.check()
+        house.books.check()
         reservation = await house.settler.admit(call)
         exchange.reply_headers.update(reservation.headers)
 
         async with Settlement(
-            call, reservation, found, attempts, exchange, record, house.ledger, house.settler, opening
+            call, reservation, found, attempts, exchange, record, house.books, house.settler, opening
         ) as account:
             marks.enter("queue")
             with await house.queue.turn(call) as place:

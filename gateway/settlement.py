@@ -187,8 +187,6 @@ class Settlement:
         if worker is not None:
             worker.billed(record.usage)
         record.event_id = receipt.event_id
-        if len(opened) > 1:
-            self._settler.audit(self._call.id)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from gateway.errors import BudgetSpent, LedgerUnavailable, LimitReached
-from gateway.ledger import Ledger, Opened
+from gateway.ledger import Ledger
 from gateway.limits.limiter import Limiter, Reservation
 from gateway.types import Call, Usage
 
@@ -27,11 +27,8 @@ class Settler:
     refused for these: `admit` waits for them first. What can not be made durable is not settled: its lease runs out.
     """
 
-    def __init__(
-        self, limiter: Limiter, ledger: Ledger, *, in_vain: Callable[[Opened], None] = lambda opened: None
-    ) -> None:
+    def __init__(self, limiter: Limiter, ledger: Ledger) -> None:
         self._limiter = limiter
-        self._in_vain = in_vain
         self._ledger = ledger  # which bounds how much can be due
         self._due: list[tuple[Reservation, Usage, int, str]] = []
         self._unsettled = Counter[str]()  # by tenant
@@ -56,17 +53,6 @@ class Settler:
         self._unsettled[tenant] += 1
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._settle_due(), name="ledger settle")
-
-    def audit(self, call_id: str) -> None:
-        """The call's receipt is written; what other servers did for it is to be noted as well."""
-        for opened in self._ledger.open_attempts(call_id):
-            if opened.in_vain:  # and not held: its receipt is yet to be written
-                self._in_vain(opened)
-
-    def abandon(self, call_id: str) -> None:
-        """There will be no receipt: whatever was done for the call was in vain."""
-        for opened in self._ledger.open_attempts(call_id):
-            self._in_vain(opened)
 
     async def stop(self) -> None:
         """Settle what is left."""

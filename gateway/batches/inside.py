@@ -73,6 +73,9 @@ class Held:
     def append(self, receipt: Receipt) -> None:
         self.receipt = receipt
 
+    def abandon(self, call_id: str) -> None:
+        self._books.abandon(call_id)
+
 
 @dataclass
 class Reply:
@@ -115,9 +118,9 @@ async def call(house: House, door: Door, body: bytes, reply: Reply, *, key_id: s
     async def receive() -> Message:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    held = Held(house.ledger)
+    held = Held(house.books)
     try:
-        await handle(replace(house, ledger=held), door, scope, receive, _never, call_id=call_id)
+        await handle(replace(house, books=held), door, scope, receive, _never, call_id=call_id)
     finally:
         reply.receipt = held.receipt
 

@@ -87,7 +87,7 @@ class Results:
                     await self._update(partial(self._with_results, results), results, paid)
                 except LeaseLost:  # another gateway has called these lines again
                     for receipt in receipts.values():
-                        self._shop.house.settler.abandon(receipt.call_id)
+                        self._shop.house.books.abandon(receipt.call_id)
                     raise
                 self._owed |= receipts
                 self._pay()
@@ -109,10 +109,9 @@ class Results:
         """Write what is owed into the ledger, as far as that is possible now."""
         for line, receipt in list(self._owed.items()):
             try:
-                self._shop.house.ledger.append(receipt)
+                self._shop.house.books.append(receipt)
             except LedgerUnavailable:
                 return
-            self._shop.house.settler.audit(receipt.call_id)
             del self._owed[line]
             self._paid.append(line)
 

@@ -217,7 +217,7 @@ class Run:
                 or failures >= self._shop.house.policies.current.batches.attempts
             ):
                 return _result(number, line, call_id, reply)
-            self._shop.house.settler.abandon(call_id)
+            self._shop.house.books.abandon(call_id)
             if reply.status in WAIT_STATUSES:
                 self._resume_at = asyncio.get_running_loop().time() + _retry_after_seconds(reply)
             else:
@@ -239,7 +239,7 @@ class Run:
                 content = unanswered_line(line.custom_id, call_id, self._ending)
                 self.results.add(result_of(number, False, content, reply.receipt))
             else:
-                self._shop.house.settler.abandon(call_id)
+                self._shop.house.books.abandon(call_id)
             raise
         return reply
 

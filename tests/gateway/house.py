@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from gateway.auth import Authenticator
+from gateway.books import LedgerBooks
 from gateway.cache import ResponseCache
 from gateway.canonicaliser import Canonicaliser
 from gateway.diagnosis import Journal, Watcher
@@ -306,8 +307,8 @@ class Rig:
             limiter=limiter,
             queue=Queue(self.fleet),
             router=Router(self.fleet, STRATEGIES),
-            ledger=self.ledger,
-            settler=Settler(limiter, self.ledger, in_vain=self._note_in_vain),
+            books=LedgerBooks(self.ledger, in_vain=self._note_in_vain),
+            settler=Settler(limiter, self.ledger),
             telemetry=self.telemetry,
             diagnosis=Watcher(Journal(directory / "diagnosis", "r")),
             max_body_bytes=MAX_BODY_BYTES,

@@ -232,9 +232,9 @@ async def test_readiness(app: Application, monkeypatch: pytest.MonkeyPatch) -> N
     assert (await app.get("/health")).status == 200
     ready = await app.get("/ready")
     assert ready.status == 200 and ready.json["policy"] == app.policies.current.hash
-    monkeypatch.setattr(app.gateway.house.ledger, "_fault", "the disk is full")
+    monkeypatch.setattr(app.gateway._ledger, "_fault", "the disk is full")
     assert (await app.get("/ready")).json["faults"] == ["the ledger can not be written"]
-    monkeypatch.setattr(app.gateway.house.ledger, "_fault", None)
+    monkeypatch.setattr(app.gateway._ledger, "_fault", None)
     app.gateway.drain()
     draining = await app.get("/ready")
     assert draining.status == 503 and draining.json["faults"] == ["the gateway is shutting down"]
@@ -374,7 +374,7 @@ async def test_what_fails_at_the_very_end_is_told(tmp_path: Path, monkeypatch: p
         raise LedgerUnavailable("the disk is full")
 
     async with a_stream_at_its_end(tmp_path) as (app, client, serving, go_on):
-        monkeypatch.setattr(app.gateway.house.ledger, "append", full)
+        monkeypatch.setattr(app.gateway.house.books, "append", full)
         go_on.set()
         await in_time(serving)
         assert client.whole and DONE not in client.content and b"the disk is full" in client.content
