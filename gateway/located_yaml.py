@@ -6,6 +6,7 @@ A date stays the text that it is written as. Anchors and merge keys (`<<: *base`
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ MAX_DEPTH = 40
 MAX_NODES = 500_000  # with aliases expanded: ten lines of them can mean a billion values
 
 _MERGE = "tag:yaml.org,2002:merge"
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_BOOL = "tag:yaml.org,2002:bool"
 
 
 class Place(NamedTuple):
@@ -80,11 +83,13 @@ class _Loader(yaml.CSafeLoader):
     pass
 
 
-# `version: 2026-11-20` is a name that looks like a date, and no part of a policy is a date.
+# `version: 2026-11-20` is a name that looks like a date, and no part of a policy is a date. `off` is a word, as in
+# `scope: off`: of what YAML 1.1 takes for a truth value, 1.2 has left true and false.
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_TIMESTAMP, _BOOL)]
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver(_BOOL, re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
 def _place(mark: Any) -> Place:

@@ -183,6 +183,13 @@ def test_a_version_may_look_like_a_date() -> None:
     assert price.version == "2026-11-20"
 
 
+def test_off_is_a_word_where_a_word_is_asked_for() -> None:
+    text = LEAST.replace("model: m}", "model: m, metrics: off, priorities: yes}")
+    policy = parse_policy(f"{text}cache: {{scope: off}}\ncanonicalise: {{level: off}}\n".encode(), file="p.yaml")
+    assert (policy.cache.scope, policy.canonicalise.level) == ("off", "off")
+    assert (policy.deployments[0].metrics, policy.deployments[0].priorities) == (False, True)
+
+
 def test_no_value_is_repeated_because_some_are_secrets() -> None:
     text = LEAST + "    keys: [{id: k, hash: wp-k-topsecret}]\n    limits: topsecret\n"
     assert "topsecret" not in "\n".join(problems(text))
