@@ -24,6 +24,8 @@ LEASE_SECONDS_MAX = 3600.0  # one that lasts longer by now was given by a clock 
 CLOCK_STEP_SECONDS = 5.0  # callers' times may be out of order by less; what is further back is a clock that was set
 MAX_AMOUNT = 2**63 - 1
 DEFAULT_BLOB_BYTES = 128 * 2**20
+DEFAULT_DOCUMENT_BYTES = 128 * 2**20  # in memory
+DISK_DOCUMENT_BYTES = 8 * 2**30
 NOTICES_KEPT = 1000  # about: an engine may forget a hundred later
 NOTICES_AT_ONCE = 64
 
@@ -145,6 +147,31 @@ class Blobs(Protocol):
     async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None: ...
 
 
+class Document(msgspec.Struct, frozen=True):
+    """The head is read again and again, with those of other documents; the body seldom, and alone."""
+
+    head: bytes
+    body: bytes
+
+
+class Documents(Protocol):
+    """What tenants keep for a time, under names of their own. Unlike a blob it is in nobody's way: what is put is there
+    until its time is over, or it is deleted. Only where all documents together have more bytes than the engine holds,
+    the oldest of the tenant that has most make room (Redis has its own rules for that, see there).
+    """
+
+    async def put_document(self, tenant: str, name: str, document: Document, *, ttl_seconds: float) -> bool:
+        """Whole or not at all; False where it alone has more bytes than the engine holds."""
+
+    async def get_document(self, tenant: str, name: str) -> Document | None: ...
+
+    async def get_heads(self, tenant: str, names: Sequence[str]) -> list[bytes | None]:
+        """In the order of the names, by one operation."""
+
+    async def delete_document(self, tenant: str, name: str) -> bool:
+        """False where there was none."""
+
+
 class KeyRecord(msgspec.Struct, frozen=True):
     """An API key as it is kept: never the secret. A hash is `hmac-sha256:<hex>` (see `gateway.keys`)."""
 
@@ -187,7 +214,7 @@ class Notices(Protocol):
         more than `NOTICES_KEPT`, the oldest are forgotten. Memory has nobody to tell, and hears nothing."""
 
 
-class Storage(Counters, Blobs, Keys, Notices, Protocol):
+class Storage(Counters, Blobs, Documents, Keys, Notices, Protocol):
     """One engine, made by `engine(url, owner=...)`. `open` before use, `close` after; both are safe to call twice.
 
     `owner` names the process to `release_owner`, and is the same after a restart; no two live processes share one.

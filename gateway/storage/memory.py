@@ -12,9 +12,11 @@ import msgspec
 
 from gateway.storage.base import (
     DEFAULT_BLOB_BYTES,
+    DEFAULT_DOCUMENT_BYTES,
     HELD_RETRY_SECONDS,
     REMEMBER_SECONDS,
     Charge,
+    Document,
     Granted,
     KeyRecord,
     RateCharge,
@@ -24,6 +26,7 @@ from gateway.storage.base import (
     check_charges,
 )
 from gateway.storage.bucket import Bucket
+from gateway.storage.memory_documents import MemoryDocuments
 from gateway.storage.verdict import account_verdict, rate_verdict, room_of
 
 LOOK_AGAIN_SECONDS = 1.0  # after which a bucket that may be empty by now is looked at; a busy one would be all the time
@@ -55,7 +58,7 @@ class _Reservation(msgspec.Struct):
 
 
 class MemoryStorage:
-    """`clock` only ages blobs; all else is told the time by its caller."""
+    """`clock` only ages blobs and documents; all else is told the time by its caller."""
 
     has_others: ClassVar[bool] = False
 
@@ -65,6 +68,7 @@ class MemoryStorage:
         *,
         owner: str = "",
         blob_bytes: int = DEFAULT_BLOB_BYTES,
+        document_bytes: int = DEFAULT_DOCUMENT_BYTES,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._owner = owner
@@ -79,6 +83,7 @@ class MemoryStorage:
         self._sweepers = {"reservation": self._age, "bucket": self._drain, "account": self._forget}
         self._blobs: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # least recently used first
         self._blob_bytes_free = self._blob_bytes = blob_bytes
+        self._documents = MemoryDocuments(document_bytes, clock)
         self._clock = clock
 
     async def open(self) -> None:
@@ -293,6 +298,18 @@ class MemoryStorage:
     def _drop_blob(self, key: str) -> None:
         value, _ = self._blobs.pop(key)
         self._blob_bytes_free += len(key) + len(value)
+
+    async def put_document(self, tenant: str, name: str, document: Document, *, ttl_seconds: float) -> bool:
+        return self._documents.put(tenant, name, document, ttl_seconds)
+
+    async def get_document(self, tenant: str, name: str) -> Document | None:
+        return self._documents.get(tenant, name)
+
+    async def get_heads(self, tenant: str, names: Sequence[str]) -> list[bytes | None]:
+        return self._documents.heads(tenant, names)
+
+    async def delete_document(self, tenant: str, name: str) -> bool:
+        return self._documents.delete(tenant, name)
 
     async def put_key(self, record: KeyRecord) -> None:
         self._keys[record.id] = record

@@ -6,7 +6,8 @@ travel as one pipeline; redis-py's price per call falls from 80 to 30 microsecon
 one hash tag, so a cluster keeps them together.
 
 Redis must keep what it is told: `appendonly yes` for budgets to survive its restart, and a `maxmemory-policy` that
-evicts nothing but what expires, and that is `volatile-ttl`, where the response cache is kept here too.
+evicts nothing but what expires, and that is `volatile-ttl`, where the response cache or documents are kept here too:
+what has the least time left then makes room, whosever it is.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from redis.exceptions import NoScriptError, RedisError
 from gateway.errors import StorageUnavailable
 from gateway.storage.base import (
     DEFAULT_BLOB_BYTES,
+    DEFAULT_DOCUMENT_BYTES,
     HELD_RETRY_SECONDS,
     NOTICES_AT_ONCE,
     NOTICES_KEPT,
     OPERATION_TIMEOUT_SECONDS,
     Charge,
+    Document,
     Granted,
     KeyRecord,
     LeaseCharge,
@@ -62,6 +65,17 @@ end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 return 1
 """
+PUT_DOCUMENT = """
+redis.call('HSET', KEYS[1], 'head', ARGV[1], 'body', ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+"""
+GET_HEADS = """
+local heads = {}
+for number, key in ipairs(KEYS) do
+  heads[number] = redis.call('HGET', key, 'head')
+end
+return heads
+"""
 
 _Command = tuple[Any, ...]
 _decode_key = msgspec.json.Decoder(KeyRecord).decode
@@ -71,7 +85,7 @@ class RedisStorage:
     """`redis://host:port/db`, `rediss://`, or `unix:///path/to.sock`.
 
     `clock="caller"` believes each caller's `now` instead of the server's time: only for tests that make time pass.
-    `blob_bytes` bounds one blob; all of them together are bounded by the server's `maxmemory`.
+    `blob_bytes` bounds one blob, `document_bytes` one document; all together are bounded by the server's `maxmemory`.
     """
 
     has_others: ClassVar[bool] = True
@@ -82,6 +96,7 @@ class RedisStorage:
         *,
         owner: str = "",
         blob_bytes: int = DEFAULT_BLOB_BYTES,
+        document_bytes: int = DEFAULT_DOCUMENT_BYTES,
         timeout_seconds: float = OPERATION_TIMEOUT_SECONDS,
         clock: Literal["server", "caller"] = "server",
     ) -> None:
@@ -97,6 +112,7 @@ class RedisStorage:
         self._owner = owner
         self._timeout_seconds = timeout_seconds
         self._blob_bytes = blob_bytes
+        self._document_bytes = document_bytes
         self._callers_clock = clock == "caller"
         self._told_tenants: OrderedDict[str, float] = OrderedDict()  # when they were last told, oldest first
         self._pipelines: Coalescer[_Command] = Coalescer(
@@ -223,7 +239,28 @@ class RedisStorage:
 
     async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None:
         if len(value) <= self._blob_bytes:
-            await self._pipelines.submit(("SET", _blob_key(key), value, "PX", max(1, round(ttl_seconds * 1000))))
+            await self._pipelines.submit(("SET", _blob_key(key), value, "PX", _milliseconds(ttl_seconds)))
+
+    async def put_document(self, tenant: str, name: str, document: Document, *, ttl_seconds: float) -> bool:
+        if len(name) + len(document.head) + len(document.body) > self._document_bytes:
+            return False
+        key, time = _document_key(tenant, name), _milliseconds(ttl_seconds)
+        await self._pipelines.submit(("EVAL", PUT_DOCUMENT, 1, key, document.head, document.body, time))
+        return True
+
+    async def get_document(self, tenant: str, name: str) -> Document | None:
+        head, body = await self._pipelines.submit(("HMGET", _document_key(tenant, name), "head", "body"))
+        return None if head is None else Document(head, body)
+
+    async def get_heads(self, tenant: str, names: Sequence[str]) -> list[bytes | None]:
+        if not names:
+            return []
+        keys = [_document_key(tenant, name) for name in names]
+        heads: list[bytes | None] = await self._pipelines.submit(("EVAL", GET_HEADS, len(keys), *keys))
+        return heads
+
+    async def delete_document(self, tenant: str, name: str) -> bool:
+        return bool(await self._pipelines.submit(("DEL", _document_key(tenant, name))))
 
     async def put_key(self, record: KeyRecord) -> None:
         await self._pipelines.submit(("HSET", KEYS_KEY, record.id, msgspec.json.encode(record)))
@@ -271,6 +308,14 @@ def _retry_after_seconds(text: bytes) -> float | None:
 
 def _tenants_key(owner: str) -> str:
     return f"wp:{{owner:{quote(owner, safe='')}}}:tenants"
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _document_key(tenant: str, name: str) -> str:
+    return f"wp:{{{quote(tenant, safe='')}}}:document:{name}"
 
 
 def _blob_key(key: str) -> str:

@@ -2,7 +2,7 @@
 
 What is asked while a transaction is under way is gathered and becomes the next one (group commit), so the price of a
 commit is shared. Counters may lose the last moments when the power fails, as the ledger has what was billed. What
-reservations do to the tables is in `sqlite_reservations`.
+reservations do to the tables is in `sqlite_reservations`, what documents do in `sqlite_documents`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from gateway.storage import sqlite_documents as documents
 from gateway.storage import sqlite_reservations as reservations
 from gateway.storage.base import (
     CLOCK_STEP_SECONDS,
     DEFAULT_BLOB_BYTES,
+    DISK_DOCUMENT_BYTES,
     NOTICES_AT_ONCE,
     NOTICES_KEPT,
     OPERATION_TIMEOUT_SECONDS,
     Charge,
+    Document,
     Granted,
     KeyRecord,
     Refused,
@@ -59,7 +62,7 @@ CREATE TABLE keys (id TEXT PRIMARY KEY, record BLOB NOT NULL) WITHOUT ROWID;
 """
 REPLICAS = "CREATE TABLE replicas (owner TEXT PRIMARY KEY, seen_at REAL NOT NULL) WITHOUT ROWID;\n"
 NOTICES = "CREATE TABLE notices (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL);\n"
-SCHEMAS = (TABLES, REPLICAS, NOTICES)  # what each version added
+SCHEMAS = (TABLES, REPLICAS, NOTICES, documents.TABLES)  # what each version added
 
 _Work = Callable[[sqlite3.Connection], Any]
 
@@ -68,7 +71,8 @@ _decode_key = msgspec.msgpack.Decoder(KeyRecord).decode
 
 
 class SqliteStorage:
-    """`sqlite:///relative.db` or `sqlite:////absolute.db`. `clock` only ages blobs and dates the opening."""
+    """`sqlite:///relative.db` or `sqlite:////absolute.db`. `clock` only ages blobs and documents, and dates the
+    opening."""
 
     has_others: ClassVar[bool] = True
 
@@ -78,6 +82,7 @@ class SqliteStorage:
         *,
         owner: str = "",
         blob_bytes: int = DEFAULT_BLOB_BYTES,
+        document_bytes: int = DISK_DOCUMENT_BYTES,
         timeout_seconds: float = OPERATION_TIMEOUT_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -86,6 +91,7 @@ class SqliteStorage:
             raise ValueError("storage URL: SQLite needs a path, as in sqlite:///warmpath.db or sqlite:////var/lib/w.db")
         self._owner = owner
         self._blob_bytes = blob_bytes
+        self._document_bytes = document_bytes
         self._clock = clock
         self._file = SqliteFile(
             Path(path),
@@ -164,6 +170,7 @@ class SqliteStorage:
         db.execute("DELETE FROM buckets WHERE empty_at <= ?", (now,))
         db.execute("DELETE FROM accounts WHERE forget_at <= ?", (now,))
         db.execute("DELETE FROM blobs WHERE expires_at <= ?", (self._clock(),))
+        documents.sweep(self._clock(), db)
 
     async def get(self, key: str) -> bytes | None:
         value: bytes | None = await self._transactions.submit(partial(_get_blob, key, self._clock()))
@@ -172,6 +179,24 @@ class SqliteStorage:
     async def put(self, key: str, value: bytes, *, ttl_seconds: float) -> None:
         expires_at = self._clock() + ttl_seconds
         await self._transactions.submit(partial(_put_blob, key, value, expires_at, self._blob_bytes))
+
+    async def put_document(self, tenant: str, name: str, document: Document, *, ttl_seconds: float) -> bool:
+        work = partial(documents.put, tenant, name, document, ttl_seconds, self._clock(), self._document_bytes)
+        kept: bool = await self._transactions.submit(work)
+        return kept
+
+    async def get_document(self, tenant: str, name: str) -> Document | None:
+        found: Document | None = await self._transactions.submit(partial(documents.get, tenant, name, self._clock()))
+        return found
+
+    async def get_heads(self, tenant: str, names: Sequence[str]) -> list[bytes | None]:
+        work = partial(documents.heads, tenant, names, self._clock())
+        found: list[bytes | None] = await self._transactions.submit(work)
+        return found
+
+    async def delete_document(self, tenant: str, name: str) -> bool:
+        deleted: bool = await self._transactions.submit(partial(documents.delete, tenant, name, self._clock()))
+        return deleted
 
     async def put_key(self, record: KeyRecord) -> None:
         row = (record.id, _encode(record))

@@ -20,6 +20,7 @@ from gateway.storage.base import (
     NOTICES_KEPT,
     REMEMBER_SECONDS,
     Charge,
+    Document,
     Granted,
     KeyRecord,
     LeaseCharge,
@@ -45,16 +46,27 @@ _tenants = (f"t{number}" for number in itertools.count())  # the Redis is shared
 async def storage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Storage]:
     engine: Storage
     if request.param == "memory":
-        engine = MemoryStorage(owner="me", blob_bytes=1000)
+        engine = MemoryStorage(owner="me", blob_bytes=1000, document_bytes=1000)
     elif request.param == "sqlite":
         engine = SqliteStorage(
-            f"sqlite:///{tmp_path / 'state.db'}", owner="me", blob_bytes=1000, timeout_seconds=PATIENT_SECONDS
+            f"sqlite:///{tmp_path / 'state.db'}",
+            owner="me",
+            blob_bytes=1000,
+            document_bytes=1000,
+            timeout_seconds=PATIENT_SECONDS,
         )
     else:
         server: RedisServer = request.getfixturevalue("redis_server")
         with server.client() as client:
             client.flushall()
-        engine = RedisStorage(server.url, owner="me", blob_bytes=1000, timeout_seconds=PATIENT_SECONDS, clock="caller")
+        engine = RedisStorage(
+            server.url,
+            owner="me",
+            blob_bytes=1000,
+            document_bytes=1000,
+            timeout_seconds=PATIENT_SECONDS,
+            clock="caller",
+        )
     await engine.open()
     yield engine
     await engine.close()
@@ -347,6 +359,92 @@ class TestBlobs:
             await storage.put(f"b{number:02}", b"x" * 97, ttl_seconds=60.0)
         kept = [number for number in range(20) if await storage.get(f"b{number:02}") is not None]
         assert kept == list(range(10, 20))
+
+
+async def put(storage: Storage, tenant: str, name: str, size: int = 10, *, ttl_seconds: float = 60.0) -> bool:
+    document = Document(b"h", b"b" * (size - len(name) - 1))
+    return await storage.put_document(tenant, name, document, ttl_seconds=ttl_seconds)
+
+
+async def names_of(storage: Storage, tenant: str, names: list[str]) -> list[str]:
+    """Those that are there."""
+    return [name for name in names if await storage.get_document(tenant, name) is not None]
+
+
+class TestDocuments:
+    async def test_what_was_put(self, storage: Storage, tenant: str) -> None:
+        assert await storage.get_document(tenant, "a") is None
+        document = Document(b"\x00\xff", b"")
+        assert await storage.put_document(tenant, "a", document, ttl_seconds=60.0)
+        assert await storage.get_document(tenant, "a") == document
+        other = Document(b"", b"\xff")
+        assert await storage.put_document(tenant, "a", other, ttl_seconds=60.0)
+        assert await storage.get_document(tenant, "a") == other
+
+    async def test_heads_come_in_the_order_of_the_names(self, storage: Storage, tenant: str) -> None:
+        assert await storage.get_heads(tenant, []) == []
+        for name in "abc":
+            await storage.put_document(tenant, name, Document(name.encode(), b"body"), ttl_seconds=60.0)
+        assert await storage.get_heads(tenant, ["c", "x", "a", "c"]) == [b"c", None, b"a", b"c"]
+        many = [f"{number}" for number in range(1000)]
+        assert await storage.get_heads(tenant, [*many, "b"]) == [None] * 1000 + [b"b"]
+
+    async def test_deleted(self, storage: Storage, tenant: str) -> None:
+        await put(storage, tenant, "a")
+        await put(storage, tenant, "b")
+        assert await storage.delete_document(tenant, "a")
+        assert not await storage.delete_document(tenant, "a")
+        assert await names_of(storage, tenant, ["a", "b"]) == ["b"]
+
+    async def test_tenants_do_not_share(self, storage: Storage) -> None:
+        """Whatever their names are made of."""
+        names = ["t", "t}", "t:document:a", "t/x", "T", "t "]
+        for owner in names:
+            await storage.put_document(owner, "a", Document(owner.encode(), b""), ttl_seconds=60.0)
+        assert [(await storage.get_heads(owner, ["a"]))[0] for owner in names] == [owner.encode() for owner in names]
+        assert await storage.delete_document("t", "a")
+        assert await storage.get_document("t", "a") is None
+        assert await storage.get_document("t ", "a") is not None
+
+    async def test_gone_after_its_time(self, storage: Storage, tenant: str) -> None:
+        await put(storage, tenant, "short", ttl_seconds=0.001)
+        await put(storage, tenant, "long")
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and await storage.get_heads(tenant, ["short"]) != [None]:
+            pass
+        assert await names_of(storage, tenant, ["short", "long"]) == ["long"]
+        assert not await storage.delete_document(tenant, "short")
+
+    async def test_one_that_is_too_large_is_not_kept(self, storage: Storage, tenant: str) -> None:
+        await put(storage, tenant, "small")
+        assert not await put(storage, tenant, "large", 1001)
+        assert await put(storage, tenant, "largest", 990)
+        assert await names_of(storage, tenant, ["small", "large", "largest"]) == ["small", "largest"]
+
+    async def test_the_oldest_of_whoever_has_most_make_room(self, storage: Storage) -> None:
+        if isinstance(storage, RedisStorage):
+            pytest.skip("all documents in Redis together are bounded by its maxmemory")
+        for number in range(3):
+            await put(storage, "modest", f"m{number}", 100)
+        greedy = [f"g{number:02}" for number in range(20)]
+        for name in greedy:
+            await put(storage, "greedy", name, 100)
+        assert await names_of(storage, "modest", ["m0", "m1", "m2"]) == ["m0", "m1", "m2"]
+        assert await names_of(storage, "greedy", greedy) == greedy[-7:]
+
+    async def test_room_is_given_back(self, storage: Storage) -> None:
+        """By deletion, by time, and where one is replaced."""
+        if isinstance(storage, RedisStorage):
+            pytest.skip("all documents in Redis together are bounded by its maxmemory")
+        await put(storage, "a", "old", 300, ttl_seconds=1e-9)
+        await put(storage, "a", "gone", 300)
+        for _ in range(3):
+            await put(storage, "a", "kept", 300)
+        await storage.delete_document("a", "gone")
+        await put(storage, "a", "more", 600)
+        await put(storage, "b", "other", 100)
+        assert await names_of(storage, "a", ["kept", "more"]) == ["kept", "more"]
+        assert await names_of(storage, "b", ["other"]) == ["other"]
 
 
 class TestKeys:

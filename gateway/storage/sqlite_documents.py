@@ -1,0 +1,78 @@
+"""The documents in a SQLite file: what each operation does to the tables, inside a transaction.
+
+Numbers only grow, so that the oldest of a tenant is the one with the lowest. Triggers count each tenant's bytes.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+
+from gateway.storage.base import Document
+
+SWEPT_AT_ONCE = 100  # documents whose time is over: others wait for the transaction
+
+TABLES = """
+CREATE TABLE documents (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, tenant TEXT NOT NULL, name TEXT NOT NULL, head BLOB NOT NULL,
+    body BLOB NOT NULL, expires_at REAL NOT NULL
+);
+CREATE UNIQUE INDEX documents_by_name ON documents (tenant, name);
+CREATE INDEX documents_by_age ON documents (tenant, number);
+CREATE INDEX documents_by_end ON documents (expires_at);
+CREATE TABLE document_bytes (tenant TEXT PRIMARY KEY, total INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TRIGGER document_put AFTER INSERT ON documents BEGIN
+    INSERT INTO document_bytes VALUES (new.tenant, length(CAST(new.name AS BLOB)) + length(new.head) + length(new.body))
+    ON CONFLICT (tenant) DO UPDATE SET total = total + excluded.total;
+END;
+CREATE TRIGGER document_gone AFTER DELETE ON documents BEGIN
+    UPDATE document_bytes
+    SET total = total - length(CAST(old.name AS BLOB)) - length(old.head) - length(old.body)
+    WHERE tenant = old.tenant;
+    DELETE FROM document_bytes WHERE tenant = old.tenant AND total = 0;
+END;
+"""
+
+
+def put(
+    tenant: str, name: str, document: Document, ttl_seconds: float, now: float, max_bytes: int, db: sqlite3.Connection
+) -> bool:
+    sweep(now, db)
+    db.execute("DELETE FROM documents WHERE tenant = ? AND name = ?", (tenant, name))  # a REPLACE fires no trigger
+    if len(name.encode()) + len(document.head) + len(document.body) > max_bytes:
+        return False
+    db.execute(
+        "INSERT INTO documents (tenant, name, head, body, expires_at) VALUES (?, ?, ?, ?, ?)",
+        (tenant, name, document.head, document.body, now + ttl_seconds),
+    )
+    while db.execute("SELECT total(total) FROM document_bytes").fetchone()[0] > max_bytes:
+        (fullest,) = db.execute("SELECT tenant FROM document_bytes ORDER BY total DESC LIMIT 1").fetchone()
+        query = "DELETE FROM documents WHERE number = (SELECT min(number) FROM documents WHERE tenant = ?)"
+        db.execute(query, (fullest,))
+    return True
+
+
+def get(tenant: str, name: str, now: float, db: sqlite3.Connection) -> Document | None:
+    query = "SELECT head, body FROM documents WHERE tenant = ? AND name = ? AND expires_at > ?"
+    row = db.execute(query, (tenant, name, now)).fetchone()
+    return None if row is None else Document(*row)
+
+
+def heads(tenant: str, names: Sequence[str], now: float, db: sqlite3.Connection) -> list[bytes | None]:
+    marks = ", ".join("?" * len(names))
+    query = f"SELECT name, head FROM documents WHERE tenant = ? AND name IN ({marks}) AND expires_at > ?"
+    found = dict(db.execute(query, (tenant, *names, now)).fetchall())
+    return [found.get(name) for name in names]
+
+
+def delete(tenant: str, name: str, now: float, db: sqlite3.Connection) -> bool:
+    """False also of one whose time was over."""
+    query = "SELECT number, expires_at FROM documents WHERE tenant = ? AND name = ?"
+    number, expires_at = db.execute(query, (tenant, name)).fetchone() or (None, 0.0)
+    db.execute("DELETE FROM documents WHERE number = ?", (number,))
+    return bool(expires_at > now)
+
+
+def sweep(now: float, db: sqlite3.Connection) -> None:
+    over = "SELECT number FROM documents WHERE expires_at <= ? LIMIT ?"
+    db.execute(f"DELETE FROM documents WHERE number IN ({over})", (now, SWEPT_AT_ONCE))
