@@ -121,9 +121,13 @@ def _kind(field: Schema) -> str:
         return "mapping"
     if "enum" in field:
         return " or ".join(f"`{value}`" for value in field["enum"])
+    if "const" in field:
+        return f"`{field['const']}`"
     if variants := [variant for variant in field.get("anyOf", ()) if variant.get("type") != "null"]:
         kinds = [_kind(variant) for variant in variants]
-        return next((kind for kind in kinds if kind in KINDS.values()), None) or _alternatives(kinds)
+        quantity = next((kind for kind in kinds if kind in KINDS.values()), None)
+        words = [kind for kind in kinds if kind.startswith("`")]
+        return " or ".join([*words, quantity]) if quantity is not None else _alternatives(kinds)
     if field.get("pattern") in KINDS:
         return KINDS[field["pattern"]]
     if "pattern" in field:
@@ -158,7 +162,8 @@ def _default(required: bool, field: Schema) -> str:
     if default is None or default == []:
         return "none"
     number = f"{default:g}" if isinstance(default, float) else str(default)
-    return f"`{number}s`" if _kind(field) == "duration" else f"`{number}`"
+    is_time = not isinstance(default, str) and _kind(field) == "duration"
+    return f"`{number}s`" if is_time else f"`{number}`"
 
 
 # -- docs/settings.md ----------------------------------------------------------------------------------------------

@@ -29,10 +29,12 @@ from gateway.cache import ResponseCache
 from gateway.canonicaliser import Canonicaliser
 from gateway.diagnosis import Journal, Watcher
 from gateway.doors import COUNTING_DOORS, DOORS
+from gateway.doors.archive import Archives
 from gateway.doors.base import Door
 from gateway.errors import GatewayError, StorageUnavailable
 from gateway.fleet import Fleet
 from gateway.health import HealthChecks
+from gateway.kept_responses import KeptResponses
 from gateway.keyring import Keyring
 from gateway.ledger import Ledger
 from gateway.ledger.compacting import Compactor
@@ -112,10 +114,12 @@ class Gateway:
         authenticator = Authenticator(self._storage, pepper)
         self._recovery = Recovery(self._ledger, self._fleet, policies, limiter, authenticator)
         self._winding_up = WindingUp(settings, self._fleet, policies, limiter, authenticator)
+        bodies = BodyRoom(settings.max_bodies_bytes)
+        self._archives = Archives(self._storage, bodies)
         self.house = House(
             policies=policies,
             authenticator=authenticator,
-            canonicaliser=Canonicaliser(pepper.encode(), self._storage),
+            canonicaliser=Canonicaliser(pepper.encode(), self._storage, self._archives),
             cache=ResponseCache(self._storage),
             limiter=limiter,
             queue=Queue(self._fleet),
@@ -125,7 +129,7 @@ class Gateway:
             telemetry=self._telemetry,
             diagnosis=Watcher(Journal(summaries, settings.replica)),
             max_body_bytes=settings.max_body_bytes,
-            bodies=BodyRoom(settings.max_bodies_bytes),
+            bodies=bodies,
         )
         self._reconciliation = Reconciliation(
             self._fleet,
@@ -137,16 +141,17 @@ class Gateway:
             settings,
             self.house,
             authenticator=KeyById(self._storage, pepper),
-            canonicaliser=AtBatchClass(pepper.encode(), self._storage),
+            canonicaliser=AtBatchClass(pepper.encode(), self._storage, self._archives),
         )
         counting = PromptCounts(self._fleet)
         self._doors: dict[str, tuple[Door, Story]] = {
             **{f"/v1/{door.path}": (door, serve) for door in DOORS},
             **{f"/v1/{door.path}": (door, counting.count) for door in COUNTING_DOORS},
         }
+        kept = KeptResponses(authenticator, policies, self._archives)
         self._lobby = Lobby(
             policies, authenticator, self._telemetry, self._siblings, self._state,
-            doors=self._doors, routes=self._batches.routes,
+            doors=self._doors, routes=[*self._batches.routes, *kept.routes()],
         )  # fmt: skip
         # On a listener of its own, where settings give it one; `routes` is where further ones are mounted.
         self.admin = Admin(
@@ -299,6 +304,7 @@ class Gateway:
         gauges.show_limits(watch, house.limiter, self._counters)
         gauges.show_ledger(watch, self._ledger, self._reconciliation)
         gauges.show_batches(watch, self._batches)
+        gauges.show_archives(watch, self._archives)
 
     async def _state(self) -> dict[str, Any]:
         """Says nothing about other machines' health: a gateway whose servers are down must go on to answer, with the

@@ -17,6 +17,7 @@ import msgspec
 from gateway.breakpoints import unmarked
 from gateway.canonical import VERSION, Canon, Form, NotInMemory, Plan, SharedMemory
 from gateway.deadlines import TIMEOUT_HEADERS, patience_seconds, whole_seconds
+from gateway.doors.archive import Archives, Keeper
 from gateway.doors.base import MAX_TOKENS, Asked, Fields, Reader, read_fields
 from gateway.errors import Forbidden, ModelNotFound
 from gateway.ids import random_bytes
@@ -56,9 +57,12 @@ class _Known(msgspec.Struct, frozen=True):
 class Canonicaliser:
     """`secret` keys the tenants' salts, so that nobody can compute another tenant's."""
 
-    def __init__(self, secret: bytes, blobs: Blobs | None = None) -> None:
-        """`blobs` is where replicas agree on forms; without it, this process decides alone."""
+    def __init__(self, secret: bytes, blobs: Blobs | None = None, archives: Archives | None = None) -> None:
+        """`blobs` is where replicas agree on forms; without it, this process decides alone. `archives` have what bodies
+        refer to; without them, nothing is kept.
+        """
         self._secret = secret
+        self._archives = archives
         self._salts: dict[tuple[str, str | None], str] = {}  # by tenant and group: bounded by the policies' tenants
         self._canon = Canon(SharedMemory(blobs))
         self._fingerprints = Fingerprints()
@@ -70,7 +74,12 @@ class Canonicaliser:
         await self._canon.memory.close()
 
     async def canonicalised(self, door: Reader, body: bytes, headers: Headers, **context: Any) -> Call:
-        """`canonicalise`, after asking the storage for what this process does not know: once for each schema."""
+        """`canonicalise`, after asking the storage for what this process does not know: what the body goes on from, and
+        once for each schema."""
+        if self._archives is not None and isinstance(door, Keeper):
+            archive = self._archives.of(context["principal"].tenant, context["policy"])
+            if archive is not None:
+                await door.recall(body, archive)
         memory = self._canon.memory
         for _ in range(MAX_RECALLS):
             try:

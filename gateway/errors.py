@@ -7,6 +7,7 @@
     + UnknownUrl               404 unknown_url
     + MethodNotAllowed         405 method_not_allowed
     + NotFound                 404 not_found: a file, a batch, a key, a response
+    + PreviousResponseNotFound 400 previous_response_not_found: there is nothing to go on from
     + Conflict                 409 conflict: its state does not allow that
     + BodyTooLarge             413 request_too_large
     + RequestTimeout           408 request_timeout: the body did not arrive
@@ -85,6 +86,12 @@ class MethodNotAllowed(BadRequest):
 class NotFound(BadRequest):
     status = 404
     code = "not_found"
+
+
+class PreviousResponseNotFound(BadRequest):
+    """OpenAI has the status 400 for it, and not 404: what is asked for is another response."""
+
+    code = "previous_response_not_found"
 
 
 class Conflict(BadRequest):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from gateway.batches import Batches
 from gateway.breaker import STATES
+from gateway.doors.archive import Archives
 from gateway.fleet import Fleet
 from gateway.ledger import Ledger
 from gateway.limits.limiter import Limiter
@@ -42,6 +43,7 @@ from gateway.telemetry.watched import (
     LIMITS_UNTOLD,
     QUEUE_DEPTH,
     QUEUE_GAVE_WAY,
+    RESPONSES_KEPT,
     STORE_FAILURES,
     Reading,
     Watched,
@@ -127,6 +129,10 @@ def show_batches(watch: Watch, batches: Batches) -> None:
     watch(BATCHES, lambda: {(status,): count for status, count in batches.counts().items()})
     watch(BATCHES_ENDED, lambda: {(status,): count for status, count in batches.ended().items()})
     watch(BATCH_LINES, lambda: {(state,): count for state, count in batches.lines().items()})
+
+
+def show_archives(watch: Watch, archives: Archives) -> None:
+    watch(RESPONSES_KEPT, lambda: {(outcome,): count for outcome, count in archives.outcomes.items()})
 
 
 def _now() -> float:

@@ -15,13 +15,10 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.auth import Authenticator
 from gateway.canonicaliser import new_call_id
 from gateway.doors import catalogue, messages
-from gateway.errors import NotFound
 from gateway.policy_file import PolicyHolder
 from gateway.shell import CALL_ID, EXCEPTION_HANDLERS, json_reply
 from gateway.siblings import Siblings
 from gateway.telemetry import Telemetry
-
-MAX_ID_CHARACTERS = 100  # of a response, in the error that says that there is none
 
 
 class Lobby:
@@ -50,7 +47,6 @@ class Lobby:
             routes=[
                 *(Route(path, _post_only, methods=["POST"]) for path in doors),  # any other method: 405
                 *routes,
-                Route("/v1/responses/{id}", self._response, methods=["GET", "DELETE"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
                 Route("/health", self._health),
@@ -91,11 +87,6 @@ class Lobby:
         principal = await self._authenticator.authenticate(dict(request.scope["headers"]), policy)
         entry = messages.model if messages.asked_for_in(request.scope) else catalogue.entry
         return json_reply(200, entry(policy, principal, self._created, request.path_params["name"]))
-
-    async def _response(self, request: Request) -> Response:
-        await self._authenticator.authenticate(dict(request.scope["headers"]), self._policies.current)
-        name = request.path_params["id"][:MAX_ID_CHARACTERS]
-        raise NotFound(f"there is no response {name!r}: none are kept here")
 
     async def _health(self, _: Request) -> Response:
         """Alive: the event loop answers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar, cast
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
+from gateway.doors.archive import Keeper
 from gateway.doors.base import Translator
 from gateway.errors import BodyTooLarge, GatewayError, Overloaded, RequestTimeout, UpstreamRefused
 from gateway.timers import WaitBound
@@ -90,6 +91,7 @@ class Exchange:
         self.reply_headers: dict[str, str] = {}  # sent with whatever reply is sent
         self._translator = translator  # of a wire that is not the house's own
         self._frames = None if translator is None else translator.frames  # while an answer's frames leave
+        self._keeper: Keeper | None = translator if isinstance(translator, Keeper) else None
         self._receive = receive
         self._send = send
         self._wire: Wire | None = scope.get("extensions", {}).pop(WIRE, None)  # out: the two would hold each other
@@ -276,6 +278,9 @@ class Exchange:
         if last:
             self._ended = True
             self.unwatch()
+            if self._keeper is not None and self._keeper.waits and not self.client_gone:
+                self._sending = _later(partial(self._send_end, self._keeper, chunk))
+                return False
         if self.client_gone or (self._wire is not None and self._wire.write(chunk, last)):
             return True
         return self._begin_to_send({"type": "http.response.body", "body": chunk, "more_body": not last})
@@ -286,6 +291,12 @@ class Exchange:
             await self.drained()
         if not self.put(chunk, last=last):
             await self.drained()
+
+    async def _send_end(self, keeper: Keeper, chunk: bytes) -> None:
+        """The last bytes of an answer that is kept first."""
+        chunk += await keeper.rest()
+        if not self.client_gone and (self._wire is None or not self._wire.write(chunk, True)):
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
 
     def _begin_to_send(self, message: Message) -> bool:
         sending = self._send(message).__await__()
@@ -321,6 +332,8 @@ class Exchange:
         """A whole answer at once, in the words of the client's wire."""
         if self._translator is not None:
             content = self._translator.answer(content)
+        if self._keeper is not None and self._keeper.waits:
+            content += await self._keeper.rest()
         await self._reply(status, content, content_type, headers)
 
     async def _reply(self, status: int, content: bytes, content_type: str, headers: Mapping[str, str]) -> None:
@@ -348,6 +361,8 @@ class Exchange:
     def close(self) -> None:
         """Stop listening, and let go of the body. Safe to call twice."""
         self.unwatch()
+        if self._keeper is not None:
+            self._keeper.let_go()
         self._bodies.held_bytes -= self._held_bytes
         self._held_bytes = 0
         if self._bound is not None:
@@ -372,6 +387,12 @@ def resume(begun: Generator[Any, Any, Result], waits_for: Any) -> Generator[Any,
             waits_for = step()
         except StopIteration as end:
             return cast(Result, end.value)
+
+
+@types.coroutine
+def _later(begin: Callable[[], Coroutine[Any, Any, None]]) -> Generator[Any, Any, None]:
+    """What is begun only when it is awaited, which may be never."""
+    yield from begin().__await__()
 
 
 def _refusal(error: GatewayError) -> tuple[int, bytes]:

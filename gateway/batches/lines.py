@@ -163,11 +163,12 @@ def judge(number: int, raw: bytes, batch: Batch, principal: Principal | None, po
         return Verdict(LineError("mismatched_endpoint", message, number, "url"))
     body = bytes(line.body)
     try:
-        asked = ENDPOINTS[line.url].read(read_fields(body), body)
-    except BadRequest:
+        fields = read_fields(body)
+        if bytes(fields.get("stream", msgspec.Raw())) == b"true":
+            return Verdict(LineError("invalid_request", "stream: a batch has no streams", number, "body.stream"))
+        asked = ENDPOINTS[line.url].read(fields, body)
+    except BadRequest:  # or it goes on from a response, which nobody looks for here
         return Verdict(None)
-    if asked.common.stream:
-        return Verdict(LineError("invalid_request", "stream: a batch has no streams", number, "body.stream"))
     if principal is not None:
         try:
             catalogue.entry(policy, principal, 0, asked.common.model)

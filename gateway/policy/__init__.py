@@ -13,6 +13,7 @@ from gateway.policy.batches import Batches
 from gateway.policy.fields import EnvSecret
 from gateway.policy.findings import Finding, Path, choices
 from gateway.policy.prices import Price
+from gateway.policy.responses import Responses
 from gateway.policy.servers import Deployment, Model
 from gateway.policy.tenants import Budget, Key, Limits, PartLimits, Rate, StorageOutage, Tenant, TenantLimits
 from gateway.policy.traffic import BUILT_IN_CLASSES, Floor, Hedge, LatencyClass, Match, Rule
@@ -24,5 +25,5 @@ Check = Callable[[Policy], Iterable[Finding]]
 __all__ = [
     "BUILT_IN_CLASSES", "Batches", "Budget", "Check", "Deployment", "EnvSecret", "Finding", "Floor", "Hedge", "Key",
     "LatencyClass", "Limits", "Match", "Model", "PartLimits", "Path", "Policy", "PolicyNameError", "Price", "Rate",
-    "Rule", "StorageOutage", "Tenant", "TenantLimits", "choices",
+    "Responses", "Rule", "StorageOutage", "Tenant", "TenantLimits", "choices",
 ]  # fmt: skip

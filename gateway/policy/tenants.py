@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.policy.fields import Count, Frozen, Name, Names, Seconds, Share, parse_rate
+from gateway.policy.responses import Responses
 
 BUDGET_MAX = 4_000_000_000  # in billionths, and twice, it is a number of 64 bits, as storages have them
 
@@ -104,6 +105,9 @@ class Tenant(Frozen):
         None,
         description="Tenants of one group share prefix caches, and can tell by time and counts what the others have "
         "sent; left out: it shares with nobody.",
+    )
+    responses: Responses | None = Field(
+        None, description="What is kept of its responses; left out: as for all tenants."
     )
 
 

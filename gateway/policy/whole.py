@@ -13,6 +13,7 @@ from gateway.policy.batches import Batches
 from gateway.policy.fields import Frozen, Name
 from gateway.policy.findings import Finding, Path, choices
 from gateway.policy.prices import Price, PriceList
+from gateway.policy.responses import Responses
 from gateway.policy.servers import Deployment, Model
 from gateway.policy.tenants import Key, Limits, StorageOutage, Tenant
 from gateway.policy.traffic import (
@@ -42,6 +43,7 @@ class Policy(Frozen):
     routing: Routing = Field(Routing(), description="How the server of a call is chosen.")
     tracing: Tracing = Field(Tracing(), description="Traces.")
     diagnosis: Diagnosis = Field(Diagnosis(), description="What breaks prefixes, for `warmpath doctor`.")
+    responses: Responses = Field(Responses(), description="What /v1/responses keeps.")
     batches: Batches = Field(Batches(), description="The Batch API.")
     storage_outage: StorageOutage = Field(StorageOutage(), description="While the storage does not answer.")
     tenants: tuple[Tenant, ...] = Field(min_length=1, description="Who may call.")
@@ -76,6 +78,9 @@ class Policy(Frozen):
     def hash(self) -> str:
         """Which policy this is: 16 hex digits over its content, in every receipt and metric."""
         return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()[:16]
+
+    def responses_of(self, tenant: Tenant) -> Responses:
+        return self.responses if tenant.responses is None else tenant.responses
 
     @cached_property
     def models_by_name(self) -> dict[str, Model]:

@@ -109,6 +109,10 @@ BATCHES_ENDED = Watched("warmpath_batches_ended", "Batches that this gateway has
 BATCH_LINES = Watched(
     "warmpath_batch_lines", "Lines that wait or are called, of the batches that this gateway works on.", ("state",)
 )
+RESPONSES_KEPT = Watched(
+    "warmpath_responses_kept", "Responses that were to be kept, by what has become of that.", ("outcome",),
+    kind="counter",
+)  # fmt: skip
 DEPLOYMENT_REPORTED = Watched(
     "warmpath_deployment_reported", "What a deployment said of its load last.", ("deployment", "what")
 )

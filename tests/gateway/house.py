@@ -7,6 +7,7 @@ the gateway to the ASGI protocol, and behaves as uvicorn does: the end of a repl
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,7 +22,8 @@ from gateway.cache import ResponseCache
 from gateway.canonicaliser import Canonicaliser
 from gateway.diagnosis import Journal, Watcher
 from gateway.doors import DOORS
-from gateway.errors import LedgerUnavailable
+from gateway.doors.archive import Archives
+from gateway.errors import LedgerUnavailable, StorageUnavailable
 from gateway.fleet import Fleet
 from gateway.keys import hash_key
 from gateway.ledger import Correction, Ledger, Opened, Unbilled
@@ -38,7 +40,7 @@ from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
 from gateway.serve import House, handle
 from gateway.settler import Settler
-from gateway.storage.base import Charge, Granted, Refused
+from gateway.storage.base import Charge, Document, Granted, Refused
 from gateway.storage.memory import MemoryStorage
 from gateway.telemetry import CallRecord, Telemetry
 from gateway.types import Call, Operation, Receipt
@@ -95,11 +97,15 @@ def answer(text: str = "hi", **more: Any) -> bytes:
     return json.dumps({"choices": [{"index": 0, "message": message}], "usage": counted(), **more}).encode()
 
 
+_numbers = itertools.count()  # of replies, in the order in which they were opened
+
+
 class Told(Reply):
     """A reply that says what it is told, when it is told."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
+        self.number = next(_numbers)
         self.closed = 0
         self.slow_to_close: asyncio.Event | None = None
         self._words: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
@@ -236,10 +242,11 @@ class Client:
 
 
 class CountingStorage(MemoryStorage):
-    """Knows how often each reservation was ended."""
+    """Knows how often each reservation was ended. Its documents may be away."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.documents_away = False
         self.granted: set[str] = set()
         self.ended: list[str] = []
 
@@ -260,6 +267,22 @@ class CountingStorage(MemoryStorage):
         if ended:
             self.ended.append(reservation_id)
         return ended
+
+    async def put_document(self, tenant: str, name: str, document: Document, *, ttl_seconds: float) -> bool:
+        self._check_documents()
+        return await super().put_document(tenant, name, document, ttl_seconds=ttl_seconds)
+
+    async def get_document(self, tenant: str, name: str) -> Document | None:
+        self._check_documents()
+        return await super().get_document(tenant, name)
+
+    async def delete_document(self, tenant: str, name: str) -> bool:
+        self._check_documents()
+        return await super().delete_document(tenant, name)
+
+    def _check_documents(self) -> None:
+        if self.documents_away:
+            raise StorageUnavailable("the storage is away")
 
 
 class FaultyLedger(Ledger):
@@ -299,10 +322,12 @@ class Rig:
         self.ledger = FaultyLedger(directory / "ledger", "r")
         self.ledger_directory = directory / "ledger" / "r"
         limiter = Limiter(self.storage, LIMITS)
+        bodies = BodyRoom(100 * MAX_BODY_BYTES)
+        self.archives = Archives(self.storage, bodies)
         self.house = House(
             policies=PolicyHolder(self.policy_file),
             authenticator=Authenticator(self.storage, PEPPER),
-            canonicaliser=Canonicaliser(b"secret"),
+            canonicaliser=Canonicaliser(b"secret", archives=self.archives),
             cache=ResponseCache(self.storage),
             limiter=limiter,
             queue=Queue(self.fleet),
@@ -312,7 +337,7 @@ class Rig:
             telemetry=self.telemetry,
             diagnosis=Watcher(Journal(directory / "diagnosis", "r")),
             max_body_bytes=MAX_BODY_BYTES,
-            bodies=BodyRoom(100 * MAX_BODY_BYTES),
+            bodies=bodies,
         )
         self.recovery = Recovery(
             self.ledger, self.fleet, self.house.policies, limiter, self.house.authenticator, ask_seconds=0.0
@@ -330,6 +355,11 @@ class Rig:
     def replies(self) -> list[Told]:
         """Of all servers, in the order in which they were opened."""
         return [reply for server in self.servers.values() for reply in server.replies]
+
+    @property
+    def last_call(self) -> Call:
+        """That a server was asked last."""
+        return max(self.replies, key=lambda reply: reply.number).call
 
     def begin(self, client: Client) -> asyncio.Task[None]:
         path = client.scope["path"]
@@ -374,6 +404,7 @@ class Rig:
         assert all(reply.closed for reply in self.replies), "a connection is left open"
         assert self.house.cache.in_flight == 0, "a recording was never ended"
         assert self.house.limiter.open_reservations == 0
+        assert self.house.bodies.held_bytes == 0, "room is held for nothing"
         assert sorted(self.storage.ended) == sorted(self.storage.granted), "each reservation is ended once"
         assert self.ledger.calls_open == 0 or self.ledger.has_failed, "a call was opened, and never closed"
         calls = [receipt["call_id"] for receipt in self.receipts()]

@@ -7,9 +7,9 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-import yaml
 from pydantic import BaseModel
 
+from gateway.located_yaml import load
 from gateway.policy import EnvSecret, Policy
 from gateway.policy_checks import ANYWHERE
 from gateway.policy_file import load_policy, policy_schema
@@ -61,7 +61,7 @@ def fields_shown(model: type[BaseModel], value: Any) -> set[tuple[type[BaseModel
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(POLICIES)))
 def test_every_shipped_policy_is_one_for_the_gateway_and_for_editors(path: Path) -> None:
     load_policy(path, checks=ANYWHERE)
-    document = yaml.safe_load(path.read_text())
+    document = load(path.read_text()).data
     assert [error.message for error in SCHEMA.iter_errors(document)] == []
     link = re.match(r"# yaml-language-server: \$schema=(\S+)\n", path.read_text())
     assert link is not None
@@ -80,7 +80,7 @@ def test_the_published_schema_is_fresh() -> None:
 
 def test_the_default_policy_shows_every_field() -> None:
     text = (POLICIES / "default.yaml").read_text()
-    hidden = fields_of(Policy) - fields_shown(Policy, yaml.safe_load(text))
+    hidden = fields_of(Policy) - fields_shown(Policy, load(text).data)
     assert hidden == {(EnvSecret, "env")}  # a default that needs a secret would not start
     assert re.search(r"api_key: null +#.*\{env: \w+\}", text)
 
@@ -132,5 +132,5 @@ def test_every_field_of_the_policy_has_a_description() -> None:
     ],
 )
 def test_editors_see_mistakes_too(change: dict[str, Any]) -> None:
-    document = yaml.safe_load((POLICIES / "default.yaml").read_text())
+    document = load((POLICIES / "default.yaml").read_text()).data
     assert not SCHEMA.is_valid({**document, **change})

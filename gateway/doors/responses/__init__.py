@@ -1,8 +1,8 @@
-"""POST /v1/responses, and /v1/responses/input_tokens: OpenAI's Responses API, without anything that would have to be
-kept.
+"""POST /v1/responses, and /v1/responses/input_tokens: OpenAI's Responses API.
 
 A request becomes one of a chat (`body.py`, `items.py`, `tools.py`), and a chat's answer a response (`output.py`,
-`response.py`), or the events of one (`events.py`).
+`response.py`), or the events of one (`events.py`). Where the policy says so, it is kept (`kept.py`), and a later
+request goes on from it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from gateway.doors import base
+from gateway.doors.archive import Archive, Keeper
 from gateway.doors.base import Fields, read_fields
 from gateway.doors.chat import read_chat
-from gateway.doors.responses.body import chat_fields, own_name, read_body
+from gateway.doors.responses.body import Asked, chat_fields, input_items, own_name, read_body
 from gateway.doors.responses.events import EventStream
-from gateway.doors.responses.response import Response, whole
+from gateway.doors.responses.kept import NO_HISTORY, History, Turn, document_of, read_history, with_ids
+from gateway.doors.responses.reading import ABSENT
+from gateway.doors.responses.response import Response
 from gateway.errors import GatewayError, UpstreamRefused
 from gateway.types import Operation
 
@@ -36,18 +39,34 @@ class ResponsesDoor:
         return self.translator("").read(fields, body)
 
 
-class ResponsesTranslator:
+class ResponsesTranslator(Keeper):
     operation: ClassVar[Operation] = Operation.CHAT
+    keeps: ClassVar[bool] = True  # what it answers, where its archive does
 
     def __init__(self, call_id: str) -> None:
-        self._key = call_id.removeprefix("req_")
+        self._call_id = call_id
+        self._archive: Archive | None = None
+        self._history: History | None = None  # None where nothing is kept
+        self._asked: Asked | None = None
         self._response: Response | None = None
         self._events: EventStream | None = None
 
+    @property
+    def _key(self) -> str:
+        return self._call_id.removeprefix("req_")
+
+    async def recall(self, body: bytes, archive: Archive) -> None:
+        self._archive = archive
+        previous = read_fields(body).get("previous_response_id", ABSENT)
+        self._history = NO_HISTORY
+        if bytes(previous).startswith(b'"'):  # what is no name is refused when it is read
+            self._history = await read_history(msgspec.json.decode(previous, type=str), archive)
+
     def read(self, fields: Fields, body: bytes) -> base.Asked:
-        asked = read_body(fields, body)
+        asked = self._asked = read_body(fields, body, self._history)
         chat = msgspec.json.encode(chat_fields(asked))
-        self._response = Response(self._key, asked)
+        stored = self.keeps and self._history is not None and asked.body.store is not False
+        self._response = Response(self._key, asked, stored=stored)
         self._events = EventStream(self._response, obfuscates=asked.obfuscates)
         return read_chat(read_fields(chat), chat)
 
@@ -56,11 +75,41 @@ class ResponsesTranslator:
 
     def answer(self, body: bytes) -> bytes:
         assert self._response is not None
-        return whole(self._response, body)
+        self._response.read_whole(body)
+        self.waits = self._response.stored
+        return b"" if self.waits else self._whole()
+
+    def _whole(self) -> bytes:
+        assert self._response is not None
+        return msgspec.json.encode(self._response.json(self._response.status))
 
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
-        assert self._events is not None
-        return self._events.frames(chunk, last=last)
+        assert self._events is not None and self._response is not None
+        told = self._events.frames(chunk, last=last)
+        if not last:
+            return told
+        self.waits = self._response.stored
+        return told if self.waits else told + self._events.end()
+
+    async def rest(self) -> bytes:
+        assert self._asked is not None and self._response is not None and self._events is not None
+        self.waits = False
+        response = self._response
+        self._response.stored = await self._keep(self._asked, response)
+        return self._events.end() if self._asked.body.stream else self._whole()
+
+    async def _keep(self, asked: Asked, response: Response) -> bool:
+        """Whether it is kept."""
+        assert self._archive is not None
+        told = response.json(response.status)
+        output = [msgspec.json.encode(item) for item in told["output"]]
+        turn = Turn(with_ids(input_items(asked.body), self._key), output, response.output.signed())
+        document = document_of(told, turn, asked.history)
+        return await self._archive.put(response.id, document, call_id=self._call_id)
+
+    def let_go(self) -> None:
+        if self._archive is not None:
+            self._archive.let_go()
 
     def refusal(self, error: GatewayError) -> tuple[int, bytes] | None:
         """A server's refusal names the fields of a chat, which this client has not sent."""
@@ -95,6 +144,8 @@ class InputTokensDoor:
 
 
 class InputTokensTranslator(ResponsesTranslator):
+    keeps: ClassVar[bool] = False
+
     def answer(self, body: bytes) -> bytes:
         tokens = msgspec.json.decode(body)["prompt_tokens"]
         return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})

@@ -6,13 +6,15 @@ refused by its name, with a word on what to do instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import msgspec
 
 from gateway.doors.base import Fields, Name, TokenCount, decode
 from gateway.doors.responses.items import messages_of, with_one_system
+from gateway.doors.responses.kept import NO_HISTORY, History
 from gateway.doors.responses.reading import ABSENT, check_names, is_given, read, type_of, unsupported
 from gateway.doors.responses.tools import Tools, read_tools
 
@@ -29,10 +31,21 @@ _SAME = (
 )  # fmt: skip
 
 _STATELESS = "no answers are kept here; send what was said before as items of `input`"
-_REFUSED: Mapping[str, str] = {
-    "previous_response_id": _STATELESS,
+_STATELESS_BY_POLICY = "no answers are kept here, since the policy's `responses: {keep}` does not say so; " + (
+    "send what was said before as items of `input`"
+)
+_NOT_LATER = "no answers are kept here to be asked for later; leave it out, or say false"
+# Where no answers are kept, and where they are.
+_REFUSED_WITHOUT: Mapping[str, str] = {
+    "previous_response_id": _STATELESS_BY_POLICY,
     "conversation": _STATELESS,
-    "background": "no answers are kept here to be asked for later; leave it out, or say false",
+    "background": _NOT_LATER,
+}
+_REFUSED_WITH: Mapping[str, str] = {
+    "conversation": "there are no conversations here; name the last response as `previous_response_id`",
+    "background": "nothing is answered in the background here; leave it out, or say false",
+}
+_REFUSED: Mapping[str, str] = {
     "prompt": "no prompts are kept here; send their text as `instructions` and `input`",
     "truncation": "how long a prompt may be is known to the server alone; shorten `input`, or say disabled",
     "context_management": "nothing is compacted here; shorten `input`",
@@ -62,7 +75,8 @@ class Body(msgspec.Struct, kw_only=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: msgspec.Raw = ABSENT
     service_tier: Name | None = None
-    store: bool | None = None  # true is what nobody has chosen; the response says false
+    store: bool | None = None  # true is what nobody has chosen; the response says what has become of it
+    previous_response_id: str | None = None
     stream: bool | None = None
     stream_options: msgspec.Raw = ABSENT
     # Only their emptiest values are known.
@@ -106,6 +120,7 @@ class Asked(msgspec.Struct, frozen=True):
     text: Text
     reasoning: Reasoning
     obfuscates: bool  # deltas are padded
+    history: History  # that it goes on from
 
     @property
     def wants_logprobs(self) -> bool:
@@ -119,9 +134,9 @@ class Asked(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(Body)
 
 
-def read_body(fields: Fields, raw: bytes) -> Asked:
-    """Raises `BadRequest`."""
-    for name, why in _REFUSED.items():
+def read_body(fields: Fields, raw: bytes, history: History | None) -> Asked:
+    """`history` is what it goes on from; None where nothing is kept. Raises `BadRequest`."""
+    for name, why in chain((_REFUSED_WITHOUT if history is None else _REFUSED_WITH).items(), _REFUSED.items()):
         if name in fields and is_given(fields[name]) and not _is_harmless(name, bytes(fields[name])):
             raise unsupported(name, why)
     check_names(Body, fields)
@@ -142,6 +157,7 @@ def read_body(fields: Fields, raw: bytes) -> Asked:
         text=read(Text, body.text, "text") if is_given(body.text) else Text(),
         reasoning=reasoning,
         obfuscates=bool(options.include_obfuscation),
+        history=history or NO_HISTORY,
     )
 
 
@@ -152,7 +168,10 @@ def _is_harmless(name: str, value: bytes) -> bool:
 def chat_fields(asked: Asked) -> Json:
     """What a chat is asked for, in its own words. Raises `BadRequest`."""
     body = asked.body
-    messages = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else messages_of(body.input)
+    if isinstance(body.input, str) and not asked.history.items:
+        messages = [{"role": "user", "content": body.input}]
+    else:
+        messages = messages_of(input_items(body), asked.history.items)
     if not messages:
         raise unsupported("input", "at least one item is needed")
     if body.instructions is not None:
@@ -175,6 +194,14 @@ def chat_fields(asked: Asked) -> Json:
         "verbosity": asked.text.verbosity,
     }
     return fields | {name: value for name, value in renamed.items() if value is not None}
+
+
+def input_items(body: Body) -> Sequence[msgspec.Raw]:
+    """A text is what the user says."""
+    if not isinstance(body.input, str):
+        return body.input
+    said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}
+    return (msgspec.Raw(msgspec.json.encode(said)),)
 
 
 def _response_format(format: msgspec.Raw) -> Json:

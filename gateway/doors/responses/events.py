@@ -20,7 +20,9 @@ DONE = b"[DONE]"
 
 
 class EventStream:
-    """`response.created` comes with the first frame, and the answer's end with the last: only then is it told."""
+    """`response.created` comes with the first frame, and what ends before the response does with the last; then the
+    response's own end is to be told.
+    """
 
     def __init__(self, response: Response, *, obfuscates: bool) -> None:
         self._response = response
@@ -38,20 +40,24 @@ class EventStream:
                 told += self._begun()
                 told += map(self._frame, events)
         if last:
-            status, events = self._response.end()
+            events = self._response.end()
             told += self._begun()
             told += map(self._frame, events)
-            told.append(self._lifecycle(status, self._response.json(status)))
         return b"".join(told)
+
+    def end(self) -> bytes:
+        """The response has come to its end, and this is what it is."""
+        status = self._response.status
+        return self._lifecycle(status, self._response.json(status))
 
     def failure(self, error: GatewayError) -> bytes:
         """What there is of the answer, and why there is no more of it.
 
         No item is told to be done: an agent would make a call of which half the arguments are there.
         """
-        self._response.output.cut()
-        failed = self._response.json("failed", error)
-        return b"".join([*self._begun(), self._lifecycle("failed", failed)])
+        begun = [*self._begun()]
+        self._response.fail()
+        return b"".join([*begun, self._lifecycle("failed", self._response.json("failed", error))])
 
     def _begun(self) -> Iterator[bytes]:
         if not self._sequence_number:

@@ -10,7 +10,7 @@ him out without a word, and some know a system only as the first message.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, Literal
 
 import msgspec
@@ -92,11 +92,11 @@ class FilePart(msgspec.Struct, forbid_unknown_fields=True):
     prompt_cache_breakpoint: Any = None
 
 
-def messages_of(items: Sequence[msgspec.Raw]) -> list[Json]:
-    """Raises `BadRequest` for an item that is no part of a chat."""
+def messages_of(items: Sequence[msgspec.Raw], history: Sequence[msgspec.Raw] = ()) -> list[Json]:
+    """Of all items, those of the history first. Raises `BadRequest` for an item that is no part of a chat."""
     chat = _Chat()
-    for number, item in enumerate(items):
-        path = f"input[{number}]"
+    for number, item in enumerate(chain(history, items), start=-len(history)):
+        path = f"input[{number}]"  # of the history all was read before, and nothing is wrong with it
         kind = type_of(item, path, default="message")
         add = _ITEMS.get(kind)
         if add is None:
@@ -182,7 +182,7 @@ _ITEMS: Mapping[str, Callable[[_Chat, msgspec.Raw, str], None]] = {
     "function_call_output": _Chat.add_output,
 }
 _REFUSED = {
-    "item_reference": "nothing is kept here to be referred to; send the item itself, as clients do with `store: false`",
+    "item_reference": "no items are kept here by themselves; send the item itself, as clients do with `store: false`",
     "custom_tool_call": "custom tools are not offered here; offer the tool as a function",
     "custom_tool_call_output": "custom tools are not offered here; offer the tool as a function",
 }

@@ -79,9 +79,10 @@ class _Item(ABC):
 class _Reasoning(_Item):
     prefix = "rs"
 
-    def __init__(self, key: str, index: int, *, seals: bool) -> None:
+    def __init__(self, key: str, index: int, *, seals: bool, keeps: bool) -> None:
         super().__init__(key, index)
         self._seals = seals
+        self._notes = seals or keeps
         self._text = _Text()
         self._blocks: dict[int, dict[str, _Text]] = {}  # of what a server has signed, by their fields
 
@@ -89,12 +90,19 @@ class _Reasoning(_Item):
         content = [self._part()] if self._text else []
         item: Json = {"id": self.id, "type": "reasoning", "summary": [], "content": content, "status": self.status}
         if self._seals and self.status != "in_progress":
-            blocks = [{name: str(text) for name, text in block.items()} for block in self._blocks.values()]
-            item["encrypted_content"] = sealed(Thought(str(self._text), tuple(blocks)))
+            item["encrypted_content"] = self._sealed()
         return item
 
+    def signed(self) -> str | None:
+        """What a server has signed, where its client is not given it."""
+        return self._sealed() if self._blocks and not self._seals else None
+
+    def _sealed(self) -> str:
+        blocks = [{name: str(text) for name, text in block.items()} for block in self._blocks.values()]
+        return sealed(Thought(str(self._text), tuple(blocks)))
+
     def note(self, blocks: Sequence[ThinkingBlock]) -> None:
-        for place, block in enumerate(blocks if self._seals else ()):
+        for place, block in enumerate(blocks if self._notes else ()):
             known = self._blocks.setdefault(place if block.index is None else block.index, {})
             for name, piece in block.pieces():
                 known.setdefault(name, _Text()).add(piece)
@@ -207,12 +215,15 @@ class _FunctionCall(_Item):
 
 
 class Output:
-    """The items so far. `key` makes their ids; `seals` reasoning, where the client wants to send it back."""
+    """The items so far. `key` makes their ids; `seals` reasoning, where the client wants to send it back; `keeps` what
+    it takes to send it back without the client.
+    """
 
-    def __init__(self, key: str, tools: Tools, *, seals: bool) -> None:
+    def __init__(self, key: str, tools: Tools, *, seals: bool, keeps: bool) -> None:
         self._key = key
         self._tools = tools
         self._seals = seals
+        self._keeps = keeps
         self._items: list[_Item] = []
         self._speaking: _Reasoning | _Message | None = None  # an item that goes on, as long as nothing else is said
         self._calls: dict[int, _FunctionCall] = {}  # which may grow side by side, and end together
@@ -221,6 +232,11 @@ class Output:
 
     def json(self) -> list[Json]:
         return [item.json() for item in self._items]
+
+    def signed(self) -> dict[str, str]:
+        """By the ids of reasoning items: see `Turn`."""
+        thoughts = (item for item in self._items if isinstance(item, _Reasoning))
+        return {item.id: signed for item in thoughts if (signed := item.signed()) is not None}
 
     def take(self, said: Said, logprobs: Sequence[TokenLogprob] = ()) -> Events:
         """What one more piece of the answer changes. Raises `UpstreamCut`."""
@@ -261,7 +277,7 @@ class Output:
     def _reasoning(self, events: Events) -> _Reasoning:
         if isinstance(self._speaking, _Reasoning):
             return self._speaking
-        item = _Reasoning(self._key, len(self._items), seals=self._seals)
+        item = _Reasoning(self._key, len(self._items), seals=self._seals, keeps=self._keeps)
         self._begin(item, events)
         self._speaking = item
         return item

@@ -33,14 +33,19 @@ INCOMPLETE: Mapping[str | None, str | None] = {
 
 
 class Response:
-    """One response, from its beginning. `key` makes its id and those of its items."""
+    """One response, from its beginning. `key` makes its id and those of its items. `stored` is what it says of itself:
+    that it is kept, or will be.
+    """
 
-    def __init__(self, key: str, asked: Asked) -> None:
-        self.output = Output(key, asked.tools, seals=asked.seals_reasoning)
-        self._id = f"resp_{key}"
+    def __init__(self, key: str, asked: Asked, *, stored: bool) -> None:
+        self.output = Output(key, asked.tools, seals=asked.seals_reasoning, keeps=stored)
+        self.id = f"resp_{key}"
+        self.stored = stored
+        self.status = "in_progress"  # or how it has ended
         self._asked = asked
         self._echo: Json = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in echo(asked).items()}
         self._created_at = int(time.time())
+        self._completed_at: int | None = None
         self._model = asked.body.model
         self._service_tier: str | None = None
         self._usage: Json | None = None
@@ -55,11 +60,13 @@ class Response:
                 events += self._take(choice, choice.delta or Said(), _logprobs(choice))
         return events
 
-    def read_whole(self, answer: Answer) -> None:
-        """Raises `UpstreamCut`."""
+    def read_whole(self, body: bytes) -> None:
+        """All of the answer, and its end. Raises `UpstreamCut`."""
+        answer = read_answer(body)
         self._learn(answer)
         choice, message = answer.message
         self._take(choice, message, logprobs.of_text(message, _logprobs(choice)))
+        self.end()
 
     def _learn(self, answer: Answer) -> None:
         self._model = answer.model or self._model
@@ -70,40 +77,40 @@ class Response:
         self._reason = choice.finish_reason or self._reason
         return self.output.take(said, known if self._asked.wants_logprobs else ())
 
-    def end(self) -> tuple[str, Events]:
-        """The answer has come to its end: the response's status, and the events before it is told.
+    def end(self) -> Events:
+        """The answer has come to its end, and its status is known: the events before that is told.
 
         Raises `UpstreamCut` where the server says that it has not.
         """
         if self._reason not in INCOMPLETE:
             raise UpstreamCut(f"the server ended its answer with {self._reason!r}")
-        status = "completed" if INCOMPLETE[self._reason] is None else "incomplete"
-        return status, self.output.end(status)
+        self.status = "completed" if INCOMPLETE[self._reason] is None else "incomplete"
+        self._completed_at = int(time.time()) if self.status == "completed" else None
+        return self.output.end(self.status)
+
+    def fail(self) -> None:
+        """It stays as it is. What has failed is not kept."""
+        self.status, self.stored = "failed", False
+        self.output.cut()
 
     def json(self, status: str, error: GatewayError | None = None) -> Json:
         ended = status not in ("in_progress", "failed")
         reason = INCOMPLETE[self._reason] if status == "incomplete" else None
         told: Json = {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created_at,
             "status": status,
-            "completed_at": int(time.time()) if status == "completed" else None,
+            "completed_at": self._completed_at,
             "error": None if error is None else {"code": _code(error), "message": error.message},
             "incomplete_details": None if reason is None else {"reason": reason},
             "model": self._model,
             "output": self.output.json() if status != "in_progress" else [],
             **self._echo,
             "service_tier": self._service_tier,
+            "store": self.stored,
         }
         return {**told, "usage": self._usage} if ended and self._usage is not None else told
-
-
-def whole(response: Response, body: bytes) -> bytes:
-    """A whole answer as a response. Raises `UpstreamCut`."""
-    response.read_whole(read_answer(body))
-    status, _ = response.end()
-    return msgspec.json.encode(response.json(status))
 
 
 def echo(asked: Asked) -> Json:
@@ -119,13 +126,12 @@ def echo(asked: Asked) -> Json:
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "background": False,
         "prompt_cache_key": body.prompt_cache_key,
         "prompt_cache_retention": body.prompt_cache_retention,
         "reasoning": {"effort": asked.reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
-        "store": False,
         "temperature": body.temperature,
         "text": text,
         "tool_choice": body.tool_choice if is_given(body.tool_choice) else "auto",

@@ -2,6 +2,7 @@ import itertools
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -70,7 +71,7 @@ def test_a_file_tells_several_mistakes_at_once_and_counts_its_lines() -> None:
     ("line", "code"),
     [
         (raw(url="/v1/embeddings"), "mismatched_endpoint"),
-        (raw(body={"model": "m", "messages": [], "stream": True}), None),  # for the endpoint to say
+        (raw(body={"model": "m", "messages": []}), None),  # for the endpoint to say
         (raw(body={"model": "m", "messages": [{"role": "user"}], "stream": True}), "invalid_request"),
         (raw(body={"model": "x", "messages": [{"role": "user"}]}), "model_not_found"),
         (raw(), None),
@@ -79,6 +80,15 @@ def test_a_file_tells_several_mistakes_at_once_and_counts_its_lines() -> None:
 def test_what_depends_on_the_batch(line: bytes, code: str | None) -> None:
     policy = a_policy()
     verdict = judge(1, line, a_batch(), Principal(policy.tenants_by_name["t"], "k"), policy)
+    assert (verdict.error.code if verdict.error else None) == code
+
+
+@pytest.mark.parametrize(("stream", "code"), [(True, "invalid_request"), (False, None)])
+def test_a_line_that_goes_on_from_a_response_has_no_stream_either(stream: bool, code: str | None) -> None:
+    body = {"model": "m", "input": "x", "previous_response_id": "resp_1", "stream": stream}
+    policy, line = a_policy(), raw(url="/v1/responses", body=body)
+    batch = msgspec.structs.replace(a_batch(), endpoint="/v1/responses")
+    verdict = judge(1, line, batch, Principal(policy.tenants_by_name["t"], "k"), policy)
     assert (verdict.error.code if verdict.error else None) == code
 
 

@@ -15,6 +15,7 @@ from gateway.storage import redis as redis_engine
 from gateway.storage.base import (
     OPERATION_TIMEOUT_SECONDS,
     Charge,
+    Document,
     Granted,
     KeyRecord,
     LeaseCharge,
@@ -108,6 +109,7 @@ async def test_nothing_is_kept_for_ever(redis_server: RedisServer) -> None:
             await storage.settle("tidy/0", [1, 2, 0, 4], now=0.0)
             await storage.extend("tidy/1", lease_seconds=LEASE_SECONDS, now=0.0)
             await storage.put("blob", b"x", ttl_seconds=60.0)
+            await storage.put_document("tidy", "d", Document(b"head", b"body"), ttl_seconds=60.0)
         keys: list[bytes] = client.keys("*")
         assert len(keys) > 8
         assert [key for key in keys if client.pttl(key) == -1] == []

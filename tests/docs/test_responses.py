@@ -1,0 +1,31 @@
+"""docs/responses.md against the policy and the bounds in the code."""
+
+from gateway.doors.responses.body import Body
+from gateway.doors.responses.kept import HISTORY_BYTES_MAX, RESPONSES_MAX
+from gateway.located_yaml import load
+from gateway.policy import Policy
+from gateway.storage.base import DEFAULT_DOCUMENT_BYTES, DISK_DOCUMENT_BYTES
+from tests.docs.markdown import ROOT, blocks, code_spans, section, table_rows
+from tests.docs.test_limits import AROUND
+
+PAGE = ROOT / "docs" / "responses.md"
+SELF_EVIDENT = {"model", "stream"}
+
+
+def test_the_example_is_policy() -> None:
+    (example,) = [load(block.text).data for block in blocks(PAGE) if block.language == "yaml"]
+    policy = Policy.model_validate(AROUND | example)
+    assert [policy.responses_of(tenant).keep for tenant in policy.tenants] == [30 * 86400.0, "off"]
+
+
+def test_bounds_are_those_of_the_code() -> None:
+    said = " ".join(section(PAGE, "What is kept").split())
+    assert f"{RESPONSES_MAX:,} responses and {HISTORY_BYTES_MAX // 2**20} MiB" in said
+    assert f"In memory documents have {DEFAULT_DOCUMENT_BYTES // 2**20} MiB" in said
+    assert f"a SQLite file has {DISK_DOCUMENT_BYTES // 2**30} GiB" in said
+
+
+def test_every_field_that_is_taken_is_in_the_table() -> None:
+    rows = table_rows(section(PAGE, "What becomes of a request"))
+    named = {span.partition(".")[0].partition(":")[0] for row in rows for span in code_spans(row[0])}
+    assert {*Body.__struct_encode_fields__} - SELF_EVIDENT - {"background"} <= named
