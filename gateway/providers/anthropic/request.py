@@ -202,9 +202,10 @@ def _is_explicit(fields: Fields) -> bool:
 
 
 def _is_marked(fields: Fields, tools: list[Block], system: list[Block], turns: list[Block]) -> bool:
-    said = (block for turn in turns for block in turn["content"])
+    said = [block for turn in turns for block in turn["content"]]
+    told = [part for block in said if block["type"] == "tool_result" for part in block.get("content", ())]
     whole = is_given(fields.get("cache_control", NOTHING))
-    return whole or any("cache_control" in block for block in (*tools, *system, *said))
+    return whole or any("cache_control" in block for block in (*tools, *system, *said, *told))
 
 
 def _mark(tools: list[Block], system: list[Block], turns: list[Block]) -> None:

@@ -141,6 +141,14 @@ def test_a_server_that_heeds_them_gets_them_where_they_were_set(body: dict[str, 
         assert all(mark == FIVE_MINUTES for _, mark in set_in(request)), "ours"
 
 
+def test_one_within_a_result_is_the_clients_too() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [
+        {"type": "text", "text": "a", "cache_control": HOUR}, {"type": "text", "text": "b"},
+    ]}  # fmt: skip
+    (request,) = sent({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": [result]}]}, "anthropic")
+    assert request["messages"][0]["content"] == [result]
+
+
 def test_in_the_words_of_the_sdk() -> None:
     body = {
         "model": "m", "max_tokens": 9,
