@@ -21,6 +21,9 @@ from gateway.types import Operation, Said
 NAME_CHARS_MAX = 512  # of what a client names and the ledger keeps: one row of megabytes would be everybody's trouble
 MAX_TOKENS = 2**31 - 1  # of an answer: far above any model, and small enough to be counted in any store
 
+# Clients of the other vendors' wires send an effort to every model that they believe to reason, without being told to.
+ADVICE = frozenset({"reasoning_effort"})
+
 Fields = dict[str, msgspec.Raw]
 Body = TypeVar("Body")
 TokenCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]

@@ -175,8 +175,8 @@ def test_errors_have_their_exception_classes(local_gateway: Gateway) -> None:
     assert refused(openai.BadRequestError, previous_response_id="resp_1").param == "previous_response_id"
     assert refused(openai.BadRequestError, tools=[{"type": "web_search"}]).param == "tools[0].type"
     assert refused(openai.BadRequestError, temperature=99).param == "temperature"
-    by_engine = refused(openai.BadRequestError, reasoning={"effort": "low"})
-    assert by_engine.param == "reasoning.effort" and "`reasoning.effort`" in by_engine.message
+    by_engine = refused(openai.BadRequestError, text={"verbosity": "low"})
+    assert by_engine.param == "text.verbosity" and "`text.verbosity`" in by_engine.message
     assert refused(openai.InternalServerError, model="dead").status_code == 502
     with local_gateway.client() as client:
         for missing in (client.responses.retrieve, client.responses.delete):
@@ -185,6 +185,17 @@ def test_errors_have_their_exception_classes(local_gateway: Gateway) -> None:
             assert caught.value.code == "not_found"
     with local_gateway.client("nobody") as client, pytest.raises(openai.AuthenticationError):
         client.responses.retrieve("resp_1")
+
+
+def test_an_effort_is_advice(local_gateway: Gateway) -> None:
+    """To a model that knows none, too: agents send one by a model's name. What is no effort is refused."""
+    with local_gateway.client() as client:
+        asked: Any = {"model": DEMO, "input": "Hello", "max_output_tokens": 8}
+        response = client.responses.create(**asked, reasoning={"effort": "low"})
+        assert response.output_text and response.reasoning is not None and response.reasoning.effort == "low"
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(**asked, reasoning={"effort": "hard"})
+        assert refused.value.param == "reasoning.effort"
 
 
 def test_limits_hold(local_gateway: Gateway) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from gateway import breakpoints
-from gateway.doors.base import Asked, Fields, decode
+from gateway.doors.base import ADVICE, Asked, Fields, decode
 from gateway.doors.chat import read_chat
 from gateway.doors.messages.catalogue import asked_for_in
 from gateway.doors.messages.catalogue import entry as model
@@ -26,8 +26,7 @@ from gateway.types import Operation
 _messages = msgspec.json.Decoder(MessagesBody)
 _prompt = msgspec.json.Decoder(PromptBody)
 _encode = msgspec.json.encode
-HINTS = frozenset({"reasoning_effort"})  # clients of this wire send an effort to every model
-MARKED = HINTS | {breakpoints.FIELD}
+MARKED = ADVICE | {breakpoints.FIELD}
 
 
 class _Translator(ABC):
@@ -46,7 +45,7 @@ class _Translator(ABC):
 
     def _read(self, fields: Fields, body: bytes, *, with_breakpoints: bool = False) -> Asked:
         chat = self.chat_fields(fields, body, with_breakpoints=with_breakpoints)
-        hints = MARKED if with_breakpoints else HINTS
+        hints = MARKED if with_breakpoints else ADVICE
         return msgspec.structs.replace(read_chat(chat, _encode(chat)), hints=hints)
 
     @abstractmethod

@@ -68,7 +68,7 @@ class ResponsesTranslator(Keeper):
         stored = self.keeps and self._history is not None and asked.body.store is not False
         self._response = Response(self._key, asked, stored=stored)
         self._events = EventStream(self._response, obfuscates=asked.obfuscates)
-        return read_chat(read_fields(chat), chat)
+        return msgspec.structs.replace(read_chat(read_fields(chat), chat), hints=base.ADVICE)
 
     def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
         return {}

@@ -106,7 +106,7 @@ class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
-    effort: str | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: str | None = None
     generate_summary: Literal["auto"] | None = None  # the older name
 

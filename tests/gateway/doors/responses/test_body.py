@@ -141,6 +141,7 @@ def test_a_body_may_be_read_twice() -> None:
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+        ({"reasoning": {"effort": "hard"}}, "reasoning.effort"),
         ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
         ({"user": "x" * 513}, "user"),
     ],
