@@ -33,6 +33,11 @@ def new_key(key_id: str) -> str:
     return f"wp-{key_id}-{secrets.token_hex(SECRET_BYTES)}"
 
 
+def new_admin_key() -> str:
+    """Of the admin API, which has one key and knows it whole."""
+    return f"wpa-{secrets.token_hex(SECRET_BYTES)}"
+
+
 def parse_key(text: str) -> tuple[str, str] | None:
     """(id, secret), or None where the text is no key."""
     if len(text) > _MAX_KEY_CHARACTERS:
@@ -51,4 +56,4 @@ def verify(key: str, hash: str, pepper: str) -> bool:
     return hmac.compare_digest(hash_key(key, pepper).encode(), hash.encode())
 
 
-__all__ = ["ID_PATTERN", "hash_key", "new_id", "new_key", "parse_key", "verify"]
+__all__ = ["ID_PATTERN", "hash_key", "new_admin_key", "new_id", "new_key", "parse_key", "verify"]

@@ -141,9 +141,11 @@ def run(
     seat: Seat = ALONE,
     lifeline: int | None = None,
     told_to_stop: Callable[[], bool] = lambda: False,
+    admin_listener: socket.socket | None = None,
 ) -> bool:
     """Serve until a signal says stop, or the `lifeline` ends. False when the start failed, or when whoever had the
-    signals before was `told_to_stop`.
+    signals before was `told_to_stop`. `admin_listener` is taken for the admin API, and closed; where there is none,
+    one is made by the settings.
 
     Raises `PolicyError`, `OSError`, `ValueError`.
     """
@@ -167,8 +169,8 @@ def run(
             admin_config = uvicorn.Config(
                 gateway.admin, lifespan="off", timeout_graceful_shutdown=ADMIN_DRAIN_SECONDS, **QUIET
             )
-            admin_listener = listeners.enter_context(listen(settings.admin_host, settings.admin_port))
-            admin = (AdminServer(admin_config), admin_listener)
+            admin_listener = admin_listener or listen(settings.admin_host, settings.admin_port)
+            admin = (AdminServer(admin_config), listeners.enter_context(admin_listener))
         connections = Connections(min(MAX_CONNECTIONS, max(open_files // 2, open_files - OTHER_OPEN_FILES)))
         server = Server(
             config, gateway, on_ready, connections,

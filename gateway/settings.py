@@ -231,6 +231,15 @@ class Settings(BaseSettings):
         return value
 
 
+class UpSettings(Settings):
+    """Those of `warmpath up`, which makes an admin key where none is given."""
+
+    @field_validator("admin_key")
+    @classmethod
+    def _admin_port_needs_a_key(cls, value: SecretStr | None, given: ValidationInfo) -> SecretStr | None:
+        return value
+
+
 class Account(BaseSettings):
     """How a verb that is a client finds its gateway: by the variables that OpenAI's own clients read."""
 
@@ -254,11 +263,11 @@ def load_account(**options: Any) -> Account:
         raise SettingsError("\n".join(problems)) from None
 
 
-def load_settings(**options: Any) -> Settings:
+def load_settings(form: type[Settings] = Settings, **options: Any) -> Settings:
     """From the environment; an option that is not None wins. Raises `SettingsError`."""
     given = {name: value for name, value in options.items() if value is not None}
     try:
-        return Settings(**given)
+        return form(**given)
     except ValidationError as error:
         raise SettingsError("\n".join(_in_words(error))) from None
 
@@ -319,6 +328,7 @@ __all__ = [
     "Account",
     "Settings",
     "SettingsError",
+    "UpSettings",
     "likely_typos",
     "load_account",
     "load_settings",

@@ -84,12 +84,12 @@ def well_formed() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from None
 
 
-def settings_or_exit(**options: Any) -> Settings:
+def settings_or_exit(form: type[Settings] = Settings, **options: Any) -> Settings:
     """The settings; an option that is not None wins over its variable."""
     for typo in likely_typos():
         warn(typo)
     try:
-        return load_settings(**options)
+        return load_settings(form, **options)
     except SettingsError as error:
         fail(str(error), code=MISUSE)
 

@@ -6,26 +6,29 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import typer
+from pydantic import SecretStr
 
 from gateway.cli.common import MISUSE, fail, policy_or_exit, say, settings_or_exit, verb_app, warn
 from gateway.cli.engine_process import EngineProcess, answers
-from gateway.keys import hash_key, new_key, parse_key
+from gateway.keys import hash_key, new_admin_key, new_key, parse_key
 from gateway.policy import Deployment, Policy
 from gateway.policy_checks import IN_SERVICE
 from gateway.policy_file import PolicyError
-from gateway.server import listen, run, stop_signals
-from gateway.settings import Settings
+from gateway.server import listen, run, stop_signals, url_of
+from gateway.settings import ADMIN_KEY_CHARACTERS_MIN, Settings, UpSettings, variable
 from gateway.storage import open_storage
 from gateway.storage.base import KeyRecord
 
+ADMIN_PORT = 8082  # of the dashboard, unless the settings say otherwise
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 app = verb_app()
@@ -44,9 +47,10 @@ def up(
     """Start the bundled engine and the gateway, print how to call them, and stop both on Ctrl-C.
 
     The engine gets the port of the policy's first `warmpath` deployment on this machine. Keys, limits and the ledger
-    are kept in WARMPATH_DATA_DIR (.warmpath); WARMPATH_DEV_KEY fixes the key.
+    are kept in WARMPATH_DATA_DIR (.warmpath); WARMPATH_DEV_KEY fixes the key, and WARMPATH_ADMIN_KEY the dashboard's,
+    which is on port 8082 or WARMPATH_ADMIN_PORT.
     """
-    settings = settings_or_exit(policy=policy, port=port)
+    settings = settings_or_exit(UpSettings, policy=policy, port=port)
     rules = policy_or_exit(settings.policy, checks=IN_SERVICE)
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     if "storage" not in settings.model_fields_set:
@@ -60,10 +64,20 @@ def up(
     local = _local_engine(rules)
     key = _dev_key(settings)
     asyncio.run(_keep(key, settings, rules))
+    settings, admin_listener = _with_dashboard(settings, rules)
+    dashboard = _dashboard_url(settings, admin_listener)
     try:
-        with stop_signals() as told_to_stop, _engine(model, local, settings, told_to_stop):
+        with (
+            admin_listener or contextlib.nullcontext(),
+            stop_signals() as told_to_stop,
+            _engine(model, local, settings, told_to_stop),
+        ):
             started = run(
-                settings, on_ready=lambda url: _greet(url, key, rules), json_logs=False, told_to_stop=told_to_stop
+                settings,
+                on_ready=lambda url: _greet(url, key, rules, dashboard),
+                json_logs=False,
+                told_to_stop=told_to_stop,
+                admin_listener=admin_listener,
             )
     except PolicyError as error:
         fail(str(error))
@@ -86,11 +100,48 @@ def _dev_key(settings: Settings) -> str:
     """The key of WARMPATH_DEV_KEY, or the one made at the first start and kept beside the data."""
     if settings.dev_key is not None:
         return settings.dev_key.get_secret_value()
-    kept = settings.data_dir / "dev-key"
-    if not kept.exists():
-        with os.fdopen(os.open(kept, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-            file.write(new_key("dev") + "\n")
-    return kept.read_text().strip()
+    return _kept(settings.data_dir / "dev-key", lambda: new_key("dev"))
+
+
+def _kept(file: Path, make: Callable[[], str]) -> str:
+    """The secret in a file that only this user may read, made where there is none."""
+    if not file.exists():
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as new:
+            new.write(make() + "\n")
+    return file.read_text().strip()
+
+
+def _with_dashboard(settings: Settings, policy: Policy) -> tuple[Settings, socket.socket | None]:
+    """The settings with an admin API, and its listener; without one where its usual port is wanted otherwise."""
+    key = settings.admin_key or SecretStr(_kept(settings.data_dir / "admin-key", new_admin_key))
+    if len(key.get_secret_value()) < ADMIN_KEY_CHARACTERS_MIN:
+        fail(f"{settings.data_dir / 'admin-key'} holds no key; delete it, and a new one is made", code=MISUSE)
+    asked = settings.admin_port
+    try:
+        if asked is None and ADMIN_PORT in _wanted_ports(settings, policy):
+            raise OSError(f"port {ADMIN_PORT} is wanted otherwise")
+        listener = listen(settings.admin_host, ADMIN_PORT if asked is None else asked)
+        listener.listen()  # so that the port is taken while the engine starts
+    except OSError as error:
+        if asked is not None:
+            fail(str(error), code=MISUSE)
+        warn(f"{error}, so there is no dashboard; {variable('admin_port')} gives it another port")
+        return settings, None
+    port = listener.getsockname()[1]
+    return settings.model_copy(update={"admin_port": port, "admin_key": key}), listener
+
+
+def _wanted_ports(settings: Settings, policy: Policy) -> set[int | None]:
+    """On this machine, by the gateway and by servers that may be started later."""
+    servers = (urlsplit(deployment.base_url) for deployment in policy.deployments)
+    return {settings.port, *(server.port for server in servers if server.hostname in LOOPBACK)}
+
+
+def _dashboard_url(settings: Settings, listener: socket.socket | None) -> str | None:
+    """With the key in it, which a browser sends to nobody."""
+    if listener is None or settings.admin_key is None:
+        return None
+    return f"{url_of(listener)}/#key={quote(settings.admin_key.get_secret_value(), safe='')}"
 
 
 async def _keep(key: str, settings: Settings, policy: Policy) -> None:
@@ -131,14 +182,16 @@ def _engine(model: str, deployment: Deployment, settings: Settings, told_to_stop
         yield
 
 
-def _greet(url: str, key: str, policy: Policy) -> None:
+def _greet(url: str, key: str, policy: Policy, dashboard: str | None) -> None:
     model = policy.models[0].name
+    lines = {"base URL": f"{url}/v1", "key": key, "model": model}
+    if dashboard is not None:
+        lines["dashboard"] = dashboard
+    told = "\n".join(f"  {name:<9}  {value}" for name, value in lines.items())
     say()
     say("Warmpath is up. Ctrl-C stops it.", style="bold green")
     say(f"""
-  base URL  {url}/v1
-  key       {key}
-  model     {model}
+{told}
 
   curl {url}/v1/chat/completions \\
     -H 'authorization: Bearer {key}' \\

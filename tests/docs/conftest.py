@@ -20,6 +20,7 @@ from tests.otlp_collector import Collector, collecting
 README = ROOT / "README.md"
 BLOCKS = blocks(README)
 KEY = next(iter(re.findall(r"^export OPENAI_API_KEY=(\S+)$", README.read_text(), re.MULTILINE)))
+ADMIN_KEY = next(iter(re.findall(r"#key=(wpa-\w+)$", README.read_text(), re.MULTILINE)))
 NOT_IN_A_CHECKOUT = {".git", ".venv", ".warmpath", "policies"}
 
 
@@ -29,12 +30,14 @@ class Stack:
 
     url: str
     engine_url: str
+    dashboard_url: str
     checkout: Path
     collector: Collector
 
     def here(self, text: str) -> str:
         """A block as it must read on this machine: free ports in place of the README's."""
-        text = text.replace("http://127.0.0.1:8080", self.url).replace("http://127.0.0.1:8081", self.engine_url)
+        for said, is_here in ((8080, self.url), (8081, self.engine_url), (8082, self.dashboard_url)):
+            text = text.replace(f"http://127.0.0.1:{said}", is_here)
         return re.sub(r"--port \d+", "--port 0", text)
 
     def bash(self, block: Block, command: str) -> subprocess.CompletedProcess[str]:
@@ -71,10 +74,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     assert recipe == [".venv/bin/warmpath", "up"]
     with collecting() as collector:
         env = clean_environment(
-            WARMPATH_PORT="0", WARMPATH_POLICY=str(policy), WARMPATH_DEV_KEY=KEY, WARMPATH_OTLP_ENDPOINT=collector.url
-        )
-        with running(recipe, checkout, r"base URL  (\S+)/v1", env) as up:
-            yield Stack(up.url, engine_url, checkout, collector)
+            WARMPATH_PORT="0", WARMPATH_POLICY=str(policy), WARMPATH_DEV_KEY=KEY, WARMPATH_OTLP_ENDPOINT=collector.url,
+            WARMPATH_ADMIN_PORT="0", WARMPATH_ADMIN_KEY=ADMIN_KEY,
+        )  # fmt: skip
+        with running(recipe, checkout, r"base URL +(\S+)/v1", env) as up:
+            found = re.search(r"dashboard +(http://[\d.:]+)/#key=", (checkout / "stdout").read_text())
+            assert found
+            yield Stack(up.url, engine_url, found[1], checkout, collector)
 
 
 def make(*arguments: str) -> str:

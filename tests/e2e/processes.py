@@ -126,6 +126,13 @@ def engine(folder: Path, *options: str, port: int = 0) -> Iterator[Running]:
 class Gateway(Running):
     ledger: Path
 
+    @property
+    def admin_url(self) -> str:
+        """Where it has an admin API; `admin_port="0"` gives it one."""
+        found = re.search(r"the admin API listens on (http://[\d.:]+)", self.log.read_text())
+        assert found, self.log.read_text()
+        return found[1]
+
     def client(self, tenant: str = "dev", **options: Any) -> openai.OpenAI:
         given = {"max_retries": 0, "timeout": PATIENCE_SECONDS, "_strict_response_validation": True} | options
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key(tenant), **given)

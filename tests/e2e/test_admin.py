@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,13 +59,7 @@ def fronts(
         gateway(folder / "a", policy, replica="a", **common) as a,
         gateway(folder / "b", policy, replica="b", **common) as b,
     ):
-        yield [Front(one, admin_url(one.log)) for one in (a, b)]
-
-
-def admin_url(log: Path) -> str:
-    found = re.search(r"the admin API listens on (http://[\d.:]+)", log.read_text())
-    assert found, log.read_text()
-    return found[1]
+        yield [Front(one, one.admin_url) for one in (a, b)]
 
 
 def test_a_key_s_life_is_the_same_at_both(fronts: list[Front]) -> None:

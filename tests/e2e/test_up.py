@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 import httpx2
 import pytest
@@ -69,7 +70,8 @@ class Up:
 @contextmanager
 def warmpath_up(folder: Path, *options: str, by: Sequence[str] = (), **settings: str) -> Iterator[Up]:
     out, err = folder / "out", folder / "err"
-    env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in settings.items()})
+    given = {"admin_port": "0"} | settings
+    env = clean_environment(**{f"WARMPATH_{name.upper()}": value for name, value in given.items()})
     command = [*by, sys.executable, "-m", "gateway", "up", *options]
     with out.open("wb") as stdout, err.open("wb") as stderr:
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env, cwd=folder, start_new_session=True)
@@ -142,6 +144,32 @@ def test_a_second_start_and_its_own_key(tmp_path: Path, policy: Path) -> None:
             assert not alive(engine)
     assert keys[0] == keys[1], "made at the first start, and kept"
     assert (tmp_path / ".warmpath" / "dev-key").stat().st_mode & 0o077 == 0
+
+
+def test_the_dashboard_and_its_key(tmp_path: Path, policy: Path) -> None:
+    keys = []
+    for given in ({}, {}, {"admin_key": "of my own/choosing"}):
+        with warmpath_up(tmp_path, "--policy", str(policy), "--port", "0", **given) as up:
+            until(lambda: is_up(up))
+            url, _, key = told(up, "dashboard").partition("/#key=")
+            keys.append(unquote(key))
+            page = httpx2.get(f"{url}/", follow_redirects=True)
+            assert (page.url.path, page.headers["content-type"]) == ("/dashboard/", "text/html; charset=utf-8")
+            state = httpx2.get(f"{url}/admin/state", headers={"authorization": f"Bearer {keys[-1]}"})
+            assert (state.status_code, state.json()["status"]) == (200, "ready")
+            assert httpx2.get(f"{url}/admin/state").status_code == 401
+            assert up.interrupt() == 0
+    assert keys[0] == keys[1], "made at the first start, and kept"
+    assert keys[2] == "of my own/choosing"
+    assert (tmp_path / ".warmpath" / "admin-key").stat().st_mode & 0o077 == 0
+
+
+def test_a_dashboards_port_that_was_asked_for_and_is_taken(tmp_path: Path, policy: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = warmpath("up", "--policy", str(policy), "--port", "0", cwd=tmp_path, admin_port=str(port))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.strip() == f"can not listen on 127.0.0.1:{port}: Address already in use"
 
 
 @pytest.mark.parametrize("by", [(), IN_BACKGROUND], ids=["foreground", "background"])
