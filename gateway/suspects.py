@@ -38,8 +38,16 @@ class Suspects:
         if len(self._untold) < UNTOLD_MAX:
             self._untold[digest] = against
 
+    def acquit(self, digest: int) -> None:
+        """A server has answered it to the end, and lives."""
+        if self._against.pop(digest, None) is not None and len(self._untold) < UNTOLD_MAX:
+            self._untold[digest] = 0
+
     def hear(self, digest: int, against: int, now: float) -> None:
-        """From another gateway, which may speak of the same death."""
+        """From another gateway, which may speak of the same death; with nothing against it, that it was acquitted."""
+        if not against:
+            self._against.pop(digest, None)
+            return
         self._note(digest, max(against, self.against(digest, now)), now)
 
     def tell(self) -> tuple[tuple[int, int], ...]:

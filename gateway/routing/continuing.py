@@ -99,6 +99,13 @@ class Unbroken(Upstream):
             told["usage"] = self._rest.as_one(usage)
         return _encode(told)
 
+    def completed(self) -> None:
+        """That the rest came from another server acquits nobody: it was another request."""
+        if self._rest is None:
+            super().completed()
+        else:
+            self.server.breaker.completed()
+
     async def pour(self, sink: Sink) -> bool:
         try:
             return await super().pour(self._noting(sink))

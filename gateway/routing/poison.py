@@ -2,8 +2,9 @@
 
 When a server dies, one of the calls that it worked on may be why, whether its answer had begun or not. Where there was
 only one, of all gateways as far as they tell each other, it is refused from then on; where there were several, they may
-be asked once more, and the one that is there again when a server dies is refused. That a server has died, and not just
-a connection, its health says right after.
+be asked once more, and the one that is there again when a server dies is refused. Of one that is answered to its end
+in between, nothing is held against it any more. That a server has died, and not just a connection, its health says
+right after.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ async def after_cut(suspects: Suspects, server: Server, call: Call) -> bool:
     now, digest = asyncio.get_running_loop().time(), _digest(call)
     suspects.accuse(digest, CONVICTED if under_way == 1 else 1, now)
     return suspects.convicted(digest, now)
+
+
+def after_whole(suspects: Suspects, call: Call) -> None:
+    """Its answer has come to its own end. While no server has died, nothing happens here either."""
+    if suspects:
+        suspects.acquit(_digest(call))
 
 
 def check(suspects: Suspects, call: Call, now: float) -> None:

@@ -9,7 +9,7 @@ from gateway.errors import UpstreamCut
 from gateway.fleet import SentCall
 from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
 from gateway.routing.base import Candidate
-from gateway.routing.poison import after_cut
+from gateway.routing.poison import after_cut, after_whole
 from gateway.suspects import Suspects
 from gateway.timers import WaitBound
 from gateway.types import Call
@@ -98,6 +98,7 @@ class Upstream:
     def completed(self) -> None:
         """The answer has come to its own end."""
         self.server.breaker.completed()
+        after_whole(self._suspects, self._call)
 
     async def aclose(self) -> None:
         """The call is over at this server. Once."""

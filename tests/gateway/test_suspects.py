@@ -26,6 +26,21 @@ def test_what_others_tell_of_the_same_death_counts_once() -> None:
     assert one.tell() == (), "what was heard is not told on"
 
 
+def test_who_is_answered_to_the_end_is_acquitted_everywhere() -> None:
+    one, other = Suspects(), Suspects()
+    one.accuse(7, 1, 0.0)
+    for digest, against in one.tell():
+        other.hear(digest, against, 0.1)
+    other.acquit(7)
+    other.acquit(8)  # nobody has accused it
+    told = other.tell()
+    assert told == ((7, 0),) and not other
+    for digest, against in told:
+        one.hear(digest, against, 0.2)
+    one.accuse(7, 1, 0.3)
+    assert not one.convicted(7, 0.3)
+
+
 def test_they_are_bounded() -> None:
     suspects = Suspects()
     for digest in range(2 * SUSPECTS_MAX):

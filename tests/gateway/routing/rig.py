@@ -109,6 +109,7 @@ class Rig:
             async with self.router.open(call, place, tried) as upstream:
                 chunks = [await upstream.first()]
                 assert await upstream.pour(lambda chunk: chunks.append(chunk) is None)
+                upstream.completed()
                 return chunks
 
     @property

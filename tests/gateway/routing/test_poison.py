@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+import pytest
+
 from gateway.breaker import Breaker
 from gateway.errors import PoisonousRequest, UpstreamCut
 from gateway.providers.base import Fault, ProviderFailure, Reply
@@ -104,6 +106,26 @@ async def test_of_several_answers_that_a_death_breaks_off_each_may_be_asked_for_
     a.dead, a.steps = False, (TEXT, DONE)
     server(rig, "a").breaker = Breaker()
     assert await rig.chunks(user="one") == [TEXT, DONE]
+
+
+async def test_who_was_answered_in_between_two_deaths_has_nothing_against_it() -> None:
+    gate = asyncio.Event()
+    rig = Rig(one_server(), a=(a := MortalLater(TEXT, gate, DIES)))
+    for _ in range(2):
+        gate.clear()
+        a.steps = (TEXT, gate, DIES)
+        asking = [asyncio.create_task(rig.chunks(rig.new_attempts(), user=name)) for name in ("one", "two")]
+        a.opened = 0
+        while a.opened < 2:
+            await asyncio.sleep(0.001)
+        gate.set()
+        cut = await asyncio.gather(*asking, return_exceptions=True)
+        assert [type(error) for error in cut] == [UpstreamCut, UpstreamCut]
+        a.dead, a.steps = False, (TEXT, DONE)
+        server(rig, "a").breaker = Breaker()
+        assert await rig.chunks(user="one") == [TEXT, DONE]
+    with pytest.raises(PoisonousRequest):
+        await rig.chunks(user="two")
 
 
 async def test_an_answer_does_not_go_on_at_the_server_that_has_died_of_it() -> None:
