@@ -119,6 +119,17 @@ async def test_what_can_not_be_served_is_refused_by_name(
         assert rig.replies == [] and rig.receipts() == []
 
 
+@pytest.mark.parametrize("kind", [b"application/x-www-form-urlencoded", b"text/plain", b"multipart/form-data", None])
+async def test_a_body_is_what_it_is_and_not_what_it_is_called(tmp_path: Path, kind: bytes | None) -> None:
+    """As of `curl -d`, which calls everything a form."""
+    headers = [] if kind is None else [(b"content-type", kind)]
+    async with a_rig(tmp_path) as rig:
+        rig.script(answer("hi"))
+        assert (await rig.ask(Client(chat(), headers=headers))).status == 200
+        form = await rig.ask(Client(b"model=m&messages=hello", headers=headers))
+        assert form.status == 400 and "not valid JSON" in form.json["error"]["message"]
+
+
 async def test_content_parts_of_no_known_form_are_left_to_the_server(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
         rig.script(answer())
