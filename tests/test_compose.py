@@ -78,10 +78,10 @@ def test_the_gateways_image_has_no_engine() -> None:
     assert "[engine]" not in dockerfile
 
 
-def test_only_three_ports_are_published_and_only_here() -> None:
-    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
-    assert set(published) == {"gateway", "grafana", "jaeger"}
-    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+def test_only_what_people_look_at_is_published_and_only_here() -> None:
+    published = [port for service in SERVICES.values() for port in service.get("ports", ())]
+    here = [port.removeprefix("127.0.0.1:").partition(":")[0] for port in published if port.startswith("127.0.0.1:")]
+    assert sorted(here) == ["16686", "3000", "8080", "8082"] and len(here) == len(published)
 
 
 @pytest.mark.parametrize("name", sorted(set(SERVICES) - NO_SHELL))
@@ -108,11 +108,27 @@ def test_every_mounted_file_exists_and_every_volume_is_declared() -> None:
     assert sorted(named) == sorted(COMPOSE["volumes"])
 
 
-def test_the_gateways_settings_are_settings() -> None:
+def interpolated(value: str, environment: dict[str, str]) -> str:
+    """As compose does, for the forms that are used here: `${NAME:-otherwise}` and `${NAME:+where it is set}`."""
+
+    def meant(found: re.Match[str]) -> str:
+        name, sign, other = found.groups()
+        given = environment.get(name, "")
+        return (other if given else "") if sign == "+" else (given or other)
+
+    return re.sub(r"\$\{(\w+):([-+])([^}]*)\}", meant, value)
+
+
+@pytest.mark.parametrize("key", ["", "a-key-of-sixteen-characters"])
+def test_the_gateways_settings_are_settings_and_a_key_switches_the_dashboard_on(key: str) -> None:
     known = {f"WARMPATH_{name.upper()}" for name in Settings.model_fields}
     given = SERVICES["gateway"]["environment"]
     assert set(given) <= known
-    Settings.model_validate({name.removeprefix("WARMPATH_").lower(): value for name, value in given.items()})
+    values = {name: interpolated(value, {"WARMPATH_ADMIN_KEY": key}) for name, value in given.items()}
+    fields = {name.removeprefix("WARMPATH_").lower(): value for name, value in values.items() if value}
+    settings = Settings.model_validate(fields)  # where the environment has an empty value, it counts as left out
+    assert settings.admin_port == (8082 if key else None)
+    assert settings.trace_url == f"http://{SERVICES['jaeger']['ports'][0].rpartition(':')[0]}/trace/{{trace_id}}"
 
 
 def test_the_policy_is_valid_and_names_the_engine_as_the_network_does() -> None:
