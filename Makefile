@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TEST_WORKERS ?= 2  # processes that share the tests
 PIP := $(BIN)/pip --disable-pip-version-check
 
 .PHONY: up install test test-triton check lint bench docs clean
@@ -14,7 +15,7 @@ install: $(VENV)/.installed ## the virtual environment with gateway and engine
 test: $(VENV)/.installed-dev ## everything a change must pass, real redis-server included
 	@scripts/ensure-redis.sh
 	@$(MAKE) --no-print-directory lint
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile
 
 test-triton: $(VENV)/.installed-dev ## the kernels for GPUs, on a CPU: interpreted, and compiled without being run
 	$(PIP) install -q -c constraints.txt -e '.[triton]'  # whose version torch for CUDA pins, so that the constraints do not

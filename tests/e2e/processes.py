@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -42,11 +44,16 @@ def until(condition: Callable[[], Any], *, pause_seconds: float = 0.01) -> Any:
     return answer
 
 
+PORTS = range(20_000, 32_000)  # below those that Linux gives out by itself: no other process is given one meanwhile
+
+
 def free_port() -> int:
     """For what must know its port before it is started; 0 is better wherever it can be had."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    for port in random.sample(PORTS, 100):
+        with contextlib.suppress(OSError), socket.socket() as sock:
+            sock.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("of a hundred ports none is free")
 
 
 def clean_environment(**settings: str) -> dict[str, str]:

@@ -35,7 +35,7 @@ CLIENTS = 4
 
 
 class Balancer:
-    """Deals TCP connections out to the replicas that were ready when it last looked, as balancers do."""
+    """Deals TCP connections out to the replicas that were ready when it last looked; to all where none was."""
 
     def __init__(self, ports: list[int]) -> None:
         self._ports = ports
@@ -59,7 +59,7 @@ class Balancer:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        port = min(self.ready, key=lambda each: self.dealt[each])
+        port = min(self.ready or self._ports, key=lambda each: self.dealt[each])
         self.dealt[port] += 1
         upstream = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.gather(_pump(reader, upstream[1]), _pump(upstream[0], writer))
