@@ -64,24 +64,25 @@ def test_there_is_no_holder_without_a_policy(path: Path) -> None:
 
 async def test_a_reload_replaces_the_policy_whole_and_leaves_the_old_one_as_it_was(path: Path) -> None:
     holder = PolicyHolder(path)
-    before = holder.current
+    before, loaded_ns = holder.current, holder.loaded_ns
     heard: list[Policy] = []
     holder.subscribe(heard.append)
     write(path, "cache: {ttl: 5s}\n")
     assert await holder.reload()
     assert holder.current.cache.ttl == 5
+    assert holder.loaded_ns > loaded_ns
     assert before.cache.ttl == 600
     assert heard == [holder.current]
 
 
 async def test_a_file_that_is_no_policy_changes_nothing_and_says_why(path: Path) -> None:
     holder = PolicyHolder(path)
-    before = holder.current
+    before, loaded_ns = holder.current, holder.loaded_ns
     heard: list[Policy] = []
     holder.subscribe(heard.append)
     write(path, "cache: {ttl: never}\n")
     assert not await holder.reload()
-    assert holder.current is before
+    assert holder.current is before and holder.loaded_ns == loaded_ns
     error = holder.last_error
     assert error is not None
     assert error.problems[0].line == 7

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.siblings import ALONE, Seat, Siblings, left_behind, merged, socket_path
+from tests.gateway.house import in_time
 
 ONE = b"""# HELP calls_total Calls, by "how".
 # TYPE calls_total counter
@@ -85,7 +86,7 @@ async def test_any_worker_knows_the_last_calls_of_all(tmp_path: Path, monkeypatc
         assert await here.calls(20) == {0: b"[20]", 1: b"[20]", 2: None}
 
 
-@pytest.mark.parametrize("question", [b"", b"keys\n", b"calls\n", b"calls -1\n", b"calls 1 2\n", b"x" * 10_000])
+@pytest.mark.parametrize("question", [b"", b"keys\n", b"calls\n", b"calls -1\n", b"calls 1 2\n"])
 async def test_what_is_no_question_is_not_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, question: bytes
 ) -> None:
@@ -94,6 +95,16 @@ async def test_what_is_no_question_is_not_answered(
         writer.write(question)
         with suppress(ConnectionError):
             assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_question_without_end_is_not_listened_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with three_workers(tmp_path, monkeypatch):
+        monkeypatch.setattr("gateway.siblings.ANSWER_SECONDS", 3600)
+        reader, writer = await asyncio.open_unix_connection(socket_path(tmp_path, 1))
+        writer.write(b"x" * 10_000)
+        with suppress(ConnectionError):
+            assert await in_time(reader.read()) == b""
         writer.close()
 
 

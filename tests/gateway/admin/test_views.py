@@ -18,6 +18,7 @@ from tests.gateway.test_app import Application, running
 
 ADMIN_KEY = "an-admin-key-of-some-length"
 ASKED, ANSWERED, PASSWORD = "wherefore-art-thou", "a-rose-by-any-other-name", "open-sesame"
+HASH = f"hmac-sha256:{'0' * 64}"
 TRACE_URL = "http://127.0.0.1:16686/trace/{trace_id}"
 
 
@@ -31,7 +32,12 @@ async def app(tmp_path: Path) -> AsyncIterator[Application]:
         policy = policy_of(
             deployments=[{"name": "a", "base_url": f"{url}?key={PASSWORD}", "model": "served", "max_concurrency": 2}],
             models=[{"name": "m", "aliases": ["alias"], "deployments": ["a"]}],
-            tenants=[{**tenant(), "limits": {"requests": "600/1m"}}, {"name": "u"}],
+            tenants=[
+                {**tenant(), "limits": {"requests": "600/1m"}},
+                {"name": "u", "limits": {"default_output_tokens": 10}},
+                {"name": "by-key", "keys": [{"id": "k", "hash": HASH, "limits": {"concurrency": 1}}]},
+                {"name": "by-part", "limits": {"parts": [{"match": {"model": "m"}, "tokens": "1k/1m"}]}},
+            ],
         )
         settings = {"admin_port": 0, "admin_key": ADMIN_KEY, "trace_url": TRACE_URL}
         async with running(tmp_path, policy, **settings) as application:
@@ -137,7 +143,12 @@ async def test_the_policy_in_force_in_names(app: Application) -> None:
         "deployments": [{"name": "a", "provider": "openai", "model": "served", "max_concurrency": 2}],
         "models": [{"name": "m", "aliases": ["alias"], "deployments": ["a"], "fallbacks": []}],
         "classes": ["realtime", "batch"],
-        "tenants": [{"name": "t", "has_limits": True}, {"name": "u", "has_limits": False}],
+        "tenants": [
+            {"name": "t", "has_limits": True},
+            {"name": "u", "has_limits": False},
+            {"name": "by-key", "has_limits": True},
+            {"name": "by-part", "has_limits": True},
+        ],
         "trace_url": TRACE_URL,
     }
     app.policy_file.write_text("models: []")

@@ -36,6 +36,7 @@ def test_the_usual_port_where_it_is_free(tmp_path: Path, usual_port: socket.sock
         assert given.admin_key is not None
         key = given.admin_key.get_secret_value()
         assert key == (tmp_path / "admin-key").read_text().strip() and key.startswith("wpa-")
+        assert (tmp_path / "admin-key").stat().st_mode & 0o077 == 0
         assert up._dashboard_url(given, listener) == f"http://127.0.0.1:{up.ADMIN_PORT}/#key={key}"
 
 
