@@ -1,0 +1,80 @@
+// @ts-check
+// One call: what is known of it, and its waterfall.
+
+import { coveredMs, endOf, promptTokens } from "../callstats.js";
+import { h } from "../dom.js";
+import { counted, duration, NOTHING, share, whole } from "../format.js";
+import { waterfall } from "../waterfall.js";
+import { copied, empty, time } from "../widgets.js";
+
+const PAUSE_MS_MIN = 1; // worth a word
+
+/** @typedef {import("../callstats.js").Call} Call */
+
+/**
+ * @param {Call | null} call null where it is not among those that are kept
+ * @param {{ opened: string, limit: number, policy: any, close: () => void }} place
+ */
+export function callDetail(call, { opened, limit, policy, close }) {
+  const head = h("div", { class: "bar" }, h("h2", null, "Call ", copied(opened)), h("span", { class: "grow" }), h("button", { type: "button", class: "quiet", onclick: close }, "Close"));
+  if (!call) {
+    return [head, empty(`It is not among the last ${limit} calls`, "It may be older: show more of them, or look for its receipt with `warmpath usage export`.")];
+  }
+  return [
+    head,
+    h("p", { class: "summary" }, summary(call)),
+    waterfall(call),
+    h("dl", { class: "facts" }, facts(call, policy?.trace_url ?? null).map(([name, value]) => [h("dt", null, name), h("dd", null, value)])),
+  ];
+}
+
+/** Where the time went, in a sentence. @param {Call} call */
+function summary(call) {
+  const parts = [`${duration(call.duration_ms)} in all`];
+  if (call.queued_ms) parts.push(`${duration(call.queued_ms)} waiting for its turn`);
+  const chat = call.phases.find((phase) => phase.name === "chat");
+  if (chat) {
+    const asked = coveredMs(call.attempts, chat.end_ms);
+    parts.push(`${duration(asked)} with servers`);
+    const between = chat.end_ms - chat.start_ms - asked;
+    if (call.attempts.length > 1 && between > PAUSE_MS_MIN) parts.push(`${duration(between)} between tries`);
+  }
+  parts.push(`${duration(call.own_ms)} of the gateway's own`);
+  const end = endOf(call) === "answered" ? "" : ` It ended with HTTP ${call.status}${call.error_code ? ` (${call.error_code})` : ""}.`;
+  return `${parts.join(", ")}.${end}`;
+}
+
+/** @param {Call} call @param {string | null} traceUrl @returns {[string, import("../dom.js").Child][]} */
+function facts(call, traceUrl) {
+  const used = call.usage && promptTokens(call.usage) + call.usage.output > 0 ? call.usage : null;
+  const found = /** @type {[string, import("../dom.js").Child][]} */ ([
+    ["Began", time(call.time)],
+    ["Asked for", [`${call.model ?? NOTHING}, `, h("code", null, call.path)]],
+    ["Tenant, key", `${call.tenant ?? NOTHING}, ${call.key_id ?? NOTHING}`],
+    ["Class", call.class ?? NOTHING],
+    ["Ended", [`HTTP ${call.status}`, call.outcome && `, ${call.outcome}`, call.error_code && `, ${call.error_code}`, call.finish_reasons.length > 0 && `, finish ${call.finish_reasons.join(", ")}`]],
+    ["Response cache", call.cache],
+    ["Server", call.deployment ?? NOTHING],
+    ["Chosen because", call.route_reason ?? NOTHING],
+    ["First token", call.ttft_ms === null ? NOTHING : `after ${duration(call.ttft_ms)}`],
+    ["Tokens", used ? tokens(used) : "none"],
+    ["Cached tokens", used ? `${whole(call.predicted_cached_tokens)} predicted, ${whole(used.cache_read)} reported (${share(used.cache_read, promptTokens(used))} of the prompt)` : NOTHING],
+    ["Receipt", call.event_id ? copied(call.event_id) : "none: no server was asked"],
+    ["Trace", [copied(call.trace_id), traceLink(call.trace_id, traceUrl)]],
+    ["Worker", whole(call.worker)],
+  ]);
+  return found;
+}
+
+/** @param {import("../callstats.js").Usage} usage */
+function tokens(usage) {
+  const read = `${counted(promptTokens(usage), "prompt token")} (${whole(usage.input_uncached)} computed, ${whole(usage.cache_read)} cached${usage.cache_write ? `, ${whole(usage.cache_write)} written to the cache` : ""})`;
+  return `${read}, ${whole(usage.output)} out${usage.reasoning ? `, ${whole(usage.reasoning)} of them reasoning` : ""}`;
+}
+
+/** Only to pages: whatever else a setting might name is not opened. @param {string} traceId @param {string | null} template */
+function traceLink(traceId, template) {
+  if (!template || !/^https?:\/\//i.test(template)) return null;
+  const href = template.replace("{trace_id}", encodeURIComponent(traceId));
+  return [" ", h("a", { href, target: "_blank", rel: "noopener noreferrer" }, "Open the trace")];
+}

@@ -1,0 +1,99 @@
+// @ts-check
+// The keys in the storage: who has which, and making, rotating and revoking them.
+
+import { h, keyed, say, update } from "../dom.js";
+import { counted, NOTHING } from "../format.js";
+import { empty, headRow, select, state, time, trouble } from "../widgets.js";
+import { createDialog, revokeDialog, rotateDialog } from "./key_dialogs.js";
+
+/**
+ * @typedef {{
+ *   id: string, tenant: string, state: "active" | "expired" | "revoked", created: string, expires: string | null,
+ *   models: string[] | null, classes: string[] | null, limits: any, old_secret_expires: string | null,
+ * }} Key
+ */
+
+const LEVELS = /** @type {Record<string, import("../widgets.js").Level>} */ ({ active: "good", expired: "warn", revoked: "off" });
+const STATES = /** @type {[string, string][]} */ ([["", "all"], ["active", "active"], ["expired", "expired"], ["revoked", "revoked"]]);
+
+/** @param {import("../app.js").Context} context @returns {import("../app.js").Page} */
+export function keysPage({ api, sources, go }) {
+  let wanted = { tenant: "", state: "" };
+  const source = sources.keys;
+  const refresh = () => source.refresh();
+
+  const choices = h("span", { class: "selects" });
+  const counts = h("span", { class: "dim", role: "status" });
+  const make = h("button", { type: "button", onclick: () => createDialog(api, sources.policy.value, refresh) }, "New key");
+  const troubles = h("div");
+  const rows = h("tbody");
+  const none = h("div");
+  const element = h(
+    "div",
+    { class: "page" },
+    h("div", { class: "bar" }, h("h1", null, "Keys"), counts, h("span", { class: "grow" }), choices, make),
+    troubles,
+    h("section", { class: "panel" }, h("div", { class: "scroll" }, h("table", { class: "rows" }, h("thead", null, headRow(COLUMNS)), rows)), none, h("p", { class: "dim" }, "Keys that are written in the policy are not listed: they are changed there.")),
+  );
+
+  function draw() {
+    update(troubles, trouble(source, "The keys"));
+    /** @type {Key[]} */
+    const keys = source.value?.data ?? [];
+    const tenants = [...new Set([...keys.map((key) => key.tenant), wanted.tenant])].filter(Boolean).sort();
+    update(
+      choices,
+      select("Tenant", [["", "all"], ...tenants.map((name) => /** @type {[string, string]} */ ([name, name]))], wanted.tenant, (tenant) => go(["keys"], { ...wanted, tenant })),
+      select("State", STATES, wanted.state, (value) => go(["keys"], { ...wanted, state: value })),
+    );
+    const shown = keys.filter((key) => (!wanted.tenant || key.tenant === wanted.tenant) && (!wanted.state || key.state === wanted.state));
+    shown.sort((a, b) => b.created.localeCompare(a.created) || a.id.localeCompare(b.id));
+    if (source.value) say(counts, counted(shown.length, "key"));
+    keyed(rows, shown, (key) => key.id, (key) => row(key, () => rotateDialog(api, key, refresh), () => revokeDialog(api, key, refresh)));
+    const words = keys.length ? empty("No key fits", "Take a filter away.") : empty("No keys in the storage", "Make one with New key, or with `warmpath keys create`.");
+    update(none, source.value && !shown.length && words);
+  }
+
+  const ends = [source.subscribe(draw), sources.policy.subscribe(draw)];
+  return {
+    element,
+    show({ query }) {
+      wanted = { tenant: query.get("tenant") ?? "", state: query.get("state") ?? "" };
+      draw();
+    },
+    close: () => ends.forEach((end) => end()),
+  };
+}
+
+const COLUMNS = ["Key", "Tenant", "State", "Made", "Expires", "Models", "Classes", "Limits of its own", "Change"];
+
+/** @param {Key} key @param {() => void} rotate @param {() => void} revoke */
+function row(key, rotate, revoke) {
+  const changes = [
+    h("button", { type: "button", class: "quiet small", onclick: rotate, "aria-label": `Rotate key ${key.id}` }, "Rotate"),
+    " ",
+    h("button", { type: "button", class: "quiet small danger", onclick: revoke, "aria-label": `Revoke key ${key.id}` }, "Revoke"),
+  ];
+  return h(
+    "tr",
+    null,
+    h("th", { scope: "row" }, h("code", null, key.id)),
+    h("td", null, key.tenant),
+    h("td", null, state(LEVELS[key.state] ?? "off", key.state), key.old_secret_expires && h("span", { class: "second" }, "old secret until ", time(key.old_secret_expires))),
+    h("td", { class: "nowrap" }, time(key.created)),
+    h("td", { class: "nowrap" }, key.expires ? time(key.expires) : "never"),
+    h("td", null, key.models?.join(", ") ?? "all"),
+    h("td", null, key.classes?.join(", ") ?? "all"),
+    h("td", null, limitsText(key.limits)),
+    h("td", { class: "nowrap" }, key.state === "revoked" ? NOTHING : changes),
+  );
+}
+
+/** As the policy writes them. @param {any} limits */
+function limitsText(limits) {
+  if (!limits) return NOTHING;
+  return Object.entries(limits)
+    .filter(([, value]) => value !== null && (!Array.isArray(value) || value.length))
+    .map(([name, value]) => `${name} ${typeof value === "object" ? Object.values(value).filter((part) => typeof part !== "boolean").join("/") : value}`)
+    .join(", ");
+}

@@ -1,0 +1,89 @@
+// @ts-check
+// What is left of every limit, tenant by tenant.
+
+import { meter } from "../charts.js";
+import { h, update } from "../dom.js";
+import { money, NOTHING, span, whole } from "../format.js";
+import { Poll } from "../poll.js";
+import { empty, trouble } from "../widgets.js";
+
+const EVERY_MS = 10_000;
+const TENANTS_MAX = 20; // asked for in one round, one after the other
+
+const WORDS = /** @type {Record<string, string>} */ ({
+  requests: "requests",
+  tokens: "tokens",
+  input_tokens: "prompt tokens",
+  output_tokens: "output tokens",
+  concurrency: "places for calls",
+});
+
+/** @typedef {{ scope: string, limit: string, amount: number | string, left: number | string, period?: string, period_seconds?: number }} Limit */
+
+const PERIODS = /** @type {Record<number, string>} */ ({ 1: "second", 60: "minute", 3600: "hour", 86400: "day" });
+
+/**
+ * @param {import("../api.js").Api} api @param {import("../poll.js").Poll<any>} policy
+ * @param {() => string} currency that of all prices; empty where it is not known
+ */
+export function limitsPanel(api, policy, currency) {
+  const source = new Poll(load, EVERY_MS);
+  const element = h("section", { class: "panel" });
+
+  function limited() {
+    /** @type {{ name: string, has_limits: boolean }[]} */
+    const tenants = policy.value?.tenants ?? [];
+    return tenants.filter((tenant) => tenant.has_limits).map((tenant) => tenant.name);
+  }
+
+  /** @param {AbortSignal} signal @returns {Promise<{ tenant: string, limits: Limit[] }[]>} */
+  async function load(signal) {
+    const found = [];
+    for (const name of limited().slice(0, TENANTS_MAX)) {
+      found.push(await api.get(`/admin/limits/${encodeURIComponent(name)}`, signal));
+    }
+    return found;
+  }
+
+  function draw() {
+    const names = limited();
+    update(
+      element,
+      h("h2", null, "Limits"),
+      trouble(source, "What is left"),
+      policy.value && !names.length && empty("No tenant has limits", "Give them `limits` in the policy, or make keys that have some."),
+      h("div", { class: "limits" }, (source.value ?? []).map(({ tenant, limits }) => h("article", null, h("h3", null, tenant), h("ul", null, limits.map((limit) => item(limit, tenant, currency())))))),
+      names.length > TENANTS_MAX && h("p", { class: "dim" }, `The first ${TENANTS_MAX} of ${names.length} tenants with limits.`),
+    );
+  }
+
+  return {
+    element,
+    draw,
+    open() {
+      let known = "";
+      const ends = [
+        source.subscribe(draw),
+        policy.subscribe(() => {
+          const names = JSON.stringify(limited());
+          if (names !== known) source.change(load);
+          known = names;
+          draw();
+        }),
+      ];
+      return () => ends.forEach((end) => end());
+    },
+  };
+}
+
+/** @param {Limit} limit @param {string} tenant @param {string} currency */
+function item(limit, tenant, currency) {
+  const [all, left] = [Number(limit.amount), Number(limit.left)];
+  const isMoney = limit.limit === "budget";
+  const shown = (/** @type {number} */ amount) => (isMoney ? money(amount) : whole(amount));
+  const what = isMoney ? currency || "of money" : (WORDS[limit.limit] ?? limit.limit);
+  const per = limit.period_seconds ? ` per ${PERIODS[limit.period_seconds] ?? span(limit.period_seconds)}` : limit.period ? ` in ${limit.period}` : "";
+  const scope = limit.scope === tenant || limit.scope === `tenant ${tenant}` ? "" : limit.scope;
+  const words = `${Number.isFinite(left) ? shown(left) : NOTHING} of ${shown(all)} ${what} left${per}`;
+  return h("li", null, h("span", null, words, scope && h("span", { class: "second" }, scope)), meter(all - left, all, words));
+}

@@ -1,0 +1,131 @@
+// @ts-check
+// What was used and what it cost, by day; and what is left of limits.
+
+import { withQuery } from "../api.js";
+import { BarChart } from "../charts.js";
+import { fill, h, update } from "../dom.js";
+import { money, moneyPlaces, share, short, utcDay, whole } from "../format.js";
+import { Poll } from "../poll.js";
+import { GROUPS, largest, spendOf } from "../spend.js";
+import { empty, headRow, number, select, trouble } from "../widgets.js";
+import { limitsPanel } from "./limits.js";
+
+const EVERY_MS = 60_000; // the ledger is read for it
+const DAY_SECONDS = 86_400;
+const DAYS = [7, 14, 30];
+const STACKS_MAX = 6;
+
+/** @typedef {import("../spend.js").Spend} Spend */
+
+/** @param {import("../app.js").Context} context @returns {import("../app.js").Page} */
+export function spendPage({ api, sources, go }) {
+  /** @type {keyof typeof GROUPS} */
+  let group = "tenant";
+  let days = DAYS[0];
+  /** @type {BarChart[]} */
+  let charts = [];
+  let charted = "";
+  const source = new Poll(load, EVERY_MS);
+  const limits = limitsPanel(api, sources.policy, () => onlyOne(source.value?.spend.currencies ?? []));
+
+  const choices = h("span", { class: "selects" });
+  const troubles = h("div");
+  const plots = h("div", { class: "charts" });
+  const table = h("section", { class: "panel" });
+  const element = h("div", { class: "page" }, h("div", { class: "bar" }, h("h1", null, "Spend"), h("span", { class: "dim" }, "by the receipts, in days of UTC"), h("span", { class: "grow" }), choices), troubles, plots, table, limits.element);
+
+  /** @param {AbortSignal} signal @returns {Promise<{ spend: Spend, group: string, days: number }>} */
+  async function load(signal) {
+    const [by, back] = [group, days];
+    const now = Math.floor(Date.now() / 1000);
+    const start = now - (now % DAY_SECONDS) - (back - 1) * DAY_SECONDS;
+    const common = { start_time: start, end_time: now + 1, bucket_width: "1d", limit: 31 };
+    const usage = await api.get(withQuery("/v1/organization/usage/completions", { ...common, group_by: GROUPS[by].usage }), signal);
+    const costs = await api.get(withQuery("/v1/organization/costs", { ...common, group_by: GROUPS[by].costs }), signal);
+    return { spend: spendOf(usage.data, costs.data, by), group: by, days: back };
+  }
+
+  function draw() {
+    update(
+      choices,
+      select("By", [["tenant", "tenant"], ["model", "model"], ["key", "key"]], group, (by) => go(["spend"], { by, days: String(days) })),
+      select("Days", DAYS.map((count) => [String(count), `last ${count}`]), String(days), (count) => go(["spend"], { by: group, days: count })),
+    );
+    update(troubles, trouble(source, "The ledger"));
+    const found = source.value;
+    const current = found && found.group === group && found.days === days;
+    element.classList.toggle("waiting", found !== null && !current);
+    if (!found) return void update(table, h("p", { class: "dim" }, source.error ? "" : "The ledger is being read …"));
+    drawCharts(found.spend);
+    limits.draw();
+    if (current) update(table, h("h2", null, `By ${group}`), tableOf(found.spend, group));
+  }
+
+  /** @param {Spend} spend */
+  function drawCharts(spend) {
+    const wanted = JSON.stringify(spend.currencies);
+    if (wanted !== charted) {
+      for (const chart of charts) chart.close();
+      charted = wanted;
+      charts = [...spend.currencies.map((currency) => new BarChart("Cost", { note: currency.toUpperCase(), unit: (value) => money(value) })), new BarChart("Tokens", { note: "prompts and answers", unit: short })];
+      fill(plots, charts.map((chart) => chart.element));
+    }
+    const names = spend.days.map(utcDay);
+    spend.currencies.forEach((currency, index) => {
+      const zero = spend.days.map(() => 0);
+      charts[index].show(names, largest(spend.lines.map((line) => ({ name: line.name, values: line.costByDay.get(currency) ?? zero })), STACKS_MAX));
+    });
+    charts[charts.length - 1].show(names, largest(spend.lines.map((line) => ({ name: line.name, values: line.tokensByDay })), STACKS_MAX));
+  }
+
+  const ends = [source.subscribe(draw), limits.open()];
+  draw();
+  return {
+    element,
+    show({ query }) {
+      const by = query.get("by") ?? "tenant";
+      const count = Number(query.get("days") ?? DAYS[0]);
+      const [was, were] = [group, days];
+      group = by in GROUPS ? /** @type {keyof typeof GROUPS} */ (by) : "tenant";
+      days = DAYS.includes(count) ? count : DAYS[0];
+      draw();
+      if (group !== was || days !== were) source.change(load);
+    },
+    close() {
+      for (const end of ends) end();
+      for (const chart of charts) chart.close();
+    },
+  };
+}
+
+/** @param {string[]} currencies */
+function onlyOne(currencies) {
+  return currencies.length === 1 ? currencies[0].toUpperCase() : "";
+}
+
+/** @param {Spend} spend @param {string} group */
+function tableOf({ lines, currencies }, group) {
+  if (!lines.length) return empty("Nothing in these days", "Calls appear here once they have a receipt.");
+  const sum = (/** @type {(line: import("../spend.js").Line) => number} */ of) => lines.reduce((all, line) => all + of(line), 0);
+  const most = (/** @type {string} */ currency) => Math.max(...lines.map((line) => line.cost.get(currency) ?? 0));
+  const places = currencies.map((currency) => moneyPlaces(most(currency)));
+  const all = { name: "all", requests: sum((line) => line.requests), input: sum((line) => line.input), cached: sum((line) => line.cached), output: sum((line) => line.output) };
+  const cells = (/** @type {any} */ line, /** @type {(currency: string) => number | undefined} */ cost) => [
+    number(whole(line.requests)),
+    number(whole(line.input)),
+    number(share(line.cached, line.input)),
+    number(whole(line.output)),
+    currencies.map((currency, index) => number(money(cost(currency), currency, places[index]))),
+  ];
+  const heads = [group[0].toUpperCase() + group.slice(1), "#Calls", "#Prompt tokens", "#Cached", "#Output tokens", ...currencies.map((currency) => `#Cost in ${currency.toUpperCase()}`)];
+  return [
+    h("div", { class: "scroll" }, h(
+      "table",
+      { class: "rows" },
+      h("thead", null, headRow(heads)),
+      h("tbody", null, lines.map((line) => h("tr", null, h("th", { scope: "row" }, line.name), cells(line, (currency) => line.cost.get(currency))))),
+      h("tfoot", null, h("tr", null, h("th", { scope: "row" }, all.name), cells(all, (currency) => sum((line) => line.cost.get(currency) ?? 0)))),
+    )),
+    !currencies.length && h("p", { class: "dim" }, "No cost: these calls had no price. Give the deployments a `price` in the policy."),
+  ];
+}

@@ -1,0 +1,133 @@
+// @ts-check
+// Prometheus' text format, and what can be told of two readings of it: increases of counters, quantiles of histograms.
+
+/**
+ * @typedef {{ id: string, labels: Record<string, string>, value: number }} Sample
+ * @typedef {{ at: number, families: Map<string, Sample[]> }} Snapshot  `at` in ms since the epoch
+ * @typedef {(labels: Record<string, string>) => boolean} Where
+ * @typedef {[le: number, count: number][]} Buckets  upper bounds, rising, and how many are at or below each
+ */
+
+const LINE = /^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})?\s+(\S+)(?:\s+-?\d+)?\s*$/;
+const LABEL = /([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"/g;
+const ESCAPES = /** @type {Record<string, string>} */ ({ n: "\n", '"': '"', "\\": "\\" });
+
+/** Lines that are none of the format's are passed over. @param {string} text @param {number} at @returns {Snapshot} */
+export function parse(text, at) {
+  /** @type {Map<string, Sample[]>} */
+  const families = new Map();
+  for (const line of text.split("\n")) {
+    const found = line.startsWith("#") ? null : LINE.exec(line);
+    if (!found) continue;
+    const [, name, id = "", number] = found;
+    const value = numberOf(number);
+    if (value === null) continue;
+    const samples = families.get(name);
+    const sample = { id, labels: labelsOf(id), value };
+    if (samples) samples.push(sample);
+    else families.set(name, [sample]);
+  }
+  return { at, families };
+}
+
+/** @param {string} text */
+function numberOf(text) {
+  if (text === "+Inf") return Infinity;
+  if (text === "-Inf") return -Infinity;
+  if (text === "NaN") return NaN;
+  const value = Number(text);
+  return Number.isNaN(value) ? null : value;
+}
+
+/** @param {string} text as in `{a="1",b="2"}` */
+function labelsOf(text) {
+  /** @type {Record<string, string>} */
+  const labels = Object.create(null); // a label may be called like something that every object has
+  for (const [, name, value] of text.matchAll(LABEL)) {
+    labels[name] = value.replace(/\\(.)/g, (whole, letter) => ESCAPES[letter] ?? whole);
+  }
+  return labels;
+}
+
+const anything = () => true;
+
+/** @param {Snapshot} snapshot @param {string} name @param {Where} [where] @returns {Sample[]} */
+export function samples(snapshot, name, where = anything) {
+  return (snapshot.families.get(name) ?? []).filter((sample) => where(sample.labels));
+}
+
+/** The sum over all series; null where there is none. @param {Snapshot} snapshot @param {string} name @param {Where} [where] */
+export function total(snapshot, name, where) {
+  const found = samples(snapshot, name, where);
+  return found.length ? found.reduce((sum, sample) => sum + sample.value, 0) : null;
+}
+
+/** Sums by the value of a label. @param {Snapshot} snapshot @param {string} name @param {string} label @param {Where} [where] */
+export function totals(snapshot, name, label, where) {
+  return summed(samples(snapshot, name, where), label);
+}
+
+/** @param {Sample[]} found @param {string} label @returns {Map<string, number>} */
+function summed(found, label) {
+  const sums = new Map();
+  for (const { labels, value } of found) {
+    const key = labels[label] ?? "";
+    sums.set(key, (sums.get(key) ?? 0) + value);
+  }
+  return sums;
+}
+
+/**
+ * By how much each series of a counter has grown. A process that was started meanwhile has counted from zero, and so
+ * has a series that was not there; but of a process that `before` says nothing of, nothing can be told.
+ * @param {Snapshot} before @param {Snapshot} after @param {string} name @param {Where} [where] @returns {Sample[]}
+ */
+export function increases(before, after, name, where) {
+  const started = new Map(samples(before, "process_start_time_seconds").map((each) => [each.labels.worker, each.value]));
+  const startedNow = new Map(samples(after, "process_start_time_seconds").map((each) => [each.labels.worker, each.value]));
+  const old = new Map(samples(before, name).map((sample) => [sample.id, sample.value]));
+  const known = (/** @type {string} */ worker) => started.size === 0 || started.has(worker);
+  return samples(after, name, where)
+    .filter(({ labels }) => known(labels.worker))
+    .map((sample) => {
+      const same = started.get(sample.labels.worker) === startedNow.get(sample.labels.worker);
+      const base = same ? (old.get(sample.id) ?? 0) : 0;
+      return { ...sample, value: sample.value >= base ? sample.value - base : sample.value };
+    });
+}
+
+/** @param {Snapshot} before @param {Snapshot} after @param {string} name @param {string} label @param {Where} [where] */
+export function increasesBy(before, after, name, label, where) {
+  return summed(increases(before, after, name, where), label);
+}
+
+/** What a histogram has taken in between the two. @param {Snapshot} before @param {Snapshot} after
+ * @param {string} name without `_bucket` @param {Where} [where] @returns {Buckets} */
+export function bucketIncreases(before, after, name, where) {
+  const counts = summed(increases(before, after, `${name}_bucket`, where), "le");
+  return [...counts].map(([le, count]) => /** @type {[number, number]} */ ([numberOf(le) ?? NaN, count])).sort(([a], [b]) => a - b);
+}
+
+/** @param {Buckets[]} several of one histogram @returns {Buckets} */
+export function mergedBuckets(several) {
+  /** @type {Map<number, number>} */
+  const sums = new Map();
+  for (const [le, count] of several.flat()) sums.set(le, (sums.get(le) ?? 0) + count);
+  return [...sums].sort(([a], [b]) => a - b);
+}
+
+/**
+ * As PromQL's histogram_quantile: linear within a bucket, the highest bound for what is beyond all of them, null where
+ * nothing was counted.
+ * @param {number} q 0 to 1 @param {Buckets} buckets
+ */
+export function quantile(q, buckets) {
+  const count = buckets.at(-1)?.[1] ?? 0;
+  if (buckets.length < 2 || !(count > 0)) return null;
+  const rank = q * count;
+  const place = buckets.findIndex(([, below]) => below >= rank);
+  const [upper, below] = buckets[place];
+  if (upper === Infinity) return buckets[place - 1][0];
+  const [lower, under] = place ? buckets[place - 1] : [0, 0];
+  return below === under ? upper : lower + ((upper - lower) * (rank - under)) / (below - under);
+}

@@ -1,0 +1,40 @@
+// @ts-check
+// What the pages look at, each asked once for all of them.
+
+import { withQuery } from "./api.js";
+import { History } from "./history.js";
+import { Poll } from "./poll.js";
+import { parse } from "./prometheus.js";
+
+export const METRICS_MS = 2000; // where they are looked at
+export const METRICS_REST_MS = 10_000; // where they only go on with the history
+const CALLS_MS = 3000;
+const RECENT_CALLS_MS = 5000;
+export const RECENT_CALLS_MAX = 200;
+
+/** @typedef {ReturnType<typeof makeSources>} Sources */
+
+/** @param {import("./api.js").Api} api @param {number} limit */
+export function lastCalls(api, limit) {
+  return (/** @type {AbortSignal} */ signal) => api.get(withQuery("/admin/calls", { limit }), signal);
+}
+
+/** @param {import("./api.js").Api} api */
+export function makeSources(api) {
+  const history = new History();
+  return {
+    history,
+    /** @type {Poll<History>} */
+    metrics: new Poll(async (signal) => {
+      history.add(parse(await api.text("/admin/metrics", signal), Date.now()));
+      return history;
+    }, METRICS_REST_MS),
+    state: new Poll((signal) => api.get("/admin/state", signal), 5000),
+    policy: new Poll((signal) => api.get("/admin/policy", signal), 15_000),
+    /** For who looks at single calls. */
+    calls: new Poll(lastCalls(api, RECENT_CALLS_MAX), CALLS_MS),
+    /** For what only calls can tell of a server. */
+    recent: new Poll(lastCalls(api, RECENT_CALLS_MAX), RECENT_CALLS_MS),
+    keys: new Poll((signal) => api.get("/admin/keys", signal), 15_000),
+  };
+}

@@ -1,0 +1,67 @@
+// @ts-check
+// OpenAI's pages of usage and costs, put together by day and by whom.
+
+/**
+ * @typedef {{ start_time: number, results: any[] }} Bucket
+ * @typedef {{
+ *   name: string, requests: number, input: number, cached: number, output: number,
+ *   cost: Map<string, number>, costByDay: Map<string, number[]>, tokensByDay: number[],
+ * }} Line  costs by currency, which are never added
+ * @typedef {{ days: number[], currencies: string[], lines: Line[] }} Spend  days as seconds since the epoch, UTC
+ */
+
+/** What a group is called in the two reports. */
+export const GROUPS = /** @type {const} */ ({
+  tenant: { usage: "project_id", costs: "project_id" },
+  model: { usage: "model", costs: "line_item" },
+  key: { usage: "api_key_id", costs: "api_key_id" },
+});
+export const NOBODY = "(none)";
+
+/** @param {Bucket[]} usage @param {Bucket[]} costs of the same days @param {keyof typeof GROUPS} group @returns {Spend} */
+export function spendOf(usage, costs, group) {
+  const days = [...new Set([...usage, ...costs].map((bucket) => bucket.start_time))].sort((a, b) => a - b);
+  /** @type {Map<string, Line>} */
+  const lines = new Map();
+  const lineOf = (/** @type {string | null} */ name) => {
+    const key = name ?? NOBODY;
+    const line = lines.get(key) ?? { name: key, requests: 0, input: 0, cached: 0, output: 0, cost: new Map(), costByDay: new Map(), tokensByDay: days.map(() => 0) };
+    lines.set(key, line);
+    return line;
+  };
+  for (const { start_time, results } of usage) {
+    for (const result of results) {
+      const line = lineOf(result[GROUPS[group].usage]);
+      line.requests += result.num_model_requests;
+      line.input += result.input_tokens;
+      line.cached += result.input_cached_tokens;
+      line.output += result.output_tokens;
+      line.tokensByDay[days.indexOf(start_time)] += result.input_tokens + result.output_tokens;
+    }
+  }
+  for (const { start_time, results } of costs) {
+    for (const { amount, ...result } of results) {
+      const line = lineOf(result[GROUPS[group].costs]);
+      line.cost.set(amount.currency, (line.cost.get(amount.currency) ?? 0) + amount.value);
+      const byDay = line.costByDay.get(amount.currency) ?? days.map(() => 0);
+      byDay[days.indexOf(start_time)] += amount.value;
+      line.costByDay.set(amount.currency, byDay);
+    }
+  }
+  const all = [...lines.values()];
+  const currencies = [...new Set(all.flatMap((line) => [...line.cost.keys()]))].sort();
+  return { days, currencies, lines: all.sort((a, b) => b.input + b.output - (a.input + a.output) || a.name.localeCompare(b.name)) };
+}
+
+/**
+ * The largest as they are, and the others as one, so that a chart stays legible.
+ * @param {{ name: string, values: number[] }[]} stacks @param {number} most
+ */
+export function largest(stacks, most) {
+  const sum = (/** @type {number[]} */ values) => values.reduce((all, value) => all + value, 0);
+  const sorted = stacks.filter(({ values }) => sum(values) > 0).sort((a, b) => sum(b.values) - sum(a.values));
+  if (sorted.length <= most) return sorted;
+  const rest = sorted.slice(most - 1);
+  const values = rest[0].values.map((_, day) => sum(rest.map((stack) => stack.values[day])));
+  return [...sorted.slice(0, most - 1), { name: `${rest.length} others`, values }];
+}
