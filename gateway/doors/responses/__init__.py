@@ -15,12 +15,11 @@ import msgspec
 
 from gateway.doors import base
 from gateway.doors.archive import Archive, Keeper
-from gateway.doors.base import Fields, read_fields
+from gateway.doors.base import Fields, decode, read_fields
 from gateway.doors.chat import read_chat
 from gateway.doors.responses.body import Asked, chat_fields, input_items, own_name, read_body
 from gateway.doors.responses.events import EventStream
 from gateway.doors.responses.kept import NO_HISTORY, History, Turn, document_of, read_history, with_ids
-from gateway.doors.responses.reading import ABSENT
 from gateway.doors.responses.response import Response
 from gateway.errors import GatewayError, UpstreamRefused
 from gateway.types import Operation
@@ -39,9 +38,15 @@ class ResponsesDoor:
         return self.translator("").read(fields, body)
 
 
+class _GoesOn(msgspec.Struct):
+    previous_response_id: str | None = None
+
+
+_goes_on = msgspec.json.Decoder(_GoesOn)
+
+
 class ResponsesTranslator(Keeper):
     operation: ClassVar[Operation] = Operation.CHAT
-    keeps: ClassVar[bool] = True  # what it answers, where its archive does
 
     def __init__(self, call_id: str) -> None:
         self._call_id = call_id
@@ -57,15 +62,13 @@ class ResponsesTranslator(Keeper):
 
     async def recall(self, body: bytes, archive: Archive) -> None:
         self._archive = archive
-        previous = read_fields(body).get("previous_response_id", ABSENT)
-        self._history = NO_HISTORY
-        if bytes(previous).startswith(b'"'):  # what is no name is refused when it is read
-            self._history = await read_history(msgspec.json.decode(previous, type=str), archive)
+        previous = decode(_goes_on, body).previous_response_id
+        self._history = NO_HISTORY if previous is None else await read_history(previous, archive)
 
     def read(self, fields: Fields, body: bytes) -> base.Asked:
         asked = self._asked = read_body(fields, body, self._history)
         chat = msgspec.json.encode(chat_fields(asked))
-        stored = self.keeps and self._history is not None and asked.body.store is not False
+        stored = self._history is not None and asked.body.store is not False
         self._response = Response(self._key, asked, stored=stored)
         self._events = EventStream(self._response, obfuscates=asked.obfuscates)
         return msgspec.structs.replace(read_chat(read_fields(chat), chat), hints=base.ADVICE)
@@ -144,7 +147,7 @@ class InputTokensDoor:
 
 
 class InputTokensTranslator(ResponsesTranslator):
-    keeps: ClassVar[bool] = False
+    """It keeps nothing: what it is asked for is no response."""
 
     def answer(self, body: bytes) -> bytes:
         tokens = msgspec.json.decode(body)["prompt_tokens"]

@@ -12,11 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.doors import COUNTING_DOORS
 from gateway.doors.archive import Archives
 from gateway.doors.responses import kept
 from gateway.doors.responses.kept import MAX_ID_CHARACTERS
 from gateway.keys import hash_key
+from gateway.prompt_counts import PromptCounts
 from gateway.replies import BodyRoom
+from gateway.serve import handle
 from gateway.storage.memory import MemoryStorage
 from tests.gateway.doors.responses.translated import TOOL, events_of
 from tests.gateway.house import (
@@ -266,6 +269,12 @@ async def test_what_is_refused_is_told_why(tmp_path: Path, fields: Any, hint: st
         assert client.status == 400 and hint in client.json["error"]["message"]
 
 
+@pytest.mark.parametrize("body", [b'{"previous_response_id":"\\udc00"}', b"[]", b"{", b'{"input":"\xff"}', b""])
+async def test_what_is_no_body_is_refused_as_ever(tmp_path: Path, body: bytes) -> None:
+    async with a_rig(tmp_path, responses=KEEP) as rig:
+        assert (await rig.ask(Client(body, path="/v1/responses"))).status == 400
+
+
 async def test_a_history_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "RESPONSES_MAX", 3)
     async with a_rig(tmp_path, responses=KEEP) as rig:
@@ -295,6 +304,30 @@ async def test_histories_take_of_the_room_that_requests_have(tmp_path: Path) -> 
         reply.say(answer("hi"))
         await in_time(serving)
         assert rig.house.bodies.held_bytes == 0
+
+
+async def test_a_history_with_a_hole_is_no_history(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=KEEP) as rig:
+        rig.script(answer("hi"))
+        first = await respond(rig)
+        second = await respond(rig, previous_response_id=first["id"])
+        third = await respond(rig, previous_response_id=second["id"])
+        await rig.storage.delete_document("t", first["id"])
+        client = await rig.ask(asked(previous_response_id=third["id"]))
+        assert (client.status, client.json["error"]["code"]) == (400, "previous_response_not_found")
+        assert first["id"] in client.json["error"]["message"]
+
+
+async def test_a_prompt_that_is_counted_goes_on_and_is_not_kept(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, responses=KEEP) as rig:
+        rig.script(answer("hi"))
+        first = await respond(rig)
+        rig.servers["a"].prompt_tokens = 42
+        door = next(door for door in COUNTING_DOORS if door.path == "responses/input_tokens")
+        client, story = asked(previous_response_id=first["id"]), PromptCounts(rig.fleet).count
+        await in_time(handle(rig.house, door, client.scope, client.receive, client.send, story=story))
+        assert client.json == {"object": "response.input_tokens", "input_tokens": 42}
+        assert rig.archives.outcomes["kept"] == 1
 
 
 class Model:
@@ -335,13 +368,10 @@ INPUTS = st.one_of(
         max_size=3,
     ),
 )
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("respond"), st.integers(0, 30), INPUTS, MESSAGES, st.booleans()),
-        st.tuples(st.just("delete"), st.integers(0, 30)),
-    ),
-    max_size=14,
-)
+# By how many are newer: mostly the newest goes on, and one before it is deleted.
+RESPOND = st.tuples(st.just("respond"), st.sampled_from([0, 0, 0, 1, 2, 3]), INPUTS, MESSAGES, st.booleans())
+DELETE = st.tuples(st.just("delete"), st.integers(1, 3))
+STEPS = st.lists(st.one_of(RESPOND, RESPOND, DELETE), min_size=4, max_size=14)
 
 
 @given(steps=STEPS)
@@ -355,12 +385,12 @@ async def test_any_tree_of_responses_is_what_a_plain_model_says(
             names = [*model.parents]
             if step == "delete":
                 if names:
-                    name = names[which % len(names)]
+                    name = names[-1 - which % len(names)]
                     assert await rig.storage.delete_document("t", name) == (name not in model.deleted)
                     model.deleted.add(name)
                 continue
             input, said, stream = more
-            parent = (None, *names)[which % (len(names) + 1)]
+            parent = (None, *names)[-1 - which % (len(names) + 1)]
             rig.script(*message_of(said, stream=stream))
             history = model.history(parent)
             if history is None:
