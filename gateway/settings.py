@@ -95,7 +95,7 @@ class Settings(BaseSettings):
     storage: str = Field(
         "memory://",
         pattern="^[a-z]+://",
-        description="Limits, cache and keys: memory://, sqlite:///path/to/file, redis://host:6379/0.",
+        description="Limits, cache, keys and kept responses: memory://, sqlite:///path/to/file, redis://host:6379/0.",
     )
     ledger_dir: Path = Field(
         default_factory=lambda data: data["data_dir"] / "ledger", description="The ledger's folder; DATA_DIR/ledger."

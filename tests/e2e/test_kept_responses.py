@@ -98,6 +98,20 @@ def test_an_agent_s_loop(front: Gateway, stream: bool) -> None:
         assert (item.type, item.output) == ("function_call_output", "a box")
 
 
+def test_items_by_their_names(front: Gateway) -> None:
+    """As some clients send a conversation that they believe to be kept."""
+    with front.client() as client:
+        first = respond(client, input=QUESTION)
+        question, more = {"role": "user", "content": QUESTION}, {"role": "user", "content": "Why?"}
+        names = [{"type": "item_reference", "id": item.id} for item in first.output]
+        by_name = respond(client, input=[question, *names, more])
+        by_hand = respond(client, input=[question, *first.output, more])
+        assert (by_name.output_text, by_name.usage.input_tokens) == (by_hand.output_text, by_hand.usage.input_tokens)
+        client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            respond(client, input=names)
+
+
 def test_it_is_shown_listed_and_deleted(front: Gateway, validate: Validate) -> None:
     with front.client() as client:
         made = respond(client, input=QUESTION, metadata={"job": "x"}, tools=[TOOL], tool_choice="none")

@@ -276,6 +276,10 @@ class CountingStorage(MemoryStorage):
         self._check_documents()
         return await super().get_document(tenant, name)
 
+    async def get_heads(self, tenant: str, names: Sequence[str]) -> list[bytes | None]:
+        self._check_documents()
+        return await super().get_heads(tenant, names)
+
     async def delete_document(self, tenant: str, name: str) -> bool:
         self._check_documents()
         return await super().delete_document(tenant, name)

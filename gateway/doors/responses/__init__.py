@@ -20,6 +20,8 @@ from gateway.doors.chat import read_chat
 from gateway.doors.responses.body import Asked, chat_fields, input_items, own_name, read_body
 from gateway.doors.responses.events import EventStream
 from gateway.doors.responses.kept import NO_HISTORY, History, Turn, document_of, read_history, with_ids
+from gateway.doors.responses.reading import ABSENT
+from gateway.doors.responses.references import MARK, with_items
 from gateway.doors.responses.response import Response
 from gateway.errors import GatewayError, UpstreamRefused
 from gateway.types import Operation
@@ -39,7 +41,10 @@ class ResponsesDoor:
 
 
 class _GoesOn(msgspec.Struct):
+    """What of a body may refer to something that is kept."""
+
     previous_response_id: str | None = None
+    input: msgspec.Raw = ABSENT
 
 
 _goes_on = msgspec.json.Decoder(_GoesOn)
@@ -52,6 +57,7 @@ class ResponsesTranslator(Keeper):
         self._call_id = call_id
         self._archive: Archive | None = None
         self._history: History | None = None  # None where nothing is kept
+        self._input: list[msgspec.Raw] | None = None  # where it refers to items, with these in their places
         self._asked: Asked | None = None
         self._response: Response | None = None
         self._events: EventStream | None = None
@@ -62,11 +68,16 @@ class ResponsesTranslator(Keeper):
 
     async def recall(self, body: bytes, archive: Archive) -> None:
         self._archive = archive
-        previous = decode(_goes_on, body).previous_response_id
+        asked = decode(_goes_on, body)
+        previous = asked.previous_response_id
         self._history = NO_HISTORY if previous is None else await read_history(previous, archive)
+        if MARK in (said := bytes(asked.input)) and said.startswith(b"["):
+            self._input = await with_items(msgspec.json.decode(said, type=list[msgspec.Raw]), archive)
 
     def read(self, fields: Fields, body: bytes) -> base.Asked:
         asked = self._asked = read_body(fields, body, self._history)
+        if self._input is not None:
+            asked.body.input = self._input
         chat = msgspec.json.encode(chat_fields(asked))
         stored = self._history is not None and asked.body.store is not False
         self._response = Response(self._key, asked, stored=stored)

@@ -182,7 +182,7 @@ _ITEMS: Mapping[str, Callable[[_Chat, msgspec.Raw, str], None]] = {
     "function_call_output": _Chat.add_output,
 }
 _REFUSED = {
-    "item_reference": "no items are kept here by themselves; send the item itself, as clients do with `store: false`",
+    "item_reference": "nothing is kept here to be referred to; send the item itself, as clients do with `store: false`",
     "custom_tool_call": "custom tools are not offered here; offer the tool as a function",
     "custom_tool_call_output": "custom tools are not offered here; offer the tool as a function",
 }

@@ -53,11 +53,16 @@ class History(msgspec.Struct, frozen=True):
     bytes: int = 0  # of the turns
 
 
+class _Named(msgspec.Struct):
+    id: str
+
+
 NO_HISTORY = History()
 
 _encode = msgspec.msgpack.encode
 _turn = msgspec.msgpack.Decoder(Turn)
 _told = msgspec.msgpack.Decoder(Told)
+_named = msgspec.json.Decoder(_Named)
 
 
 def document_of(response: dict[str, Any], turn: Turn, history: History) -> Document:
@@ -106,6 +111,11 @@ async def read_history(response_id: str, archive: Archive) -> History:
         turns.append(_turn.decode(head))
     items = [*chain.from_iterable(_items(turn) for turn in turns)]
     return History(ids, items, told.history_bytes)
+
+
+def items_by_id(head: bytes) -> dict[str, msgspec.Raw]:
+    """All that was said in the turn of a document."""
+    return {_named.decode(item).id: item for item in _items(_turn.decode(head))}
 
 
 def _items(turn: Turn) -> list[msgspec.Raw]:
