@@ -80,6 +80,7 @@ class Server(uvicorn.Server):
         if self.started and sockets:
             if self._admin is not None:
                 server, listener = self._admin
+                listener.listen(BACKLOG)  # the task does so again, but only after `on_ready` has been told
                 self._admin_serving = asyncio.create_task(server.serve([listener]), name="admin API")
                 log.info("the admin API listens on %s", url_of(listener))
             if self._lifeline is not None:
