@@ -81,6 +81,10 @@ class MessagesTranslator(_Translator):
             self._events = Events(self._wording)
         return self._events.frames(chunk, last=last)
 
+    def failure(self, error: GatewayError) -> bytes:
+        untold = self._events.untold if self._events is not None else []
+        return b"".join([*untold, super().failure(error)])
+
 
 class CountTranslator(_Translator):
     def chat_fields(self, fields: Fields, body: bytes, *, with_breakpoints: bool) -> Fields:

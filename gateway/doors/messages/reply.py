@@ -3,6 +3,9 @@
 A stream of Anthropic's says first how long its prompt was. Servers of chat say so last, so that `message_start` has
 zeros, unless counts came with the first chunk, and `message_delta` has all of the usage: its numbers are totals, which
 take the place of those before.
+
+Blocks follow each other, where a chat's tool calls may grow side by side: what begins behind a call whose arguments are
+not whole yet is held back until they are.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from gateway.errors import UpstreamCut
 from gateway.providers.sse import data_of
 from gateway.types import Usage
 
+MAX_HELD_CHARACTERS = 2**24  # of the arguments of calls: far above any model's
 INVALID_JSON = "INVALID_JSON"  # under which arguments stand that are none, as Anthropic's guide has it
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -86,6 +90,35 @@ def message_of(body: bytes, wording: Wording) -> bytes:
     return _encode(message)
 
 
+class _Call:
+    """A tool call of a stream."""
+
+    __slots__ = ("_pieces", "block", "id")
+
+    def __init__(self, block: dict[str, Any]) -> None:
+        self.id: str = block["id"]
+        self.block = block
+        self._pieces: list[str] = []
+
+    @property
+    def arguments(self) -> str:
+        """So far."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    @property
+    def whole(self) -> bool:
+        try:
+            _object(self.arguments.encode("utf-8", "surrogatepass"))
+        except msgspec.MsgspecError:
+            return False
+        return True
+
+    def add(self, piece: str) -> None:
+        self._pieces.append(piece)
+
+
 class Events:
     """A stream's answer, frame by frame."""
 
@@ -94,13 +127,17 @@ class Events:
         self._begun = False
         self._kind: str | None = None  # of the block that is open
         self._blocks = 0
-        self._calls: dict[int, str] = {}  # ids by the index in chat; the last one's block may be open
+        self._calls: dict[int, _Call] = {}  # by the index in chat
+        self._calls_begun = 0
+        self._growing: list[_Call] = []  # the first one's block is open, the others are held back
+        self._held_characters = 0  # of their arguments
         self._end = _End()
         self._counts: Counts | None = None
+        self.untold: list[bytes] = []  # what came in one chunk with what can not be read
 
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
         """Raises `UpstreamCut` for what can not be read."""
-        events: list[bytes] = []
+        events = self.untold
         for data in data_of(chunk):
             if not data:
                 events.append(PING)
@@ -108,6 +145,7 @@ class Events:
                 events += self._of(read_answer(data))
         if last:
             events += self._ending()
+        self.untold = []
         return b"".join(events)
 
     def _of(self, answer: Answer) -> Iterator[bytes]:
@@ -149,17 +187,56 @@ class Events:
     def _called(self, call: ToolCall) -> Iterator[bytes]:
         index = call.index or 0
         known = self._calls.get(index)
-        arguments = (call.function and call.function.arguments) or ""
-        if known is None or (call.id and call.id != known):  # some servers give every call the same index
-            block = _tool_use_block(len(self._calls), call, self._wording)
-            self._calls[index] = block["id"]
-            yield from self._open(f"tool_use {block['id']}", block)
-        elif self._kind != f"tool_use {known}" and arguments:
-            raise UpstreamCut("the server went back to a tool call behind the next one")
-        if arguments:
-            yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+        if known is None or (call.id and call.id != known.id):  # some servers give every call the same index
+            known = self._calls[index] = _Call(_tool_use_block(self._calls_begun, call, self._wording))
+            self._calls_begun += 1
+            if self._growing and self._growing[0].whole:
+                self._growing.clear()
+                self._held_characters = 0
+            self._growing.append(known)
+            if known is self._growing[0]:
+                yield from self._open_call(known)
+        if arguments := (call.function and call.function.arguments) or "":
+            yield from self._more_of(known, arguments)
+
+    def _more_of(self, call: _Call, arguments: str) -> Iterator[bytes]:
+        if call not in self._growing:
+            if not arguments.strip():
+                return
+            raise UpstreamCut("the server went back to a tool call that was over")
+        self._held_characters += len(arguments)
+        if self._held_characters > MAX_HELD_CHARACTERS:
+            raise UpstreamCut("the arguments of the server's tool calls are longer than any may be")
+        call.add(arguments)
+        if call is self._growing[0]:
+            yield self._arguments(arguments)
+            while len(self._growing) > 1 and self._growing[0].whole:
+                yield from self._next_call()
+
+    def _next_call(self) -> Iterator[bytes]:
+        """The first of those that grow is over, and the next one's turn has come."""
+        self._held_characters -= len(self._growing.pop(0).arguments)
+        yield from self._open_call(self._growing[0])
+
+    def _open_call(self, call: _Call) -> Iterator[bytes]:
+        yield from self._begin(f"tool_use {call.id}", call.block)
+        if arguments := call.arguments:
+            yield self._arguments(arguments)
+
+    def _arguments(self, piece: str) -> bytes:
+        return self._delta({"type": "input_json_delta", "partial_json": piece})
 
     def _open(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
+        yield from self._end_calls()
+        yield from self._begin(kind, block)
+
+    def _end_calls(self) -> Iterator[bytes]:
+        while len(self._growing) > 1:
+            yield from self._next_call()
+        self._growing.clear()
+        self._held_characters = 0
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()
         self._kind = kind
         self._blocks += 1
@@ -177,6 +254,7 @@ class Events:
         told = self._end.told()
         if not self._begun:
             yield self._beginning(None)
+        yield from self._end_calls()
         yield from self._close()
         yield _event("message_delta", delta=told, usage=_usage(_counted(self._counts)))
         yield _event("message_stop")
@@ -191,8 +269,10 @@ def _message(wording: Wording, model: str | None, blocks: list[dict[str, Any]]) 
 
 
 def _tool_use_block(number: int, call: ToolCall, wording: Wording) -> dict[str, Any]:
-    name = (call.function and call.function.name) or ""
-    return {"type": "tool_use", "id": call.id or f"toolu_{wording.message_id}_{number}", "name": name, "input": {}}
+    if call.function is None or not call.function.name:
+        raise UpstreamCut("the server calls a tool, and does not say which")
+    call_id = call.id or f"toolu_{wording.message_id}_{number}"
+    return {"type": "tool_use", "id": call_id, "name": call.function.name, "input": {}}
 
 
 def _tool_use(number: int, call: ToolCall, wording: Wording) -> dict[str, Any]:

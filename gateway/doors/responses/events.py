@@ -28,10 +28,11 @@ class EventStream:
         self._response = response
         self._obfuscates = obfuscates
         self._sequence_number = 0
+        self._untold: list[bytes] = []  # what came in one chunk with what can not be read
 
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
         """Raises `UpstreamCut`."""
-        told: list[bytes] = []
+        told = self._untold
         for data in data_of(chunk):
             if not data:
                 told.append(KEEP_ALIVE)  # a comment, and that is what servers send it for
@@ -43,6 +44,7 @@ class EventStream:
             events = self._response.end()
             told += self._begun()
             told += map(self._frame, events)
+        self._untold = []
         return b"".join(told)
 
     def end(self) -> bytes:
@@ -55,9 +57,9 @@ class EventStream:
 
         No item is told to be done: an agent would make a call of which half the arguments are there.
         """
-        begun = [*self._begun()]
+        before = [*self._untold, *self._begun()]
         self._response.fail()
-        return b"".join([*begun, self._lifecycle("failed", self._response.json("failed", error))])
+        return b"".join([*before, self._lifecycle("failed", self._response.json("failed", error))])
 
     def _begun(self) -> Iterator[bytes]:
         if not self._sequence_number:

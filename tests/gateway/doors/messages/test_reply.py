@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from gateway.doors.base import read_fields
+from gateway.doors.messages import MessagesTranslator
 from gateway.doors.messages.reply import PING, Events, Wording, message_of
 from gateway.errors import UpstreamCut
 
@@ -231,12 +233,62 @@ def test_what_is_no_answer_is_told_as_a_failure() -> None:
             Events(WORDING).frames(b"data: " + body.replace(b"message", b"delta") + b"\n\n", last=False)
 
 
-def test_a_server_that_goes_back_to_an_earlier_call() -> None:
-    calls = [{"index": i, "id": f"c{i}", "function": {"name": "n", "arguments": "{"}} for i in (0, 1)]
+def piece(index: int, arguments: str) -> bytes:
+    return frame({"tool_calls": [{"index": index, "function": {"arguments": arguments}}]})
+
+
+def test_calls_that_grow_side_by_side_are_told_one_after_the_other() -> None:
+    calls = [{"index": i, "id": f"c{i}", "function": {"name": "n", "arguments": ""}} for i in range(3)]
     events = Events(WORDING)
-    events.frames(frame({"tool_calls": calls}), last=False)
+    told = [
+        [event["type"].removeprefix("content_block_") for event in parsed(events.frames(chunk, last=False))]
+        for chunk in (
+            frame({"tool_calls": calls}),
+            piece(1, '{"b":1}'),
+            piece(0, '{"a"'),
+            piece(0, ":0}"),
+            piece(2, "{"),
+        )
+    ]
+    assert told == [
+        ["message_start", "start"],
+        [],
+        ["delta"],
+        ["delta", "stop", "start", "delta", "stop", "start"],
+        ["delta"],
+    ]
     with pytest.raises(UpstreamCut):
-        events.frames(frame({"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}), last=False)
+        events.frames(piece(0, "]"), last=False)
+
+
+def test_what_calls_say_is_not_held_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.doors.messages.reply.MAX_HELD_CHARACTERS", 9)
+    call = {"index": 0, "id": "c", "function": {"name": "n", "arguments": '{"a":1}'}}
+    events = Events(WORDING)
+    for number in range(3):  # one after the other they may be as many as they like
+        events.frames(frame({"tool_calls": [{**call, "id": f"c{number}"}]}), last=False)
+    with pytest.raises(UpstreamCut):
+        events.frames(piece(0, "   "), last=False)
+
+
+@pytest.mark.parametrize("function", [None, {}, {"name": ""}, {"name": None, "arguments": "{}"}])
+def test_a_call_of_no_tool_is_none(function: Any) -> None:
+    call = {"id": "c", "type": "function", "function": function}
+    with pytest.raises(UpstreamCut, match="which"):
+        whole({"tool_calls": [call]}, "tool_calls")
+    with pytest.raises(UpstreamCut, match="which"):
+        streamed([frame({"tool_calls": [{"index": 0, **call}]}), DONE])
+
+
+def test_what_came_with_what_can_not_be_read_is_told_before_the_failure() -> None:
+    body = json.dumps({"model": "m", "max_tokens": 9, "stream": True, "messages": [{"role": "user", "content": "hi"}]})
+    for ending in (frame({"content": 5}), frame({}, "abort") + DONE):
+        translator = MessagesTranslator("req_1")
+        translator.read(read_fields(body.encode()), body.encode())
+        with pytest.raises(UpstreamCut):
+            translator.frames(frame({"content": "x"}) + ending, last=ending.endswith(DONE))
+        kinds = [event["type"] for event in parsed(translator.failure(UpstreamCut("no")))]
+        assert kinds[:3] == ["message_start", "content_block_start", "content_block_delta"] and kinds[-1] == "error"
 
 
 def test_calls_that_all_have_the_same_index() -> None:
@@ -286,11 +338,18 @@ def test_any_stream_of_an_answer_folds_into_the_whole_of_it(
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     for name in ("reasoning_content", "content"):
         deltas += [{name: piece} for piece in pieces(data.draw, message[name] or "")]
+    growing: list[list[dict[str, Any]]] = []
     for i, call in enumerate(message.get("tool_calls", ())):
         function = call["function"]
         head = {"index": i, **call, "function": {"name": function["name"], "arguments": ""}}
         rest = [{"index": i, "function": {"arguments": p}} for p in pieces(data.draw, function["arguments"])]
-        deltas += [{"tool_calls": [part]} for part in (head, *rest)]
+        growing.append([{"tool_calls": [part]} for part in (head, *rest)])
+    if data.draw(st.booleans()):  # one after the other, as most servers do it
+        deltas += [delta for call in growing for delta in call]
+    else:
+        deltas += [call.pop(0) for call in growing]
+        turns = data.draw(st.permutations([i for i, call in enumerate(growing) for _ in call]))
+        deltas += [growing[i].pop(0) for i in turns]
     frames = [*map(frame, deltas), frame({}, finish), frame(None, usage=COUNTS), DONE]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(frames) - 1), max_size=6)))
     chunks = [b"".join(frames[a:b]) for a, b in zip([0, *cuts], [*cuts, len(frames)], strict=True)]

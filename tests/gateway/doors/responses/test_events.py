@@ -151,6 +151,16 @@ def test_what_can_not_be_read_ends_the_answer(chunk: bytes) -> None:
         translator.frames(chunk, last=False)
 
 
+@pytest.mark.parametrize("ending", [frame({"content": 5}), frame({}, finish_reason="abort") + DONE])
+def test_what_came_with_what_can_not_be_read_is_told_before_the_failure(ending: bytes) -> None:
+    translator, _ = read(stream=True)
+    with pytest.raises(UpstreamCut):
+        translator.frames(FIRST + frame({"content": "Hi"}) + ending, last=ending.endswith(DONE))
+    events = events_of(translator.failure(UpstreamCut("no")))
+    assert kinds(events)[:2] == ["created", "in_progress"] and kinds(events)[-1] == "failed"
+    assert "output_text.delta" in kinds(events)
+
+
 def test_an_answer_is_not_held_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.doors.responses.output.MAX_ANSWER_PIECES", 11)
     translator, _ = read(stream=True)
