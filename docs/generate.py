@@ -279,7 +279,8 @@ class _IdleEngine:
     healthy = True
 
     def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 1, 1, 0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, (), (0,) * 14, 0, {}, 0, 0, 0, 0, 0, 0, True, 0)
+        counted = (0,) * 10
+        return EngineStats(0, 0, 1, 1, 0.0, *counted, (), (0,) * 14, 0, {}, 0, 0, 0, 0, 0, 0, True, 0)
 
 
 def metrics_page() -> str:

@@ -17,14 +17,15 @@ from typing import NamedTuple
 from gateway.fleet import Server
 from gateway.ledger.engine_counters import Mark, note
 from gateway.times import rfc3339
+from gateway.types import TokenCounters
 
 log = logging.getLogger("warmpath")
 
 
 class _Noted(NamedTuple):
     server: Server
-    counted: tuple[int, int]  # by the engine: input, output
-    billed: tuple[int, int]
+    counted: TokenCounters  # by the engine
+    billed: TokenCounters
 
 
 class Reconciliation:
@@ -51,10 +52,12 @@ class Reconciliation:
         self.drift = {}
         for name, now in noted.items():
             before = self._noted.get(name)
-            if before is not None and before.server is now.server and min(_less(now.counted, before.counted)) >= 0:
-                engine = _less(now.counted, before.counted) if self._leads else (0, 0)
-                ledger = _less(now.billed, before.billed)
-                self.drift[name, "input"], self.drift[name, "output"] = _less(engine, ledger)
+            if before is None or before.server is not now.server or min(now.counted.since(before.counted)) < 0:
+                continue
+            engine = now.counted.since(before.counted) if self._leads else TokenCounters(0, 0)
+            ledger = now.billed.since(before.billed)
+            self.drift[name, "input"] = engine.input - ledger.input
+            self.drift[name, "output"] = engine.output - engine.unwanted - ledger.output
         self._noted = noted
         if not self._leads:
             return
@@ -67,7 +70,7 @@ class Reconciliation:
 async def read_counters(servers: Iterable[Server]) -> dict[str, _Noted]:
     """By deployment, of those whose server tells. Servers are asked at the same time."""
     asked = list(servers)
-    billed = [(server.input_billed, server.output_billed) for server in asked]
+    billed = [TokenCounters(server.input_billed, server.output_billed) for server in asked]
     told = await asyncio.gather(*(server.provider.token_counters() for server in asked))
     return {
         server.name: _Noted(server, counted, before)
@@ -79,7 +82,3 @@ async def read_counters(servers: Iterable[Server]) -> dict[str, _Noted]:
 def marks_of(noted: dict[str, _Noted]) -> list[Mark]:
     at = rfc3339(time.time_ns())
     return [Mark(at, name, one.server.deployment.model, *one.counted) for name, one in noted.items()]
-
-
-def _less(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
-    return a[0] - b[0], a[1] - b[1]

@@ -9,7 +9,7 @@ import enum
 import math
 import time
 from collections.abc import Collection
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -111,6 +111,18 @@ class Trace(msgspec.Struct, frozen=True):
     parent_span_id: int
     sampled: bool
     tracestate: str = ""
+
+
+class TokenCounters(NamedTuple):
+    """Tokens that a server has worked on since it started, by its own count."""
+
+    input: int
+    output: int
+    unwanted: int = 0  # of the output, what is in no answer: computed behind a stop string before that was found
+
+    def since(self, before: TokenCounters) -> TokenCounters:
+        """Negative somewhere where the server has started anew."""
+        return TokenCounters(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 class Usage(msgspec.Struct, frozen=True):

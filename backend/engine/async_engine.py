@@ -157,6 +157,15 @@ class AsyncEngine:
                 self._commands.append(partial(self._engine.abort, request_id))
                 self._changed.notify()
 
+    def cut(self, request: Request, num_wanted: int) -> None:
+        """Ends a request of whose tokens the first so many are an answer, as `abort` does. Once for each: the others,
+        and what is computed until the engine hears of this, are counted apart.
+        """
+        with self._changed:
+            if self._open:
+                self._commands.append(partial(self._engine.cut, request, num_wanted))
+                self._changed.notify()
+
     async def wait_idle(self) -> None:
         """Returns once nothing runs or waits, and at once if the engine has ended."""
         waiter = asyncio.get_running_loop().create_future()

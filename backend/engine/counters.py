@@ -27,6 +27,7 @@ class Counters:
     prompt_tokens: int = 0  # of prompts that have been computed to their end, each once, whatever is made of it
     cached_prompt_tokens: int = 0  # of these, as many came from the prefix cache
     generation_tokens: int = 0
+    unwanted_tokens: int = 0  # of these, behind the end that whoever reads them found in their text
     prefix_cache_queries: int = 0  # in tokens
     prefix_cache_hits: int = 0  # in tokens
     preemptions: int = 0

@@ -38,6 +38,7 @@ class EngineStats:
     prompt_tokens_total: int
     cached_prompt_tokens_total: int  # of these
     generation_tokens_total: int
+    unwanted_tokens_total: int
     prefix_cache_queries_total: int  # in tokens
     prefix_cache_hits_total: int  # in tokens
     preemptions_total: int
@@ -130,6 +131,10 @@ class Engine:
         """Ends a request between two steps. None if it is unknown or has ended already."""
         return self.scheduler.abort(request_id, reason)
 
+    def cut(self, request: Request, num_wanted: int) -> StepOutput | None:
+        """Ends, between two steps, a request of whose tokens the first so many are an answer. None if it had ended."""
+        return self.scheduler.cut(request, num_wanted)
+
     def expire(self, now: float) -> list[StepOutput]:
         """Ends, between two steps, what has passed its deadline. `now`: seconds since the epoch."""
         return self.scheduler.expire(now)
@@ -154,6 +159,7 @@ class Engine:
             prompt_tokens_total=counters.prompt_tokens,
             cached_prompt_tokens_total=counters.cached_prompt_tokens,
             generation_tokens_total=counters.generation_tokens,
+            unwanted_tokens_total=counters.unwanted_tokens,
             prefix_cache_queries_total=counters.prefix_cache_queries,
             prefix_cache_hits_total=counters.prefix_cache_hits,
             preemptions_total=counters.preemptions,

@@ -154,6 +154,11 @@ class Scheduler:
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, reason)
 
+    def cut(self, request: Request, num_wanted: int) -> StepOutput | None:
+        """Ends, between two steps, a request of whose tokens the first so many are an answer. None if it had ended."""
+        self.counters.unwanted_tokens += request.num_output_tokens - num_wanted
+        return self.abort(request.request_id, FinishReason.STOP)
+
     def expire(self, now: float) -> list[StepOutput]:
         """Ends, between two steps, every request whose deadline has come. `now`: seconds since the epoch."""
         outputs = []

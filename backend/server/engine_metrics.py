@@ -73,6 +73,10 @@ class EngineCollector(Collector):
             "vllm:prompt_tokens": ("Prompt tokens taken in, once for all choices.", stats.prompt_tokens_total),
             "vllm:prompt_tokens_cached": ("Of these, found cached.", num_cached),
             "vllm:generation_tokens": ("Tokens generated.", stats.generation_tokens_total),
+            "warmpath:unwanted_tokens": (
+                "Of these, computed behind a stop string before that was found, and in no answer.",
+                stats.unwanted_tokens_total,
+            ),
             "vllm:prefix_cache_queries": ("Prompt tokens looked up.", stats.prefix_cache_queries_total),
             "vllm:prefix_cache_hits": ("Prompt tokens found cached.", stats.prefix_cache_hits_total),
             "vllm:num_preemptions": ("Requests put back to wait, to be recomputed.", stats.preemptions_total),

@@ -1,7 +1,7 @@
 """What a request asks of the engine, and one of the choices that grow from it: tokens in, text and events out.
 
-The engine stops at eos, stop token ids and max_tokens; stop sequences are found here, in the text, and end the sequence
-in the engine by an abort.
+The engine stops at eos, stop token ids and max_tokens; stop sequences are found here, in the text, and the engine is
+told where in the sequence.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class LiveSequence:
             text += self._detokenizer.flush()
             self.finish_reason = reason.value
         if self._detokenizer.stopped:
-            self.abort()
+            self._serving.engine.cut(self.request, self.num_tokens)
             self.finish_reason = FinishReason.STOP.value
         return Delta(
             self._index,

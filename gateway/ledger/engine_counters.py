@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from gateway.types import TokenCounters
+
 FILE = "engine-counters.jsonl"
 _SECOND = len("2026-11-20T10:00:00")
 
@@ -22,11 +24,12 @@ class Mark(msgspec.Struct, frozen=True):
     model: str
     input: int
     output: int
+    unwanted: int = 0  # of the output, what is in no answer
 
 
 class Span(msgspec.Struct, frozen=True):
-    """What an engine did from one mark to the next. `restarted`: its counters began anew meanwhile, and what they had
-    counted since the first mark is lost.
+    """What an engine did from one mark to the next, but for output that is in no answer. `restarted`: its counters
+    began anew meanwhile, and what they had counted since the first mark is lost.
     """
 
     deployment: str
@@ -76,14 +79,19 @@ def spans(marks: Iterable[Mark], since: str | None = None, until: str | None = N
 
 
 def _span(first: Mark, second: Mark) -> Span:
-    restarted = second.input < first.input or second.output < first.output
-    before = (0, 0) if restarted else (first.input, first.output)
+    now, then = _counters(second), _counters(first)
+    restarted = min(now.since(then)) < 0
+    counted = now if restarted else now.since(then)
     return Span(
         deployment=second.deployment,
         model=second.model,
         since=first.at,
         until=second.at,
-        input=second.input - before[0],
-        output=second.output - before[1],
+        input=counted.input,
+        output=counted.output - counted.unwanted,
         restarted=restarted,
     )
+
+
+def _counters(mark: Mark) -> TokenCounters:
+    return TokenCounters(mark.input, mark.output, mark.unwanted)

@@ -11,7 +11,7 @@ import enum
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
-from gateway.types import Call
+from gateway.types import Call, TokenCounters
 
 
 class Fault(enum.Enum):
@@ -126,8 +126,8 @@ class Provider(Protocol):
         is no record. None as above.
         """
 
-    async def token_counters(self) -> tuple[int, int] | None:
-        """(input, output) tokens that the server has worked on since it started, by its own count. None as above."""
+    async def token_counters(self) -> TokenCounters | None:
+        """None as above."""
 
 
 class Unasked:
@@ -154,5 +154,5 @@ class Unasked:
     async def prompt_tokens_of(self, call: Call) -> int | None:
         return None
 
-    async def token_counters(self) -> tuple[int, int] | None:
+    async def token_counters(self) -> TokenCounters | None:
         return None

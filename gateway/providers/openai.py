@@ -24,7 +24,7 @@ from gateway.providers.sse import (
     is_one_object,
 )
 from gateway.transport import Answer, HTTPTransport, header_lines
-from gateway.types import Call, Operation
+from gateway.types import Call, Operation, TokenCounters
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # of an answer that does not stream: embeddings are the long ones
 HEALTH_TIMEOUT_SECONDS = 2.0
@@ -157,7 +157,7 @@ class OpenAI:
     async def prompt_tokens_of(self, call: Call) -> int | None:
         return None
 
-    async def token_counters(self) -> tuple[int, int] | None:
+    async def token_counters(self) -> TokenCounters | None:
         return None
 
     async def _get(self, path: bytes, max_bytes: int = MAX_ERROR_BYTES) -> bytes | None:

@@ -14,7 +14,7 @@ import msgspec
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.openai import OpenAI
 from gateway.transport import HTTPTransport
-from gateway.types import Call, Operation
+from gateway.types import Call, Operation, TokenCounters
 
 MAX_METRICS_BYTES = 8 * 1024 * 1024
 MAX_TOKENIZED_BYTES = 32 * 1024 * 1024  # it tells every token, too
@@ -22,7 +22,9 @@ _PROMPT = (
     "prompt", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt",
     "continue_final_message",
 )  # fmt: skip
-_COUNTER = re.compile(rb"^(?:vllm|sglang):(prompt|generation)_tokens_total(?:\{(.*)\})? +(\S+)", re.MULTILINE)
+_COUNTER = re.compile(
+    rb"^(?:vllm|sglang|warmpath):(prompt|generation|unwanted)_tokens_total(?:\{(.*)\})? +(\S+)", re.MULTILINE
+)
 
 
 class _Tokenized(msgspec.Struct):
@@ -76,7 +78,7 @@ class VLLM(OpenAI):
         except msgspec.MsgspecError:  # a list of prompts, or a server without this
             return None
 
-    async def token_counters(self) -> tuple[int, int] | None:
+    async def token_counters(self) -> TokenCounters | None:
         metrics = await self._get(self.root_path + b"/metrics", MAX_METRICS_BYTES)
         return None if metrics is None else read_counters(metrics, self._served.encode())
 
@@ -97,15 +99,15 @@ class VLLM(OpenAI):
         return msgspec.Raw(b"%d" % call.latency_class.priority)
 
 
-def read_counters(metrics: bytes, model: bytes) -> tuple[int, int] | None:
-    """(input, output) tokens in Prometheus's text: of `model` where it is named there, else of all; of each rank."""
+def read_counters(metrics: bytes, model: bytes) -> TokenCounters | None:
+    """What stands in Prometheus's text: of `model` where it is named there, else of all; of each rank."""
     found = [(kind, labels, int(float(value))) for kind, labels, value in _COUNTER.findall(metrics)]
     named = b'model_name="%b"' % model
     own = [one for one in found if named in one[1]] or found
     if not own:
         return None
-    sums = {kind: sum(value for of, _, value in own if of == kind) for kind in (b"prompt", b"generation")}
-    return sums[b"prompt"], sums[b"generation"]
+    kinds = (b"prompt", b"generation", b"unwanted")
+    return TokenCounters(*(sum(value for of, _, value in own if of == kind) for kind in kinds))
 
 
 RECORD_MAX_SECONDS = 2.0  # in all: a caller waits for it to be told of a failure

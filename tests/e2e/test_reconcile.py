@@ -67,7 +67,7 @@ def test_what_the_engine_did_is_what_was_billed(tmp_path: Path) -> None:
             assert code == 1 and found["total"][0]["drift"]["output"] == 4
 
 
-def test_choices_cuts_and_displaced_requests_do_not_drift_and_stop_strings_a_little(tmp_path: Path) -> None:
+def test_choices_cuts_displaced_requests_and_stop_strings_do_not_drift(tmp_path: Path) -> None:
     blocks = ("--num-blocks", "130")  # a little more than one answer may need
     with engine(tmp_path / "a", *blocks) as a, engine(tmp_path / "b", *blocks) as b:
         engines = (a, b)
@@ -106,8 +106,8 @@ def test_choices_cuts_and_displaced_requests_do_not_drift_and_stop_strings_a_lit
             stopping = [clients.submit(ask, max_tokens=60, stop=stop, n=1 + n % 3) for n, stop in enumerate(stops)]
             for each in stopping:
                 each.result()
-            prompts, outputs = drift()
-            assert prompts == 0 and outputs >= 0
+            assert drift() == (0, 0)
+            assert sum(each.metric("warmpath:unwanted_tokens_total") for each in engines) > 0
 
 
 def _reconcile(local_gateway: Gateway, policy_file: Path) -> tuple[int, Any]:

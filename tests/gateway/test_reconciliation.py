@@ -11,14 +11,14 @@ from gateway.ledger.engine_counters import FILE, Mark, read_marks
 from gateway.policy import Deployment, Policy
 from gateway.providers.base import Unasked
 from gateway.reconciliation import Reconciliation
-from gateway.types import Usage
+from gateway.types import TokenCounters, Usage
 
 
 class Telling(Unasked):
     def __init__(self, deployment: Deployment) -> None:
-        self.counted: tuple[int, int] | None = (1000, 100) if deployment.name == "a" else None
+        self.counted = TokenCounters(1000, 100) if deployment.name == "a" else None
 
-    async def token_counters(self) -> tuple[int, int] | None:
+    async def token_counters(self) -> TokenCounters | None:
         return self.counted
 
 
@@ -47,15 +47,15 @@ async def test_drift_is_what_was_done_and_not_billed(fleet: Fleet, tmp_path: Pat
     await reconciliation.note()
     assert reconciliation.drift == {}  # the mark to start from
     server.billed(Usage(50, 20, 10, output=9))
-    server.provider.counted = (1100, 110)
+    server.provider.counted = TokenCounters(1100, 113, unwanted=3)
     await reconciliation.note()
     assert reconciliation.drift == {("a", "input"): 20, ("a", "output"): 1}
-    server.provider.counted = (7, 7)  # it has restarted: nothing can be said
+    server.provider.counted = TokenCounters(7, 7)  # it has restarted: nothing can be said
     await reconciliation.note()
     assert reconciliation.drift == {}
     marks = read_marks(tmp_path)
-    assert [(mark.deployment, mark.model, mark.input, mark.output) for mark in marks] == [
-        ("a", "model-a", 1000, 100), ("a", "model-a", 1100, 110), ("a", "model-a", 7, 7),
+    assert [(mark.deployment, mark.model, mark.input, mark.output, mark.unwanted) for mark in marks] == [
+        ("a", "model-a", 1000, 100, 0), ("a", "model-a", 1100, 113, 3), ("a", "model-a", 7, 7, 0),
     ]  # fmt: skip
 
 
@@ -66,7 +66,7 @@ async def test_the_drifts_of_workers_add_up(fleet: Fleet, tmp_path: Path) -> Non
     server = next(iter(fleet))
     assert isinstance(server.provider, Telling)
     await first.note()
-    server.provider.counted = (1100, 110)
+    server.provider.counted = TokenCounters(1100, 113, unwanted=3)
     server.billed(Usage(60, output=6))
     await first.note()
     # Here both have the same server and so the same bill; of two processes each has its own.

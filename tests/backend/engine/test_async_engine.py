@@ -350,6 +350,29 @@ async def test_a_pool_that_contradicts_itself_ends_the_engine(engine: AsyncEngin
     assert "IntegrityError" in engine.error
 
 
+async def test_what_is_computed_behind_an_answers_end_is_counted_apart(
+    engine: AsyncEngine, runner: ScriptedRunner
+) -> None:
+    runner.hold(after=3)
+    request = make_request(max_tokens=50)
+    stream = engine.submit(request)
+    await anext(stream)
+    engine.cut(request, num_wanted=1)
+    runner.release()
+    assert (await read(stream))[-1].finish_reason is FinishReason.STOP
+    await engine.wait_idle()
+    stats = engine.stats()
+    assert stats.generation_tokens_total - stats.unwanted_tokens_total == 1
+    assert (stats.requests_finished[FinishReason.STOP], stats.aborted_total) == (1, 0)
+
+    ended = make_request("ended")
+    await read(engine.submit(ended))
+    engine.cut(ended, num_wanted=2)  # its last step told of the stop string and of the end
+    await read(engine.submit(make_request("last", max_tokens=1)))
+    stats = engine.stats()
+    assert stats.generation_tokens_total - stats.unwanted_tokens_total == 1 + 2 + 1
+
+
 async def test_stopping_aborts_what_runs_and_what_waits(engine: AsyncEngine, runner: ScriptedRunner) -> None:
     runner.hold(after=2)
     streams = [engine.submit(make_request(f"r{i}", max_tokens=100)) for i in range(4)]

@@ -49,6 +49,7 @@ class Scripted:
         self.ends = FinishReason.STOP
         self.healthy, self.error = True, None
         self.asked: list[Request] = []
+        self.wanted: list[int] = []  # how many tokens of answers that a stop string ended
         self._model = model
 
     def submit(self, request: Request) -> AsyncIterator[StepOutput]:
@@ -69,6 +70,9 @@ class Scripted:
         yield StepOutput(request.request_id, last, self.ends, logprobs=logprobs, timing=timing)
 
     def abort(self, request_id: str) -> None: ...
+
+    def cut(self, request: Request, num_wanted: int) -> None:
+        self.wanted.append(num_wanted)
 
     async def start(self) -> None: ...
 
@@ -234,7 +238,7 @@ async def test_a_stop_string_ends_the_answer_in_the_middle_of_a_step() -> None:
             assert choice.logprobs is not None
             assert choice.logprobs.content is not None
             assert completion.usage is not None
-            assert completion.usage.completion_tokens == len(choice.logprobs.content)
+            assert [completion.usage.completion_tokens] == engine.wanted == [len(choice.logprobs.content)]
             assert choice.message.content == "One two three "
             assert choice.finish_reason == "stop"
             answers.append((choice.logprobs, completion.usage, choice.model_extra))

@@ -27,6 +27,16 @@ def test_a_span_is_what_was_counted_between_two_marks() -> None:
     assert [span.since[11:13] for span in spans(MARKS, until="2026-11-20T11:00:00.000000Z")] == ["09", "10"]
 
 
+def test_what_is_in_no_answer_was_not_done_for_anybody() -> None:
+    one = msgspec.structs.replace
+    first, second = one(mark(9, 10, 100), unwanted=40), one(mark(10, 20, 130), unwanted=45)
+    assert [(span.output, span.restarted) for span in spans([first, second])] == [(25, False)]
+    late = one(mark(10, 20, 100), unwanted=43)  # it had computed them by the first mark, and not yet heard of that
+    assert [(span.output, span.restarted) for span in spans([first, late])] == [(-3, False)]
+    anew = one(mark(10, 20, 130), unwanted=1)
+    assert [(span.output, span.restarted) for span in spans([first, anew])] == [(129, True)]
+
+
 def test_what_two_gateways_note_on_the_hour_is_one_mark() -> None:
     a_moment_later = {one: one.at.replace("00.000000Z", "00.012345Z") for one in MARKS}
     others = [msgspec.structs.replace(one, at=at, input=one.input + 1) for one, at in a_moment_later.items()]

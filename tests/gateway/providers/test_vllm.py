@@ -82,25 +82,26 @@ vllm:prompt_tokens_total{engine="1",model_name="m"} 7
 vllm:prompt_tokens_total{engine="0",model_name="other"} 3.0
 vllm:prompt_tokens_created{engine="0",model_name="m"} 1.7e9
 vllm:generation_tokens_total{engine="0",model_name="m"} 46.0
+warmpath:unwanted_tokens_total{engine="0",model_name="m"} 5.0
 """
 
 
 @pytest.mark.parametrize(
     ("metrics", "model", "expected"),
     [
-        (METRICS, b"m", (1_250_007, 46)),
-        (METRICS, b"other", (3, 0)),
-        (METRICS, b"an alias", (1_250_010, 46)),
-        (b"vllm:prompt_tokens_total 5\nvllm:generation_tokens_total 6\n", b"m", (5, 6)),
+        (METRICS, b"m", (1_250_007, 46, 5)),
+        (METRICS, b"other", (3, 0, 0)),
+        (METRICS, b"an alias", (1_250_010, 46, 5)),
+        (b"vllm:prompt_tokens_total 5\nvllm:generation_tokens_total 6\n", b"m", (5, 6, 0)),
         (
             b'sglang:prompt_tokens_total{model_name="m"} 5.0\nsglang:generation_tokens_total{model_name="m"} 6.0\n',
             b"m",
-            (5, 6),
+            (5, 6, 0),
         ),
         (b"process_cpu_seconds_total 5\n", b"m", None),
     ],
 )
-def test_the_counters_of_a_server(metrics: bytes, model: bytes, expected: tuple[int, int] | None) -> None:
+def test_the_counters_of_a_server(metrics: bytes, model: bytes, expected: tuple[int, int, int] | None) -> None:
     assert read_counters(metrics, model) == expected
 
 
