@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 from gateway.storage.base import Document
 
+SWEEP_SECONDS = 10.0
+
 
 class _Shelf:
     """One tenant's, the oldest first."""
@@ -28,15 +30,20 @@ class MemoryDocuments:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._clock = clock
+        self._next_sweep = 0.0
 
     def put(self, tenant: str, name: str, document: Document, ttl_seconds: float) -> bool:
         self.delete(tenant, name)
         size = document_bytes(name, document)
         if size > self._max_bytes:
             return False
-        self._drop_old(tenant)
+        now = self._clock()
+        if not self._next_sweep - SWEEP_SECONDS <= now < self._next_sweep:
+            self._next_sweep = now + SWEEP_SECONDS
+            for owner in list(self._shelves):
+                self._drop_old(owner)
         shelf = self._shelves.setdefault(tenant, _Shelf())
-        shelf.documents[name] = (document, self._clock() + ttl_seconds)
+        shelf.documents[name] = (document, now + ttl_seconds)
         shelf.bytes += size
         self._bytes += size
         while self._bytes > self._max_bytes:

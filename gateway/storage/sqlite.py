@@ -101,6 +101,7 @@ class SqliteStorage:
             busy_seconds=BUSY_SHARE * timeout_seconds,
         )
         self._next_sweep = 0.0
+        self._next_document_sweep = 0.0
         self._transactions: Coalescer[_Work] = Coalescer(
             self._run, max_in_flight=1, timeout_seconds=timeout_seconds, store="the SQLite file"
         )
@@ -114,7 +115,21 @@ class SqliteStorage:
         await self._file.close()
 
     async def _run(self, batch: Sequence[_Work]) -> Sequence[Any]:
-        return await self._file.do(partial(in_transaction, partial(_all, batch)))
+        return await self._file.do(partial(in_transaction, partial(self._all, batch)))
+
+    def _all(self, batch: Sequence[_Work], db: sqlite3.Connection) -> list[Any]:
+        """What each answers. A ValueError is one caller's own, and is raised before it writes."""
+        now = self._clock()
+        if not self._next_document_sweep - SWEEP_SECONDS <= now < self._next_document_sweep:
+            self._next_document_sweep = now + SWEEP_SECONDS
+            documents.sweep(now, db)  # whatever is asked for: nobody's words are kept beyond their time
+        answers: list[Any] = []
+        for work in batch:
+            try:
+                answers.append(work(db))
+            except ValueError as error:
+                answers.append(error)
+        return answers
 
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
@@ -170,7 +185,6 @@ class SqliteStorage:
         db.execute("DELETE FROM buckets WHERE empty_at <= ?", (now,))
         db.execute("DELETE FROM accounts WHERE forget_at <= ?", (now,))
         db.execute("DELETE FROM blobs WHERE expires_at <= ?", (self._clock(),))
-        documents.sweep(self._clock(), db)
 
     async def get(self, key: str) -> bytes | None:
         value: bytes | None = await self._transactions.submit(partial(_get_blob, key, self._clock()))
@@ -219,17 +233,6 @@ class SqliteStorage:
     async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
         rows: list[tuple[int, bytes]] = await self._transactions.submit(partial(_exchange, notice, int(after or 0)))
         return [body for _, body in rows], str(rows[-1][0]) if rows else after
-
-
-def _all(batch: Sequence[_Work], db: sqlite3.Connection) -> list[Any]:
-    """What each answers. A ValueError is one caller's own, and is raised before it writes."""
-    answers: list[Any] = []
-    for work in batch:
-        try:
-            answers.append(work(db))
-        except ValueError as error:
-            answers.append(error)
-    return answers
 
 
 def _count_replicas(owner: str, since: float, now: float, db: sqlite3.Connection) -> int:

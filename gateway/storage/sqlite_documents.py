@@ -37,7 +37,6 @@ END;
 def put(
     tenant: str, name: str, document: Document, ttl_seconds: float, now: float, max_bytes: int, db: sqlite3.Connection
 ) -> bool:
-    sweep(now, db)
     db.execute("DELETE FROM documents WHERE tenant = ? AND name = ?", (tenant, name))  # a REPLACE fires no trigger
     if len(name.encode()) + len(document.head) + len(document.body) > max_bytes:
         return False
@@ -74,5 +73,6 @@ def delete(tenant: str, name: str, now: float, db: sqlite3.Connection) -> bool:
 
 
 def sweep(now: float, db: sqlite3.Connection) -> None:
+    """What is over is ignored wherever it is read, and is to be nowhere soon after."""
     over = "SELECT number FROM documents WHERE expires_at <= ? LIMIT ?"
     db.execute(f"DELETE FROM documents WHERE number IN ({over})", (now, SWEPT_AT_ONCE))

@@ -173,7 +173,7 @@ def test_tenants_know_nothing_of_each_other(front: Gateway) -> None:
         assert not respond(nobody, input=QUESTION).store
         with pytest.raises(openai.BadRequestError) as caught:
             respond(nobody, input="x", previous_response_id=made.id)
-        assert "`responses: {keep}`" in caught.value.message
+        assert "`responses: {keep: 30d}`" in caught.value.message
         assert mine.responses.retrieve(made.id).id == made.id
 
 

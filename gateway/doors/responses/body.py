@@ -31,7 +31,7 @@ _SAME = (
 )  # fmt: skip
 
 _STATELESS = "no answers are kept here; send what was said before as items of `input`"
-_STATELESS_BY_POLICY = "no answers are kept here, since the policy's `responses: {keep}` does not say so; " + (
+_STATELESS_BY_POLICY = "no answers are kept here, as they are by a policy with `responses: {keep: 30d}`; " + (
     "send what was said before as items of `input`"
 )
 _NOT_LATER = "no answers are kept here to be asked for later; leave it out, or say false"

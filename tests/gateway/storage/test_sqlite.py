@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from gateway.errors import StorageUnavailable
 from gateway.storage.base import (
     OPERATION_TIMEOUT_SECONDS,
     Charge,
+    Document,
     Granted,
     KeyRecord,
     LeaseCharge,
@@ -20,6 +22,7 @@ from gateway.storage.base import (
     SpendCharge,
 )
 from gateway.storage.sqlite import SCHEMAS, SWEEP_SECONDS, SqliteStorage, _statements
+from gateway.storage.sqlite_documents import SWEPT_AT_ONCE
 
 NOW = 1_800_000_000.0
 
@@ -157,3 +160,20 @@ async def test_a_replica_that_was_seen_by_a_later_clock_is_not_counted_for_ever(
     assert await other.count_replicas(alive_seconds=30.0, now=now + 1) == 2
     for each in (one, other):
         await each.close()
+
+
+async def test_documents_whose_time_is_over_leave_the_file_whatever_is_asked_for(tmp_path: Path) -> None:
+    now = NOW
+    path = tmp_path / "state.db"
+    storage = SqliteStorage(f"sqlite:///{path}", timeout_seconds=60.0, clock=lambda: now)
+    await storage.open()
+    for number in range(SWEPT_AT_ONCE + 1):
+        await storage.put_document("t", f"short{number}", Document(b"head", b"body"), ttl_seconds=5.0)
+    await storage.put_document("t", "long", Document(b"head", b"body"), ttl_seconds=60.0)
+    with closing(sqlite3.connect(path)) as db:
+        for left in (2, 1):
+            now += SWEEP_SECONDS
+            await storage.exchange(b"", "")
+            assert db.execute("SELECT count(*) FROM documents").fetchone() == (left,)
+        assert db.execute("SELECT * FROM document_bytes").fetchall() == [("t", len("longheadbody"))]
+    await storage.close()

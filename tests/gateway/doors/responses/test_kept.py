@@ -171,7 +171,7 @@ async def test_where_the_policy_does_not_say_so_nothing_is_kept(tmp_path: Path, 
         assert not response["store"] and await rig.storage.get_document("t", response["id"]) is None
         client = await rig.ask(asked(previous_response_id=response["id"]))
         assert (client.status, client.json["error"]["param"]) == (400, "previous_response_id")
-        assert "`responses: {keep}`" in client.json["error"]["message"]
+        assert "`responses: {keep: 30d}`" in client.json["error"]["message"]
 
 
 async def test_a_tenant_may_have_rules_of_its_own(tmp_path: Path) -> None:

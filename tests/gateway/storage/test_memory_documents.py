@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from gateway.storage.base import Document
+from gateway.storage.memory_documents import SWEEP_SECONDS, MemoryDocuments
+
+DOCUMENT = Document(b"head", b"body")
+
+
+def test_whoever_puts_something_next_sweeps_for_all() -> None:
+    now = 0.0
+    documents = MemoryDocuments(1000, lambda: now)
+    for number in range(3):
+        documents.put("a", f"{number}", DOCUMENT, ttl_seconds=5.0)
+    documents.put("b", "long", DOCUMENT, ttl_seconds=60.0)
+    now += SWEEP_SECONDS
+    documents.put("c", "x", DOCUMENT, ttl_seconds=60.0)
+    assert {tenant: shelf.bytes for tenant, shelf in documents._shelves.items()} == {"b": 12, "c": 9}
