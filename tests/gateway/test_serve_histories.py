@@ -39,13 +39,16 @@ WORDS: list[bytes | Exception | None] = [
     None,
 ]
 some = st.integers(0, 7)  # of what there is, counted round
-steps = st.one_of(
-    st.tuples(st.just("ask"), st.integers(0, len(FIELDS) - 1)),
+of_a_call = (
     st.tuples(st.just("say"), some, st.integers(0, len(WORDS) - 1)),
     st.tuples(st.just("leave"), some),
     st.tuples(st.just("cancel"), some),
     st.tuples(st.just("hesitate"), some),
     st.tuples(st.just("take"), some),
+)
+steps = st.one_of(
+    st.tuples(st.just("ask"), st.integers(0, len(FIELDS) - 1)),
+    *of_a_call,
     st.tuples(st.just("policy"), st.integers(1, 3)),
     st.tuples(st.just("ledger"), st.booleans()),
 )
