@@ -100,7 +100,7 @@ class Gateway:
             otlp_headers=settings.otlp_headers,
             recent=None if settings.admin_port is None else recent,  # nobody else asks for them
         )
-        self._siblings = Siblings(seat, metrics=lambda: self._telemetry.render_metrics()[0], calls=recent.newest)
+        self._siblings = Siblings(seat, metrics=lambda: self._telemetry.render_metrics()[0], calls=recent.answer)
         self._in_flight = 0
         self._quiet = asyncio.Event()  # set when no call is in flight any more
         self._leaving = False

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ANSWER_SECONDS = 1.0  # for a worker to be asked, or to answer
 ANSWER_MAX_BYTES = 16 * 2**20
-QUESTION_MAX_BYTES = 64
+QUESTION_MAX_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def _is_of(name: str, replica: str) -> bool:
 class Siblings:
     """Between start and stop, this worker tells the others what it knows, and asks them."""
 
-    def __init__(self, seat: Seat, *, metrics: Callable[[], bytes], calls: Callable[[int], bytes]) -> None:
+    def __init__(self, seat: Seat, *, metrics: Callable[[], bytes], calls: Callable[[bytes], bytes]) -> None:
         self._seat = seat
         self._own_metrics = metrics
         self._own_calls = calls
@@ -89,10 +89,12 @@ class Siblings:
             return own
         return merged({**await self._ask_others(b"metrics\n"), self._seat.number: own})
 
-    async def calls(self, limit: int) -> dict[int, bytes | None]:
-        """The last calls of each worker, `limit` of each at most; None of one that does not answer."""
-        told = await self._ask_others(b"calls %d\n" % limit)
-        return {**told, self._seat.number: self._own_calls(limit)}
+    async def calls(self, wanted: bytes) -> dict[int, bytes | None]:
+        """Those of the last calls of each worker that are wanted, in words of the caller's without an end of line; None
+        of one that does not answer.
+        """
+        told = await self._ask_others(b"calls %b\n" % wanted)
+        return {**told, self._seat.number: self._own_calls(wanted)}
 
     async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, ValueError):
@@ -102,11 +104,11 @@ class Siblings:
                 await writer.drain()
 
     def _answer(self, question: bytes) -> bytes:
-        match question.split():
-            case [b"metrics"]:
+        match question.strip().partition(b" "):
+            case [b"metrics", _, b""]:
                 return self._own_metrics()
-            case [b"calls", limit] if limit.isdigit():
-                return self._own_calls(int(limit))
+            case [b"calls", _, wanted]:
+                return self._own_calls(wanted)
             case _:
                 return b""
 

@@ -21,7 +21,7 @@ from gateway.policy_file import PolicyHolder
 from gateway.shell import json_reply
 from gateway.siblings import Siblings
 from gateway.telemetry import Telemetry
-from gateway.telemetry.recent import RECENT_CALLS, ToldCall, read_told
+from gateway.telemetry.recent import RECENT_CALLS, ToldCall, Wanted, read_told
 from gateway.times import rfc3339
 
 CALLS_SHOWN = 100  # where no limit is given
@@ -40,8 +40,8 @@ def view_routes(
         return json_reply(200, {**_in_force(policies), "trace_url": trace_url})
 
     async def calls(request: Request) -> Response:
-        limit = _limit(request)
-        return json_reply(200, _last_calls(await siblings.calls(limit), limit))
+        wanted = Wanted(_limit(request), request.query_params.get("class") or None, _flag(request, "troubled"))
+        return json_reply(200, _last_calls(await siblings.calls(msgspec.json.encode(wanted)), wanted.limit))
 
     return [Route("/admin/metrics", metrics), Route("/admin/policy", policy), Route("/admin/calls", calls)]
 
@@ -83,6 +83,13 @@ def _limit(request: Request) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 4 and 1 <= int(text) <= RECENT_CALLS):
         raise BadRequest(f"limit: a whole number from 1 to {RECENT_CALLS}", param="limit")
     return int(text)
+
+
+def _flag(request: Request, name: str) -> bool:
+    text = request.query_params.get(name, "false")
+    if text not in ("true", "false"):
+        raise BadRequest(f"{name}: true or false", param=name)
+    return text == "true"
 
 
 def _last_calls(told: Mapping[int, bytes | None], limit: int) -> dict[str, Any]:

@@ -1,15 +1,17 @@
 """The last calls that are over, for the admin API: what became of each, and never what was asked or answered.
 
 A call leaves what is cheap to keep behind, by reference, and no `Call`, whose fields are the prompt. It is put into
-words when somebody asks, once.
+words when somebody asks, once. Calls are kept by class, and those that went wrong apart from the others: neither a
+batch nor a busy hour pushes out what somebody will look for.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from heapq import merge
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,7 +19,8 @@ from gateway.telemetry.record import CallRecord, phases, predicted_cached_tokens
 from gateway.times import rfc3339
 from gateway.types import Attempt, Marks, Operation, Outcome, Usage
 
-RECENT_CALLS = 500  # kept by each worker; a call leaves some two thousand bytes
+RECENT_CALLS = 500  # of each kind, kept by each worker; a call leaves some two thousand bytes
+KINDS_MAX = 16  # classes come from the policy, which may change: what is of yet another one is kept with the refused
 
 _encode = msgspec.json.encode
 
@@ -30,7 +33,16 @@ class ToldCall(msgspec.Struct, frozen=True, array_like=True):
     told: msgspec.Raw
 
 
+class Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """Which calls: `limit` of them at most, of one class or of any, and only those that went wrong or all."""
+
+    limit: Annotated[int, msgspec.Meta(ge=0)]
+    class_name: str | None = None
+    troubled: bool = False
+
+
 _told_calls = msgspec.json.Decoder(list[ToldCall])
+_wanted = msgspec.json.Decoder(Wanted)
 
 
 class _Kept(msgspec.Struct):
@@ -59,36 +71,59 @@ class _Kept(msgspec.Struct):
 
 
 class RecentCalls:
-    """The last `keeps` calls of this process."""
+    """The last `keeps` calls of each kind, of this process."""
 
     def __init__(self, worker: int = 0, *, keeps: int = RECENT_CALLS) -> None:
         self._worker = worker
-        self._kept: deque[_Kept] = deque(maxlen=keeps)
+        self._keeps = keeps
+        self._kinds: dict[tuple[str | None, bool], deque[_Kept]] = {}  # by class, and whether they went wrong
 
     def add(self, record: CallRecord) -> None:
-        principal, call = record.principal, record.call
-        self._kept.append(
+        principal, call, attempts = record.principal, record.call, record.attempts
+        class_name = None if call is None else call.class_name
+        troubled = record.outcome is not Outcome.COMPLETE or len(attempts) > 1
+        kind = self._kinds.get((class_name, troubled))
+        if kind is None:
+            kind = self._new_kind(class_name, troubled)
+        kind.append(
             _Kept(
                 record.call_id, record.trace.trace_id, record.marks, record.path, record.operation, record.status,
                 record.outcome, record.error_code,
                 None if principal is None else principal.tenant.name,
                 None if principal is None else principal.key_id,
                 None if call is None else call.model.name,
-                None if call is None else call.class_name,
+                class_name,
                 record.cache, record.deployment, record.route_reason, record.event_id, record.finish_reasons,
-                record.usage, record.attempts,
+                record.usage, attempts,
             )
         )  # fmt: skip
 
-    def newest(self, limit: int) -> bytes:
-        """JSON, for `read_told`: at most `limit` calls, the one that ended last at first."""
-        return b"[%b]" % b",".join([kept.told or self._tell(kept) for kept in islice(reversed(self._kept), limit)])
+    def _new_kind(self, class_name: str | None, troubled: bool) -> deque[_Kept]:
+        name = (class_name if len(self._kinds) < KINDS_MAX else None, troubled)
+        return self._kinds.setdefault(name, deque(maxlen=self._keeps))
+
+    def answer(self, wanted: bytes) -> bytes:
+        """`newest`, for the JSON of a `Wanted`; nothing, for what is none."""
+        try:
+            return self.newest(_wanted.decode(wanted))
+        except msgspec.MsgspecError:
+            return b""
+
+    def newest(self, wanted: Wanted) -> bytes:
+        """JSON, for `read_told`: the call that ended last at first."""
+        kinds = [reversed(kept) for (_, troubled), kept in self._kinds.items() if troubled or not wanted.troubled]
+        found: Iterator[_Kept] = iter(merge(*kinds, key=_ended_ns, reverse=True))
+        if wanted.class_name is not None:
+            found = (kept for kept in found if kept.class_name == wanted.class_name)
+        return b"[%b]" % b",".join([kept.told or self._tell(kept) for kept in islice(found, wanted.limit)])
 
     def _tell(self, kept: _Kept) -> bytes:
-        marks = kept.marks
-        ended_ns = max(marks.ended_ns, marks.started_ns)
-        kept.told = _encode((ended_ns, marks.started_ns, {**_words(kept), "worker": self._worker}))
+        kept.told = _encode((_ended_ns(kept), kept.marks.started_ns, {**_words(kept), "worker": self._worker}))
         return kept.told
+
+
+def _ended_ns(kept: _Kept) -> int:
+    return max(kept.marks.ended_ns, kept.marks.started_ns)
 
 
 def read_told(content: bytes) -> list[ToldCall]:
@@ -164,4 +199,4 @@ def _ms(nanoseconds: int) -> float:
     return round(nanoseconds / 1e6, 3)
 
 
-__all__ = ["RECENT_CALLS", "RecentCalls", "ToldCall", "read_told"]
+__all__ = ["RECENT_CALLS", "RecentCalls", "ToldCall", "Wanted", "read_told"]

@@ -65,7 +65,7 @@ async def three_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
             listener.bind(str(socket_path(folder, number)))
             listener.listen()
         here, there = (
-            Siblings(Seat(number, 3, folder, listener), metrics=lambda: TWO, calls=lambda limit: b"[%d]" % limit)
+            Siblings(Seat(number, 3, folder, listener), metrics=lambda: TWO, calls=lambda wanted: b"<%b>" % wanted)
             for number, listener in enumerate(listeners[:2])
         )
         await here.start()
@@ -83,10 +83,10 @@ async def test_any_worker_tells_of_all(tmp_path: Path, monkeypatch: pytest.Monke
 
 async def test_any_worker_knows_the_last_calls_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with three_workers(tmp_path, monkeypatch) as here:
-        assert await here.calls(20) == {0: b"[20]", 1: b"[20]", 2: None}
+        assert await here.calls(b'["a b"]') == {0: b'<["a b"]>', 1: b'<["a b"]>', 2: None}
 
 
-@pytest.mark.parametrize("question", [b"", b"keys\n", b"calls\n", b"calls -1\n", b"calls 1 2\n"])
+@pytest.mark.parametrize("question", [b"", b"keys\n", b"metrics 1\n"])
 async def test_what_is_no_question_is_not_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, question: bytes
 ) -> None:
@@ -115,7 +115,7 @@ async def test_an_answer_without_end_is_given_up(tmp_path: Path, monkeypatch: py
 
 
 async def test_who_is_alone_has_no_label() -> None:
-    assert await Siblings(ALONE, metrics=lambda: ONE, calls=lambda limit: b"").metrics(ONE) == ONE
+    assert await Siblings(ALONE, metrics=lambda: ONE, calls=lambda wanted: b"").metrics(ONE) == ONE
 
 
 def test_what_is_left_behind_are_chains_of_workers_that_are_no_more(tmp_path: Path) -> None:

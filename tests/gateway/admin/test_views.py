@@ -97,6 +97,25 @@ async def test_as_many_as_are_asked_for(app: Application) -> None:
     assert len(await calls(app, f"?limit={RECENT_CALLS}")) == 3
 
 
+async def test_of_one_class_and_only_those_that_did_not_end_well(app: Application) -> None:
+    answered = await app.ask(prompt())
+    refused = await app.ask(prompt(), key="wp-dev-wrong")
+    names = {
+        query: [call["call_id"] for call in await calls(app, query)]
+        for query in (
+            "?troubled=true",
+            "?troubled=false",
+            "?class=realtime",
+            "?class=realtime&troubled=true",
+            "?class=x",
+        )
+    }
+    first, second = answered.headers["x-request-id"], refused.headers["x-request-id"]
+    assert list(names.values()) == [[second], [second, first], [first], [], []]
+    reply = await look(app, "/admin/calls?troubled=1")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "troubled")
+
+
 @pytest.mark.parametrize("limit", ["0", "501", "-1", "many", "", "1.5", "1" * 5000, "\u0661"])
 async def test_a_limit_that_is_none_is_told_by_its_name(app: Application, limit: str) -> None:
     transport = httpx2.ASGITransport(app=app.gateway.admin)
@@ -123,7 +142,7 @@ async def test_the_last_ones_to_end_are_shown_in_the_order_in_which_they_began(
         3: None,
     }
 
-    async def of_all(self: Siblings, limit: int) -> dict[int, bytes | None]:
+    async def of_all(self: Siblings, wanted: bytes) -> dict[int, bytes | None]:
         return told
 
     monkeypatch.setattr(Siblings, "calls", of_all)
@@ -172,5 +191,5 @@ async def test_without_an_admin_port_no_call_is_kept(tmp_path: Path) -> None:
 
 
 async def test_who_is_alone_asks_nobody() -> None:
-    siblings = Siblings(ALONE, metrics=lambda: b"", calls=lambda limit: b"[%d]" % limit)
-    assert await siblings.calls(7) == {0: b"[7]"}
+    siblings = Siblings(ALONE, metrics=lambda: b"", calls=lambda wanted: b"<%b>" % wanted)
+    assert await siblings.calls(b"7") == {0: b"<7>"}

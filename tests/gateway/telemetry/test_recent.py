@@ -10,13 +10,26 @@ import msgspec
 import pytest
 
 from gateway.telemetry import CallRecord, RecentCalls, Telemetry
-from gateway.telemetry.recent import RECENT_CALLS, read_told
+from gateway.telemetry.recent import KINDS_MAX, RECENT_CALLS, Wanted, read_told
 from gateway.types import Call
 from tests.gateway.telemetry.conftest import CANARY, START_NS, TRACE, marks
 
 
-def told(recent: RecentCalls, limit: int = RECENT_CALLS) -> list[dict[str, Any]]:
-    return [json.loads(bytes(call.told)) for call in read_told(recent.newest(limit))]
+def told(recent: RecentCalls, limit: int = RECENT_CALLS, **wanted: Any) -> list[dict[str, Any]]:
+    return [json.loads(bytes(call.told)) for call in read_told(recent.newest(Wanted(limit, **wanted)))]
+
+
+def names(recent: RecentCalls, **wanted: Any) -> list[str]:
+    return [call["call_id"] for call in told(recent, **wanted)]
+
+
+def answered(name: str, record: CallRecord, class_name: str, ended: int) -> CallRecord:
+    """At the first try."""
+    assert record.call is not None
+    call = msgspec.structs.replace(record.call, class_name=class_name)
+    return msgspec.structs.replace(
+        record, call_id=name, call=call, attempts=record.attempts[-1:], marks=marks(("chat", 1), ended=ended)
+    )
 
 
 def a_refusal(name: str) -> CallRecord:
@@ -82,7 +95,7 @@ def test_a_request_that_was_refused_at_the_door_has_no_more_than_that() -> None:
 def test_nothing_of_a_prompt_is_told_and_no_call_is_held(record: CallRecord) -> None:
     recent = RecentCalls()
     recent.add(record)
-    assert CANARY.encode() not in recent.newest(1)
+    assert CANARY.encode() not in recent.newest(Wanted(1))
 
     def reachable(thing: object, seen: set[int]) -> bool:
         """Whether the garbage collector comes from here to a call, or to the fields of one."""
@@ -95,7 +108,7 @@ def test_nothing_of_a_prompt_is_told_and_no_call_is_held(record: CallRecord) -> 
             if id(other) not in seen and not isinstance(other, type) and not callable(other)
         )
 
-    assert not reachable(recent._kept, set())
+    assert not reachable(recent._kinds, set())
 
 
 def test_the_last_ones_are_kept_and_the_newest_is_first() -> None:
@@ -105,7 +118,37 @@ def test_the_last_ones_are_kept_and_the_newest_is_first() -> None:
     assert [call["call_id"] for call in told(recent)] == ["c4", "c3", "c2"]
     assert [call["call_id"] for call in told(recent, 1)] == ["c4"]
     assert told(recent) == told(recent), "what was put into words once is told again"
-    assert read_told(recent.newest(1))[0].started_ns == START_NS
+    assert read_told(recent.newest(Wanted(1)))[0].started_ns == START_NS
+
+
+def test_neither_a_batch_nor_a_busy_hour_pushes_out_what_went_wrong(record: CallRecord) -> None:
+    recent = RecentCalls(keeps=3)
+    recent.add(answered("r0", record, "realtime", ended=10))
+    recent.add(msgspec.structs.replace(record, call_id="again", marks=marks(("chat", 1), ended=11)))  # at the second
+    for number in range(5):
+        recent.add(answered(f"b{number}", record, "batch", ended=20 + number))
+        recent.add(answered(f"r{number + 1}", record, "realtime", ended=30 + number))
+    assert names(recent) == ["r5", "r4", "r3", "b4", "b3", "b2", "again"]
+    assert names(recent, limit=2) == ["r5", "r4"]
+    assert names(recent, class_name="batch", limit=2) == ["b4", "b3"]
+    assert names(recent, troubled=True) == ["again"] == names(recent, class_name="realtime", troubled=True)
+    assert names(recent, class_name="batch", troubled=True) == []
+
+
+def test_classes_without_end_take_no_more_room(record: CallRecord) -> None:
+    recent = RecentCalls(keeps=2)
+    for number in range(5 * KINDS_MAX):
+        recent.add(answered(f"c{number}", record, f"class {number}", ended=number + 2))
+    assert len(told(recent)) == KINDS_MAX + 2
+    assert names(recent, limit=1) == [f"c{5 * KINDS_MAX - 1}"] == names(recent, class_name=f"class {5 * KINDS_MAX - 1}")
+
+
+@pytest.mark.parametrize("wanted", [b"", b"3", b"[-1]", b'["3"]', b"[3,4]", b"[3"])
+def test_what_is_no_question_is_not_answered(wanted: bytes) -> None:
+    recent = RecentCalls()
+    recent.add(a_refusal("r"))
+    assert recent.answer(wanted) == b""
+    assert recent.answer(b"[1,null,true]") == recent.newest(Wanted(1))
 
 
 @pytest.mark.parametrize("content", [b"", b"# HELP x y", b"[[1]]", b'{"object": "list"}'])
