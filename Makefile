@@ -12,8 +12,9 @@ up: install ## start engine and gateway, print how to call them
 
 install: $(VENV)/.installed ## the virtual environment with gateway and engine
 
-test: $(VENV)/.installed-dev ## everything a change must pass, real redis-server included
+test: $(VENV)/.installed-dev ## everything a change must pass, real redis-server and browser included
 	@scripts/ensure-redis.sh
+	@scripts/ensure-chromium.sh
 	@$(MAKE) --no-print-directory lint
 	@$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile
 

@@ -2,7 +2,7 @@
 // A source that is asked again and again while somebody looks: one request at a time, none while the page is hidden.
 // What was there stays there when a request fails; `error` and `at` say how old it is.
 
-const PAUSE_MS_MAX = 15_000; // between two tries at a source that fails
+const PAUSE_MS_MAX = 5000; // between two tries at a source that fails, or as long as between two rounds
 const LATE_ROUNDS = 3; // that have brought nothing: what is shown is old
 
 /** @template T */
@@ -91,7 +91,7 @@ export class Poll {
     }
     this.#asking = null;
     for (const listener of this.#listeners) listener(this);
-    const pause = this.error ? Math.max(this.#everyMs, Math.min(1000 * 2 ** this.#failures, PAUSE_MS_MAX)) : this.#everyMs;
+    const pause = this.error ? Math.min(1000 * 2 ** this.#failures, Math.max(this.#everyMs, PAUSE_MS_MAX)) : this.#everyMs;
     if (this.#listeners.size && !document.hidden) this.#timer = setTimeout(() => void this.#ask(), pause);
   }
 }

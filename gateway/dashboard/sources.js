@@ -7,7 +7,7 @@ import { Poll } from "./poll.js";
 import { parse } from "./prometheus.js";
 
 export const METRICS_MS = 2000; // where they are looked at
-export const METRICS_REST_MS = 10_000; // where they only go on with the history
+export const METRICS_REST_MS = 5000; // where they only go on with the history
 const CALLS_MS = 3000;
 const RECENT_CALLS_MS = 5000;
 export const RECENT_CALLS_MAX = 200;

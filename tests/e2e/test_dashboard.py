@@ -1,107 +1,331 @@
-"""What the dashboard is given, by several workers as real processes: the calls of all of them, whichever is silent."""
+"""The dashboard in a real browser, on a real gateway."""
 
 from __future__ import annotations
 
-import os
-import signal
+import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from playwright.sync_api import Browser, Page, expect
 
-from tests.e2e.processes import PATIENCE_SECONDS, Gateway, Running, chat, gateway, key, simple_policy, until
+from tests.e2e.browser import Watched, chromium, watched_page
+from tests.e2e.processes import (
+    DEMO,
+    PATIENCE_SECONDS,
+    Gateway,
+    Running,
+    chat,
+    deployment,
+    free_port,
+    gateway,
+    simple_policy,
+    tenant,
+    until,
+)
 
 pytestmark = pytest.mark.e2e
 
 ADMIN_KEY = "an-admin-key-of-some-length"
-WORKERS = 2
-ASKED = "wherefore-art-thou"
+PAGES = ("now", "calls", "spend", "prefixes", "keys")
+EVIL = '"><img src=x onerror="window.owned=1">'  # what a tenant, a model or a server may be called
+MODEL_OF_MARKUP = f"model {EVIL}"
+SECRET = "the-words-of-a-prompt"
 
 
-@pytest.fixture
-def front(tmp_path: Path, local_engine: Running) -> Iterator[Gateway]:
-    with gateway(
-        tmp_path,
-        simple_policy(local_engine.url),
-        storage=f"sqlite:///{tmp_path / 'state.db'}",
-        workers=str(WORKERS),
-        admin_port="0",
-        admin_key=ADMIN_KEY,
-    ) as started:
+def policy(url: str) -> dict[str, Any]:
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    return simple_policy(
+        url,
+        deployments=[deployment("local", url), deployment(f"down {EVIL}", nowhere, metrics=True)],
+        models=[
+            {"name": DEMO, "deployments": ["local"]},
+            {"name": MODEL_OF_MARKUP, "deployments": [f"down {EVIL}"], "fallbacks": [DEMO]},
+        ],
+        diagnosis={"sample": "100%", "content": True},
+        canonicalise={"level": "off"},
+        tenants=[
+            tenant("dev", limits={"requests": "600/1m", "budget": {"amount": "0.01", "per": "day"}}),
+            {**tenant("evil"), "name": f"tenant {EVIL}"},
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, browser: Browser, local_engine: Running) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("dashboard")
+    storage = f"sqlite:///{folder / 'state.db'}"
+    with gateway(folder, policy(local_engine.url), storage=storage, admin_port="0", admin_key=ADMIN_KEY) as started:
         yield started
 
 
-def look(front: Gateway, path: str) -> httpx2.Response:
-    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-    return httpx2.get(f"{front.admin_url}{path}", headers=headers, timeout=PATIENCE_SECONDS)
+@pytest.fixture
+def signed_in(browser: Browser, served: Gateway) -> Iterator[Watched]:
+    """A page of somebody who followed the line that `warmpath up` prints; it must have been well all the time."""
+    with watched_page(browser) as watched:
+        watched.page.goto(f"{served.admin_url}/#key={ADMIN_KEY}")
+        is_live(watched.page)
+        yield watched
+        watched.is_well(served.admin_url)
 
 
-def last_calls(front: Gateway, limit: int = 100) -> dict[str, Any]:
-    reply = look(front, f"/admin/calls?limit={limit}")
+def is_live(page: Page, state: str = "● live") -> None:
+    expect(page.locator(".fresh .state")).to_have_text(state)
+
+
+def show(page: Page, place: str) -> None:
+    page.evaluate("(place) => { location.hash = place; }", f"#/{place}")
+    expect(page.get_by_role("navigation").locator("[aria-current=page]")).to_have_text(place.split("/")[0].capitalize())
+
+
+def ask(started: Gateway, model: str = MODEL_OF_MARKUP, who: str = "evil", line: str = "") -> str:
+    """A call whose first server is down, and whose names are markup; its id."""
+    rules = f"{line}\n{SECRET}. Refund only what was booked before 2024-05-16. " + "Be brief. " * 40
+    messages = [{"role": "system", "content": rules}, {"role": "user", "content": SECRET}]
+    reply = started.post("chat/completions", {**chat(), "model": model, "messages": messages, "max_tokens": 3}, who)
     assert reply.status_code == 200, reply.text
-    return dict(reply.json())
+    return str(reply.headers["x-request-id"])
 
 
-def call_until_all_have_worked(front: Gateway) -> dict[str, httpx2.Response]:
-    """By call id. The kernel deals connections out to the workers."""
-    replies = {}
-    with ThreadPoolExecutor(4) as callers:
-        while {call["worker"] for call in last_calls(front, 500)["data"]} != set(range(WORKERS)):
-            assert len(replies) < 400, "one worker gets no calls"
-            asked = [callers.submit(front.post, "chat/completions", chat(ASKED, max_tokens=2)) for _ in range(4)]
-            replies |= {each.result().headers["x-request-id"]: each.result() for each in asked}
-    return replies
+def test_the_key_is_asked_for_and_kept_for_the_tab_alone(browser: Browser, served: Gateway) -> None:
+    with watched_page(browser) as watched:
+        page = watched.page
+        page.goto(f"{served.admin_url}/")
+        box = page.get_by_label("Admin key")
+        expect(box).to_be_focused()
+        box.fill("no-key-of-this-gateway")
+        box.press("Enter")
+        expect(page.get_by_role("alert")).to_have_text("the admin key is not valid")
+        assert not watched.paths("/admin/calls")
+        box.fill(ADMIN_KEY)
+        box.press("Enter")
+        expect(page.get_by_role("heading", name="Servers")).to_be_visible()
+        page.reload()
+        expect(page.get_by_role("heading", name="Servers")).to_be_visible()
+        page.get_by_role("button", name="Sign out").click()
+        expect(box).to_be_visible()
+        kept = page.evaluate("JSON.stringify([{ ...sessionStorage }, { ...localStorage }, document.cookie])")
+        assert kept == '[{},{},""]'
+        assert ADMIN_KEY not in page.content()
 
 
-def test_the_calls_of_all_workers_are_told(front: Gateway) -> None:
-    replies = call_until_all_have_worked(front)
-    # A call is kept right behind its reply.
-    told = until(lambda: found if len((found := last_calls(front, 500))["data"]) == len(replies) else None)
-    assert told["workers"] == {"asked": WORKERS, "answered": WORKERS}
-    assert {call["call_id"] for call in told["data"]} == replies.keys()
-    assert [call["time"] for call in told["data"]] == sorted((call["time"] for call in told["data"]), reverse=True)
-    for call in told["data"]:
-        receipt, reply = front.receipt(call["call_id"]), replies[call["call_id"]]
-        assert (call["event_id"], call["trace_id"]) == (receipt["event_id"], receipt["trace_id"])
-        assert call["usage"]["output"] == receipt["output"] == reply.json()["usage"]["completion_tokens"]
-        assert 0 < call["own_ms"] < call["duration_ms"] and 0 < call["ttft_ms"] <= call["duration_ms"]
-        whole = [phase for phase in call["phases"] if not phase["within_chat"]]
-        assert (whole[0]["start_ms"], whole[-1]["end_ms"]) == (0, call["duration_ms"])
-    shown = look(front, "/admin/calls?limit=500").text
-    assert ASKED not in shown and key("dev") not in shown
+def test_a_key_that_is_void_meanwhile_is_asked_for_again(browser: Browser, served: Gateway) -> None:
+    with watched_page(browser) as watched:
+        page = watched.page
+        page.goto(f"{served.admin_url}/dashboard/#key={ADMIN_KEY}")
+        expect(page.get_by_role("heading", name="Servers")).to_be_visible()
+        refusal = {"error": {"message": "the admin key is not valid"}}
+        page.route("**/admin/**", lambda route: route.fulfill(status=401, json=refusal))
+        expect(page.get_by_role("alert")).to_have_text("the admin key is not valid")
+        expect(page.get_by_label("Admin key")).to_be_visible()
 
 
-def test_a_worker_that_hangs_hides_nobody_else(front: Gateway) -> None:
-    call_until_all_have_worked(front)
-    supervisor = front.process.pid
-    workers = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-    hanging = int(workers[-1])  # the first one has the admin API
-    os.kill(hanging, signal.SIGSTOP)
-    try:
-        told = last_calls(front)
-        metrics = look(front, "/admin/metrics").text
-    finally:
-        os.kill(hanging, signal.SIGCONT)
-    assert told["workers"] == {"asked": WORKERS, "answered": WORKERS - 1}
-    assert {call["worker"] for call in told["data"]} == {0}
-    assert 'warmpath_worker_up{worker="1"} 0' in metrics and 'warmpath_worker_up{worker="0"} 1' in metrics
-    assert last_calls(front)["workers"]["answered"] == WORKERS
+def test_the_key_of_an_address_leaves_it_at_once(signed_in: Watched, served: Gateway) -> None:
+    page = signed_in.page
+    assert page.url == f"{served.admin_url}/dashboard/"
+    show(page, "calls")
+    page.go_back()
+    assert "key" not in page.url
+    assert not [url for url in signed_in.asked if ADMIN_KEY in url.partition("#")[0]]
 
 
-def test_the_pages_are_served_to_anyone_and_nothing_else_is(front: Gateway) -> None:
-    home = httpx2.get(f"{front.admin_url}/")
-    assert (home.status_code, home.headers["location"]) == (307, "/dashboard/")
-    page = httpx2.get(f"{front.admin_url}/dashboard/")
-    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert "default-src 'none'; script-src 'self'" in page.headers["content-security-policy"]
-    again = httpx2.get(f"{front.admin_url}/dashboard/", headers={"if-none-match": page.headers["etag"]})
-    assert (again.status_code, again.content) == (304, b"")
-    assert httpx2.head(f"{front.admin_url}/dashboard/").status_code == 200
-    for path in ("/admin/calls", "/admin/policy", "/admin/diagnosis", "/admin/metrics", "/dashboard/../admin/calls"):
-        reply = httpx2.get(f"{front.admin_url}{path}")
-        assert reply.status_code in (401, 404) and set(reply.json()) == {"error"}, path
-    for path in ("/dashboard/", "/"):
-        assert httpx2.get(f"{front.url}{path}").status_code == 404  # clients' listener has none
+def test_a_call_and_where_its_time_went(signed_in: Watched, served: Gateway) -> None:
+    page = signed_in.page
+    call_id = ask(served)
+    show(page, "calls")
+    row = page.locator(f'tr[data-key="{call_id}"]')
+    expect(row).to_contain_text("answered 200")
+    expect(row.locator("td").nth(2)).to_contain_text(MODEL_OF_MARKUP)
+    expect(row.locator("td").nth(3)).to_have_text(f"tenant {EVIL}")
+    row.get_by_role("link").focus()
+    page.keyboard.press("Enter")
+    expect(page).to_have_url(re.compile(rf"#/calls/{call_id}$"))
+
+    told = httpx2.get(f"{served.admin_url}/admin/calls", headers={"authorization": f"Bearer {ADMIN_KEY}"}).json()
+    (call,) = [each for each in told["data"] if each["call_id"] == call_id]
+    detail = page.get_by_role("region", name="One call")
+    names = detail.locator(".waterfall tbody:first-of-type th[scope=row]").all_inner_texts()
+    assert names == [phase["name"] for phase in call["phases"]]
+    tries = detail.locator(".waterfall tbody:last-of-type th[scope=row]").all_inner_texts()
+    assert tries == [f"{n}. {a['deployment']} {a['outcome']}" for n, a in enumerate(call["attempts"], 1)]
+    assert (call["attempts"][0]["outcome"], call["deployment"]) == ("connect_error", "local")
+    expect(detail.locator(".first[title='first chunk']")).to_have_count(2)  # of the dialogue, and of who answered
+    for fact in (call["event_id"], call["trace_id"], call["route_reason"], call_id):
+        expect(detail).to_contain_text(fact)
+    lane = detail.locator(".lane").nth(1).bounding_box()
+    assert lane is not None
+    for bar in detail.locator(".span").all():
+        box = bar.bounding_box()
+        assert box is not None
+        assert lane["x"] - 1 <= box["x"] < lane["x"] + lane["width"] + 1
+        assert box["x"] + box["width"] <= lane["x"] + lane["width"] + 3
+
+    page.reload()
+    expect(detail).to_contain_text(call["event_id"])
+    page.get_by_label("Ended").select_option("failed")
+    expect(row).to_be_hidden()
+    expect(detail).to_contain_text(call["event_id"])
+    page.get_by_role("button", name="Close").click()
+    expect(detail).to_be_hidden()
+
+
+def test_a_call_that_is_not_kept(signed_in: Watched) -> None:
+    show(signed_in.page, "calls/req_of_long_ago")
+    expect(signed_in.page.get_by_text("It is not among the last 200 calls")).to_be_visible()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark"), (2000, "light")])
+def test_every_page_shows_names_as_text_and_no_prompt(
+    browser: Browser, served: Gateway, width: int, scheme: Any
+) -> None:
+    for clock in ("09:41:07", "09:42:31"):  # what breaks a prefix
+        ask(served, line=f"Current time: {clock}")
+    ask(served, DEMO, "dev")
+    with watched_page(browser, width=width, color_scheme=scheme) as watched:
+        page = watched.page
+        page.goto(f"{served.admin_url}/#key={ADMIN_KEY}")
+        expected = {
+            "now": f"down {EVIL}",
+            "calls": f"tenant {EVIL}",
+            "spend": f"tenant {EVIL}",
+            "prefixes": "a time of day that changes",
+            "keys": "No keys in the storage",
+        }
+        for place in PAGES:
+            show(page, place)
+            if place == "keys" and page.get_by_role("row").count() > 1:
+                continue  # another test has made some
+            expect(page.get_by_role("main")).to_contain_text(expected[place])
+            assert page.locator("img").count() == 0
+            assert SECRET not in page.content(), place
+            wide = page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= width, f"{place} is {wide} px wide"
+        assert page.evaluate("window.owned") is None
+        watched.is_well(served.admin_url)
+
+
+def test_spend_and_limits(signed_in: Watched, served: Gateway) -> None:
+    page = signed_in.page
+    receipt = served.receipt(ask(served, DEMO, "dev"))
+    show(page, "spend")
+    page.get_by_label("By").select_option("key")
+    row = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name="dev", exact=True))
+    expect(row.locator("td").last).to_have_text(re.compile(r"^0\.0\d+ USD$"))
+    assert receipt["cost"]
+    limits = page.locator("article").filter(has=page.get_by_role("heading", name="dev"))
+    expect(limits).to_contain_text(re.compile(r"(600|5\d\d) of 600 requests left per minute"))
+    expect(limits).to_contain_text(re.compile(r"0\.00[89]\d+ of 0\.01 USD left in \d{4}-\d\d-\d\d"))
+
+
+def test_a_key_s_life(signed_in: Watched, served: Gateway) -> None:
+    page = signed_in.page
+    show(page, "keys")
+
+    def status(secret: str) -> int:
+        headers = {"authorization": f"Bearer {secret}"}
+        body = {"model": DEMO, "prompt": [100, 101], "max_tokens": 1}
+        reply = httpx2.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_SECONDS)
+        return reply.status_code
+
+    def shown_once() -> str:
+        secret = page.locator(".secret code").inner_text()
+        page.get_by_role("button", name="I have it").click()
+        expect(page.locator("dialog")).to_have_count(0)
+        assert secret not in page.content()
+        return secret
+
+    page.get_by_role("button", name="New key").click()
+    page.get_by_label("Tenant").last.select_option("dev")
+    page.get_by_label("Id", exact=True).fill("from_the_page")
+    page.get_by_label("Expires after").fill("soon")
+    page.get_by_label("Requests").fill("30/1m")
+    page.get_by_role("button", name="Make the key").click()
+    expect(page.get_by_role("alert")).to_contain_text("expires")  # the gateway names the field
+    assert ["400" in each for each in signed_in.complaints] == [True]  # as the browser tells of the refusal
+    signed_in.complaints.clear()
+    page.get_by_label("Expires after").fill("90d")
+    page.get_by_role("button", name="Make the key").click()
+    first = shown_once()
+    assert status(first) == 200
+    row = page.locator('tr[data-key="from_the_page"]')
+    expect(row).to_contain_text("active")
+    expect(row).to_contain_text("requests")
+
+    page.get_by_role("button", name="Rotate key from_the_page").click()
+    page.get_by_label("The old secret stays good for").select_option("1h")
+    page.get_by_role("button", name="Rotate", exact=True).last.click()
+    second = shown_once()
+    expect(row).to_contain_text("old secret until")
+    assert second != first
+    until(lambda: status(second) == 200)
+    assert status(first) == 200
+
+    page.get_by_role("button", name="Revoke key from_the_page").click()
+    page.keyboard.press("Escape")
+    expect(page.locator("dialog")).to_have_count(0)
+    assert status(second) == 200
+    page.get_by_role("button", name="Revoke key from_the_page").click()
+    page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+    expect(row).to_contain_text("revoked")
+    until(lambda: status(second) == 401)
+    expect(row.get_by_role("button")).to_have_count(0)
+
+
+def test_one_request_at_a_time_and_none_while_nobody_looks(browser: Browser, served: Gateway) -> None:
+    """By a clock of the test's own."""
+    with watched_page(browser) as watched:
+        page = watched.page
+        page.clock.install()
+        page.goto(f"{served.admin_url}/#key={ADMIN_KEY}")
+        is_live(page)
+
+        look = "(hidden) => { Object.defineProperty(document, 'hidden', { get: () => hidden, configurable: true });"
+        look += " document.dispatchEvent(new Event('visibilitychange')); }"
+        page.evaluate(look, True)
+        page.wait_for_load_state("networkidle")
+        before = len(watched.paths("/admin/"))
+        page.clock.run_for(10 * 60_000)
+        assert len(watched.paths("/admin/")) == before
+
+        page.route("**/admin/metrics", lambda route: None)  # an answer that does not come
+        with page.expect_request("**/admin/metrics"):
+            page.evaluate(look, False)
+        waiting = len(watched.paths("/admin/metrics"))
+        page.clock.run_for(15_000)
+        assert len(watched.paths("/admin/metrics")) == waiting
+        is_live(page, "■ not live")
+        expect(page.get_by_role("status").filter(has_text="The figures are old")).to_be_visible()
+
+
+def test_the_page_outlives_the_gateway(browser: Browser, local_engine: Running, tmp_path: Path) -> None:
+    ports = {"port": free_port(), "admin_port": str(free_port())}
+    rules = policy(local_engine.url)
+    with watched_page(browser) as watched:
+        page = watched.page
+        with gateway(tmp_path / "one", rules, admin_key=ADMIN_KEY, **ports) as started:
+            ask(started, DEMO, "dev")
+            page.goto(f"{started.admin_url}/#key={ADMIN_KEY}")
+            expect(page.locator("dl.facts")).to_contain_text("1 receipts since the start")
+            show(page, "calls")
+            expect(page.locator("tbody tr")).to_have_count(1)
+        is_live(page, "■ not live")
+        expect(page.get_by_role("status").filter(has_text="can not be reached").first).to_be_visible()
+        expect(page.locator("tbody tr")).to_have_count(1)  # what was there stays
+        with gateway(tmp_path / "two", rules, admin_key=ADMIN_KEY, **ports) as started:
+            is_live(page)
+            expect(page.get_by_text("No calls yet")).to_be_visible()
+            call_id = ask(started, DEMO, "dev")
+            expect(page.locator(f'tr[data-key="{call_id}"]')).to_be_visible()
+            show(page, "now")
+            failed = page.locator(".figures div").filter(has_text="Failed").locator("dd")
+            expect(failed).to_have_text(re.compile("^(0%|\\u2013)$"))
+        complaints = [each for each in watched.complaints if "ERR_CONNECTION_REFUSED" not in each]
+        assert [each for each in complaints if "Failed to load resource" not in each] == []

@@ -15,9 +15,15 @@ import { copyButton, select } from "../widgets.js";
 function ask(title, fields, verb, danger, send) {
   const refusal = h("p", { class: "refusal", role: "alert" });
   const submit = h("button", { type: "submit", class: danger ? "danger" : null }, verb);
-  const buttons = h("div", { class: "buttons" }, h("button", { type: "button", class: "quiet", onclick: () => dialog.close() }, "Cancel"), submit);
+  const buttons = h("div", { class: "buttons" }, h("button", { type: "button", class: "quiet", onclick: leave }, "Cancel"), submit);
   const form = h("form", { onsubmit: onSubmit }, fields, refusal, buttons);
   const dialog = h("dialog", { "aria-label": title, onclose: () => dialog.remove() }, h("h2", null, title), form);
+
+  /** With all that it has shown. */
+  function leave() {
+    dialog.close();
+    dialog.remove();
+  }
 
   /** @param {SubmitEvent} event */
   async function onSubmit(event) {
@@ -26,8 +32,8 @@ function ask(title, fields, verb, danger, send) {
     refusal.textContent = "";
     try {
       const made = await send();
-      if (!made) return dialog.close();
-      fill(form, made, h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => dialog.close() }, "I have it")));
+      if (!made) return leave();
+      fill(form, made, h("div", { class: "buttons" }, h("button", { type: "button", onclick: leave }, "I have it")));
     } catch (error) {
       const { message, param } = /** @type {import("../api.js").ApiError} */ (error);
       refusal.textContent = param && !message.startsWith(param) ? `${param}: ${message}` : message;
@@ -52,7 +58,7 @@ function secret(made, words) {
 export function createDialog(api, policy, onDone) {
   const tenants = (policy?.tenants ?? []).map((/** @type {any} */ tenant) => tenant.name);
   let tenant = tenants[0] ?? "";
-  const id = input("Id", "made up where left out", "the public part of the key: wp-<id>-<secret>");
+  const id = input("Id", "a-z, 0-9 and _; left out: made up", "the public part of the key: wp-<id>-<secret>");
   const expires = input("Expires after", "90d; left out: never");
   const models = input("Models", "names, with commas between them; left out: all");
   const classes = input("Classes", `${(policy?.classes ?? ["realtime", "batch"]).join(", ")}; left out: all`);
