@@ -100,18 +100,10 @@ async def test_as_many_as_are_asked_for(app: Application) -> None:
 async def test_of_one_class_and_only_those_that_did_not_end_well(app: Application) -> None:
     answered = await app.ask(prompt())
     refused = await app.ask(prompt(), key="wp-dev-wrong")
-    names = {
-        query: [call["call_id"] for call in await calls(app, query)]
-        for query in (
-            "?troubled=true",
-            "?troubled=false",
-            "?class=realtime",
-            "?class=realtime&troubled=true",
-            "?class=x",
-        )
-    }
+    queries = ("?troubled=true", "?troubled=false", "?class=realtime", "?class=realtime&troubled=true", "?class=x")
+    found = [[call["call_id"] for call in await calls(app, query)] for query in queries]
     first, second = answered.headers["x-request-id"], refused.headers["x-request-id"]
-    assert list(names.values()) == [[second], [second, first], [first], [], []]
+    assert found == [[second], [second, first], [first], [], []]
     reply = await look(app, "/admin/calls?troubled=1")
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "troubled")
 
