@@ -69,7 +69,9 @@ class Archive:
         if size > most:
             return "too_large", f"it has {size} bytes with its input, and may have {most}"
         try:
-            kept = await self._documents.put_document(self._tenant, name, document, ttl_seconds=self._keep_seconds)
+            kept = await self._documents.put_document(
+                self._tenant, name, document, ttl_seconds=self._keep_seconds, max_bytes=self._wanted.max_stored_bytes
+            )
         except StorageUnavailable as error:
             return "storage_away", error.message
         return ("kept", "") if kept else ("too_large", f"the storage has no room for {size} bytes")

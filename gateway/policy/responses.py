@@ -28,3 +28,6 @@ class Responses(Frozen):
     max_response_bytes: Count = Field(
         4_000_000, description="A response that is longer, with its input, is answered and not kept."
     )
+    max_stored_bytes: Count = Field(
+        1_000_000_000, description="Of one tenant's responses together; beyond it the oldest make room."
+    )

@@ -156,12 +156,15 @@ class Document(msgspec.Struct, frozen=True):
 
 class Documents(Protocol):
     """What tenants keep for a time, under names of their own. Unlike a blob it is in nobody's way: what is put is there
-    until its time is over, or it is deleted. Only where all documents together have more bytes than the engine holds,
-    the oldest of the tenant that has most make room (Redis has its own rules for that, see there).
+    until its time is over, or it is deleted. Only where a tenant's together have more bytes than it may have, the
+    oldest make room; and where those of all have more than the engine holds, the oldest of the tenant that has most.
+    (Redis holds what its memory does.)
     """
 
-    async def put_document(self, tenant: str, name: str, document: Document, *, ttl_seconds: float) -> bool:
-        """Whole or not at all; False where it alone has more bytes than the engine holds."""
+    async def put_document(
+        self, tenant: str, name: str, document: Document, *, ttl_seconds: float, max_bytes: int
+    ) -> bool:
+        """Whole or not at all; False where it alone has more bytes than there may be. `max_bytes` is the tenant's."""
 
     async def get_document(self, tenant: str, name: str) -> Document | None: ...
 

@@ -299,8 +299,10 @@ class MemoryStorage:
         value, _ = self._blobs.pop(key)
         self._blob_bytes_free += len(key) + len(value)
 
-    async def put_document(self, tenant: str, name: str, document: Document, *, ttl_seconds: float) -> bool:
-        return self._documents.put(tenant, name, document, ttl_seconds)
+    async def put_document(
+        self, tenant: str, name: str, document: Document, *, ttl_seconds: float, max_bytes: int
+    ) -> bool:
+        return self._documents.put(tenant, name, document, ttl_seconds, max_bytes)
 
     async def get_document(self, tenant: str, name: str) -> Document | None:
         return self._documents.get(tenant, name)

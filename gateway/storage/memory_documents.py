@@ -1,5 +1,5 @@
-"""The documents of a single process. The oldest of the tenant that has most make room, so that nobody's are crowded out
-by others who keep more.
+"""The documents of a single process. Where all together are too many, the oldest of the tenant that has most make room,
+so that nobody's are crowded out by others who keep more.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class MemoryDocuments:
         self._clock = clock
         self._next_sweep = 0.0
 
-    def put(self, tenant: str, name: str, document: Document, ttl_seconds: float) -> bool:
+    def put(self, tenant: str, name: str, document: Document, ttl_seconds: float, max_bytes: int) -> bool:
         self.delete(tenant, name)
         size = document_bytes(name, document)
-        if size > self._max_bytes:
+        if size > min(max_bytes, self._max_bytes):
             return False
         now = self._clock()
         if not self._next_sweep - SWEEP_SECONDS <= now < self._next_sweep:
@@ -46,9 +46,10 @@ class MemoryDocuments:
         shelf.documents[name] = (document, now + ttl_seconds)
         shelf.bytes += size
         self._bytes += size
+        while shelf.bytes > max_bytes:
+            self._drop_oldest(tenant)
         while self._bytes > self._max_bytes:
-            fullest = max(self._shelves, key=lambda owner: self._shelves[owner].bytes)
-            self.delete(fullest, next(iter(self._shelves[fullest].documents)))
+            self._drop_oldest(max(self._shelves, key=lambda owner: self._shelves[owner].bytes))
         return True
 
     def get(self, tenant: str, name: str) -> Document | None:
@@ -75,6 +76,9 @@ class MemoryDocuments:
         if not shelf.documents:
             del self._shelves[tenant]
         return expires_at > self._clock()
+
+    def _drop_oldest(self, tenant: str) -> None:
+        self.delete(tenant, next(iter(self._shelves[tenant].documents)))
 
     def _drop_old(self, tenant: str) -> None:
         """Those whose time is over, up to the first that still has some: mostly all of them have as much."""

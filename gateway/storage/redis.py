@@ -6,8 +6,9 @@ travel as one pipeline; redis-py's price per call falls from 80 to 30 microsecon
 one hash tag, so a cluster keeps them together.
 
 Redis must keep what it is told: `appendonly yes` for budgets to survive its restart, and a `maxmemory-policy` that
-evicts nothing but what expires, and that is `volatile-ttl`, where the response cache or documents are kept here too:
-what has the least time left then makes room, whosever it is.
+evicts nothing but what expires, and that is `volatile-ttl`, where the response cache is kept here too. Documents have
+more time left than anything else: before Redis evicts any, it has evicted what limits are counted by. Their bounds
+must leave it room.
 """
 
 from __future__ import annotations
@@ -65,10 +66,7 @@ end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 return 1
 """
-PUT_DOCUMENT = """
-redis.call('HSET', KEYS[1], 'head', ARGV[1], 'body', ARGV[2])
-redis.call('PEXPIRE', KEYS[1], ARGV[3])
-"""
+DOCUMENTS = Path(__file__).with_name("redis_documents.lua").read_text()
 GET_HEADS = """
 local heads = {}
 for number, key in ipairs(KEYS) do
@@ -241,12 +239,18 @@ class RedisStorage:
         if len(value) <= self._blob_bytes:
             await self._pipelines.submit(("SET", _blob_key(key), value, "PX", _milliseconds(ttl_seconds)))
 
-    async def put_document(self, tenant: str, name: str, document: Document, *, ttl_seconds: float) -> bool:
-        if len(name) + len(document.head) + len(document.body) > self._document_bytes:
+    async def put_document(
+        self, tenant: str, name: str, document: Document, *, ttl_seconds: float, max_bytes: int
+    ) -> bool:
+        if len(name.encode()) + len(document.head) + len(document.body) > min(max_bytes, self._document_bytes):
+            await self.delete_document(tenant, name)
             return False
-        key, time = _document_key(tenant, name), _milliseconds(ttl_seconds)
-        await self._pipelines.submit(("EVAL", PUT_DOCUMENT, 1, key, document.head, document.body, time))
+        time = _milliseconds(ttl_seconds)
+        await self._document("put", tenant, name, document.head, document.body, time, max_bytes)
         return True
+
+    async def _document(self, operation: str, tenant: str, name: str, *arguments: object) -> Any:
+        return await self._pipelines.submit(("EVAL", DOCUMENTS, 1, _tenant_key(tenant), operation, name, *arguments))
 
     async def get_document(self, tenant: str, name: str) -> Document | None:
         head, body = await self._pipelines.submit(("HMGET", _document_key(tenant, name), "head", "body"))
@@ -260,7 +264,7 @@ class RedisStorage:
         return heads
 
     async def delete_document(self, tenant: str, name: str) -> bool:
-        return bool(await self._pipelines.submit(("DEL", _document_key(tenant, name))))
+        return bool(await self._document("delete", tenant, name))
 
     async def put_key(self, record: KeyRecord) -> None:
         await self._pipelines.submit(("HSET", KEYS_KEY, record.id, msgspec.json.encode(record)))
@@ -314,8 +318,12 @@ def _milliseconds(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
+def _tenant_key(tenant: str) -> str:
+    return f"wp:{{{quote(tenant, safe='')}}}"
+
+
 def _document_key(tenant: str, name: str) -> str:
-    return f"wp:{{{quote(tenant, safe='')}}}:document:{name}"
+    return f"{_tenant_key(tenant)}:document:{name}"
 
 
 def _blob_key(key: str) -> str:

@@ -194,8 +194,11 @@ class SqliteStorage:
         expires_at = self._clock() + ttl_seconds
         await self._transactions.submit(partial(_put_blob, key, value, expires_at, self._blob_bytes))
 
-    async def put_document(self, tenant: str, name: str, document: Document, *, ttl_seconds: float) -> bool:
-        work = partial(documents.put, tenant, name, document, ttl_seconds, self._clock(), self._document_bytes)
+    async def put_document(
+        self, tenant: str, name: str, document: Document, *, ttl_seconds: float, max_bytes: int
+    ) -> bool:
+        bounds = documents.Bounds(max_bytes, self._document_bytes)
+        work = partial(documents.put, tenant, name, document, ttl_seconds, self._clock(), bounds)
         kept: bool = await self._transactions.submit(work)
         return kept
 

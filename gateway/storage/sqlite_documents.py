@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gateway.storage.base import Document
 
@@ -34,21 +35,34 @@ END;
 """
 
 
+class Bounds(NamedTuple):
+    """Bytes, of the tenant's documents and of all."""
+
+    tenant: int
+    engine: int
+
+
 def put(
-    tenant: str, name: str, document: Document, ttl_seconds: float, now: float, max_bytes: int, db: sqlite3.Connection
+    tenant: str, name: str, document: Document, ttl_seconds: float, now: float, bounds: Bounds, db: sqlite3.Connection
 ) -> bool:
     db.execute("DELETE FROM documents WHERE tenant = ? AND name = ?", (tenant, name))  # a REPLACE fires no trigger
-    if len(name.encode()) + len(document.head) + len(document.body) > max_bytes:
+    if len(name.encode()) + len(document.head) + len(document.body) > min(bounds):
         return False
     db.execute(
         "INSERT INTO documents (tenant, name, head, body, expires_at) VALUES (?, ?, ?, ?, ?)",
         (tenant, name, document.head, document.body, now + ttl_seconds),
     )
-    while db.execute("SELECT total(total) FROM document_bytes").fetchone()[0] > max_bytes:
+    while db.execute("SELECT total FROM document_bytes WHERE tenant = ?", (tenant,)).fetchone()[0] > bounds.tenant:
+        _drop_oldest(tenant, db)
+    while db.execute("SELECT total(total) FROM document_bytes").fetchone()[0] > bounds.engine:
         (fullest,) = db.execute("SELECT tenant FROM document_bytes ORDER BY total DESC LIMIT 1").fetchone()
-        query = "DELETE FROM documents WHERE number = (SELECT min(number) FROM documents WHERE tenant = ?)"
-        db.execute(query, (fullest,))
+        _drop_oldest(fullest, db)
     return True
+
+
+def _drop_oldest(tenant: str, db: sqlite3.Connection) -> None:
+    query = "DELETE FROM documents WHERE number = (SELECT min(number) FROM documents WHERE tenant = ?)"
+    db.execute(query, (tenant,))
 
 
 def get(tenant: str, name: str, now: float, db: sqlite3.Connection) -> Document | None:

@@ -361,9 +361,19 @@ class TestBlobs:
         assert kept == list(range(10, 20))
 
 
-async def put(storage: Storage, tenant: str, name: str, size: int = 10, *, ttl_seconds: float = 60.0) -> bool:
-    document = Document(b"h", b"b" * (size - len(name) - 1))
-    return await storage.put_document(tenant, name, document, ttl_seconds=ttl_seconds)
+async def put(
+    storage: Storage,
+    tenant: str,
+    name: str,
+    document: Document | int = 10,
+    *,
+    ttl_seconds: float = 60.0,
+    max_bytes: int = 1000,
+) -> bool:
+    """A document, or one of so many bytes."""
+    if isinstance(document, int):
+        document = Document(b"h", b"b" * (document - len(name) - 1))
+    return await storage.put_document(tenant, name, document, ttl_seconds=ttl_seconds, max_bytes=max_bytes)
 
 
 async def names_of(storage: Storage, tenant: str, names: list[str]) -> list[str]:
@@ -375,16 +385,16 @@ class TestDocuments:
     async def test_what_was_put(self, storage: Storage, tenant: str) -> None:
         assert await storage.get_document(tenant, "a") is None
         document = Document(b"\x00\xff", b"")
-        assert await storage.put_document(tenant, "a", document, ttl_seconds=60.0)
+        assert await put(storage, tenant, "a", document)
         assert await storage.get_document(tenant, "a") == document
         other = Document(b"", b"\xff")
-        assert await storage.put_document(tenant, "a", other, ttl_seconds=60.0)
+        assert await put(storage, tenant, "a", other)
         assert await storage.get_document(tenant, "a") == other
 
     async def test_heads_come_in_the_order_of_the_names(self, storage: Storage, tenant: str) -> None:
         assert await storage.get_heads(tenant, []) == []
         for name in "abc":
-            await storage.put_document(tenant, name, Document(name.encode(), b"body"), ttl_seconds=60.0)
+            await put(storage, tenant, name, Document(name.encode(), b"body"))
         assert await storage.get_heads(tenant, ["c", "x", "a", "c"]) == [b"c", None, b"a", b"c"]
         many = [f"{number}" for number in range(1000)]
         assert await storage.get_heads(tenant, [*many, "b"]) == [None] * 1000 + [b"b"]
@@ -400,7 +410,7 @@ class TestDocuments:
         """Whatever their names are made of."""
         names = ["t", "t}", "t:document:a", "t/x", "T", "t "]
         for owner in names:
-            await storage.put_document(owner, "a", Document(owner.encode(), b""), ttl_seconds=60.0)
+            await put(storage, owner, "a", Document(owner.encode(), b""))
         assert [(await storage.get_heads(owner, ["a"]))[0] for owner in names] == [owner.encode() for owner in names]
         assert await storage.delete_document("t", "a")
         assert await storage.get_document("t", "a") is None
@@ -417,13 +427,22 @@ class TestDocuments:
 
     async def test_one_that_is_too_large_is_not_kept(self, storage: Storage, tenant: str) -> None:
         await put(storage, tenant, "small")
-        assert not await put(storage, tenant, "large", 1001)
+        assert not await put(storage, tenant, "large", 1001, max_bytes=9999), "larger than the engine holds"
+        assert not await put(storage, tenant, "larger", 501, max_bytes=500)
         assert await put(storage, tenant, "largest", 990)
-        assert await names_of(storage, tenant, ["small", "large", "largest"]) == ["small", "largest"]
+        assert await names_of(storage, tenant, ["small", "large", "larger", "largest"]) == ["small", "largest"]
+
+    async def test_the_tenant_s_oldest_make_room(self, storage: Storage, tenant: str) -> None:
+        names = [f"d{number:02}" for number in range(20)]
+        for number, name in enumerate(names):
+            assert await put(storage, tenant, name, 100, ttl_seconds=60.0 + number, max_bytes=550)
+        assert await names_of(storage, tenant, names) == names[-5:]
+        assert await put(storage, tenant, "large", 500, ttl_seconds=99.0, max_bytes=550)
+        assert await names_of(storage, tenant, [*names, "large"]) == ["large"]
 
     async def test_the_oldest_of_whoever_has_most_make_room(self, storage: Storage) -> None:
         if isinstance(storage, RedisStorage):
-            pytest.skip("all documents in Redis together are bounded by its maxmemory")
+            pytest.skip("all documents in Redis together are bounded by its memory")
         for number in range(3):
             await put(storage, "modest", f"m{number}", 100)
         greedy = [f"g{number:02}" for number in range(20)]
@@ -432,19 +451,17 @@ class TestDocuments:
         assert await names_of(storage, "modest", ["m0", "m1", "m2"]) == ["m0", "m1", "m2"]
         assert await names_of(storage, "greedy", greedy) == greedy[-7:]
 
-    async def test_room_is_given_back(self, storage: Storage) -> None:
+    async def test_room_is_given_back(self, storage: Storage, tenant: str) -> None:
         """By deletion, by time, and where one is replaced."""
-        if isinstance(storage, RedisStorage):
-            pytest.skip("all documents in Redis together are bounded by its maxmemory")
-        await put(storage, "a", "old", 300, ttl_seconds=1e-9)
-        await put(storage, "a", "gone", 300)
+        await put(storage, tenant, "old", 300, ttl_seconds=0.001)
+        await put(storage, tenant, "gone", 300)
         for _ in range(3):
-            await put(storage, "a", "kept", 300)
-        await storage.delete_document("a", "gone")
-        await put(storage, "a", "more", 600)
-        await put(storage, "b", "other", 100)
-        assert await names_of(storage, "a", ["kept", "more"]) == ["kept", "more"]
-        assert await names_of(storage, "b", ["other"]) == ["other"]
+            await put(storage, tenant, "kept", 300)
+        await storage.delete_document(tenant, "gone")
+        while await storage.get_document(tenant, "old") is not None:
+            pass
+        await put(storage, tenant, "more", 700)
+        assert await names_of(storage, tenant, ["kept", "more"]) == ["kept", "more"]
 
 
 class TestKeys:

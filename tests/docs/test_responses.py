@@ -21,8 +21,8 @@ def test_the_example_is_policy() -> None:
 def test_bounds_are_those_of_the_code() -> None:
     said = " ".join(section(PAGE, "What is kept").split())
     assert f"{RESPONSES_MAX:,} responses and {HISTORY_BYTES_MAX // 2**20} MiB" in said
-    assert f"In memory documents have {DEFAULT_DOCUMENT_BYTES // 2**20} MiB" in said
-    assert f"a SQLite file has {DISK_DOCUMENT_BYTES // 2**30} GiB" in said
+    assert f"{DEFAULT_DOCUMENT_BYTES // 2**20} MiB in memory" in said
+    assert f"{DISK_DOCUMENT_BYTES // 2**30} GiB in a SQLite file" in said
 
 
 def test_every_field_that_is_taken_is_in_the_table() -> None:

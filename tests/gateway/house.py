@@ -268,9 +268,11 @@ class CountingStorage(MemoryStorage):
             self.ended.append(reservation_id)
         return ended
 
-    async def put_document(self, tenant: str, name: str, document: Document, *, ttl_seconds: float) -> bool:
+    async def put_document(
+        self, tenant: str, name: str, document: Document, *, ttl_seconds: float, max_bytes: int
+    ) -> bool:
         self._check_documents()
-        return await super().put_document(tenant, name, document, ttl_seconds=ttl_seconds)
+        return await super().put_document(tenant, name, document, ttl_seconds=ttl_seconds, max_bytes=max_bytes)
 
     async def get_document(self, tenant: str, name: str) -> Document | None:
         self._check_documents()

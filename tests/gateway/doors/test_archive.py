@@ -59,3 +59,11 @@ async def test_room_is_taken_and_given_back_once() -> None:
     archive.let_go()
     archive.let_go()
     assert room.held_bytes == 0
+
+
+async def test_a_tenant_has_no_more_than_the_policy_says() -> None:
+    archives = Archives(MemoryStorage(), BodyRoom(0))
+    archive = archive_of(archives, Responses(keep=60.0, max_stored_bytes=20))
+    for name in "abc":
+        assert await archive.put(name, DOCUMENT, call_id="req_1")
+    assert [await archive.get(name) for name in "abc"] == [None, DOCUMENT, DOCUMENT]

@@ -10,8 +10,8 @@ def test_whoever_puts_something_next_sweeps_for_all() -> None:
     now = 0.0
     documents = MemoryDocuments(1000, lambda: now)
     for number in range(3):
-        documents.put("a", f"{number}", DOCUMENT, ttl_seconds=5.0)
-    documents.put("b", "long", DOCUMENT, ttl_seconds=60.0)
+        documents.put("a", f"{number}", DOCUMENT, ttl_seconds=5.0, max_bytes=1000)
+    documents.put("b", "long", DOCUMENT, ttl_seconds=60.0, max_bytes=1000)
     now += SWEEP_SECONDS
-    documents.put("c", "x", DOCUMENT, ttl_seconds=60.0)
+    documents.put("c", "x", DOCUMENT, ttl_seconds=60.0, max_bytes=1000)
     assert {tenant: shelf.bytes for tenant, shelf in documents._shelves.items()} == {"b": 12, "c": 9}

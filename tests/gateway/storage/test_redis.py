@@ -109,7 +109,7 @@ async def test_nothing_is_kept_for_ever(redis_server: RedisServer) -> None:
             await storage.settle("tidy/0", [1, 2, 0, 4], now=0.0)
             await storage.extend("tidy/1", lease_seconds=LEASE_SECONDS, now=0.0)
             await storage.put("blob", b"x", ttl_seconds=60.0)
-            await storage.put_document("tidy", "d", Document(b"head", b"body"), ttl_seconds=60.0)
+            await storage.put_document("tidy", "d", Document(b"head", b"body"), ttl_seconds=60.0, max_bytes=1000)
         keys: list[bytes] = client.keys("*")
         assert len(keys) > 8
         assert [key for key in keys if client.pttl(key) == -1] == []
@@ -270,3 +270,29 @@ async def test_a_replica_that_was_seen_by_a_later_clock_is_not_counted_for_ever(
     assert await other.count_replicas(alive_seconds=30.0, now=now + 1) == 2
     for each in (one, other):
         await each.close()
+
+
+async def test_lists_of_documents_that_redis_has_evicted_begin_anew(redis_server: RedisServer) -> None:
+    document = Document(b"head", b"x" * 80)
+    for lost in ("documents", "document_bytes"):
+        async with opened(redis_server) as storage:
+            for number in range(3):
+                await storage.put_document(lost, f"{number}", document, ttl_seconds=60.0 + number, max_bytes=300)
+            with redis_server.client() as client:
+                client.delete(f"wp:{{{lost}}}:{lost}")
+                for number in range(3, 9):
+                    await storage.put_document(lost, f"{number}", document, ttl_seconds=60.0 + number, max_bytes=300)
+                assert client.zrange(f"wp:{{{lost}}}:documents", -3, -1) == [b"6", b"7", b"8"]
+                assert await storage.get_heads(lost, ["5", "6", "7", "8"]) == [None, b"head", b"head", b"head"]
+
+
+async def test_what_has_expired_is_taken_off_the_lists(redis_server: RedisServer) -> None:
+    async with opened(redis_server) as storage:
+        for number in range(3):
+            await storage.put_document("gone", f"{number}", Document(b"", b"x"), ttl_seconds=0.001, max_bytes=300)
+        while await storage.get_heads("gone", ["0", "1", "2"]) != [None] * 3:
+            pass
+        await storage.put_document("gone", "last", Document(b"", b"x"), ttl_seconds=60.0, max_bytes=300)
+        with redis_server.client() as client:
+            assert client.hgetall("wp:{gone}:document_bytes") == {b"total": b"5", b"=last": b"5"}
+            assert client.zrange("wp:{gone}:documents", 0, -1) == [b"last"]

@@ -168,8 +168,8 @@ async def test_documents_whose_time_is_over_leave_the_file_whatever_is_asked_for
     storage = SqliteStorage(f"sqlite:///{path}", timeout_seconds=60.0, clock=lambda: now)
     await storage.open()
     for number in range(SWEPT_AT_ONCE + 1):
-        await storage.put_document("t", f"short{number}", Document(b"head", b"body"), ttl_seconds=5.0)
-    await storage.put_document("t", "long", Document(b"head", b"body"), ttl_seconds=60.0)
+        await storage.put_document("t", f"short{number}", Document(b"head", b"body"), ttl_seconds=5.0, max_bytes=9999)
+    await storage.put_document("t", "long", Document(b"head", b"body"), ttl_seconds=60.0, max_bytes=9999)
     with closing(sqlite3.connect(path)) as db:
         for left in (2, 1):
             now += SWEEP_SECONDS

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.doors.responses.kept import response_of
-from gateway.storage.base import Document
 from tests.gateway import test_serve_histories as serving
 from tests.gateway.doors.responses.translated import events_of
 from tests.gateway.house import DONE, Client, Rig, a_rig, answer, delta
@@ -43,9 +42,9 @@ class History(serving.History):
         self.put = rig.storage.put_document
         rig.storage.put_document = self.put_when_well  # type: ignore[method-assign]
 
-    async def put_when_well(self, tenant: str, name: str, document: Document, *, ttl_seconds: float) -> bool:
+    async def put_when_well(self, *given: Any, **named: Any) -> bool:
         await self.well.wait()
-        return await self.put(tenant, name, document, ttl_seconds=ttl_seconds)
+        return await self.put(*given, **named)
 
     async def storage(self, how: int) -> None:
         self.rig.storage.documents_away = STORAGE[how] == "away"
