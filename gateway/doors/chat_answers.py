@@ -89,6 +89,12 @@ class Choice(msgspec.Struct):
     logprobs: Logprobs | None = None
 
 
+class Known(msgspec.Struct):
+    """What a provider of ours says before a server of chats would: how long the prompt is."""
+
+    usage: msgspec.Raw = _ABSENT
+
+
 class Answer(msgspec.Struct):
     """A whole answer, or an event of one."""
 
@@ -96,6 +102,7 @@ class Answer(msgspec.Struct):
     choices: list[Choice] | None = None
     usage: msgspec.Raw = _ABSENT
     service_tier: str | None = None
+    warmpath: Known | None = None
 
     @property
     def message(self) -> tuple[Choice, Said]:
@@ -108,8 +115,9 @@ class Answer(msgspec.Struct):
     @property
     def counts(self) -> Counts | None:
         """None where the server has not counted, or not in numbers."""
+        usage = self.warmpath.usage if self.warmpath is not None and self.usage is _ABSENT else self.usage
         try:
-            return _counts.decode(self.usage)
+            return _counts.decode(usage)
         except msgspec.MsgspecError:
             return None
 

@@ -28,6 +28,7 @@ _TIERS = {"standard": "default"}  # the others have the same names
 _END = "message_stop"
 _TOO_LONG = "prompt is too long"
 REFUSED = "invalid_request_error"
+_NO_END: Mapping[str, Any] = {"finish_reason": None}
 KEEP_ALIVE = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -76,6 +77,7 @@ class _Message(msgspec.Struct):
     usage: _Usage
     content: list[_Block] = []
     stop_reason: str | None = None
+    stop_sequence: str | None = None
 
 
 class _Delta(msgspec.Struct):
@@ -85,6 +87,7 @@ class _Delta(msgspec.Struct):
     thinking: str = ""
     signature: str = ""
     stop_reason: str | None = None
+    stop_sequence: str | None = None
 
 
 class _Error(msgspec.Struct):
@@ -158,14 +161,14 @@ def whole_chat(body: bytes) -> bytes:
         message["thinking_blocks"] = thoughts
     if calls:
         message["tool_calls"] = calls
-    finish = finish_reason(said.stop_reason or "")
-    return _encode(
-        {
-            **_head(said, "chat.completion"),
-            "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": finish}],
-            "usage": chat_usage(said.usage),
-        }
-    )
+    choice = {"index": 0, "message": message, "logprobs": None, **_end(said)}
+    return _encode({**_head(said, "chat.completion"), "choices": [choice], "usage": chat_usage(said.usage)})
+
+
+def _end(said: _Message | _Delta) -> dict[str, str]:
+    """Of a choice. Which text of `stop` it was stands in a field of vLLM's."""
+    end = {"finish_reason": finish_reason(said.stop_reason or "")}
+    return end if said.stop_sequence is None else {**end, "stop_reason": said.stop_sequence}
 
 
 def _head(message: _Message, kind: str) -> dict[str, Any]:
@@ -243,8 +246,8 @@ class ChatStream:
             return self._start(event.message)
         if kind == "message_delta":
             self._usage = self._usage.updated(event.usage or _Usage())
-            reason = event.delta.stop_reason if event.delta is not None else None
-            return self._chunk_of({}, _encode(finish_reason(reason))) if reason is not None else b""
+            delta = event.delta
+            return self._chunk_of({}, _end(delta)) if delta is not None and delta.stop_reason is not None else b""
         if kind == _END:
             self.ended = True
             return self._chunk(b"[]", usage=chat_usage(self._usage)) + DONE
@@ -296,8 +299,8 @@ class ChatStream:
         self._begun.add(index)
         return self._chunk_of({"tool_calls": [{"index": self._tools[index], "function": {"arguments": arguments}}]})
 
-    def _chunk_of(self, delta: Mapping[str, Any], finish: bytes = b"null", **more: Any) -> bytes:
-        choice = b'{"index":0,"delta":%b,"logprobs":null,"finish_reason":%b}' % (_encode(delta), finish)
+    def _chunk_of(self, delta: Mapping[str, Any], end: Mapping[str, Any] = _NO_END, **more: Any) -> bytes:
+        choice = b'{"index":0,"delta":%b,"logprobs":null,%b' % (_encode(delta), _encode(end)[1:])
         return self._chunk(b"[%b]" % choice, **more)
 
     def _chunk(self, choices: bytes, **more: Any) -> bytes:
