@@ -76,7 +76,7 @@ class Canonicaliser:
     async def canonicalised(self, door: Reader, body: bytes, headers: Headers, **context: Any) -> Call:
         """`canonicalise`, after asking the storage for what this process does not know: what the body goes on from, and
         once for each schema."""
-        if self._archives is not None and isinstance(door, Keeper):
+        if context["policy"].keeps_responses and self._archives is not None and isinstance(door, Keeper):
             archive = self._archives.of(context["principal"].tenant, context["policy"])
             if archive is not None:
                 await door.recall(body, archive)

@@ -91,7 +91,7 @@ class Exchange:
         self.reply_headers: dict[str, str] = {}  # sent with whatever reply is sent
         self._translator = translator  # of a wire that is not the house's own
         self._frames = None if translator is None else translator.frames  # while an answer's frames leave
-        self._keeper: Keeper | None = translator if isinstance(translator, Keeper) else None
+        self._keeper: Keeper | None = translator if translator and isinstance(translator, Keeper) else None
         self._receive = receive
         self._send = send
         self._wire: Wire | None = scope.get("extensions", {}).pop(WIRE, None)  # out: the two would hold each other
@@ -332,7 +332,7 @@ class Exchange:
         """A whole answer at once, in the words of the client's wire."""
         if self._translator is not None:
             content = self._translator.answer(content)
-        if self._keeper is not None and self._keeper.waits:
+        if self._keeper is not None and self._keeper.waits and not self.client_gone:
             content += await self._keeper.rest()
         await self._reply(status, content, content_type, headers)
 

@@ -79,6 +79,11 @@ class Policy(Frozen):
         """Which policy this is: 16 hex digits over its content, in every receipt and metric."""
         return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()[:16]
 
+    @cached_property
+    def keeps_responses(self) -> bool:
+        """Of any tenant."""
+        return any(self.responses_of(tenant).keep != "off" for tenant in self.tenants)
+
     def responses_of(self, tenant: Tenant) -> Responses:
         return self.responses if tenant.responses is None else tenant.responses
 

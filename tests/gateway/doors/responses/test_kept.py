@@ -220,17 +220,20 @@ async def test_of_who_leaves_nothing_is_kept(tmp_path: Path) -> None:
         assert rig.archives.outcomes == {"kept": 0, "too_large": 0, "storage_away": 0}
 
 
-async def test_of_equal_calls_that_share_an_answer_each_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_equal_calls_that_share_an_answer_each_is_kept(tmp_path: Path, stream: bool) -> None:
     async with a_rig(tmp_path, responses=KEEP) as rig:
-        clients = [asked(temperature=0, stream=True) for _ in range(3)]
+        clients = [asked(temperature=0, stream=stream) for _ in range(3)]
         serving = [rig.begin(client) for client in clients]
         reply = await rig.reply()
         await settle()
         clients[0].leave()  # who leads
         await settle()
-        reply.say(delta("one"), DONE)
+        for word in (delta("one"), DONE) if stream else (answer("one"),):
+            reply.say(word)
         await in_time(asyncio.wait(serving))
-        ids = [events_of(client.content)[-1]["response"]["id"] for client in clients[1:]]
+        told = [events_of(each.content)[-1]["response"] if stream else each.json for each in clients[1:]]
+        ids = [response["id"] for response in told]
         assert len(rig.replies) == 1 and rig.archives.outcomes["kept"] == 2
         assert len(set(ids)) == 2 and None not in await rig.storage.get_heads("t", ids)
 
