@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -22,6 +23,18 @@ _TYPES = {
     504: "timeout_error",
     OVERLOADED_STATUS: "overloaded_error",
 }
+# A chat's names in a server's refusal, and the client's own.
+_OWN_NAMES = (
+    ("stop", "stop_sequences"),
+    ("max_completion_tokens", "max_tokens"),
+    ("reasoning_effort", "output_config.effort"),
+    ("response_format.json_schema", "output_config.format"),
+    ("response_format", "output_config.format"),
+    ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+    ("tool_choice.function", "tool_choice"),
+    ("user", "metadata.user_id"),
+)
+_PARAMETERS = re.compile(r"(tools\[\d+\])\.function\.parameters")
 _any = msgspec.json.Decoder().decode
 _encode = msgspec.json.encode
 
@@ -47,7 +60,9 @@ def _body(error: GatewayError, status: int, request_id: str | None) -> dict[str,
     told = error.body()
     details = {"error_code": told.pop("code"), "param": told.pop("param")}
     details |= {name: value for name, value in told.items() if name not in ("message", "type")}
-    message = _words(error) if isinstance(error, UpstreamRefused) else error.message
+    message = error.message
+    if isinstance(error, UpstreamRefused):
+        message, details["param"] = _words(error)
     kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     said: dict[str, Any] = {"type": kind, "message": message}
     if known := {name: value for name, value in details.items() if value}:
@@ -55,8 +70,18 @@ def _body(error: GatewayError, status: int, request_id: str | None) -> dict[str,
     return {"type": "error", "error": said, "request_id": request_id}
 
 
-def _words(error: UpstreamRefused) -> str:
-    """The server's own message, where it is one of those that servers of chat write."""
+def own_name(param: str) -> str:
+    """What the client calls that for which a server has refused a chat. A message of a chat is no certain turn."""
+    for theirs, own in _OWN_NAMES:
+        if param == theirs or param.startswith((f"{theirs}.", f"{theirs}[")):
+            return own + param.removeprefix(theirs)
+    if param.startswith("tools["):
+        return _PARAMETERS.sub(r"\1.input_schema", param).replace("].function", "]", 1)
+    return "messages" if param.startswith("messages") else param
+
+
+def _words(error: UpstreamRefused) -> tuple[str, str | None]:
+    """The server's own message, where it is one of those that servers of chat write, and the field that it names."""
     try:
         told = _any(error.content)
     except msgspec.MsgspecError:
@@ -66,8 +91,15 @@ def _words(error: UpstreamRefused) -> str:
         for place in (inner, told) if isinstance(inner, dict) else (told,):
             for name in ("message", "detail"):
                 if isinstance(place.get(name), str):
-                    return str(place[name])
+                    return _in_own_names(place[name], place.get("param"))
         if isinstance(inner, str):
-            return inner
+            return inner, None
     words = error.content[: 4 * MAX_WORDS_CHARACTERS].decode("utf-8", "replace")[:MAX_WORDS_CHARACTERS]
-    return f"{error.message}: {words}"
+    return f"{error.message}: {words}", None
+
+
+def _in_own_names(message: str, param: Any) -> tuple[str, str | None]:
+    if not isinstance(param, str) or not param:
+        return message, None
+    own = own_name(param)
+    return re.sub(rf"(?<!\w){re.escape(param)}(?!\w)", own, message), own

@@ -62,6 +62,29 @@ def test_what_is_known_besides_stands_in_the_details() -> None:
 
 
 @pytest.mark.parametrize(
+    ("theirs", "own"),
+    [
+        ("stop[0]", "stop_sequences[0]"),
+        ("stop", "stop_sequences"),
+        ("reasoning_effort", "output_config.effort"),
+        ("response_format.json_schema.schema", "output_config.format.schema"),
+        ("response_format.type", "output_config.format.type"),
+        ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+        ("tool_choice.function.name", "tool_choice.name"),
+        ("tools[3].function.parameters.type", "tools[3].input_schema.type"),
+        ("tools[3].function.name", "tools[3].name"),
+        ("messages[4].content[0].type", "messages"),
+        ("max_tokens", "max_tokens"),
+    ],
+)
+def test_what_a_server_has_refused_has_the_name_that_the_client_gave_it(theirs: str, own: str) -> None:
+    refused = {"error": {"message": f"`{theirs}` is wrong, and `x{theirs}` is not.", "param": theirs}}
+    _, body = refusal(UpstreamRefused(400, json.dumps(refused).encode(), "application/json"), "req_1")
+    error = json.loads(body)["error"]
+    assert (error["message"], error["details"]["param"]) == (f"`{own}` is wrong, and `x{theirs}` is not.", own)
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b'{"error": {"message": "too long", "type": "x"}}', "too long"),
