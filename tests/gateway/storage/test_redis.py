@@ -122,16 +122,17 @@ async def test_an_account_and_its_leases_expire_together(redis_server: RedisServ
     async with opened(redis_server) as storage:
         with redis_server.client() as client:
 
-            def expiries() -> set[int]:
-                kinds = "account", "leases"
-                return {client.pexpiretime(f"wp:{{pair}}:{kind}:pair/budget/2026-11") for kind in kinds}
+            def apart_milliseconds() -> int:
+                keys = (f"wp:{{pair}}:{kind}:pair/budget/2026-11" for kind in ("account", "leases"))
+                times = [int(client.pexpiretime(key)) for key in keys]
+                return max(times) - min(times)
 
             await reserve(storage, "pair/a", money)
-            assert len(expiries()) == 1
+            assert apart_milliseconds() < 1000, "Redis 7.0 reads its clock for each command of a script"
             await storage.settle("pair/a", [10], now=0.0)  # no lease is left: its key is gone
             client.pexpire("wp:{pair}:account:pair/budget/2026-11", 1_500_000)  # some time later
             await reserve(storage, "pair/b", money)
-            assert len(expiries()) == 1
+            assert apart_milliseconds() < 1000
 
 
 async def test_a_shorter_lease_does_not_forget_a_longer_one(redis_server: RedisServer) -> None:
