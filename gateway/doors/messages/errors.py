@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.doors.messages import overflow
 from gateway.errors import GatewayError, Overloaded, UpstreamBusy, UpstreamRefused
 
 OVERLOADED_STATUS = 529  # Anthropic's own, of which its clients know that it passes
@@ -91,15 +92,21 @@ def _words(error: UpstreamRefused) -> tuple[str, str | None]:
         for place in (inner, told) if isinstance(inner, dict) else (told,):
             for name in ("message", "detail"):
                 if isinstance(place.get(name), str):
-                    return _in_own_names(place[name], place.get("param"))
+                    return _in_own_words(place[name], place)
         if isinstance(inner, str):
             return inner, None
     words = error.content[: 4 * MAX_WORDS_CHARACTERS].decode("utf-8", "replace")[:MAX_WORDS_CHARACTERS]
     return f"{error.message}: {words}", None
 
 
-def _in_own_names(message: str, param: Any) -> tuple[str, str | None]:
-    if not isinstance(param, str) or not param:
-        return message, None
-    own = own_name(param)
-    return re.sub(rf"(?<!\w){re.escape(param)}(?!\w)", own, message), own
+def _in_own_words(message: str, told: dict[str, Any]) -> tuple[str, str | None]:
+    param, own = told.get("param"), None
+    if isinstance(param, str) and param:
+        own = own_name(param)
+    if (overflows := overflow.told(message)) is not None:
+        return overflows, own
+    if own is not None and isinstance(param, str):
+        message = re.sub(rf"(?<!\w){re.escape(param)}(?!\w)", own, message)
+    if overflow.is_one(told) and own != "max_tokens" and not message.startswith(overflow.TOO_LONG):
+        message = f"{overflow.TOO_LONG}: {message}"
+    return message, own
