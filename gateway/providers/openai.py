@@ -203,7 +203,7 @@ class JSONReply(Reply):
             raise ProviderFailure(Fault.MALFORMED, "the answer is not a whole JSON object")
         try:
             told = error_of(body)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             raise ProviderFailure(Fault.MALFORMED, "the answer is not a JSON object") from None
         if told:
             raise failure_told(told, begun=False)

@@ -78,7 +78,7 @@ def error_in(frames: bytes) -> tuple[int, Any] | None:
             continue
         try:
             error = error_of(line[1])
-        except msgspec.MsgspecError:
+        except _UNREADABLE:
             error = "unreadable"
         if error:
             return frames.rfind(b"data:", 0, line.start(1)), error
@@ -86,7 +86,9 @@ def error_in(frames: bytes) -> tuple[int, Any] | None:
 
 
 def error_of(data: bytes) -> Any:
-    """What a JSON object says of a failure, in whatever form, where it is no answer. Raises `msgspec.MsgspecError`."""
+    """What a JSON object says of a failure, in whatever form, where it is no answer. Raises `msgspec.MsgspecError`, or
+    `RecursionError` for what is too deep.
+    """
     told = _failed(data)
     return told.told if told.object == "error" and not told.error else told.error
 
@@ -168,6 +170,7 @@ class _Object(msgspec.Struct):
 
 
 _skim = msgspec.json.Decoder(_Object).decode
+_UNREADABLE = (msgspec.MsgspecError, RecursionError)  # no JSON, or too deep
 _BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r){2}")
 
 
@@ -185,7 +188,7 @@ def is_one_object(frames: bytes) -> bool:
         return False
     try:
         _skim(frames[6:])
-    except msgspec.MsgspecError:
+    except _UNREADABLE:
         return False
     return True
 
@@ -198,7 +201,7 @@ def broken_at(frames: bytes) -> int | None:
         if data and data != b"[DONE]":
             try:
                 _skim(data)
-            except msgspec.MsgspecError:
+            except _UNREADABLE:
                 return begin
         begin = end
     return None

@@ -27,6 +27,7 @@ from tests.gateway.providers.scripted import (
 )
 from tests.gateway.providers.wires import TEXT, Wire, data, timeless, wire_of
 
+DEEP = b"[" * 100_000 + b"]" * 100_000  # too deep for any reader
 VERBATIM = sorted(kind for kind in PROVIDERS if wire_of(kind).verbatim)  # what such servers send, their clients get
 
 Open = Callable[..., "asyncio.Future[Reply]"]
@@ -545,11 +546,13 @@ async def test_text_about_errors_is_none(provider_for: ProviderFor, wire: Wire) 
         (False, lambda _: json_answer(b"")),
         (False, lambda wire: json_answer(wire.answer[:-1])),
         (False, lambda wire: json_answer(wire.answer[:-1] + b'"}')),
+        (False, lambda wire: json_answer(wire.answer[:-1] + b',"deep":%b}' % DEEP)),
         (False, lambda _: json_answer(b"", "302 Found", "location: http://elsewhere/")),
         (False, lambda _: b"220 smtp.example.com ESMTP\r\n"),
         (True, lambda wire: json_answer(wire.answer)),
         (True, lambda _: STREAM_HEAD + b"no chunk size\r\n"),
         (True, lambda wire: STREAM_HEAD + coded(b'data: {"id": \n\n' + wire.done) + STREAM_END),
+        (True, lambda wire: STREAM_HEAD + coded(b'data: {"type":"x","deep":%b}\n\n' % DEEP + wire.done) + STREAM_END),
     ],
 )
 async def test_malformed(provider_for: ProviderFor, wire: Wire, stream: bool, sent: Callable[[Wire], bytes]) -> None:

@@ -111,7 +111,7 @@ class _Call:
     def whole(self) -> bool:
         try:
             _object(self.arguments.encode("utf-8", "surrogatepass"))
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return False
         return True
 
@@ -279,7 +279,7 @@ def _tool_use(number: int, call: ToolCall, wording: Wording) -> dict[str, Any]:
     arguments = ((call.function and call.function.arguments) or "{}").encode()
     try:
         given: Any = _object(arguments)
-    except msgspec.MsgspecError:  # as of a call in whose middle the tokens ran out
+    except (msgspec.MsgspecError, RecursionError):  # as of a call in whose middle the tokens ran out
         given = {INVALID_JSON: arguments.decode()}
     return {**_tool_use_block(number, call, wording), "input": given}
 

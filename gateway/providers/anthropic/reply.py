@@ -227,7 +227,7 @@ class ChatStream:
             try:
                 event = _event(data)
                 chunks.append(self._said(event))
-            except msgspec.MsgspecError as problem:
+            except (msgspec.MsgspecError, RecursionError) as problem:
                 raise Unreadable(f"an event of the stream is none of Anthropic's: {problem}") from None
             if self.ended or self.failure is not None:
                 break

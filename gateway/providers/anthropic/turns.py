@@ -146,7 +146,7 @@ def _tool_use(call: _ToolCall, where: str) -> Block:
     arguments = call.function.arguments or "{}"
     try:
         _object(arguments)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         raise Unsaid("must be a JSON object", f"{where}.function.arguments") from None
     block: Block = {
         "type": "tool_use",

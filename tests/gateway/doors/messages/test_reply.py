@@ -20,6 +20,7 @@ from gateway.errors import UpstreamCut
 WORDING = Wording("msg_1")
 _event: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 DONE = b"data: [DONE]\n\n"
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
 COUNTS = {
     "prompt_tokens": 12,
     "completion_tokens": 5,
@@ -138,12 +139,14 @@ def test_calls_of_tools() -> None:
         {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}},
         {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": ""}},
         {"type": "function", "function": {"name": "cut", "arguments": '{"ci'}},
+        {"id": "call_4", "type": "function", "function": {"name": "deep", "arguments": DEEP}},
     ]
     said = whole({"content": None, "tool_calls": calls}, "tool_calls")
     assert [block.to_dict() for block in said.content] == [
         {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Paris"}},
         {"type": "tool_use", "id": "call_2", "name": "now", "input": {}},
         {"type": "tool_use", "id": "toolu_msg_1_2", "name": "cut", "input": {"INVALID_JSON": '{"ci'}},
+        {"type": "tool_use", "id": "call_4", "name": "deep", "input": {"INVALID_JSON": DEEP}},
     ]
 
 

@@ -26,6 +26,7 @@ TOOL = {
     "function": {"name": "weather", "description": "of a town", "parameters": {"type": "object"}},
 }
 BREAKPOINT = {"type": "ephemeral"}
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000  # too deep for any reader
 
 
 def provider(**fields: Any) -> Any:
@@ -331,6 +332,7 @@ def test_what_can_be_seen_at_a_glance_another_server_is_asked_for() -> None:
         ([user(), {"role": "tool", "content": "x"}], "messages[1].tool_call_id"),
         ([user(), {"role": "assistant", "function_call": {"name": "f"}}], "messages[1].function_call"),
         ([{"role": "assistant", "tool_calls": [called("c", "[1]")]}], "messages[0].tool_calls[0].function.arguments"),
+        ([{"role": "assistant", "tool_calls": [called("c", DEEP)]}], "messages[0].tool_calls[0].function.arguments"),
         ([{"role": "assistant", "tool_calls": [{"id": "c", "type": "custom"}]}], "messages[0].tool_calls[0].type"),
     ],
 )
