@@ -10,6 +10,7 @@ not whole yet is held back until they are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ _STOPS = {  # by chat's `finish_reason`; the others are what single servers say
 }
 
 
+_MARKS = re.compile(r'\\(?:.|\Z)|["{}\[\]]', re.DOTALL)  # of JSON
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.encode
 
@@ -91,32 +93,45 @@ def message_of(body: bytes, wording: Wording) -> bytes:
 
 
 class _Call:
-    """A tool call of a stream."""
+    """A tool call of a stream. Where its arguments end is seen by their brackets, each of which is looked at once."""
 
-    __slots__ = ("_pieces", "block", "id")
+    __slots__ = ("_depth", "_ended", "_escaped", "_pieces", "_quoted", "_unread", "block", "id")
 
     def __init__(self, block: dict[str, Any]) -> None:
         self.id: str = block["id"]
         self.block = block
         self._pieces: list[str] = []
+        self._unread = 0  # the first piece that was not looked at
+        self._depth = 0
+        self._quoted = self._escaped = self._ended = False
 
     @property
     def arguments(self) -> str:
         """So far."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
+        return "".join(self._pieces)
 
     @property
     def whole(self) -> bool:
-        try:
-            _object(self.arguments.encode("utf-8", "surrogatepass"))
-        except (msgspec.MsgspecError, RecursionError):
-            return False
-        return True
+        for piece in self._pieces[self._unread :]:
+            self._read(piece)
+        self._unread = len(self._pieces)
+        return self._ended
 
     def add(self, piece: str) -> None:
+        """One that is not empty."""
         self._pieces.append(piece)
+
+    def _read(self, piece: str) -> None:
+        begin, self._escaped = int(self._escaped), False
+        for found in _MARKS.finditer(piece, begin):
+            mark = found[0]
+            if mark[0] == "\\":
+                self._escaped = len(mark) == 1  # what is escaped comes with the next piece
+            elif mark == '"':
+                self._quoted = not self._quoted
+            elif not self._quoted:
+                self._depth += 1 if mark in "{[" else -1
+                self._ended = self._depth == 0
 
 
 class Events:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -262,6 +263,28 @@ def test_calls_that_grow_side_by_side_are_told_one_after_the_other() -> None:
     ]
     with pytest.raises(UpstreamCut):
         events.frames(piece(0, "]"), last=False)
+
+
+any_arguments = st.recursive(
+    st.text(st.sampled_from('a"\\{}[]é')) | st.none(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(st.sampled_from('"\\}'), max_size=2), inner),
+    max_leaves=4,
+).map(lambda value: {"a": value})
+
+
+@settings(deadline=None)
+@given(any_arguments, st.data())
+def test_a_calls_arguments_end_where_their_json_does(given_to_it: dict[str, Any], data: st.DataObject) -> None:
+    said = json.dumps(given_to_it, ensure_ascii=False)
+    cuts = sorted({0, len(said), *data.draw(st.lists(st.integers(0, len(said)), max_size=4))})
+    calls = [{"index": i, "id": f"c{i}", "function": {"name": "n", "arguments": ""}} for i in range(2)]
+    events = Events(WORDING)
+    events.frames(frame({"tool_calls": calls}), last=False)
+    for begin, end in pairwise(cuts):
+        told = parsed(events.frames(piece(0, said[begin:end]), last=False))
+        assert [event["type"] for event in told[1:]] == (
+            ["content_block_stop", "content_block_start"] if end == len(said) else []
+        )
 
 
 def test_what_calls_say_is_not_held_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
