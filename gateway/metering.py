@@ -262,7 +262,7 @@ class Meter:
     def _read_body(self, body: bytes) -> None:
         try:
             event = _decode(body)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return
         self.error = event.error is not None or event.object == "error"
         self.complete = not self.error

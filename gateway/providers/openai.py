@@ -201,12 +201,8 @@ class JSONReply(Reply):
         # A body whose only end is that of its connection can be cut without HTTP noticing.
         if not (body[:64].lstrip().startswith(b"{") and body[-64:].rstrip().endswith(b"}")):
             raise ProviderFailure(Fault.MALFORMED, "the answer is not a whole JSON object")
-        try:
-            told = error_of(body)
-        except (msgspec.MsgspecError, RecursionError):
-            raise ProviderFailure(Fault.MALFORMED, "the answer is not a JSON object") from None
-        if told:
-            raise failure_told(told, begun=False)
+        if len(body) <= MAX_ERROR_BYTES:  # what is longer is no error, and to read embeddings twice takes its time
+            _check_said(body)
         return body
 
     async def aclose(self) -> None:
@@ -329,6 +325,16 @@ def with_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msgspec.Ra
         assert options is not None
         return options
     return msgspec.Raw(_raw.encode({**(given or {}), **ours}))
+
+
+def _check_said(body: bytes) -> None:
+    """Raises where a body tells of a failure, or is no JSON."""
+    try:
+        error = error_of(body)
+    except (msgspec.MsgspecError, RecursionError):
+        raise ProviderFailure(Fault.MALFORMED, "the answer is not a JSON object") from None
+    if error:
+        raise failure_told(error, begun=False)
 
 
 async def _check(answer: Answer, media_type: bytes) -> None:

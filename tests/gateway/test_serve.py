@@ -32,6 +32,7 @@ from tests.gateway.house import (
 )
 
 STREAM = chat(stream=True)
+DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000  # too deep for any reader
 
 
 # Answers that come to their end
@@ -241,7 +242,10 @@ async def test_a_failure_after_the_first_byte_is_told_in_the_stream(
         assert outcomes(rig) == ["upstream_cut"]
 
 
-@pytest.mark.parametrize("body", [b'{"choices": [', b'{"error": {"message": "no"}}', b'{"choices": 7}'])
+@pytest.mark.parametrize(
+    "body",
+    [b'{"choices": [', b'{"error": {"message": "no"}}', b'{"choices": 7}', pytest.param(DEEP, id="too deep")],
+)
 async def test_a_json_answer_that_is_none_is_not_passed_on(tmp_path: Path, body: bytes) -> None:
     async with a_rig(tmp_path) as rig:
         rig.script(body, None)

@@ -144,7 +144,7 @@ def whole_chat(body: bytes) -> bytes:
     """A message as a chat completion. Raises `Unreadable`."""
     try:
         said = _message(body)
-    except msgspec.MsgspecError as problem:
+    except (msgspec.MsgspecError, RecursionError) as problem:
         raise Unreadable(f"the answer is no message: {problem}") from None
     text = "".join(block.text for block in said.content if block.type == "text")
     thinking = "".join(block.thinking for block in said.content if block.type == "thinking")

@@ -40,6 +40,7 @@ BILLED = Usage(
     input_uncached=10, cache_read=100, cache_write=20, output=40, reasoning=12, exact=True, cache_write_1h=15
 )  # fmt: skip
 
+DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000  # too deep for any reader
 TOWN = '{"town": "Zürich"}'
 STREAM = b"".join(
     [
@@ -257,7 +258,7 @@ def test_what_is_no_stream_of_messages(stream: bytes) -> None:
         ChatStream().feed(stream)
 
 
-@pytest.mark.parametrize("body", [b"{}", b'{"type": "message"}', b'{"choices": []}'])
+@pytest.mark.parametrize("body", [b"{}", b'{"type": "message"}', b'{"choices": []}', pytest.param(DEEP, id="too deep")])
 def test_what_is_no_message(body: bytes) -> None:
     with pytest.raises(Unreadable):
         whole_chat(body)
