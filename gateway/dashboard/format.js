@@ -64,6 +64,13 @@ export function span(seconds) {
   return parts.join(" ") || "0 s";
 }
 
+const PERIODS = /** @type {Record<number, string>} */ ({ 1: "second", 60: "minute", 3600: "hour", 86400: "day" });
+
+/** As in `per minute`, `per 30 s`. @param {number} seconds */
+export function period(seconds) {
+  return PERIODS[seconds] ?? span(seconds);
+}
+
 /** @param {number | null | undefined} part @param {number | null | undefined} all */
 export function share(part, all) {
   if (!isNumber(part) || !isNumber(all) || all <= 0) return NOTHING;

@@ -54,14 +54,14 @@ export function spendOf(usage, costs, group) {
 }
 
 /**
- * The largest as they are, and the others as one, so that a chart stays legible.
- * @param {{ name: string, values: number[] }[]} stacks @param {number} most
+ * What a chart stacks: the first lines as they are, and the others as one, so that it stays legible. The same line has
+ * the same place, and so the same colour, whatever `valuesOf` it are stacked.
+ * @param {Line[]} lines @param {number} most @param {(line: Line) => number[]} valuesOf by day
  */
-export function largest(stacks, most) {
-  const sum = (/** @type {number[]} */ values) => values.reduce((all, value) => all + value, 0);
-  const sorted = stacks.filter(({ values }) => sum(values) > 0).sort((a, b) => sum(b.values) - sum(a.values));
-  if (sorted.length <= most) return sorted;
-  const rest = sorted.slice(most - 1);
-  const values = rest[0].values.map((_, day) => sum(rest.map((stack) => stack.values[day])));
-  return [...sorted.slice(0, most - 1), { name: `${rest.length} others`, values }];
+export function stacked(lines, most, valuesOf) {
+  const shown = lines.length > most ? lines.slice(0, most - 1) : lines;
+  const stacks = shown.map((line) => ({ name: line.name, values: valuesOf(line) }));
+  const rest = lines.slice(shown.length).map(valuesOf);
+  if (!rest.length) return stacks;
+  return [...stacks, { name: `${rest.length} others`, values: rest[0].map((_, day) => rest.reduce((sum, values) => sum + values[day], 0)) }];
 }

@@ -137,7 +137,6 @@ const COLUMNS = [
   ["#Prompt", "tokens"],
   ["#Cached", "share of the prompt's tokens"],
   ["#Output", "tokens"],
-  "Call",
 ];
 
 /** @param {Call} call @param {boolean} isOpened @param {Wanted} wanted */
@@ -150,7 +149,7 @@ function row(call, isOpened, wanted) {
   return h(
     "tr",
     { class: isOpened ? "opened" : null, "aria-current": isOpened ? "true" : null, onclick: (/** @type {MouseEvent} */ event) => onRow(event, link) },
-    h("td", { class: "nowrap" }, time(call.time)),
+    h("td", { class: "nowrap" }, h("a", { href: link, "aria-label": `Call ${call.call_id}` }, time(call.time))),
     h("td", null, state(level, `${words} ${call.status}`), why && h("span", { class: "second" }, why)),
     h("td", null, name(call.model), call.operation !== "chat/completions" && h("span", { class: "second" }, call.operation ?? call.path)),
     h("td", null, name(call.tenant)),
@@ -163,7 +162,6 @@ function row(call, isOpened, wanted) {
     number(whole(prompt)),
     number(call.usage ? share(call.usage.cache_read, prompt) : NOTHING),
     number(whole(call.usage?.output)),
-    h("td", null, h("a", { href: link, class: "id" }, shortId(call.call_id))),
   );
 }
 
@@ -183,11 +181,6 @@ function onRow(event, link) {
 function linkTo(id, wanted) {
   const query = new URLSearchParams(Object.entries(wanted).filter(([, value]) => value)).toString();
   return `#/calls/${encodeURIComponent(id)}${query && `?${query}`}`;
-}
-
-/** @param {string} id */
-function shortId(id) {
-  return id.length > 14 ? `${id.slice(0, 13)}…` : id;
 }
 
 /** @param {Call} call @param {Wanted} wanted */

@@ -2,9 +2,10 @@
 // The keys in the storage: who has which, and making, rotating and revoking them.
 
 import { h, keyed, say, update } from "../dom.js";
-import { counted, NOTHING } from "../format.js";
+import { counted, NOTHING, period, whole } from "../format.js";
 import { empty, headRow, select, state, time, trouble } from "../widgets.js";
 import { createDialog, revokeDialog, rotateDialog } from "./key_dialogs.js";
+import { WORDS } from "./limits.js";
 
 /**
  * @typedef {{
@@ -13,6 +14,7 @@ import { createDialog, revokeDialog, rotateDialog } from "./key_dialogs.js";
  * }} Key
  */
 
+const ROWS_MAX = 500;
 const LEVELS = /** @type {Record<string, import("../widgets.js").Level>} */ ({ active: "good", expired: "warn", revoked: "off" });
 const STATES = /** @type {[string, string][]} */ ([["", "all"], ["active", "active"], ["expired", "expired"], ["revoked", "revoked"]]);
 
@@ -48,8 +50,8 @@ export function keysPage({ api, sources, go }) {
     );
     const shown = keys.filter((key) => (!wanted.tenant || key.tenant === wanted.tenant) && (!wanted.state || key.state === wanted.state));
     shown.sort((a, b) => b.created.localeCompare(a.created) || a.id.localeCompare(b.id));
-    if (source.value) say(counts, counted(shown.length, "key"));
-    keyed(rows, shown, (key) => key.id, (key) => row(key, () => rotateDialog(api, key, refresh), () => revokeDialog(api, key, refresh)));
+    if (source.value) say(counts, `${counted(shown.length, "key")}${shown.length > ROWS_MAX ? `, of which the newest ${ROWS_MAX} are shown` : ""}`);
+    keyed(rows, shown.slice(0, ROWS_MAX), (key) => key.id, (key) => row(key, () => rotateDialog(api, key, refresh), () => revokeDialog(api, key, refresh)));
     const words = keys.length ? empty("No key fits", "Take a filter away.") : empty("No keys in the storage", "Make one with New key, or with `warmpath keys create`.");
     update(none, source.value && !shown.length && words);
   }
@@ -89,11 +91,16 @@ function row(key, rotate, revoke) {
   );
 }
 
-/** As the policy writes them. @param {any} limits */
+/** @param {any} limits */
 function limitsText(limits) {
   if (!limits) return NOTHING;
-  return Object.entries(limits)
-    .filter(([, value]) => value !== null && (!Array.isArray(value) || value.length))
-    .map(([name, value]) => `${name} ${typeof value === "object" ? Object.values(value).filter((part) => typeof part !== "boolean").join("/") : value}`)
-    .join(", ");
+  const entries = Object.entries(limits).filter(([, value]) => value !== null && !Array.isArray(value));
+  return entries.map(([name, value]) => limitText(name, value)).filter(Boolean).join(", ");
+}
+
+/** @param {string} name @param {any} value */
+function limitText(name, value) {
+  if (name === "budget") return value.per === "total" ? `${value.amount} of money` : `${value.amount} of money per ${value.per}`;
+  if (!(name in WORDS)) return "";
+  return value.period ? `${whole(value.amount)} ${WORDS[name]} per ${period(value.period)}` : `${whole(value)} ${WORDS[name]}`;
 }

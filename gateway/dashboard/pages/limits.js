@@ -3,14 +3,15 @@
 
 import { meter } from "../charts.js";
 import { h, update } from "../dom.js";
-import { money, NOTHING, span, whole } from "../format.js";
+import { counted, money, NOTHING, period, whole } from "../format.js";
 import { Poll } from "../poll.js";
 import { empty, trouble } from "../widgets.js";
 
 const EVERY_MS = 10_000;
 const TENANTS_MAX = 20; // asked for in one round, one after the other
+const LIMITS_MAX = 12; // shown of one tenant, its keys included
 
-const WORDS = /** @type {Record<string, string>} */ ({
+export const WORDS = /** @type {Record<string, string>} */ ({
   requests: "requests",
   tokens: "tokens",
   input_tokens: "prompt tokens",
@@ -19,8 +20,6 @@ const WORDS = /** @type {Record<string, string>} */ ({
 });
 
 /** @typedef {{ scope: string, limit: string, amount: number | string, left: number | string, period?: string, period_seconds?: number }} Limit */
-
-const PERIODS = /** @type {Record<number, string>} */ ({ 1: "second", 60: "minute", 3600: "hour", 86400: "day" });
 
 /**
  * @param {import("../api.js").Api} api @param {import("../poll.js").Poll<any>} policy
@@ -52,7 +51,7 @@ export function limitsPanel(api, policy, currency) {
       h("h2", null, "Limits"),
       trouble(source, "What is left"),
       policy.value && !names.length && empty("No tenant has limits", "Give them `limits` in the policy, or make keys that have some."),
-      h("div", { class: "limits" }, (source.value ?? []).map(({ tenant, limits }) => h("article", null, h("h3", null, tenant), h("ul", null, limits.map((limit) => item(limit, tenant, currency())))))),
+      h("div", { class: "limits" }, (source.value ?? []).map(({ tenant, limits }) => group(tenant, limits, currency()))),
       names.length > TENANTS_MAX && h("p", { class: "dim" }, `The first ${TENANTS_MAX} of ${names.length} tenants with limits.`),
     );
   }
@@ -76,13 +75,21 @@ export function limitsPanel(api, policy, currency) {
   };
 }
 
+/** What will be used up first stands first. @param {string} tenant @param {Limit[]} limits @param {string} currency */
+function group(tenant, limits, currency) {
+  const leftShare = (/** @type {Limit} */ { left, amount }) => (Number(amount) > 0 ? Number(left) / Number(amount) : 0);
+  const sorted = [...limits].sort((a, b) => leftShare(a) - leftShare(b));
+  const more = sorted.length - LIMITS_MAX;
+  return h("article", null, h("h3", null, tenant), h("ul", null, sorted.slice(0, LIMITS_MAX).map((limit) => item(limit, tenant, currency))), more > 0 && h("p", { class: "dim" }, `and ${counted(more, "limit")} of which more is left`));
+}
+
 /** @param {Limit} limit @param {string} tenant @param {string} currency */
 function item(limit, tenant, currency) {
   const [all, left] = [Number(limit.amount), Number(limit.left)];
   const isMoney = limit.limit === "budget";
   const shown = (/** @type {number} */ amount) => (isMoney ? money(amount) : whole(amount));
   const what = isMoney ? currency || "of money" : (WORDS[limit.limit] ?? limit.limit);
-  const per = limit.period_seconds ? ` per ${PERIODS[limit.period_seconds] ?? span(limit.period_seconds)}` : limit.period ? ` in ${limit.period}` : "";
+  const per = limit.period_seconds ? ` per ${period(limit.period_seconds)}` : limit.period ? ` in ${limit.period}` : "";
   const scope = limit.scope === tenant || limit.scope === `tenant ${tenant}` ? "" : limit.scope;
   const words = `${Number.isFinite(left) ? shown(left) : NOTHING} of ${shown(all)} ${what} left${per}`;
   return h("li", null, h("span", null, words, scope && h("span", { class: "second" }, scope)), meter(all - left, all, words));

@@ -6,14 +6,15 @@ import { BarChart } from "../charts.js";
 import { fill, h, update } from "../dom.js";
 import { money, moneyPlaces, share, short, utcDay, whole } from "../format.js";
 import { Poll } from "../poll.js";
-import { GROUPS, largest, spendOf } from "../spend.js";
-import { empty, headRow, number, select, trouble } from "../widgets.js";
+import { GROUPS, spendOf, stacked } from "../spend.js";
+import { empty, headRow, number, select, trouble, words } from "../widgets.js";
 import { limitsPanel } from "./limits.js";
 
 const EVERY_MS = 60_000; // the ledger is read for it
 const DAY_SECONDS = 86_400;
 const DAYS = [7, 14, 30];
 const STACKS_MAX = 6;
+const ROWS_MAX = 200;
 
 /** @typedef {import("../spend.js").Spend} Spend */
 
@@ -73,9 +74,9 @@ export function spendPage({ api, sources, go }) {
     const names = spend.days.map(utcDay);
     spend.currencies.forEach((currency, index) => {
       const zero = spend.days.map(() => 0);
-      charts[index].show(names, largest(spend.lines.map((line) => ({ name: line.name, values: line.costByDay.get(currency) ?? zero })), STACKS_MAX));
+      charts[index].show(names, stacked(spend.lines, STACKS_MAX, (line) => line.costByDay.get(currency) ?? zero));
     });
-    charts[charts.length - 1].show(names, largest(spend.lines.map((line) => ({ name: line.name, values: line.tokensByDay })), STACKS_MAX));
+    charts[charts.length - 1].show(names, stacked(spend.lines, STACKS_MAX, (line) => line.tokensByDay));
   }
 
   const ends = [source.subscribe(draw), limits.open()];
@@ -123,9 +124,10 @@ function tableOf({ lines, currencies }, group) {
       "table",
       { class: "rows" },
       h("thead", null, headRow(heads)),
-      h("tbody", null, lines.map((line) => h("tr", null, h("th", { scope: "row" }, line.name), cells(line, (currency) => line.cost.get(currency))))),
+      h("tbody", null, lines.slice(0, ROWS_MAX).map((line) => h("tr", null, h("th", { scope: "row" }, line.name), cells(line, (currency) => line.cost.get(currency))))),
       h("tfoot", null, h("tr", null, h("th", { scope: "row" }, all.name), cells(all, (currency) => sum((line) => line.cost.get(currency) ?? 0)))),
     )),
-    !currencies.length && h("p", { class: "dim" }, "No cost: these calls had no price. Give the deployments a `price` in the policy."),
+    lines.length > ROWS_MAX && h("p", { class: "dim" }, words(`The first ${ROWS_MAX} of ${whole(lines.length)} rows; \`warmpath usage\` writes them all.`)),
+    !currencies.length && h("p", { class: "dim" }, words("No cost: these calls had no price. Give the deployments a `price` in the policy.")),
   ];
 }

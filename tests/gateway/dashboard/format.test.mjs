@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { ticks } from "../../../gateway/dashboard/charts.js";
-import { counted, duration, local, money, roundDuration, share, short, span, utc, utcDay, whole } from "../../../gateway/dashboard/format.js";
+import { counted, duration, local, money, period, roundDuration, share, short, span, utc, utcDay, whole } from "../../../gateway/dashboard/format.js";
 
 const all = (format, cases) => assert.deepEqual(Object.keys(cases).map((value) => format(Number(value))), Object.values(cases));
 
@@ -17,6 +17,7 @@ test("durations", () => {
   all(duration, { 0: "0 ms", 0.001: "<0.01 ms", 0.25: "0.25 ms", 12.34: "12.3 ms", 999: "999 ms", 1000: "1.00 s", 65000: "65.0 s", 125000: "2 min 5 s" });
   all(roundDuration, { 0: "0 ms", 0.5: "0.5 ms", 20: "20 ms", 100: "100 ms", 2500: "2.5 s", 5000: "5 s" });
   all(span, { 0: "0 s", 59: "59 s", 60: "1 min", 3600: "1 h", 3661: "1 h 1 min", 86400: "1 d", 1209600: "14 d" });
+  all(period, { 60: "minute", 3600: "hour", 30: "30 s", 604800: "7 d" });
   assert.equal(duration(null), "–");
 });
 

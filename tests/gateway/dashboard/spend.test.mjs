@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { largest, spendOf } from "../../../gateway/dashboard/spend.js";
+import { spendOf, stacked } from "../../../gateway/dashboard/spend.js";
 
 const used = (project_id, input_tokens, output_tokens) => ({ project_id, input_tokens, input_cached_tokens: input_tokens / 2, output_tokens, num_model_requests: 1 });
 const paid = (project_id, value, currency) => ({ project_id, amount: { value, currency } });
@@ -18,8 +18,9 @@ test("usage and costs come together by name and by day, and currencies are never
   assert.deepEqual([a.costByDay.get("usd"), a.costByDay.get("eur")], [[1, 2], [5, 0]]);
 });
 
-test("the smaller ones are shown as one", () => {
-  const stacks = [1, 5, 0, 3, 2].map((value, index) => ({ name: `n${index}`, values: [value, value] }));
-  assert.deepEqual(largest(stacks, 3), [{ name: "n1", values: [5, 5] }, { name: "n3", values: [3, 3] }, { name: "2 others", values: [3, 3] }]);
-  assert.deepEqual(largest(stacks, 4).map((stack) => stack.name), ["n1", "n3", "n4", "n0"]);
+test("the later lines are stacked as one, and the first ones keep their places", () => {
+  const lines = [5, 3, 0, 1].map((value, index) => ({ name: `n${index}`, tokensByDay: [value, 2 * value] }));
+  const names = (most) => stacked(lines, most, (line) => line.tokensByDay).map((stack) => stack.name);
+  assert.deepEqual(stacked(lines, 3, (line) => line.tokensByDay)[2], { name: "2 others", values: [1, 2] });
+  assert.deepEqual([names(3), names(4)], [["n0", "n1", "2 others"], ["n0", "n1", "n2", "n3"]]);
 });
