@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +17,12 @@ from gateway.doors.base import Asked, read_fields
 from gateway.doors.chat import ChatDoor
 from gateway.doors.messages import CountTokensDoor, MessagesDoor
 from gateway.errors import BadRequest
-from gateway.policy import Policy
+from gateway.policy import Deployment, Policy
 from gateway.providers import make_provider
 from gateway.settings import resolve_secret
 from gateway.transport import HTTPTransport
 from tests.gateway.calls import a_call, a_policy
+from tests.gateway.providers.scripted import Received, ScriptedServer, json_answer
 
 FIVE_MINUTES, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
 MESSAGES = MessagesDoor()
@@ -204,6 +206,24 @@ def test_they_count_for_the_server_that_counts() -> None:
     }
     call = a_call(body, policy_of("anthropic"), door=CountTokensDoor())
     assert "cache_control" in bytes(call.fields["messages"]).decode()
+
+
+async def test_a_server_that_does_not_heed_them_counts_without_them() -> None:
+    body = {
+        "model": "m", "tools": [{**WEATHER, "cache_control": HOUR}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": HOUR}]}],
+    }  # fmt: skip
+    call = a_call(body, policy_of("anthropic", "vllm"), door=CountTokensDoor())
+
+    async def tokenize(_: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer(b'{"count": 7}'))
+
+    async with ScriptedServer(tokenize) as server, HTTPTransport() as transport:
+        deployment = Deployment(name="d", provider="vllm", base_url=server.base_url, model="served")
+        assert await make_provider(deployment, transport, resolve_secret).prompt_tokens_of(call) == 7
+        asked = json.loads(server.requests[0].body)
+    assert asked["messages"] == [{"role": "user", "content": "hi"}]
+    assert "cache_control" not in asked["tools"][0] and asked["model"] == "served"
 
 
 def test_one_that_moves_on_leaves_the_prefix_as_it_was() -> None:
