@@ -202,7 +202,7 @@ class Meter:
             unread, self._unread = self._unread, None
             try:
                 self._counts = _decode_counts(unread)
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, RecursionError):
                 self._uncounted += 1  # what is no count leaves the one before, and is a token more by estimate
         return usage_of(self._counts) if self._counts is not None else None
 
@@ -225,7 +225,7 @@ class Meter:
         """What the engine has on record of an answer that ended early: its numbers count, nothing else does."""
         try:
             counts = _decode(record).counts
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return
         if counts is not None:
             self._learn(counts)
@@ -240,7 +240,10 @@ class Meter:
             return frame
         try:
             event = _decode(data)
-        except msgspec.MsgspecError:  # whether the client gets such a frame is the provider's decision
+        except (
+            msgspec.MsgspecError,
+            RecursionError,
+        ):  # whether the client gets such a frame is the provider's decision
             self._uncounted += self._text_begun
             return frame
         if event.error is not None or event.object == "error":

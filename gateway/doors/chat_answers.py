@@ -118,7 +118,7 @@ class Answer(msgspec.Struct):
         usage = self.warmpath.usage if self.warmpath is not None and self.usage is _ABSENT else self.usage
         try:
             return _counts.decode(usage)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return None
 
 
@@ -130,5 +130,5 @@ def read_answer(data: bytes) -> Answer:
     """Raises `UpstreamCut`."""
     try:
         return _decoder.decode(data)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         raise UpstreamCut("the server's answer is none that this endpoint could pass on") from None

@@ -79,7 +79,7 @@ def _one_object(body: bytes) -> bytes:
         return body
     try:
         (error,) = _list(body)
-    except ValueError:  # msgspec's are such, too
+    except (ValueError, RecursionError):  # msgspec's are such, too
         return body
     return bytes(error)
 

@@ -154,7 +154,7 @@ def has_output(frames: bytes) -> bool:
     for line in lines:
         try:
             event = _event.decode(line[1])
-        except msgspec.MsgspecError:  # [DONE] too
+        except _UNREADABLE:  # [DONE] too
             return True
         if event.error is not None or event.choices is None:
             return True

@@ -419,6 +419,13 @@ async def test_a_refusal_of_the_request_itself_is_kept_for_the_client(
     assert failed.content_type == "application/json"
 
 
+async def test_a_refusal_that_nobody_can_read_is_one(provider_for: ProviderFor) -> None:
+    for body in (DEEP, b'{"error":%b}' % DEEP):
+        async with ScriptedServer(answering(json_answer(body, "400 No"))) as server:
+            failed = await failure(provider_for(server.base_url), call())
+        assert (failed.fault, failed.status, failed.body) == (Fault.REFUSED, 400, body)
+
+
 @pytest.mark.parametrize("status", [401, 403])
 async def test_a_refusal_of_our_key_is_not_the_clients(provider_for: ProviderFor, status: int) -> None:
     async with ScriptedServer(answering(json_answer(b"Incorrect key: secret-in", f"{status} No"))) as server:

@@ -85,7 +85,7 @@ def _words(error: UpstreamRefused) -> tuple[str, str | None]:
     """The server's own message, where it is one of those that servers of chat write, and the field that it names."""
     try:
         told = _any(error.content)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         told = None
     if isinstance(told, dict):
         inner = told.get("error")

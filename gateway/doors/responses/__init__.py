@@ -135,7 +135,7 @@ class ResponsesTranslator(Keeper):
             own = own_name(theirs)
             told["error"]["param"] = own
             told["error"]["message"] = re.sub(rf"(?<!\w){re.escape(theirs)}(?!\w)", own, told["error"]["message"])
-        except (msgspec.MsgspecError, LookupError, TypeError, AttributeError):
+        except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, AttributeError):
             return None
         return error.upstream_status, msgspec.json.encode(told)
 

@@ -190,7 +190,7 @@ def chat_error(body: bytes) -> bytes:
     """A refusal in OpenAI's form; as it came where it is none of Anthropic's."""
     try:
         error = _refusal(body).error
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return body
     code = "context_length_exceeded" if error.message.startswith(_TOO_LONG) else None
     return error_body(error.message, kind=error.type, code=code)
@@ -204,7 +204,7 @@ def ends_stream(frames: bytes) -> bool:
     """Whether one of these events ends the answer."""
     try:
         return any(_event(data).type == _END for data in data_of(frames) if data)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return False
 
 

@@ -93,6 +93,7 @@ def test_what_a_server_has_refused_has_the_name_that_the_client_gave_it(theirs: 
         (b'{"error": "too long"}', "too long"),
         (b'{"error": 7}', 'the upstream answered 422: {"error": 7}'),
         (b"<html>", "the upstream answered 422: <html>"),
+        pytest.param(b"[" * 9000, "the upstream answered 422: " + "[" * 300, id="too deep"),
         (b"\xff" * 9000, "the upstream answered 422: " + "\ufffd" * 300),
     ],
 )

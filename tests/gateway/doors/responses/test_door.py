@@ -101,7 +101,16 @@ async def test_what_a_server_refuses_is_told_in_the_clients_words(tmp_path: Path
         assert (client.status, client.json) == (400, {"error": error})
 
 
-@pytest.mark.parametrize("content", [b"a page", b"[]", b'{"error":"x"}', b'{"error":{"message":"x","param":null}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"a page",
+        b"[]",
+        b'{"error":"x"}',
+        b'{"error":{"message":"x","param":null}}',
+        pytest.param(b"[" * 9000, id="deep"),
+    ],
+)
 def test_a_refusal_without_a_field_stays_as_it_is(content: bytes) -> None:
     translator, _ = read()
     assert translator.refusal(UpstreamRefused(400, content, "application/json")) is None
