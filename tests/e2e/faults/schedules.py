@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.faults.test_scenarios import Seen, ask
+from tests.e2e.faults.test_scenarios import Seen, ask, well_said
 from tests.e2e.faults.upstreams import TOKENS, Behaviour, Request, listening
 from tests.e2e.processes import Gateway, gateway, tenant
 from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, coded, json_answer
@@ -35,7 +35,7 @@ KINDS = {
     "good": 30, "in pieces": 10, "more behind the end": 3,
     # Before anything useful.
     "500": 5, "503": 5, "429": 3, "busy for long": 1, "reset": 5, "400": 2, "late": 1, "page": 2, "elsewhere": 1,
-    "no http": 1, "half a head": 2,
+    "no http": 1, "half a head": 2, "error with 200": 3,
     # In the middle of an answer, or of one that came in one piece.
     "cut": 8, "stall": 1, "malformed": 4, "no done": 6, "error": 4, "half an event": 4, "no chunk": 3,
 }  # fmt: skip
@@ -66,6 +66,8 @@ def behaving(seed: str) -> Behaviour:
                 await request.refuse("429 Too Many Requests", "retry-after-ms: 20")
             case "busy for long":
                 await request.refuse("429 Too Many Requests", "retry-after-ms: 300")
+            case "error with 200":
+                await well_said(request)
             case "reset":
                 request.reset()
             case "400":

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai import omit
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from gateway.doors.base import Door
 from gateway.doors.messages import MessagesDoor
@@ -19,6 +23,7 @@ from tests.gateway.doors.messages import test_reply as messages
 from tests.gateway.doors.relayed import Relayed, cut_at, relayed
 from tests.gateway.doors.responses import translated as responses
 
+_event: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 DOORS = (MessagesDoor(), ResponsesDoor())
 BODIES: dict[str, dict[str, Any]] = {
     "messages": {
@@ -81,6 +86,9 @@ def check_message(events: list[Any], usage: Usage) -> bool:
 
 
 def check_response(events: list[Any], usage: Usage) -> bool:
+    state = ResponseStreamState(input_tools=omit, text_format=omit)
+    for event in events:  # OpenAI's client itself puts them together, and minds their order
+        state.handle_event(_event.validate_python(event))
     last = events[-1]["response"]
     assert events[0]["type"] == "response.created" and events[-1]["type"] == f"response.{last['status']}"
     if last["status"] == "failed":
