@@ -67,7 +67,10 @@ export class Api {
     const ahead = Date.parse(reply.headers.get("date") ?? "") - Date.now();
     this.#aheadMs = Math.abs(ahead) > CLOCKS_APART_MS ? ahead : 0;
     if (reply.ok) return reply;
-    const said = await reply.json().then((page) => page.error, () => null);
+    const said = await reply.json().then(
+      (page) => page.error,
+      () => null,
+    );
     const words = said?.message ?? `HTTP ${reply.status}`;
     if (reply.status === 401) this.#onRefused(words);
     throw new ApiError(words, reply.status, said?.param ?? null);

@@ -75,7 +75,13 @@ function askForKey(words = "") {
   session?.close();
   session = null;
   sessionStorage.removeItem(KEPT_KEY);
-  const box = h("input", { type: "password", id: "key", autocomplete: "current-password", required: true, spellcheck: "false" });
+  const box = h("input", {
+    type: "password",
+    id: "key",
+    autocomplete: "current-password",
+    required: true,
+    spellcheck: "false",
+  });
   const refusal = h("p", { class: "refusal", role: "alert" }, words);
   const submit = h("button", { type: "submit" }, "Sign in");
   const form = h(
@@ -86,7 +92,15 @@ function askForKey(words = "") {
     h("label", { class: "field", for: "key" }, h("span", null, "Admin key"), box),
     refusal,
     submit,
-    h("p", { class: "dim" }, "The value of ", h("code", null, "WARMPATH_ADMIN_KEY"), ". ", h("code", null, "warmpath up"), " prints an address that has it. It is kept in this tab alone."),
+    h(
+      "p",
+      { class: "dim" },
+      "The value of ",
+      h("code", null, "WARMPATH_ADMIN_KEY"),
+      ". ",
+      h("code", null, "warmpath up"),
+      " prints an address that has it. It is kept in this tab alone.",
+    ),
   );
 
   /** @param {SubmitEvent} event */
@@ -120,8 +134,20 @@ function signIn(key) {
   const links = PAGES.map(([name, title]) => h("a", { href: `#/${name}` }, title));
   fill(
     root,
-    h("a", { class: "skip", href: "#main", onclick: (/** @type {Event} */ event) => (event.preventDefault(), main.focus()) }, "To the content"),
-    h("header", null, h("a", { class: "brand", href: "#/now" }, "Warmpath"), h("nav", { "aria-label": "Pages" }, links), h("span", { class: "grow" }), fresh, h("button", { type: "button", class: "quiet small", onclick: () => askForKey() }, "Sign out")),
+    h(
+      "a",
+      { class: "skip", href: "#main", onclick: (/** @type {Event} */ event) => (event.preventDefault(), main.focus()) },
+      "To the content",
+    ),
+    h(
+      "header",
+      null,
+      h("a", { class: "brand", href: "#/now" }, "Warmpath"),
+      h("nav", { "aria-label": "Pages" }, links),
+      h("span", { class: "grow" }),
+      fresh,
+      h("button", { type: "button", class: "quiet small", onclick: () => askForKey() }, "Sign out"),
+    ),
     banner,
     main,
   );
@@ -137,7 +163,9 @@ function signIn(key) {
       page = make({ api, sources, go });
       shown = name;
       document.title = `${title} · Warmpath`;
-      links.forEach((link, index) => (PAGES[index][0] === name ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current")));
+      links.forEach((link, index) =>
+        PAGES[index][0] === name ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current"),
+      );
       fill(main, page.element);
       scrollTo(0, 0);
     }
@@ -151,10 +179,20 @@ function signIn(key) {
     main.classList.toggle("stale", old);
     const age = at === null ? "" : `${clock(new Date(at))}, ${span(Math.max(0, (Date.now() - at) / 1000))} ago`;
     if (at === null && !error) say(fresh, "connecting …");
-    else update(fresh, old ? state("bad", "not live") : state("good", "live"), h("span", { class: "dim age" }, ` ${age}`));
+    else
+      update(fresh, old ? state("bad", "not live") : state("good", "live"), h("span", { class: "dim age" }, ` ${age}`));
     const since = at === null ? "" : [" What is shown is as of ", time(at), "."];
     const why = error?.message ?? "no figures have come lately";
-    update(banner, old && h("div", { class: "trouble" }, h("span", null, `The figures are old: ${why}.`, since, " It is tried again by itself."), h("button", { type: "button", class: "quiet small", onclick: () => sources.metrics.refresh() }, "Try now")));
+    update(
+      banner,
+      old &&
+        h(
+          "div",
+          { class: "trouble" },
+          h("span", null, `The figures are old: ${why}.`, since, " It is tried again by itself."),
+          h("button", { type: "button", class: "quiet small", onclick: () => sources.metrics.refresh() }, "Try now"),
+        ),
+    );
   }
 
   const ticking = setInterval(tell, CLOCK_MS);

@@ -13,12 +13,17 @@ import { kindOf } from "./history.js";
  *   ttft_ms: number | null, usage: Usage | null, predicted_cached_tokens: number, phases: any[], attempts: any[],
  *   worker: number,
  * }} Call
- * @typedef {{ input_uncached: number, cache_read: number, cache_write: number, output: number, reasoning: number }} Usage
+ * @typedef {{
+ *   input_uncached: number, cache_read: number, cache_write: number, output: number, reasoning: number,
+ * }} Usage
  */
 
 const FAULTS = new Set(["connect_error", "timeout", "cut", "malformed", "upstream_cut"]);
 
-/** Whether an attempt speaks against its server. A refused request and a client that leaves do not. @param {string} outcome */
+/**
+ * Whether an attempt speaks against its server. A refused request and a client that leaves do not.
+ * @param {string} outcome
+ */
 export function speaksAgainst(outcome) {
   return FAULTS.has(outcome) || /^status_(429|5)/.test(outcome);
 }
@@ -48,7 +53,10 @@ export function endOf(call) {
   return kindOf(call.status, call.outcome);
 }
 
-/** The smallest value that so large a share of them is not above; null of none. @param {number} q @param {number[]} values */
+/**
+ * The smallest value that so large a share of them is not above; null of none.
+ * @param {number} q @param {number[]} values
+ */
 export function percentile(q, values) {
   const sorted = [...values].sort((a, b) => a - b);
   return sorted[Math.max(0, Math.ceil(q * sorted.length) - 1)] ?? null;
@@ -76,7 +84,8 @@ export function ofServers(calls, full, now, ms) {
     for (const attempt of call.attempts) {
       const stats = statsOf(servers, attempt.deployment);
       stats.tries += 1;
-      if (speaksAgainst(attempt.outcome)) stats.failed.set(attempt.outcome, (stats.failed.get(attempt.outcome) ?? 0) + 1);
+      if (speaksAgainst(attempt.outcome))
+        stats.failed.set(attempt.outcome, (stats.failed.get(attempt.outcome) ?? 0) + 1);
     }
     if (call.deployment !== null && call.attempts.length) learn(statsOf(servers, call.deployment), call);
   }
@@ -85,7 +94,15 @@ export function ofServers(calls, full, now, ms) {
 
 /** @param {Map<string, ServerStats>} servers @param {string} name */
 function statsOf(servers, name) {
-  const found = servers.get(name) ?? { tries: 0, failed: new Map(), ttft: [], answers: 0, prompt: 0, cached: 0, output: 0 };
+  const found = servers.get(name) ?? {
+    tries: 0,
+    failed: new Map(),
+    ttft: [],
+    answers: 0,
+    prompt: 0,
+    cached: 0,
+    output: 0,
+  };
   servers.set(name, found);
   return found;
 }

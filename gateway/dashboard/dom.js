@@ -48,10 +48,15 @@ export function fill(parent, ...children) {
   parent.replaceChildren(...nodes(children));
 }
 
-/** As `fill`, but nothing happens where the same is there already. @param {Element} parent @param {...Child} children */
+/**
+ * As `fill`, but nothing happens where the same is there already.
+ * @param {Element} parent @param {...Child} children
+ */
 export function update(parent, ...children) {
   const wanted = h("div", null, children);
-  const same = parent.childNodes.length === wanted.childNodes.length && [...wanted.childNodes].every((node, index) => node.isEqualNode(parent.childNodes[index]));
+  const same =
+    parent.childNodes.length === wanted.childNodes.length &&
+    [...wanted.childNodes].every((node, index) => node.isEqualNode(parent.childNodes[index]));
   if (same) return;
   const place = focusIn(parent);
   parent.replaceChildren(...wanted.childNodes);
@@ -105,5 +110,7 @@ function focusAt(element, place) {
 
 /** @param {Element} element @returns {HTMLElement[]} */
 function focusable(element) {
-  return [...element.querySelectorAll("a, button, input, select, summary")].map((each) => /** @type {HTMLElement} */ (each));
+  return [...element.querySelectorAll("a, button, input, select, summary")].map(
+    (each) => /** @type {HTMLElement} */ (each),
+  );
 }

@@ -14,7 +14,12 @@ export function whole(value) {
 export function short(value) {
   if (!isNumber(value)) return NOTHING;
   const size = Math.abs(value);
-  for (const [unit, letter] of /** @type {const} */ ([[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]])) {
+  for (const [unit, letter] of /** @type {const} */ ([
+    [1e12, "T"],
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e4, "k"],
+  ])) {
     if (size >= unit) return `${digits(value / (letter === "k" ? 1e3 : unit))}${letter}`;
   }
   return size >= 1000 ? whole(value) : digits(value);
@@ -47,14 +52,21 @@ export function duration(ms) {
 
 /** As on an axis, where round numbers stand. @param {number} ms */
 export function roundDuration(ms) {
-  return duration(ms).replace(/(\.\d*?)0+ /, "$1 ").replace(". ", " ");
+  return duration(ms)
+    .replace(/(\.\d*?)0+ /, "$1 ")
+    .replace(". ", " ");
 }
 
 /** A longer time in its two largest units: 2 min 5 s, 3 h, 14 d 2 h. @param {number} seconds */
 export function span(seconds) {
   let rest = Math.round(seconds);
   const parts = [];
-  for (const [unit, size] of /** @type {const} */ ([["d", 86400], ["h", 3600], ["min", 60], ["s", 1]])) {
+  for (const [unit, size] of /** @type {const} */ ([
+    ["d", 86400],
+    ["h", 3600],
+    ["min", 60],
+    ["s", 1],
+  ])) {
     const count = Math.floor(rest / size);
     rest -= count * size;
     if (count) parts.push(`${count} ${unit}`);

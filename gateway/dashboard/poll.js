@@ -51,7 +51,10 @@ export class Poll {
     if (this.#listeners.size && !document.hidden) void this.#ask();
   }
 
-  /** Ask for something else: what is under way is not wanted any more. @param {(signal: AbortSignal) => Promise<T>} load */
+  /**
+   * Ask for something else: what is under way is not wanted any more.
+   * @param {(signal: AbortSignal) => Promise<T>} load
+   */
   change(load) {
     this.#load = load;
     this.#asking?.abort();
@@ -91,7 +94,9 @@ export class Poll {
     }
     this.#asking = null;
     for (const listener of this.#listeners) listener(this);
-    const pause = this.error ? Math.min(1000 * 2 ** this.#failures, Math.max(this.#everyMs, PAUSE_MS_MAX)) : this.#everyMs;
+    const pause = this.error
+      ? Math.min(1000 * 2 ** this.#failures, Math.max(this.#everyMs, PAUSE_MS_MAX))
+      : this.#everyMs;
     if (this.#listeners.size && !document.hidden) this.#timer = setTimeout(() => void this.#ask(), pause);
   }
 }

@@ -56,13 +56,19 @@ export function samples(snapshot, name, where = anything) {
   return (snapshot.families.get(name) ?? []).filter((sample) => where(sample.labels));
 }
 
-/** The sum over all series; null where there is none. @param {Snapshot} snapshot @param {string} name @param {Where} [where] */
+/**
+ * The sum over all series; null where there is none.
+ * @param {Snapshot} snapshot @param {string} name @param {Where} [where]
+ */
 export function total(snapshot, name, where) {
   const found = samples(snapshot, name, where);
   return found.length ? found.reduce((sum, sample) => sum + sample.value, 0) : null;
 }
 
-/** Sums by the value of a label. @param {Snapshot} snapshot @param {string} name @param {string} label @param {Where} [where] */
+/**
+ * Sums by the value of a label.
+ * @param {Snapshot} snapshot @param {string} name @param {string} label @param {Where} [where]
+ */
 export function totals(snapshot, name, label, where) {
   return summed(samples(snapshot, name, where), label);
 }
@@ -83,8 +89,12 @@ function summed(found, label) {
  * @param {Snapshot} before @param {Snapshot} after @param {string} name @param {Where} [where] @returns {Sample[]}
  */
 export function increases(before, after, name, where) {
-  const started = new Map(samples(before, "process_start_time_seconds").map((each) => [each.labels.worker, each.value]));
-  const startedNow = new Map(samples(after, "process_start_time_seconds").map((each) => [each.labels.worker, each.value]));
+  const started = new Map(
+    samples(before, "process_start_time_seconds").map((each) => [each.labels.worker, each.value]),
+  );
+  const startedNow = new Map(
+    samples(after, "process_start_time_seconds").map((each) => [each.labels.worker, each.value]),
+  );
   const old = new Map(samples(before, name).map((sample) => [sample.id, sample.value]));
   const known = (/** @type {string} */ worker) => started.size === 0 || started.has(worker);
   return samples(after, name, where)
@@ -96,7 +106,9 @@ export function increases(before, after, name, where) {
     });
 }
 
-/** @param {Snapshot} before @param {Snapshot} after @param {string} name @param {string} label @param {Where} [where] */
+/**
+ * @param {Snapshot} before @param {Snapshot} after @param {string} name @param {string} label @param {Where} [where]
+ */
 export function increasesBy(before, after, name, label, where) {
   return summed(increases(before, after, name, where), label);
 }
@@ -105,7 +117,9 @@ export function increasesBy(before, after, name, label, where) {
  * @param {string} name without `_bucket` @param {Where} [where] @returns {Buckets} */
 export function bucketIncreases(before, after, name, where) {
   const counts = summed(increases(before, after, `${name}_bucket`, where), "le");
-  return [...counts].map(([le, count]) => /** @type {[number, number]} */ ([numberOf(le) ?? NaN, count])).sort(([a], [b]) => a - b);
+  return [...counts]
+    .map(([le, count]) => /** @type {[number, number]} */ ([numberOf(le) ?? NaN, count]))
+    .sort(([a], [b]) => a - b);
 }
 
 /** @param {Buckets[]} several of one histogram @returns {Buckets} */

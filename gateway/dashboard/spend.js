@@ -18,14 +18,25 @@ export const GROUPS = /** @type {const} */ ({
 });
 export const NOBODY = "(none)";
 
-/** @param {Bucket[]} usage @param {Bucket[]} costs of the same days @param {keyof typeof GROUPS} group @returns {Spend} */
+/**
+ * @param {Bucket[]} usage @param {Bucket[]} costs of the same days @param {keyof typeof GROUPS} group @returns {Spend}
+ */
 export function spendOf(usage, costs, group) {
   const days = [...new Set([...usage, ...costs].map((bucket) => bucket.start_time))].sort((a, b) => a - b);
   /** @type {Map<string, Line>} */
   const lines = new Map();
   const lineOf = (/** @type {string | null} */ name) => {
     const key = name ?? NOBODY;
-    const line = lines.get(key) ?? { name: key, requests: 0, input: 0, cached: 0, output: 0, cost: new Map(), costByDay: new Map(), tokensByDay: days.map(() => 0) };
+    const line = lines.get(key) ?? {
+      name: key,
+      requests: 0,
+      input: 0,
+      cached: 0,
+      output: 0,
+      cost: new Map(),
+      costByDay: new Map(),
+      tokensByDay: days.map(() => 0),
+    };
     lines.set(key, line);
     return line;
   };
@@ -50,7 +61,11 @@ export function spendOf(usage, costs, group) {
   }
   const all = [...lines.values()];
   const currencies = [...new Set(all.flatMap((line) => [...line.cost.keys()]))].sort();
-  return { days, currencies, lines: all.sort((a, b) => b.input + b.output - (a.input + a.output) || a.name.localeCompare(b.name)) };
+  return {
+    days,
+    currencies,
+    lines: all.sort((a, b) => b.input + b.output - (a.input + a.output) || a.name.localeCompare(b.name)),
+  };
 }
 
 /**
@@ -63,5 +78,11 @@ export function stacked(lines, most, valuesOf) {
   const stacks = shown.map((line) => ({ name: line.name, values: valuesOf(line) }));
   const rest = lines.slice(shown.length).map(valuesOf);
   if (!rest.length) return stacks;
-  return [...stacks, { name: `${rest.length} others`, values: rest[0].map((_, day) => rest.reduce((sum, values) => sum + values[day], 0)) }];
+  return [
+    ...stacks,
+    {
+      name: `${rest.length} others`,
+      values: rest[0].map((_, day) => rest.reduce((sum, values) => sum + values[day], 0)),
+    },
+  ];
 }

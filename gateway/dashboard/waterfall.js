@@ -45,11 +45,36 @@ export function waterfall(call) {
     h(
       "table",
       null,
-      h("thead", null, h("tr", null, h("th", { scope: "col" }, "Phase"), scale(axis), head("Start", "start"), head("Time"))),
-      h("tbody", null, call.phases.map((phase) => phaseRow(phase, axis))),
-      attempts.length > 0 && h("tbody", null, h("tr", { class: "sub" }, h("th", { scope: "rowgroup", colspan: 4 }, "Servers tried")), attempts),
+      h(
+        "thead",
+        null,
+        h("tr", null, h("th", { scope: "col" }, "Phase"), scale(axis), head("Start", "start"), head("Time")),
+      ),
+      h(
+        "tbody",
+        null,
+        call.phases.map((phase) => phaseRow(phase, axis)),
+      ),
+      attempts.length > 0 &&
+        h(
+          "tbody",
+          null,
+          h("tr", { class: "sub" }, h("th", { scope: "rowgroup", colspan: 4 }, "Servers tried")),
+          attempts,
+        ),
     ),
-    h("ul", { class: "legend" }, KINDS.map(([kind, words]) => h("li", null, h("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), words)), call.ttft_ms !== null && h("li", null, h("span", { class: "swatch first", "aria-hidden": "true" }), `first chunk after ${duration(call.ttft_ms)}`)),
+    h(
+      "ul",
+      { class: "legend" },
+      KINDS.map(([kind, words]) => h("li", null, h("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), words)),
+      call.ttft_ms !== null &&
+        h(
+          "li",
+          null,
+          h("span", { class: "swatch first", "aria-hidden": "true" }),
+          `first chunk after ${duration(call.ttft_ms)}`,
+        ),
+    ),
   );
 }
 
@@ -63,14 +88,23 @@ function head(text, name = "") {
 /** @param {Axis} axis */
 function scale(axis) {
   const steps = ticks(axis.whole, 4).filter((step) => step <= axis.whole);
-  const marks = steps.map((step) => placed(h("span", { class: "mark" }, step ? roundDuration(step) : "0"), step / axis.whole));
+  const marks = steps.map((step) =>
+    placed(h("span", { class: "mark" }, step ? roundDuration(step) : "0"), step / axis.whole),
+  );
   return h("th", { scope: "col", class: "track", "aria-label": "On a time axis" }, h("span", { class: "lane" }, marks));
 }
 
 /** @param {Phase} phase @param {Axis} axis */
 function phaseRow(phase, axis) {
   const [kind, words] = PHASES[phase.name] ?? ["own", ""];
-  return row(h("span", { class: phase.within_chat ? "within" : "" }, phase.name), words, kind, phase.start_ms, phase.end_ms, axis);
+  return row(
+    h("span", { class: phase.within_chat ? "within" : "" }, phase.name),
+    words,
+    kind,
+    phase.start_ms,
+    phase.end_ms,
+    axis,
+  );
 }
 
 /** @param {Attempt} attempt @param {number} index @param {Axis} axis */
@@ -80,7 +114,10 @@ function attemptRow(attempt, index, axis) {
   return row(name, "", bad ? "failed" : "server", attempt.start_ms, attempt.end_ms ?? axis.whole, axis);
 }
 
-/** @param {any} name @param {string} words @param {string} kind @param {number} start @param {number} end @param {Axis} axis */
+/**
+ * @param {any} name @param {string} words @param {string} kind @param {number} start @param {number} end
+ * @param {Axis} axis
+ */
 function row(name, words, kind, start, end, axis) {
   const bar = placed(h("span", { class: `span ${kind}` }), start / axis.whole);
   bar.style.width = percent(Math.max(end - start, 0) / axis.whole);
@@ -89,7 +126,17 @@ function row(name, words, kind, start, end, axis) {
     "tr",
     { title: words || null },
     h("th", { scope: "row" }, name),
-    h("td", { class: "track" }, h("span", { class: "lane" }, bar, first && placed(h("span", { class: "first", title: "first chunk" }), /** @type {number} */ (axis.first) / axis.whole))),
+    h(
+      "td",
+      { class: "track" },
+      h(
+        "span",
+        { class: "lane" },
+        bar,
+        first &&
+          placed(h("span", { class: "first", title: "first chunk" }), /** @type {number} */ (axis.first) / axis.whole),
+      ),
+    ),
     h("td", { class: "number start" }, duration(start)),
     h("td", { class: "number" }, duration(end - start)),
   );

@@ -16,16 +16,32 @@ const PAUSE_MS_MIN = 1; // worth a word
  * @param {{ opened: string, sought: boolean, policy: any, close: () => void }} place
  */
 export function callDetail(call, { opened, sought, policy, close }) {
-  const head = h("div", { class: "bar" }, h("h2", null, "Call ", copied(opened)), h("span", { class: "grow" }), h("button", { type: "button", class: "quiet", onclick: close }, "Close"));
+  const head = h(
+    "div",
+    { class: "bar" },
+    h("h2", null, "Call ", copied(opened)),
+    h("span", { class: "grow" }),
+    h("button", { type: "button", class: "quiet", onclick: close }, "Close"),
+  );
   if (!call && !sought) return [head, h("p", { class: "dim" }, "It is being looked for …")];
   if (!call) {
-    return [head, empty("It is not among the last calls", "It may be older: its receipt is in the ledger, `warmpath usage export` writes it. Other machines keep calls of their own.")];
+    return [
+      head,
+      empty(
+        "It is not among the last calls",
+        "It may be older: `warmpath usage export` has its receipt. Other machines keep calls of their own.",
+      ),
+    ];
   }
   return [
     head,
     h("p", { class: "summary" }, summary(call)),
     waterfall(call),
-    h("dl", { class: "facts" }, facts(call, policy?.trace_url ?? null).map(([name, value]) => [h("dt", null, name), h("dd", null, value)])),
+    h(
+      "dl",
+      { class: "facts" },
+      facts(call, policy?.trace_url ?? null).map(([name, value]) => [h("dt", null, name), h("dd", null, value)]),
+    ),
   ];
 }
 
@@ -41,7 +57,10 @@ function summary(call) {
     if (call.attempts.length > 1 && between > PAUSE_MS_MIN) parts.push(`${duration(between)} between tries`);
   }
   parts.push(`${duration(call.own_ms)} of the gateway's own`);
-  const end = endOf(call) === "answered" ? "" : ` It ended with HTTP ${call.status}${call.error_code ? ` (${call.error_code})` : ""}.`;
+  const end =
+    endOf(call) === "answered"
+      ? ""
+      : ` It ended with HTTP ${call.status}${call.error_code ? ` (${call.error_code})` : ""}.`;
   return `${parts.join(", ")}.${end}`;
 }
 
@@ -53,13 +72,26 @@ function facts(call, traceUrl) {
     ["Asked for", [`${call.model ?? NOTHING}, `, h("code", null, call.path)]],
     ["Tenant, key", `${call.tenant ?? NOTHING}, ${call.key_id ?? NOTHING}`],
     ["Class", call.class ?? NOTHING],
-    ["Ended", [`HTTP ${call.status}`, call.outcome && `, ${call.outcome}`, call.error_code && `, ${call.error_code}`, call.finish_reasons.length > 0 && `, finish ${call.finish_reasons.join(", ")}`]],
+    [
+      "Ended",
+      [
+        `HTTP ${call.status}`,
+        call.outcome && `, ${call.outcome}`,
+        call.error_code && `, ${call.error_code}`,
+        call.finish_reasons.length > 0 && `, finish ${call.finish_reasons.join(", ")}`,
+      ],
+    ],
     ["Response cache", call.cache],
     ["Server", call.deployment ?? NOTHING],
     ["Chosen because", call.route_reason ?? NOTHING],
     ["First token", call.ttft_ms === null ? NOTHING : `after ${duration(call.ttft_ms)}`],
     ["Tokens", used ? tokens(used) : "none"],
-    ["Cached tokens", used ? `${whole(call.predicted_cached_tokens)} predicted, ${whole(used.cache_read)} reported (${share(used.cache_read, promptTokens(used))} of the prompt)` : NOTHING],
+    [
+      "Cached tokens",
+      used
+        ? `${whole(call.predicted_cached_tokens)} predicted, ${whole(used.cache_read)} reported (${cachedShare(used)})`
+        : NOTHING,
+    ],
     ["Receipt", call.event_id ? copied(call.event_id) : "none: no server was asked"],
     ["Trace", [copied(call.trace_id), traceLink(call.trace_id, traceUrl)]],
     ["Worker", whole(call.worker)],
@@ -68,12 +100,22 @@ function facts(call, traceUrl) {
 }
 
 /** @param {import("../callstats.js").Usage} usage */
+function cachedShare(usage) {
+  return `${share(usage.cache_read, promptTokens(usage))} of the prompt`;
+}
+
+/** @param {import("../callstats.js").Usage} usage */
 function tokens(usage) {
-  const read = `${counted(promptTokens(usage), "prompt token")} (${whole(usage.input_uncached)} computed, ${whole(usage.cache_read)} cached${usage.cache_write ? `, ${whole(usage.cache_write)} written to the cache` : ""})`;
+  const written = usage.cache_write ? `, ${whole(usage.cache_write)} written to the cache` : "";
+  const parts = `${whole(usage.input_uncached)} computed, ${whole(usage.cache_read)} cached${written}`;
+  const read = `${counted(promptTokens(usage), "prompt token")} (${parts})`;
   return `${read}, ${whole(usage.output)} out${usage.reasoning ? `, ${whole(usage.reasoning)} of them reasoning` : ""}`;
 }
 
-/** Only to pages: whatever else a setting might name is not opened. @param {string} traceId @param {string | null} template */
+/**
+ * Only to pages: whatever else a setting might name is not opened.
+ * @param {string} traceId @param {string | null} template
+ */
 function traceLink(traceId, template) {
   if (!template || !/^https?:\/\//i.test(template)) return null;
   const href = template.replace("{trace_id}", encodeURIComponent(traceId));

@@ -1,27 +1,15 @@
 // @ts-check
 // The last calls of all workers, as they come; and one of them, with where its time went.
 
-import { endOf, promptTokens, speaksAgainst } from "../callstats.js";
 import { h, keyed, say, update } from "../dom.js";
-import { counted, duration, NOTHING, share, whole } from "../format.js";
+import { counted, whole } from "../format.js";
 import { lastCalls } from "../sources.js";
-import { empty, headRow, name, number, select, state, time, trouble } from "../widgets.js";
+import { empty, table, trouble } from "../widgets.js";
 import { callDetail } from "./call.js";
+import { drawFilters, FILTERS, fits, LIMITS } from "./call_filters.js";
+import { COLUMNS, row } from "./call_rows.js";
 
-const LIMITS = [100, 200, 500];
-const ENDS = /** @type {Record<string, [import("../widgets.js").Level, string]>} */ ({
-  answered: ["good", "answered"],
-  refused: ["warn", "refused"],
-  limited: ["warn", "limited"],
-  failed: ["bad", "failed"],
-  left: ["off", "client left"],
-});
-
-/** @typedef {import("../callstats.js").Call} Call */
-
-/** What is looked for; empty: anything. */
-const FILTERS = /** @type {const} */ (["show", "class", "tenant", "model", "server", "text"]);
-/** @typedef {Record<(typeof FILTERS)[number], string>} Wanted */
+/** @typedef {import("../callstats.js").Call} Call @typedef {import("./call_filters.js").Wanted} Wanted */
 
 /** @param {import("../app.js").Context} context @returns {import("../app.js").Page} */
 export function callsPage({ api, sources, go }) {
@@ -43,10 +31,17 @@ export function callsPage({ api, sources, go }) {
   const filters = h("div", { class: "filters" });
   const rows = h("tbody");
   const none = h("div");
-  const list = h("section", { class: "panel list" }, h("div", { class: "scroll" }, h("table", { class: "rows calls" }, h("thead", null, headRow(COLUMNS)), rows)), none);
+  const list = h("section", { class: "panel calls" }, table(COLUMNS, rows), none);
   const detail = h("section", { class: "panel detail", "aria-label": "One call" });
   const panes = h("div", { class: "panes" }, list, detail);
-  const element = h("div", { class: "page" }, h("div", { class: "bar" }, h("h1", null, "Calls"), counts, h("span", { class: "grow" }), pause), troubles, filters, panes);
+  const element = h(
+    "div",
+    { class: "page" },
+    h("div", { class: "bar" }, h("h1", null, "Calls"), counts, h("span", { class: "grow" }), pause),
+    troubles,
+    filters,
+    panes,
+  );
 
   function onPause() {
     held = held ? null : source.value;
@@ -93,12 +88,32 @@ export function callsPage({ api, sources, go }) {
     });
     const shown = calls.filter((call) => fits(call, wanted));
     say(counts, `${whole(shown.length)} of the last ${counted(calls.length, "call")}${held ? ", held" : ""}`);
-    keyed(rows, shown, (call) => call.call_id, (call) => row(call, call.call_id === opened, wanted));
-    update(none, !shown.length && (calls.length ? empty("No call fits", "Take a filter away, or show more calls.") : empty("No calls yet", "Make one through the gateway, and it appears here.")));
+    keyed(
+      rows,
+      shown,
+      (call) => call.call_id,
+      (call) => row(call, call.call_id === opened, wanted),
+    );
+    update(
+      none,
+      !shown.length &&
+        (calls.length
+          ? empty("No call fits", "Take a filter away, or show more calls.")
+          : empty("No calls yet", "Make one through the gateway, and it appears here.")),
+    );
     kept = calls.find((call) => call.call_id === opened) ?? (kept?.call_id === opened ? kept : null);
     if (opened && !kept) void seek();
     panes.classList.toggle("opened", opened !== "");
-    update(detail, opened && callDetail(kept, { opened, sought: sought === opened, policy: sources.policy.value, close: () => go(["calls"], wanted) }));
+    update(
+      detail,
+      opened &&
+        callDetail(kept, {
+          opened,
+          sought: sought === opened,
+          policy: sources.policy.value,
+          close: () => go(["calls"], wanted),
+        }),
+    );
   }
 
   const ends = [source.subscribe(draw), sources.policy.subscribe(draw)];
@@ -119,103 +134,12 @@ export function callsPage({ api, sources, go }) {
 
 /** @param {{ asked: number, answered: number }} workers */
 function workersWords({ asked, answered }) {
-  return answered < asked && h("div", { class: "trouble" }, `${answered} of ${counted(asked, "worker")} answered: calls of the others are not shown.`);
-}
-
-/** @type {(string | [string, string])[]} */
-const COLUMNS = [
-  "Time",
-  "Ended",
-  "Model",
-  "Tenant",
-  "Key",
-  "Class",
-  "Server",
-  ["#Duration", "from the request's arrival to the end of its reply"],
-  ["#First token", "from the request's arrival"],
-  ["#Queue", "waited for its turn"],
-  ["#Prompt", "tokens"],
-  ["#Cached", "share of the prompt's tokens"],
-  ["#Output", "tokens"],
-];
-
-/** @param {Call} call @param {boolean} isOpened @param {Wanted} wanted */
-function row(call, isOpened, wanted) {
-  const [level, words] = ENDS[endOf(call)];
-  const why = call.error_code ?? (call.outcome && call.outcome !== "complete" && call.outcome !== "client_gone" ? call.outcome : "");
-  const tried = call.attempts.length;
-  const prompt = call.usage && promptTokens(call.usage);
-  const link = linkTo(call.call_id, wanted);
-  return h(
-    "tr",
-    { class: isOpened ? "opened" : null, "aria-current": isOpened ? "true" : null, onclick: (/** @type {MouseEvent} */ event) => onRow(event, link) },
-    h("td", { class: "nowrap" }, h("a", { href: link, "aria-label": `Call ${call.call_id}` }, time(call.time))),
-    h("td", null, state(level, `${words} ${call.status}`), why && h("span", { class: "second" }, why)),
-    h("td", null, name(call.model), call.operation !== "chat/completions" && h("span", { class: "second" }, call.operation ?? call.path)),
-    h("td", null, name(call.tenant)),
-    h("td", null, name(call.key_id)),
-    h("td", null, name(call.class)),
-    h("td", null, name(serverOf(call)), tried > 1 && h("span", { class: "second" }, `${tried} tried`)),
-    number(duration(call.duration_ms)),
-    number(duration(call.ttft_ms)),
-    number(duration(call.queued_ms)),
-    number(whole(prompt)),
-    number(call.usage ? share(call.usage.cache_read, prompt) : NOTHING),
-    number(whole(call.usage?.output)),
-  );
-}
-
-/** @param {Call} call */
-function serverOf(call) {
-  if (call.deployment !== null) return call.deployment;
-  return call.cache === "hit" || call.cache === "shared" ? `response cache: ${call.cache}` : null;
-}
-
-/** A click anywhere in a row opens its call, unless text is being selected. @param {MouseEvent} event @param {string} link */
-function onRow(event, link) {
-  const onLink = event.target instanceof Element && event.target.closest("a, button");
-  if (!onLink && !getSelection()?.toString()) location.hash = link;
-}
-
-/** @param {string} id @param {Wanted} wanted */
-function linkTo(id, wanted) {
-  const query = new URLSearchParams(Object.entries(wanted).filter(([, value]) => value)).toString();
-  return `#/calls/${encodeURIComponent(id)}${query && `?${query}`}`;
-}
-
-/** @param {Call} call @param {Wanted} wanted */
-function fits(call, wanted) {
-  if (wanted.show === "problems" && endOf(call) === "answered" && !call.attempts.some((each) => speaksAgainst(each.outcome))) return false;
-  if (wanted.show && wanted.show !== "problems" && endOf(call) !== wanted.show) return false;
-  if (wanted.class && call.class !== wanted.class) return false;
-  if (wanted.tenant && call.tenant !== wanted.tenant) return false;
-  if (wanted.model && call.model !== wanted.model) return false;
-  const servers = [call.deployment, ...call.attempts.map((each) => each.deployment)];
-  if (wanted.server && !servers.includes(wanted.server)) return false;
-  if (!wanted.text) return true;
-  const said = [call.call_id, call.trace_id, call.event_id, call.key_id, call.tenant, call.model, call.error_code, call.path, ...servers];
-  return said.some((each) => each?.toLowerCase().includes(wanted.text.toLowerCase()));
-}
-
-/**
- * @param {Element} place @param {Call[]} calls @param {string[]} classes @param {Wanted} wanted @param {number} limit
- * @param {(change: Partial<Wanted>) => void} want @param {(limit: number) => void} onLimit
- */
-function drawFilters(place, calls, classes, wanted, limit, want, onLimit) {
-  if (!place.firstChild) {
-    const box = h("input", { type: "search", value: wanted.text, placeholder: "id, key, error …", oninput: () => want({ text: box.value }) });
-    place.append(h("span", { class: "selects" }), h("label", { class: "field" }, h("span", null, "Find"), box));
-  }
-  const ends = /** @type {[string, string][]} */ ([["", "all"], ["problems", "with problems"], ...Object.entries(ENDS).map(([end, [, words]]) => [end, words])]);
-  const names = (/** @type {(string | null)[]} */ found, /** @type {string} */ chosen) =>
-    /** @type {[string, string][]} */ ([["", "all"], ...[...new Set([...found, chosen])].filter(Boolean).sort().map((each) => [each, each])]);
-  update(
-    /** @type {Element} */ (place.firstElementChild),
-    select("Ended", ends, wanted.show, (show) => want({ show })),
-    select("Class", names(classes, wanted.class), wanted.class, (each) => want({ class: each })),
-    select("Tenant", names(calls.map((call) => call.tenant), wanted.tenant), wanted.tenant, (tenant) => want({ tenant })),
-    select("Model", names(calls.map((call) => call.model), wanted.model), wanted.model, (model) => want({ model })),
-    select("Server", names(calls.flatMap((call) => call.attempts.map((each) => each.deployment)), wanted.server), wanted.server, (server) => want({ server })),
-    select("Show", LIMITS.map((each) => [String(each), `last ${each}`]), String(limit), (count) => onLimit(Number(count))),
+  return (
+    answered < asked &&
+    h(
+      "div",
+      { class: "trouble" },
+      `${answered} of ${counted(asked, "worker")} answered: calls of the others are not shown.`,
+    )
   );
 }

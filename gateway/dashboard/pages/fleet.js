@@ -3,15 +3,17 @@
 
 import { ofServers, percentile } from "../callstats.js";
 import { meter } from "../charts.js";
-import { fill, h, keyed, say } from "../dom.js";
-import { duration, NOTHING, share, short, span, whole } from "../format.js";
+import { fill, h, keyed, say, update } from "../dom.js";
+import { counted, duration, NOTHING, share, short, span, whole } from "../format.js";
 import { samples, totals } from "../prometheus.js";
 import { RECENT_CALLS_MAX } from "../sources.js";
-import { empty, headRow, number, state } from "../widgets.js";
+import { empty, number, row, state, table } from "../widgets.js";
 
 const LOOK_BACK_MS = 5 * 60_000;
 
-/** @typedef {{ name: string, provider: string, base_url: string, model: string, max_concurrency: number }} Deployment */
+/**
+ * @typedef {{ name: string, provider: string, base_url: string, model: string, max_concurrency: number }} Deployment
+ */
 
 /** How a breaker's state is told: [level, words, explanation]. The later ones are worse. */
 const STATES = /** @type {Record<string, [import("../widgets.js").Level, string, string]>} */ ({
@@ -29,21 +31,27 @@ const ORDER = Object.keys(STATES);
  */
 export function fleetTable(panel, { history, policy, recent, now }) {
   if (!panel.firstChild) {
-    fill(panel, h("h2", null, "Servers"), h("p", { class: "note" }), h("div", { class: "scroll" }, h("table", { class: "rows" }, h("thead"), h("tbody"))));
-    fill(/** @type {Element} */ (panel.querySelector("thead")), headRow(COLUMNS));
+    fill(panel, h("h2", null, "Servers"), h("p", { class: "note" }), table(COLUMNS, h("tbody")), h("div"));
   }
   if (!policy) return;
   /** @type {Deployment[]} */
   const deployments = policy.deployments;
   const calls = recent?.data ?? [];
-  const looked = ofServers(calls, calls.length >= RECENT_CALLS_MAX, now, Math.min(LOOK_BACK_MS, now - startOf(history)));
+  const lookBackMs = Math.min(LOOK_BACK_MS, now - startOf(history));
+  const looked = ofServers(calls, calls.length >= RECENT_CALLS_MAX, now, lookBackMs);
   const note = /** @type {Element} */ (panel.querySelector(".note"));
-  const since = `${whole(looked.calls)} ${looked.calls === 1 ? "call" : "calls"} of the last ${span(looked.seconds)}`;
+  const since = `${counted(looked.calls, "call")} of the last ${span(looked.seconds)}`;
   say(note, `State and load are as of now; the columns from Requests on are of ${since}.`);
   const states = nowOf(history);
   const body = /** @type {Element} */ (panel.querySelector("tbody"));
-  keyed(body, deployments, (each) => each.name, (each) => row(each, states, looked));
-  if (!deployments.length) fill(body, h("tr", null, h("td", { colspan: COLUMNS.length }, empty("No servers", "Add some under `deployments` in the policy."))));
+  keyed(
+    body,
+    deployments,
+    (each) => each.name,
+    (each) => serverRow(each, states, looked),
+  );
+  const none = empty("No servers", "Add some under `deployments` in the policy.");
+  update(/** @type {Element} */ (panel.lastElementChild), !deployments.length && none);
 }
 
 /** @type {(string | [string, string])[]} */
@@ -60,7 +68,10 @@ const COLUMNS = [
   ["It reports", "what the server says of its own load, where the policy has it asked"],
 ];
 
-/** When the oldest of the gateway's processes began, in ms since the epoch. @param {import("../history.js").History} history */
+/**
+ * When the oldest of the gateway's processes began, in ms since the epoch.
+ * @param {import("../history.js").History} history
+ */
 function startOf({ latest }) {
   const starts = latest ? samples(latest, "process_start_time_seconds") : [];
   return starts.length ? 1000 * Math.min(...starts.map((each) => each.value)) : 0;
@@ -83,21 +94,33 @@ function nowOf({ latest }) {
 }
 
 /** @param {Deployment} server @param {ReturnType<typeof nowOf>} now @param {ReturnType<typeof ofServers>} looked */
-function row(server, now, looked) {
+function serverRow(server, now, looked) {
   const stats = looked.servers.get(server.name);
   const inFlight = now.inFlight.get(server.name) ?? null;
   const words = `${whole(inFlight)} of ${whole(server.max_concurrency)}`;
   const failed = [...(stats?.failed ?? [])].sort((a, b) => b[1] - a[1]);
   const failures = failed.reduce((sum, [, count]) => sum + count, 0);
   const link = `#/calls?${new URLSearchParams({ server: server.name, show: "problems" })}`;
-  return h(
-    "tr",
-    null,
-    h("th", { scope: "row" }, server.name, h("span", { class: "second", title: server.base_url }, `${server.model} · ${server.provider}`)),
+  const served = h("span", { class: "second", title: server.base_url }, `${server.model} · ${server.provider}`);
+  return row(
+    [server.name, served],
     h("td", null, stateOf(now.states.get(server.name) ?? [])),
     h("td", { class: "nowrap" }, meter(inFlight ?? 0, server.max_concurrency, `${words} calls in flight`), ` ${words}`),
     number(stats ? `${short(stats.tries / looked.seconds)}/s` : NOTHING),
-    number(failures ? [h("a", { href: link, class: "bad", title: failed.map(([outcome, count]) => `${outcome}: ${count}`).join(", ") }, `${whole(failures)} (${share(failures, stats?.tries)})`), h("span", { class: "second" }, failed[0][0])] : stats ? "0" : NOTHING),
+    number(
+      failures
+        ? [
+            h(
+              "a",
+              { href: link, class: "bad", title: failed.map(([outcome, count]) => `${outcome}: ${count}`).join(", ") },
+              `${whole(failures)} (${share(failures, stats?.tries)})`,
+            ),
+            h("span", { class: "second" }, failed[0][0]),
+          ]
+        : stats
+          ? "0"
+          : NOTHING,
+    ),
     number(duration(stats ? percentile(0.5, stats.ttft) : null)),
     number(duration(stats ? percentile(0.95, stats.ttft) : null)),
     number(stats?.answers ? `${short(stats.output / looked.seconds)} tok/s` : NOTHING),

@@ -4,31 +4,38 @@
 import { fill, h, keyed, update } from "../dom.js";
 import { counted, duration, whole } from "../format.js";
 import { samples, total, totals } from "../prometheus.js";
-import { copied, empty, headRow, number, state, time } from "../widgets.js";
+import { copied, empty, number, row, state, table, time } from "../widgets.js";
+
+const QUEUE_COLUMNS = /** @type {(string | [string, string])[]} */ ([
+  "Class",
+  ["#Waiting", "calls that wait for their turn now"],
+  ["#Waited on average", "since the gateway's start"],
+  ["#Gave way", "calls refused since its start, because more had come than may wait"],
+]);
 
 /** @param {Element} panel @param {import("../history.js").History} history */
 export function queuePanel(panel, { latest }) {
-  if (!panel.firstChild) {
-    const heads = headRow(["Class", ["#Waiting", "calls that wait for their turn now"], ["#Waited on average", "since the gateway's start"], ["#Gave way", "calls refused since its start, because more had come than may wait"]]);
-    fill(panel, h("h2", null, "Queue"), h("div", { class: "scroll" }, h("table", { class: "rows" }, h("thead", null, heads), h("tbody"))));
-  }
+  if (!panel.firstChild) fill(panel, h("h2", null, "Queue"), table(QUEUE_COLUMNS, h("tbody")));
   if (!latest) return;
   const waiting = [...totals(latest, "warmpath_queue_depth", "class")].sort(([a], [b]) => a.localeCompare(b));
   const gaveWay = totals(latest, "warmpath_queue_gave_way_total", "class");
   const waited = totals(latest, "warmpath_queue_wait_seconds_sum", "class");
   const turns = totals(latest, "warmpath_queue_wait_seconds_count", "class");
   const body = /** @type {Element} */ (panel.querySelector("tbody"));
-  keyed(body, waiting, ([name]) => name, ([name, count]) => {
-    const had = turns.get(name) ?? 0;
-    return h(
-      "tr",
-      null,
-      h("th", { scope: "row" }, name),
-      number(count ? h("span", { class: "stands" }, whole(count)) : "0"),
-      number(duration(had ? (1000 * (waited.get(name) ?? 0)) / had : null)),
-      number(whole(gaveWay.get(name) ?? 0)),
-    );
-  });
+  keyed(
+    body,
+    waiting,
+    ([name]) => name,
+    ([name, count]) => {
+      const had = turns.get(name) ?? 0;
+      return row(
+        name,
+        number(count ? h("span", { class: "stands" }, whole(count)) : "0"),
+        number(duration(had ? (1000 * (waited.get(name) ?? 0)) / had : null)),
+        number(whole(gaveWay.get(name) ?? 0)),
+      );
+    },
+  );
 }
 
 /**
@@ -46,22 +53,46 @@ export function gatewayPanel(panel, { history: { latest }, policy, state: told }
     ["On its storage", latest && othersOf(latest)],
     ["Batches", latest && batchesOf(latest)],
   ];
-  update(panel, h("h2", null, "Gateway"), latest || told ? h("dl", { class: "facts" }, facts.map(([name, value]) => value && [h("dt", null, name), h("dd", null, value)])) : empty("Nothing yet", "The first figures come in a moment."));
+  update(
+    panel,
+    h("h2", null, "Gateway"),
+    latest || told
+      ? h(
+          "dl",
+          { class: "facts" },
+          facts.map(([name, value]) => value && [h("dt", null, name), h("dd", null, value)]),
+        )
+      : empty("Nothing yet", "The first figures come in a moment."),
+  );
 }
 
 /** @param {any} told */
 function stateOf(told) {
   if (!told) return null;
   if (told.status === "ready") return state("good", "ready");
-  return [state("bad", told.status), h("ul", null, told.faults.map((/** @type {string} */ fault) => h("li", null, fault)))];
+  return [
+    state("bad", told.status),
+    h(
+      "ul",
+      null,
+      told.faults.map((/** @type {string} */ fault) => h("li", null, fault)),
+    ),
+  ];
 }
 
 /** @param {any} policy */
 function policyOf(policy) {
   if (!policy) return null;
-  const loaded = [copied(policy.hash), h("span", { class: "second" }, policy.path, ", taken over ", time(policy.loaded_at))];
+  const loaded = [
+    copied(policy.hash),
+    h("span", { class: "second" }, policy.path, ", taken over ", time(policy.loaded_at)),
+  ];
   if (!policy.last_error) return loaded;
-  return [state("bad", "the file has changed and was not taken over"), h("pre", { class: "said" }, policy.last_error), loaded];
+  return [
+    state("bad", "the file has changed and was not taken over"),
+    h("pre", { class: "said" }, policy.last_error),
+    loaded,
+  ];
 }
 
 /** @typedef {(name: string) => number | null} Sum */
@@ -71,8 +102,16 @@ function ledgerOf(latest, sum) {
   const works = samples(latest, "warmpath_ledger_ok").every((each) => each.value === 1);
   const drift = samples(latest, "warmpath_ledger_drift_tokens").filter((each) => each.value !== 0);
   return [
-    works ? state("good", `${whole(sum("warmpath_ledger_rows_total"))} receipts since the start`) : state("bad", "receipts can not be written"),
-    drift.map(({ labels, value }) => h("span", { class: "second" }, `${labels.deployment} counted ${whole(value)} ${labels.kind} tokens beyond what was billed`)),
+    works
+      ? state("good", `${whole(sum("warmpath_ledger_rows_total"))} receipts since the start`)
+      : state("bad", "receipts can not be written"),
+    drift.map(({ labels, value }) =>
+      h(
+        "span",
+        { class: "second" },
+        `${labels.deployment} counted ${whole(value)} ${labels.kind} tokens beyond what was billed`,
+      ),
+    ),
   ];
 }
 
@@ -83,8 +122,10 @@ function limitsOf(sum) {
   const failures = sum("warmpath_limits_store_failures_total") ?? 0;
   return [
     away ? state("warn", "the storage is away: this gateway goes by its share") : state("good", "the storage answers"),
-    unsettled > 0 && h("span", { class: "second" }, `${counted(unsettled, "ended reservation")} still to be told to it`),
-    failures > 0 && h("span", { class: "second" }, `${counted(failures, "operation")} without an answer since the start`),
+    unsettled > 0 &&
+      h("span", { class: "second" }, `${counted(unsettled, "ended reservation")} still to be told to it`),
+    failures > 0 &&
+      h("span", { class: "second" }, `${counted(failures, "operation")} without an answer since the start`),
   ];
 }
 

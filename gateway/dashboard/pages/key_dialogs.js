@@ -15,7 +15,12 @@ import { copyButton, select } from "../widgets.js";
 function ask(title, fields, verb, danger, send) {
   const refusal = h("p", { class: "refusal", role: "alert" });
   const submit = h("button", { type: "submit", class: danger ? "danger" : null }, verb);
-  const buttons = h("div", { class: "buttons" }, h("button", { type: "button", class: "quiet", onclick: leave }, "Cancel"), submit);
+  const buttons = h(
+    "div",
+    { class: "buttons" },
+    h("button", { type: "button", class: "quiet", onclick: leave }, "Cancel"),
+    submit,
+  );
   const form = h("form", { onsubmit: onSubmit }, fields, refusal, buttons);
   const dialog = h("dialog", { "aria-label": title, onclose: () => dialog.remove() }, h("h2", null, title), form);
 
@@ -67,21 +72,40 @@ export function createDialog(api, policy, onDone) {
   const concurrency = input("Calls at the same time", "16");
   const budget = input("Money", "50.00");
   let per = "month";
-  const periods = ["hour", "day", "week", "month", "total"].map((name) => /** @type {[string, string]} */ ([name, name]));
+  const periods = ["hour", "day", "week", "month", "total"];
   const fields = [
-    select("Tenant", tenants.map((/** @type {string} */ name) => [name, name]), tenant, (name) => (tenant = name)),
+    select("Tenant", tenants, tenant, (name) => (tenant = name)),
     id.field,
     expires.field,
     models.field,
     classes.field,
-    h("fieldset", null, h("legend", null, "Limits of its own, within its tenant's; left out: none"), requests.field, tokens.field, concurrency.field, budget.field, select("Money per", periods, per, (name) => (per = name))),
+    h(
+      "fieldset",
+      null,
+      h("legend", null, "Limits of its own, within its tenant's; left out: none"),
+      requests.field,
+      tokens.field,
+      concurrency.field,
+      budget.field,
+      select("Money per", periods, per, (name) => (per = name)),
+    ),
   ];
   ask("New key", fields, "Make the key", false, async () => {
-    const limits = { requests: requests.text(), tokens: tokens.text(), concurrency: numeric(concurrency.text()), budget: budget.text() && { amount: budget.text(), per } };
+    const limits = {
+      requests: requests.text(),
+      tokens: tokens.text(),
+      concurrency: numeric(concurrency.text()),
+      budget: budget.text() && { amount: budget.text(), per },
+    };
     const given = Object.fromEntries(Object.entries(limits).filter(([, value]) => value));
     const made = await api.send("POST", "/admin/keys", {
       tenant,
-      ...present({ id: id.text(), expires: expires.text(), models: list(models.text()), classes: list(classes.text()) }),
+      ...present({
+        id: id.text(),
+        expires: expires.text(),
+        models: list(models.text()),
+        classes: list(classes.text()),
+      }),
       ...(Object.keys(given).length && { limits: given }),
     });
     onDone();
@@ -92,7 +116,13 @@ export function createDialog(api, policy, onDone) {
 /** @param {Api} api @param {Key} key @param {() => void} onDone */
 export function rotateDialog(api, key, onDone) {
   let overlap = "24h";
-  const overlaps = /** @type {[string, string][]} */ ([["0s", "not at all"], ["1h", "an hour"], ["24h", "a day"], ["7d", "a week"], ["30d", "30 days"]]);
+  const overlaps = /** @type {[string, string][]} */ ([
+    ["0s", "not at all"],
+    ["1h", "an hour"],
+    ["24h", "a day"],
+    ["7d", "a week"],
+    ["30d", "30 days"],
+  ]);
   const fields = [
     h("p", null, `${key.id} of ${key.tenant} gets a new secret. Its id, limits and rights stay.`),
     select("The old secret stays good for", overlaps, overlap, (value) => (overlap = value)),
@@ -106,7 +136,12 @@ export function rotateDialog(api, key, onDone) {
 
 /** @param {Api} api @param {Key} key @param {() => void} onDone */
 export function revokeDialog(api, key, onDone) {
-  const words = h("p", null, `Calls with ${key.id} of ${key.tenant} are refused from now on. This can not be undone: a revoked key keeps its id.`);
+  const words = h(
+    "p",
+    null,
+    `Calls with ${key.id} of ${key.tenant} are refused from now on. `,
+    "This can not be undone: a revoked key keeps its id.",
+  );
   ask(`Revoke key ${key.id}?`, [words], "Revoke", true, async () => {
     await api.send("DELETE", `/admin/keys/${encodeURIComponent(key.id)}`);
     onDone();
@@ -127,7 +162,10 @@ function numeric(text) {
 
 /** @param {string} text */
 function list(text) {
-  return text.split(",").map((each) => each.trim()).filter(Boolean);
+  return text
+    .split(",")
+    .map((each) => each.trim())
+    .filter(Boolean);
 }
 
 /** @param {Record<string, string | string[]>} fields */

@@ -3,7 +3,7 @@
 
 import { h, keyed, say, update } from "../dom.js";
 import { counted, NOTHING, period, whole } from "../format.js";
-import { empty, headRow, select, state, time, trouble } from "../widgets.js";
+import { empty, row, select, state, table, time, trouble } from "../widgets.js";
 import { createDialog, revokeDialog, rotateDialog } from "./key_dialogs.js";
 import { WORDS } from "./limits.js";
 
@@ -15,8 +15,17 @@ import { WORDS } from "./limits.js";
  */
 
 const ROWS_MAX = 500;
-const LEVELS = /** @type {Record<string, import("../widgets.js").Level>} */ ({ active: "good", expired: "warn", revoked: "off" });
-const STATES = /** @type {[string, string][]} */ ([["", "all"], ["active", "active"], ["expired", "expired"], ["revoked", "revoked"]]);
+const LEVELS = /** @type {Record<string, import("../widgets.js").Level>} */ ({
+  active: "good",
+  expired: "warn",
+  revoked: "off",
+});
+const STATES = /** @type {[string, string][]} */ ([
+  ["", "all"],
+  ["active", "active"],
+  ["expired", "expired"],
+  ["revoked", "revoked"],
+]);
 
 /** @param {import("../app.js").Context} context @returns {import("../app.js").Page} */
 export function keysPage({ api, sources, go }) {
@@ -26,7 +35,11 @@ export function keysPage({ api, sources, go }) {
 
   const choices = h("span", { class: "selects" });
   const counts = h("span", { class: "dim", role: "status" });
-  const make = h("button", { type: "button", onclick: () => createDialog(api, sources.policy.value, refresh) }, "New key");
+  const make = h(
+    "button",
+    { type: "button", onclick: () => createDialog(api, sources.policy.value, refresh) },
+    "New key",
+  );
   const troubles = h("div");
   const rows = h("tbody");
   const none = h("div");
@@ -35,7 +48,13 @@ export function keysPage({ api, sources, go }) {
     { class: "page" },
     h("div", { class: "bar" }, h("h1", null, "Keys"), counts, h("span", { class: "grow" }), choices, make),
     troubles,
-    h("section", { class: "panel" }, h("div", { class: "scroll" }, h("table", { class: "rows" }, h("thead", null, headRow(COLUMNS)), rows)), none, h("p", { class: "dim" }, "Keys that are written in the policy are not listed: they are changed there.")),
+    h(
+      "section",
+      { class: "panel" },
+      table(COLUMNS, rows),
+      none,
+      h("p", { class: "dim" }, "Keys that are written in the policy are not listed: they are changed there."),
+    ),
   );
 
   function draw() {
@@ -45,14 +64,29 @@ export function keysPage({ api, sources, go }) {
     const tenants = [...new Set([...keys.map((key) => key.tenant), wanted.tenant])].filter(Boolean).sort();
     update(
       choices,
-      select("Tenant", [["", "all"], ...tenants.map((name) => /** @type {[string, string]} */ ([name, name]))], wanted.tenant, (tenant) => go(["keys"], { ...wanted, tenant })),
+      select("Tenant", [["", "all"], ...tenants], wanted.tenant, (tenant) => go(["keys"], { ...wanted, tenant })),
       select("State", STATES, wanted.state, (value) => go(["keys"], { ...wanted, state: value })),
     );
-    const shown = keys.filter((key) => (!wanted.tenant || key.tenant === wanted.tenant) && (!wanted.state || key.state === wanted.state));
+    const shown = keys.filter(
+      (key) => (!wanted.tenant || key.tenant === wanted.tenant) && (!wanted.state || key.state === wanted.state),
+    );
     shown.sort((a, b) => b.created.localeCompare(a.created) || a.id.localeCompare(b.id));
-    if (source.value) say(counts, `${counted(shown.length, "key")}${shown.length > ROWS_MAX ? `, of which the newest ${ROWS_MAX} are shown` : ""}`);
-    keyed(rows, shown.slice(0, ROWS_MAX), (key) => key.id, (key) => row(key, () => rotateDialog(api, key, refresh), () => revokeDialog(api, key, refresh)));
-    const words = keys.length ? empty("No key fits", "Take a filter away.") : empty("No keys in the storage", "Make one with New key, or with `warmpath keys create`.");
+    const more = shown.length > ROWS_MAX ? `, of which the newest ${ROWS_MAX} are shown` : "";
+    if (source.value) say(counts, `${counted(shown.length, "key")}${more}`);
+    keyed(
+      rows,
+      shown.slice(0, ROWS_MAX),
+      (key) => key.id,
+      (key) =>
+        keyRow(
+          key,
+          () => rotateDialog(api, key, refresh),
+          () => revokeDialog(api, key, refresh),
+        ),
+    );
+    const words = keys.length
+      ? empty("No key fits", "Take a filter away.")
+      : empty("No keys in the storage", "Make one with New key, or with `warmpath keys create`.");
     update(none, source.value && !shown.length && words);
   }
 
@@ -70,18 +104,29 @@ export function keysPage({ api, sources, go }) {
 const COLUMNS = ["Key", "Tenant", "State", "Made", "Expires", "Models", "Classes", "Limits of its own", "Change"];
 
 /** @param {Key} key @param {() => void} rotate @param {() => void} revoke */
-function row(key, rotate, revoke) {
+function keyRow(key, rotate, revoke) {
   const changes = [
-    h("button", { type: "button", class: "quiet small", onclick: rotate, "aria-label": `Rotate key ${key.id}` }, "Rotate"),
+    h(
+      "button",
+      { type: "button", class: "quiet small", onclick: rotate, "aria-label": `Rotate key ${key.id}` },
+      "Rotate",
+    ),
     " ",
-    h("button", { type: "button", class: "quiet small danger", onclick: revoke, "aria-label": `Revoke key ${key.id}` }, "Revoke"),
+    h(
+      "button",
+      { type: "button", class: "quiet small danger", onclick: revoke, "aria-label": `Revoke key ${key.id}` },
+      "Revoke",
+    ),
   ];
-  return h(
-    "tr",
-    null,
-    h("th", { scope: "row" }, h("code", null, key.id)),
+  return row(
+    h("code", null, key.id),
     h("td", null, key.tenant),
-    h("td", null, state(LEVELS[key.state] ?? "off", key.state), key.old_secret_expires && h("span", { class: "second" }, "old secret until ", time(key.old_secret_expires))),
+    h(
+      "td",
+      null,
+      state(LEVELS[key.state] ?? "off", key.state),
+      key.old_secret_expires && h("span", { class: "second" }, "old secret until ", time(key.old_secret_expires)),
+    ),
     h("td", { class: "nowrap" }, time(key.created)),
     h("td", { class: "nowrap" }, key.expires ? time(key.expires) : "never"),
     h("td", null, key.models?.join(", ") ?? "all"),
@@ -95,12 +140,18 @@ function row(key, rotate, revoke) {
 function limitsText(limits) {
   if (!limits) return NOTHING;
   const entries = Object.entries(limits).filter(([, value]) => value !== null && !Array.isArray(value));
-  return entries.map(([name, value]) => limitText(name, value)).filter(Boolean).join(", ");
+  return entries
+    .map(([name, value]) => limitText(name, value))
+    .filter(Boolean)
+    .join(", ");
 }
 
 /** @param {string} name @param {any} value */
 function limitText(name, value) {
-  if (name === "budget") return value.per === "total" ? `${value.amount} of money` : `${value.amount} of money per ${value.per}`;
+  if (name === "budget")
+    return value.per === "total" ? `${value.amount} of money` : `${value.amount} of money per ${value.per}`;
   if (!(name in WORDS)) return "";
-  return value.period ? `${whole(value.amount)} ${WORDS[name]} per ${period(value.period)}` : `${whole(value)} ${WORDS[name]}`;
+  return value.period
+    ? `${whole(value.amount)} ${WORDS[name]} per ${period(value.period)}`
+    : `${whole(value)} ${WORDS[name]}`;
 }

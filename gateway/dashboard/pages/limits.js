@@ -19,7 +19,12 @@ export const WORDS = /** @type {Record<string, string>} */ ({
   concurrency: "places for calls",
 });
 
-/** @typedef {{ scope: string, limit: string, amount: number | string, left: number | string, period?: string, period_seconds?: number }} Limit */
+/**
+ * @typedef {{
+ *   scope: string, limit: string, amount: number | string, left: number | string,
+ *   period?: string, period_seconds?: number,
+ * }} Limit  money as text
+ */
 
 /**
  * @param {import("../api.js").Api} api @param {import("../poll.js").Poll<any>} policy
@@ -50,9 +55,16 @@ export function limitsPanel(api, policy, currency) {
       element,
       h("h2", null, "Limits"),
       trouble(source, "What is left"),
-      policy.value && !names.length && empty("No tenant has limits", "Give them `limits` in the policy, or make keys that have some."),
-      h("div", { class: "limits" }, (source.value ?? []).map(({ tenant, limits }) => group(tenant, limits, currency()))),
-      names.length > TENANTS_MAX && h("p", { class: "dim" }, `The first ${TENANTS_MAX} of ${names.length} tenants with limits.`),
+      policy.value &&
+        !names.length &&
+        empty("No tenant has limits", "Give them `limits` in the policy, or make keys that have some."),
+      h(
+        "div",
+        { class: "limits" },
+        (source.value ?? []).map(({ tenant, limits }) => group(tenant, limits, currency())),
+      ),
+      names.length > TENANTS_MAX &&
+        h("p", { class: "dim" }, `The first ${TENANTS_MAX} of ${names.length} tenants with limits.`),
     );
   }
 
@@ -80,7 +92,17 @@ function group(tenant, limits, currency) {
   const leftShare = (/** @type {Limit} */ { left, amount }) => (Number(amount) > 0 ? Number(left) / Number(amount) : 0);
   const sorted = [...limits].sort((a, b) => leftShare(a) - leftShare(b));
   const more = sorted.length - LIMITS_MAX;
-  return h("article", null, h("h3", null, tenant), h("ul", null, sorted.slice(0, LIMITS_MAX).map((limit) => item(limit, tenant, currency))), more > 0 && h("p", { class: "dim" }, `and ${counted(more, "limit")} of which more is left`));
+  return h(
+    "article",
+    null,
+    h("h3", null, tenant),
+    h(
+      "ul",
+      null,
+      sorted.slice(0, LIMITS_MAX).map((limit) => item(limit, tenant, currency)),
+    ),
+    more > 0 && h("p", { class: "dim" }, `and ${counted(more, "limit")} of which more is left`),
+  );
 }
 
 /** @param {Limit} limit @param {string} tenant @param {string} currency */
@@ -92,5 +114,10 @@ function item(limit, tenant, currency) {
   const per = limit.period_seconds ? ` per ${period(limit.period_seconds)}` : limit.period ? ` in ${limit.period}` : "";
   const scope = limit.scope === tenant || limit.scope === `tenant ${tenant}` ? "" : limit.scope;
   const words = `${Number.isFinite(left) ? shown(left) : NOTHING} of ${shown(all)} ${what} left${per}`;
-  return h("li", null, h("span", null, words, scope && h("span", { class: "second" }, scope)), meter(all - left, all, words));
+  return h(
+    "li",
+    null,
+    h("span", null, words, scope && h("span", { class: "second" }, scope)),
+    meter(all - left, all, words),
+  );
 }

@@ -1,10 +1,10 @@
 // @ts-check
 // How it goes now: the figures of the last minute, four charts, the servers, the queues, and the gateway itself.
 
-import { LineChart } from "../charts.js";
 import { h, update } from "../dom.js";
 import { duration, roundDuration, share, short, whole } from "../format.js";
 import { HISTORY_MS, sliding, sumOf, summed } from "../history.js";
+import { LineChart } from "../line_chart.js";
 import { quantile } from "../prometheus.js";
 import { METRICS_MS, METRICS_REST_MS } from "../sources.js";
 import { trouble } from "../widgets.js";
@@ -30,7 +30,11 @@ export function nowPage({ api, sources }) {
     h("h1", { class: "hidden" }, "Now"),
     troubles,
     figures,
-    h("div", { class: "charts" }, charts.map(({ chart }) => chart.element)),
+    h(
+      "div",
+      { class: "charts" },
+      charts.map(({ chart }) => chart.element),
+    ),
     fleet,
     h("div", { class: "columns" }, queues, gateway),
   );
@@ -68,49 +72,85 @@ function figuresOf(history) {
   const waiting = latest ? sumOf(latest.queue) : null;
   return [
     figure("Requests", seen ? `${short(sums.requestCount / sums.seconds)}/s` : "–", "over the last minute"),
-    figure("Failed", share(failed, sums.requestCount), `${whole(failed)} of ${whole(sums.requestCount)}: 5xx, timeouts, cut streams`, failed > 0),
+    figure(
+      "Failed",
+      share(failed, sums.requestCount),
+      `${whole(failed)} of ${whole(sums.requestCount)}: 5xx, timeouts, cut streams`,
+      failed > 0,
+    ),
     figure("First token p50", timeAt(0.5, sums.ttft), "from the request's arrival, all models"),
     figure("First token p95", timeAt(0.95, sums.ttft), "from the request's arrival, all models"),
-    figure("Cached", share(sums.tokens.get("cache_read") ?? 0, sums.inputTokens), "of the prompt tokens, found in a prefix cache"),
-    figure("Output", seen ? `${short((sums.tokens.get("output") ?? 0) / sums.seconds)} tok/s` : "–", "tokens generated"),
+    figure(
+      "Cached",
+      share(sums.tokens.get("cache_read") ?? 0, sums.inputTokens),
+      "of the prompt tokens, found in a prefix cache",
+    ),
+    figure(
+      "Output",
+      seen ? `${short((sums.tokens.get("output") ?? 0) / sums.seconds)} tok/s` : "–",
+      "tokens generated",
+    ),
     figure("In flight", whole(latest?.inFlight), "requests that are not over"),
     figure("Waiting", whole(waiting), "calls that wait for their turn", (waiting ?? 0) > 0),
     figure("Own time p99", timeAt(0.99, sums.overhead), "the gateway's: neither queue nor servers"),
   ];
 }
 
-/** @param {string} name @param {string} value @param {string} words @param {boolean} [stands] whether it asks for attention */
+/**
+ * @param {string} name @param {string} value @param {string} words
+ * @param {boolean} [stands] whether it asks for attention
+ */
 function figure(name, value, words, stands = false) {
   return h("div", { title: words }, h("dt", null, name), h("dd", { class: stands ? "stands" : null }, value));
 }
 
 function makeCharts() {
-  const rate = (/** @type {string} */ kind) => (/** @type {Sums} */ sums) => (sums.requests.get(kind) ?? 0) / sums.seconds;
+  const rate = (/** @type {string} */ kind) => (/** @type {Sums} */ sums) =>
+    (sums.requests.get(kind) ?? 0) / sums.seconds;
   return [
     {
       chart: new LineChart("Requests", { note: "per second", ms: HISTORY_MS, unit: short, ceiling: 1 }),
       lines: (/** @type {Point[]} */ points) => [
         { name: "answered", values: sliding(points, SMOOTH_MS, rate("answered")) },
         { name: "failed", values: sliding(points, SMOOTH_MS, rate("failed")) },
-        { name: "refused", values: sliding(points, SMOOTH_MS, (sums) => rate("refused")(sums) + rate("limited")(sums)) },
+        {
+          name: "refused",
+          values: sliding(points, SMOOTH_MS, (sums) => rate("refused")(sums) + rate("limited")(sums)),
+        },
       ],
     },
     {
-      chart: new LineChart("Time to first token", { note: "last minute", ms: HISTORY_MS, unit: duration, mark: roundDuration }),
+      chart: new LineChart("Time to first token", {
+        note: "last minute",
+        ms: HISTORY_MS,
+        unit: duration,
+        mark: roundDuration,
+      }),
       lines: (/** @type {Point[]} */ points) => [
         { name: "p50", values: sliding(points, MINUTE_MS, (sums) => ms(quantile(0.5, sums.ttft))) },
         { name: "p95", values: sliding(points, MINUTE_MS, (sums) => ms(quantile(0.95, sums.ttft))) },
       ],
     },
     {
-      chart: new LineChart("Cached share", { note: "of prompt tokens", ms: HISTORY_MS, unit: (value) => `${whole(value)}%`, ceiling: 100 }),
+      chart: new LineChart("Cached share", {
+        note: "of prompt tokens",
+        ms: HISTORY_MS,
+        unit: (value) => `${whole(value)}%`,
+        ceiling: 100,
+      }),
       lines: (/** @type {Point[]} */ points) => [{ name: "cached", values: sliding(points, MINUTE_MS, cachedPercent) }],
     },
     {
       chart: new LineChart("Load", { note: "calls", ms: HISTORY_MS, unit: short, ceiling: 3 }),
       lines: (/** @type {Point[]} */ points) => [
-        { name: "in flight", values: points.map((point) => /** @type {[number, number | null]} */ ([point.at, point.inFlight])) },
-        { name: "waiting", values: points.map((point) => /** @type {[number, number | null]} */ ([point.at, sumOf(point.queue)])) },
+        {
+          name: "in flight",
+          values: points.map((point) => /** @type {[number, number | null]} */ ([point.at, point.inFlight])),
+        },
+        {
+          name: "waiting",
+          values: points.map((point) => /** @type {[number, number | null]} */ ([point.at, sumOf(point.queue)])),
+        },
       ],
     },
   ];
@@ -121,7 +161,10 @@ function cachedPercent(sums) {
   return sums.inputTokens > 0 ? (100 * (sums.tokens.get("cache_read") ?? 0)) / sums.inputTokens : null;
 }
 
-/** What is beyond the histogram's last bound is known to be that alone. @param {number} q @param {import("../prometheus.js").Buckets} buckets */
+/**
+ * What is beyond the histogram's last bound is known to be that alone.
+ * @param {number} q @param {import("../prometheus.js").Buckets} buckets
+ */
 function timeAt(q, buckets) {
   const seconds = quantile(q, buckets);
   const beyond = seconds !== null && seconds === buckets.at(-2)?.[0];

@@ -3,14 +3,23 @@
 
 import { withQuery } from "../api.js";
 import { h, update } from "../dom.js";
-import { counted, duration, money, NOTHING, share, short, whole } from "../format.js";
+import { counted, duration, money, share, short } from "../format.js";
 import { Poll } from "../poll.js";
-import { totals } from "../prometheus.js";
-import { copyButton, empty, headRow, number, select, trouble } from "../widgets.js";
+import { copyButton, empty, select, trouble } from "../widgets.js";
+import { warmthOf } from "./warmth.js";
 
 const EVERY_MS = 30_000;
-const SINCE = /** @type {[string, string][]} */ ([["1h", "last hour"], ["24h", "last 24 hours"], ["7d", "last 7 days"], ["30d", "last 30 days"]]);
-const RANKS = /** @type {[string, string][]} */ ([["tokens", "tokens lost"], ["seconds", "seconds lost"], ["money", "money lost"]]);
+const SINCE = /** @type {[string, string][]} */ ([
+  ["1h", "last hour"],
+  ["24h", "last 24 hours"],
+  ["7d", "last 7 days"],
+  ["30d", "last 30 days"],
+]);
+const RANKS = /** @type {[string, string][]} */ ([
+  ["tokens", "tokens lost"],
+  ["seconds", "seconds lost"],
+  ["money", "money lost"],
+]);
 const SWITCH_ON = "diagnosis: {sample: 10%}";
 
 /** What differs at the place where a prompt breaks. */
@@ -35,7 +44,11 @@ const KINDS = /** @type {Record<string, string>} */ ({
 const NOWHERE = new Set(["template_date", "evicted"]); // kinds that have no place in a request
 const FINDINGS_MAX = 50;
 
-/** @typedef {{ calls: number, prompt_tokens: number, cached_tokens: number, enabled: boolean, findings: any[] }} Diagnosis */
+/**
+ * @typedef {{
+ *   calls: number, prompt_tokens: number, cached_tokens: number, enabled: boolean, findings: any[],
+ * }} Diagnosis
+ */
 
 /** @param {import("../app.js").Context} context @returns {import("../app.js").Page} */
 export function prefixesPage({ api, sources, go }) {
@@ -47,7 +60,15 @@ export function prefixesPage({ api, sources, go }) {
   const sums = h("dl", { class: "figures" });
   const findings = h("section", { class: "panel" });
   const warmth = h("section", { class: "panel" });
-  const element = h("div", { class: "page" }, h("div", { class: "bar" }, h("h1", null, "Prefixes"), h("span", { class: "grow" }), choices), troubles, sums, findings, warmth);
+  const element = h(
+    "div",
+    { class: "page" },
+    h("div", { class: "bar" }, h("h1", null, "Prefixes"), h("span", { class: "grow" }), choices),
+    troubles,
+    sums,
+    findings,
+    warmth,
+  );
 
   /** @param {AbortSignal} signal */
   async function load(signal) {
@@ -65,7 +86,8 @@ export function prefixesPage({ api, sources, go }) {
     update(warmth, warmthOf(sources.history.latest));
     const found = source.value;
     element.classList.toggle("waiting", found !== null && found.since !== since);
-    if (!found) return void update(findings, h("p", { class: "dim" }, source.error ? "" : "The summaries are being read …"));
+    if (!found)
+      return void update(findings, h("p", { class: "dim" }, source.error ? "" : "The summaries are being read …"));
     update(sums, found.calls > 0 && sumsOf(found));
     update(findings, h("h2", null, "What breaks prefixes"), findingsOf(found, rank));
   }
@@ -100,14 +122,42 @@ function sumsOf(found) {
 /** @param {Diagnosis} found @param {string} rank */
 function findingsOf(found, rank) {
   if (!found.enabled && !found.calls) {
-    return empty("Nothing is looked at", `Add this line to the policy, and a share of the conversations is compared with earlier ones; no text of a prompt is kept: \`${SWITCH_ON}\` `, copyButton(SWITCH_ON));
+    return empty(
+      "Nothing is looked at",
+      `With this line in the policy, some conversations are compared with earlier ones: \`${SWITCH_ON}\` `,
+      copyButton(SWITCH_ON),
+    );
   }
-  const off = !found.enabled && h("p", { class: "trouble" }, "The policy does not sample calls any more: these are from before. ", h("code", null, SWITCH_ON), " ", copyButton(SWITCH_ON));
-  if (!found.calls) return [off, empty("No call was looked at in this time", "Ask for a longer time, or wait until calls have come.")];
-  if (!found.findings.length) return [off, empty("Nothing breaks prefixes", `${counted(Math.round(found.calls), "call")} looked at, and whatever they had in common could be read from a cache.`)];
-  const of = (/** @type {any} */ finding) => Number((rank === "seconds" ? finding.lost_seconds : rank === "money" ? finding.lost_cost : finding.lost_tokens) ?? 0);
+  const off =
+    !found.enabled &&
+    h(
+      "p",
+      { class: "trouble" },
+      "The policy does not sample calls any more: these are from before. ",
+      h("code", null, SWITCH_ON),
+      " ",
+      copyButton(SWITCH_ON),
+    );
+  if (!found.calls)
+    return [off, empty("No call was looked at in this time", "Ask for a longer time, or wait until calls have come.")];
+  if (!found.findings.length)
+    return [
+      off,
+      empty(
+        "Nothing breaks prefixes",
+        `What ${counted(Math.round(found.calls), "call")} had in common could be read from a cache.`,
+      ),
+    ];
+  const of = (/** @type {any} */ finding) =>
+    Number(
+      (rank === "seconds" ? finding.lost_seconds : rank === "money" ? finding.lost_cost : finding.lost_tokens) ?? 0,
+    );
   const sorted = [...found.findings].sort((a, b) => of(b) - of(a));
-  return [off, h("ol", { class: "findings" }, sorted.slice(0, FINDINGS_MAX).map(item)), sorted.length > FINDINGS_MAX && h("p", { class: "dim" }, `The first ${FINDINGS_MAX} of ${sorted.length}.`)];
+  return [
+    off,
+    h("ol", { class: "findings" }, sorted.slice(0, FINDINGS_MAX).map(item)),
+    sorted.length > FINDINGS_MAX && h("p", { class: "dim" }, `The first ${FINDINGS_MAX} of ${sorted.length}.`),
+  ];
 }
 
 /** The words around a break, which a policy may have kept, are for `warmpath doctor` alone. @param {any} finding */
@@ -117,33 +167,34 @@ function item(finding) {
   return h(
     "li",
     null,
-    h("h3", null, NOWHERE.has(finding.kind) ? "" : `${finding.place}: `, KINDS[finding.kind] ?? finding.kind, h("span", { class: "dim" }, ` ${where}`)),
+    h(
+      "h3",
+      null,
+      NOWHERE.has(finding.kind) ? "" : `${finding.place}: `,
+      KINDS[finding.kind] ?? finding.kind,
+      h("span", { class: "dim" }, ` ${where}`),
+    ),
     h(
       "p",
       { class: "lost" },
-      h("b", null, `${short(finding.lost_tokens)} tokens`), `, ${duration(1000 * finding.lost_seconds)} and ${cost} lost in ${counted(Math.round(finding.calls), "call")}`,
+      h("b", null, `${short(finding.lost_tokens)} tokens`),
+      `, ${duration(1000 * finding.lost_seconds)} and ${cost} lost in ${counted(Math.round(finding.calls), "call")}`,
     ),
-    h("p", { class: "dim" }, `tenant ${finding.tenant}, key ${finding.key_id}, ${finding.agent ? `program ${finding.agent}, ` : ""}model ${finding.model}, seen last in `, h("a", { href: `#/calls/${encodeURIComponent(finding.example)}` }, finding.example)),
-    finding.fix ? h("div", { class: "fix" }, h("span", null, "Add to the policy:"), h("pre", null, finding.fix), copyButton(finding.fix)) : h("p", null, `What helps: ${finding.advice}.`),
+    h(
+      "p",
+      { class: "dim" },
+      `tenant ${finding.tenant}, key ${finding.key_id}, ${finding.agent ? `program ${finding.agent}, ` : ""}`,
+      `model ${finding.model}, seen last in `,
+      h("a", { href: `#/calls/${encodeURIComponent(finding.example)}` }, finding.example),
+    ),
+    finding.fix
+      ? h(
+          "div",
+          { class: "fix" },
+          h("span", null, "Add to the policy:"),
+          h("pre", null, finding.fix),
+          copyButton(finding.fix),
+        )
+      : h("p", null, `What helps: ${finding.advice}.`),
   );
-}
-
-/** @param {import("../prometheus.js").Snapshot | null} latest */
-function warmthOf(latest) {
-  const head = h("h2", null, "Warmth since the gateway's start");
-  if (!latest) return [head, h("p", { class: "dim" }, "The metrics are being read …")];
-  const byServer = (/** @type {string} */ name) => totals(latest, name, "deployment");
-  const [reported, predicted, blocks] = ["warmpath_prefix_reported_tokens_total", "warmpath_prefix_predicted_tokens_total", "warmpath_kv_blocks"].map(byServer);
-  const ofKind = (/** @type {string[]} */ kinds) => totals(latest, "warmpath_tokens_total", "model", (labels) => kinds.includes(labels.kind));
-  const [cached, prompt] = [ofKind(["cache_read"]), ofKind(["input_uncached", "cache_read", "cache_write"])];
-  if (!prompt.size) return [head, empty("No tokens yet", "They are counted with the first answered call.")];
-  const servers = [...new Set([...reported.keys(), ...predicted.keys()])].sort();
-  const models = [...prompt.keys()].sort();
-  return [
-    head,
-    h("div", { class: "columns" },
-      h("div", { class: "scroll" }, h("table", { class: "rows" }, h("thead", null, headRow(["Model", "#Prompt tokens", "#Cached tokens", "#Cached"])), h("tbody", null, models.map((model) => h("tr", null, h("th", { scope: "row" }, model), number(whole(prompt.get(model))), number(whole(cached.get(model) ?? 0)), number(share(cached.get(model) ?? 0, prompt.get(model)))))))),
-      h("div", { class: "scroll" }, h("table", { class: "rows" }, h("thead", null, headRow(["Server", ["#Expected", "cached tokens that the router predicted"], ["#Reported", "cached tokens that the server reported"], ["#KV blocks", "that it has told of, where it publishes KV events"]])), h("tbody", null, servers.map((server) => h("tr", null, h("th", { scope: "row" }, server), number(`${whole(predicted.get(server) ?? 0)} tokens`), number(`${whole(reported.get(server) ?? 0)} tokens`), number(blocks.has(server) ? whole(blocks.get(server)) : NOTHING)))))),
-    ),
-  ];
 }

@@ -2,12 +2,12 @@
 // What was used and what it cost, by day; and what is left of limits.
 
 import { withQuery } from "../api.js";
-import { BarChart } from "../charts.js";
+import { BarChart } from "../bar_chart.js";
 import { fill, h, update } from "../dom.js";
 import { money, moneyPlaces, share, short, utcDay, whole } from "../format.js";
 import { Poll } from "../poll.js";
 import { GROUPS, spendOf, stacked } from "../spend.js";
-import { empty, headRow, number, select, trouble, words } from "../widgets.js";
+import { empty, number, row, select, table, trouble, words } from "../widgets.js";
 import { limitsPanel } from "./limits.js";
 
 const EVERY_MS = 60_000; // the ledger is read for it
@@ -33,7 +33,22 @@ export function spendPage({ api, sources, go }) {
   const troubles = h("div");
   const plots = h("div", { class: "charts" });
   const table = h("section", { class: "panel" });
-  const element = h("div", { class: "page" }, h("div", { class: "bar" }, h("h1", null, "Spend"), h("span", { class: "dim" }, "by the receipts, in days of UTC"), h("span", { class: "grow" }), choices), troubles, plots, table, limits.element);
+  const element = h(
+    "div",
+    { class: "page" },
+    h(
+      "div",
+      { class: "bar" },
+      h("h1", null, "Spend"),
+      h("span", { class: "dim" }, "by the receipts, in days of UTC"),
+      h("span", { class: "grow" }),
+      choices,
+    ),
+    troubles,
+    plots,
+    table,
+    limits.element,
+  );
 
   /** @param {AbortSignal} signal @returns {Promise<{ spend: Spend, group: string, days: number }>} */
   async function load(signal) {
@@ -41,7 +56,10 @@ export function spendPage({ api, sources, go }) {
     const now = Math.floor(Date.now() / 1000);
     const start = now - (now % DAY_SECONDS) - (back - 1) * DAY_SECONDS;
     const common = { start_time: start, end_time: now + 1, bucket_width: "1d", limit: 31 };
-    const usage = await api.get(withQuery("/v1/organization/usage/completions", { ...common, group_by: GROUPS[by].usage }), signal);
+    const usage = await api.get(
+      withQuery("/v1/organization/usage/completions", { ...common, group_by: GROUPS[by].usage }),
+      signal,
+    );
     const costs = await api.get(withQuery("/v1/organization/costs", { ...common, group_by: GROUPS[by].costs }), signal);
     return { spend: spendOf(usage.data, costs.data, by), group: by, days: back };
   }
@@ -49,8 +67,13 @@ export function spendPage({ api, sources, go }) {
   function draw() {
     update(
       choices,
-      select("By", [["tenant", "tenant"], ["model", "model"], ["key", "key"]], group, (by) => go(["spend"], { by, days: String(days) })),
-      select("Days", DAYS.map((count) => [String(count), `last ${count}`]), String(days), (count) => go(["spend"], { by: group, days: count })),
+      select("By", ["tenant", "model", "key"], group, (by) => go(["spend"], { by, days: String(days) })),
+      select(
+        "Days",
+        DAYS.map((count) => [String(count), `last ${count}`]),
+        String(days),
+        (count) => go(["spend"], { by: group, days: count }),
+      ),
     );
     update(troubles, trouble(source, "The ledger"));
     const found = source.value;
@@ -68,15 +91,29 @@ export function spendPage({ api, sources, go }) {
     if (wanted !== charted) {
       for (const chart of charts) chart.close();
       charted = wanted;
-      charts = [...spend.currencies.map((currency) => new BarChart("Cost", { note: currency.toUpperCase(), unit: (value) => money(value) })), new BarChart("Tokens", { note: "prompts and answers", unit: short })];
-      fill(plots, charts.map((chart) => chart.element));
+      charts = [
+        ...spend.currencies.map(
+          (currency) => new BarChart("Cost", { note: currency.toUpperCase(), unit: (value) => money(value) }),
+        ),
+        new BarChart("Tokens", { note: "prompts and answers", unit: short }),
+      ];
+      fill(
+        plots,
+        charts.map((chart) => chart.element),
+      );
     }
     const names = spend.days.map(utcDay);
     spend.currencies.forEach((currency, index) => {
       const zero = spend.days.map(() => 0);
-      charts[index].show(names, stacked(spend.lines, STACKS_MAX, (line) => line.costByDay.get(currency) ?? zero));
+      charts[index].show(
+        names,
+        stacked(spend.lines, STACKS_MAX, (line) => line.costByDay.get(currency) ?? zero),
+      );
     });
-    charts[charts.length - 1].show(names, stacked(spend.lines, STACKS_MAX, (line) => line.tokensByDay));
+    charts[charts.length - 1].show(
+      names,
+      stacked(spend.lines, STACKS_MAX, (line) => line.tokensByDay),
+    );
   }
 
   const ends = [source.subscribe(draw), limits.open()];
@@ -107,10 +144,16 @@ function onlyOne(currencies) {
 /** @param {Spend} spend @param {string} group */
 function tableOf({ lines, currencies }, group) {
   if (!lines.length) return empty("Nothing in these days", "Calls appear here once they have a receipt.");
-  const sum = (/** @type {(line: import("../spend.js").Line) => number} */ of) => lines.reduce((all, line) => all + of(line), 0);
+  const sum = (/** @type {(line: import("../spend.js").Line) => number} */ of) =>
+    lines.reduce((all, line) => all + of(line), 0);
   const most = (/** @type {string} */ currency) => Math.max(...lines.map((line) => line.cost.get(currency) ?? 0));
   const places = currencies.map((currency) => moneyPlaces(most(currency)));
-  const all = { name: "all", requests: sum((line) => line.requests), input: sum((line) => line.input), cached: sum((line) => line.cached), output: sum((line) => line.output) };
+  const all = {
+    requests: sum((line) => line.requests),
+    input: sum((line) => line.input),
+    cached: sum((line) => line.cached),
+    output: sum((line) => line.output),
+  };
   const cells = (/** @type {any} */ line, /** @type {(currency: string) => number | undefined} */ cost) => [
     number(whole(line.requests)),
     number(whole(line.input)),
@@ -118,16 +161,33 @@ function tableOf({ lines, currencies }, group) {
     number(whole(line.output)),
     currencies.map((currency, index) => number(money(cost(currency), currency, places[index]))),
   ];
-  const heads = [group[0].toUpperCase() + group.slice(1), "#Calls", "#Prompt tokens", "#Cached", "#Output tokens", ...currencies.map((currency) => `#Cost in ${currency.toUpperCase()}`)];
+  const sumOf = (/** @type {string} */ currency) => sum((line) => line.cost.get(currency) ?? 0);
+  const lineRow = (/** @type {import("../spend.js").Line} */ line) =>
+    row(
+      line.name,
+      cells(line, (each) => line.cost.get(each)),
+    );
+  const heads = [
+    group[0].toUpperCase() + group.slice(1),
+    "#Calls",
+    "#Prompt tokens",
+    "#Cached",
+    "#Output tokens",
+    ...currencies.map((currency) => `#Cost in ${currency.toUpperCase()}`),
+  ];
   return [
-    h("div", { class: "scroll" }, h(
-      "table",
-      { class: "rows" },
-      h("thead", null, headRow(heads)),
-      h("tbody", null, lines.slice(0, ROWS_MAX).map((line) => h("tr", null, h("th", { scope: "row" }, line.name), cells(line, (currency) => line.cost.get(currency))))),
-      h("tfoot", null, h("tr", null, h("th", { scope: "row" }, all.name), cells(all, (currency) => sum((line) => line.cost.get(currency) ?? 0)))),
-    )),
-    lines.length > ROWS_MAX && h("p", { class: "dim" }, words(`The first ${ROWS_MAX} of ${whole(lines.length)} rows; \`warmpath usage\` writes them all.`)),
-    !currencies.length && h("p", { class: "dim" }, words("No cost: these calls had no price. Give the deployments a `price` in the policy.")),
+    table(heads, lines.slice(0, ROWS_MAX).map(lineRow), row("all", cells(all, sumOf))),
+    lines.length > ROWS_MAX &&
+      h(
+        "p",
+        { class: "dim" },
+        words(`The first ${ROWS_MAX} of ${whole(lines.length)} rows; \`warmpath usage\` writes them all.`),
+      ),
+    !currencies.length &&
+      h(
+        "p",
+        { class: "dim" },
+        words("No cost: these calls had no price. Give the deployments a `price` in the policy."),
+      ),
   ];
 }

@@ -1,0 +1,140 @@
+// @ts-check
+// Lines over time. One is told from another by its dashes and its name, too.
+
+import { Chart, HEIGHT, PAD, ticks } from "./charts.js";
+import { fill, h, svg } from "./dom.js";
+import { clock } from "./format.js";
+
+const SPAN_MS_MIN = 120_000; // which a chart shows even where less has been seen
+const GAP_FACTOR = 4; // a pause so many times longer than usual is a hole in the line
+
+/**
+ * @typedef {{ name: string, values: [at: number, value: number | null][] }} Line
+ * @typedef {(value: number) => string} Unit  a value as text
+ */
+
+export class LineChart extends Chart {
+  /** @type {Line[]} */
+  #lines = [];
+  #now = 0;
+  /** @type {number} */
+  #ms;
+  /** @type {Unit} */
+  #unit;
+  /** @type {Unit} */
+  #mark;
+  /** @type {number} */
+  #ceiling;
+  /** @type {number | null} */
+  #pointed = null;
+
+  /**
+   * @param {string} title
+   * @param {{ note?: string, ms: number, unit: Unit, mark?: Unit, ceiling?: number }} options
+   *   `ms`: how far back at most; `ceiling`: the least that the scale goes to; `mark`: as `unit`, for its round numbers
+   */
+  constructor(title, { note, ms, unit, mark = unit, ceiling = 0 }) {
+    super(title, note);
+    [this.#ms, this.#unit, this.#mark, this.#ceiling] = [ms, unit, mark, ceiling];
+    this.frame.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => this.#point(event.offsetX));
+    this.frame.addEventListener("pointerleave", () => this.#point(null));
+  }
+
+  /** @param {Line[]} lines @param {number} now */
+  show(lines, now) {
+    [this.#lines, this.#now] = [lines, now];
+    this.draw();
+  }
+
+  /** @param {number | null} x */
+  #point(x) {
+    this.#pointed = x;
+    this.draw();
+  }
+
+  draw() {
+    if (!this.width) return;
+    const first = Math.min(...this.#lines.map((line) => line.values[0]?.[0] ?? this.#now));
+    const ms = Math.min(Math.max(this.#now - first, SPAN_MS_MIN), this.#ms);
+    const from = this.#now - ms;
+    const seen = this.#lines.flatMap((line) => line.values.map(([, value]) => value ?? 0));
+    const steps = ticks(Math.max(this.#ceiling, ...seen), 3);
+    const top = steps[steps.length - 1];
+    const x = (/** @type {number} */ at) => this.left + ((at - from) / ms) * (this.width - this.left - PAD.right);
+    const y = (/** @type {number} */ value) => PAD.top + (1 - value / top) * (HEIGHT - PAD.top - PAD.bottom);
+    const grid = this.grid(steps, this.#mark, y);
+    const at = this.#nearest(x);
+    fill(
+      this.plot,
+      grid,
+      [0, 0.5, 1].map((part) => {
+        const anchor = part === 0 ? "start" : part === 1 ? "end" : "middle";
+        const moment = from + part * ms;
+        return svg(
+          "text",
+          { class: "tick", x: x(moment), y: HEIGHT - 3, "text-anchor": anchor },
+          clock(new Date(moment)).slice(0, 5),
+        );
+      }),
+      this.#lines.map((line, index) => svg("path", { class: `line series-${index}`, d: pathOf(line.values, x, y) })),
+      at !== null && svg("line", { class: "pointer", x1: x(at), x2: x(at), y1: PAD.top, y2: HEIGHT - PAD.bottom }),
+    );
+    const shown = this.#lines.map((line) => `${line.name} ${this.#reading(line, at)}`);
+    this.plot.setAttribute("aria-label", `${this.title}: ${shown.join(", ") || "nothing yet"}`);
+    fill(
+      this.legend,
+      this.#lines.map((line, index) => entry(index, line.name, this.#reading(line, at))),
+      at !== null && h("li", { class: "dim" }, `at ${clock(new Date(at))}`),
+    );
+  }
+
+  /** The moment that the pointer is at. @param {(at: number) => number} x */
+  #nearest(x) {
+    const pointed = this.#pointed;
+    const moments = this.#lines[0]?.values.map(([at]) => at) ?? [];
+    if (pointed === null || !moments.length) return null;
+    return moments.reduce((best, at) => (Math.abs(x(at) - pointed) < Math.abs(x(best) - pointed) ? at : best));
+  }
+
+  /** @param {Line} line @param {number | null} at */
+  #reading(line, at) {
+    const found = at === null ? line.values.at(-1) : line.values.find(([moment]) => moment === at);
+    const value = found?.[1] ?? null;
+    return value === null ? "–" : this.#unit(value);
+  }
+}
+
+/** @param {number} index @param {string} name @param {string} [reading] */
+function entry(index, name, reading) {
+  const sample = svg(
+    "svg",
+    { width: 18, height: 8, "aria-hidden": "true" },
+    svg("line", { class: `line series-${index}`, x1: 0, x2: 18, y1: 4, y2: 4 }),
+  );
+  return h("li", null, sample, h("span", null, name), reading && h("b", null, reading));
+}
+
+/**
+ * @param {[number, number | null][]} values @param {(at: number) => number} x @param {(value: number) => number} y
+ */
+function pathOf(values, x, y) {
+  const pauses = values
+    .slice(1)
+    .map(([at], index) => at - values[index][0])
+    .sort((a, b) => a - b);
+  const usual = pauses[Math.floor(pauses.length / 2)] ?? 0;
+  let path = "";
+  let drawing = false;
+  let last = 0;
+  for (const [at, value] of values) {
+    if (value === null) drawing = false;
+    else {
+      const goesOn = drawing && at - last <= GAP_FACTOR * usual;
+      path += `${goesOn ? "L" : "M"}${x(at).toFixed(1)},${y(value).toFixed(1)}`;
+      if (!goesOn) path += "h0.01"; // a point alone is a dot
+      drawing = true;
+    }
+    last = at;
+  }
+  return path;
+}
