@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,6 +123,34 @@ class Answer(msgspec.Struct):
             return None
 
 
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+    thinking: list[_Part] = []
+
+
+class _SaidInParts(msgspec.Struct):
+    content: str | list[_Part] | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class _ChoiceInParts(msgspec.Struct):
+    index: int = 0
+    message: _SaidInParts | None = None
+    delta: _SaidInParts | None = None
+    finish_reason: str | None = None
+
+
+class _InParts(msgspec.Struct):
+    model: str | None = None
+    choices: list[_ChoiceInParts] | None = None
+    usage: msgspec.Raw = _ABSENT
+    service_tier: str | None = None
+
+
+_in_parts = msgspec.json.Decoder(_InParts)
 _decoder = msgspec.json.Decoder(Answer)
 _counts: msgspec.json.Decoder[Counts | None] = msgspec.json.Decoder(Counts | None, strict=False)
 
@@ -130,5 +159,36 @@ def read_answer(data: bytes) -> Answer:
     """Raises `UpstreamCut`."""
     try:
         return _decoder.decode(data)
+    except msgspec.ValidationError:
+        with contextlib.suppress(msgspec.MsgspecError, RecursionError):
+            return _with_parts(data)
     except (msgspec.MsgspecError, RecursionError):
-        raise UpstreamCut("the server's answer is none that this endpoint could pass on") from None
+        pass
+    raise UpstreamCut("the server's answer is none that this endpoint could pass on")
+
+
+def _with_parts(data: bytes) -> Answer:
+    """An answer whose content may come in parts, of text and of thinking, as Mistral's models that reason give theirs.
+    Parts of other kinds, such as references to sources, say nothing."""
+    answer = _in_parts.decode(data)
+    return Answer(
+        model=answer.model,
+        choices=[
+            Choice(choice.index, _joined(choice.message), _joined(choice.delta), choice.finish_reason)
+            for choice in answer.choices or ()
+        ],
+        usage=answer.usage,
+        service_tier=answer.service_tier,
+    )
+
+
+def _joined(said: _SaidInParts | None) -> Said | None:
+    if said is None:
+        return None
+    parts = said.content if isinstance(said.content, list) else [_Part(type="text", text=said.content or "")]
+    return Said(
+        content="".join(part.text for part in parts if part.type == "text"),
+        reasoning_content="".join(inner.text for part in parts for inner in part.thinking) or said.reasoning_content,
+        refusal=said.refusal,
+        tool_calls=said.tool_calls,
+    )

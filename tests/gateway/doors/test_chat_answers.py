@@ -42,3 +42,20 @@ def test_counts_that_are_none_are_not_told(usage: Any, tokens: int | None) -> No
 def test_what_is_no_answer_is_not_read(data: bytes) -> None:
     with pytest.raises(UpstreamCut):
         read_answer(data)
+
+
+def test_content_may_come_in_parts() -> None:
+    """As Mistral's models that reason give theirs."""
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "Hm"}, {"type": "text", "text": "."}]}
+    parts = [thinking, {"type": "text", "text": "It is "}, {"type": "reference", "reference_ids": [1]}]
+    parts.append({"type": "text", "text": "sunny."})
+    for name in ("message", "delta"):
+        told = answer(model="m", choices=[{"index": 0, name: {"content": parts}, "finish_reason": "stop"}])
+        assert told.choices is not None
+        (choice,) = told.choices
+        said = choice.message or choice.delta
+        assert said is not None and (said.thought, said.content) == ("Hm.", "It is sunny.")
+        assert (told.model, choice.finish_reason) == ("m", "stop")
+    for content in (["text"], [{"text": "x"}], 5, [{"type": "text", "text": 5}]):
+        with pytest.raises(UpstreamCut):
+            answer(choices=[{"message": {"content": content}}])
