@@ -41,8 +41,8 @@ def _said_in(choices: Sequence[_Choice]) -> str:
         if choice.index or choice.logprobs:
             raise _NotPlain
         for name, value in choice.delta.items() if choice.delta else ():
-            if name == "content":
-                text += value or ""
+            if name == "content" and isinstance(value, str):
+                text += value
             elif value and name != "role":
                 raise _NotPlain
         text += choice.text or ""
@@ -153,7 +153,7 @@ class Rest:
         if not data or data == b"[DONE]":
             return frame + b"\n\n"
         event = _fields(data)
-        if "error" in event:
+        if event.get("error"):
             return frame + b"\n\n"
         choices = msgspec.convert(event.get("choices") or [], list[_Choice])
         event |= {"id": self._head.id, "created": self._head.created, "model": self._head.model}

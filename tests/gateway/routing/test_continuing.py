@@ -153,6 +153,7 @@ async def test_what_asks_for_more_than_text_does_not_go_on(tmp_path: Path, field
         event("a", {"reasoning": "hm"}),
         event("a", {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{"}}]}),
         event("a", {"refusal": "no"}),
+        event("a", {"content": [{"type": "text", "text": "in parts"}]}),
         event("a", {}, "stop"),
     ],
 )
@@ -222,6 +223,15 @@ async def test_a_server_that_goes_on_with_something_else_is_cut_off(tmp_path: Pa
         rig.servers["b"].script = (*words("b", " two"), event("b", {"reasoning_content": "hm"}), *words("b", " three"))
         client = await ask(rig, chat(stream=True))
         assert text_of(client) == "one two" and events(client)[-1]["error"]["code"] == "upstream_cut"
+
+
+async def test_a_chunk_that_says_that_it_tells_of_no_error_is_one_of_the_answer(tmp_path: Path) -> None:
+    async with a_rig(tmp_path, **CONTINUED) as rig:
+        rig.servers["a"].script = tuple(begun("one"))
+        rest = [event("b", {"content": " two"}, error=None), event("b", {}, "stop", error=None)]
+        rig.servers["b"].script = (*rest, event("b", None, usage=counted(12, 1), error=None), DONE)
+        client = await ask(rig, chat(stream=True))
+        assert text_of(client) == "one two" and {told["id"] for told in events(client)} == {"chatcmpl-a"}
 
 
 async def test_who_leaves_in_the_rest_pays_for_both_parts(tmp_path: Path) -> None:
