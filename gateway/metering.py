@@ -246,7 +246,7 @@ class Meter:
         ):  # whether the client gets such a frame is the provider's decision
             self._uncounted += self._text_begun
             return frame
-        if event.error is not None or event.object == "error":
+        if event.error or event.object == "error":
             self.error, self.complete = True, False
             return frame
         self.service_tier = event.tier or self.service_tier
@@ -267,7 +267,7 @@ class Meter:
             event = _decode(body)
         except (msgspec.MsgspecError, RecursionError):
             return
-        self.error = event.error is not None or event.object == "error"
+        self.error = bool(event.error) or event.object == "error"
         self.complete = not self.error
         self.service_tier = event.tier or self.service_tier
         if (counts := event.counts) is not None:

@@ -220,6 +220,17 @@ def test_odd_counts_spoil_no_answer(prompt_tokens: Any, expected: Usage | None) 
     assert meter.error and not meter.complete
 
 
+@pytest.mark.parametrize("error", [None, "", {}])
+def test_an_error_that_says_nothing_is_none(error: Any) -> None:
+    whole = Meter(make_call(stream=False))
+    whole.watch(orjson.dumps({"choices": [], "error": error}))
+    assert whole.complete and not whole.error
+    stream = Meter(make_call())
+    stream.watch(b"data: " + orjson.dumps({"choices": [{"delta": {"content": "x"}}], "error": error}) + b"\n\n")
+    stream.watch(b"data: [DONE]\n\n")
+    assert stream.complete and not stream.error
+
+
 def test_odd_counts_of_a_chunk_leave_the_ones_before_as_an_estimate() -> None:
     meter = Meter(make_call())
     meter.strip_every_usage = True
