@@ -25,9 +25,9 @@ export class Api {
     this.#onRefused = onRefused;
   }
 
-  /** The time by the gateway's clock, which dates the calls; the browser's may go otherwise. In ms since the epoch. */
-  now() {
-    return Date.now() + this.#aheadMs;
+  /** A moment by the gateway's clock, which dates the calls; the browser's may go otherwise. @param {number} ms */
+  at(ms) {
+    return ms + this.#aheadMs;
   }
 
   /** @param {string} path @param {AbortSignal} [signal] @returns {Promise<any>} */
