@@ -25,6 +25,7 @@ HARMLESS = {
     "prompt_cache_key": "a routing hint; the prefix cache here needs none",
     "prompt_cache_retention": "a wish about the cache of a hosted service; here the least recently used goes first",
     "prompt_cache_options": "as prompt_cache_retention: prefixes are always cached, wherever they end",
+    "cache_control": "the same in another vendor's words",
     "prediction": "a hint for speed; the text does not depend on it",
     "request_id": "vLLM's field; x-request-id is what names a request here",
     "session_id": "vLLM's field; x-session-id is what names a session here",

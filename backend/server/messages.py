@@ -9,11 +9,13 @@ from msgspec import Struct
 
 from backend.server.decoding import refusal
 
+BREAKPOINT = "cache_control"  # where a hosted cache may cut: ours caches every block, and no template sees it
+
 
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
     text: str
-    prompt_cache_breakpoint: Any = None  # marks where a hosted cache may cut; ours caches every block
-    cache_control: Any = None  # the same in another vendor's words
+    prompt_cache_breakpoint: Any = None  # the same in another vendor's words
+    cache_control: Any = None
 
 
 Content = str | list[TextPart]
@@ -27,11 +29,13 @@ class FunctionCall(Struct, frozen=True, forbid_unknown_fields=True):
 class ToolCall(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
     id: str
     function: FunctionCall
+    cache_control: Any = None
     index: int | None = None  # left in by clients that assembled the call from a stream
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", kw_only=True):
     name: str | None = None
+    cache_control: Any = None
 
     @property
     def role(self) -> str:
@@ -81,6 +85,7 @@ class FunctionDefinition(Struct, frozen=True, forbid_unknown_fields=True):
 
 class Tool(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
     function: FunctionDefinition
+    cache_control: Any = None
 
 
 class NamedFunction(Struct, frozen=True, forbid_unknown_fields=True):

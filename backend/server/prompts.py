@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from backend.server.errors import InvalidRequest
-from backend.server.messages import AssistantMessage, Content, Message, ToolMessage
+from backend.server.messages import BREAKPOINT, AssistantMessage, Content, Message, ToolMessage
 from backend.server.model import ServedModel
 from backend.server.requests import ChatRequest, Truncation
 from backend.server.templates import ChatTemplate, TemplateError
@@ -94,8 +94,9 @@ def render_chat(
     plain = [_plain_message(message, model.template, keeps_developer) for message in messages]
     if continue_final_message:
         plain[-1]["content"] = _open_ended(plain[-1]["content"])
+    offered = [{name: value for name, value in tool.items() if name != BREAKPOINT} for tool in tools or ()]
     try:
-        text = model.template.render(plain, tools or None, variables, add_generation_prompt=add_generation_prompt)
+        text = model.template.render(plain, offered or None, variables, add_generation_prompt=add_generation_prompt)
     except TemplateError as error:
         raise InvalidRequest(str(error), param="messages") from error
     return _without_what_follows(text) if continue_final_message else text

@@ -237,3 +237,22 @@ def test_arguments_that_are_no_object_are_none(checkpoint: Path, arguments: str)
     messages = [*CONVERSATIONS[2][:1], {"role": "assistant", "content": "", "tool_calls": [call]}]
     request = decode(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
     assert '"arguments": {}' in render_chat(model, request.messages, None)
+
+
+def test_breakpoints_change_no_prompt(checkpoint: Path) -> None:
+    model, mark = load_model(checkpoint, "m", "m", 256), {"cache_control": {"type": "ephemeral"}}
+
+    def prompt(mark: dict[str, Any]) -> str:
+        part, call, tool = {"type": "text", "text": "Rain?", **mark}, {**CALL, **mark}, {**TOOLS[0], **mark}
+        messages = [
+            {"role": "user", "content": [part]},
+            {"role": "assistant", "content": "", "tool_calls": [call], **mark},
+            {"role": "tool", "content": "no", "tool_call_id": "call_1", **mark},
+        ]
+        request = decode(
+            json.dumps({"model": "m", "messages": messages, "tools": [tool], **mark}).encode(), ChatRequest
+        )
+        request.check()
+        return chat_prompt(model, request).text
+
+    assert prompt(mark) == prompt({})
