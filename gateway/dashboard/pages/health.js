@@ -103,7 +103,7 @@ function ledgerOf(latest, sum) {
   const drift = samples(latest, "warmpath_ledger_drift_tokens").filter((each) => each.value !== 0);
   return [
     works
-      ? state("good", `${whole(sum("warmpath_ledger_rows_total"))} receipts since the start`)
+      ? state("good", `${counted(sum("warmpath_ledger_rows_total") ?? 0, "receipt")} since the start`)
       : state("bad", "receipts can not be written"),
     drift.map(({ labels, value }) =>
       h(
