@@ -80,8 +80,7 @@ class Settlement:
                 self._losers.ask(server, self._opening.request_id_at(server))
         self.meter.strip_every_usage = upstream.server.deployment.continuous_usage and not self._call.continuous_usage
         self._record.deployment = upstream.server.name
-        if self._record.trace.sampled:  # for the span; putting it into words costs
-            self._record.route_reason = upstream.chosen.reason
+        self._record.chosen = upstream.chosen
 
     def answer_begins(self) -> None:
         """Its first chunk is here, and is watched next."""
@@ -191,7 +190,8 @@ class Settlement:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._record.marks.enter("settle")
+        if error is None and self._written:
+            self._record.marks.enter("settle")
         if self._to_be_billed:
             self._exchange.unwatch()  # what the client does now changes nothing any more
         if error is not None:
@@ -223,6 +223,7 @@ class Settlement:
             if error is not None and not self._written:
                 await self._ask_who_worked()
         finally:
+            self._record.marks.enter("settle")  # a server that was asked how far it came has been waited for until here
             if self._to_be_billed:
                 with contextlib.suppress(LedgerUnavailable):  # the receipt is in the log then
                     self.write(self._outcome(error))

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from gateway.telemetry import names
 from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Trace, Usage
+
+
+class Choice(Protocol):
+    @property
+    def reason(self) -> str:
+        """In words, which cost something to make."""
 
 
 class CallRecord(msgspec.Struct, kw_only=True):
@@ -32,13 +38,18 @@ class CallRecord(msgspec.Struct, kw_only=True):
     outcome: Outcome | None = None  # None: refused here, before any upstream was asked
     error_code: str | None = None
     cache: str = "off"  # hit, shared, miss, off
-    route_reason: str | None = None  # why that deployment, in the words of the router
+    chosen: Choice | None = None  # by the router
     attempts: Sequence[Attempt] = ()
     deployment: str | None = None  # the one that answered
     usage: Usage | None = None
     response_id: str | None = None
     finish_reasons: Sequence[str] = ()
     event_id: str | None = None  # of the receipt
+
+    @property
+    def route_reason(self) -> str | None:
+        """Why that deployment, in the words of the router."""
+        return None if self.chosen is None else self.chosen.reason
 
     @property
     def predicted_cached_tokens(self) -> int:

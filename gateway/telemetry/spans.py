@@ -201,8 +201,8 @@ def _phase_attributes(phase: str, record: CallRecord) -> Attributes:
         case names.QUEUE_PHASE if call is not None:
             attributes[names.WARMPATH_CLASS] = call.class_name
         case "route":
-            if record.route_reason is not None:
-                attributes[names.WARMPATH_ROUTE_REASON] = record.route_reason
+            if (reason := record.route_reason) is not None:
+                attributes[names.WARMPATH_ROUTE_REASON] = reason
             if record.deployment is not None:
                 attributes[names.WARMPATH_DEPLOYMENT] = record.deployment
                 attributes[names.WARMPATH_PREDICTED_CACHED_TOKENS] = record.predicted_cached_tokens

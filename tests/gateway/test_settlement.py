@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from tests.gateway.house import (
 
 STREAM = chat(stream=True)
 SURE = chat(temperature=0)
+CLOCKS_APART_NS = 1_000_000  # a call's own time and the system's, at most
 
 
 # Calls that come to their end
@@ -256,6 +258,25 @@ async def test_a_client_that_leaves_while_its_failure_is_settled_is_billed_as_we
         await in_time(serving)
         (receipt,) = rig.receipts()
         assert (receipt["outcome"], receipt["output"], receipt["exact"]) == ("upstream_cut", 5, True)
+
+
+async def test_waiting_for_the_engines_count_is_no_time_of_the_gateways_own(tmp_path: Path) -> None:
+    async with a_rig(tmp_path) as rig:
+        client = Client(STREAM)
+        serving = rig.begin(client)
+        (await rig.reply()).say(delta("one"))
+        server = next(server for server in rig.servers.values() if server.replies)
+        server.record_may_come = asyncio.Event()
+        await settle()
+        client.leave()
+        await in_time(server.asked_for_records.wait())
+        await asyncio.sleep(10 * CLOCKS_APART_NS / 1e9)
+        told_ns = time.time_ns()
+        server.record_may_come.set()
+        await in_time(serving)
+        entered = rig.telemetry.records[0].marks.phases
+        assert [name for name, _ in entered][-2:] == ["chat", "settle"]
+        assert entered[-1][1] >= told_ns - CLOCKS_APART_NS
 
 
 async def test_a_client_that_takes_nothing_is_taken_for_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

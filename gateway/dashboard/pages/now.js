@@ -95,7 +95,7 @@ function figuresOf(history) {
     figure(
       "Own time p95",
       timeAt(0.95, sums.overhead),
-      "the gateway's: neither queue nor servers; asking servers what they did for clients that left is in it",
+      "the gateway's: neither queue nor servers",
     ),
   ];
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -113,7 +114,7 @@ def record(call: Call) -> CallRecord:
         call=call,
         outcome=Outcome.COMPLETE,
         cache="miss",
-        route_reason="prefix",
+        chosen=SimpleNamespace(reason="prefix"),
         attempts=(
             Attempt("a", "connect_error", at(1200), at(1900), 0xA1, predicted_cached_tokens=96),
             Attempt("b", "ok", at(2000), at(50_000), 0xB1, status=200, predicted_cached_tokens=64),
