@@ -66,7 +66,7 @@ async def run(storage: Storage, history: list[tuple[str, str, int]]) -> None:
 
 
 @pytest.mark.parametrize("engine", ["memory", "sqlite", "redis"])
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=steps)
 async def test_every_engine_keeps_what_the_model_keeps(
     tmp_path: Path, request: pytest.FixtureRequest, engine: str, history: list[tuple[str, str, int]]

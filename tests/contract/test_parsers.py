@@ -165,7 +165,7 @@ def test_what_is_read_from_channels(text: str, expected: Read) -> None:
         assert read_harmony([text[i : i + size] for i in range(0, len(text), size)]) == expected
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=500, derandomize=True)
 @given(
     text=st.lists(
         st.sampled_from(
@@ -219,7 +219,7 @@ def garbled() -> Iterator[st.SearchStrategy[tuple[str, str]]]:
         yield st.tuples(st.just(name), st.lists(st.sampled_from(parts), max_size=9).map("".join))
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=1500, derandomize=True)
 @given(
     answer=st.one_of(*garbled()) | st.sampled_from([(name, text) for name, text, _ in ALL]),
     places=st.sets(st.integers(0, 300), max_size=12),

@@ -274,7 +274,6 @@ def test_any_history_is_as_the_book_keeper_says(
 
         @settings(
             max_examples=examples,
-            deadline=None,
             derandomize=True,
             database=None,
             suppress_health_check=[HealthCheck.too_slow],

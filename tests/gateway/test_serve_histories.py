@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.providers.base import Fault, ProviderFailure
@@ -153,7 +153,7 @@ class History:
             assert self.said[receipt["call_id"]].startswith(client.content)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(st.lists(steps, max_size=25))
 async def test_whatever_happens(history: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as directory:

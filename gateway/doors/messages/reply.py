@@ -87,7 +87,8 @@ def message_of(body: bytes, wording: Wording) -> bytes:
     end.learn(choice, said)
     blocks = _thoughts(said, wording)
     blocks += [{"type": "text", "text": text} for text in (said.content, said.refusal) if text]
-    blocks += [_tool_use(i, call, wording) for i, call in enumerate(said.tool_calls or ())]
+    call_ids: set[str] = set()
+    blocks += [_tool_use(call, wording, call_ids) for call in said.tool_calls or ()]
     message = _message(wording, answer.model, blocks) | end.told() | {"usage": _usage(_counted(answer.counts))}
     return _encode(message)
 
@@ -95,10 +96,11 @@ def message_of(body: bytes, wording: Wording) -> bytes:
 class _Call:
     """A tool call of a stream. Where its arguments end is seen by their brackets, each of which is looked at once."""
 
-    __slots__ = ("_depth", "_ended", "_escaped", "_pieces", "_quoted", "_unread", "block", "id")
+    __slots__ = ("_depth", "_ended", "_escaped", "_pieces", "_quoted", "_unread", "block", "given_id")
 
-    def __init__(self, block: dict[str, Any]) -> None:
-        self.id: str = block["id"]
+    def __init__(self, block: dict[str, Any], given_id: str | None) -> None:
+        """`given_id` is the server's, who may give it to several."""
+        self.given_id = given_id or block["id"]
         self.block = block
         self._pieces: list[str] = []
         self._unread = 0  # the first piece that was not looked at
@@ -143,7 +145,7 @@ class Events:
         self._kind: str | None = None  # of the block that is open
         self._blocks = 0
         self._calls: dict[int, _Call] = {}  # by the index in chat
-        self._calls_begun = 0
+        self._call_ids: set[str] = set()
         self._growing: list[_Call] = []  # the first one's block is open, the others are held back
         self._held_characters = 0  # of their arguments
         self._end = _End()
@@ -202,9 +204,8 @@ class Events:
     def _called(self, call: ToolCall) -> Iterator[bytes]:
         index = call.index or 0
         known = self._calls.get(index)
-        if known is None or (call.id and call.id != known.id):  # some servers give every call the same index
-            known = self._calls[index] = _Call(_tool_use_block(self._calls_begun, call, self._wording))
-            self._calls_begun += 1
+        if known is None or (call.id and call.id != known.given_id):  # some servers give every call the same index
+            known = self._calls[index] = _Call(_tool_use_block(call, self._wording, self._call_ids), call.id)
             if self._growing and self._growing[0].whole:
                 self._growing.clear()
                 self._held_characters = 0
@@ -234,7 +235,7 @@ class Events:
         yield from self._open_call(self._growing[0])
 
     def _open_call(self, call: _Call) -> Iterator[bytes]:
-        yield from self._begin(f"tool_use {call.id}", call.block)
+        yield from self._begin(f"tool_use {call.block['id']}", call.block)
         if arguments := call.arguments:
             yield self._arguments(arguments)
 
@@ -283,20 +284,22 @@ def _message(wording: Wording, model: str | None, blocks: list[dict[str, Any]]) 
     return {"id": wording.message_id, "type": "message", "role": "assistant", "model": model or "", "content": blocks}
 
 
-def _tool_use_block(number: int, call: ToolCall, wording: Wording) -> dict[str, Any]:
+def _tool_use_block(call: ToolCall, wording: Wording, taken: set[str]) -> dict[str, Any]:
+    """With an id of its own: `taken` are those of the calls before it, and it is added to them."""
     if call.function is None or not call.function.name:
         raise UpstreamCut("the server calls a tool, and does not say which")
-    call_id = call.id or f"toolu_{wording.message_id}_{number}"
+    call_id = call.id if call.id and call.id not in taken else f"toolu_{wording.message_id}_{len(taken)}"
+    taken.add(call_id)
     return {"type": "tool_use", "id": call_id, "name": call.function.name, "input": {}}
 
 
-def _tool_use(number: int, call: ToolCall, wording: Wording) -> dict[str, Any]:
+def _tool_use(call: ToolCall, wording: Wording, taken: set[str]) -> dict[str, Any]:
     arguments = ((call.function and call.function.arguments) or "{}").encode()
     try:
         given: Any = _object(arguments)
     except (msgspec.MsgspecError, RecursionError):  # as of a call in whose middle the tokens ran out
         given = {INVALID_JSON: arguments.decode()}
-    return {**_tool_use_block(number, call, wording), "input": given}
+    return {**_tool_use_block(call, wording, taken), "input": given}
 
 
 def _thoughts(said: Said, wording: Wording) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ together, are the answer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from gateway.doors.chat_answers import Said, ThinkingBlock, TokenLogprob, ToolCall
@@ -187,12 +187,15 @@ class _Message(_Item):
 class _FunctionCall(_Item):
     prefix = "fc"
 
-    def __init__(self, key: str, index: int, call: ToolCall, tools: Tools) -> None:
+    def __init__(self, key: str, index: int, call: ToolCall, tools: Tools, taken: Set[str]) -> None:
+        """`taken` are the `call_id` of other calls."""
         super().__init__(key, index)
         if call.function is None or not call.function.name:
             raise UpstreamCut("the server calls a function, and does not say which")
         self._names = tools.names_of(call.function.name)
-        self.call_id = call.id or f"call_{key}{index:02x}"
+        own_id = f"call_{key}{index:02x}"
+        self.given_id = call.id or own_id  # by the server, perhaps to several
+        self.call_id = own_id if self.given_id in taken else self.given_id
         self._arguments = _Text()
 
     def json(self) -> Json:
@@ -227,6 +230,7 @@ class Output:
         self._items: list[_Item] = []
         self._speaking: _Reasoning | _Message | None = None  # an item that goes on, as long as nothing else is said
         self._calls: dict[int, _FunctionCall] = {}  # which may grow side by side, and end together
+        self._call_ids: set[str] = set()
         self._unsaid: list[TokenLogprob] = []  # of tokens whose text is still to come
         self._pieces = 0
 
@@ -300,8 +304,10 @@ class Output:
     def _take_call(self, call: ToolCall, place: int, events: Events) -> None:
         number = place if call.index is None else call.index
         item = self._calls.get(number)
-        if item is None or (call.id and call.id != item.call_id):  # some servers give every call the same index
-            item = self._calls[number] = _FunctionCall(self._key, len(self._items), call, self._tools)
+        if item is None or (call.id and call.id != item.given_id):  # some servers give every call the same index
+            item = _FunctionCall(self._key, len(self._items), call, self._tools, self._call_ids)
+            self._calls[number] = item
+            self._call_ids.add(item.call_id)
             self._begin(item, events)
         if call.function is not None and call.function.arguments:
             events += item.add(call.function.arguments)

@@ -169,7 +169,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 def test_what_a_random_walk_through_a_schema_says_validates(
     compiler: GrammarCompiler, tokenizer: Tokenizer, schema: dict[str, Any], seed: int

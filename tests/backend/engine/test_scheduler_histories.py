@@ -347,7 +347,6 @@ TestHistories = Histories.TestCase
 TestHistories.settings = settings(
     max_examples=150,
     stateful_step_count=40,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -68,7 +68,7 @@ def test_those_of_double_precision(ops: Ops, vocab_size: int, scale: float, num_
 LOGITS = st.integers(-20, 20).map(lambda i: i / 4) | st.sampled_from([-INF, 0.0, -0.0])  # so few that many are equal
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.lists(LOGITS, min_size=1, max_size=40),
     st.integers(1, 60),

@@ -82,7 +82,7 @@ TOKENIZERS = {(kind, added): with_added(kind, added) for kind in KINDS for added
 TEXTS = st.lists(st.sampled_from([*WORDS, OPEN, CLOSE, LEFT, LOUD, PART, OPEN, CLOSE]), max_size=16).map("".join)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3))
 @pytest.mark.parametrize("which", TOKENIZERS)
 def test_segments_have_the_ids_of_the_whole(which: tuple[str, str], texts: list[str]) -> None:

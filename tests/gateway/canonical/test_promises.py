@@ -56,7 +56,7 @@ def proven(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @given(body=bodies())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_p0_is_the_same_prompt_in_text_and_in_token_ids(dialect: Dialect, body: bytes) -> None:
     form = proven(body)
     assert dialect.prompt(form) == dialect.prompt(body)
@@ -99,7 +99,7 @@ def test_token_ids_tell_prompts_apart(dialect: Dialect) -> None:
 
 
 @given(body=bodies())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_a_canonical_form_is_its_own_canonical_form(body: bytes) -> None:
     canon = Canon(SharedMemory())
     form = canonical(body, EVERYTHING, canon)
@@ -107,7 +107,7 @@ def test_a_canonical_form_is_its_own_canonical_form(body: bytes) -> None:
 
 
 @given(body=bodies(), styles=st.tuples(st.integers(0, 4), st.integers(0, 4)))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_however_it_is_written_down_the_tools_become_the_same_bytes(body: bytes, styles: tuple[int, int]) -> None:
     plan = Plan(VERSION, "safe")
     value = json.loads(body)
@@ -117,7 +117,7 @@ def test_however_it_is_written_down_the_tools_become_the_same_bytes(body: bytes,
 
 
 @given(body=bodies())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_forbidden_ground_is_untouched(body: bytes) -> None:
     """Nobody's words but the system's and the last user's are changed, no turn is added or lost, and what carries a
     breakpoint stays what it is and where it is, among its kind."""
@@ -136,7 +136,7 @@ def test_forbidden_ground_is_untouched(body: bytes) -> None:
 
 
 @given(body=bodies(), opt_in=st.sets(st.sampled_from(("volatile_to_end", "volatile_to_user")), min_size=1))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_what_p3_moves_is_said_elsewhere(body: bytes, opt_in: set[str]) -> None:
     """Lines leave the system prompt for its end or for the last user message; none is lost, changed, or said twice. The
     last user's own words stand before them."""
@@ -174,7 +174,7 @@ def test_p3_of_recorded_conversations() -> None:
 
 
 @given(body=bodies())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_schemas_keep_their_meaning(body: bytes) -> None:
     before, after = (json.loads(form) for form in (body, canonical(body, EVERYTHING)))
     meanings = [sorted(str(digest(json.dumps(tool).encode())) for tool in b.get("tools", ())) for b in (before, after)]
@@ -190,7 +190,7 @@ junk = st.recursive(
 
 
 @given(junk=junk)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_what_is_of_no_known_shape_is_passed_on(junk: Any) -> None:
     body = json.dumps({"model": "m", "messages": [{"role": "system", "content": "x"}], "tools": junk,
                        "response_format": junk, "functions": junk, "chat_template_kwargs": junk}).encode()  # fmt: skip

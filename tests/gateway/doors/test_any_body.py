@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.doors.base import Door
@@ -36,7 +36,7 @@ CASES: list[tuple[Door, st.SearchStrategy[Any]]] = [
 
 
 @pytest.mark.parametrize(("door", "bodies"), CASES, ids=["messages", "count_tokens", "responses"])
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_body_is_refused_by_name_or_can_be_asked_of_every_server(
     door: Door, bodies: st.SearchStrategy[Any], data: st.DataObject
@@ -56,7 +56,7 @@ def test_a_body_is_refused_by_name_or_can_be_asked_of_every_server(
 
 
 @pytest.mark.parametrize(("door", "bodies"), [CASES[0], CASES[2]], ids=["messages", "responses"])
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_body_that_is_right_is_taken(
     door: Door, bodies: st.SearchStrategy[dict[str, object]], data: st.DataObject

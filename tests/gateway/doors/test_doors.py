@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.doors import DOORS
@@ -113,7 +113,6 @@ parts = st.lists(st.fixed_dictionaries({"type": values, "text": values}) | value
 messages = st.lists(st.fixed_dictionaries({"role": st.just("user") | values, "content": parts | values}), max_size=2)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(Operation), st.dictionaries(names, values), messages)
 @example(Operation.CHAT, {}, [{"role": "user", "content": ["text"]}])
 def test_any_json_is_read_or_refused_and_never_breaks_a_door(
@@ -126,7 +125,6 @@ def test_any_json_is_read_or_refused_and_never_breaks_a_door(
         msgspec.json.encode(refusal.body())
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=60) | st.binary(max_size=20).map(lambda noise: b'{"model":"m","messages":' + noise + b"}"))
 def test_any_bytes_are_read_or_refused(noise: bytes) -> None:
     with pytest.raises(BadRequest):

@@ -5,6 +5,7 @@ these count is what is billed.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -161,7 +162,7 @@ styles = st.sampled_from((b"data: %b\n\n", b"data:%b\r\n\r\n", b"event: x\ndata:
 ends = st.sampled_from((DONE, DONE, DONE[:-2], b"", b'data: {"error":{"message":"oom"}}\n\n', b"data: {\n\n"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(events, styles), max_size=8), ends, st.lists(st.integers(0, 2000), max_size=8), st.booleans())
 def test_any_stream_is_a_sequence_of_events_as_clients_know_them(
     said: list[tuple[dict[str, Any], bytes]], end: bytes, places: list[int], escaped: bool
@@ -173,3 +174,12 @@ def test_any_stream_is_a_sequence_of_events_as_clients_know_them(
         whole = through(door, [stream + end])
         check(door, whole)
         assert through(door, cut_at(stream + end, places)).content == whole.content
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
+def test_calls_of_one_id_are_told_apart(door: Door) -> None:
+    """What is done for each comes back by its id."""
+    pieces = [called(index, "c", name, said) for name, said in (("look", ""), (None, "{}")) for index in (0, 1)]
+    told = through(door, [b"data: %b\n\n" % json.dumps(choice(piece)).encode() for piece in pieces] + [DONE])
+    assert check(door, told)
+    assert len(set(re.findall(rb'"(?:call_id|id)":"(c|call_[^"]*|toolu_[^"]*)"', told.content))) == 2

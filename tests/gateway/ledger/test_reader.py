@@ -137,7 +137,7 @@ def test_a_broken_ledger_is_not_summed_up(tmp_path: Path) -> None:
         summarise(tmp_path)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.decimals(0, 10**9, places=15), min_size=1, max_size=10))
 def test_money_is_conserved(costs: list[Decimal]) -> None:
     with TemporaryDirectory() as folder:

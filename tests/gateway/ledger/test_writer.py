@@ -226,7 +226,7 @@ lives = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(lives)
 def test_the_chain_holds_over_any_history(lives: list[Life]) -> None:
     """Each life appends some rows, then ends in order (None) or by a crash that leaves some bytes of a torn write."""

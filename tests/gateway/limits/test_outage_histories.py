@@ -140,7 +140,7 @@ async def play(history: Sequence[Step]) -> None:
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, derandomize=True, database=None)
 @given(st.lists(steps, min_size=10, max_size=40))
 def test_money_is_conserved_whatever_the_storage_does(history: list[Step]) -> None:
     asyncio.run(play([Reserve(0, 0), Settle(0, 0), *history]))

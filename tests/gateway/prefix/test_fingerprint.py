@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.prefix import fingerprint as fingerprints
@@ -30,7 +30,6 @@ turns = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.lists(texts,
 
 
 @given(turns)
-@settings(deadline=None)
 def test_conversations_that_come_back_have_the_same_fingerprint(turns: list[tuple[int, int, list[bytes]]]) -> None:
     """Longer, shorter, edited, another tenant's: as if each were seen for the first time."""
     with pytest.MonkeyPatch.context() as patch:

@@ -28,7 +28,7 @@ def level_of(history: list[tuple[float, int]], now: float) -> Fraction:
     return level
 
 
-@settings(max_examples=500, derandomize=True, database=None, deadline=None)
+@settings(max_examples=500, derandomize=True, database=None)
 @given(st.lists(pours | settles, min_size=5, max_size=MAX_TROUGHS))
 def test_a_refund_is_as_if_only_the_truth_had_been_asked_for(steps: list[tuple[str, int, int]]) -> None:
     bucket, now = Bucket(), 1000.0

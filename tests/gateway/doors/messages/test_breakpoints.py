@@ -85,7 +85,7 @@ def plainly(value: Any) -> Any:
 
 
 @given(body=bodies)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_for_whoever_does_not_heed_them_they_were_never_set(body: dict[str, Any]) -> None:
     asked, plain = read(body), read(plainly(body))
     assert (asked.fields, asked.pieces, asked.hints) == (plain.fields, plain.pieces, plain.hints)
@@ -132,7 +132,7 @@ def set_in(asked: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 @given(body=bodies)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_server_that_heeds_them_gets_them_where_they_were_set(body: dict[str, Any]) -> None:
     """Results come first in a turn, as Anthropic has it; so the order among kinds may be another one."""
     wanted = list(set_in(body))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, RawMessageStreamEvent
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -272,7 +272,6 @@ any_arguments = st.recursive(
 ).map(lambda value: {"a": value})
 
 
-@settings(deadline=None)
 @given(any_arguments, st.data())
 def test_a_calls_arguments_end_where_their_json_does(given_to_it: dict[str, Any], data: st.DataObject) -> None:
     said = json.dumps(given_to_it, ensure_ascii=False)
@@ -355,7 +354,6 @@ def pieces(draw: Any, said: str) -> list[str]:
     return [said[start:end] for start, end in zip([0, *cuts], [*cuts, len(said)], strict=True)]
 
 
-@settings(deadline=None)
 @given(answers(), st.data())
 def test_any_stream_of_an_answer_folds_into_the_whole_of_it(
     answered: tuple[dict[str, Any], str], data: st.DataObject

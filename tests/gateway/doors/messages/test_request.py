@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from anthropic.types import MessageParam
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.doors.base import read_fields
@@ -346,7 +346,6 @@ roles = st.sampled_from(["user", "assistant", "system", "tool"])
 turns = st.fixed_dictionaries({"role": roles, "content": values | st.lists(blocks, max_size=3)})
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(names, values), st.lists(turns, max_size=3))
 def test_any_json_is_read_or_refused(fields: dict[str, Any], messages: list[Any]) -> None:
     try:

@@ -87,7 +87,7 @@ def streamed(draw: Draw, content: list[dict[str, Any]], reason: str, sequence: s
     return b"".join([*said, MESSAGE_STOP])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(answers(), st.data(), st.lists(st.integers(0, 3000), max_size=6))
 def test_a_stream_comes_through_both_borders_as_it_was(
     answer: tuple[list[dict[str, Any]], str, str | None], data: st.DataObject, places: list[int]
@@ -99,7 +99,7 @@ def test_a_stream_comes_through_both_borders_as_it_was(
     assert told[0]["message"]["usage"]["input_tokens"] == PROMPT["input_tokens"], "its beginning says how long it is"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(answers())
 def test_a_whole_answer_comes_through_them_too(answer: tuple[list[dict[str, Any]], str, str | None]) -> None:
     """A chat has all thoughts before all text, and that before all calls."""

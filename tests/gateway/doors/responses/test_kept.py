@@ -378,7 +378,7 @@ STEPS = st.lists(st.one_of(RESPOND, RESPOND, DELETE), min_size=4, max_size=14)
 
 
 @given(steps=STEPS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 async def test_any_tree_of_responses_is_what_a_plain_model_says(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any]
 ) -> None:

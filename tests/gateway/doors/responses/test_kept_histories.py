@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.doors.responses.kept import response_of
@@ -98,7 +98,7 @@ def told_to(client: Client) -> Any:
     return last["response"] if last["type"] in ENDS else None
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(st.lists(steps, max_size=25))
 async def test_whatever_happens_what_is_told_is_so(history: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as directory:

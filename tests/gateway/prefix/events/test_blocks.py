@@ -244,7 +244,7 @@ def test_a_block_that_names_itself_as_its_parent_hangs_nothing() -> None:
     index.ended(Ended("call", (1, 2), 600, 100, 0, 10))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(200, 3_000), st.integers(0, 900)), max_size=40),
     st.booleans(),

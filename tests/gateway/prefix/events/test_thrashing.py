@@ -185,7 +185,7 @@ HAPPENINGS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.data_too_large])
 @given(HAPPENINGS, st.sampled_from([100, 250]))
 def test_belief_is_truth_when_everything_has_been_heard(
     happenings: list[tuple[int, int, int, int]], num_blocks: int

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import BadRequest
@@ -385,7 +385,6 @@ _MESSAGE = st.fixed_dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(_MESSAGE, min_size=1, max_size=4), st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4))
 def test_whatever_a_door_lets_in_is_rendered_or_refused_by_name(
     messages: list[dict[str, Any]], fields: dict[str, Any]
