@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from gateway import gauges
 from gateway.admin import Admin
 from gateway.admin.diagnosis import Diagnosis
+from gateway.admin.responses import response_routes
 from gateway.admin.views import view_routes
 from gateway.auth import Authenticator
 from gateway.batches import Batches
@@ -163,6 +164,7 @@ class Gateway:
             routes=[
                 *view_routes(policies, self._telemetry, self._siblings, trace_url=settings.trace_url),
                 Diagnosis(policies, summaries).route(),
+                *response_routes(self._storage),
                 *_usage_routes(settings),
             ],
         )

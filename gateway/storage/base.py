@@ -26,6 +26,7 @@ MAX_AMOUNT = 2**63 - 1
 DEFAULT_BLOB_BYTES = 128 * 2**20
 DEFAULT_DOCUMENT_BYTES = 128 * 2**20  # in memory
 DISK_DOCUMENT_BYTES = 8 * 2**30
+DELETED_AT_ONCE = 100  # documents: others wait for the operation
 NOTICES_KEPT = 1000  # about: an engine may forget a hundred later
 NOTICES_AT_ONCE = 64
 
@@ -173,6 +174,11 @@ class Documents(Protocol):
 
     async def delete_document(self, tenant: str, name: str) -> bool:
         """False where there was none."""
+
+    async def delete_some_documents(self, tenant: str) -> int:
+        """As many of the tenant's as one operation should take, at most `DELETED_AT_ONCE`: how many. Fewer: it had no
+        more.
+        """
 
 
 class KeyRecord(msgspec.Struct, frozen=True):

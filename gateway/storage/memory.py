@@ -313,6 +313,9 @@ class MemoryStorage:
     async def delete_document(self, tenant: str, name: str) -> bool:
         return self._documents.delete(tenant, name)
 
+    async def delete_some_documents(self, tenant: str) -> int:
+        return self._documents.delete_some(tenant)
+
     async def put_key(self, record: KeyRecord) -> None:
         self._keys[record.id] = record
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 
-from gateway.storage.base import Document
+from gateway.storage.base import DELETED_AT_ONCE, Document
 
 SWEEP_SECONDS = 10.0
 
@@ -76,6 +77,13 @@ class MemoryDocuments:
         if not shelf.documents:
             del self._shelves[tenant]
         return expires_at > self._clock()
+
+    def delete_some(self, tenant: str) -> int:
+        shelf = self._shelves.get(tenant)
+        names = list(islice(shelf.documents, DELETED_AT_ONCE)) if shelf is not None else []
+        for name in names:
+            self.delete(tenant, name)
+        return len(names)
 
     def _drop_oldest(self, tenant: str) -> None:
         self.delete(tenant, next(iter(self._shelves[tenant].documents)))

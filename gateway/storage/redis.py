@@ -32,6 +32,7 @@ from gateway.errors import StorageUnavailable
 from gateway.storage.base import (
     DEFAULT_BLOB_BYTES,
     DEFAULT_DOCUMENT_BYTES,
+    DELETED_AT_ONCE,
     HELD_RETRY_SECONDS,
     NOTICES_AT_ONCE,
     NOTICES_KEPT,
@@ -265,6 +266,9 @@ class RedisStorage:
 
     async def delete_document(self, tenant: str, name: str) -> bool:
         return bool(await self._document("delete", tenant, name))
+
+    async def delete_some_documents(self, tenant: str) -> int:
+        return int(await self._document("delete_some", tenant, "", DELETED_AT_ONCE))
 
     async def put_key(self, record: KeyRecord) -> None:
         await self._pipelines.submit(("HSET", KEYS_KEY, record.id, msgspec.json.encode(record)))

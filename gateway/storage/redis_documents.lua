@@ -46,6 +46,13 @@ end
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', names, '-inf', now, 'LIMIT', 0, FORGOTTEN_AT_ONCE)) do
   delete(name)
 end
+if operation == 'delete_some' then
+  local some = redis.call('ZRANGE', names, 0, tonumber(ARGV[3]) - 1)
+  for _, name in ipairs(some) do
+    delete(name)
+  end
+  return #some
+end
 local deleted = delete(id)
 if operation == 'put' then
   local head, body, milliseconds, max_bytes = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])

@@ -215,6 +215,10 @@ class SqliteStorage:
         deleted: bool = await self._transactions.submit(partial(documents.delete, tenant, name, self._clock()))
         return deleted
 
+    async def delete_some_documents(self, tenant: str) -> int:
+        deleted: int = await self._transactions.submit(partial(documents.delete_some, tenant))
+        return deleted
+
     async def put_key(self, record: KeyRecord) -> None:
         row = (record.id, _encode(record))
         await self._transactions.submit(lambda db: db.execute("REPLACE INTO keys VALUES (?, ?)", row).rowcount)

@@ -15,6 +15,7 @@ import pytest
 
 from gateway.storage import open_storage
 from gateway.storage.base import (
+    DELETED_AT_ONCE,
     HELD_RETRY_SECONDS,
     NOTICES_AT_ONCE,
     NOTICES_KEPT,
@@ -405,6 +406,16 @@ class TestDocuments:
         assert await storage.delete_document(tenant, "a")
         assert not await storage.delete_document(tenant, "a")
         assert await names_of(storage, tenant, ["a", "b"]) == ["b"]
+
+    async def test_all_of_a_tenant_are_deleted_in_steps(self, storage: Storage, tenant: str) -> None:
+        names = [f"d{number}" for number in range(DELETED_AT_ONCE + 5)]
+        for name in names:
+            await put(storage, tenant, name, len(name) + 1)
+        await put(storage, f"{tenant} too", "a")
+        assert [await storage.delete_some_documents(tenant) for _ in range(3)] == [DELETED_AT_ONCE, 5, 0]
+        assert await names_of(storage, tenant, names) == []
+        assert await put(storage, tenant, "a", 900) and await names_of(storage, tenant, ["a"]) == ["a"]
+        assert await names_of(storage, f"{tenant} too", ["a"]) == ["a"]
 
     async def test_tenants_do_not_share(self, storage: Storage) -> None:
         """Whatever their names are made of."""

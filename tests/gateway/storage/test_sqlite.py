@@ -11,6 +11,7 @@ import pytest
 
 from gateway.errors import StorageUnavailable
 from gateway.storage.base import (
+    DELETED_AT_ONCE,
     OPERATION_TIMEOUT_SECONDS,
     Charge,
     Document,
@@ -22,7 +23,6 @@ from gateway.storage.base import (
     SpendCharge,
 )
 from gateway.storage.sqlite import SCHEMAS, SWEEP_SECONDS, SqliteStorage, _statements
-from gateway.storage.sqlite_documents import SWEPT_AT_ONCE
 
 NOW = 1_800_000_000.0
 
@@ -167,7 +167,7 @@ async def test_documents_whose_time_is_over_leave_the_file_whatever_is_asked_for
     path = tmp_path / "state.db"
     storage = SqliteStorage(f"sqlite:///{path}", timeout_seconds=60.0, clock=lambda: now)
     await storage.open()
-    for number in range(SWEPT_AT_ONCE + 1):
+    for number in range(DELETED_AT_ONCE + 1):
         await storage.put_document("t", f"short{number}", Document(b"head", b"body"), ttl_seconds=5.0, max_bytes=9999)
     await storage.put_document("t", "long", Document(b"head", b"body"), ttl_seconds=60.0, max_bytes=9999)
     with closing(sqlite3.connect(path)) as db:

@@ -1,0 +1,26 @@
+"""`DELETE /admin/responses/{tenant}`: all that is kept of a tenant's responses goes, whether or not the policy still
+keeps any, or knows the tenant.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.shell import json_reply
+from gateway.storage.base import DELETED_AT_ONCE, Documents
+
+
+def response_routes(documents: Documents) -> list[Route]:
+    """To be mounted behind the admin key."""
+
+    async def delete(request: Request) -> Response:
+        tenant = request.path_params["tenant"]
+        deleted = some = await documents.delete_some_documents(tenant)
+        while some == DELETED_AT_ONCE:
+            some = await documents.delete_some_documents(tenant)
+            deleted += some
+        return json_reply(200, {"tenant": tenant, "deleted": deleted})
+
+    return [Route("/admin/responses/{tenant:path}", delete, methods=["DELETE"])]

@@ -1,0 +1,39 @@
+"""DELETE /admin/responses/{tenant}."""
+
+from __future__ import annotations
+
+import httpx2
+import pytest
+from starlette.applications import Starlette
+
+from gateway.admin.responses import response_routes
+from gateway.errors import StorageUnavailable
+from gateway.shell import EXCEPTION_HANDLERS
+from gateway.storage.base import DELETED_AT_ONCE, Document
+from gateway.storage.memory import MemoryStorage
+
+
+async def delete(storage: MemoryStorage, tenant: str) -> httpx2.Response:
+    app = Starlette(routes=response_routes(storage), exception_handlers=EXCEPTION_HANDLERS)
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://admin") as client:
+        return await client.delete(f"/admin/responses/{tenant}")
+
+
+async def test_all_of_a_tenants_go_and_nobody_elses() -> None:
+    storage = MemoryStorage()
+    for tenant, count in (("a/b", 2 * DELETED_AT_ONCE), ("a", 3), ("c", 1)):
+        for number in range(count):
+            document = Document(b"said", b"told")
+            await storage.put_document(tenant, f"resp_{number}", document, ttl_seconds=60.0, max_bytes=10**6)
+    for tenant, count in (("a/b", 2 * DELETED_AT_ONCE), ("a/b", 0), ("a", 3), ("nobody", 0)):
+        reply = await delete(storage, tenant)
+        assert (reply.status_code, reply.json()) == (200, {"tenant": tenant, "deleted": count})
+    assert await storage.get_document("c", "resp_0") is not None
+
+
+async def test_a_storage_that_is_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def away(self: MemoryStorage, tenant: str) -> int:
+        raise StorageUnavailable("the storage is away")
+
+    monkeypatch.setattr(MemoryStorage, "delete_some_documents", away)
+    assert (await delete(MemoryStorage(), "a")).status_code == 503
