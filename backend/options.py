@@ -1,4 +1,7 @@
-"""The options of `python -m backend`, as `--help` and docs/cli.md list them. What is left out, the engine decides."""
+"""Command-line options of `python -m backend`, listed by `--help` and in docs/reference/cli.md.
+
+The engine chooses a value for every option that is not given.
+"""
 
 from __future__ import annotations
 

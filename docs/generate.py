@@ -33,13 +33,14 @@ GENERATED = "<!-- Made by `make docs` from {source}. Change that, not this page.
 Schema = dict[str, Any]
 
 
-# -- docs/policy.md ------------------------------------------------------------------------------------------------
+# -- docs/reference/policy.md --------------------------------------------------------------------------------------
 
 POLICY_OPENING = """# Policy reference
 
 A policy is one YAML file: which servers there are, what they are called, who may use them and how much. It is checked
-whole before it takes effect. An unknown key is an error. [`policies/default.yaml`](../policies/default.yaml) has every
-field with a comment, and [`policies/examples`](../policies/examples) has shorter ones to begin with.
+whole before it takes effect. An unknown key is an error.
+[`policies/default.yaml`](../../policies/default.yaml) has every field with a comment, and
+[`policies/examples`](../../policies/examples) has shorter ones to begin with.
 
 `warmpath check FILE` names every mistake by file, line and column. A running gateway looks at its file once a second,
 and at once on SIGHUP. It takes a valid policy over whole. Of an invalid one it logs the mistakes, and keeps the policy
@@ -166,7 +167,7 @@ def _default(required: bool, field: Schema) -> str:
     return f"`{number}s`" if is_time else f"`{number}`"
 
 
-# -- docs/settings.md ----------------------------------------------------------------------------------------------
+# -- docs/reference/settings.md ------------------------------------------------------------------------------------
 
 SETTINGS_OPENING = """# Settings reference
 
@@ -219,7 +220,7 @@ def _setting_default(name: str, field: FieldInfo) -> str:
     return f"`{default.human_readable()}`" if isinstance(default, ByteSize) else f"`{default}`"
 
 
-# -- docs/cli.md ---------------------------------------------------------------------------------------------------
+# -- docs/reference/cli.md -----------------------------------------------------------------------------------------
 
 CLI_OPENING = """# Command reference
 
@@ -260,7 +261,7 @@ def _engine_options() -> str:
     return _table(("Option", "Meaning"), rows)
 
 
-# -- docs/metrics.md -----------------------------------------------------------------------------------------------
+# -- docs/reference/metrics.md -------------------------------------------------------------------------------------
 
 METRICS_OPENING = """# Metrics reference
 
@@ -322,10 +323,10 @@ def _labels(collector: Collector, family: Metric) -> Sequence[str]:
 # ------------------------------------------------------------------------------------------------------------------
 
 PAGES: dict[str, Callable[[], str]] = {
-    "docs/policy.md": policy_page,
-    "docs/settings.md": settings_page,
-    "docs/cli.md": cli_page,
-    "docs/metrics.md": metrics_page,
+    "docs/reference/policy.md": policy_page,
+    "docs/reference/settings.md": settings_page,
+    "docs/reference/cli.md": cli_page,
+    "docs/reference/metrics.md": metrics_page,
 }
 
 

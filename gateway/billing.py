@@ -2,7 +2,7 @@
 
 Usage is priced by the list of the deployment that did the work, as it held when the call arrived. What an answer from
 the response cache costs is the model's `cache_price`, or nothing; where no deployment answered, the cost is zero. Work
-at no known price has no cost, which is not a cost of zero. docs/billing.md has which price holds.
+at no known price has no cost, which is not a cost of zero. docs/explanation/billing.md has which price holds.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ What counts, by the way the reply ended:
   the engine said nothing            the prompt's estimate, and one token per frame of text; an estimate
   no output at all                   nothing, as an estimate: whether the prompt was computed is not known
 
-What that costs, `gateway.billing` says; docs/billing.md has the whole table.
+What that costs, `gateway.billing` says; docs/explanation/billing.md has the whole table.
 """
 
 from __future__ import annotations

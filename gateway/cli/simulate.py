@@ -51,7 +51,7 @@ def _tokens(text: str) -> int:
 @app.command()
 def simulate(
     trace: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Recorded traffic; docs/routing.md.")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Recorded traffic; docs/explanation/routing.md.")
     ] = None,
     made_up: Annotated[Kind | None, typer.Option("--generate", help="Traffic that is made up, instead.")] = None,
     deployments: Annotated[int, typer.Option(min=1, max=1024, help="How many servers.")] = 4,

@@ -1,4 +1,4 @@
-"""docs/admin.md names every request that is served, and every field of a call."""
+"""docs/reference/admin.md names every request that is served, and every field of a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gateway.telemetry.recent import RECENT_CALLS, Wanted, read_told
 from gateway.types import Marks, Trace
 from tests.docs.markdown import ROOT, code_spans, section, table_rows
 
-PAGE = ROOT / "docs" / "admin.md"
+PAGE = ROOT / "docs" / "reference" / "admin.md"
 ROUTE = re.compile(r'Route\("(/[^"]+)", [\w.]+(?:, methods=\["(\w+)"\])?\)')
 
 

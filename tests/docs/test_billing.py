@@ -1,4 +1,4 @@
-"""docs/billing.md: its tables are the code's, its policy is one, and its commands run."""
+"""docs/explanation/billing.md: its tables are the code's, its policy is one, and its commands run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gateway.types import Outcome
 from tests.docs.markdown import ROOT, blocks, code_spans, section, table_rows
 from tests.gateway.ledger.receipts import a_receipt, write_chain
 
-PAGE = ROOT / "docs" / "billing.md"
+PAGE = ROOT / "docs" / "explanation" / "billing.md"
 BLOCKS = blocks(PAGE)
 COMMANDS = [line for block in BLOCKS if block.language == "bash" for line in block.text.splitlines()]
 

@@ -22,7 +22,7 @@ from tests.gateway.diagnosis.test_breaks import STABLE, Desk, chat
 
 __all__ = ["warmpath"]
 
-PAGE = ROOT / "docs" / "canonicalisation.md"
+PAGE = ROOT / "docs" / "explanation" / "canonicalisation.md"
 BLOCKS = blocks(PAGE)
 
 

@@ -4,7 +4,7 @@ from dataclasses import fields
 from backend.engine.config import EngineConfig
 from tests.docs.markdown import ROOT
 
-PAGE = ROOT / "docs" / "engine.md"
+PAGE = ROOT / "docs" / "explanation" / "engine.md"
 
 
 def test_the_numbers_are_the_defaults() -> None:

@@ -10,7 +10,7 @@ from gateway.limits.headers import ratelimit_headers
 from gateway.storage.base import RateCharge
 from tests.docs.markdown import ROOT, code_spans, section, table_rows
 
-PAGE = ROOT / "docs" / "errors.md"
+PAGE = ROOT / "docs" / "reference" / "errors.md"
 NO_HEADERS = {"x-anthropic-"}  # the beginning of a line that a client puts into prompts
 A_CHARGE = RateCharge("dev/requests", amount=1, limit=1, period_seconds=1.0)
 

@@ -11,7 +11,7 @@ from gateway.policy import Policy
 from tests.docs.markdown import ROOT, blocks, code_spans, section
 from tests.e2e.processes import warmpath
 
-PAGE = ROOT / "docs" / "limits.md"
+PAGE = ROOT / "docs" / "explanation" / "limits.md"
 AROUND: dict[str, Any] = {
     "deployments": [{"name": "a", "base_url": "http://a.invalid/v1", "model": "served"}],
     "models": [{"name": "big-model", "deployments": ["a"]}],

@@ -1,4 +1,4 @@
-"""docs/messages.md against the types of the door."""
+"""docs/reference/messages.md against the types of the door."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gateway.doors.messages import blocks
 from gateway.doors.messages.request import MessagesBody
 from tests.docs.markdown import ROOT, code_spans, section, table_rows
 
-PAGE = ROOT / "docs" / "messages.md"
+PAGE = ROOT / "docs" / "reference" / "messages.md"
 SELF_EVIDENT = {"model", "messages"}
 
 

@@ -6,7 +6,7 @@ from tests.docs.conftest import KEY, Stack
 from tests.docs.markdown import ROOT, code_spans, section, table_rows
 from tests.e2e.processes import chat
 
-PAGE = ROOT / "docs" / "metrics.md"
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
 OF_THE_PROCESS = ("process_", "python_")
 
 

@@ -1,4 +1,4 @@
-"""docs/responses.md against the policy and the bounds in the code."""
+"""docs/reference/responses.md against the policy and the bounds in the code."""
 
 from gateway.doors.responses.body import Body
 from gateway.doors.responses.kept import HISTORY_BYTES_MAX, RESPONSES_MAX
@@ -8,7 +8,7 @@ from gateway.storage.base import DEFAULT_DOCUMENT_BYTES, DISK_DOCUMENT_BYTES
 from tests.docs.markdown import ROOT, blocks, code_spans, section, table_rows
 from tests.docs.test_limits import AROUND
 
-PAGE = ROOT / "docs" / "responses.md"
+PAGE = ROOT / "docs" / "reference" / "responses.md"
 SELF_EVIDENT = {"model", "stream"}
 
 

@@ -9,7 +9,7 @@ from tests.docs.markdown import ROOT, blocks
 
 COMMANDS = [
     line
-    for block in blocks(ROOT / "docs" / "routing.md")
+    for block in blocks(ROOT / "docs" / "explanation" / "routing.md")
     for line in block.text.splitlines()
     if line.startswith("warmpath simulate")
 ]

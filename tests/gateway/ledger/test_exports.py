@@ -27,7 +27,7 @@ MANDATORY = {
 MAY_BE_EMPTY = {"ChargeClass", "PricingQuantity", "PricingUnit"}
 
 
-OVERRIDES = Path(__file__).parents[3] / "docs" / "focus-validator.yaml"
+OVERRIDES = Path(__file__).parents[3] / "docs" / "reference" / "focus-validator.yaml"
 DECIMALS = {
     "BilledCost", "ConsumedQuantity", "ContractedCost", "ContractedUnitPrice", "EffectiveCost", "ListCost",
     "ListUnitPrice", "PricingQuantity",
