@@ -26,11 +26,11 @@ from backend.engine.engine import Engine
 from backend.engine.errors import EngineError
 from backend.options import DEMO, OTLP_VARIABLE, parser
 from backend.server.app import create_app
+from backend.server.components import ServerComponents
+from backend.server.http_server import EngineHttpServer, bind, url_of
 from backend.server.kv_events import KVEventPublisher
-from backend.server.listener import Listener, bind, url_of
-from backend.server.metrics import Metrics
+from backend.server.metrics import ServerMetrics
 from backend.server.model import load_model
-from backend.server.serving import Serving
 from backend.server.tracing import DEFAULT_SERVICE_NAME, Tracer, otlp_tracer
 
 DEMO_NAME = "warmpath-demo"
@@ -71,14 +71,14 @@ async def serve(args: argparse.Namespace) -> None:
     except OSError as error:
         raise StartError(f"cannot listen on {args.host}:{args.port}: {error.strerror}") from error
     with sock:
-        serving = load(args)
+        components = load(args)
         closing = asyncio.get_running_loop().create_future()
-        ready = f"engine ready on {url_of(sock)} model {serving.model.name}"
-        app = create_app(serving, closing)
-        await Listener(app, closing, args.drain_seconds, ready, args.log_level).serve([sock])
+        ready = f"engine ready on {url_of(sock)} model {components.model.name}"
+        app = create_app(components, closing)
+        await EngineHttpServer(app, closing, args.drain_seconds, ready, args.log_level).serve([sock])
 
 
-def load(args: argparse.Namespace) -> Serving:
+def load(args: argparse.Namespace) -> ServerComponents:
     """Everything that takes time, with progress on stderr."""
     model_dir, name = resolve_model(args.model)
     kv_events = publisher(args)
@@ -102,12 +102,12 @@ def load(args: argparse.Namespace) -> Serving:
     engine = AsyncEngine(loaded)
     endpoint = args.otlp_endpoint or os.environ.get(OTLP_VARIABLE)
     service_name = os.environ.get(SERVICE_NAME_VARIABLE, DEFAULT_SERVICE_NAME)
-    return Serving(
+    return ServerComponents(
         model=model,
         engine=engine,
         max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,
-        metrics=Metrics(engine, model.name, config.block_size),
+        metrics=ServerMetrics(engine, model.name, config.block_size),
         tracer=otlp_tracer(endpoint, service_name) if endpoint else Tracer(None),
         executor=ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenize"),
         kv_events=kv_events,

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from backend.engine.engine import EngineStats
 from backend.options import parser as engine_parser
-from backend.server.metrics import Metrics as EngineMetrics
+from backend.server.metrics import ServerMetrics as EngineMetrics
 from gateway.cli import app as warmpath_app
 from gateway.policy import BUILT_IN_CLASSES, Policy
 from gateway.settings import Settings, variable

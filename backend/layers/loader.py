@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from backend.layers.norm import RmsNorm
-from backend.model_files.mxfp4 import joined
+from backend.model_files.mxfp4 import concatenated
 from backend.models.weights import Checkpoint
 from backend.ops.base import Ops
 from backend.quantization.base import Linear, Quantization
@@ -34,9 +34,9 @@ class LayerLoader:
         self, outs: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False, gate: str | None = None
     ) -> Linear:
         """One product for all the named (name, out_features) that share an input: one read of it, one launch."""
-        weights = [self.checkpoint.take_as_kept(f"{self.prefix}{name}.weight", out, in_features) for name, out in outs]
+        weights = [self.checkpoint.take_packed(f"{self.prefix}{name}.weight", out, in_features) for name, out in outs]
         biases = [self.tensor(f"{name}.bias", out) for name, out in outs] if bias else []
-        return self.quantization.linear(joined(weights), torch.cat(biases) if bias else None, gate)
+        return self.quantization.linear(concatenated(weights), torch.cat(biases) if bias else None, gate)
 
     def router(self, name: str, num_experts: int, in_features: int, *, bias: bool = False) -> Linear:
         """As the checkpoint has it: it is small, and what it decides is not a little off but another expert's."""

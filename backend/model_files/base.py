@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from backend.model_files.mxfp4 import Mxfp4
+from backend.model_files.mxfp4 import Mxfp4Tensor
 
-Tensors = dict[str, Callable[[], Tensor | Mxfp4]]  # each read when it is called, as it is kept
+TensorReaders = dict[str, Callable[[], Tensor | Mxfp4Tensor]]  # each read when it is called, as it is kept
 
 
 class ModelFiles(ABC):
@@ -46,7 +46,7 @@ class ModelFiles(ABC):
         """Jinja sources by name, the usual one as "default"; empty if there is none."""
 
     @abstractmethod
-    def tensors(self) -> AbstractContextManager[Tensors]:
+    def tensors(self) -> AbstractContextManager[TensorReaders]:
         """All of them, by the names that transformers gives them. They can be read while the `with` lasts."""
 
     @abstractmethod

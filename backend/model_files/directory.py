@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from backend.engine.errors import ConfigError, WeightsError
-from backend.model_files.base import ModelFiles, Tensors
+from backend.model_files.base import ModelFiles, TensorReaders
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -61,7 +61,7 @@ class ModelDirectory(ModelFiles):
         return {entry["name"]: entry["template"] for entry in stored}
 
     @contextmanager
-    def tensors(self) -> Iterator[Tensors]:
+    def tensors(self) -> Iterator[TensorReaders]:
         with ExitStack() as files:
             yield {name: partial(file.get_tensor, name) for name, file in self._open(files).items()}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from backend.engine.errors import UnsupportedModel
-from backend.model_files.gguf_header import BrokenGguf, Header
+from backend.model_files.gguf_header import GgufHeader, MalformedGguf
 
 MODULES = {
     "attn_norm": "input_layernorm",
@@ -42,16 +42,16 @@ OUTER_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"
 
 WHOLE = slice(None)
 
-Fields = Callable[[Header], dict[str, Any]]
-Rows = Callable[[Header], dict[str, dict[str, slice]]]
+Fields = Callable[[GgufHeader], dict[str, Any]]
+Rows = Callable[[GgufHeader], dict[str, dict[str, slice]]]
 
 
-def _nothing(_: Header) -> dict[str, Any]:
+def _nothing(_: GgufHeader) -> dict[str, Any]:
     return {}
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
+class GgufArchitecture:
     transformers_name: str
     fields: Fields = _nothing  # of config.json, beside those that all have
     modules: Mapping[str, str] = field(default_factory=dict)  # where they are called otherwise than in MODULES
@@ -59,7 +59,7 @@ class Architecture:
     interleaved: bool = False  # whether rows of queries and keys stand in the order of ggml's "normal" rotation
     norm_offset: float = 0.0  # that llama.cpp has added to the weights of norms
 
-    def names(self, module: str, header: Header) -> Mapping[str, slice]:
+    def names(self, module: str, header: GgufHeader) -> Mapping[str, slice]:
         """Of a layer's module, what transformers calls it, or the parts of it, and which rows those are. Experts have
         `{}` for their number. Empty for what no model has."""
         if module in (fused := self.fused(header)):
@@ -68,39 +68,39 @@ class Architecture:
         return {} if name is None else {name: WHOLE}
 
 
-def _key(header: Header, name: str) -> str:
+def _key(header: GgufHeader, name: str) -> str:
     """Of a field of the file's architecture."""
     return f"{header.get('general.architecture', '')}.{name}"
 
 
-def _count(header: Header, name: str, default: int | None = None) -> int:
+def _count(header: GgufHeader, name: str, default: int | None = None) -> int:
     """A field that is a whole number above 0; or a list with one for each layer, as long as all are equal."""
     key = _key(header, name)
     if key not in header:
         if default is None:
-            raise BrokenGguf(f"{key} is missing")
+            raise MalformedGguf(f"{key} is missing")
         return default
     if isinstance(values := header.metadata[key], list):
         if len(set(values)) != 1:
             raise UnsupportedModel(f"{key} differs from layer to layer: {values}")
-        header = Header({key: values[0]}, {})
+        header = GgufHeader({key: values[0]}, {})
     return header.get(key, 0, above=0)
 
 
-def _factor(header: Header, name: str, default: float = 0.0) -> float:
+def _factor(header: GgufHeader, name: str, default: float = 0.0) -> float:
     """A field that is a number, above 0 if it is there."""
     key = _key(header, name)
     return header.get(key, default, above=0) if key in header else default
 
 
-def common_fields(header: Header) -> dict[str, Any]:
+def common_fields(header: GgufHeader) -> dict[str, Any]:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise UnsupportedModel("there is no matrix token_embd.weight: not a language model")
     num_heads, hidden_size = _count(header, "attention.head_count"), _count(header, "embedding_length")
     num_layers = _count(header, "block_count")
     if num_layers > len(header.tensors):
-        raise BrokenGguf(f"{num_layers} layers, and {len(header.tensors)} tensors")
+        raise MalformedGguf(f"{num_layers} layers, and {len(header.tensors)} tensors")
     head_dim = _count(header, "attention.key_length", max(1, hidden_size // num_heads))
     if _count(header, "attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel("attention.value_length is not attention.key_length")
@@ -122,7 +122,7 @@ def common_fields(header: Header) -> dict[str, Any]:
     }
 
 
-def _rope(header: Header, head_dim: int) -> dict[str, Any]:
+def _rope(header: GgufHeader, head_dim: int) -> dict[str, Any]:
     parameters = {
         "rope_type": "default",
         "rope_theta": _factor(header, "rope.freq_base", 10_000.0),
@@ -148,11 +148,11 @@ def _rope(header: Header, head_dim: int) -> dict[str, Any]:
     return parameters
 
 
-def original_context(header: Header) -> int:
+def original_context(header: GgufHeader) -> int:
     return _count(header, "rope.scaling.original_context_length", _count(header, "context_length"))
 
 
-def long_rope(header: Header, short: list[float], long: list[float]) -> dict[str, Any]:
+def long_rope(header: GgufHeader, short: list[float], long: list[float]) -> dict[str, Any]:
     """Frequencies that are divided by factors: Phi-3's, and Llama 3's, which are the same at every length."""
     return {
         "rope_type": "longrope",
@@ -163,7 +163,7 @@ def long_rope(header: Header, short: list[float], long: list[float]) -> dict[str
     }
 
 
-def _experts(header: Header, num_layers: int) -> dict[str, Any]:
+def _experts(header: GgufHeader, num_layers: int) -> dict[str, Any]:
     if not header.get(_key(header, "expert_count"), 0):
         return {}
     return {
@@ -176,11 +176,11 @@ def _experts(header: Header, num_layers: int) -> dict[str, Any]:
     }
 
 
-def _window(header: Header) -> dict[str, Any]:
+def _window(header: GgufHeader) -> dict[str, Any]:
     return {"sliding_window": header.get(_key(header, "attention.sliding_window"), 0) or None}
 
 
-def _gemma2(header: Header) -> dict[str, Any]:
+def _gemma2(header: GgufHeader) -> dict[str, Any]:
     return {
         **_window(header),
         "hidden_activation": "gelu_pytorch_tanh",
@@ -190,7 +190,7 @@ def _gemma2(header: Header) -> dict[str, Any]:
     }
 
 
-def _gemma3(header: Header) -> dict[str, Any]:
+def _gemma3(header: GgufHeader) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": _factor(header, "rope.freq_base_swa", 10_000.0)}
     everywhere = _rope(header, _count(header, "attention.key_length"))
     return {
@@ -203,26 +203,26 @@ def _gemma3(header: Header) -> dict[str, Any]:
     }
 
 
-def _query_scalar(header: Header, largest: int) -> float:
+def _query_scalar(header: GgufHeader, largest: int) -> float:
     """The head's width; but the 27B models, known by their number of layers, take the hidden state's share."""
     if _count(header, "block_count") == largest:
         return _count(header, "embedding_length") / _count(header, "attention.head_count")
     return float(_count(header, "attention.key_length"))
 
 
-def _gpt_oss(header: Header) -> dict[str, Any]:
+def _gpt_oss(header: GgufHeader) -> dict[str, Any]:
     # It was trained with YaRN's bounds as they come; llama.cpp rounds everybody's, so that no field says which.
     rope = _rope(header, _count(header, "attention.key_length")) | {"truncate": False}
     return {"sliding_window": _count(header, "attention.sliding_window"), "rope_parameters": rope}
 
 
-def _gptoss(header: Header) -> dict[str, Any]:
+def _gptoss(header: GgufHeader) -> dict[str, Any]:
     """Ollama's conversion of the same, which is scaled by YaRN without saying so."""
     unsaid = {_key(header, "rope.scaling.type"): "yarn"}
-    return _gpt_oss(Header({**unsaid, **header.metadata}, header.tensors))
+    return _gpt_oss(GgufHeader({**unsaid, **header.metadata}, header.tensors))
 
 
-def _gptoss_fused(header: Header) -> dict[str, dict[str, slice]]:
+def _gptoss_fused(header: GgufHeader) -> dict[str, dict[str, slice]]:
     """Made of OpenAI's own files, these are one tensor as there: queries, keys and values one after the other, gate and
     up in turns. Later conversions have them apart."""
     head_dim = _count(header, "attention.key_length")
@@ -240,7 +240,7 @@ def _gptoss_fused(header: Header) -> dict[str, dict[str, slice]]:
     }
 
 
-def _granite(header: Header) -> dict[str, Any]:
+def _granite(header: GgufHeader) -> dict[str, Any]:
     names = {
         "embedding_multiplier": "embedding_scale",
         "residual_multiplier": "residual_scale",
@@ -250,7 +250,7 @@ def _granite(header: Header) -> dict[str, Any]:
     return {field: value for field, name in names.items() if (value := _factor(header, name))}
 
 
-def _smollm3(header: Header) -> dict[str, Any]:
+def _smollm3(header: GgufHeader) -> dict[str, Any]:
     return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(_count(header, "block_count"))]}
 
 
@@ -264,23 +264,23 @@ MIXTRAL_MODULES = {
 }
 # By `general.architecture`. Mistral and Mixtral say "llama" too; what tells them apart are their experts.
 ARCHITECTURES = {
-    "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, GEMMA_MODULES, norm_offset=1.0),
-    "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, GEMMA_MODULES, norm_offset=1.0),
-    "gpt-oss": Architecture("GptOssForCausalLM", _gpt_oss, GPT_OSS_MODULES),
-    "gptoss": Architecture("GptOssForCausalLM", _gptoss, GPT_OSS_MODULES, _gptoss_fused),  # Ollama's
-    "granite": Architecture("GraniteForCausalLM", _granite, interleaved=True),
-    "llama": Architecture("LlamaForCausalLM", interleaved=True),
-    "olmo2": Architecture("Olmo2ForCausalLM"),
-    "phi3": Architecture("Phi3ForCausalLM", _window, {"ffn_up": "mlp.gate_up_proj"}),
-    "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3ForCausalLM"),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM"),
-    "smollm3": Architecture("SmolLM3ForCausalLM", _smollm3, interleaved=True),
+    "gemma2": GgufArchitecture("Gemma2ForCausalLM", _gemma2, GEMMA_MODULES, norm_offset=1.0),
+    "gemma3": GgufArchitecture("Gemma3ForCausalLM", _gemma3, GEMMA_MODULES, norm_offset=1.0),
+    "gpt-oss": GgufArchitecture("GptOssForCausalLM", _gpt_oss, GPT_OSS_MODULES),
+    "gptoss": GgufArchitecture("GptOssForCausalLM", _gptoss, GPT_OSS_MODULES, _gptoss_fused),  # Ollama's
+    "granite": GgufArchitecture("GraniteForCausalLM", _granite, interleaved=True),
+    "llama": GgufArchitecture("LlamaForCausalLM", interleaved=True),
+    "olmo2": GgufArchitecture("Olmo2ForCausalLM"),
+    "phi3": GgufArchitecture("Phi3ForCausalLM", _window, {"ffn_up": "mlp.gate_up_proj"}),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
+    "qwen3moe": GgufArchitecture("Qwen3MoeForCausalLM"),
+    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", _smollm3, interleaved=True),
 }
-MIXTRAL = Architecture("MixtralForCausalLM", modules=MIXTRAL_MODULES, interleaved=True)
+MIXTRAL = GgufArchitecture("MixtralForCausalLM", modules=MIXTRAL_MODULES, interleaved=True)
 
 
-def architecture_of(header: Header) -> Architecture:
+def architecture_of(header: GgufHeader) -> GgufArchitecture:
     name = header.get("general.architecture", "")
     if name not in ARCHITECTURES:
         raise UnsupportedModel(f"general.architecture {name!r} is not one of {', '.join(ARCHITECTURES)}")

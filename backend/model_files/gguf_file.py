@@ -19,20 +19,20 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from backend.engine.errors import UnsupportedModel, WeightsError
-from backend.model_files.base import ModelFiles, Tensors
+from backend.model_files.base import ModelFiles, TensorReaders
 from backend.model_files.directory import DEFAULT_TEMPLATE, TEMPLATE_FILE
 from backend.model_files.gguf_architectures import (
     OUTER_MODULES,
     PARAMETERS,
-    Architecture,
+    GgufArchitecture,
     architecture_of,
     common_fields,
     long_rope,
 )
-from backend.model_files.gguf_header import BrokenGguf, Header, TensorInfo, read_header
+from backend.model_files.gguf_header import GgufHeader, MalformedGguf, TensorInfo, read_header
 from backend.model_files.gguf_tokenizer import end_token_ids, make_tokenizer, special_tokens
 from backend.model_files.mxfp4 import GROUP as MXFP4_GROUP
-from backend.model_files.mxfp4 import Mxfp4, plain
+from backend.model_files.mxfp4 import Mxfp4Tensor, dequantized
 
 SPLIT_NAME = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+(?:\.weight|\.bias)?)")
@@ -46,9 +46,9 @@ SAMPLING = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Shard:
     data: mmap
-    header: Header
+    header: GgufHeader
 
 
 class GgufFile(ModelFiles):
@@ -61,7 +61,7 @@ class GgufFile(ModelFiles):
     @cached_property
     def _config(self) -> dict[str, Any]:
         header, architecture = self._header, self._architecture
-        with _naming(self.path):
+        with _errors_name(self.path):
             fields = common_fields(header) | architecture.fields(header)
             if factors := self._frequency_factors():
                 fields["rope_parameters"] = fields["rope_parameters"] | long_rope(header, *factors)
@@ -74,20 +74,20 @@ class GgufFile(ModelFiles):
 
     def generation_config(self) -> dict[str, Any]:
         keys = {name: f"general.sampling.{key}" for key, name in SAMPLING.items()}
-        with _naming(self.path):
+        with _errors_name(self.path):
             return {name: self._header.get(key, 0.0) for name, key in keys.items() if key in self._header}
 
     def tokenizer(self) -> Tokenizer:
-        with _naming(self.path):
+        with _errors_name(self.path):
             return make_tokenizer(self._header)
 
     def tokenizer_config(self) -> dict[str, Any]:
-        with _naming(self.path):
+        with _errors_name(self.path):
             return dict(special_tokens(self._header))
 
     def chat_templates(self) -> dict[str, str]:
         header, key = self._header, "tokenizer.chat_template"
-        with _naming(self.path):
+        with _errors_name(self.path):
             names = {name: f"{key}.{name}" for name in header.items(f"{key}s", str)} | {DEFAULT_TEMPLATE: key}
             stored = {name: template for name, key in names.items() if (template := header.get(key, ""))}
         # Ollama's conversions have none: it writes its own prompts.
@@ -95,9 +95,9 @@ class GgufFile(ModelFiles):
         return stored or ({DEFAULT_TEMPLATE: beside.read_text(encoding="utf-8")} if beside.is_file() else {})
 
     @contextmanager
-    def tensors(self) -> Iterator[Tensors]:
+    def tensors(self) -> Iterator[TensorReaders]:
         with ExitStack() as opened:
-            sources: Tensors = {}
+            sources: TensorReaders = {}
             for part in self._open(opened):
                 for info in part.header.tensors.values():
                     if info.name not in DERIVED:
@@ -110,19 +110,19 @@ class GgufFile(ModelFiles):
             return sum(math.prod(shape) for shape in shapes) * dtype.itemsize
 
     @cached_property
-    def _header(self) -> Header:
+    def _header(self) -> GgufHeader:
         """Of the whole model: the metadata stand in the first file, the tensors in all."""
         with ExitStack() as opened:
             parts = self._open(opened)
             tensors = {name: info for part in parts for name, info in part.header.tensors.items()}
-            return Header(parts[0].header.metadata, tensors)
+            return GgufHeader(parts[0].header.metadata, tensors)
 
     @cached_property
-    def _architecture(self) -> Architecture:
-        with _naming(self.path):
+    def _architecture(self) -> GgufArchitecture:
+        with _errors_name(self.path):
             return architecture_of(self._header)
 
-    def _open(self, opened: ExitStack) -> list[_Part]:
+    def _open(self, opened: ExitStack) -> list[_Shard]:
         return [_open_part(path, opened) for path in self._paths()]
 
     def _paths(self) -> list[Path]:
@@ -145,75 +145,77 @@ class GgufFile(ModelFiles):
         with ExitStack() as opened:
             for part in self._open(opened):
                 for name in part.header.tensors.keys() & set(present):
-                    factors[name] = plain(_kept(part.data, part.header.tensors[name])).tolist()
+                    factors[name] = dequantized(_read_tensor(part.data, part.header.tensors[name])).tolist()
         short = factors.get(SHORT_FACTORS) or factors.get(FREQUENCIES)
         long = factors.get(LONG_FACTORS) or factors.get(FREQUENCIES)
         if short is None or long is None:
-            raise BrokenGguf(f"of {SHORT_FACTORS} and {LONG_FACTORS} there is only one")
+            raise MalformedGguf(f"of {SHORT_FACTORS} and {LONG_FACTORS} there is only one")
         return short, long
 
-    def _add(self, sources: Tensors, data: mmap, info: TensorInfo) -> None:
-        with _naming(self.path):
+    def _add(self, sources: TensorReaders, data: mmap, info: TensorInfo) -> None:
+        with _errors_name(self.path):
             made = self._sources(data, info)
             if again := sorted(sources.keys() & made.keys()):
-                raise BrokenGguf(f"{info.name} is {again[0]}, which is there by another name, too")
+                raise MalformedGguf(f"{info.name} is {again[0]}, which is there by another name, too")
             sources.update(made)
 
-    def _sources(self, data: mmap, info: TensorInfo) -> Tensors:
+    def _sources(self, data: mmap, info: TensorInfo) -> TensorReaders:
         """One tensor, by the name or names that transformers has for it."""
-        read = partial(_kept, data, info)
+        read = partial(_read_tensor, data, info)
         outer, _, kind = info.name.rpartition(".")
         if outer in OUTER_MODULES:
-            return {f"{OUTER_MODULES[outer]}.{kind}": self._undone(outer, read)}
+            return {f"{OUTER_MODULES[outer]}.{kind}": self._undo_conversion(outer, read)}
         if (parts := LAYER_TENSOR.fullmatch(info.name)) is None:
             return {info.name: read}  # which no model knows, and the checkpoint will say so
         layer, rest = parts.groups()
         if parameter := PARAMETERS.get(rest):
             return {f"model.layers.{layer}.{parameter}": read}
         module, _, kind = rest.rpartition(".")
-        sources: Tensors = {}
+        sources: TensorReaders = {}
         for short_name, rows in self._architecture.names(module, self._header).items():
             name = f"model.layers.{layer}.{short_name}.{kind}"
             if "{}" not in name:
-                sources[name] = self._undone(module, partial(_rows, read, rows))
+                sources[name] = self._undo_conversion(module, partial(_rows, read, rows))
                 continue
             for i in range(info.shape[0]):
-                sources[name.format(i)] = partial(_rows, partial(_kept, data, info, i), rows)
+                sources[name.format(i)] = partial(_rows, partial(_read_tensor, data, info, i), rows)
         return sources or {info.name: read}
 
-    def _undone(self, module: str, read: Callable[[], Tensor | Mxfp4]) -> Callable[[], Tensor | Mxfp4]:
+    def _undo_conversion(
+        self, module: str, read: Callable[[], Tensor | Mxfp4Tensor]
+    ) -> Callable[[], Tensor | Mxfp4Tensor]:
         """What llama.cpp has changed about a tensor, changed back."""
         architecture = self._architecture
         if module.endswith("norm") and architecture.norm_offset:
-            return lambda: plain(read()) - architecture.norm_offset
+            return lambda: dequantized(read()) - architecture.norm_offset
         if architecture.interleaved and module in ("attn_q", "attn_k"):
             num_heads = self._config["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
-            return lambda: _halves(plain(read()), num_heads)
+            return lambda: _to_half_layout(dequantized(read()), num_heads)
         return read
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _errors_name(path: Path) -> Iterator[None]:
     """Says of which file an error speaks."""
     try:
         yield
-    except BrokenGguf as error:
+    except MalformedGguf as error:
         raise WeightsError(f"{path} is not a sound GGUF file: {error}") from error
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error.message}") from error
 
 
-def _open_part(path: Path, opened: ExitStack) -> _Part:
+def _open_part(path: Path, opened: ExitStack) -> _Shard:
     try:
         file = opened.enter_context(path.open("rb"))
         data = opened.enter_context(mmap(file.fileno(), 0, access=ACCESS_READ))
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise WeightsError(f"{path} cannot be read: {error}") from error
-    with _naming(path):
-        return _Part(data, read_header(data))
+    with _errors_name(path):
+        return _Shard(data, read_header(data))
 
 
-def _kept(data: mmap, info: TensorInfo, expert: int | None = None) -> Tensor | Mxfp4:
+def _read_tensor(data: mmap, info: TensorInfo, expert: int | None = None) -> Tensor | Mxfp4Tensor:
     """All of it, or one expert's; as it is, where there is a form for that."""
     shape, start, num_bytes = info.shape, info.start, info.num_bytes
     if expert is not None:
@@ -224,10 +226,14 @@ def _kept(data: mmap, info: TensorInfo, expert: int | None = None) -> Tensor | M
         return _dequantised(content, info, shape)
     blocks = torch.from_numpy(np.frombuffer(content, np.uint8).reshape(*shape[:-1], -1, 1 + MXFP4_GROUP // 2).copy())
     codes, exponents = blocks[..., 1:], blocks[..., 0].contiguous()
-    return Mxfp4.of_neighbours(codes, exponents) if info.of_neighbours else Mxfp4(codes.flatten(-2), exponents)
+    return (
+        Mxfp4Tensor.from_adjacent_pairs(codes, exponents)
+        if info.adjacent_pairs
+        else Mxfp4Tensor(codes.flatten(-2), exponents)
+    )
 
 
-def _rows(read: Callable[[], Tensor | Mxfp4], rows: slice) -> Tensor | Mxfp4:
+def _rows(read: Callable[[], Tensor | Mxfp4Tensor], rows: slice) -> Tensor | Mxfp4Tensor:
     return read()[rows]
 
 
@@ -243,7 +249,7 @@ def _dequantised(content: bytes, info: TensorInfo, shape: tuple[int, ...]) -> Te
     return torch.from_numpy(values.reshape(shape).copy())
 
 
-def _halves(weight: Tensor, num_heads: int) -> Tensor:
+def _to_half_layout(weight: Tensor, num_heads: int) -> Tensor:
     """ggml's "normal" rotation turns neighbours, ours turns the two halves of a head. llama.cpp's converter has put
     row i of the first half and row i of the second beside each other."""
     pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])

@@ -21,7 +21,7 @@ VERSIONS = (2, 3)  # 1 had other lengths, and was in use for two months of 2023
 MAX_DIMENSIONS = 4  # ggml's own
 # Ollama's number for MXFP4 before ggml had one, with numbers that follow each other in one byte. To ggml it was Q4_2,
 # which was gone before there were GGUF files.
-MXFP4_OF_NEIGHBOURS = 4
+OLLAMA_MXFP4 = 4
 SCALARS = {
     GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
     GGUFValueType.UINT32: "I", GGUFValueType.INT32: "i", GGUFValueType.FLOAT32: "f", GGUFValueType.BOOL: "?",
@@ -32,7 +32,7 @@ SCALARS = {
 T = TypeVar("T", int, float, str, bool)
 
 
-class BrokenGguf(Exception):
+class MalformedGguf(Exception):
     """The bytes are not a whole GGUF file, or its metadata contradict themselves."""
 
 
@@ -43,11 +43,11 @@ class TensorInfo:
     kind: GGMLQuantizationType
     start: int  # in the file
     num_bytes: int
-    of_neighbours: bool = False  # whether it is `MXFP4_OF_NEIGHBOURS`
+    adjacent_pairs: bool = False  # whether it is `MXFP4_OF_NEIGHBOURS`
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GgufHeader:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
 
@@ -59,30 +59,30 @@ class Header:
         if wanted is float and type(value) is int:
             value = float(value)
         if type(value) is not wanted:
-            raise BrokenGguf(f"{key} is {value!r}, not of type {wanted.__name__}")
+            raise MalformedGguf(f"{key} is {value!r}, not of type {wanted.__name__}")
         if above is not None and isinstance(value, int | float) and not value > above:
-            raise BrokenGguf(f"{key} is {value!r}, not above {above:g}")
+            raise MalformedGguf(f"{key} is {value!r}, not above {above:g}")
         return value
 
     def items(self, key: str, wanted: type[T]) -> list[T]:
         """An array, or an empty list where there is none. Raises `BrokenGguf` for items of another type."""
         value = self.metadata.get(key, [])
         if not isinstance(value, list) or any(type(item) is not wanted for item in value):
-            raise BrokenGguf(f"{key} is not a list of type {wanted.__name__}")
+            raise MalformedGguf(f"{key} is not a list of type {wanted.__name__}")
         return cast("list[T]", value)
 
     def __contains__(self, key: str) -> bool:
         return key in self.metadata
 
 
-def read_header(data: mmap) -> Header:
+def read_header(data: mmap) -> GgufHeader:
     """Raises `BrokenGguf`. Every tensor that the result names lies within the file."""
     cursor = _Cursor(data)
     if cursor.take(len(MAGIC)) != MAGIC:
-        raise BrokenGguf("it does not begin with GGUF")
+        raise MalformedGguf("it does not begin with GGUF")
     version = cursor.number("I")
     if version not in VERSIONS:
-        raise BrokenGguf(f"its version is {version}, and only {' and '.join(map(str, VERSIONS))} can be read")
+        raise MalformedGguf(f"its version is {version}, and only {' and '.join(map(str, VERSIONS))} can be read")
     num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
     metadata = {}
     for _ in range(num_fields):
@@ -92,17 +92,17 @@ def read_header(data: mmap) -> Header:
     relative = [cursor.tensor() for _ in range(num_tensors)]  # to where the tensors begin
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
-        raise BrokenGguf(f"general.alignment is {alignment!r}")
+        raise MalformedGguf(f"general.alignment is {alignment!r}")
     base = -(-cursor.position // alignment) * alignment
     tensors = {}
     for info in relative:
         end = base + info.start + info.num_bytes
         if end > len(data):
-            raise BrokenGguf(f"it is cut off: tensor {info.name} ends at byte {end}, the file at {len(data)}")
+            raise MalformedGguf(f"it is cut off: tensor {info.name} ends at byte {end}, the file at {len(data)}")
         if info.name in tensors:
-            raise BrokenGguf(f"tensor {info.name} is there twice")
+            raise MalformedGguf(f"tensor {info.name} is there twice")
         tensors[info.name] = replace(info, start=base + info.start)
-    return Header(metadata, tensors)
+    return GgufHeader(metadata, tensors)
 
 
 class _Cursor:
@@ -113,7 +113,7 @@ class _Cursor:
     def take(self, num_bytes: int) -> bytes:
         end = self.position + num_bytes
         if end > len(self._data):
-            raise BrokenGguf(f"it is cut off: byte {end} is wanted, and the file has {len(self._data)}")
+            raise MalformedGguf(f"it is cut off: byte {end} is wanted, and the file has {len(self._data)}")
         taken = self._data[self.position : end]
         self.position = end
         return taken
@@ -132,7 +132,7 @@ class _Cursor:
             return self.string() if kind is GGUFValueType.STRING else self.number(SCALARS[kind])
         item, count = self._kind(key), self.number("Q")
         if item is GGUFValueType.ARRAY:
-            raise BrokenGguf(f"{key} is an array of arrays")
+            raise MalformedGguf(f"{key} is an array of arrays")
         if item is not GGUFValueType.STRING:
             size = struct.calcsize(f"<{SCALARS[item]}")
             return list(struct.unpack(f"<{count}{SCALARS[item]}", self.take(size * count)))
@@ -141,28 +141,28 @@ class _Cursor:
     def tensor(self) -> TensorInfo:
         name, num_dimensions = self.string(), self.number("I")
         if num_dimensions > MAX_DIMENSIONS:
-            raise BrokenGguf(f"tensor {name} has {num_dimensions} dimensions")
+            raise MalformedGguf(f"tensor {name} has {num_dimensions} dimensions")
         shape = tuple(self.number("Q") for _ in range(num_dimensions))[::-1]
         if 0 in shape:
-            raise BrokenGguf(f"tensor {name} has nothing in it")
+            raise MalformedGguf(f"tensor {name} has nothing in it")
         code = self.number("I")
-        of_neighbours = code == MXFP4_OF_NEIGHBOURS
+        adjacent_pairs = code == OLLAMA_MXFP4
         try:
-            kind = GGMLQuantizationType.MXFP4 if of_neighbours else GGMLQuantizationType(code)
+            kind = GGMLQuantizationType.MXFP4 if adjacent_pairs else GGMLQuantizationType(code)
         except ValueError as error:
-            raise BrokenGguf(f"tensor {name} is quantised in a way that is not known, number {code}") from error
-        return TensorInfo(name, shape, kind, self.number("Q"), _num_bytes(name, shape, kind), of_neighbours)
+            raise MalformedGguf(f"tensor {name} is quantised in a way that is not known, number {code}") from error
+        return TensorInfo(name, shape, kind, self.number("Q"), _num_bytes(name, shape, kind), adjacent_pairs)
 
     def _kind(self, key: str) -> GGUFValueType:
         code = self.number("I")
         try:
             return GGUFValueType(code)
         except ValueError as error:
-            raise BrokenGguf(f"{key} is of a type that is not known, number {code}") from error
+            raise MalformedGguf(f"{key} is of a type that is not known, number {code}") from error
 
 
 def _num_bytes(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
     block_length, block_bytes = GGML_QUANT_SIZES[kind]
     if shape and shape[-1] % block_length:
-        raise BrokenGguf(f"tensor {name} has rows of {shape[-1]}, which {kind.name} cannot cut into {block_length}")
+        raise MalformedGguf(f"tensor {name} has rows of {shape[-1]}, which {kind.name} cannot cut into {block_length}")
     return math.prod(shape) // block_length * block_bytes

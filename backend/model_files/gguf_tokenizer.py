@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from backend.engine.errors import UnsupportedModel
-from backend.model_files.gguf_header import BrokenGguf, Header
+from backend.model_files.gguf_header import GgufHeader, MalformedGguf
 
 PREFIX = "tokenizer.ggml."
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # of `token_type`
@@ -58,7 +58,7 @@ SPLITS = {
 }
 
 
-def make_tokenizer(header: Header) -> Tokenizer:
+def make_tokenizer(header: GgufHeader) -> Tokenizer:
     """Raises `UnsupportedModel` for another kind of vocabulary, `BrokenGguf` for one that contradicts itself."""
     kind = header.get(f"{PREFIX}model", "")
     if kind not in ("gpt2", "llama"):
@@ -66,7 +66,7 @@ def make_tokenizer(header: Header) -> Tokenizer:
     tokens = _tokens(header)
     types = header.items(f"{PREFIX}token_type", int) or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
-        raise BrokenGguf(f"{PREFIX}token_type has {len(types)} entries for {len(tokens)} tokens")
+        raise MalformedGguf(f"{PREFIX}token_type has {len(types)} entries for {len(tokens)} tokens")
     tokenizer = _byte_level(header, tokens) if kind == "gpt2" else _sentence_piece(header, tokens, types)
     tokenizer.add_tokens(
         [
@@ -79,14 +79,14 @@ def make_tokenizer(header: Header) -> Tokenizer:
     return tokenizer
 
 
-def special_tokens(header: Header) -> dict[str, str]:
+def special_tokens(header: GgufHeader) -> dict[str, str]:
     """By transformers' names."""
     tokens = header.items(f"{PREFIX}tokens", str)
     ids = {role: header.get(f"{PREFIX}{name}_token_id", -1) for role, name in ROLES.items()}
     return {role: tokens[i] for role, i in ids.items() if 0 <= i < len(tokens)}
 
 
-def end_token_ids(header: Header) -> list[int]:
+def end_token_ids(header: GgufHeader) -> list[int]:
     """Every token that ends an answer."""
     tokens, types = header.items(f"{PREFIX}tokens", str), header.items(f"{PREFIX}token_type", int)
     named = {header.get(f"{PREFIX}{name}_token_id", -1) for name in ("eos", "eot", "eom")} - {-1}
@@ -98,14 +98,14 @@ def end_token_ids(header: Header) -> list[int]:
     return sorted(named | {control[token] for token in ends & control.keys()})
 
 
-def _tokens(header: Header) -> list[str]:
+def _tokens(header: GgufHeader) -> list[str]:
     tokens = header.items(f"{PREFIX}tokens", str)
     if not tokens:
-        raise BrokenGguf(f"{PREFIX}tokens is missing")
+        raise MalformedGguf(f"{PREFIX}tokens is missing")
     return tokens
 
 
-def _byte_level(header: Header, tokens: list[str]) -> Tokenizer:
+def _byte_level(header: GgufHeader, tokens: list[str]) -> Tokenizer:
     name = UNTOLD_SPLITS.get(header.get("general.architecture", ""), header.get(f"{PREFIX}pre", ""))
     if name not in SPLITS:
         raise UnsupportedModel(f"{PREFIX}pre {name!r} is not one of {', '.join(SPLITS)}")
@@ -114,7 +114,7 @@ def _byte_level(header: Header, tokens: list[str]) -> Tokenizer:
     merges = [_merge(pair) for pair in header.items(f"{PREFIX}merges", str)]
     for first, second in merges:
         if not {first, second, first + second} <= vocab.keys():
-            raise BrokenGguf(f"{PREFIX}merges joins {first!r} and {second!r}, not all in tokens")
+            raise MalformedGguf(f"{PREFIX}merges joins {first!r} and {second!r}, not all in tokens")
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=split.ignores_merges))
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -132,14 +132,14 @@ def _byte_level(header: Header, tokens: list[str]) -> Tokenizer:
 def _merge(pair: str) -> tuple[str, str]:
     cut = pair.find(" ", 1)  # a piece may begin with a space
     if cut < 0:
-        raise BrokenGguf(f"{PREFIX}merges: {pair!r} is not two pieces")
+        raise MalformedGguf(f"{PREFIX}merges: {pair!r} is not two pieces")
     return pair[:cut], pair[cut + 1 :]
 
 
-def _sentence_piece(header: Header, tokens: list[str], types: list[int]) -> Tokenizer:
+def _sentence_piece(header: GgufHeader, tokens: list[str], types: list[int]) -> Tokenizer:
     scores = header.items(f"{PREFIX}scores", float)
     if len(scores) != len(tokens):
-        raise BrokenGguf(f"{PREFIX}scores has {len(scores)} entries for {len(tokens)} tokens")
+        raise MalformedGguf(f"{PREFIX}scores has {len(scores)} entries for {len(tokens)} tokens")
     unknown = special_tokens(header).get("unk_token", tokens[0])
     merges = list(_merges_by_score(tokens, types, scores))
     vocab = _vocab(tokens)
@@ -170,11 +170,11 @@ def _merges_by_score(tokens: list[str], types: list[int], scores: list[float]) -
 def _vocab(tokens: list[str]) -> dict[str, int]:
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
-        raise BrokenGguf(f"{PREFIX}tokens has the same token twice")
+        raise MalformedGguf(f"{PREFIX}tokens has the same token twice")
     return vocab
 
 
-def _add_outer_tokens(tokenizer: Tokenizer, header: Header, *, begins: bool) -> None:
+def _add_outer_tokens(tokenizer: Tokenizer, header: GgufHeader, *, begins: bool) -> None:
     special = special_tokens(header)
     outer = {
         "bos_token": header.get(f"{PREFIX}add_bos_token", begins),

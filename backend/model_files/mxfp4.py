@@ -18,7 +18,7 @@ NO_SCALE = 255  # says that none of a group is a number
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4:
+class Mxfp4Tensor:
     """What stands for a tensor [..., in]."""
 
     codes: Tensor  # [..., in / 2] uint8: a group's first half in the low four bits of its bytes, its second in the high
@@ -26,7 +26,7 @@ class Mxfp4:
     dtype: torch.dtype = torch.float32  # that it is meant for
 
     @classmethod
-    def of_neighbours(cls, blocks: Tensor, exponents: Tensor) -> Mxfp4:
+    def from_adjacent_pairs(cls, blocks: Tensor, exponents: Tensor) -> Mxfp4Tensor:
         """From blocks in which two numbers that follow each other share a byte: [..., in / GROUP, GROUP / 2]."""
         codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
         first, second = codes.chunk(2, dim=-1)
@@ -36,12 +36,12 @@ class Mxfp4:
     def shape(self) -> tuple[int, ...]:
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
-    def __getitem__(self, places: int | slice) -> Mxfp4:
+    def __getitem__(self, places: int | slice) -> Mxfp4Tensor:
         """Along the first dimension."""
         return replace(self, codes=self.codes[places], exponents=self.exponents[places])
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Mxfp4:
-        return Mxfp4(self.codes.to(device), self.exponents.to(device), dtype)
+    def to(self, device: torch.device, dtype: torch.dtype) -> Mxfp4Tensor:
+        return Mxfp4Tensor(self.codes.to(device), self.exponents.to(device), dtype)
 
     def scales(self, bias: int = SCALE_BIAS) -> Tensor:
         """The powers of two: [..., in / GROUP] float32."""
@@ -49,21 +49,21 @@ class Mxfp4:
         powers = torch.ldexp(ones, self.exponents.to(torch.int32) - bias)
         return powers.masked_fill_(self.exponents == NO_SCALE, torch.nan)
 
-    def plain(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """The tensor, in its dtype."""
         groups = self.codes.reshape(*self.codes.shape[:-1], -1, GROUP // 2)
         numbers = torch.tensor(NUMBERS, device=groups.device)[torch.cat((groups & 15, groups >> 4), dim=-1).int()]
         return numbers.mul_(self.scales()[..., None]).to(self.dtype).flatten(-2)
 
 
-def plain(tensor: Tensor | Mxfp4) -> Tensor:
-    return tensor.plain() if isinstance(tensor, Mxfp4) else tensor
+def dequantized(tensor: Tensor | Mxfp4Tensor) -> Tensor:
+    return tensor.dequantize() if isinstance(tensor, Mxfp4Tensor) else tensor
 
 
-def joined(parts: Sequence[Tensor | Mxfp4]) -> Tensor | Mxfp4:
+def concatenated(parts: Sequence[Tensor | Mxfp4Tensor]) -> Tensor | Mxfp4Tensor:
     """One behind the other along the first dimension."""
-    packed = [part for part in parts if isinstance(part, Mxfp4)]
+    packed = [part for part in parts if isinstance(part, Mxfp4Tensor)]
     if len(packed) < len(parts):
-        return torch.cat([plain(part) for part in parts])
+        return torch.cat([dequantized(part) for part in parts])
     codes, exponents = torch.cat([part.codes for part in packed]), torch.cat([part.exponents for part in packed])
-    return Mxfp4(codes, exponents, packed[0].dtype)
+    return Mxfp4Tensor(codes, exponents, packed[0].dtype)

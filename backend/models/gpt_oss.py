@@ -5,7 +5,7 @@ from torch import Tensor
 
 from backend.layers.loader import LayerLoader
 from backend.layers.mlp import PLAIN_NAMES, Mlp, SparseMlp
-from backend.model_files.mxfp4 import GROUP, Mxfp4, joined, plain
+from backend.model_files.mxfp4 import GROUP, Mxfp4Tensor, concatenated, dequantized
 from backend.models.config import ExpertsConfig, ModelConfig
 from backend.models.decoder import Decoder
 
@@ -47,16 +47,19 @@ def _experts_stacked(loader: LayerLoader, experts: ExpertsConfig, size: int) -> 
     linear = loader.quantization.linear
     return [
         # Rows of gate and up one after the other, as in every other family.
-        Mlp(linear(_in_turn(gate_up[i]), plain(_in_turn(gate_up_bias[i])), ACTIVATION), linear(down[i], down_bias[i]))
+        Mlp(
+            linear(_in_turn(gate_up[i]), dequantized(_in_turn(gate_up_bias[i])), ACTIVATION),
+            linear(down[i], down_bias[i]),
+        )
         for i in range(experts.num_experts)
     ]
 
 
-def _in_turn(rows: Tensor | Mxfp4) -> Tensor | Mxfp4:
-    return joined((rows[0::2], rows[1::2]))
+def _in_turn(rows: Tensor | Mxfp4Tensor) -> Tensor | Mxfp4Tensor:
+    return concatenated((rows[0::2], rows[1::2]))
 
 
-def _stacked(loader: LayerLoader, name: str, num_experts: int, ins: int, outs: int) -> Tensor | Mxfp4:
+def _stacked(loader: LayerLoader, name: str, num_experts: int, ins: int, outs: int) -> Tensor | Mxfp4Tensor:
     """[num_experts, outs, ins]: in MXFP4, or of what transformers saves, which is [num_experts, ins, outs]."""
     checkpoint, whole = loader.checkpoint, f"{loader.prefix}{name}"
     if whole in checkpoint:
@@ -64,4 +67,4 @@ def _stacked(loader: LayerLoader, name: str, num_experts: int, ins: int, outs: i
     shape = (num_experts, outs, ins // GROUP)
     blocks = checkpoint.take(f"{whole}_blocks", *shape, GROUP // 2, dtype=torch.uint8)
     scales = checkpoint.take(f"{whole}_scales", *shape, dtype=torch.uint8)
-    return Mxfp4.of_neighbours(blocks, scales).to(blocks.device, checkpoint.dtype)
+    return Mxfp4Tensor.from_adjacent_pairs(blocks, scales).to(blocks.device, checkpoint.dtype)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from backend.engine.errors import WeightsError
 from backend.model_files import open_model_files
-from backend.model_files.base import Tensors
-from backend.model_files.mxfp4 import Mxfp4, plain
+from backend.model_files.base import TensorReaders
+from backend.model_files.mxfp4 import Mxfp4Tensor, dequantized
 
 MAX_NAMES_SHOWN = 8
 
@@ -27,7 +27,7 @@ class Checkpoint:
         self.dtype = dtype
         self._device = device
         self._files = ExitStack()
-        self._sources: Tensors = {}
+        self._sources: TensorReaders = {}
 
     def __enter__(self) -> Self:
         self._sources.update(self._files.enter_context(open_model_files(self._model_dir).tensors()))
@@ -42,9 +42,9 @@ class Checkpoint:
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """In the checkpoint's target dtype, or another. Raises `WeightsError` if there is no such tensor, or not of
         this shape."""
-        return plain(self.take_as_kept(name, *shape, dtype=dtype))
+        return dequantized(self.take_packed(name, *shape, dtype=dtype))
 
-    def take_as_kept(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | Mxfp4:
+    def take_packed(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | Mxfp4Tensor:
         """The same, but for what the files keep in four bits, which stays so."""
         if name not in self._sources:
             raise WeightsError(f"tensor {name} is missing from {self._model_dir}; not taken so far: {self._left()}")

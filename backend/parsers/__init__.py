@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from backend.parsers.base import ToolFormat
-from backend.parsers.harmony import Harmony, HarmonyChannels
-from backend.parsers.hermes import Hermes
-from backend.parsers.llama3 import Llama3
-from backend.parsers.mistral import Mistral
+from backend.parsers.delimited_reasoning import DelimitedReasoningFormat
+from backend.parsers.harmony import HarmonyFormat, HarmonyReasoningFormat
+from backend.parsers.hermes import HermesFormat
+from backend.parsers.llama3 import Llama3Format
+from backend.parsers.mistral import MistralFormat
 from backend.parsers.reasoning import ReasoningFormat
-from backend.parsers.thinking import ThinkingFormat
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "hermes": Hermes(),
-    "llama3": Llama3(),
-    "mistral": Mistral(),
-    "harmony": Harmony(),
+    "hermes": HermesFormat(),
+    "llama3": Llama3Format(),
+    "mistral": MistralFormat(),
+    "harmony": HarmonyFormat(),
 }
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
-    "think": ThinkingFormat("<think>", "</think>"),
-    "mistral": ThinkingFormat("[THINK]", "[/THINK]"),
-    "harmony": HarmonyChannels(),
+    "think": DelimitedReasoningFormat("<think>", "</think>"),
+    "mistral": DelimitedReasoningFormat("[THINK]", "[/THINK]"),
+    "harmony": HarmonyReasoningFormat(),
 }
 
 AUTO, NONE = "auto", "none"

@@ -18,17 +18,17 @@ MAX_PARALLEL_CALLS = 32  # that a grammar lets a model make in one answer
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class ContentText:
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningText:
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class CallStarted:
+class ToolCallStart:
     """`index`: of the call within the answer, from 0."""
 
     index: int
@@ -36,37 +36,37 @@ class CallStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class CallArguments:
+class ToolCallArguments:
     """The next piece of a call's arguments, JSON as the model wrote it."""
 
     index: int
     text: str
 
 
-Event = Text | Reasoning | CallStarted | CallArguments
+OutputEvent = ContentText | ReasoningText | ToolCallStart | ToolCallArguments
 
 
 class OutputParser(ABC):
     """Reads one answer."""
 
     @abstractmethod
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[OutputEvent]:
         """What is certain now."""
 
     @abstractmethod
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[OutputEvent]:
         """The rest, when no more text comes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class CallableTool:
     name: str
     parameters: Mapping[str, Any] | None = None  # a JSON schema; None: no arguments
     strict: bool = False
 
 
 # A special token or plain text as a terminal of a Lark grammar, whichever the tokenizer has for this marker.
-Mark = Callable[[str], str]
+MarkerTerminal = Callable[[str], str]
 
 
 class ToolFormat(ABC):
@@ -77,17 +77,17 @@ class ToolFormat(ABC):
     stands_alone: ClassVar[bool] = False  # whether no text can come before it
 
     @abstractmethod
-    def parser(self, tools: Sequence[Tool]) -> OutputParser: ...
+    def parser(self, tools: Sequence[CallableTool]) -> OutputParser: ...
 
     @abstractmethod
-    def calls(self, tools: Sequence[Tool], mark: Mark, *, parallel: bool) -> str:
+    def calls(self, tools: Sequence[CallableTool], terminal: MarkerTerminal, *, parallel: bool) -> str:
         """Lark rules: `calls` is one call of these tools or more, behind the first marker; `head` is that marker."""
 
     def new_id(self) -> str:
         return f"call_{secrets.token_hex(12)}"
 
 
-def parameters_rule(tool: Tool) -> str:
+def parameters_rule(tool: CallableTool) -> str:
     """The arguments of one tool, for a Lark rule: JSON with the spaces that models are used to."""
     schema = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
     options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -14,20 +14,20 @@ import re
 from collections.abc import Callable, Sequence
 
 from backend.parsers.base import (
-    CallArguments,
-    CallStarted,
-    Event,
-    Mark,
+    CallableTool,
+    ContentText,
+    MarkerTerminal,
+    OutputEvent,
     OutputParser,
-    Reasoning,
-    Text,
-    Tool,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallStart,
     ToolFormat,
     parameters_rule,
     quoted,
 )
-from backend.parsers.marked import MarkedCalls, held_back
-from backend.parsers.reasoning import ReasoningFormat, ReasoningParser, up_to
+from backend.parsers.marker_calls import MarkerCallParser, partial_marker_length
+from backend.parsers.reasoning import ReasoningFormat, ReasoningParser, rule_through
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -43,65 +43,66 @@ _MESSAGE_END = re.compile("|".join([*map(re.escape, (END, CALL, RETURN)), f"(?={
 _CALL_HEADER = re.compile(rf"([^\s<]+)\s*(?:{re.escape(CONSTRAIN)})?\s*\w*\s*{re.escape(MESSAGE)}")
 
 
-class HarmonyChannels(ReasoningFormat):
+class HarmonyReasoningFormat(ReasoningFormat):
     @property
     def markers(self) -> tuple[str, ...]:
         return MARKERS
 
     def parser(self, prompt: str) -> ReasoningParser:
-        return Channels()
+        return HarmonyChannelParser()
 
-    def rules(self, prompt: str, mark: Mark) -> str:
-        thought, rule = up_to(END, mark)
+    def rules(self, prompt: str, terminal: MarkerTerminal) -> str:
+        body, rule = rule_through(END, terminal)
+        channel, message, start = terminal(CHANNEL), terminal(MESSAGE), terminal(START)
         return "\n".join(
             [
-                f'thinking: ({mark(CHANNEL)} "{ANALYSIS}" {mark(MESSAGE)} {thought} {mark(START)} "assistant")?',
-                f'opening: {mark(CHANNEL)} "{FINAL}" {mark(MESSAGE)}',
+                f'reasoning: ({channel} "{ANALYSIS}" {message} {body} {start} "assistant")?',
+                f'opening: {channel} "{FINAL}" {message}',
                 rule,
             ]
         )
 
 
-class Channels(ReasoningParser):
+class HarmonyChannelParser(ReasoningParser):
     """A machine whose states are methods: each takes what it can of `_rest`, and says whether it got any further."""
 
     def __init__(self) -> None:
         self._state: Callable[[], bool] = self._read_header
-        self._say: Callable[[str], Event] = Text
+        self._say: Callable[[str], OutputEvent] = ContentText
         self._is_call = False
         self._rest = ""  # not yet taken
-        self._events: list[Event] = []
+        self._events: list[OutputEvent] = []
 
     @property
     def is_reasoning(self) -> bool:
-        return self._say is Reasoning
+        return self._say is ReasoningText
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[OutputEvent]:
         self._rest += text
         while self._rest and self._state():
             pass
         return self._told()
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[OutputEvent]:
         if self._state != self._read_header:
             self._tell(self._rest)
         elif not _begins_header(self._rest):
-            self._events.append(Text(self._rest))
+            self._events.append(ContentText(self._rest))
         self._rest = ""
         return self._told()
 
     def _read_header(self) -> bool:
         if not _begins_header(self._rest):
-            self._say, self._state = Text, self._read_plain  # a model that keeps to no format
+            self._say, self._state = ContentText, self._read_plain  # a model that keeps to no format
             return True
         header, found, after = self._rest.partition(MESSAGE)
         if not found:
             if len(header) > MAX_HEADER_CHARACTERS:
-                self._say, self._state = Text, self._read_plain
+                self._say, self._state = ContentText, self._read_plain
             return len(header) > MAX_HEADER_CHARACTERS
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         self._is_call = recipient is not None
-        self._say = Reasoning if channel and channel[1] == ANALYSIS and not recipient else Text
+        self._say = ReasoningText if channel and channel[1] == ANALYSIS and not recipient else ContentText
         if recipient:
             self._tell(f"{TO_FUNCTION}{recipient[1]} {CONSTRAIN}json{MESSAGE}")
         self._rest, self._state = after, self._read_message
@@ -110,7 +111,9 @@ class Channels(ReasoningParser):
     def _read_message(self) -> bool:
         end = _MESSAGE_END.search(self._rest)
         if end is None:
-            sure = len(self._rest) - max(held_back(self._rest, closer) for closer in (END, CALL, RETURN, START))
+            sure = len(self._rest) - max(
+                partial_marker_length(self._rest, closer) for closer in (END, CALL, RETURN, START)
+            )
             self._tell(self._rest[:sure])
             self._rest = self._rest[sure:]
             return False
@@ -127,7 +130,7 @@ class Channels(ReasoningParser):
         if text:
             self._events.append(self._say(text))
 
-    def _told(self) -> list[Event]:
+    def _told(self) -> list[OutputEvent]:
         events, self._events = self._events, []
         return events
 
@@ -136,32 +139,34 @@ def _begins_header(text: str) -> bool:
     return any(text.startswith(begin) or begin.startswith(text) for begin in _BEGINS)
 
 
-class Harmony(ToolFormat):
+class HarmonyFormat(ToolFormat):
     """One call to an answer: the token behind it ends the answer."""
 
     markers = MARKERS
     begins = CHANNEL
     stands_alone = True
 
-    def parser(self, tools: Sequence[Tool]) -> OutputParser:
-        return HarmonyCalls()
+    def parser(self, tools: Sequence[CallableTool]) -> OutputParser:
+        return HarmonyCallParser()
 
-    def calls(self, tools: Sequence[Tool], mark: Mark, *, parallel: bool) -> str:
-        rules = [f"head: {mark(CHANNEL)}", f"calls: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
+    def calls(self, tools: Sequence[CallableTool], terminal: MarkerTerminal, *, parallel: bool) -> str:
+        rules = [f"head: {terminal(CHANNEL)}", f"calls: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
         for i, tool in enumerate(tools):
-            header = f'{quoted(f"commentary to=functions.{tool.name} ")} {mark(CONSTRAIN)} "json" {mark(MESSAGE)}'
+            header = (
+                f'{quoted(f"commentary to=functions.{tool.name} ")} {terminal(CONSTRAIN)} "json" {terminal(MESSAGE)}'
+            )
             rules += [f"call_{i}: {header} arguments_{i}", f"arguments_{i}: {parameters_rule(tool)}"]
         return "\n".join(rules)
 
 
-class HarmonyCalls(MarkedCalls):
+class HarmonyCallParser(MarkerCallParser):
     marker = TO_FUNCTION
 
     def __init__(self) -> None:
         super().__init__()
         self._has_arguments = False
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[OutputEvent]:
         if self._state == self._read_arguments:
             self._tell_arguments(self._rest)
             self._rest = ""
@@ -173,14 +178,14 @@ class HarmonyCalls(MarkedCalls):
         if header is None:
             too_late = MESSAGE in self._rest or len(self._rest) > MAX_HEADER_CHARACTERS
             return self._give_up() if too_late else False
-        self._emit([CallStarted(self._num_calls, header[1])])
+        self._emit([ToolCallStart(self._num_calls, header[1])])
         self._rest = self._rest[header.end() :]
         self._has_arguments, self._state = False, self._read_arguments
         return True
 
     def _read_arguments(self) -> bool:
         before, found, after = self._rest.partition(CALL)
-        end = len(before) if found else len(before) - held_back(before, CALL)
+        end = len(before) if found else len(before) - partial_marker_length(before, CALL)
         self._tell_arguments(before[:end])
         self._rest = after if found else before[end:]
         if found:
@@ -190,7 +195,7 @@ class HarmonyCalls(MarkedCalls):
     def _tell_arguments(self, text: str) -> None:
         if text:
             self._has_arguments = True
-            self._emit([CallArguments(self._num_calls - 1, text)])
+            self._emit([ToolCallArguments(self._num_calls - 1, text)])
 
     def _close_call(self) -> None:
         if not self._has_arguments:

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backend.parsers.base import MAX_PARALLEL_CALLS, Mark, OutputParser, Tool, ToolFormat, parameters_rule, quoted
-from backend.parsers.marked import MarkedCalls
+from backend.parsers.base import (
+    MAX_PARALLEL_CALLS,
+    CallableTool,
+    MarkerTerminal,
+    OutputParser,
+    ToolFormat,
+    parameters_rule,
+    quoted,
+)
+from backend.parsers.marker_calls import MarkerCallParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class Hermes(ToolFormat):
+class HermesFormat(ToolFormat):
     markers = (OPEN, CLOSE)
     begins = OPEN
 
-    def parser(self, tools: Sequence[Tool]) -> OutputParser:
+    def parser(self, tools: Sequence[CallableTool]) -> OutputParser:
         return HermesParser()
 
-    def calls(self, tools: Sequence[Tool], mark: Mark, *, parallel: bool) -> str:
+    def calls(self, tools: Sequence[CallableTool], terminal: MarkerTerminal, *, parallel: bool) -> str:
         rules = [
-            f"head: {mark(OPEN)}",
-            f"calls: call{f' (NEWLINE {mark(OPEN)} call){{0,{MAX_PARALLEL_CALLS - 1}}}' if parallel else ''}",
-            f'call: "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" {mark(CLOSE)}',
+            f"head: {terminal(OPEN)}",
+            f"calls: call{f' (NEWLINE {terminal(OPEN)} call){{0,{MAX_PARALLEL_CALLS - 1}}}' if parallel else ''}",
+            f'call: "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" {terminal(CLOSE)}',
             r'NEWLINE: "\n"',
         ]
         for i, tool in enumerate(tools):
@@ -30,7 +38,7 @@ class Hermes(ToolFormat):
         return "\n".join(rules)
 
 
-class HermesParser(MarkedCalls):
+class HermesParser(MarkerCallParser):
     marker = OPEN
 
     def _behind_marker(self) -> bool:

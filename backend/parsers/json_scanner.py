@@ -7,7 +7,7 @@ import re
 from collections.abc import Container
 from enum import Enum, auto
 
-from backend.parsers.base import CallArguments, CallStarted, Event
+from backend.parsers.base import OutputEvent, ToolCallArguments, ToolCallStart
 
 WHITESPACE = " \t\r\n"
 _STRUCTURE = re.compile(r'["{}\[\]]')
@@ -15,7 +15,7 @@ _STRING = re.compile(r'["\\]')
 _SCALAR_END = re.compile(r"[,}\]\s]")
 
 
-class ValueScanner:
+class JsonValueScanner:
     """Finds the end of one value, brackets and quotes alone being looked at."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class ValueScanner:
         return found.end()
 
 
-class Stage(Enum):
+class CallStage(Enum):
     OPENING = auto()  # before the brace
     KEY = auto()  # before a key, or the closing brace
     IN_KEY = auto()
@@ -81,7 +81,7 @@ class Stage(Enum):
     REJECTED = auto()  # this is no call
 
 
-class CallScanner:
+class JsonCallScanner:
     """Reads `{"name": "f", "arguments": {...}}`, in either order, "parameters" being another word for the latter.
 
     Once the name is known it is a call, and stays one; what is not JSON, or has no such name, is rejected before.
@@ -89,11 +89,11 @@ class CallScanner:
 
     def __init__(self, index: int, names: Container[str] | None = None) -> None:
         """`names`: the only names that make it a call; None: any."""
-        self.stage = Stage.OPENING
+        self.stage = CallStage.OPENING
         self.started = False
         self._index = index
         self._names = names
-        self._scanner = ValueScanner()
+        self._scanner = JsonValueScanner()
         self._key = ""
         self._value = ""
         self._arguments = ""  # read before the name was
@@ -101,54 +101,54 @@ class CallScanner:
 
     @property
     def ended(self) -> bool:
-        return self.stage in (Stage.DONE, Stage.REJECTED)
+        return self.stage in (CallStage.DONE, CallStage.REJECTED)
 
-    def feed(self, text: str) -> tuple[list[Event], int]:
+    def feed(self, text: str) -> tuple[list[OutputEvent], int]:
         """Events, and how many characters were taken: all, unless the call has ended before."""
-        events: list[Event] = []
+        events: list[OutputEvent] = []
         at = 0
         while at < len(text) and not self.ended:
             at = self._advance(text, at, events)
         return _joined(events), at
 
-    def _advance(self, text: str, at: int, events: list[Event]) -> int:
+    def _advance(self, text: str, at: int, events: list[OutputEvent]) -> int:
         character = text[at]
-        if self.stage in (Stage.IN_KEY, Stage.IN_VALUE):
+        if self.stage in (CallStage.IN_KEY, CallStage.IN_VALUE):
             end = self._scanner.feed(text, at)
             self._take(text[at:end], events)
             return end
-        if character in WHITESPACE or (character == "," and self.stage is Stage.KEY):
+        if character in WHITESPACE or (character == "," and self.stage is CallStage.KEY):
             return at + 1
-        if self.stage is Stage.OPENING:
-            self.stage = Stage.KEY if character == "{" else Stage.REJECTED
+        if self.stage is CallStage.OPENING:
+            self.stage = CallStage.KEY if character == "{" else CallStage.REJECTED
             return at + 1
-        if self.stage is Stage.COLON:
-            self.stage = Stage.VALUE if character == ":" else Stage.REJECTED
+        if self.stage is CallStage.COLON:
+            self.stage = CallStage.VALUE if character == ":" else CallStage.REJECTED
             return at + 1
-        if self.stage is Stage.KEY and character == "}":
+        if self.stage is CallStage.KEY and character == "}":
             self._close(events)
             return at + 1
-        if self.stage is Stage.KEY and character != '"':
-            self.stage = Stage.REJECTED
+        if self.stage is CallStage.KEY and character != '"':
+            self.stage = CallStage.REJECTED
             return at + 1
-        self._scanner = ValueScanner()
+        self._scanner = JsonValueScanner()
         self._value = ""
-        self.stage = Stage.IN_KEY if self.stage is Stage.KEY else Stage.IN_VALUE
+        self.stage = CallStage.IN_KEY if self.stage is CallStage.KEY else CallStage.IN_VALUE
         return at
 
-    def _take(self, piece: str, events: list[Event]) -> None:
+    def _take(self, piece: str, events: list[OutputEvent]) -> None:
         """A piece of a key or of a value."""
-        is_arguments = self.stage is Stage.IN_VALUE and self._key in ("arguments", "parameters")
+        is_arguments = self.stage is CallStage.IN_VALUE and self._key in ("arguments", "parameters")
         self._value += piece
         is_streamed = is_arguments and self._value.startswith("{")
         if is_streamed:
             self._say_arguments(piece, events)
         if not self._scanner.done:
             return
-        if self.stage is Stage.IN_KEY:
-            self._key, self.stage = str(_decoded(self._value)), Stage.COLON
+        if self.stage is CallStage.IN_KEY:
+            self._key, self.stage = str(_decoded(self._value)), CallStage.COLON
             return
-        self.stage = Stage.KEY
+        self.stage = CallStage.KEY
         if self._key == "name":
             self._start(_decoded(self._value), events)
         elif is_arguments and not is_streamed:
@@ -156,28 +156,28 @@ class CallScanner:
             decoded = _decoded(self._value)
             self._say_arguments(decoded if isinstance(decoded, str) else "{}", events)
 
-    def _say_arguments(self, text: str, events: list[Event]) -> None:
+    def _say_arguments(self, text: str, events: list[OutputEvent]) -> None:
         self._has_arguments = True
         if self.started:
-            events.append(CallArguments(self._index, text))
+            events.append(ToolCallArguments(self._index, text))
         else:
             self._arguments += text
 
-    def _start(self, name: object, events: list[Event]) -> None:
+    def _start(self, name: object, events: list[OutputEvent]) -> None:
         if self.started:
             return
         if not isinstance(name, str) or not name or (self._names is not None and name not in self._names):
-            self.stage = Stage.REJECTED
+            self.stage = CallStage.REJECTED
             return
         self.started = True
-        events.append(CallStarted(self._index, name))
+        events.append(ToolCallStart(self._index, name))
         if self._arguments:
-            events.append(CallArguments(self._index, self._arguments))
+            events.append(ToolCallArguments(self._index, self._arguments))
 
-    def _close(self, events: list[Event]) -> None:
-        self.stage = Stage.DONE if self.started else Stage.REJECTED
+    def _close(self, events: list[OutputEvent]) -> None:
+        self.stage = CallStage.DONE if self.started else CallStage.REJECTED
         if self.started and not self._has_arguments:
-            events.append(CallArguments(self._index, "{}"))
+            events.append(ToolCallArguments(self._index, "{}"))
 
 
 def _decoded(raw: str) -> object:
@@ -187,13 +187,13 @@ def _decoded(raw: str) -> object:
         return None
 
 
-def _joined(events: list[Event]) -> list[Event]:
+def _joined(events: list[OutputEvent]) -> list[OutputEvent]:
     """With the pieces of one call's arguments in one event."""
-    joined: list[Event] = []
+    joined: list[OutputEvent] = []
     for event in events:
         last = joined[-1] if joined else None
-        if isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
-            joined[-1] = CallArguments(event.index, last.text + event.text)
+        if isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments) and last.index == event.index:
+            joined[-1] = ToolCallArguments(event.index, last.text + event.text)
         else:
             joined.append(event)
     return joined

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backend.parsers.base import MAX_PARALLEL_CALLS, Mark, OutputParser, Tool, ToolFormat, parameters_rule, quoted
-from backend.parsers.marked import MarkedCalls
+from backend.parsers.base import (
+    MAX_PARALLEL_CALLS,
+    CallableTool,
+    MarkerTerminal,
+    OutputParser,
+    ToolFormat,
+    parameters_rule,
+    quoted,
+)
+from backend.parsers.marker_calls import MarkerCallParser
 
 TAG = "<|python_tag|>"
 
 
-class Llama3(ToolFormat):
+class Llama3Format(ToolFormat):
     markers = (TAG,)
     begins = ""
 
-    def parser(self, tools: Sequence[Tool]) -> OutputParser:
+    def parser(self, tools: Sequence[CallableTool]) -> OutputParser:
         return Llama3Parser(frozenset(tool.name for tool in tools))
 
-    def calls(self, tools: Sequence[Tool], mark: Mark, *, parallel: bool) -> str:
+    def calls(self, tools: Sequence[CallableTool], terminal: MarkerTerminal, *, parallel: bool) -> str:
         rules = [
             'head: ""',
             f"calls: call{f' (SEPARATOR call){{0,{MAX_PARALLEL_CALLS - 1}}}' if parallel else ''}",
@@ -34,7 +42,7 @@ class Llama3(ToolFormat):
         return "\n".join(rules)
 
 
-class Llama3Parser(MarkedCalls):
+class Llama3Parser(MarkerCallParser):
     marker = TAG
 
     def __init__(self, names: frozenset[str]) -> None:

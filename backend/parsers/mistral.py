@@ -12,17 +12,17 @@ from collections.abc import Sequence
 
 from backend.parsers.base import (
     MAX_PARALLEL_CALLS,
-    CallArguments,
-    CallStarted,
-    Mark,
+    CallableTool,
+    MarkerTerminal,
     OutputParser,
-    Tool,
+    ToolCallArguments,
+    ToolCallStart,
     ToolFormat,
     parameters_rule,
     quoted,
 )
-from backend.parsers.json_scanner import ValueScanner
-from backend.parsers.marked import MarkedCalls
+from backend.parsers.json_scanner import JsonValueScanner
+from backend.parsers.marker_calls import MarkerCallParser
 
 OPEN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # its chat templates refuse any other id
@@ -32,16 +32,16 @@ _MAYBE_HEAD = re.compile(r"[A-Za-z0-9_.\-\s\[\]]*")
 MAX_HEAD_CHARACTERS = 256
 
 
-class Mistral(ToolFormat):
+class MistralFormat(ToolFormat):
     markers = (OPEN, ARGUMENTS, CALL_ID)
     begins = OPEN
 
-    def parser(self, tools: Sequence[Tool]) -> OutputParser:
+    def parser(self, tools: Sequence[CallableTool]) -> OutputParser:
         return MistralParser()
 
-    def calls(self, tools: Sequence[Tool], mark: Mark, *, parallel: bool) -> str:
+    def calls(self, tools: Sequence[CallableTool], terminal: MarkerTerminal, *, parallel: bool) -> str:
         rules = [
-            f"head: {mark(OPEN)}",
+            f"head: {terminal(OPEN)}",
             f'calls: "[" call{f" (SEPARATOR call){{0,{MAX_PARALLEL_CALLS - 1}}}" if parallel else ""} "]"',
             f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
             'SEPARATOR: ", "',
@@ -55,13 +55,13 @@ class Mistral(ToolFormat):
         return "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
 
 
-class MistralParser(MarkedCalls):
+class MistralParser(MarkerCallParser):
     marker = OPEN
 
     def __init__(self) -> None:
         super().__init__()
         self._in_list = False
-        self._value = ValueScanner()
+        self._value = JsonValueScanner()
 
     def _behind_marker(self) -> bool:
         if not self._skip_spaces():
@@ -80,15 +80,15 @@ class MistralParser(MarkedCalls):
         if head is None:
             maybe = _MAYBE_HEAD.fullmatch(self._rest) is not None and len(self._rest) < MAX_HEAD_CHARACTERS
             return False if maybe else self._give_up()
-        self._emit([CallStarted(self._num_calls, head[1])])
+        self._emit([ToolCallStart(self._num_calls, head[1])])
         self._rest = self._rest[head.end() :]
-        self._value = ValueScanner()
+        self._value = JsonValueScanner()
         self._state = self._read_arguments
         return True
 
     def _read_arguments(self) -> bool:
         end = self._value.feed(self._rest, 0)
-        self._emit([CallArguments(self._num_calls - 1, self._rest[:end])])
+        self._emit([ToolCallArguments(self._num_calls - 1, self._rest[:end])])
         self._rest = self._rest[end:]
         if self._value.done:
             self._state = self._read_text

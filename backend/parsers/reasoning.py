@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from backend.parsers.base import Mark, OutputParser
+from backend.parsers.base import MarkerTerminal, OutputParser
 
-NO_THOUGHT = 'thinking: ""\nopening: ""'  # the rules where none is to be expected
+NO_REASONING_RULES = 'reasoning: ""\nopening: ""'  # the rules where none is to be expected
 
 
-def up_to(closer: str, mark: Mark) -> tuple[str, str]:
+def rule_through(closer: str, terminal: MarkerTerminal) -> tuple[str, str]:
     """(what stands in a Lark rule for any text and the marker behind it, the rule which that needs)."""
-    if mark(closer).startswith('"'):
-        return "through", f"through[suffix={mark(closer)}]: /(?s:.*)/"
-    return f"within {mark(closer)}", "within: /(?s:.*)/"
+    if terminal(closer).startswith('"'):
+        return "through", f"through[suffix={terminal(closer)}]: /(?s:.*)/"
+    return f"within {terminal(closer)}", "within: /(?s:.*)/"
 
 
 class ReasoningParser(OutputParser):
@@ -37,7 +37,9 @@ class ReasoningFormat(ABC):
     def parser(self, prompt: str) -> ReasoningParser: ...
 
     @abstractmethod
-    def rules(self, prompt: str, mark: Mark) -> str:
-        """Lark rules: `thinking` is what comes before an answer or a call, or nothing; `opening`, what comes before the
-        text of an answer in particular.
+    def rules(self, prompt: str, terminal: MarkerTerminal) -> str:
+        """Returns two Lark rules for what precedes the answer.
+
+        `reasoning` matches the reasoning block before an answer or a tool call, or nothing. `opening` matches what
+        precedes the text of an answer only.
         """

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from backend.model_files.mxfp4 import Mxfp4, plain
+from backend.model_files.mxfp4 import Mxfp4Tensor, dequantized
 from backend.ops.base import Ops
 from backend.ops.mixture import Weight
 
@@ -30,10 +30,10 @@ class Quantization(ABC):
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
 
-    def linear(self, weight: Tensor | Mxfp4, bias: Tensor | None, gate: str | None = None) -> Linear:
+    def linear(self, weight: Tensor | Mxfp4Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
         """weight: [out, in] for the model's dtype, as it stands in the checkpoint. The result does not keep it unless
         it computes with it, so that the memory of what was replaced is free again. gate: as for `Ops.linear`."""
-        return self._linear(plain(weight), bias, gate)
+        return self._linear(dequantized(weight), bias, gate)
 
     @abstractmethod
     def _linear(self, weight: Tensor, bias: Tensor | None, gate: str | None) -> Linear:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from backend.model_files.mxfp4 import SCALE_BIAS, Mxfp4
+from backend.model_files.mxfp4 import SCALE_BIAS, Mxfp4Tensor
 from backend.ops.base import Ops
 from backend.ops.mixture import Weight
 from backend.quantization.base import Linear
 
 
 class Mxfp4Linear(Linear):
-    def __init__(self, ops: Ops, weight: Mxfp4, bias: Tensor | None, gate: str | None) -> None:
+    def __init__(self, ops: Ops, weight: Mxfp4Tensor, bias: Tensor | None, gate: str | None) -> None:
         """weight: [out, in]"""
         self._ops = ops
         self._bias = bias

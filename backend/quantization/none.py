@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from backend.model_files.mxfp4 import Mxfp4
+from backend.model_files.mxfp4 import Mxfp4Tensor
 from backend.ops.base import Ops
 from backend.ops.mixture import Weight
 from backend.quantization.base import Linear, Quantization
@@ -30,8 +30,8 @@ class PlainLinear(Linear):
 class Unquantized(Quantization):
     """As the checkpoint has them, also in four bits, where products read these."""
 
-    def linear(self, weight: Tensor | Mxfp4, bias: Tensor | None, gate: str | None = None) -> Linear:
-        if isinstance(weight, Mxfp4) and self.ops.reads_mxfp4:
+    def linear(self, weight: Tensor | Mxfp4Tensor, bias: Tensor | None, gate: str | None = None) -> Linear:
+        if isinstance(weight, Mxfp4Tensor) and self.ops.reads_mxfp4:
             return Mxfp4Linear(self.ops, weight, bias, gate)
         return super().linear(weight, bias, gate)
 

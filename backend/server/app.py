@@ -13,50 +13,51 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from backend.server.asgi import RequestIds
-from backend.server.catalogue import JSON, Catalogue, Detokenize, Tokenize
-from backend.server.chat import ChatCompletions
-from backend.server.completions import Completions
-from backend.server.embeddings import Embeddings
+from backend.server.asgi import RequestIdMiddleware
+from backend.server.chat import ChatCompletionsEndpoint
+from backend.server.completions import CompletionsEndpoint
+from backend.server.components import ServerComponents
+from backend.server.embeddings import EmbeddingsEndpoint
 from backend.server.errors import ApiError, EngineFailure, InvalidRequest, MethodNotAllowed, UnknownUrl
-from backend.server.render import RenderChat, RenderCompletions
-from backend.server.serving import Serving
+from backend.server.info import JSON, InfoEndpoints
+from backend.server.render import RenderChatEndpoint, RenderCompletionsEndpoint
+from backend.server.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 
 
-def create_app(serving: Serving, closing: asyncio.Future[None]) -> ASGIApp:
+def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> ASGIApp:
     """`closing`: once it is done, replies that still run are ended with an error. Close it before the lifespan ends."""
-    catalogue = Catalogue(serving)
+    info = InfoEndpoints(components)
     routes = [
-        Route("/v1/chat/completions", ChatCompletions(serving, closing), methods=["POST"]),
-        Route("/v1/completions", Completions(serving, closing), methods=["POST"]),
-        Route("/v1/chat/completions/render", RenderChat(serving, closing), methods=["POST"]),
-        Route("/v1/completions/render", RenderCompletions(serving, closing), methods=["POST"]),
-        Route("/v1/embeddings", Embeddings(serving, closing), methods=["POST"]),
-        Route("/v1/models", catalogue.models),
-        Route("/v1/models/{id:path}", catalogue.model),
-        Route("/requests/{id}", catalogue.request),
-        Route("/health", catalogue.health),
-        Route("/version", catalogue.version),
-        Route("/metrics", catalogue.metrics),
-        Route("/tokenize", Tokenize(serving, closing), methods=["POST"]),
-        Route("/detokenize", Detokenize(serving, closing), methods=["POST"]),
+        Route("/v1/chat/completions", ChatCompletionsEndpoint(components, closing), methods=["POST"]),
+        Route("/v1/completions", CompletionsEndpoint(components, closing), methods=["POST"]),
+        Route("/v1/chat/completions/render", RenderChatEndpoint(components, closing), methods=["POST"]),
+        Route("/v1/completions/render", RenderCompletionsEndpoint(components, closing), methods=["POST"]),
+        Route("/v1/embeddings", EmbeddingsEndpoint(components, closing), methods=["POST"]),
+        Route("/v1/models", info.models),
+        Route("/v1/models/{id:path}", info.model),
+        Route("/requests/{id}", info.request),
+        Route("/health", info.health),
+        Route("/version", info.version),
+        Route("/metrics", info.metrics),
+        Route("/tokenize", TokenizeEndpoint(components, closing), methods=["POST"]),
+        Route("/detokenize", DetokenizeEndpoint(components, closing), methods=["POST"]),
     ]
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await serving.engine.start()
+        await components.engine.start()
         try:
             yield
         finally:
-            await serving.engine.stop()
-            if serving.kv_events is not None:
-                serving.kv_events.close()
-            serving.executor.shutdown(wait=False, cancel_futures=True)
-            await asyncio.to_thread(serving.tracer.shutdown)
+            await components.engine.stop()
+            if components.kv_events is not None:
+                components.kv_events.close()
+            components.executor.shutdown(wait=False, cancel_futures=True)
+            await asyncio.to_thread(components.tracer.shutdown)
 
     handlers = {ApiError: _refused, HTTPException: _unroutable, Exception: _crashed}
     # Outside Starlette, so that its own answer to a crash carries the request's id, too.
-    return RequestIds(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers))
+    return RequestIdMiddleware(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers))
 
 
 async def _refused(request: Request, error: Exception) -> Response:

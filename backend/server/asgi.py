@@ -33,11 +33,11 @@ logger = logging.getLogger("backend.server")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed the connection: there is nobody to answer."""
 
 
-class Exchange:
+class HttpExchange:
     """A request as it came, and the reply as far as it has gone."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,14 +77,14 @@ class Exchange:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone
+                raise ClientDisconnected
             body += message.get("body", b"")
             if len(body) > max_bytes:
                 raise too_large
             if not message.get("more_body"):
                 return bytes(body)
 
-    async def reply(
+    async def respond(
         self,
         body: bytes,
         *,
@@ -108,7 +108,7 @@ class Exchange:
     async def fail(self, error: ApiError) -> None:
         """By status while nothing was sent; after that in the stream, which then ends without `[DONE]`."""
         if not self.started:
-            await self.reply(error.body(), status=error.status, headers=error.headers)
+            await self.respond(error.body(), status=error.status, headers=error.headers)
             return
         await self.stream(b"data: " + error.body() + b"\n\n")
         await self.end_stream()
@@ -126,7 +126,7 @@ class Exchange:
                 return task.result()
             if closing.done():
                 raise ShuttingDown("The server is shutting down.")
-            raise ClientGone
+            raise ClientDisconnected
         finally:
             task.cancel()
             watch.cancel()
@@ -142,27 +142,27 @@ class Exchange:
             pass
 
 
-class Door(ABC):
+class Endpoint(ABC):
     """An ASGI endpoint that reads a body and answers it. `closing` is done when replies may take no longer."""
 
     closing: asyncio.Future[None]
 
     @abstractmethod
-    async def answer(self, exchange: Exchange, body: bytes) -> None:
+    async def handle(self, exchange: HttpExchange, body: bytes) -> None:
         """Replies through `exchange`, or raises ApiError. Cancelled when the client leaves."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = HttpExchange(scope, receive, send)
         try:
             body = await exchange.read_body()
-            await exchange.run(self.answer(exchange, body), self.closing)
+            await exchange.run(self.handle(exchange, body), self.closing)
         except ApiError as error:
             await exchange.fail(error)
-        except ClientGone:
+        except ClientDisconnected:
             logger.info("client of %s left", exchange.request_id)
 
 
-class RequestIds:
+class RequestIdMiddleware:
     """Middleware: takes the client's x-request-id, or makes one, and puts it on every reply."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -8,57 +8,57 @@ from collections.abc import Callable
 
 from backend.engine.request import Constraint
 from backend.parsers.base import ToolFormat
+from backend.parsers.chained import ChainedParser
 from backend.parsers.reasoning import ReasoningFormat
-from backend.parsers.reply import ReplyParser
-from backend.server import replies
-from backend.server.asgi import Door, Exchange
+from backend.server import responses
+from backend.server.asgi import Endpoint, HttpExchange
 from backend.server.choices import ChatChoice
+from backend.server.components import ServerComponents
 from backend.server.constraints import callable_tools, chat_constraint, is_constrained, token_constraint
-from backend.server.decoding import decode
 from backend.server.generation import Generation
 from backend.server.messages import NamedToolChoice
 from backend.server.prompts import chat_prompt
-from backend.server.replies import Envelope, Json
+from backend.server.request_body import decode_body
 from backend.server.requests import ChatRequest
-from backend.server.sequence import Delta, Task
-from backend.server.serving import Serving
+from backend.server.responses import Envelope, Json
+from backend.server.sequence import ChoiceDelta, GenerationTask
 
 
-class ChatCompletions(Door):
-    def __init__(self, serving: Serving, closing: asyncio.Future[None]) -> None:
-        self._serving = serving
+class ChatCompletionsEndpoint(Endpoint):
+    def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
+        self._components = components
         self.closing = closing
 
-    async def answer(self, exchange: Exchange, body: bytes) -> None:
-        request = decode(body, ChatRequest)
+    async def handle(self, exchange: HttpExchange, body: bytes) -> None:
+        request = decode_body(body, ChatRequest)
         request.check()
-        self._serving.check_model(request.model)
-        async with Generation(self._serving, exchange, await self.task(request, len(body))) as generation:
+        self._components.check_model(request.model)
+        async with Generation(self._components, exchange, await self.task(request, len(body))) as generation:
             if request.stream:
                 await self._stream(exchange, request, generation)
             else:
                 await self._whole(exchange, request, generation)
 
-    async def task(self, request: ChatRequest, size_bytes: int) -> Task:
+    async def task(self, request: ChatRequest, size_bytes: int) -> GenerationTask:
         """What a body of this size asks of the engine. Raises InvalidRequest."""
-        model = self._serving.model
-        prompt = await self._serving.prepare(size_bytes, lambda: chat_prompt(model, request))
+        model = self._components.model
+        prompt = await self._components.prepare(size_bytes, lambda: chat_prompt(model, request))
         grammar: Constraint | None = token_constraint(model, request)
         if is_constrained(request):  # which may take a second to compile, however small the body
-            grammar = await self._serving.in_thread(lambda: chat_constraint(model, request, prompt.text))
+            grammar = await self._components.in_thread(lambda: chat_constraint(model, request, prompt.text))
         limit_field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         max_tokens = model.check_context(len(prompt.token_ids), request.limit, "messages", limit_field)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        tools, thinking = self._formats(request)
-        markers = (*(tools.markers if tools else ()), *(thinking.markers if thinking else ()))
+        tools, reasoning = self._formats(request)
+        markers = (*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ()))
         shows_special = any(model.codec.special_token_id(marker) is not None for marker in markers)
-        return Task(
+        return GenerationTask(
             operation="chat",
             prompts=[prompt.token_ids],
             samplings=[model.sampling(request, max_tokens, logprobs, i) for i in range(request.n or 1)],
             stop=request.stop_sequences,
             grammar=grammar,
-            make_parser=self._parser_maker(request, prompt.text) if tools or thinking else None,
+            make_parser=self._parser_maker(request, prompt.text) if tools or reasoning else None,
             skip_special_tokens=request.skip_special_tokens is not False and not shows_special,
             include_stop_string=bool(request.include_stop_str_in_output),
             continues_prompt=bool(request.continue_final_message),
@@ -68,55 +68,55 @@ class ChatCompletions(Door):
 
     def _formats(self, request: ChatRequest) -> tuple[ToolFormat | None, ReasoningFormat | None]:
         """How an answer to this request is to be read."""
-        model = self._serving.model
+        model = self._components.model
         return model.tool_format if callable_tools(request) else None, model.reasoning_format
 
-    def _parser_maker(self, request: ChatRequest, prompt: str) -> Callable[[], ReplyParser]:
-        tools, thinking = self._formats(request)
+    def _parser_maker(self, request: ChatRequest, prompt: str) -> Callable[[], ChainedParser]:
+        tools, reasoning = self._formats(request)
         offered = callable_tools(request)
-        return lambda: ReplyParser(
-            thinking.parser(prompt) if thinking else None, tools.parser(offered) if tools else None
+        return lambda: ChainedParser(
+            reasoning.parser(prompt) if reasoning else None, tools.parser(offered) if tools else None
         )
 
     def _choices(self, request: ChatRequest, generation: Generation) -> list[ChatChoice]:
         return [
             ChatChoice(
-                self._serving.model.tool_format,
+                self._components.model.tool_format,
                 with_reasoning=request.include_reasoning is not False,
                 is_named=isinstance(request.tool_choice, NamedToolChoice),
             )
             for _ in generation.sequences
         ]
 
-    async def _whole(self, exchange: Exchange, request: ChatRequest, generation: Generation) -> None:
+    async def _whole(self, exchange: HttpExchange, request: ChatRequest, generation: Generation) -> None:
         choices = self._choices(request, generation)
-        parts: list[list[Delta]] = [[] for _ in generation.sequences]
+        parts: list[list[ChoiceDelta]] = [[] for _ in generation.sequences]
         async for delta in generation.deltas():
             parts[delta.index].append(delta)
             choices[delta.index].take(delta)
         bodies = []
         for i, (choice, deltas) in enumerate(zip(choices, parts, strict=True)):
             reason = choice.finish_reason(deltas[-1].finish_reason)
-            body = replies.chat_choice(i, choice.message, self._logprobs(request, deltas), reason)
-            bodies.append(body | replies.stop_reason(deltas[-1]) | self._token_ids(request, deltas))
-        usage = replies.usage_object(generation.usage)
+            body = responses.chat_choice(i, choice.message, self._logprobs(request, deltas), reason)
+            bodies.append(body | responses.stop_reason(deltas[-1]) | self._token_ids(request, deltas))
+        usage = responses.usage_object(generation.usage)
         extra = self._extra(request, generation)
         if request.prompt_logprobs is not None:
             scored = parts[0][0].prompt_logprobs or ()
-            extra["prompt_logprobs"] = replies.prompt_logprobs(self._serving.model.codec, scored)
+            extra["prompt_logprobs"] = responses.prompt_logprobs(self._components.model.codec, scored)
         envelope = self._envelope("chat.completion", request, generation)
-        await exchange.reply(replies.encode(envelope.wrap(bodies, usage, with_usage=True, extra=extra)))
+        await exchange.respond(responses.encode(envelope.wrap(bodies, usage, with_usage=True, extra=extra)))
 
-    async def _stream(self, exchange: Exchange, request: ChatRequest, generation: Generation) -> None:
+    async def _stream(self, exchange: HttpExchange, request: ChatRequest, generation: Generation) -> None:
         envelope = self._envelope("chat.completion.chunk", request, generation)
         choices = self._choices(request, generation)
 
         def chunk(choice: Json, extra: Json | None = None) -> bytes:
-            usage = replies.usage_object(generation.usage) if request.continuous_usage else None
-            return replies.event(envelope.wrap([choice], usage, with_usage=request.include_usage, extra=extra))
+            usage = responses.usage_object(generation.usage) if request.continuous_usage else None
+            return responses.event(envelope.wrap([choice], usage, with_usage=request.include_usage, extra=extra))
 
         frames = b"".join(
-            chunk(replies.chat_delta(i, {"role": "assistant", "content": ""}), self._extra(request, generation))
+            chunk(responses.chat_delta(i, {"role": "assistant", "content": ""}), self._extra(request, generation))
             for i in range(len(generation.sequences))
         )
         async for delta in generation.deltas():
@@ -128,17 +128,19 @@ class ChatCompletions(Door):
                 # The tokens come with the first of what was made of them.
                 logprobs = self._logprobs(request, [delta]) if i == 0 else None
                 token_ids = self._token_ids(request, [delta]) if i == 0 else {}
-                frames += chunk(replies.chat_delta(delta.index, body, logprobs) | token_ids)
+                frames += chunk(responses.chat_delta(delta.index, body, logprobs) | token_ids)
             if delta.finish_reason:
                 reason = choice.finish_reason(delta.finish_reason)
-                frames += chunk(replies.chat_delta(delta.index, {}, finish_reason=reason) | replies.stop_reason(delta))
+                frames += chunk(
+                    responses.chat_delta(delta.index, {}, finish_reason=reason) | responses.stop_reason(delta)
+                )
             if frames:
                 await exchange.stream(frames)
             frames = b""
         if request.include_usage:
-            usage = replies.usage_object(generation.usage)
-            frames = replies.event(envelope.wrap([], usage, with_usage=True))
-        await exchange.stream(frames + replies.DONE)
+            usage = responses.usage_object(generation.usage)
+            frames = responses.event(envelope.wrap([], usage, with_usage=True))
+        await exchange.stream(frames + responses.DONE)
         await exchange.end_stream()
 
     def _extra(self, request: ChatRequest, generation: Generation) -> Json:
@@ -146,21 +148,21 @@ class ChatCompletions(Door):
             return {}
         return {"prompt_token_ids": generation.sequences[0].request.prompt_token_ids}
 
-    def _token_ids(self, request: ChatRequest, deltas: list[Delta]) -> Json:
-        return replies.token_ids(deltas) if request.return_token_ids else {}
+    def _token_ids(self, request: ChatRequest, deltas: list[ChoiceDelta]) -> Json:
+        return responses.token_ids(deltas) if request.return_token_ids else {}
 
-    def _logprobs(self, request: ChatRequest, deltas: list[Delta]) -> Json | None:
+    def _logprobs(self, request: ChatRequest, deltas: list[ChoiceDelta]) -> Json | None:
         if not request.logprobs:
             return None
-        codec = self._serving.model.codec
-        name = replies.token_namer(codec, request)
-        return replies.chat_logprobs(codec, name, [lp for delta in deltas for lp in delta.logprobs])
+        codec = self._components.model.codec
+        name = responses.token_namer(codec, request)
+        return responses.chat_logprobs(codec, name, [lp for delta in deltas for lp in delta.logprobs])
 
     def _envelope(self, kind: str, request: ChatRequest, generation: Generation) -> Envelope:
         return Envelope(
             id=f"chatcmpl-{generation.id}",
             object=kind,
             created=int(time.time()),
-            model=self._serving.model.name,
+            model=self._components.model.name,
             service_tier="default" if request.service_tier is not None else None,
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from backend.parsers.base import CallArguments, CallStarted, Event, Reasoning, Text, ToolFormat
-from backend.server.replies import Json
-from backend.server.sequence import Delta
+from backend.parsers.base import ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart, ToolFormat
+from backend.server.responses import Json
+from backend.server.sequence import ChoiceDelta
 
 
 class ChatChoice:
@@ -18,27 +18,27 @@ class ChatChoice:
         self._reasoning = ""
         self._calls: list[Json] = []
 
-    def take(self, delta: Delta) -> list[Json]:
+    def take(self, delta: ChoiceDelta) -> list[Json]:
         """What the client of a stream is told of it: bodies of OpenAI's `delta`."""
         return [body for event in delta.events for body in self._body(event)]
 
-    def _body(self, event: Event) -> list[Json]:
+    def _body(self, event: OutputEvent) -> list[Json]:
         match event:
-            case Text(text):
+            case ContentText(text):
                 self._content += text
                 return [{"content": text}]
-            case Reasoning(text):
+            case ReasoningText(text):
                 if not self._with_reasoning:
                     return []
                 self._reasoning += text
                 return [_thought(text)]
-            case CallStarted(index, name):
+            case ToolCallStart(index, name):
                 assert self._tools is not None
                 function = {"name": name, "arguments": ""}
                 call = {"id": self._tools.new_id(), "type": "function", "function": function}
                 self._calls.append(call)
                 return [{"tool_calls": [{"index": index, **call, "function": {**function}}]}]
-            case CallArguments(index, text):
+            case ToolCallArguments(index, text):
                 self._calls[index]["function"]["arguments"] += text
                 return [{"tool_calls": [{"index": index, "function": {"arguments": text}}]}]
 

@@ -7,36 +7,36 @@ import time
 from collections.abc import Sequence
 
 from backend.engine.request import Constraint
-from backend.server import replies
-from backend.server.asgi import Door, Exchange
+from backend.server import responses
+from backend.server.asgi import Endpoint, HttpExchange
+from backend.server.components import ServerComponents
 from backend.server.constraints import is_constrained, text_constraint, token_constraint
-from backend.server.decoding import decode
 from backend.server.errors import InvalidRequest
 from backend.server.generation import Generation
-from backend.server.prompts import Prompt, encode_prompts, prompt_cut, prompt_text, split_prompts
-from backend.server.replies import Envelope, Json
+from backend.server.prompts import Prompt, encode_prompts, prompt_text, prompt_truncator, split_prompts
+from backend.server.request_body import decode_body
 from backend.server.requests import MAX_ANSWERS, CompletionRequest
-from backend.server.sequence import Delta, Task
-from backend.server.serving import Serving
+from backend.server.responses import Envelope, Json
+from backend.server.sequence import ChoiceDelta, GenerationTask
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-class Completions(Door):
-    def __init__(self, serving: Serving, closing: asyncio.Future[None]) -> None:
-        self._serving = serving
+class CompletionsEndpoint(Endpoint):
+    def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
+        self._components = components
         self.closing = closing
 
-    async def answer(self, exchange: Exchange, body: bytes) -> None:
-        request = decode(body, CompletionRequest)
+    async def handle(self, exchange: HttpExchange, body: bytes) -> None:
+        request = decode_body(body, CompletionRequest)
         request.check()
-        self._serving.check_model(request.model)
+        self._components.check_model(request.model)
         prompts = split_prompts(request.prompt, "prompt")
         if len(prompts) * request.num_choices > MAX_ANSWERS:
             raise InvalidRequest(f"Prompts times choices is more than {MAX_ANSWERS}.", param="prompt")
         task = await self.task(request, prompts, len(body))
         read = prompts if request.truncate_prompt_tokens is None else task.prompts
-        async with Generation(self._serving, exchange, task) as generation:
+        async with Generation(self._components, exchange, task) as generation:
             # The text that each choice begins with.
             heads = [self._head(request, prompt) for prompt in read for _ in range(request.num_choices)]
             if request.stream:
@@ -44,17 +44,17 @@ class Completions(Door):
             else:
                 await self._whole(exchange, request, generation, heads)
 
-    async def task(self, request: CompletionRequest, prompts: list[Prompt], size_bytes: int) -> Task:
+    async def task(self, request: CompletionRequest, prompts: list[Prompt], size_bytes: int) -> GenerationTask:
         """What a body of this size asks of the engine. Raises InvalidRequest."""
-        model = self._serving.model
+        model = self._components.model
         special = request.add_special_tokens is not False
-        cut = prompt_cut(model, request, model.max_model_len - (request.max_tokens or 1), "left")
-        encoded = await self._serving.prepare(
-            size_bytes, lambda: encode_prompts(model, prompts, "prompt", add_special_tokens=special, cut=cut)
+        truncate = prompt_truncator(model, request, model.max_model_len - (request.max_tokens or 1), "left")
+        encoded = await self._components.prepare(
+            size_bytes, lambda: encode_prompts(model, prompts, "prompt", add_special_tokens=special, truncate=truncate)
         )
         grammar: Constraint | None = token_constraint(model, request)
         if is_constrained(request):  # which may take a second to compile, however small the body
-            grammar = await self._serving.in_thread(lambda: text_constraint(model, request))
+            grammar = await self._components.in_thread(lambda: text_constraint(model, request))
         longest = max(len(prompt) for prompt in encoded)
         room = model.check_context(longest, request.max_tokens, "prompt")
         max_tokens = request.max_tokens if request.max_tokens is not None else min(DEFAULT_MAX_TOKENS, room)
@@ -62,7 +62,7 @@ class Completions(Door):
         logprobs = 0 if request.logprobs is None and ranked else request.logprobs
         echoed = request.logprobs if request.echo else None
         choices = range(request.num_choices)
-        return Task(
+        return GenerationTask(
             operation="text_completion",
             prompts=encoded,
             samplings=[model.sampling(request, max_tokens, logprobs, i, echoed) for i in choices],
@@ -76,12 +76,12 @@ class Completions(Door):
         )
 
     def _head(self, request: CompletionRequest, prompt: Prompt) -> str:
-        return prompt_text(self._serving.model.codec, prompt) if request.echo else ""
+        return prompt_text(self._components.model.codec, prompt) if request.echo else ""
 
     async def _whole(
-        self, exchange: Exchange, request: CompletionRequest, generation: Generation, heads: list[str]
+        self, exchange: HttpExchange, request: CompletionRequest, generation: Generation, heads: list[str]
     ) -> None:
-        parts: list[list[Delta]] = [[] for _ in generation.sequences]
+        parts: list[list[ChoiceDelta]] = [[] for _ in generation.sequences]
         async for delta in generation.deltas():
             parts[delta.index].append(delta)
         choices: list[Json] = []
@@ -89,27 +89,29 @@ class Completions(Door):
             for i in self._best(request, parts, start):
                 prompt, deltas = generation.sequences[i].request.prompt_token_ids, parts[i]
                 logprobs = self._logprobs(request, deltas, 0, prompt)
-                text = heads[i] + replies.joined(deltas)
-                choice = replies.text_choice(len(choices), text, logprobs, deltas[-1].finish_reason)
-                choice |= replies.stop_reason(deltas[-1])
+                text = heads[i] + responses.joined(deltas)
+                choice = responses.text_choice(len(choices), text, logprobs, deltas[-1].finish_reason)
+                choice |= responses.stop_reason(deltas[-1])
                 choices.append(choice | self._extra(request, deltas, prompt))
-        usage = replies.usage_object(generation.usage)
-        await exchange.reply(replies.encode(self._envelope(request, generation).wrap(choices, usage, with_usage=True)))
+        usage = responses.usage_object(generation.usage)
+        await exchange.respond(
+            responses.encode(self._envelope(request, generation).wrap(choices, usage, with_usage=True))
+        )
 
-    def _best(self, request: CompletionRequest, parts: list[list[Delta]], start: int) -> Sequence[int]:
+    def _best(self, request: CompletionRequest, parts: list[list[ChoiceDelta]], start: int) -> Sequence[int]:
         """Which of the choices made of one prompt are the answer."""
         made = range(start, start + request.num_choices)
         wanted = request.n or 1
         return made if len(made) == wanted else sorted(made, key=lambda i: -_mean_logprob(parts[i]))[:wanted]
 
     async def _stream(
-        self, exchange: Exchange, request: CompletionRequest, generation: Generation, heads: list[str]
+        self, exchange: HttpExchange, request: CompletionRequest, generation: Generation, heads: list[str]
     ) -> None:
         envelope = self._envelope(request, generation)
 
         def chunk(choice: Json) -> bytes:
-            usage = replies.usage_object(generation.usage) if request.continuous_usage else None
-            return replies.event(envelope.wrap([choice], usage, with_usage=request.include_usage))
+            usage = responses.usage_object(generation.usage) if request.continuous_usage else None
+            return responses.event(envelope.wrap([choice], usage, with_usage=request.include_usage))
 
         offsets = [0 for _ in heads]
         begun = [False for _ in heads]
@@ -123,35 +125,37 @@ class Completions(Door):
             logprobs = self._logprobs(request, [delta], offsets[i], prompt)
             offsets[i] += sum(len(token) for token in logprobs["tokens"]) if logprobs else 0
             text = delta.text if begun[i] else heads[i] + delta.text
-            choice = replies.text_choice(i, text, logprobs, delta.finish_reason) | replies.stop_reason(delta)
+            choice = responses.text_choice(i, text, logprobs, delta.finish_reason) | responses.stop_reason(delta)
             await exchange.stream(chunk(choice | self._extra(request, [delta], None if begun[i] else prompt)))
             begun[i] = True
         frames = b""
         if request.include_usage:
-            usage = replies.usage_object(generation.usage)
-            frames = replies.event(envelope.wrap([], usage, with_usage=True))
-        await exchange.stream(frames + replies.DONE)
+            usage = responses.usage_object(generation.usage)
+            frames = responses.event(envelope.wrap([], usage, with_usage=True))
+        await exchange.stream(frames + responses.DONE)
         await exchange.end_stream()
 
-    def _logprobs(self, request: CompletionRequest, deltas: list[Delta], offset: int, prompt: list[int]) -> Json | None:
+    def _logprobs(
+        self, request: CompletionRequest, deltas: list[ChoiceDelta], offset: int, prompt: list[int]
+    ) -> Json | None:
         if request.logprobs is None:
             return None
-        name = replies.token_namer(self._serving.model.codec, request)
+        name = responses.token_namer(self._components.model.codec, request)
         parts = []
         if request.echo and deltas[0].prompt_logprobs is not None:
-            parts.append(replies.echoed_logprobs(name, prompt, deltas[0].prompt_logprobs))
+            parts.append(responses.echoed_logprobs(name, prompt, deltas[0].prompt_logprobs))
             offset += sum(map(len, parts[0]["tokens"]))
         logprobs = [lp for delta in deltas for lp in delta.logprobs]
-        return replies.joined_logprobs([*parts, replies.text_logprobs(name, logprobs, offset)])
+        return responses.joined_logprobs([*parts, responses.text_logprobs(name, logprobs, offset)])
 
-    def _extra(self, request: CompletionRequest, deltas: list[Delta], prompt: list[int] | None) -> Json:
+    def _extra(self, request: CompletionRequest, deltas: list[ChoiceDelta], prompt: list[int] | None) -> Json:
         """vLLM's fields, where they are asked for. `prompt`: None where it has been told before."""
         extra: Json = {}
         if request.return_token_ids:
-            extra |= replies.token_ids(deltas) | ({} if prompt is None else {"prompt_token_ids": prompt})
+            extra |= responses.token_ids(deltas) | ({} if prompt is None else {"prompt_token_ids": prompt})
         if request.prompt_logprobs is not None:
             scored = deltas[0].prompt_logprobs or ()
-            extra["prompt_logprobs"] = replies.prompt_logprobs(self._serving.model.codec, scored)
+            extra["prompt_logprobs"] = responses.prompt_logprobs(self._components.model.codec, scored)
         return extra
 
     def _envelope(self, request: CompletionRequest, generation: Generation) -> Envelope:
@@ -159,12 +163,12 @@ class Completions(Door):
             id=f"cmpl-{generation.id}",
             object="text_completion",
             created=int(time.time()),
-            model=self._serving.model.name,
+            model=self._components.model.name,
             service_tier="default" if request.service_tier is not None else None,
         )
 
 
-def _mean_logprob(deltas: list[Delta]) -> float:
+def _mean_logprob(deltas: list[ChoiceDelta]) -> float:
     """Per token, which is what OpenAI ranks by. An answer without a token has nothing against it."""
     logprobs = [token.logprob for delta in deltas for token in delta.logprobs]
     return sum(logprobs) / len(logprobs) if logprobs else 0.0

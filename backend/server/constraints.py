@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from backend.engine import grammar
 from backend.engine.grammar import CompiledGrammar, GrammarError, TokenSet
-from backend.parsers.base import Mark, Tool, ToolFormat, quoted
-from backend.parsers.reasoning import NO_THOUGHT, ReasoningFormat
+from backend.parsers.base import CallableTool, MarkerTerminal, ToolFormat, quoted
+from backend.parsers.reasoning import NO_REASONING_RULES, ReasoningFormat
 from backend.server.errors import InvalidRequest
 from backend.server.messages import NamedToolChoice
 from backend.server.model import ServedModel
@@ -73,14 +73,14 @@ def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> Co
         alone = _compile(model, *asked)  # so that what is wrong with it is said of it
         if calls is None and model.reasoning_format is None:
             return alone
-    mark = _marks(model)
-    rules = [_thinking(model.reasoning_format, prompt, mark), *([calls] if calls else ())]
+    terminal = _terminals(model)
+    rules = [_reasoning(model.reasoning_format, prompt, terminal), *([calls] if calls else ())]
     if calls is not None and _is_forced(request):
-        return _compile(model, grammar.lark("\n".join([*rules, "start: thinking head calls"])), "tools")
+        return _compile(model, grammar.lark("\n".join([*rules, "start: reasoning head calls"])), "tools")
     if asked is not None:
-        start = f"start: thinking {'(head calls | opening @answer)' if calls else 'opening @answer'}"
+        start = f"start: reasoning {'(head calls | opening @answer)' if calls else 'opening @answer'}"
         return _compile(model, grammar.nested("\n".join([*rules, start]), asked[0]), asked[1])
-    return _compile(model, grammar.lark("\n".join([*rules, *_text_or_calls(model.tool_format, mark)])), "tools")
+    return _compile(model, grammar.lark("\n".join([*rules, *_text_or_calls(model.tool_format, terminal)])), "tools")
 
 
 def _calls(model: ServedModel, request: ChatRequest, *, or_answer: bool) -> str | None:
@@ -95,21 +95,21 @@ def _calls(model: ServedModel, request: ChatRequest, *, or_answer: bool) -> str 
     for tool in tools:
         if tool.parameters is not None:
             _compile(model, grammar.json_schema(tool.parameters), _parameters_field(request, tool))
-    return model.tool_format.calls(tools, _marks(model), parallel=request.parallel_tool_calls is not False)
+    return model.tool_format.calls(tools, _terminals(model), parallel=request.parallel_tool_calls is not False)
 
 
 def _is_forced(request: ChatRequest) -> bool:
     return request.tool_choice == "required" or isinstance(request.tool_choice, NamedToolChoice)
 
 
-def callable_tools(request: ChatRequest) -> list[Tool]:
+def callable_tools(request: ChatRequest) -> list[CallableTool]:
     """Those that the answer may call."""
     if request.tool_choice == "none":
         return []
     functions = [tool["function"] for tool in request.tools or ()]
     named = request.tool_choice.function.name if isinstance(request.tool_choice, NamedToolChoice) else None
     return [
-        Tool(function["name"], function.get("parameters"), bool(function.get("strict")))
+        CallableTool(function["name"], function.get("parameters"), bool(function.get("strict")))
         for function in functions
         if named in (None, function["name"])
     ]
@@ -200,34 +200,34 @@ def _unfit(field: str, error: GrammarError) -> InvalidRequest:
     return InvalidRequest(f"`{field}` can not be followed: {error}.", param=field)
 
 
-def _parameters_field(request: ChatRequest, tool: Tool) -> str:
+def _parameters_field(request: ChatRequest, tool: CallableTool) -> str:
     names = [given["function"]["name"] for given in request.tools or ()]
     return f"tools[{names.index(tool.name)}].function.parameters"
 
 
-def _thinking(format: ReasoningFormat | None, prompt: str, mark: Mark) -> str:
-    return NO_THOUGHT if format is None else format.rules(prompt, mark)
+def _reasoning(format: ReasoningFormat | None, prompt: str, terminal: MarkerTerminal) -> str:
+    return NO_REASONING_RULES if format is None else format.rules(prompt, terminal)
 
 
-def _text_or_calls(format: ToolFormat | None, mark: Mark) -> Sequence[str]:
+def _text_or_calls(format: ToolFormat | None, terminal: MarkerTerminal) -> Sequence[str]:
     """An answer that may be text; but what it calls, it calls as it is written."""
     begins = format.begins if format else ""
     if not begins:  # a call is told by its first character
-        return ["start: thinking (opening TEXT | head calls)", r"TEXT: /([^{\s](?s:.*))?/"]
-    if mark(begins) != quoted(begins):  # a special token, which no text contains
+        return ["start: reasoning (opening TEXT | head calls)", r"TEXT: /([^{\s](?s:.*))?/"]
+    if terminal(begins) != quoted(begins):  # a special token, which no text contains
         choice = "(opening TEXT | head calls)" if format and format.stands_alone else "opening TEXT (head calls)?"
-        return [f"start: thinking {choice}", f"TEXT: {TEXT}"]
+        return [f"start: reasoning {choice}", f"TEXT: {TEXT}"]
     pattern = re.sub(r"([\[\]|])", r"\\\1", begins)
     return [
-        "start: thinking (opening TEXT | before calls)",
+        "start: reasoning (opening TEXT | before calls)",
         f"TEXT: {TEXT} & ~/(?s:.*){pattern}(?s:.*)/",
         f"before[suffix={quoted(begins)}]: {TEXT}",
     ]
 
 
-def _marks(model: ServedModel) -> Mark:
-    def mark(text: str) -> str:
+def _terminals(model: ServedModel) -> MarkerTerminal:
+    def terminal(text: str) -> str:
         token_id = model.codec.special_token_id(text)
         return quoted(text) if token_id is None else f"<[{token_id}]>"
 
-    return mark
+    return terminal

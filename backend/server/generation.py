@@ -20,34 +20,34 @@ from typing import Self
 
 from backend.engine.request import Status
 from backend.server import semconv
-from backend.server.asgi import Exchange
+from backend.server.asgi import HttpExchange
+from backend.server.components import ServerComponents
 from backend.server.errors import ApiError, InvalidRequest
-from backend.server.metrics import Completed
-from backend.server.records import Usage
-from backend.server.sequence import Delta, LiveSequence, Task
-from backend.server.serving import Serving
-from backend.server.tracing import NANOSECONDS, Attributes, Marks, RequestRecord, stages
+from backend.server.metrics import CompletedRequest
+from backend.server.sequence import ChoiceDelta, GenerationTask, LiveSequence
+from backend.server.tracing import NANOSECONDS, Attributes, EnginePhaseTimings, RequestTrace, phases
+from backend.server.usage_records import TokenUsage
 
 
 class Generation:
     """Raises InvalidRequest for more sequences than the engine ever has."""
 
-    def __init__(self, serving: Serving, exchange: Exchange, task: Task) -> None:
-        self._serving = serving
+    def __init__(self, components: ServerComponents, exchange: HttpExchange, task: GenerationTask) -> None:
+        self._components = components
         self._exchange = exchange
         self._task = task
         self._submitted_ns = 0
-        self._deltas: AsyncGenerator[Delta] | None = None
+        self._deltas: AsyncGenerator[ChoiceDelta] | None = None
         # A client may send the same x-request-id again, with a retry or a second attempt; the engine's ids are unique.
         self.id = f"{exchange.request_id}-{secrets.token_hex(4)}"
         choices = [(prompt, sampling) for prompt in task.prompts for sampling in task.samplings]
-        if len(choices) > serving.max_sequences:
+        if len(choices) > components.max_sequences:
             raise InvalidRequest(
-                f"This server takes at most {serving.max_sequences} answers at once; {len(choices)} are asked for.",
+                f"This server takes at most {components.max_sequences} answers at once; {len(choices)} are asked for.",
                 param="n" if len(task.samplings) > 1 else "prompt",
             )
         self.sequences = [
-            LiveSequence(serving, exchange, task, i, f"{self.id}-{i}", prompt, sampling)
+            LiveSequence(components, exchange, task, i, f"{self.id}-{i}", prompt, sampling)
             for i, (prompt, sampling) in enumerate(choices)
         ]
         for i, sequence in enumerate(self.sequences):
@@ -72,31 +72,33 @@ class Generation:
         cut_short = any(sequence.is_cut_short for sequence in self.sequences)
         for sequence in self.sequences:
             sequence.close(failed=isinstance(error, ApiError))
-        marks = self._marks()
+        timings = self._timings()
         # What was cut short goes on until the engine hears of it, and is then what the engine's counters say.
-        self._serving.records.add(self._exchange.request_id, self._usage_in_the_end if cut_short else self.usage)
+        self._components.usage_records.add(
+            self._exchange.request_id, self._usage_in_the_end if cut_short else self.usage
+        )
         if error is None:
-            self._measure(marks)
-        self._serving.tracer.record(self._record(marks, error))
+            self._measure(timings)
+        self._components.tracer.record(self._record(timings, error))
 
-    def deltas(self) -> AsyncIterator[Delta]:
+    def deltas(self) -> AsyncIterator[ChoiceDelta]:
         """All that the sequences say, once. Raises EngineFailure if the engine fails one."""
         first, *others = (sequence.deltas() for sequence in self.sequences)
         self._deltas = _merged([first, *others]) if others else first
         return self._deltas
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """So far. A prompt counts once, whatever the number of choices made from it, and so do its cached tokens."""
         firsts = self.sequences[:: len(self._task.samplings)]
-        return Usage(
+        return TokenUsage(
             prompt_tokens=sum(len(prompt) for prompt in self._task.prompts),
             completion_tokens=sum(sequence.num_tokens for sequence in self.sequences),
             cached_tokens=sum(sequence.num_cached_tokens for sequence in firsts),
             reasoning_tokens=sum(sequence.num_reasoning_tokens for sequence in self.sequences),
         )
 
-    def _usage_in_the_end(self) -> Usage | None:
+    def _usage_in_the_end(self) -> TokenUsage | None:
         """As `vllm:prompt_tokens` and `vllm:generation_tokens` have counted it; None while the engine works on it.
 
         A prompt that was not computed to its end has not been counted, whatever was computed of it.
@@ -106,18 +108,18 @@ class Generation:
         choices = len(self._task.samplings)
         groups = [self.sequences[i : i + choices] for i in range(0, len(self.sequences), choices)]
         counted = [group[0].request for group in groups if any(each.request.timing.first_token for each in group)]
-        return Usage(
+        return TokenUsage(
             prompt_tokens=sum(request.num_prompt_tokens for request in counted),
             completion_tokens=sum(sequence.num_tokens_in_the_end for sequence in self.sequences),
             cached_tokens=sum(request.num_cached_tokens for request in counted),
         )
 
-    def _measure(self, marks: Marks) -> None:
+    def _measure(self, timings: EnginePhaseTimings) -> None:
         lengths = [sequence.num_tokens for sequence in self.sequences]
-        self._serving.metrics.completed(
-            Completed(
-                e2e_seconds=(marks.ended_ns - marks.received_ns) / NANOSECONDS,
-                stage_seconds={name: (end - start) / NANOSECONDS for name, start, end in stages(marks)},
+        self._components.metrics.completed(
+            CompletedRequest(
+                e2e_seconds=(timings.ended_ns - timings.received_ns) / NANOSECONDS,
+                phase_seconds={name: (end - start) / NANOSECONDS for name, start, end in phases(timings)},
                 usage=self.usage,
                 num_choices=len(self._task.samplings),
                 max_tokens=0 if self._task.pooling else self._task.samplings[0].max_tokens,
@@ -127,9 +129,9 @@ class Generation:
             )
         )
 
-    def _record(self, marks: Marks, error: BaseException | None) -> RequestRecord:
-        return RequestRecord(
-            marks=marks,
+    def _record(self, timings: EnginePhaseTimings, error: BaseException | None) -> RequestTrace:
+        return RequestTrace(
+            timings=timings,
             headers=self._exchange.headers,
             attributes=self._attributes(error),
             prefill=self._prefill_attributes(),
@@ -140,10 +142,10 @@ class Generation:
             error=None if error is None else str(error) or type(error).__name__,
         )
 
-    def _marks(self) -> Marks:
+    def _timings(self) -> EnginePhaseTimings:
         """Of several sequences, the stages of all together: the first that began, the last that ended."""
         timings = [sequence.request.timing for sequence in self.sequences]
-        return Marks(
+        return EnginePhaseTimings(
             received_ns=self._exchange.received_ns,
             submitted_ns=self._submitted_ns,
             scheduled_ns=_earliest_ns([timing.scheduled for timing in timings]),
@@ -160,8 +162,8 @@ class Generation:
             semconv.OPERATION_NAME: self._task.operation,
             semconv.PROVIDER_NAME: "warmpath",
             semconv.REQUEST_ID: self.id,
-            semconv.REQUEST_MODEL: self._serving.model.name,
-            semconv.RESPONSE_MODEL: self._serving.model.name,
+            semconv.REQUEST_MODEL: self._components.model.name,
+            semconv.RESPONSE_MODEL: self._components.model.name,
             semconv.USAGE_INPUT_TOKENS: usage.prompt_tokens,
             semconv.USAGE_OUTPUT_TOKENS: usage.completion_tokens,
             semconv.USAGE_CACHE_READ_INPUT_TOKENS: usage.cached_tokens,
@@ -184,11 +186,11 @@ class Generation:
         return {semconv.CACHED_TOKENS: cached, semconv.COMPUTED_TOKENS: total - cached}
 
 
-async def _merged(sources: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[Delta]:
+async def _merged(sources: Sequence[AsyncGenerator[ChoiceDelta]]) -> AsyncGenerator[ChoiceDelta]:
     """Items of all sources as they come; the first failure ends it. No more can wait than max_tokens of each."""
-    arrived: asyncio.Queue[Delta | asyncio.Task[None]] = asyncio.Queue()
+    arrived: asyncio.Queue[ChoiceDelta | asyncio.Task[None]] = asyncio.Queue()
 
-    async def pump(source: AsyncGenerator[Delta]) -> None:
+    async def pump(source: AsyncGenerator[ChoiceDelta]) -> None:
         async with aclosing(source):
             async for delta in source:
                 arrived.put_nowait(delta)
@@ -200,7 +202,7 @@ async def _merged(sources: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[De
         remaining = len(pumps)
         while remaining:
             item = await arrived.get()
-            if isinstance(item, Delta):
+            if isinstance(item, ChoiceDelta):
                 yield item
             else:
                 item.result()

@@ -63,7 +63,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
     pass
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventPublisher:
@@ -79,7 +79,7 @@ class KVEventPublisher:
         self._topic = topic.encode()
         self._encode = msgspec.msgpack.Encoder().encode
         self._encoding = encoding
-        self._events: list[Event] = []  # of the step under way
+        self._events: list[KvEvent] = []  # of the step under way
         self._sequence = 0
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=REPLAY_BATCHES_MAX)
         self._kept_lock = threading.Lock()
@@ -185,7 +185,7 @@ class KVEventPublisher:
         router.send_multipart((client, b"", b"", END_OF_REPLAY, b""))
 
 
-def _as_array(event: Event) -> tuple[object, ...]:
+def _as_array(event: KvEvent) -> tuple[object, ...]:
     return type(event).__name__, *msgspec.structs.astuple(event)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from backend.server.decoding import refusal
+from backend.server.request_body import validation_error
 
 BREAKPOINT = "cache_control"  # where a hosted cache may cut: ours caches every block, and no template sees it
 
@@ -61,7 +61,7 @@ class AssistantMessage(_Message, frozen=True, tag="assistant", kw_only=True):
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: str | None = None
+    validation_error: str | None = None
     annotations: list[Any] | None = None
     thinking_blocks: list[Any] | None = None  # signed by another vendor, whose alone they are
     audio: None = None
@@ -83,7 +83,7 @@ class FunctionDefinition(Struct, frozen=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class Tool(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
+class ToolDefinition(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
     function: FunctionDefinition
     cache_control: Any = None
 
@@ -99,6 +99,6 @@ class NamedToolChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field
 def check_tools(tools: list[dict[str, Any]] | None) -> None:
     """Each is a `Tool`. Raises InvalidRequest."""
     try:
-        msgspec.convert(tools, list[Tool] | None)
+        msgspec.convert(tools, list[ToolDefinition] | None)
     except msgspec.ValidationError as error:
-        raise refusal(error, prefix="tools") from error
+        raise validation_error(error, prefix="tools") from error

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from backend.engine.async_engine import AsyncEngine
 from backend.server.engine_metrics import ENGINE, LABELS, EngineCollector
-from backend.server.records import Usage
+from backend.server.usage_records import TokenUsage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -31,12 +31,12 @@ _NEWEST_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Completed:
+class CompletedRequest:
     """A request that was answered in full."""
 
     e2e_seconds: float
-    stage_seconds: Mapping[str, float]  # of the stages that it reached, by span name
-    usage: Usage
+    phase_seconds: Mapping[str, float]  # of the stages that it reached, by span name
+    usage: TokenUsage
     num_choices: int  # that were made of each prompt
     max_tokens: int  # for each of them; 0 where none are generated
     longest_choice: int  # in tokens
@@ -44,7 +44,7 @@ class Completed:
     num_preemptions: int
 
 
-class Metrics:
+class ServerMetrics:
     def __init__(self, engine: AsyncEngine, model_name: str, block_size: int) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engine, model_name, block_size))
@@ -110,8 +110,8 @@ class Metrics:
     def rejected(self) -> None:
         self._rejections.inc()
 
-    def completed(self, request: Completed) -> None:
-        usage, stage_seconds = request.usage, request.stage_seconds
+    def completed(self, request: CompletedRequest) -> None:
+        usage, phase_seconds = request.usage, request.phase_seconds
         self._e2e.observe(request.e2e_seconds)
         self._prompt.observe(usage.prompt_tokens)
         self._computed.observe(usage.prompt_tokens - usage.cached_tokens)
@@ -121,18 +121,18 @@ class Metrics:
         self._preemptions.observe(request.num_preemptions)
         if request.max_tokens:
             self._max_tokens.observe(request.max_tokens)
-        if "engine.prefill" in stage_seconds:
-            self._inference.observe(stage_seconds["engine.prefill"] + stage_seconds.get("engine.decode", 0.0))
+        if "engine.prefill" in phase_seconds:
+            self._inference.observe(phase_seconds["engine.prefill"] + phase_seconds.get("engine.decode", 0.0))
         self.mean_request_seconds += _NEWEST_WEIGHT * (request.e2e_seconds - self.mean_request_seconds)
-        for stage, histogram in (
+        for phase, histogram in (
             ("engine.queue", self._queue),
             ("engine.prefill", self._prefill),
             ("engine.decode", self._decode),
         ):
-            if stage in stage_seconds:
-                histogram.observe(stage_seconds[stage])
-        if request.later_tokens > 0 and "engine.decode" in stage_seconds:
-            self._tpot.observe(stage_seconds["engine.decode"] / request.later_tokens)
+            if phase in phase_seconds:
+                histogram.observe(phase_seconds[phase])
+        if request.later_tokens > 0 and "engine.decode" in phase_seconds:
+            self._tpot.observe(phase_seconds["engine.decode"] / request.later_tokens)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

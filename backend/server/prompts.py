@@ -11,7 +11,7 @@ import msgspec
 from backend.server.errors import InvalidRequest
 from backend.server.messages import BREAKPOINT, AssistantMessage, Content, Message, ToolMessage
 from backend.server.model import ServedModel
-from backend.server.requests import ChatRequest, Truncation
+from backend.server.requests import ChatRequest, TruncationFields
 from backend.server.templates import ChatTemplate, TemplateError
 from backend.server.tokenizer import TextCodec
 
@@ -30,7 +30,7 @@ class ChatPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PromptTruncator:
     """How long a prompt may become, and which end of a longer one goes."""
 
     max_tokens: int
@@ -40,7 +40,9 @@ class Cut:
         return token_ids[-self.max_tokens :] if self.side == "left" else token_ids[: self.max_tokens]
 
 
-def prompt_cut(model: ServedModel, asked: Truncation, room: int, side: Literal["left", "right"]) -> Cut | None:
+def prompt_truncator(
+    model: ServedModel, asked: TruncationFields, room: int, side: Literal["left", "right"]
+) -> PromptTruncator | None:
     """`room`: for the longest prompt. `side`: unless asked otherwise. Raises InvalidRequest."""
     field = "truncate_prompt_tokens"
     if asked.truncate_prompt_tokens is None:
@@ -48,7 +50,7 @@ def prompt_cut(model: ServedModel, asked: Truncation, room: int, side: Literal["
     max_tokens = max(1, room) if asked.truncate_prompt_tokens == -1 else asked.truncate_prompt_tokens
     if not 0 < max_tokens <= model.max_model_len:
         raise InvalidRequest(f"`{field}` must be -1, or from 1 to {model.max_model_len}.", param=field)
-    return Cut(max_tokens, asked.truncation_side or side)
+    return PromptTruncator(max_tokens, asked.truncation_side or side)
 
 
 def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
@@ -76,8 +78,8 @@ def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
         token_ids = model.codec.encode(text, add_special_tokens=True)
     else:
         token_ids = model.codec.encode_chat(text, request.cache_salt or "")
-    cut = prompt_cut(model, request, model.max_model_len - (request.limit or 1), "left")
-    return ChatPrompt(text, cut(token_ids) if cut else token_ids)
+    truncate = prompt_truncator(model, request, model.max_model_len - (request.limit or 1), "left")
+    return ChatPrompt(text, truncate(token_ids) if truncate else token_ids)
 
 
 def render_chat(
@@ -134,15 +136,20 @@ def split_prompts(given: str | list[str | list[int] | int], param: str) -> list[
 
 
 def encode_prompts(
-    model: ServedModel, prompts: list[Prompt], param: str, *, add_special_tokens: bool = True, cut: Cut | None = None
+    model: ServedModel,
+    prompts: list[Prompt],
+    param: str,
+    *,
+    add_special_tokens: bool = True,
+    truncate: PromptTruncator | None = None,
 ) -> list[list[int]]:
     """Raises InvalidRequest for a prompt without any token, which no model can go on from."""
     encoded = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            token_ids = _encode(model.codec, prompt, add_special_tokens, cut)
+            token_ids = _encode(model.codec, prompt, add_special_tokens, truncate)
         else:
-            token_ids = cut(prompt) if cut else prompt
+            token_ids = truncate(prompt) if truncate else prompt
         if not token_ids:
             raise InvalidRequest(f"`{param}` has no tokens.", param=param)
         model.check_token_ids(token_ids, param)
@@ -150,17 +157,17 @@ def encode_prompts(
     return encoded
 
 
-def _encode(codec: TextCodec, text: str, add_special_tokens: bool, cut: Cut | None) -> list[int]:
+def _encode(codec: TextCodec, text: str, add_special_tokens: bool, truncate: PromptTruncator | None) -> list[int]:
     """Of a text that is cut, the special tokens around it stay."""
     token_ids = codec.encode(text, add_special_tokens=add_special_tokens)
-    if cut is None or len(token_ids) <= cut.max_tokens:
+    if truncate is None or len(token_ids) <= truncate.max_tokens:
         return token_ids
     plain = codec.encode(text, add_special_tokens=False)
     num_special = len(token_ids) - len(plain)
     before = next((i for i in range(num_special + 1) if token_ids[i : i + len(plain)] == plain), None)
-    if before is None or num_special >= cut.max_tokens:
-        return cut(token_ids)
-    kept = Cut(cut.max_tokens - num_special, cut.side)(plain)
+    if before is None or num_special >= truncate.max_tokens:
+        return truncate(token_ids)
+    kept = PromptTruncator(truncate.max_tokens - num_special, truncate.side)(plain)
     return [*token_ids[:before], *kept, *token_ids[before + len(plain) :]]
 
 

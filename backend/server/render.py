@@ -9,49 +9,49 @@ import asyncio
 
 import msgspec
 
-from backend.server import replies
-from backend.server.asgi import Door, Exchange
-from backend.server.chat import ChatCompletions
-from backend.server.completions import Completions
-from backend.server.decoding import decode
+from backend.server import responses
+from backend.server.asgi import Endpoint, HttpExchange
+from backend.server.chat import ChatCompletionsEndpoint
+from backend.server.completions import CompletionsEndpoint
+from backend.server.components import ServerComponents
 from backend.server.prompts import split_prompts
-from backend.server.replies import Json
+from backend.server.request_body import decode_body
 from backend.server.requests import ChatRequest, CompletionRequest, GenerationRequest
-from backend.server.sequence import Task
-from backend.server.serving import Serving
+from backend.server.responses import Json
+from backend.server.sequence import GenerationTask
 
 
-class RenderChat(Door):
-    def __init__(self, serving: Serving, closing: asyncio.Future[None]) -> None:
-        self._serving = serving
-        self._chat = ChatCompletions(serving, closing)
+class RenderChatEndpoint(Endpoint):
+    def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
+        self._components = components
+        self._chat = ChatCompletionsEndpoint(components, closing)
         self.closing = closing
 
-    async def answer(self, exchange: Exchange, body: bytes) -> None:
-        request = decode(body, ChatRequest)
+    async def handle(self, exchange: HttpExchange, body: bytes) -> None:
+        request = decode_body(body, ChatRequest)
         request.check()
-        self._serving.check_model(request.model)
+        self._components.check_model(request.model)
         task = await self._chat.task(request, len(body))
-        (rendered,) = _rendered(f"chatcmpl-{exchange.request_id}", self._serving.model.name, request, task)
-        await exchange.reply(replies.encode(rendered))
+        (rendered,) = _rendered(f"chatcmpl-{exchange.request_id}", self._components.model.name, request, task)
+        await exchange.respond(responses.encode(rendered))
 
 
-class RenderCompletions(Door):
-    def __init__(self, serving: Serving, closing: asyncio.Future[None]) -> None:
-        self._serving = serving
-        self._completions = Completions(serving, closing)
+class RenderCompletionsEndpoint(Endpoint):
+    def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
+        self._components = components
+        self._completions = CompletionsEndpoint(components, closing)
         self.closing = closing
 
-    async def answer(self, exchange: Exchange, body: bytes) -> None:
-        request = decode(body, CompletionRequest)
+    async def handle(self, exchange: HttpExchange, body: bytes) -> None:
+        request = decode_body(body, CompletionRequest)
         request.check()
-        self._serving.check_model(request.model)
+        self._components.check_model(request.model)
         task = await self._completions.task(request, split_prompts(request.prompt, "prompt"), len(body))
-        rendered = _rendered(f"cmpl-{exchange.request_id}", self._serving.model.name, request, task)
-        await exchange.reply(replies.encode(rendered))
+        rendered = _rendered(f"cmpl-{exchange.request_id}", self._components.model.name, request, task)
+        await exchange.respond(responses.encode(rendered))
 
 
-def _rendered(request_id: str, model: str, request: GenerationRequest, task: Task) -> list[Json]:
+def _rendered(request_id: str, model: str, request: GenerationRequest, task: GenerationTask) -> list[Json]:
     sampling = task.samplings[0]
     params = {
         "n": len(task.samplings),

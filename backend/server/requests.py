@@ -73,7 +73,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     whitespace_pattern: None = None
 
 
-class Truncation(Struct, frozen=True, kw_only=True):
+class TruncationFields(Struct, frozen=True, kw_only=True):
     """What becomes of a prompt that is too long."""
 
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: as many as there is room for
@@ -81,7 +81,7 @@ class Truncation(Struct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None  # None: to a text, but not to a chat, whose template has written them
 
 
-class GenerationRequest(Truncation, frozen=True, kw_only=True):
+class GenerationRequest(TruncationFields, frozen=True, kw_only=True):
     """What chat and completions have in common. None: the model's default, from its generation_config.json."""
 
     model: str | None = None  # None: the one that is served
@@ -227,7 +227,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
             raise InvalidRequest("`max_tokens` may be 0 only together with `echo`.", param="max_tokens")
 
 
-class EmbeddingRequest(Truncation, frozen=True, kw_only=True):
+class EmbeddingRequest(TruncationFields, frozen=True, kw_only=True):
     model: str | None = None
     input: str | list[str | list[TokenId] | TokenId]
     encoding_format: Literal["float", "base64"] | None = None

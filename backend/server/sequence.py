@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.errors import EngineError
 from backend.engine.request import Constraint, FinishReason, Request, SamplingParams, StepOutput, TokenLogprob
-from backend.parsers.base import Event, Text
-from backend.parsers.reply import ReplyParser
-from backend.server.asgi import Exchange
+from backend.parsers.base import ContentText, OutputEvent
+from backend.parsers.chained import ChainedParser
+from backend.server.asgi import HttpExchange
+from backend.server.components import ServerComponents
 from backend.server.errors import DeadlineExceeded, EngineFailure
-from backend.server.serving import Serving
 from backend.server.tracing import NANOSECONDS
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class GenerationTask:
     """What is asked of the engine: every prompt once per member of `samplings`, one for each choice."""
 
     operation: str  # of the GenAI conventions: chat, text_completion, embeddings
@@ -30,7 +30,7 @@ class Task:
     samplings: list[SamplingParams]
     stop: list[str] = field(default_factory=list)
     grammar: Constraint | None = None
-    make_parser: Callable[[], ReplyParser] | None = None  # for each choice one; None: an answer is text
+    make_parser: Callable[[], ChainedParser] | None = None  # for each choice one; None: an answer is text
     skip_special_tokens: bool = True
     include_stop_string: bool = False
     continues_prompt: bool = False  # whether the text of an answer goes on with that of its prompt
@@ -40,14 +40,14 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class ChoiceDelta:
     """What one step added to one choice. The last one of a choice carries `finish_reason`."""
 
     index: int
     text: str
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: str | None
-    events: tuple[Event, ...] = ()  # what the text is made of: without a parser, text
+    events: tuple[OutputEvent, ...] = ()  # what the text is made of: without a parser, text
     token_ids: tuple[int, ...] = ()  # those of the step, with the one that ended the answer, which has no text
     stop_reason: int | str | None = None  # the stop string or token id of the request's own that ended the answer
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with a choice's first, where asked for
@@ -59,9 +59,9 @@ class LiveSequence:
 
     def __init__(
         self,
-        serving: Serving,
-        exchange: Exchange,
-        task: Task,
+        components: ServerComponents,
+        exchange: HttpExchange,
+        task: GenerationTask,
         index: int,
         request_id: str,
         prompt: list[int],
@@ -84,12 +84,12 @@ class LiveSequence:
         self.num_preemptions = 0
         self.last_token_ns = 0
         self.finish_reason = ""  # empty: not ended yet
-        self._serving = serving
+        self._components = components
         self._received_ns = exchange.received_ns
         self._index = index
         self._shows_stop = task.include_stop_string
         self._detokenizer = Detokenizer(
-            serving.model.codec.tokenizer,
+            components.model.codec.tokenizer,
             task.stop,
             skip_special_tokens=task.skip_special_tokens,
             include_stop_string=task.include_stop_string,
@@ -100,9 +100,9 @@ class LiveSequence:
         self._outputs: AsyncIterator[StepOutput] | None = None
 
     def submit(self) -> None:
-        self._outputs = self._serving.submit(self.request)
+        self._outputs = self._components.submit(self.request)
 
-    async def deltas(self) -> AsyncGenerator[Delta]:
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta]:
         assert self._outputs is not None, "not submitted"
         try:
             async for output in self._outputs:
@@ -118,7 +118,7 @@ class LiveSequence:
         if not self.finish_reason:
             self.finish_reason = FinishReason.ERROR.value if failed else FinishReason.ABORT.value
             self.abort()
-        self._serving.metrics.finished(self.finish_reason)
+        self._components.metrics.finished(self.finish_reason)
 
     @property
     def num_tokens_in_the_end(self) -> int:
@@ -132,7 +132,7 @@ class LiveSequence:
 
     def abort(self) -> None:
         """Safe at any time: the engine shrugs at what has ended, and at what it never had."""
-        self._serving.engine.abort(self.request.request_id)
+        self._components.engine.abort(self.request.request_id)
 
     def _note(self, output: StepOutput) -> None:
         self.num_cached_tokens = output.num_cached_tokens
@@ -143,20 +143,20 @@ class LiveSequence:
             return
         now_ns = time.time_ns()
         if not self.num_tokens:
-            self._serving.metrics.first_token((now_ns - self._received_ns) / NANOSECONDS)
+            self._components.metrics.first_token((now_ns - self._received_ns) / NANOSECONDS)
         else:
-            self._serving.metrics.tokens((now_ns - self.last_token_ns) / NANOSECONDS, count)
+            self._components.metrics.tokens((now_ns - self.last_token_ns) / NANOSECONDS, count)
         self.num_tokens += count
         self.last_token_ns = now_ns
 
-    def _delta(self, output: StepOutput) -> Delta:
+    def _delta(self, output: StepOutput) -> ChoiceDelta:
         reason = output.finish_reason
         if reason is FinishReason.DEADLINE:
             self.finish_reason = reason.value
             raise DeadlineExceeded("The request's deadline came before the end of its answer.")
         if reason is FinishReason.DISPLACED:
             self.finish_reason = reason.value
-            raise self._serving.overloaded("The queue is full, and more urgent work has taken this request's place.")
+            raise self._components.overloaded("The queue is full, and more urgent work has taken this request's place.")
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise EngineFailure(output.error or "The engine gave this request up.")
         # The token that made the engine stop is told and counted, but its text is not shown unless asked for.
@@ -171,9 +171,9 @@ class LiveSequence:
             text += self._detokenizer.flush()
             self.finish_reason = reason.value
         if self._detokenizer.stopped:
-            self._serving.engine.cut(self.request, self.num_tokens)
+            self._components.engine.cut(self.request, self.num_tokens)
             self.finish_reason = FinishReason.STOP.value
-        return Delta(
+        return ChoiceDelta(
             self._index,
             text,
             output.logprobs[:count],
@@ -190,11 +190,11 @@ class LiveSequence:
         if self._detokenizer.stopped or output.finish_reason is not FinishReason.STOP or not output.new_token_ids:
             return self._detokenizer.stop_string
         last = output.new_token_ids[-1]
-        return None if last in self._serving.model.eos_token_ids else last
+        return None if last in self._components.model.eos_token_ids else last
 
-    def _events(self, text: str, num_tokens: int) -> tuple[Event, ...]:
+    def _events(self, text: str, num_tokens: int) -> tuple[OutputEvent, ...]:
         if self._parser is None:
-            return (Text(text),) if text else ()
+            return (ContentText(text),) if text else ()
         was_reasoning = self._parser.is_reasoning
         events = self._parser.push(text)
         if was_reasoning or self._parser.is_reasoning:

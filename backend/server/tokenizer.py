@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from backend.model_files.base import ModelFiles
-from backend.server.segments import SegmentEncoder
+from backend.server.segment_encoder import SegmentEncoder
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

@@ -38,7 +38,7 @@ DEFAULT_SERVICE_NAME = "warmpath-engine"
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class EnginePhaseTimings:
     """When a request passed each stage, in nanoseconds since the epoch; 0 for a stage that it never reached."""
 
     received_ns: int
@@ -50,10 +50,10 @@ class Marks:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecord:
+class RequestTrace:
     """What is told about one finished request."""
 
-    marks: Marks
+    timings: EnginePhaseTimings
     headers: Mapping[str, str]
     attributes: Attributes
     prefill: Attributes
@@ -71,7 +71,7 @@ class Tracer:
         self._ids = RandomIdGenerator()
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, record: RequestRecord) -> None:
+    def record(self, record: RequestTrace) -> None:
         if self._processor is None:
             return
         parent = get_current_span(self._propagator.extract(dict(record.headers))).get_span_context()
@@ -81,11 +81,11 @@ class Tracer:
             root = self._context(parent.trace_id)
         else:
             return
-        marks = record.marks
-        latencies = _latencies(marks)
+        timings = record.timings
+        latencies = _latencies(timings)
         status = Status(StatusCode.ERROR, record.error) if record.error else UNSET
         own = {**record.attributes, **latencies}
-        for name, start_ns, end_ns in stages(marks):
+        for name, start_ns, end_ns in phases(timings):
             attributes = {"engine.prefill": record.prefill, "engine.decode": record.decode}.get(name, {})
             self._end(name, self._context(root.trace_id), root, SpanKind.INTERNAL, attributes, start_ns, end_ns)
         self._end(
@@ -94,8 +94,8 @@ class Tracer:
             parent if parent.is_valid else None,
             SpanKind.SERVER,
             own,
-            marks.received_ns,
-            marks.ended_ns,
+            timings.received_ns,
+            timings.ended_ns,
             status,
         )
 
@@ -144,31 +144,31 @@ def otlp_tracer(endpoint: str, service_name: str = DEFAULT_SERVICE_NAME) -> Trac
     return Tracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=base + path, timeout=MAX_EXPORT_SECONDS)), service_name)
 
 
-def stages(marks: Marks) -> list[tuple[str, int, int]]:
+def phases(timings: EnginePhaseTimings) -> list[tuple[str, int, int]]:
     """(name, start, end) of every stage that was reached, end to end from `received_ns` to `ended_ns`.
 
     Two threads read the clock for the marks, so each mark is held between its neighbours.
     """
-    starts = [("engine.tokenize", marks.received_ns)]
+    starts = [("engine.tokenize", timings.received_ns)]
     for name, mark in (
-        ("engine.queue", marks.submitted_ns),
-        ("engine.prefill", marks.scheduled_ns),
-        ("engine.decode", marks.first_token_ns),
-        ("engine.detokenize", marks.last_token_ns),
+        ("engine.queue", timings.submitted_ns),
+        ("engine.prefill", timings.scheduled_ns),
+        ("engine.decode", timings.first_token_ns),
+        ("engine.detokenize", timings.last_token_ns),
     ):
         if mark:
-            starts.append((name, min(max(mark, starts[-1][1]), marks.ended_ns)))
-    ends = [start for _, start in starts[1:]] + [marks.ended_ns]
+            starts.append((name, min(max(mark, starts[-1][1]), timings.ended_ns)))
+    ends = [start for _, start in starts[1:]] + [timings.ended_ns]
     return [(name, start, end) for (name, start), end in zip(starts, ends, strict=True)]
 
 
-def _latencies(marks: Marks) -> dict[str, float]:
+def _latencies(timings: EnginePhaseTimings) -> dict[str, float]:
     names = {
         "engine.queue": semconv.LATENCY_TIME_IN_QUEUE,
         "engine.prefill": semconv.LATENCY_TIME_IN_MODEL_PREFILL,
         "engine.decode": semconv.LATENCY_TIME_IN_MODEL_DECODE,
     }
-    found = {names[name]: (end - start) / NANOSECONDS for name, start, end in stages(marks) if name in names}
-    if marks.first_token_ns:
-        found[semconv.LATENCY_TIME_TO_FIRST_TOKEN] = (marks.first_token_ns - marks.received_ns) / NANOSECONDS
-    return {**found, semconv.LATENCY_E2E: (marks.ended_ns - marks.received_ns) / NANOSECONDS}
+    found = {names[name]: (end - start) / NANOSECONDS for name, start, end in phases(timings) if name in names}
+    if timings.first_token_ns:
+        found[semconv.LATENCY_TIME_TO_FIRST_TOKEN] = (timings.first_token_ns - timings.received_ns) / NANOSECONDS
+    return {**found, semconv.LATENCY_E2E: (timings.ended_ns - timings.received_ns) / NANOSECONDS}

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.parsers import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
-from backend.parsers.base import CallArguments, CallStarted, Event, Reasoning, Text, Tool
-from backend.parsers.reply import ReplyParser
+from backend.parsers.base import CallableTool, ContentText, OutputEvent, ReasoningText, ToolCallArguments, ToolCallStart
+from backend.parsers.chained import ChainedParser
 
-TOOLS = [Tool("weather", {"type": "object"}), Tool("now")]
+TOOLS = [CallableTool("weather", {"type": "object"}), CallableTool("now")]
 ZIP = '{"zip": "8004", "deep": {"a": [1, "}]\\"{"]}}'
 W, N = '{"name": "weather", "arguments": ' + ZIP + "}", '{"name": "now", "arguments": {}}'
 THOUGHT = "<think>\nLet me see: <b>.\n\nYes.\n</think>\n\n"
@@ -118,31 +118,31 @@ THOUGHTS: dict[str, Read] = {
 ALL = [(name, text, read) for name, cases in CASES.items() for text, read in cases.items()]
 
 
-def fold(events: list[Event]) -> Read:
+def fold(events: list[OutputEvent]) -> Read:
     text, reasoning, calls = "", "", dict[int, list[str]]()
     for event in events:
         match event:
-            case Text(said):
+            case ContentText(said):
                 text += said
-            case Reasoning(thought):
+            case ReasoningText(thought):
                 reasoning += thought
-            case CallStarted(index, name):
+            case ToolCallStart(index, name):
                 assert index == len(calls)
                 calls[index] = [name, ""]
-            case CallArguments(index, piece):
+            case ToolCallArguments(index, piece):
                 assert piece
                 calls[index][1] += piece
     return Read(text, tuple((name, arguments) for name, arguments in calls.values()), reasoning)
 
 
-def read(name: str, pieces: list[str], *, prompt: str = "", thinking: bool = True) -> Read:
-    reasoning = REASONING_FORMATS["think"].parser(prompt) if thinking else None
-    parser = ReplyParser(reasoning, TOOL_FORMATS[name].parser(TOOLS))
+def read(name: str, pieces: list[str], *, prompt: str = "", with_reasoning: bool = True) -> Read:
+    reasoning = REASONING_FORMATS["think"].parser(prompt) if with_reasoning else None
+    parser = ChainedParser(reasoning, TOOL_FORMATS[name].parser(TOOLS))
     return fold([event for piece in pieces for event in parser.push(piece)] + parser.finish())
 
 
 def read_harmony(pieces: list[str]) -> Read:
-    parser = ReplyParser(REASONING_FORMATS["harmony"].parser(""), TOOL_FORMATS["harmony"].parser(TOOLS))
+    parser = ChainedParser(REASONING_FORMATS["harmony"].parser(""), TOOL_FORMATS["harmony"].parser(TOOLS))
     return fold([event for piece in pieces for event in parser.push(piece)] + parser.finish())
 
 
@@ -224,15 +224,17 @@ def garbled() -> Iterator[st.SearchStrategy[tuple[str, str]]]:
     answer=st.one_of(*garbled()) | st.sampled_from([(name, text) for name, text, _ in ALL]),
     places=st.sets(st.integers(0, 300), max_size=12),
     prompt=st.sampled_from(["", "<think>"]),
-    thinking=st.booleans(),
+    with_reasoning=st.booleans(),
 )
-def test_no_cut_changes_what_is_read(answer: tuple[str, str], places: set[int], prompt: str, thinking: bool) -> None:
+def test_no_cut_changes_what_is_read(
+    answer: tuple[str, str], places: set[int], prompt: str, with_reasoning: bool
+) -> None:
     name, text = answer
-    whole = read(name, [text], prompt=prompt, thinking=thinking)
-    assert read(name, cut(text, places), prompt=prompt, thinking=thinking) == whole
-    assert read(name, [*text], prompt=prompt, thinking=thinking) == whole
+    whole = read(name, [text], prompt=prompt, with_reasoning=with_reasoning)
+    assert read(name, cut(text, places), prompt=prompt, with_reasoning=with_reasoning) == whole
+    assert read(name, [*text], prompt=prompt, with_reasoning=with_reasoning) == whole
     # Nothing is invented, and without a call nothing is lost either.
-    if not whole.calls and not thinking:
+    if not whole.calls and not with_reasoning:
         assert whole.text == text
 
 
@@ -243,7 +245,7 @@ def test_arguments_are_told_as_they_come(name: str, text: str, expected: Read) -
     told = 0
     for i, character in enumerate(text):
         for event in parser.push(character):
-            told += len(event.text) if isinstance(event, CallArguments) else 0
+            told += len(event.text) if isinstance(event, ToolCallArguments) else 0
         if expected.calls[0][1] == ZIP and (at := text.find(ZIP)) >= 0 and at <= i < at + len(ZIP) - 1:
             assert told == i - at + 1
 

@@ -19,7 +19,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.request import Request, SamplingParams
 from backend.model_files import open_model_files
-from backend.model_files.mxfp4 import Mxfp4
+from backend.model_files.mxfp4 import Mxfp4Tensor
 from backend.models.config import ModelConfig
 from tests.backend.checkpoints import VOCAB_SIZE, build_model, random_mxfp4, save, save_gpt_oss_in_mxfp4
 from tests.backend.gguf_writer import Array, as_type, experts_in_mxfp4, write_gguf
@@ -154,7 +154,7 @@ def test_blocks_of_mxfp4_hold_what_those_of_the_published_checkpoint_hold(shape:
     numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     ggml = torch.cat((scales[..., None], numbers[..., :16] | (numbers[..., 16:] << 4)), dim=-1).flatten(-2)
     ours = gguf.dequantize(ggml.numpy(), Kind.MXFP4)
-    assert torch.equal(torch.from_numpy(ours), Mxfp4.of_neighbours(blocks, scales).plain())
+    assert torch.equal(torch.from_numpy(ours), Mxfp4Tensor.from_adjacent_pairs(blocks, scales).dequantize())
 
 
 def test_rows_of_queries_may_be_quantised_in_their_other_order(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from transformers import GPT2Tokenizer, PreTrainedTokenizerBase, Qwen2Tokenizer
 from backend.__main__ import DEMO_DIR
 from backend.engine.errors import UnsupportedModel
 from backend.model_files import open_model_files
-from backend.model_files.gguf_header import BrokenGguf, Header
+from backend.model_files.gguf_header import GgufHeader, MalformedGguf
 from backend.model_files.gguf_tokenizer import SPLITS, end_token_ids, make_tokenizer, special_tokens
-from backend.parsers.harmony import Harmony, HarmonyChannels
+from backend.parsers.harmony import HarmonyFormat, HarmonyReasoningFormat
 from backend.server.model import load_model
 from tests.backend.checkpoints import build_model, save
 from tests.backend.gguf_writer import as_type, tokenizer_fields, write_gguf
@@ -32,7 +32,7 @@ TRAINING = [*TEXTS, "the quick brown fox jumps over the lazy dog " * 5, "0 1 2 1
 
 
 def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
-    return make_tokenizer(Header(metadata, {}))
+    return make_tokenizer(GgufHeader(metadata, {}))
 
 
 def byte_level_metadata(pre: str, **fields: Any) -> dict[str, Any]:
@@ -118,8 +118,8 @@ def test_gpt_oss_is_served_in_its_own_format(tmp_path: Path) -> None:
     checkpoint = save(build_model("gpt-oss", vocab_size=len(tokens)), tmp_path)
     path = write_gguf(checkpoint, tmp_path / "model.gguf", as_type(GGMLQuantizationType.F16), metadata)
     model = load_model(path, "m", "m", max_model_len=64)
-    assert isinstance(model.tool_format, Harmony)
-    assert isinstance(model.reasoning_format, HarmonyChannels)
+    assert isinstance(model.tool_format, HarmonyFormat)
+    assert isinstance(model.reasoning_format, HarmonyReasoningFormat)
     assert model.eos_token_ids == {ids[token] for token in ends}
     assert all(model.codec.special_token_id(token) == ids[token] for token in (*marks, *ends))
     assert model.codec.encode("<|start|>user", add_special_tokens=True)[0] == ids["<|start|>"]
@@ -137,8 +137,8 @@ def test_the_demo_model_reads_the_same_from_a_gguf_file() -> None:
     expected, ours = directory.tokenizer(), tokenizer_of(metadata)
     for text in [*TEXTS, "<|im_start|>user\nWhat is 17 + 25?<|im_end|>\n"]:
         assert ours.encode(text).ids == expected.encode(text).ids
-    assert special_tokens(Header(metadata, {}))["eos_token"] == "<|im_end|>"
-    assert end_token_ids(Header(metadata, {})) == [0, 2]
+    assert special_tokens(GgufHeader(metadata, {}))["eos_token"] == "<|im_end|>"
+    assert end_token_ids(GgufHeader(metadata, {})) == [0, 2]
 
 
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -210,14 +210,14 @@ def test_the_last_token_is_added_where_the_file_says_so() -> None:
 
 def test_a_file_may_name_several_ends() -> None:
     tokens = {"tokenizer.ggml.tokens": ["a", "b", "c", "d"], "tokenizer.ggml.eos_token_id": 1}
-    assert end_token_ids(Header(tokens | {"tokenizer.ggml.eos_token_ids": [1, 3]}, {})) == [1, 3]
+    assert end_token_ids(GgufHeader(tokens | {"tokenizer.ggml.eos_token_ids": [1, 3]}, {})) == [1, 3]
 
 
 def test_an_answer_ends_with_whatever_ends_a_turn() -> None:
     tokens = ["a", "<|end|>", "<|return|>", "<|call|>", "<eos>"]
     metadata: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 4}
     for types, ends in (([1, 3, 1, 1, 3], [1, 4]), ([1, 3, 3, 3, 3], [2, 3, 4])):
-        assert end_token_ids(Header(metadata | {"tokenizer.ggml.token_type": types}, {})) == ends
+        assert end_token_ids(GgufHeader(metadata | {"tokenizer.ggml.token_type": types}, {})) == ends
 
 
 @pytest.mark.parametrize(
@@ -225,12 +225,12 @@ def test_an_answer_ends_with_whatever_ends_a_turn() -> None:
     [
         ({}, UnsupportedModel, "model '' is not one of gpt2 and llama"),
         ({"tokenizer.ggml.model": "t5"}, UnsupportedModel, "'t5'"),
-        ({"tokenizer.ggml.model": "gpt2"}, BrokenGguf, "tokens is missing"),
+        ({"tokenizer.ggml.model": "gpt2"}, MalformedGguf, "tokens is missing"),
         (byte_level_metadata("bloom"), UnsupportedModel, "pre 'bloom' is not one of dbrx"),
-        (byte_level_metadata("qwen2", **{"tokenizer.ggml.token_type": [1]}), BrokenGguf, "has 1 entries for"),
-        (byte_level_metadata("qwen2", **{"tokenizer.ggml.merges": ["a zz"]}), BrokenGguf, "joins 'a' and 'zz'"),
-        (byte_level_metadata("qwen2", **{"tokenizer.ggml.merges": ["a"]}), BrokenGguf, "'a' is not two pieces"),
-        (sentence_piece_metadata(**{"tokenizer.ggml.scores": []}), BrokenGguf, "scores has 0 entries"),
+        (byte_level_metadata("qwen2", **{"tokenizer.ggml.token_type": [1]}), MalformedGguf, "has 1 entries for"),
+        (byte_level_metadata("qwen2", **{"tokenizer.ggml.merges": ["a zz"]}), MalformedGguf, "joins 'a' and 'zz'"),
+        (byte_level_metadata("qwen2", **{"tokenizer.ggml.merges": ["a"]}), MalformedGguf, "'a' is not two pieces"),
+        (sentence_piece_metadata(**{"tokenizer.ggml.scores": []}), MalformedGguf, "scores has 0 entries"),
     ],
 )
 def test_what_cannot_be_read_is_named(metadata: dict[str, Any], error: type[Exception], named: str) -> None:

@@ -15,7 +15,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import UnsupportedModel
 from backend.engine.request import Request, SamplingParams
-from backend.model_files.mxfp4 import Mxfp4
+from backend.model_files.mxfp4 import Mxfp4Tensor
 from backend.models.config import ModelConfig
 from backend.native import library
 from backend.quantization import none as unquantised
@@ -28,13 +28,16 @@ def test_mxfp4_is_read_as_transformers_reads_it() -> None:
     blocks, scales = random_mxfp4(3, 10, 4)
     for dtype in (torch.bfloat16, torch.float32):
         theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)  # [E, ins, outs]
-        assert torch.equal(Mxfp4.of_neighbours(blocks, scales).to(blocks.device, dtype).plain(), theirs.transpose(1, 2))
+        assert torch.equal(
+            Mxfp4Tensor.from_adjacent_pairs(blocks, scales).to(blocks.device, dtype).dequantize(),
+            theirs.transpose(1, 2),
+        )
 
 
 @pytest.mark.parametrize("scale", [1, 127, 250])
 def test_a_block_shares_a_power_of_two(scale: int) -> None:
     blocks = torch.full((1, 16), 0xF2, dtype=torch.uint8)
-    numbers = Mxfp4.of_neighbours(blocks, torch.tensor([scale], dtype=torch.uint8)).plain()
+    numbers = Mxfp4Tensor.from_adjacent_pairs(blocks, torch.tensor([scale], dtype=torch.uint8)).dequantize()
     assert numbers.tolist() == [2.0 ** (scale - 127), -6 * 2.0 ** (scale - 127)] * 16
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backend.model_files.mxfp4 import Mxfp4
+from backend.model_files.mxfp4 import Mxfp4Tensor
 from backend.ops.base import Ops
 from backend.ops.mixture import OneByOne, Weight
 from backend.quantization import create_quantization
@@ -160,8 +160,8 @@ def test_mixture_of_experts_in_mxfp4(ops: Ops, dtype: torch.dtype, rows: int, hi
     seconds = [mxfp4(hidden, inner, dtype, seed + 50) for seed in range(NUM_EXPERTS)]
     biases = random(NUM_EXPERTS, 2 * inner, dtype=dtype, seed=3), random(NUM_EXPERTS, hidden, dtype=dtype, seed=4)
     made = Checkpoint(
-        torch.stack([weight.plain() for weight in firsts]),
-        torch.stack([weight.plain() for weight in seconds]),
+        torch.stack([weight.dequantize() for weight in firsts]),
+        torch.stack([weight.dequantize() for weight in seconds]),
         biases,
         "swiglu_oai",
     )
@@ -175,10 +175,10 @@ def test_mixture_of_experts_in_mxfp4(ops: Ops, dtype: torch.dtype, rows: int, hi
     assert (ours.double() - exact).abs().max().item() < TOLERANCES[dtype] * max(1.0, exact.abs().max().item())
 
 
-def mxfp4(outs: int, ins: int, dtype: torch.dtype, seed: int) -> Mxfp4:
+def mxfp4(outs: int, ins: int, dtype: torch.dtype, seed: int) -> Mxfp4Tensor:
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (outs, ins // 2), generator=generator).to(torch.uint8)
-    return Mxfp4(codes, torch.randint(121, 125, (outs, ins // 32), generator=generator).to(torch.uint8), dtype)
+    return Mxfp4Tensor(codes, torch.randint(121, 125, (outs, ins // 32), generator=generator).to(torch.uint8), dtype)
 
 
 def test_all_tokens_at_one_expert(ops: Ops, dtype: torch.dtype) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from backend.engine.errors import WeightsError
-from backend.model_files.mxfp4 import Mxfp4
+from backend.model_files.mxfp4 import Mxfp4Tensor
 from backend.ops import create_ops
 from backend.ops.reference import ReferenceOps
 from backend.quantization import create_quantization
@@ -90,11 +90,11 @@ class ReadingOps(ReferenceOps):
     reads_mxfp4 = True
 
 
-def in_mxfp4(scales: list[int], outs: int = 12, dtype: torch.dtype = torch.float32) -> Mxfp4:
+def in_mxfp4(scales: list[int], outs: int = 12, dtype: torch.dtype = torch.float32) -> Mxfp4Tensor:
     """All numbers, and any."""
     codes = torch.randint(0, 256, (outs, 16 * len(scales)), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     codes[0] = torch.arange(16, dtype=torch.uint8).mul(17).repeat(len(scales))
-    return Mxfp4(codes, torch.tensor([scales] * outs, dtype=torch.uint8), dtype)
+    return Mxfp4Tensor(codes, torch.tensor([scales] * outs, dtype=torch.uint8), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,21 +105,21 @@ def test_mxfp4_is_what_it_unpacks_to(dtype: torch.dtype, gate: str | None) -> No
     bias, x = torch.linspace(-1, 1, 12).to(dtype), torch.linspace(-3, 3, 5 * 96).view(5, 96).to(dtype)
     linear = create_quantization("none", ops).linear(weight, bias, gate)
     assert isinstance(linear, Mxfp4Linear)
-    assert torch.equal(linear(x), ops.linear(x, weight.plain(), bias, gate))
+    assert torch.equal(linear(x), ops.linear(x, weight.dequantize(), bias, gate))
     for name, reading in (("none", ReferenceOps()), ("int8", ops), ("int4", ops)):
         other = create_quantization(name, reading)
-        assert torch.equal(other.linear(weight, bias, gate)(x), other.linear(weight.plain(), bias, gate)(x))
+        assert torch.equal(other.linear(weight, bias, gate)(x), other.linear(weight.dequantize(), bias, gate)(x))
         assert not isinstance(other.linear(weight, bias, gate), Mxfp4Linear)
 
 
 @pytest.mark.parametrize("scale", [0, 1, 252])
 def test_the_least_and_the_largest_scales_of_mxfp4(scale: int) -> None:
     weight = in_mxfp4([scale])
-    assert torch.equal(Mxfp4Linear(ReferenceOps(), weight, None, None)(torch.eye(32)).T, weight.plain())
-    assert weight.plain().abs().max().item() == 6 * 2.0 ** (scale - 127)
+    assert torch.equal(Mxfp4Linear(ReferenceOps(), weight, None, None)(torch.eye(32)).T, weight.dequantize())
+    assert weight.dequantize().abs().max().item() == 6 * 2.0 ** (scale - 127)
 
 
 def test_a_scale_of_mxfp4_that_is_none_makes_no_numbers() -> None:
     weight = in_mxfp4([255])
-    assert weight.plain().isnan().all()
+    assert weight.dequantize().isnan().all()
     assert Mxfp4Linear(ReferenceOps(), weight, None, None)(torch.ones(1, 32)).isnan().all()

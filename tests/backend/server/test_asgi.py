@@ -9,18 +9,18 @@ from collections.abc import Awaitable, Callable
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from backend.server.asgi import MAX_BODY_BYTES, Door, Exchange, RequestIds
+from backend.server.asgi import MAX_BODY_BYTES, Endpoint, HttpExchange, RequestIdMiddleware
 from backend.server.errors import BodyTooSlow, InvalidRequest, Overloaded
 
-Answer = Callable[[Exchange, bytes], Awaitable[None]]
+Answer = Callable[[HttpExchange, bytes], Awaitable[None]]
 
 
-class Handler(Door):
+class Handler(Endpoint):
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self.closing = asyncio.get_running_loop().create_future()
 
-    async def answer(self, exchange: Exchange, body: bytes) -> None:
+    async def handle(self, exchange: HttpExchange, body: bytes) -> None:
         await self._answer(exchange, body)
 
 
@@ -33,9 +33,9 @@ class Client:
         self._messages = list(messages) or [{"type": "http.request", "body": b"{}"}]
         self._headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
 
-    async def call(self, handler: Door) -> None:
+    async def call(self, handler: Endpoint) -> None:
         scope = {"type": "http", "headers": self._headers}
-        await RequestIds(handler)(scope, self._receive, self._send)
+        await RequestIdMiddleware(handler)(scope, self._receive, self._send)
 
     @property
     def start(self) -> Message:
@@ -63,8 +63,8 @@ class Client:
         self.sent.append(message)
 
 
-async def echo(exchange: Exchange, body: bytes) -> None:
-    await exchange.reply(body)
+async def echo(exchange: HttpExchange, body: bytes) -> None:
+    await exchange.respond(body)
 
 
 async def test_a_body_in_pieces_is_read_whole() -> None:
@@ -96,7 +96,7 @@ async def test_a_declared_or_real_size_over_the_cap_is_413() -> None:
 
 
 async def test_a_refusal_before_the_first_byte_is_a_status() -> None:
-    async def refuse(exchange: Exchange, body: bytes) -> None:
+    async def refuse(exchange: HttpExchange, body: bytes) -> None:
         raise InvalidRequest("no", param="model")
 
     client = Client()
@@ -107,7 +107,7 @@ async def test_a_refusal_before_the_first_byte_is_a_status() -> None:
 
 
 async def test_a_failure_after_the_first_byte_is_an_event_and_the_stream_ends_without_done() -> None:
-    async def fail(exchange: Exchange, body: bytes) -> None:
+    async def fail(exchange: HttpExchange, body: bytes) -> None:
         await exchange.stream(b"data: 1\n\n")
         raise Overloaded("full", retry_after_seconds=3)
 
@@ -120,7 +120,7 @@ async def test_a_failure_after_the_first_byte_is_an_event_and_the_stream_ends_wi
 
 
 async def test_an_overload_says_when_to_come_back() -> None:
-    async def fail(exchange: Exchange, body: bytes) -> None:
+    async def fail(exchange: HttpExchange, body: bytes) -> None:
         raise Overloaded("full", retry_after_seconds=3)
 
     client = Client()
@@ -135,7 +135,7 @@ async def test_a_client_that_leaves_cancels_the_work_before_and_after_the_first_
         running = asyncio.Event()
 
         async def work(
-            exchange: Exchange,
+            exchange: HttpExchange,
             body: bytes,
             streams: bool = streams,
             running: asyncio.Event = running,
@@ -167,7 +167,7 @@ async def test_a_client_that_leaves_within_its_body_is_not_answered() -> None:
 async def test_a_body_that_does_not_come_is_408() -> None:
     class Hasty(Handler):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            exchange = Exchange(scope, receive, send)
+            exchange = HttpExchange(scope, receive, send)
             with pytest.raises(BodyTooSlow) as caught:
                 await exchange.read_body(max_seconds=0)
             await exchange.fail(caught.value)
@@ -180,7 +180,7 @@ async def test_a_body_that_does_not_come_is_408() -> None:
 async def test_closing_ends_a_running_reply_with_an_error() -> None:
     running = asyncio.Event()
 
-    async def work(exchange: Exchange, body: bytes) -> None:
+    async def work(exchange: HttpExchange, body: bytes) -> None:
         await exchange.stream(b"data: 1\n\n")
         running.set()
         await asyncio.Event().wait()

@@ -19,9 +19,9 @@ from backend.engine.async_engine import AsyncEngine
 from backend.engine.request import FinishReason, Request, StepOutput, Timing, TokenLogprob
 from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
 from backend.server.app import create_app
-from backend.server.metrics import Metrics
+from backend.server.components import ServerComponents
+from backend.server.metrics import ServerMetrics
 from backend.server.model import ServedModel, load_model
-from backend.server.serving import Serving
 from backend.server.tracing import Tracer
 
 DEMO = Path("backend/demo_model/weights")
@@ -93,8 +93,8 @@ async def serve(
     scripted = Scripted(model)
     engine = cast(AsyncEngine, scripted)
     with ThreadPoolExecutor(1) as executor:
-        serving = Serving(model, engine, 64, 64, Metrics(engine, "m", 16), Tracer(None), executor)
-        transport = httpx2.ASGITransport(create_app(serving, asyncio.get_running_loop().create_future()))
+        components = ServerComponents(model, engine, 64, 64, ServerMetrics(engine, "m", 16), Tracer(None), executor)
+        transport = httpx2.ASGITransport(create_app(components, asyncio.get_running_loop().create_future()))
         async with (
             httpx2.AsyncClient(transport=transport) as http,
             openai.AsyncOpenAI(base_url="http://engine/v1", api_key="none", http_client=http, max_retries=0) as client,

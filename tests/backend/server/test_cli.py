@@ -142,9 +142,9 @@ def test_the_demo_model_answers_as_its_checkpoint_recommends(start_server: Start
     with start_server("--served-model-name", "org/demo", model="demo") as server:
         assert server.model == server.client().models.retrieve("org/demo").id == "org/demo"
         messages: Any = [{"role": "user", "content": "What is Warmpath?"}]
-        replies = [server.client().chat.completions.create(model=server.model, messages=messages) for _ in range(2)]
-    assert replies[0].choices[0].message.content
-    assert replies[0].choices == replies[1].choices  # greedy by generation_config.json
+        responses = [server.client().chat.completions.create(model=server.model, messages=messages) for _ in range(2)]
+    assert responses[0].choices[0].message.content
+    assert responses[0].choices == responses[1].choices  # greedy by generation_config.json
 
 
 @pytest.mark.e2e

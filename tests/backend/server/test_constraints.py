@@ -17,12 +17,12 @@ from backend.engine.grammar import CompiledGrammar, GrammarCompiler
 from backend.engine.masks import MaskFiller
 from backend.engine.request import Request, SamplingParams
 from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
-from backend.parsers.base import CallArguments, CallStarted, Text
-from backend.parsers.reply import ReplyParser
+from backend.parsers.base import ContentText, ToolCallArguments, ToolCallStart
+from backend.parsers.chained import ChainedParser
 from backend.server.constraints import callable_tools, chat_constraint, is_constrained
-from backend.server.decoding import decode
 from backend.server.errors import InvalidRequest
 from backend.server.model import ServedModel, load_model
+from backend.server.request_body import decode_body
 from backend.server.requests import ChatRequest
 from backend.server.tokenizer import TextCodec
 
@@ -56,7 +56,7 @@ def make_model(demo: ServedModel, tools: str, reasoning: str | None) -> ServedMo
 
 def make_request(**fields: Any) -> ChatRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "Rain?"}], "tools": [NOW, WEATHER]} | fields
-    request = decode(json.dumps(body).encode(), ChatRequest)
+    request = decode_body(json.dumps(body).encode(), ChatRequest)
     request.check()
     assert is_constrained(request)
     return request
@@ -104,13 +104,13 @@ def test_whatever_a_required_call_says_is_read_as_calls(
         if text is None:
             continue
         assert model.tool_format is not None
-        parser = ReplyParser(None, model.tool_format.parser(callable_tools(request)))
+        parser = ChainedParser(None, model.tool_format.parser(callable_tools(request)))
         events = parser.push(text) + parser.finish()
-        assert not [event for event in events if isinstance(event, Text)]
-        calls = [event for event in events if isinstance(event, CallStarted)]
+        assert not [event for event in events if isinstance(event, ContentText)]
+        calls = [event for event in events if isinstance(event, ToolCallStart)]
         counts.add(len(calls))
         for call in calls:
-            pieces = [e.text for e in events if isinstance(e, CallArguments) and e.index == call.index]
+            pieces = [e.text for e in events if isinstance(e, ToolCallArguments) and e.index == call.index]
             arguments = json.loads("".join(pieces))
             jsonschema_rs.validate(ZIP if call.name == "weather" else {"type": "object"}, arguments)
     assert counts

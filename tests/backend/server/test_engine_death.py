@@ -18,11 +18,11 @@ from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.server.app import create_app
-from backend.server.asgi import Exchange
-from backend.server.completions import Completions
-from backend.server.metrics import Metrics
+from backend.server.asgi import HttpExchange
+from backend.server.completions import CompletionsEndpoint
+from backend.server.components import ServerComponents
+from backend.server.metrics import ServerMetrics
 from backend.server.model import load_model
-from backend.server.serving import Serving
 from backend.server.tracing import Tracer
 
 STEPS_BEFORE_DEATH = 4
@@ -53,16 +53,16 @@ async def doomed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     monkeypatch.setattr(engine, "step", dying_step)
     async_engine = AsyncEngine(engine)
     with ThreadPoolExecutor(1) as executor:
-        serving = Serving(
+        components = ServerComponents(
             model=load_model(checkpoint, "m", "m", 512),
             engine=async_engine,
             max_num_seqs=64,
             max_waiting=8,
-            metrics=Metrics(async_engine, "m", 16),
+            metrics=ServerMetrics(async_engine, "m", 16),
             tracer=Tracer(None),
             executor=executor,
         )
-        app = create_app(serving, asyncio.get_running_loop().create_future())
+        app = create_app(components, asyncio.get_running_loop().create_future())
         await async_engine.start()
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://engine") as client:
@@ -104,10 +104,10 @@ async def test_a_whole_reply_is_500_and_what_comes_after_503(doomed: Doomed) -> 
 async def test_a_bug_is_a_500_that_names_the_request_and_tells_nothing_else(
     doomed: Doomed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def crash(self: Completions, exchange: Exchange, body: bytes) -> None:
+    async def crash(self: CompletionsEndpoint, exchange: HttpExchange, body: bytes) -> None:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(Completions, "answer", crash)
+    monkeypatch.setattr(CompletionsEndpoint, "handle", crash)
     transport = httpx2.ASGITransport(doomed.app, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://engine") as client:
         reply = await client.post("/v1/completions", json={}, headers={"x-request-id": "r1"})

@@ -12,9 +12,9 @@ import pytest
 from backend.engine.grammar import GrammarCompiler
 from backend.parsers import REASONING_FORMATS, TOOL_FORMATS
 from backend.server.constraints import chat_constraint
-from backend.server.decoding import decode
 from backend.server.errors import ContextLengthError, InvalidRequest
 from backend.server.model import ServedModel, load_model
+from backend.server.request_body import decode_body
 from backend.server.requests import ChatRequest
 
 
@@ -32,7 +32,7 @@ def load(directory: Path, **generation: Any) -> ServedModel:
 
 def request(**fields: Any) -> ChatRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
-    return decode(json.dumps(body).encode(), ChatRequest)
+    return decode_body(json.dumps(body).encode(), ChatRequest)
 
 
 def test_the_checkpoints_sampling_stands_where_the_request_says_nothing(directory: Path) -> None:

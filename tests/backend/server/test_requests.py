@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from backend.server.decoding import decode
 from backend.server.errors import InvalidRequest
+from backend.server.request_body import decode_body
 from backend.server.requests import ChatRequest, CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -13,7 +13,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 def chat(**fields: object) -> ChatRequest:
-    request = decode(json.dumps({"model": "m", "messages": MESSAGES} | fields).encode(), ChatRequest)
+    request = decode_body(json.dumps({"model": "m", "messages": MESSAGES} | fields).encode(), ChatRequest)
     request.check()
     return request
 
@@ -114,7 +114,7 @@ def test_a_refusal_names_the_field(fields: dict[str, object], param: str) -> Non
 
 @pytest.mark.parametrize("prompt", ["text", ["a", "b"], [1, 2], [[1], [2, 3]]])
 def test_the_forms_of_a_prompt(prompt: object) -> None:
-    request = decode(json.dumps({"model": "m", "prompt": prompt}).encode(), CompletionRequest)
+    request = decode_body(json.dumps({"model": "m", "prompt": prompt}).encode(), CompletionRequest)
     assert request.prompt == prompt
 
 
@@ -129,5 +129,5 @@ def test_the_forms_of_a_prompt(prompt: object) -> None:
 )
 def test_a_refusal_of_a_completion_names_the_field(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        decode(json.dumps({"model": "m", "prompt": "a"} | fields).encode(), CompletionRequest).check()
+        decode_body(json.dumps({"model": "m", "prompt": "a"} | fields).encode(), CompletionRequest).check()
     assert caught.value.param == param

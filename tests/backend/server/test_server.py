@@ -278,14 +278,14 @@ def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
 
 def test_the_request_id_is_echoed_and_begins_the_replys_id(server: RunningServer) -> None:
     body = {"model": server.model, "messages": MESSAGES, "max_tokens": 1}
-    replies = [
+    responses = [
         httpx2.post(f"{server.base_url}/chat/completions", json=body, headers={"x-request-id": "call-7"})
         for _ in range(2)
     ]
-    for reply in replies:
+    for reply in responses:
         assert reply.headers["x-request-id"] == "call-7"
         assert reply.json()["id"].startswith("chatcmpl-call-7-")
-    assert replies[0].json()["id"] != replies[1].json()["id"]
+    assert responses[0].json()["id"] != responses[1].json()["id"]
     assert len(httpx2.get(f"{server.url}/nowhere").headers["x-request-id"]) == 32
 
 

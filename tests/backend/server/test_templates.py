@@ -9,10 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from backend.model_files import open_model_files
-from backend.server.decoding import decode
 from backend.server.errors import InvalidRequest
 from backend.server.model import load_model
 from backend.server.prompts import chat_prompt, render_chat
+from backend.server.request_body import decode_body
 from backend.server.requests import ChatRequest
 from backend.server.templates import ChatTemplate, TemplateError
 
@@ -76,7 +76,7 @@ def test_what_a_template_would_leave_out_is_refused(
 ) -> None:
     model = replace(load_model(checkpoint, "m", "m", 512), template=ChatTemplate({"default": source}, {}))
     body = {"model": "m", "messages": [{"role": "user", "content": "Rain?"}], **fields}
-    request = decode(json.dumps(body).encode(), ChatRequest)
+    request = decode_body(json.dumps(body).encode(), ChatRequest)
     if param is None:
         assert chat_prompt(model, request).token_ids
         return
@@ -91,7 +91,7 @@ def test_a_message_that_goes_on_equals_transformers(checkpoint: Path, final: str
     messages = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": final}]
     oracle = AutoTokenizer.from_pretrained(checkpoint)
     wanted = oracle.apply_chat_template(messages, tokenize=False, continue_final_message=True)
-    request = decode(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
+    request = decode_body(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
     rendered = render_chat(
         load_model(checkpoint, "m", "m", 256),
         request.messages,
@@ -109,7 +109,7 @@ def test_prompt_and_ids_equal_transformers(
 ) -> None:
     oracle = AutoTokenizer.from_pretrained(checkpoint)
     model = load_model(checkpoint, "m", "m", 256)
-    request = decode(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
+    request = decode_body(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
     text = render_chat(model, request.messages, tools)
     options: dict[str, Any] = {"tools": tools, "add_generation_prompt": True}
     wanted = as_transformers_wants(messages)
@@ -189,7 +189,7 @@ def test_parts_join_by_lines_and_developer_is_system_where_the_template_knows_no
     model = load_model(checkpoint, "m", "m", 256)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = {"model": "m", "messages": [{"role": "developer", "content": "d"}, {"role": "user", "content": parts}]}
-    text = render_chat(model, decode(json.dumps(body).encode(), ChatRequest).messages, None)
+    text = render_chat(model, decode_body(json.dumps(body).encode(), ChatRequest).messages, None)
     assert "<|im_start|>system\nd<|im_end|>" in text
     assert "<|im_start|>user\na\nb<|im_end|>" in text
 
@@ -223,7 +223,7 @@ def test_parts_are_printed_as_the_template_has_it(checkpoint: Path, tmp_path: Pa
     model = load_model(tmp_path, "m", "m", 256)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages: list[dict[str, Any]] = [{"role": "user", "content": parts[:1]}, {"role": "assistant", "content": parts}]
-    request = decode(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
+    request = decode_body(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
     assert render_chat(model, request.messages, None) == "a[a][b]"
     open_ended = render_chat(model, request.messages, None, add_generation_prompt=False, continue_final_message=True)
     assert open_ended == "a[a][b"
@@ -235,7 +235,7 @@ def test_arguments_that_are_no_object_are_none(checkpoint: Path, arguments: str)
     model = load_model(checkpoint, "m", "m", 256)
     call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
     messages = [*CONVERSATIONS[2][:1], {"role": "assistant", "content": "", "tool_calls": [call]}]
-    request = decode(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
+    request = decode_body(json.dumps({"model": "m", "messages": messages}).encode(), ChatRequest)
     assert '"arguments": {}' in render_chat(model, request.messages, None)
 
 
@@ -249,7 +249,7 @@ def test_breakpoints_change_no_prompt(checkpoint: Path) -> None:
             {"role": "assistant", "content": "", "tool_calls": [call], **mark},
             {"role": "tool", "content": "no", "tool_call_id": "call_1", **mark},
         ]
-        request = decode(
+        request = decode_body(
             json.dumps({"model": "m", "messages": messages, "tools": [tool], **mark}).encode(), ChatRequest
         )
         request.check()

@@ -14,11 +14,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode
 
-from backend.server.tracing import Marks, RequestRecord, Tracer, otlp_tracer, stages
+from backend.server.tracing import EnginePhaseTimings, RequestTrace, Tracer, otlp_tracer, phases
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
-MARKS = Marks(1_000, 1_100, 1_200, 1_500, 1_900, 2_000)
+TIMINGS = EnginePhaseTimings(1_000, 1_100, 1_200, 1_500, 1_900, 2_000)
 NAMES = ["engine.tokenize", "engine.queue", "engine.prefill", "engine.decode", "engine.detokenize"]
 
 
@@ -30,10 +30,12 @@ class Kept(SpanProcessor):
         self.spans.append(span)
 
 
-def record(traceparent: str | None = None, marks: Marks = MARKS, error: str | None = None) -> list[ReadableSpan]:
+def record(
+    traceparent: str | None = None, timings: EnginePhaseTimings = TIMINGS, error: str | None = None
+) -> list[ReadableSpan]:
     kept = Kept()
     headers = {"traceparent": traceparent} if traceparent else {}
-    Tracer(kept).record(RequestRecord(marks, headers, {"a": 1}, {"p": 2}, {"d": 3}, error))
+    Tracer(kept).record(RequestTrace(timings, headers, {"a": 1}, {"p": 2}, {"d": 3}, error))
     return kept.spans
 
 
@@ -75,14 +77,14 @@ def test_a_failure_marks_the_request() -> None:
 
 
 def test_a_request_that_never_ran_has_the_stages_that_it_reached() -> None:
-    marks = Marks(1_000, 1_100, 0, 0, 0, 2_000)
-    assert stages(marks) == [("engine.tokenize", 1_000, 1_100), ("engine.queue", 1_100, 2_000)]
+    timings = EnginePhaseTimings(1_000, 1_100, 0, 0, 0, 2_000)
+    assert phases(timings) == [("engine.tokenize", 1_000, 1_100), ("engine.queue", 1_100, 2_000)]
 
 
 @given(st.lists(st.integers(0, 100), min_size=4, max_size=4), st.integers(1, 50), st.integers(0, 50))
 def test_stages_always_add_up_to_the_request(middle: list[int], received: int, length: int) -> None:
     submitted, scheduled, first, last = middle
-    found = stages(Marks(received, submitted, scheduled, first, last, received + length))
+    found = phases(EnginePhaseTimings(received, submitted, scheduled, first, last, received + length))
     assert found[0][1] == received
     assert found[-1][2] == received + length
     assert all(start <= end for _, start, end in found)
@@ -118,12 +120,12 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
 def test_a_collector_receives_the_tree() -> None:
     with collector() as (url, received):
         tracer = otlp_tracer(url)
-        tracer.record(RequestRecord(MARKS, {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}, {}, {}, {}))
+        tracer.record(RequestTrace(TIMINGS, {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}, {}, {}, {}))
         tracer.shutdown()
     spans = [s for batch in received for r in batch.resource_spans for scope in r.scope_spans for s in scope.spans]
     assert [span.name for span in spans] == [*NAMES, "engine.request"]
     assert {span.trace_id.hex() for span in spans} == {TRACE_ID}
     assert spans[-1].parent_span_id.hex() == PARENT_ID
-    assert spans[-1].start_time_unix_nano == MARKS.received_ns
+    assert spans[-1].start_time_unix_nano == TIMINGS.received_ns
     service = received[0].resource_spans[0].resource.attributes
     assert any(item.value.string_value == "warmpath-engine" for item in service)

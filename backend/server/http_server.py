@@ -13,7 +13,7 @@ KEEP_ALIVE_SECONDS = 75  # longer than clients' and proxies' pools keep an idle 
 CUT_SECONDS = 5  # for replies that were cut at the end of the drain to send their last frame
 
 
-class Listener(uvicorn.Server):
+class EngineHttpServer(uvicorn.Server):
     """On SIGTERM or SIGINT: no new connections; running replies have `drain_seconds`, then `closing` ends them."""
 
     def __init__(

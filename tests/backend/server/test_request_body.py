@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from backend.server.decoding import HARMLESS, ONLY, decode
 from backend.server.errors import InvalidRequest
+from backend.server.request_body import HARMLESS, ONLY, decode_body
 from backend.server.requests import ChatRequest
 
 
 def chat(**fields: object) -> ChatRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
-    return decode(json.dumps(body).encode(), ChatRequest)
+    return decode_body(json.dumps(body).encode(), ChatRequest)
 
 
 @pytest.mark.parametrize("name", sorted(HARMLESS))
@@ -32,10 +32,10 @@ def test_a_field_with_one_supported_value_takes_it_and_null_and_nothing_else(nam
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b'"x"', b"\xff", b'{"model": "\xff"}', b"[" * 100_000])
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="body"):
-        decode(body, ChatRequest)
+        decode_body(body, ChatRequest)
 
 
 def test_deep_nesting_is_refused() -> None:
     body = b'{"model": "m", "messages": [], "tools": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}"
     with pytest.raises(InvalidRequest, match="nested too deeply"):
-        decode(body, ChatRequest)
+        decode_body(body, ChatRequest)

@@ -16,7 +16,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import WeightsError
 from backend.model_files import open_model_files
-from backend.model_files.mxfp4 import plain
+from backend.model_files.mxfp4 import dequantized
 from backend.models.config import ModelConfig
 from tests.backend.checkpoints import save_gpt_oss_in_mxfp4
 from tests.backend.gguf_writer import experts_in_mxfp4, write_gguf
@@ -51,7 +51,7 @@ def test_every_tensor_is_that_of_llama_cpps_conversion(of_ollama: Path, publishe
             found, expected = ours[name](), theirs[name]()
             assert type(found) is type(expected), name
             # The writer of the other makes every zero a positive one, which is equal.
-            assert torch.equal(plain(found), plain(expected)), name
+            assert torch.equal(dequantized(found), dequantized(expected)), name
 
 
 def test_logits_are_those_of_the_published_checkpoint_to_the_bit(of_ollama: Path, published: Path) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import orjson
 
 from backend.engine.request import TokenLogprob
-from backend.server.records import Usage
 from backend.server.requests import GenerationRequest
-from backend.server.sequence import Delta
+from backend.server.sequence import ChoiceDelta
 from backend.server.tokenizer import TextCodec
+from backend.server.usage_records import TokenUsage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -31,7 +31,7 @@ def event(payload: Json) -> bytes:
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
-def usage_object(usage: Usage) -> Json:
+def usage_object(usage: TokenUsage) -> Json:
     """`cached_tokens` are a part of `prompt_tokens`: those whose keys and values were found in the prefix cache."""
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -81,7 +81,7 @@ def chat_delta(index: int, delta: Json, logprobs: Json | None = None, finish_rea
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def stop_reason(last: Delta) -> Json:
+def stop_reason(last: ChoiceDelta) -> Json:
     """vLLM's, of a choice that is complete: which stop string or token of the request's own ended it, or null."""
     return {"stop_reason": last.stop_reason} if last.finish_reason else {}
 
@@ -177,9 +177,9 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def token_ids(deltas: Sequence[Delta]) -> Json:
+def token_ids(deltas: Sequence[ChoiceDelta]) -> Json:
     return {"token_ids": [token_id for delta in deltas for token_id in delta.token_ids]}
 
 
-def joined(deltas: Sequence[Delta]) -> str:
+def joined(deltas: Sequence[ChoiceDelta]) -> str:
     return "".join(delta.text for delta in deltas)

@@ -14,10 +14,10 @@ from backend.engine.errors import ContextTooLong, EngineError, QueueFull, Reques
 from backend.engine.request import Request, StepOutput
 from backend.server.errors import ApiError, ContextLengthError, EngineDead, InvalidRequest, ModelNotFound, Overloaded
 from backend.server.kv_events import KVEventPublisher
-from backend.server.metrics import Metrics
+from backend.server.metrics import ServerMetrics
 from backend.server.model import ServedModel
-from backend.server.records import Records
 from backend.server.tracing import Tracer
+from backend.server.usage_records import UsageRecords
 
 # Up to this size a body is rendered and tokenised on the event loop: about half a millisecond at most. Above it, in a
 # thread, so that no stream waits for somebody's long prompt.
@@ -28,15 +28,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServerComponents:
     model: ServedModel
     engine: AsyncEngine
     max_num_seqs: int
     max_waiting: int
-    metrics: Metrics
+    metrics: ServerMetrics
     tracer: Tracer
     executor: ThreadPoolExecutor
-    records: Records = field(default_factory=Records)
+    usage_records: UsageRecords = field(default_factory=UsageRecords)
     kv_events: KVEventPublisher | None = None
 
     def check_model(self, name: str | None) -> None:

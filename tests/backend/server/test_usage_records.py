@@ -5,7 +5,7 @@ import asyncio
 import httpx2
 import pytest
 
-from backend.server.records import RECORD_SECONDS, RECORDS_MAX, Records, Usage
+from backend.server.usage_records import RECORD_SECONDS, RECORDS_MAX, TokenUsage, UsageRecords
 from tests.backend.server.conftest import RunningServer
 from tests.backend.server.test_server_ends import ENDLESS, until
 
@@ -13,34 +13,34 @@ pytestmark = pytest.mark.e2e
 
 
 def test_records_are_bounded_and_the_oldest_goes_first() -> None:
-    records = Records()
+    usage_records = UsageRecords()
     for i in range(RECORDS_MAX + 1):
-        records.add(str(i), Usage(i, 0, 0))
-    assert records.get("0") is None
-    assert records.get("1") == Usage(1, 0, 0)
-    records.add("1", Usage(5, 5, 0))
-    assert records.get("1") == Usage(5, 5, 0)
+        usage_records.add(str(i), TokenUsage(i, 0, 0))
+    assert usage_records.get("0") is None
+    assert usage_records.get("1") == TokenUsage(1, 0, 0)
+    usage_records.add("1", TokenUsage(5, 5, 0))
+    assert usage_records.get("1") == TokenUsage(5, 5, 0)
 
 
 def test_records_are_kept_for_their_time() -> None:
     now = 0.0
-    records = Records(clock=lambda: now)
-    records.add("old", Usage(1, 0, 0))
+    usage_records = UsageRecords(clock=lambda: now)
+    usage_records.add("old", TokenUsage(1, 0, 0))
     now = RECORD_SECONDS - 1
-    assert records.get("old")
+    assert usage_records.get("old")
     now = RECORD_SECONDS
-    assert records.get("old") is None
-    records.add("new", Usage(1, 0, 0))
-    assert list(records._records) == ["new"]
+    assert usage_records.get("old") is None
+    usage_records.add("new", TokenUsage(1, 0, 0))
+    assert list(usage_records._records) == ["new"]
 
 
 def test_what_goes_on_has_no_record_until_it_is_over() -> None:
-    records, usage = Records(), list[Usage]()
-    records.add("a", lambda: usage[0] if usage else None)
-    assert records.get("a") is None and records._unread
-    usage.append(Usage(1, 2, 0))
-    records.add("b", Usage(0, 0, 0))
-    assert records.get("a") == Usage(1, 2, 0) and not records._unread
+    usage_records, usage = UsageRecords(), list[TokenUsage]()
+    usage_records.add("a", lambda: usage[0] if usage else None)
+    assert usage_records.get("a") is None and usage_records._unread
+    usage.append(TokenUsage(1, 2, 0))
+    usage_records.add("b", TokenUsage(0, 0, 0))
+    assert usage_records.get("a") == TokenUsage(1, 2, 0) and not usage_records._unread
 
 
 async def test_a_stream_that_was_left_has_what_was_generated_on_record(server: RunningServer) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from backend.server.segments import SegmentEncoder, cutting_tokens
+from backend.server.segment_encoder import SegmentEncoder, cutting_tokens
 
 DEMO = Path("backend/demo_model/weights/tokenizer.json")
 OPEN, CLOSE, LEFT, LOUD, PART = "<|open|>", "<|close|>", "<|left|>", "<|loud|>", "x<|op"

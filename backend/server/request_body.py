@@ -80,14 +80,14 @@ _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 R = TypeVar("R", bound=Struct)
 
 
-def decode(body: bytes, kind: type[R]) -> R:
+def decode_body(body: bytes, kind: type[R]) -> R:
     """The body as a `kind`, its fields checked one by one. Raises InvalidRequest."""
     try:
         fields = _OBJECT.decode(body)
         _check_names(fields, kind)
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise refusal(error) from error
+        raise validation_error(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
     except RecursionError as error:
@@ -108,7 +108,7 @@ def _check_names(fields: dict[str, msgspec.Raw], kind: type[Struct]) -> None:
         raise InvalidRequest(f"This value of `{name}` is not supported by this engine{supported}.", param=name)
 
 
-def refusal(error: msgspec.ValidationError, prefix: str = "") -> InvalidRequest:
+def validation_error(error: msgspec.ValidationError, prefix: str = "") -> InvalidRequest:
     """With the field's path; `prefix` is where what was checked stands in the body.
 
     msgspec ends its message with the place: "Expected `int`, got `str` - at `$.messages[0].name`".

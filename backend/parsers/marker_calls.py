@@ -5,17 +5,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 
-from backend.parsers.base import CallStarted, Event, OutputParser, Text
-from backend.parsers.json_scanner import WHITESPACE, CallScanner, Stage
+from backend.parsers.base import ContentText, OutputEvent, OutputParser, ToolCallStart
+from backend.parsers.json_scanner import WHITESPACE, CallStage, JsonCallScanner
 
 
-def held_back(text: str, marker: str) -> int:
+def partial_marker_length(text: str, marker: str) -> int:
     """How many of the last characters may be the beginning of the marker."""
     longest = min(len(text), len(marker) - 1)
     return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
 
 
-class MarkedCalls(OutputParser):
+class MarkerCallParser(OutputParser):
     """A machine whose states are methods: each takes what it can of `_rest`, and says whether it got any further.
 
     Spaces before a call, and at the end behind one, are no part of the text; so they are said when text follows them.
@@ -29,23 +29,23 @@ class MarkedCalls(OutputParser):
         self._spaces = ""  # taken, and said if text follows
         self._tentative = ""  # taken, and said as text if no call comes of it
         self._num_calls = 0
-        self._scanner = CallScanner(0)
-        self._events: list[Event] = []
+        self._scanner = JsonCallScanner(0)
+        self._events: list[OutputEvent] = []
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[OutputEvent]:
         self._rest += text
         while self._rest and self._state():
             pass
         events, self._events = self._events, []
         return events
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[OutputEvent]:
         if self._num_calls and self._is_between_calls:
             self._tentative = self._rest = ""
         self._say(self._tentative + self._rest)
         self._tentative = self._rest = ""
         if not self._num_calls and self._spaces:
-            self._events.append(Text(self._spaces))
+            self._events.append(ContentText(self._spaces))
         events, self._events = self._events, []
         return events
 
@@ -60,7 +60,7 @@ class MarkedCalls(OutputParser):
             self._rest, self._tentative = after, found
             self._state = self._behind_marker
             return True
-        end = len(before) - held_back(before, self.marker)
+        end = len(before) - partial_marker_length(before, self.marker)
         self._say(before[:end])
         self._rest = before[end:]
         return False
@@ -79,16 +79,16 @@ class MarkedCalls(OutputParser):
         if not self._scanner.started:
             self._tentative += self._rest[:taken]
         self._rest = self._rest[taken:]
-        if self._scanner.stage is Stage.DONE:
+        if self._scanner.stage is CallStage.DONE:
             self._state = self._behind_call
-        elif self._scanner.stage is Stage.REJECTED:
+        elif self._scanner.stage is CallStage.REJECTED:
             self._give_up()
         return self._scanner.ended
 
     @property
     def _is_between_calls(self) -> bool:
         return self._state in (self._behind_call, self._behind_marker) or (
-            self._state == self._read_call and self._scanner.stage is Stage.OPENING
+            self._state == self._read_call and self._scanner.stage is CallStage.OPENING
         )
 
     @abstractmethod
@@ -96,7 +96,7 @@ class MarkedCalls(OutputParser):
         """The state that follows a call."""
 
     def _begin_call(self, names: frozenset[str] | None = None) -> bool:
-        self._scanner = CallScanner(self._num_calls, names)
+        self._scanner = JsonCallScanner(self._num_calls, names)
         self._state = self._read_call
         return True
 
@@ -107,9 +107,9 @@ class MarkedCalls(OutputParser):
         self._state = self._read_text
         return True
 
-    def _emit(self, events: list[Event]) -> None:
+    def _emit(self, events: list[OutputEvent]) -> None:
         for event in events:
-            if isinstance(event, CallStarted):
+            if isinstance(event, ToolCallStart):
                 self._num_calls += 1
                 self._spaces = self._tentative = ""
         self._events += events
@@ -119,4 +119,4 @@ class MarkedCalls(OutputParser):
         said = text.rstrip(WHITESPACE)
         self._spaces = text[len(said) :]
         if said:
-            self._events.append(Text(said))
+            self._events.append(ContentText(said))

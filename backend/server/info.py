@@ -1,0 +1,66 @@
+"""The small doors: what is served, whether it is well, its metrics, and its tokenizer."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from backend import __version__
+from backend.server import metrics, responses
+from backend.server.components import ServerComponents
+from backend.server.errors import ModelNotFound, RequestNotFound
+from backend.server.responses import Json, usage_object
+
+JSON = "application/json"
+
+
+class InfoEndpoints:
+    """The doors without a body."""
+
+    def __init__(self, components: ServerComponents) -> None:
+        self._components = components
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        if name != self._components.model.name:
+            raise ModelNotFound(f"The model `{name}` does not exist.", param="model")
+        return _json(self._model())
+
+    async def request(self, request: Request) -> Response:
+        """What a request that has ended consumed."""
+        request_id = request.path_params["id"]
+        usage = self._components.usage_records.get(request_id)
+        if usage is None:
+            raise RequestNotFound(f"There is no record of `{request_id}`: it runs still, is long gone, or never was.")
+        return _json({"id": request_id, "object": "request", "usage": usage_object(usage)})
+
+    async def health(self, request: Request) -> Response:
+        engine = self._components.engine
+        if engine.healthy:
+            return _json({"status": "ok"})
+        reason = "a step does not come to its end" if engine.stalled else engine.error or "the engine is not running"
+        return _json({"status": "error", "reason": reason}, status=503)
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._components.metrics.render(), media_type=metrics.CONTENT_TYPE)
+
+    def _model(self) -> Json:
+        model = self._components.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created,
+            "owned_by": "warmpath",
+            "root": model.root,
+            "max_model_len": model.max_model_len,
+        }
+
+
+def _json(payload: Json, status: int = 200) -> Response:
+    return Response(responses.encode(payload), status_code=status, media_type=JSON)

@@ -1,0 +1,71 @@
+"""POST /tokenize and /detokenize: text or a chat to token ids and back, in vLLM's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from backend.server import responses
+from backend.server.asgi import Endpoint, HttpExchange
+from backend.server.components import ServerComponents
+from backend.server.errors import InvalidRequest
+from backend.server.messages import check_tools
+from backend.server.prompts import render_chat
+from backend.server.request_body import decode_body
+from backend.server.requests import DetokenizeRequest, TokenizeRequest, check_final_message
+
+
+class TokenizeEndpoint(Endpoint):
+    """POST /tokenize, as at vLLM: a prompt, or messages by the chat template, to token ids."""
+
+    def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
+        self._components = components
+        self.closing = closing
+
+    async def handle(self, exchange: HttpExchange, body: bytes) -> None:
+        request = decode_body(body, TokenizeRequest)
+        check_tools(request.tools)
+        self._components.check_model(request.model)
+        tokens = await self._components.prepare(len(body), lambda: self._tokens(request))
+        codec = self._components.model.codec
+        reply = {
+            "count": len(tokens),
+            "max_model_len": self._components.model.max_model_len,
+            "tokens": tokens,
+            "token_strs": [codec.token_piece(token) for token in tokens] if request.return_token_strs else None,
+        }
+        await exchange.respond(responses.encode(reply))
+
+    def _tokens(self, request: TokenizeRequest) -> list[int]:
+        codec = self._components.model.codec
+        if request.prompt is not None and request.messages is None:
+            return codec.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+        if request.messages and request.prompt is None:
+            check_final_message(request.continue_final_message, request.add_generation_prompt)
+            text = render_chat(
+                self._components.model,
+                request.messages,
+                request.tools,
+                request.chat_template_kwargs,
+                add_generation_prompt=request.add_generation_prompt is not False,
+                continue_final_message=bool(request.continue_final_message),
+            )
+            return codec.encode(text, add_special_tokens=bool(request.add_special_tokens))
+        raise InvalidRequest("Give one of `prompt` and `messages`.", param="prompt")
+
+
+class DetokenizeEndpoint(Endpoint):
+    """POST /detokenize: token ids to text, special tokens shown."""
+
+    def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
+        self._components = components
+        self.closing = closing
+
+    async def handle(self, exchange: HttpExchange, body: bytes) -> None:
+        request = decode_body(body, DetokenizeRequest)
+        model = self._components.model
+        self._components.check_model(request.model)
+        model.check_token_ids(request.tokens, "tokens")
+        text = await self._components.prepare(
+            len(body), lambda: model.codec.decode(request.tokens, skip_special_tokens=False)
+        )
+        await exchange.respond(responses.encode({"prompt": text}))
