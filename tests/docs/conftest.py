@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from tests.e2e.processes import PATIENCE_SECONDS, clean_environment, free_port, 
 from tests.otlp_collector import Collector, collecting
 
 README = ROOT / "README.md"
-BLOCKS = blocks(README)
 KEY = next(iter(re.findall(r"^export OPENAI_API_KEY=(\S+)$", README.read_text(), re.MULTILINE)))
 ADMIN_KEY = next(iter(re.findall(r"#key=(wpa-\w+)$", README.read_text(), re.MULTILINE)))
 NOT_IN_A_CHECKOUT = {".git", ".venv", ".warmpath", "policies"}
@@ -33,6 +32,7 @@ class Stack:
     dashboard_url: str
     checkout: Path
     collector: Collector
+    printed: dict[Block, str] = field(default_factory=dict)  # by the blocks that have run
 
     def here(self, text: str) -> str:
         """A block as it must read on this machine: free ports in place of the README's."""
@@ -44,8 +44,8 @@ class Stack:
         """Run it as if the blocks before had been typed into the same shell."""
         exports = [
             line
-            for earlier in BLOCKS[: BLOCKS.index(block)]
-            if earlier.language == "bash"
+            for earlier in blocks(block.page)
+            if earlier.language == "bash" and earlier.line < block.line
             for line in earlier.text.splitlines()
             if line.startswith("export ")
         ]

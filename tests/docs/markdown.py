@@ -22,12 +22,16 @@ class Block:
     text: str
     mark: str
     line: int
+    page: Path
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
 
 
 def blocks(path: Path) -> list[Block]:
     content = path.read_text(encoding="utf-8")
     return [
-        Block(found["language"], found["text"], found["mark"] or "", content.count("\n", 0, found.start("text")))
+        Block(found["language"], found["text"], found["mark"] or "", content.count("\n", 0, found.start("text")), path)
         for found in _FENCED.finditer(content)
     ]
 

@@ -1,0 +1,193 @@
+"""What is done with each fenced block of a page, so that every command in the documentation runs as written.
+
+The blocks of a page run one after the other in the checkout of `conftest.Stack`, beside an engine and a gateway that
+`warmpath up` has started there. A block that is not simply run says so in the page's source, by
+`<!-- test: MARK -->` on the line before it; `RUNNERS` says what is done with each mark. `Stack.here` says what is
+replaced in a block.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+
+import openai
+import yaml
+
+from gateway.policy_checks import ANYWHERE
+from gateway.policy_file import parse_policy
+from tests.docs.conftest import KEY, Stack
+from tests.docs.markdown import ROOT, Block, blocks
+from tests.e2e.processes import PATIENCE_SECONDS, clean_environment, until
+
+
+def run(stack: Stack, block: Block) -> None:
+    """Do with a block what its mark, or else its language, asks for."""
+    what = block.mark or block.language
+    assert what in RUNNERS, f"{block}: nothing is known about {what!r} blocks"
+    RUNNERS[what](stack, block)
+
+
+def run_bash(stack: Stack, block: Block) -> None:
+    stack.printed[block] = printed = stack.bash(block, block.text).stdout
+    lines = block.text.splitlines()
+    only_exports = all(line.startswith("export ") for line in lines)
+    redirected = re.search(r" > (\S+)$", lines[-1])
+    written = (stack.checkout / redirected[1]).read_text() if redirected else ""
+    assert printed or written or only_exports
+    if "curl" in block.text:
+        assert '"error"' not in printed
+    if '"stream": true' in block.text:
+        assert printed.endswith("data: [DONE]\n\n")
+
+
+def run_python(stack: Stack, block: Block) -> None:
+    (stack.checkout / "example.py").write_text(stack.here(block.text))
+    stack.printed[block] = printed = stack.bash(block, "python example.py").stdout
+    assert printed
+
+
+def is_like_what_was_printed(stack: Stack, block: Block) -> None:
+    """Every line shown was printed, in this order, by the command before it; numbers and ids may differ."""
+    printed = printed_before(stack, block)
+    lines = iter(printed.splitlines())
+    for shown in block.text.splitlines():
+        pattern = r"\s+".join(map(pattern_of_word, shown.split()))
+        assert any(re.fullmatch(rf"\s*{pattern}\s*", line) for line in lines), f"{shown!r} is not in:\n{printed}"
+
+
+def is_what_was_printed(stack: Stack, block: Block) -> None:
+    assert printed_before(stack, block) == block.text
+
+
+def printed_before(stack: Stack, block: Block) -> str:
+    """By the command before it, which runs now if its own test was not chosen."""
+    (*_, command) = [earlier for earlier in blocks(block.page) if earlier.line < block.line]
+    if command not in stack.printed:
+        run(stack, command)
+    return stack.printed[command]
+
+
+def pattern_of_word(word: str) -> str:
+    """Numbers stand for any number, and long hexadecimal ids for any id."""
+    if re.fullmatch(r"[0-9a-f]{16,}", word):
+        return "[0-9a-f]+"
+    return r"\d[\d.]*".join(map(re.escape, re.split(r"\d[\d.]*", word)))
+
+
+def check_policy(stack: Stack, block: Block) -> None:
+    parse_policy(block.text.encode(), file=str(block), checks=ANYWHERE)
+
+
+def is_running(stack: Stack, block: Block) -> None:
+    """The fixture has started what this starts."""
+    assert shlex.split(block.text)[-2:] == ["make", "up"]
+    assert set(re.findall(r"\bWARMPATH_\w+", block.text)) <= {"WARMPATH_OTLP_ENDPOINT"}
+
+
+def was_printed(stack: Stack, block: Block) -> None:
+    printed = (stack.checkout / "stdout").read_text()
+    for line in stack.here(block.text).splitlines():
+        pattern = r"\d+\.\d s".join(map(re.escape, re.split(r"\d+\.\d s", line)))
+        assert re.search(f"^{pattern}$", printed, re.MULTILINE), f"{line!r} was not printed:\n{printed}"
+
+
+def is_a_target(stack: Stack, block: Block) -> None:
+    (command, target) = block.text.split()
+    assert (command, bool(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE))) == ("make", True)
+
+
+def check_without_running(stack: Stack, block: Block) -> None:
+    """Its syntax, and that the options and files which it names exist."""
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    for line in block.text.splitlines():
+        words = shlex.split(line)
+        if "warmpath" in words:
+            verb, *rest = words[words.index("warmpath") + 1 :]
+            known = stack.bash(block, f"warmpath {shlex.join([verb, *subverb(verb, rest)])} --help").stdout
+            assert all(option in known for option in rest if option.startswith("--"))
+        if words[0].endswith("pip"):
+            assert (ROOT / words[words.index("-c") + 1]).exists()
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            assert set(re.findall(r"\[(\w+)\]", words[-1])) <= extras.keys()
+
+
+def subverb(verb: str, rest: list[str]) -> list[str]:
+    return rest[:1] if verb == "keys" else []
+
+
+def check_docker(stack: Stack, block: Block) -> None:
+    check_without_running(stack, block)
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    assert set(re.findall(r"compose exec (\S+)", block.text)) <= services.keys()
+    docker = shutil.which("docker")
+    if docker and not subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
+        found = subprocess.run([docker, "compose", "config", "-q"], cwd=ROOT, capture_output=True, text=True)
+        assert found.returncode == 0, found.stderr
+
+
+def serves(stack: Stack, block: Block) -> None:
+    """It gets ready, and ends well when it is stopped. The ledger in `.warmpath` has its writer already."""
+    command = shlex.split(stack.here(block.text))
+    server = subprocess.Popen(
+        [sys.executable, "-m", "gateway", *command[1:]],
+        cwd=stack.checkout, env=clean_environment(WARMPATH_DATA_DIR="instead"), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stdout
+        assert any(" ready on http://127.0.0.1:" in line for line in server.stdout)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(PATIENCE_SECONDS) == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def are_the_spans(stack: Stack, block: Block) -> None:
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key=KEY) as client:
+        hello = client.chat.completions.with_raw_response.create(
+            model="warmpath-demo", messages=[{"role": "user", "content": "Hello"}]
+        )
+    trace_id = bytes.fromhex(hello.headers["x-trace-id"])
+
+    def relations() -> set[tuple[str, str]]:
+        spans = {span.span_id: span for span in stack.collector.spans if span.trace_id == trace_id}
+        names = {span_id: span.name for span_id, span in spans.items()}
+        return {(names.get(span.parent_span_id, ""), span.name) for span in spans.values()}
+
+    expected = set(relations_of_tree(block.text))
+    until(lambda: len(relations()) >= len(expected))
+    assert relations() == expected
+
+
+def relations_of_tree(text: str) -> Iterator[tuple[str, str]]:
+    """(parent, child) for every line of a drawn tree; three columns are one level."""
+    line_of_ancestors: list[str] = []
+    for line in text.splitlines():
+        name = line.lstrip("│├└─ ")
+        level = (len(line) - len(name)) // 3
+        line_of_ancestors[level:] = [name]
+        yield (line_of_ancestors[level - 1] if level else ""), name
+
+
+RUNNERS: dict[str, Callable[[Stack, Block], None]] = {
+    "bash": run_bash,
+    "python": run_python,
+    "yaml": check_policy,
+    "the stack itself": is_running,
+    "output of make up": was_printed,
+    "printed by the block above": is_like_what_was_printed,
+    "printed exactly by the block above": is_what_was_printed,
+    "runs this test": is_a_target,
+    "needs the network": check_without_running,
+    "needs a GPU": check_without_running,
+    "needs Docker": check_docker,
+    "serves until stopped": serves,
+    "spans of a call": are_the_spans,
+}
