@@ -10,7 +10,7 @@ from pathlib import Path
 
 from backend import parsers
 from backend.engine.speculation import DRAFTERS
-from backend.kv_cache import KV_FORMS
+from backend.kv_cache import KV_FORMATS
 from backend.quantization import QUANTIZATIONS
 
 DEMO = "demo"  # stands for the bundled model
@@ -67,7 +67,9 @@ def _add_cache(made: argparse.ArgumentParser) -> None:
     memory = made.add_mutually_exclusive_group()
     memory.add_argument("--num-blocks", type=_positive, metavar="N", help="size of the KV cache, in blocks")
     memory.add_argument("--kv-cache-memory-mib", type=_positive, metavar="MIB", help="size of the KV cache, in MiB")
-    add("--kv-cache-dtype", choices=tuple(KV_FORMS), help="auto, the default: the model's; the others take half of it")
+    add(
+        "--kv-cache-dtype", choices=tuple(KV_FORMATS), help="auto, the default: the model's; the others take half of it"
+    )
     add("--kv-host-bytes", type=_positive, metavar="N", help="host memory for blocks that the KV cache has no room for")
     add("--kv-host-dir", type=Path, metavar="DIR", help="hold those in a file here instead of RAM")
     add("--block-size", type=_positive, metavar="TOKENS", help="tokens in a KV block (default: the engine's)")

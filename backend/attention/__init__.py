@@ -9,7 +9,7 @@ from backend.kv_cache.plain import PLAIN
 
 if TYPE_CHECKING:
     from backend.attention.base import Attention
-    from backend.kv_cache.base import KvForm
+    from backend.kv_cache.base import KvFormat
 
 ATTENTIONS = {
     "native": "backend.attention.native:NativeAttention",
@@ -18,5 +18,5 @@ ATTENTIONS = {
 }
 
 
-def create_attention(name: str, scale: float, form: KvForm = PLAIN) -> Attention:
+def create_attention(name: str, scale: float, form: KvFormat = PLAIN) -> Attention:
     return cast("Attention", load_member(ATTENTIONS, name)(scale, form))

@@ -23,7 +23,7 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AttentionVariant:
     """What one layer sees, and how sharply."""
 
     window: int | None = None  # the last so many tokens, itself included; None: all
@@ -33,14 +33,16 @@ class Span:
     sinks: Tensor | None = field(default=None, compare=False)
 
 
-EVERYTHING = Span()
+FULL_ATTENTION = AttentionVariant()
 
 
 class StepAttention(ABC):
     """Attention as every layer of one step uses it."""
 
     @abstractmethod
-    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
+    def __call__(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: AttentionVariant = FULL_ATTENTION
+    ) -> Tensor:
         """query: [T, Hq, D]; caches: [num_blocks, block_size, Hkv, W] -> [T, Hq, D]. W is D, but in a quantised cache.
 
         A sequence's i-th new token sees the cached tokens up to and including itself, as far back as the span goes,

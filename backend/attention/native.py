@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backend.attention.base import EVERYTHING, Attention, AttentionMetadata, Span, StepAttention
+from backend.attention.base import FULL_ATTENTION, Attention, AttentionMetadata, AttentionVariant, StepAttention
 from backend.attention.sdpa import SdpaAttention
-from backend.kv_cache.base import KvForm
+from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN
 from backend.native import library
-from backend.native.library import DTYPES, KV_FORMS, Caller, Library
+from backend.native.library import DTYPES, KV_FORMATS, Caller, Library
 
 MAX_QUERY_LEN = 16  # of a sequence, beyond which one dot product after the other is slower than gathering
 
@@ -20,7 +20,7 @@ class NativeAttention(Attention):
     def __init__(
         self,
         scale: float,
-        form: KvForm = PLAIN,
+        form: KvFormat = PLAIN,
         native: Library | None = None,
         level_name: str | None = None,
         num_threads: int | None = None,
@@ -53,16 +53,18 @@ class NativeAttention(Attention):
 
 
 class _Step(StepAttention):
-    def __init__(self, call: Caller, metadata: AttentionMetadata, scale: float, form: KvForm) -> None:
+    def __init__(self, call: Caller, metadata: AttentionMetadata, scale: float, form: KvFormat) -> None:
         self._call = call
         self._scale = scale
-        self._form = KV_FORMS[form.name]
+        self._form = KV_FORMATS[form.name]
         self._tables = metadata.block_tables
         self._starts = metadata.cu_seqlens_q
         self._seq_lens = metadata.kv_lens
         self._layout = (len(metadata.seq_lens), metadata.block_tables.shape[1], metadata.block_size)
 
-    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
+    def __call__(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: AttentionVariant = FULL_ATTENTION
+    ) -> Tensor:
         query = query.contiguous()
         output = torch.empty_like(query)
         self._call(

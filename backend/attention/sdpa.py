@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backend.attention.base import EVERYTHING, Attention, AttentionMetadata, Span, StepAttention
-from backend.kv_cache.base import KvForm
+from backend.attention.base import FULL_ATTENTION, Attention, AttentionMetadata, AttentionVariant, StepAttention
+from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN
 
 MAX_DECODE_GROUP = 16  # sequences per batched decode: beyond it, padding costs more than a second call
@@ -32,7 +32,13 @@ class _Decodes:
     mask: Tensor  # [B, 1, 1, L], 0 or -inf
 
     def attend(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, span: Span, form: KvForm
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        span: AttentionVariant,
+        form: KvFormat,
     ) -> Tensor:
         size, kv_heads, head_dim = len(self.rows), key_cache.shape[2], query.shape[2]
         folded = query[self.rows].view(size, kv_heads, -1, head_dim)  # [B, Hkv, G, D]
@@ -58,7 +64,13 @@ class _Prefill:
     mask: Tensor | None  # [Lq, L], 0 or -inf; None: plainly causal, nothing was cached before
 
     def attend(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float, span: Span, form: KvForm
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        span: AttentionVariant,
+        form: KvFormat,
     ) -> Tensor:
         kv_heads, head_dim = key_cache.shape[2], query.shape[2]
         grouped = query[self.rows].view(len(self.rows), kv_heads, -1, head_dim)
@@ -100,14 +112,18 @@ def _attend(
 
 
 class _Step(StepAttention):
-    def __init__(self, metadata: AttentionMetadata, like: Tensor, scale: float, form: KvForm) -> None:
+    def __init__(self, metadata: AttentionMetadata, like: Tensor, scale: float, form: KvFormat) -> None:
         self._form = form
         self._metadata = metadata
         self._like = like
         self._scale = scale
-        self._groups: dict[Span, list[_Decodes | _Prefill]] = {}  # a model has one or two, with sinks or without
+        self._groups: dict[
+            AttentionVariant, list[_Decodes | _Prefill]
+        ] = {}  # a model has one or two, with sinks or without
 
-    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
+    def __call__(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: AttentionVariant = FULL_ATTENTION
+    ) -> Tensor:
         groups = self._groups.get(span)
         if groups is None:
             groups = self._groups[span] = _make_groups(self._metadata, self._like, span)
@@ -120,7 +136,7 @@ class _Step(StepAttention):
 class SdpaAttention(Attention):
     """`form`: what it is to read, which is made the model's own again as it is gathered."""
 
-    def __init__(self, scale: float, form: KvForm = PLAIN) -> None:
+    def __init__(self, scale: float, form: KvFormat = PLAIN) -> None:
         super().__init__(scale)
         self._form = form
 
@@ -128,7 +144,7 @@ class SdpaAttention(Attention):
         return _Step(metadata, like, self.scale, self._form)
 
 
-def _make_groups(metadata: AttentionMetadata, like: Tensor, span: Span) -> list[_Decodes | _Prefill]:
+def _make_groups(metadata: AttentionMetadata, like: Tensor, span: AttentionVariant) -> list[_Decodes | _Prefill]:
     starts = [*accumulate(metadata.query_lens, initial=0)]
     decodes = sorted(
         (i for i, length in enumerate(metadata.query_lens) if length == 1), key=metadata.seq_lens.__getitem__
@@ -163,7 +179,7 @@ def _decodes(
     )
 
 
-def _prefill(metadata: AttentionMetadata, starts: list[int], i: int, like: Tensor, span: Span) -> _Prefill:
+def _prefill(metadata: AttentionMetadata, starts: list[int], i: int, like: Tensor, span: AttentionVariant) -> _Prefill:
     query_len, seq_len, size = metadata.query_lens[i], metadata.seq_lens[i], metadata.block_size
     earliest = 0 if span.window is None else max(0, seq_len - query_len + 1 - span.window)  # that the first query sees
     first_block = earliest // size

@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backend.attention.base import EVERYTHING, Attention, AttentionMetadata, Span, StepAttention
+from backend.attention.base import FULL_ATTENTION, Attention, AttentionMetadata, AttentionVariant, StepAttention
 from backend.attention.triton_kernels import FP8, INT8, PLAIN, attend_chunks, attend_decodes, join_splits
-from backend.kv_cache.base import KvForm
+from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN as PLAIN_FORM
-from backend.kv_cache.plain import PlainForm
-from backend.kv_cache.scaled import Fp8Form, Int8Form
+from backend.kv_cache.plain import PlainFormat
+from backend.kv_cache.scaled import Fp8Format, Int8Format
 from backend.triton_runtime import is_interpreted
 
-FORMS: dict[type[KvForm], int] = {PlainForm: PLAIN.value, Int8Form: INT8.value, Fp8Form: FP8.value}
+FORMS: dict[type[KvFormat], int] = {PlainFormat: PLAIN.value, Int8Format: INT8.value, Fp8Format: FP8.value}
 MIN_DOT = 16  # rows and columns of the smallest product of matrices
 TILE_BYTES = 1 << 14  # of keys, and of values, that are read at once
 MIN_TILE, MAX_TILE = 16, 64  # in tokens
@@ -38,7 +38,7 @@ PROGRAMS_PER_UNIT = 4  # of a GPU's multiprocessors, that find something to do a
 class TritonAttention(Attention):
     """`form`: what it is to read, whose bytes the kernels know."""
 
-    def __init__(self, scale: float, form: KvForm = PLAIN_FORM) -> None:
+    def __init__(self, scale: float, form: KvFormat = PLAIN_FORM) -> None:
         super().__init__(scale)
         self._form = FORMS[type(form)]
 
@@ -61,7 +61,9 @@ class _Step(StepAttention):
         )
         self._tiles: dict[int, Tensor] = {}  # by their tokens; all layers have the same, mostly
 
-    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
+    def __call__(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: AttentionVariant = FULL_ATTENTION
+    ) -> Tensor:
         query = query.contiguous()
         output = torch.empty_like(query)
         if self._num_decodes:
@@ -70,7 +72,9 @@ class _Step(StepAttention):
             self._attend_chunks(query, key_cache, value_cache, output, span)
         return output
 
-    def _attend_chunks(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, span: Span) -> None:
+    def _attend_chunks(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, span: AttentionVariant
+    ) -> None:
         metadata, num_kv_heads = self._metadata, key_cache.shape[2]
         group = query.shape[1] // num_kv_heads
         constants = self._constants(query, key_cache, span)
@@ -101,7 +105,7 @@ class _Step(StepAttention):
         return self._tiles[size]
 
     def _attend_decodes(
-        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, span: Span
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, output: Tensor, span: AttentionVariant
     ) -> None:
         metadata, size = self._metadata, self._num_decodes
         num_heads, num_kv_heads, head_dim = query.shape[1], key_cache.shape[2], query.shape[2]
@@ -131,7 +135,7 @@ class _Step(StepAttention):
             **{name: constants[name] for name in ("HEAD_DIM", "BLOCK_D", "TILE", "WINDOW")},
         )  # fmt: skip
 
-    def _constants(self, query: Tensor, key_cache: Tensor, span: Span) -> dict[str, Any]:
+    def _constants(self, query: Tensor, key_cache: Tensor, span: AttentionVariant) -> dict[str, Any]:
         """What kernels are compiled for. The interpreter knows no products of bfloat16."""
         head_dim = query.shape[2]
         block_d = max(MIN_DOT, triton.next_power_of_2(head_dim))

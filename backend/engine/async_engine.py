@@ -25,8 +25,8 @@ from typing import Self
 
 from backend.engine.engine import Engine, EngineStats
 from backend.engine.errors import ContextTooLong, EngineDead, EngineError, QueueFull, RequestRefused
-from backend.engine.request import FinishReason, Request, Status, StepOutput
-from backend.engine.scheduler import urgency
+from backend.engine.request import FinishReason, Request, RequestStatus, StepOutput
+from backend.engine.scheduler import scheduling_key
 
 __all__ = ["AsyncEngine", "ContextTooLong", "EngineDead", "EngineError", "OutputStream", "QueueFull", "RequestRefused"]
 
@@ -157,13 +157,13 @@ class AsyncEngine:
                 self._commands.append(partial(self._engine.abort, request_id))
                 self._changed.notify()
 
-    def cut(self, request: Request, num_wanted: int) -> None:
+    def stop_early(self, request: Request, num_wanted: int) -> None:
         """Ends a request of whose tokens the first so many are an answer, as `abort` does. Once for each: the others,
         and what is computed until the engine hears of this, are counted apart.
         """
         with self._changed:
             if self._open:
-                self._commands.append(partial(self._engine.cut, request, num_wanted))
+                self._commands.append(partial(self._engine.stop_early, request, num_wanted))
                 self._changed.notify()
 
     async def wait_idle(self) -> None:
@@ -184,8 +184,10 @@ class AsyncEngine:
     def _displace_for(self, request: Request) -> None:
         """Takes a place in the full queue from the least urgent who waits for a first token. Raises `QueueFull`."""
         unfinished = (stream.request for stream in self._streams.values())
-        waiting = [other for other in unfinished if other.status is Status.WAITING and not other.num_output_tokens]
-        last = max(waiting, key=urgency, default=request)
+        waiting = [
+            other for other in unfinished if other.status is RequestStatus.WAITING and not other.num_output_tokens
+        ]
+        last = max(waiting, key=scheduling_key, default=request)
         if last.priority <= request.priority:
             raise QueueFull(f"{len(self._streams)} requests are unfinished, and no more are taken")
         # It may begin in this very moment; it is then given up with what little it has.
@@ -224,7 +226,7 @@ class AsyncEngine:
         except Exception as error:
             logger.exception("the engine ends: a step failed")
             self.error = f"{type(error).__name__}: {error}"
-            self._engine.scheduler.abandon()
+            self._engine.scheduler.fail_all()
         finally:
             with self._changed:
                 self._open = False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backend.attention.base import AttentionMetadata
-from backend.engine.plan import Scheduled
+from backend.engine.plan import ScheduledRequest
 from backend.engine.sampling_batch import NextToken
 
 
@@ -35,14 +35,14 @@ class Batch:
     sampled_rows: Tensor  # [N] int64: where the tokens before them stand among those that are read
     attention: AttentionMetadata
     tail: Tail | None = None  # None: all tokens are read
-    read_lens: tuple[int, ...] = ()  # how many tokens of each sequence are read, its last ones
+    output_lens: tuple[int, ...] = ()  # how many tokens of each sequence are read, its last ones
 
 
-def make_batch(plan: Sequence[Scheduled], block_size: int, device: torch.device) -> Batch:
+def make_batch(plan: Sequence[ScheduledRequest], block_size: int, device: torch.device) -> Batch:
     def tensor(values: Sequence[int] | Sequence[list[int]], dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype)).to(device)  # several times faster than torch.tensor
 
-    def attention(sequences: Sequence[Scheduled], query_lens: tuple[int, ...]) -> AttentionMetadata:
+    def attention(sequences: Sequence[ScheduledRequest], query_lens: tuple[int, ...]) -> AttentionMetadata:
         seq_lens = tuple(scheduled.end for scheduled in sequences)
         tables = [scheduled.request.block_table for scheduled in sequences]
         max_blocks = max(map(len, tables))
@@ -64,16 +64,16 @@ def make_batch(plan: Sequence[Scheduled], block_size: int, device: torch.device)
     token_ids = [*chain.from_iterable(scheduled.token_ids for scheduled in plan)]
     per_token = tensor([token_ids, positions, slots], np.int64)
     query_lens = tuple(scheduled.num_tokens for scheduled in plan)
-    read_lens = _read_lens(plan)
+    output_lens = _read_lens(plan)
     tail = None
-    if read_lens != query_lens:
+    if output_lens != query_lens:
         ends = accumulate(query_lens)
-        rows = [row for end, count in zip(ends, read_lens, strict=True) for row in range(end - count, end)]
-        some = [scheduled for scheduled, count in zip(plan, read_lens, strict=True) if count]
-        tail = Tail(tensor(rows, np.int64), attention(some, tuple(filter(None, read_lens))))
+        rows = [row for end, count in zip(ends, output_lens, strict=True) for row in range(end - count, end)]
+        some = [scheduled for scheduled, count in zip(plan, output_lens, strict=True) if count]
+        tail = Tail(tensor(rows, np.int64), attention(some, tuple(filter(None, output_lens))))
     # Behind the last known token, and behind each that was drafted.
     sampled = [(i, n) for i, s in enumerate(plan) if not s.request.pooling for n in range(s.num_sampled, 0, -1)]
-    read_ends = [*accumulate(read_lens)]
+    read_ends = [*accumulate(output_lens)]
     return Batch(
         input_ids=per_token[0],
         positions=per_token[1],
@@ -85,11 +85,11 @@ def make_batch(plan: Sequence[Scheduled], block_size: int, device: torch.device)
         sampled_rows=tensor([read_ends[i] - n for i, n in sampled], np.int64),
         attention=attention(plan, query_lens),
         tail=tail,
-        read_lens=read_lens,
+        output_lens=output_lens,
     )
 
 
-def _read_lens(plan: Sequence[Scheduled]) -> tuple[int, ...]:
+def _read_lens(plan: Sequence[ScheduledRequest]) -> tuple[int, ...]:
     """Of each sequence, how many of its last tokens have hidden states that anybody reads. At least one is read of all,
     so that nothing behind needs to know of steps without any; and of a step that has one of each, all."""
     if all(scheduled.num_tokens == 1 for scheduled in plan):

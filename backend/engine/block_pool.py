@@ -58,7 +58,7 @@ class BlockListener(Protocol):
 
     def cleared(self) -> None: ...
 
-    def step_over(self) -> None:
+    def end_step(self) -> None:
         """What was told since the last step is one whole. Called before anybody hears of the step's outputs."""
 
 
@@ -76,7 +76,7 @@ class BlockPool:
         self.block_size = block_size
         self.tier = tier
         if tier:
-            tier.on_lost = self._lost
+            tier.on_evict = self._lost
         self._listener = listener
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
@@ -95,7 +95,7 @@ class BlockPool:
     def num_cached(self) -> int:
         return len(self._index)
 
-    def match(self, block_hashes: Sequence[bytes]) -> list[int]:
+    def find_cached_prefix(self, block_hashes: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known prefix of this chain. Changes nothing, not even the order of reuse."""
         blocks: list[int] = []
         for block_hash in block_hashes:
@@ -121,7 +121,7 @@ class BlockPool:
             self._background[block] &= background
         return [*cached, *(self._take(background) for _ in range(num_new))]
 
-    def expect(self, block_hashes: Sequence[bytes], *, background: bool = False) -> None:
+    def prepare_restore(self, block_hashes: Sequence[bytes], *, background: bool = False) -> None:
         """These, which follow those that were matched, are about to be restored as far as the second tier has them:
         what `allocate` gives up in between takes the place of others there."""
         if self.tier:
@@ -141,7 +141,7 @@ class BlockPool:
                 num_restored += 1
         return num_restored
 
-    def publish(self, block: int, content: CachedBlock) -> None:
+    def cache_block(self, block: int, content: CachedBlock) -> None:
         """Makes a full, computed block in use findable. If an equal block is known already, that one stays known."""
         assert self._ref_counts[block] > 0, "only a block in use has content"
         if content.block_hash in self._index or self._hashes[block] is not None:
@@ -151,7 +151,7 @@ class BlockPool:
         if self._listener and not (self.tier and content.block_hash in self.tier):
             self._listener.stored(content)
 
-    def release(self, block_table: Sequence[int]) -> None:
+    def free(self, block_table: Sequence[int]) -> None:
         """Gives up one reference to each block of the table. What is cached stays findable until it is reused."""
         for block in reversed(block_table):
             assert self._ref_counts[block] > 0, f"block {block} is released more often than taken"
@@ -171,9 +171,9 @@ class BlockPool:
         if self._listener:
             self._listener.cleared()
 
-    def step_over(self) -> None:
+    def end_step(self) -> None:
         if self._listener:
-            self._listener.step_over()
+            self._listener.end_step()
 
     def check_integrity(self) -> None:
         """Raises `IntegrityError` with every contradiction found. Fast enough to run whenever the engine goes idle."""

@@ -13,7 +13,7 @@ from backend.engine.errors import ConfigError
 from backend.engine.free_memory import free_memory_bytes
 from backend.engine.speculation import DRAFTERS
 from backend.engine.threads import choose_num_threads, num_cores
-from backend.kv_cache import KV_FORMS, create_kv_form
+from backend.kv_cache import KV_FORMATS, create_kv_format
 from backend.model_files import open_model_files
 from backend.models.config import ModelConfig
 from backend.native import library
@@ -115,7 +115,7 @@ class EngineConfig:
             raise ConfigError("num_blocks and kv_cache_memory_bytes are two ways to say one thing", param="num_blocks")
         for name, known in (
             ("dtype", {AUTO, *DTYPES}),
-            ("kv_cache_dtype", KV_FORMS.keys()),
+            ("kv_cache_dtype", KV_FORMATS.keys()),
             ("attention", {AUTO, *ATTENTIONS}),
             ("ops", {AUTO, *OPS}),
             ("quantization", QUANTIZATIONS.keys()),
@@ -167,7 +167,7 @@ class EngineConfig:
         return replace(resolved, draft=drafting)
 
     def _block_bytes(self, models: Sequence[ModelConfig], dtype: torch.dtype) -> int:
-        form = create_kv_form(self.kv_cache_dtype)
+        form = create_kv_format(self.kv_cache_dtype)
         num_values = sum(2 * m.num_layers * m.num_kv_heads * form.width(m.head_dim) for m in models)
         return self.block_size * num_values * form.dtype(dtype).itemsize
 

@@ -23,7 +23,7 @@ class StepTokens:
 
 
 @dataclass(slots=True)
-class Counters:
+class SchedulerCounters:
     prompt_tokens: int = 0  # of prompts that have been computed to their end, each once, whatever is made of it
     cached_prompt_tokens: int = 0  # of these, as many came from the prefix cache
     generation_tokens: int = 0

@@ -17,11 +17,11 @@ from torch import Tensor
 from backend.attention.base import AttentionMetadata
 from backend.engine.batch import Batch
 from backend.engine.config import ResolvedConfig
-from backend.native.recording import Ask, Program, Recorder, leave_if
+from backend.native.recording import Program, Recorder, StopCheck, raise_if_interrupted
 
 MAX_ROWS = 64  # of a step that is recorded, and so the most programs: beyond it, calls hardly count
 
-Compute = Callable[[Batch, Ask | None], Tensor]
+Compute = Callable[[Batch, StopCheck | None], Tensor]
 
 
 class DecodePrograms:
@@ -49,21 +49,21 @@ class DecodePrograms:
         rows = len(attention.query_lens)
         return rows <= self._max_rows and max(attention.query_lens) == 1 and self._programs.get(rows, True) is not None
 
-    def __call__(self, batch: Batch, is_given_up: Ask | None) -> Tensor:
-        """The result lasts until the next call. Raises `GivenUp`, as `compute` does."""
+    def __call__(self, batch: Batch, is_interrupted: StopCheck | None) -> Tensor:
+        """The result lasts until the next call. Raises `StepInterrupted`, as `compute` does."""
         rows = len(batch.input_ids)
         if rows not in self._batches:
             self._batches[rows] = self._first(rows)
         ours = self._batches[rows]
         _copy(batch, ours)
-        leave_if(is_given_up)
+        raise_if_interrupted(is_interrupted)
         if program := self._programs.get(rows):
-            return program.run(is_given_up)
+            return program.run(is_interrupted)
 
         def compute(mark: Callable[[], None]) -> Tensor:
             def asked() -> bool:
                 mark()
-                return is_given_up is not None and is_given_up()
+                return is_interrupted is not None and is_interrupted()
 
             attention = replace(ours.attention, seq_lens=batch.attention.seq_lens)
             return self._compute(replace(ours, attention=attention), asked)

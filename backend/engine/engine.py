@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from backend.engine.block_pool import BlockListener, BlockPool
 from backend.engine.config import EngineConfig, ResolvedConfig
 from backend.engine.errors import RequestRefused
-from backend.engine.foresight import foresee
 from backend.engine.graph_runner import create_runner
 from backend.engine.host_tier import HostTier
 from backend.engine.interruption import Interruption, nothing
 from backend.engine.kv_memory import HostSlots
+from backend.engine.lookahead import plan_ahead
 from backend.engine.request import FinishReason, Request, StepOutput
 from backend.engine.runner import Runner
 from backend.engine.scheduler import Scheduler
@@ -96,13 +96,13 @@ class Engine:
         """`begun` is called, on a CPU at least once, while the step's kernels compute or are about to."""
         plan = self.speculator.extend(self.scheduler.schedule())
         assert plan, "a step with nothing to do: ask has_unfinished first"
-        following = foresee(self.scheduler, plan) if self.runner.looks_ahead else ()
+        following = plan_ahead(self.scheduler, plan) if self.runner.uses_lookahead else ()
         computed = self.runner.run(plan, self.interruption.watch(plan, begun), following)
         if computed is None:
             return []  # somebody more urgent waits: nobody has advanced
         outputs = self.scheduler.advance(plan, computed)
         self.speculator.learn(plan, computed)
-        self.scheduler.pool.step_over()
+        self.scheduler.pool.end_step()
         return outputs
 
     @property
@@ -131,9 +131,9 @@ class Engine:
         """Ends a request between two steps. None if it is unknown or has ended already."""
         return self.scheduler.abort(request_id, reason)
 
-    def cut(self, request: Request, num_wanted: int) -> StepOutput | None:
+    def stop_early(self, request: Request, num_wanted: int) -> StepOutput | None:
         """Ends, between two steps, a request of whose tokens the first so many are an answer. None if it had ended."""
-        return self.scheduler.cut(request, num_wanted)
+        return self.scheduler.stop_early(request, num_wanted)
 
     def expire(self, now: float) -> list[StepOutput]:
         """Ends, between two steps, what has passed its deadline. `now`: seconds since the epoch."""
@@ -163,7 +163,7 @@ class Engine:
             prefix_cache_queries_total=counters.prefix_cache_queries,
             prefix_cache_hits_total=counters.prefix_cache_hits,
             preemptions_total=counters.preemptions,
-            steps_given_up_total=self.interruption.num_given_up,
+            steps_given_up_total=self.interruption.num_interrupted,
             drafts_total=counters.drafts,
             draft_tokens_total=counters.draft_tokens,
             accepted_tokens_total=tuple(counters.accepted_tokens),
@@ -172,7 +172,7 @@ class Engine:
             requests_finished=dict(counters.finished),
             aborted_total=counters.finished[FinishReason.ABORT],
             num_host_blocks=tier.num_slots if tier else 0,
-            num_host_blocks_used=tier.num_kept if tier else 0,
+            num_host_blocks_used=tier.num_used if tier else 0,
             host_blocks_saved_total=tier.num_saved_total if tier else 0,
             host_blocks_restored_total=tier.num_restored_total if tier else 0,
             host_blocks_corrupted_total=tier.num_corrupted_total if tier else 0,

@@ -105,12 +105,12 @@ class CompiledGrammar:
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
 
-    def start(self) -> GrammarWalk:
+    def start(self) -> GrammarMatcher:
         """A walk from the beginning, for one sequence."""
-        return GrammarWalk(self._matcher.deep_copy())
+        return GrammarMatcher(self._matcher.deep_copy())
 
 
-class GrammarWalk:
+class GrammarMatcher:
     """A `Grammar` of one request."""
 
     def __init__(self, matcher: LLMatcher) -> None:

@@ -16,10 +16,10 @@ import torch
 from backend.attention.base import AttentionMetadata
 from backend.engine.batch import Batch
 from backend.engine.config import NONE, TRITON, ResolvedConfig
-from backend.engine.foresight import is_decode, is_plain
-from backend.engine.graphs import Capture, CudaCapture, DecodeSteps, Launched
+from backend.engine.graphs import Capture, CudaCapture, DecodeGraphs, LaunchedStep
+from backend.engine.lookahead import is_decode, is_plain
 from backend.engine.paged_model import PagedModel
-from backend.engine.plan import Computed, Scheduled
+from backend.engine.plan import RunnerOutput, ScheduledRequest
 from backend.engine.runner import Runner
 from backend.engine.sampling_batch import NextToken
 
@@ -32,7 +32,7 @@ def create_runner(config: ResolvedConfig) -> Runner:
     any, that find their visitors there."""
     runner = Runner(config)
     is_on_gpu = config.device.type == "cuda" and config.attention == TRITON
-    if is_on_gpu and not config.enforce_eager and not runner.model.asks_the_host:
+    if is_on_gpu and not config.enforce_eager and not runner.model.needs_host_sync:
         return GraphRunner(config, CudaCapture(config.device), runner.model)
     return runner
 
@@ -42,29 +42,32 @@ class GraphRunner(Runner):
         super().__init__(config, model)
         with torch.inference_mode():
             self._warm_up()
-            self._decodes = DecodeSteps(config, self._model, capture)
-        self._begun: Launched | None = None  # ahead of its time
+            self._decodes = DecodeGraphs(config, self._model, capture)
+        self._begun: LaunchedStep | None = None  # ahead of its time
 
     @property
-    def looks_ahead(self) -> bool:
+    def uses_lookahead(self) -> bool:
         return self._config.speculation == NONE  # whose guesses would be another step
 
     @torch.inference_mode()
     def run(
-        self, plan: Sequence[Scheduled], is_given_up: Callable[[], bool], following: Sequence[Scheduled] = ()
-    ) -> list[Computed] | None:
+        self,
+        plan: Sequence[ScheduledRequest],
+        is_interrupted: Callable[[], bool],
+        following: Sequence[ScheduledRequest] = (),
+    ) -> list[RunnerOutput] | None:
         self._use_device()
         begun, self._begun = self._begun, None
         due = [begun is not None and begun.covers(s, self._decodes.slot(s)) for s in plan]
         rest = [scheduled for scheduled, is_due in zip(plan, due, strict=True) if not is_due]
         if len(rest) == len(plan):
             if len(plan) > self._decodes.max_size or not all(map(is_decode, plan)):
-                return super().run(plan, is_given_up)
+                return super().run(plan, is_interrupted)
             if not all(is_plain(scheduled.request) for scheduled in plan):
                 return self._run_and_sample(plan)
             begun, rest = self._decodes.launch(plan), []
         assert begun is not None
-        others = super().run(rest, is_given_up) if rest else []
+        others = super().run(rest, is_interrupted) if rest else []
         if others is None:
             return None
         if following and not rest:
@@ -73,7 +76,7 @@ class GraphRunner(Runner):
         rows = [begun.rows.get(scheduled.request.request_id) for scheduled in plan]
         later = {id(scheduled) for scheduled in rest}
         return [
-            next(computed) if row is None or id(scheduled) in later else Computed((token_ids[row.index],))
+            next(computed) if row is None or id(scheduled) in later else RunnerOutput((token_ids[row.index],))
             for scheduled, row in zip(plan, rows, strict=True)
         ]
 
@@ -94,7 +97,7 @@ class GraphRunner(Runner):
             metadata = AttentionMetadata((length,), (length,), lens, starts, table, self._config.block_size)
             self._model.forward(Batch(places, places, places, (), (), places[:0], metadata))
 
-    def _run_and_sample(self, plan: Sequence[Scheduled]) -> list[Computed]:
+    def _run_and_sample(self, plan: Sequence[ScheduledRequest]) -> list[RunnerOutput]:
         """A decode whose tokens are chosen with more than a graph knows."""
         next_tokens = [NextToken(scheduled.request) for scheduled in plan]
         masks = self._masks.start([token.request for token in next_tokens])

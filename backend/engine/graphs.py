@@ -4,7 +4,7 @@ A step of so many sequences is captured once, by a `Capture`, over buffers that 
 whatever they hold then. Steps have sizes: one with fewer sequences is filled up with repetitions of one of them, which
 compute the same and write it to the same place. What they chose stays on the device, where the next step takes it from.
 
-Nothing here is about CUDA but `CudaCapture` and the waiting in `Launched`.
+Nothing here is about CUDA but `CudaCapture` and the waiting in `LaunchedStep`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from backend.attention.base import AttentionMetadata
 from backend.engine.batch import Batch
 from backend.engine.config import ResolvedConfig
 from backend.engine.paged_model import PagedModel
-from backend.engine.plan import Scheduled
+from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
 from backend.engine.sampling_batch import GREEDY_BELOW_TEMPERATURE, uniform
 from backend.ops.sampling import RandomRows
@@ -86,7 +86,7 @@ class Row:
     slot: int
 
 
-class Launched:
+class LaunchedStep:
     """A step that the device has been told to do."""
 
     def __init__(self, rows: dict[str, Row], chosen: Tensor) -> None:
@@ -98,7 +98,7 @@ class Launched:
         if self._done:
             self._done.record()
 
-    def covers(self, scheduled: Scheduled, slot: int) -> bool:
+    def covers(self, scheduled: ScheduledRequest, slot: int) -> bool:
         """Whether it computes just that, and writes it just there."""
         row = self.rows.get(scheduled.request.request_id)
         if row is None or row.request is not scheduled.request or scheduled.num_tokens > 1:
@@ -113,7 +113,7 @@ class Launched:
         return token_ids
 
 
-class DecodeSteps:
+class DecodeGraphs:
     """Steps of one token each, for up to `max_size` sequences."""
 
     def __init__(self, config: ResolvedConfig, model: PagedModel, capture: Capture) -> None:
@@ -143,12 +143,12 @@ class DecodeSteps:
             for has_random in (False, True)
         }
 
-    def slot(self, scheduled: Scheduled) -> int:
+    def slot(self, scheduled: ScheduledRequest) -> int:
         """Where the keys and values of its first token go."""
         block, offset = divmod(scheduled.start, self._block_size)
         return scheduled.request.block_table[block] * self._block_size + offset
 
-    def launch(self, plan: Sequence[Scheduled], previous: Launched | None = None) -> Launched:
+    def launch(self, plan: Sequence[ScheduledRequest], previous: LaunchedStep | None = None) -> LaunchedStep:
         """Does a plan of one token each, at most `max_size`. Tokens that are not known yet are those that `previous`,
         launched last, has chosen for the same requests."""
         by_id = {scheduled.request.request_id: scheduled for scheduled in plan}
@@ -160,9 +160,9 @@ class DecodeSteps:
         self._write_inputs(filled, rows, previous)
         has_random = self._write_noise(filled)
         self._steps[size, has_random]([scheduled.end for scheduled in filled])
-        return Launched(rows, self._chosen[: len(plan)])
+        return LaunchedStep(rows, self._chosen[: len(plan)])
 
-    def logits(self, launched: Launched, plan: Sequence[Scheduled]) -> Tensor:
+    def logits(self, launched: LaunchedStep, plan: Sequence[ScheduledRequest]) -> Tensor:
         """[len(plan), vocab_size] float32, of the step that was launched last."""
         return self._logits[[launched.rows[scheduled.request.request_id].index for scheduled in plan]]
 
@@ -191,7 +191,9 @@ class DecodeSteps:
         self._logits[:size].copy_(logits)
         self._chosen[:size].copy_(chosen)
 
-    def _write_inputs(self, filled: Sequence[Scheduled], rows: dict[str, Row], previous: Launched | None) -> None:
+    def _write_inputs(
+        self, filled: Sequence[ScheduledRequest], rows: dict[str, Row], previous: LaunchedStep | None
+    ) -> None:
         known, sources, slots = [], [], []
         for scheduled in filled:
             request = scheduled.request
@@ -209,7 +211,7 @@ class DecodeSteps:
         self._slots[:size].copy_(given[3])
         self._seq_lens[:size].copy_(given[2] + 1)
 
-    def _write_noise(self, filled: Sequence[Scheduled]) -> bool:
+    def _write_noise(self, filled: Sequence[ScheduledRequest]) -> bool:
         """Whether any row is drawn."""
         temperatures = [scheduled.request.sampling.temperature for scheduled in filled]
         is_random = [temperature >= GREEDY_BELOW_TEMPERATURE for temperature in temperatures]
@@ -224,7 +226,7 @@ class DecodeSteps:
         self._is_random[:size].copy_(given[2])
         return True
 
-    def _write_tables(self, filled: Sequence[Scheduled]) -> None:
+    def _write_tables(self, filled: Sequence[ScheduledRequest]) -> None:
         places, blocks = self._rows.changes([scheduled.request.block_table for scheduled in filled])
         if places:
             given = self._upload([places, blocks])

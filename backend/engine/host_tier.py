@@ -35,20 +35,20 @@ class _Kept:
 
 
 class HostTier:
-    """`on_lost` hears the hash of whatever is no longer kept."""
+    """`on_evict` hears the hash of whatever is no longer kept."""
 
-    def __init__(self, store: SlotStore, on_lost: Callable[[bytes], None] = lambda block_hash: None) -> None:
+    def __init__(self, store: SlotStore, on_evict: Callable[[bytes], None] = lambda block_hash: None) -> None:
         self.num_saved_total = 0
         self.num_restored_total = 0
         self.num_corrupted_total = 0
-        self.on_lost = on_lost
+        self.on_evict = on_evict
         self._store = store
         self._free = list(range(store.num_slots))
         self._background: OrderedDict[bytes, _Kept] = OrderedDict()  # both in order of reuse
         self._others: OrderedDict[bytes, _Kept] = OrderedDict()
 
     @property
-    def num_kept(self) -> int:
+    def num_used(self) -> int:
         return len(self._background) + len(self._others)
 
     def __contains__(self, block_hash: bytes) -> bool:
@@ -109,7 +109,7 @@ class HostTier:
     def faults(self) -> Iterator[str]:
         slots = [kept.slot for kept in (*self._background.values(), *self._others.values())] + self._free
         if sorted(slots) != list(range(self._store.num_slots)):
-            yield f"the host tier's {self.num_kept} blocks and {len(self._free)} free slots are not its slots"
+            yield f"the host tier's {self.num_used} blocks and {len(self._free)} free slots are not its slots"
         if self._background.keys() & self._others.keys():
             yield "a block is in the host tier twice"
 
@@ -123,4 +123,4 @@ class HostTier:
     def _lose(self, block_hash: bytes) -> None:
         kept = self._others.pop(block_hash, None) or self._background.pop(block_hash)
         self._free.append(kept.slot)
-        self.on_lost(block_hash)
+        self.on_evict(block_hash)

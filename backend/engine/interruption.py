@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from backend.engine.plan import Scheduled
+from backend.engine.plan import ScheduledRequest
 
 SHARE_IN_VAIN = 0.1  # of all time
 MAX_CREDIT_SECONDS = 2.0  # that may be spent in vain at once, after a long time without
@@ -26,13 +26,13 @@ class Interruption:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.arriving = math.inf
-        self.num_given_up = 0
+        self.num_interrupted = 0
         self._clock = clock
         self._most_urgent = -math.inf
         self._began = clock()
         self._credit_seconds = MAX_CREDIT_SECONDS
 
-    def watch(self, plan: Sequence[Scheduled], begun: Callable[[], None] = nothing) -> Callable[[], bool]:
+    def watch(self, plan: Sequence[ScheduledRequest], begun: Callable[[], None] = nothing) -> Callable[[], bool]:
         """For a step that begins now: whether it is to be given up, to be asked until the answer is yes, and first when
         all is prepared and the kernels begin. Whenever it is asked, `begun` is called."""
         now = self._clock()
@@ -41,15 +41,15 @@ class Interruption:
         self._began = now
         self._most_urgent = min(scheduled.request.priority for scheduled in plan)
 
-        def is_given_up() -> bool:
+        def is_interrupted() -> bool:
             begun()
             return self._is_due()
 
-        return is_given_up
+        return is_interrupted
 
     def _is_due(self) -> bool:
         if self.arriving >= self._most_urgent or self._credit_seconds <= 0.0:
             return False
         self._credit_seconds -= self._clock() - self._began
-        self.num_given_up += 1
+        self.num_interrupted += 1
         return True

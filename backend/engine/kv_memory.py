@@ -13,7 +13,7 @@ from torch import Tensor
 from backend.engine.config import ResolvedConfig
 from backend.engine.errors import ConfigError
 from backend.huge_pages import HugePages
-from backend.kv_cache import create_kv_form
+from backend.kv_cache import create_kv_format
 from backend.layers.step import LayerCache
 
 PART_BYTES = 1 << 30  # of RAM that is asked for at once: torch takes a power of two, where it pins any
@@ -21,7 +21,7 @@ PART_BYTES = 1 << 30  # of RAM that is asked for at once: torch takes a power of
 
 class KvMemory:
     def __init__(self, config: ResolvedConfig) -> None:
-        model, form = config.model, create_kv_form(config.kv_cache_dtype)
+        model, form = config.model, create_kv_format(config.kv_cache_dtype)
         width = form.width(model.head_dim)
         shape = (model.num_layers, 2, config.num_blocks, config.block_size, model.num_kv_heads, width)
         dtype = form.dtype(config.dtype)

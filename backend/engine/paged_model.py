@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backend.attention import create_attention
-from backend.attention.base import EVERYTHING, AttentionMetadata, Span, StepAttention
+from backend.attention.base import FULL_ATTENTION, AttentionMetadata, AttentionVariant, StepAttention
 from backend.attention.native import NativeAttention
 from backend.engine.batch import Batch
 from backend.engine.config import ResolvedConfig
@@ -18,7 +18,7 @@ from backend.layers.loader import LayerLoader
 from backend.layers.step import Step
 from backend.models import architecture
 from backend.models.weights import Checkpoint
-from backend.native.recording import Ask, Recorder, leave_if
+from backend.native.recording import Recorder, StopCheck, raise_if_interrupted
 from backend.ops import create_ops
 from backend.ops.native import NativeOps
 from backend.quantization import create_quantization
@@ -49,43 +49,45 @@ class PagedModel:
             self.greedy_programs = DecodePrograms(config, self._next_tokens, recorder, MAX_GREEDY_ROWS)
 
     @property
-    def asks_the_host(self) -> bool:
+    def needs_host_sync(self) -> bool:
         """Whether a step on a device has to wait in its middle for the host to know what it computed."""
-        return self._model.asks_the_host
+        return self._model.needs_host_sync
 
-    def forward(self, batch: Batch, is_given_up: Ask | None = None) -> Tensor:
-        """-> final hidden states: [W, hidden_size], of the tokens that are read, until the next call. Raises `GivenUp`
-        if `is_given_up`, asked before the layers and between them, says so: some of the batch's slots may have been
-        written then."""
+    def forward(self, batch: Batch, is_interrupted: StopCheck | None = None) -> Tensor:
+        """Runs one forward pass. Returns the final hidden states of the tokens that are read: [W, hidden_size].
+
+        The result is valid until the next call. `is_interrupted` is called before the layers and between them; if it
+        returns True, `StepInterrupted` is raised, and some of the batch's slots may already have been written.
+        """
         if self.programs and self.programs.suit(batch.attention):
-            return self.programs(batch, is_given_up)
-        leave_if(is_given_up)
-        return self._forward(batch, is_given_up)
+            return self.programs(batch, is_interrupted)
+        raise_if_interrupted(is_interrupted)
+        return self._forward(batch, is_interrupted)
 
-    def _forward(self, batch: Batch, is_given_up: Ask | None) -> Tensor:
+    def _forward(self, batch: Batch, is_interrupted: StopCheck | None) -> Tensor:
         embedded, rotations = self._model.embedded(batch.input_ids), self._model.rotations(batch.positions)
-        step = Step(rotations, batch.slot_mapping, self._prepared(batch.attention, is_given_up))
+        step = Step(rotations, batch.slot_mapping, self._prepared(batch.attention, is_interrupted))
         last = step
         if tail := batch.tail:
-            last = replace(step, attend=self._prepared(tail.attention, is_given_up), rows=tail.rows)
+            last = replace(step, attend=self._prepared(tail.attention, is_interrupted), rows=tail.rows)
         return self._model.forward(embedded, self.kv.layers, step, last)
 
-    def _prepared(self, attention: AttentionMetadata, is_given_up: Ask | None) -> StepAttention:
+    def _prepared(self, attention: AttentionMetadata, is_interrupted: StopCheck | None) -> StepAttention:
         attend = self._attention.prepare(attention, like=self._like)
-        return attend if is_given_up is None else _Interruptible(attend, is_given_up)
+        return attend if is_interrupted is None else _Interruptible(attend, is_interrupted)
 
-    def next_tokens(self, batch: Batch, is_given_up: Ask | None = None) -> Tensor:
-        """What `likeliest` says of `forward`: [W] int64, until the next call. Raises `GivenUp`, as `forward` does."""
+    def next_tokens(self, batch: Batch, is_interrupted: StopCheck | None = None) -> Tensor:
+        """`greedy_tokens` of `forward`, [W] int64, valid until the next call. Raises what `forward` raises."""
         if self.greedy_programs and self.greedy_programs.suit(batch.attention):
-            return self.greedy_programs(batch, is_given_up)
-        return self.likeliest(self.forward(batch, is_given_up))
+            return self.greedy_programs(batch, is_interrupted)
+        return self.greedy_tokens(self.forward(batch, is_interrupted))
 
-    def _next_tokens(self, batch: Batch, is_given_up: Ask | None) -> Tensor:
-        return self.likeliest(self._forward(batch, is_given_up))
+    def _next_tokens(self, batch: Batch, is_interrupted: StopCheck | None) -> Tensor:
+        return self.greedy_tokens(self._forward(batch, is_interrupted))
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """The tokens of the largest logits. hidden: [N, hidden_size] -> [N] int64."""
-        return self._model.likeliest(hidden)
+        return self._model.greedy_tokens(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [N, hidden_size] -> [N, vocab_size] float32."""
@@ -95,10 +97,12 @@ class PagedModel:
 class _Interruptible(StepAttention):
     """Asks before the attention of each layer whether the step is still wanted."""
 
-    def __init__(self, attend: StepAttention, is_given_up: Ask) -> None:
+    def __init__(self, attend: StepAttention, is_interrupted: StopCheck) -> None:
         self._attend = attend
-        self._is_given_up = is_given_up
+        self._is_given_up = is_interrupted
 
-    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: Span = EVERYTHING) -> Tensor:
-        leave_if(self._is_given_up)
+    def __call__(
+        self, query: Tensor, key_cache: Tensor, value_cache: Tensor, span: AttentionVariant = FULL_ATTENTION
+    ) -> Tensor:
+        raise_if_interrupted(self._is_given_up)
         return self._attend(query, key_cache, value_cache, span)

@@ -9,7 +9,7 @@ from backend.engine.request import Request, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
+class ScheduledRequest:
     """One request's part in a step: its tokens `[start, start + num_tokens)` are computed.
 
     Drafts are guesses at what follows its last token, and come behind it. The model says at each of them which token
@@ -41,8 +41,8 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
-    """What the model made of one `Scheduled`: new tokens where it caught up, hidden states where it is pooling."""
+class RunnerOutput:
+    """What the model computed for one `ScheduledRequest`."""
 
     token_ids: tuple[int, ...] = ()  # what follows the last known token, and what follows each draft
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -51,6 +51,6 @@ class Computed:
     error: str | None = None  # the request can not go on
 
 
-def confirmed(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
+def count_accepted(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
     """How many drafts came true. `token_ids`: what the model says in place of each, and behind the last."""
     return next((i for i, draft in enumerate(drafts) if draft != token_ids[i]), len(drafts))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from backend.engine.errors import RequestRefused
-from backend.engine.token_counts import TokenCounts
+from backend.engine.token_counts import OccurrenceCounts
 
 MAX_LOGPROBS = 20  # alternatives that may be asked for per token: OpenAI's bound
 
@@ -32,7 +32,7 @@ class FinishReason(enum.Enum):
     ERROR = "error"
 
 
-class Status(enum.Enum):
+class RequestStatus(enum.Enum):
     """Where a request stands: it is in exactly one of the scheduler's queues, or finished."""
 
     WAITING = "waiting"
@@ -149,7 +149,7 @@ class Request:
     session_id: str = ""  # told with the KV events of the blocks that it computes
     prompt_tally: PromptTally = field(default_factory=PromptTally)
 
-    status: Status = Status.WAITING
+    status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)  # prompt and output so far
     seed: int = field(init=False)  # the sampling's, or a random one
     num_computed_tokens: int = 0  # tokens whose keys and values are in the cache
@@ -159,7 +159,9 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # one per full block of token_ids, chained
     hidden_sum: list[float] = field(default_factory=list)  # pooling: final hidden states, summed so far
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # so far, from the second token on
-    penalised: TokenCounts = field(default_factory=TokenCounts)  # in the output, of the tokens under a penalty
+    penalised: OccurrenceCounts = field(
+        default_factory=OccurrenceCounts
+    )  # in the output, of the tokens under a penalty
     finish_reason: FinishReason | None = None
     timing: Timing = field(default_factory=Timing)
 
@@ -168,7 +170,7 @@ class Request:
         self.seed = secrets.randbits(63) if self.sampling.seed is None else self.sampling.seed
         self.timing.arrived = self.arrived
         if self.sampling.repetition_penalty != 1.0:
-            self.penalised = TokenCounts(self.prompt_token_ids)
+            self.penalised = OccurrenceCounts(self.prompt_token_ids)
 
     def append(self, token_id: int) -> None:
         """A token of the output."""

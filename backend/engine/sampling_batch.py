@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backend.engine.foresight import is_plain
+from backend.engine.lookahead import is_plain
 from backend.engine.request import Request, SamplingParams
-from backend.engine.token_counts import TokenCounts
-from backend.ops.sampling import Bias, Entries, Filters, Penalties, RandomRows
+from backend.engine.token_counts import OccurrenceCounts
+from backend.ops.sampling import Bias, Filters, LogitEntries, Penalties, RandomRows
 
 GREEDY_BELOW_TEMPERATURE = 1e-5  # dividing by less overflows, and the result would be the same
 
@@ -38,7 +38,7 @@ class NextToken:
         return self.request.num_output_tokens + len(self.drafts)
 
     @property
-    def is_likeliest(self) -> bool:
+    def is_plain_greedy(self) -> bool:
         """Whether it is that of the largest logit, with nothing to be told of it."""
         return self.sampling.temperature < GREEDY_BELOW_TEMPERATURE and is_plain(self.request)
 
@@ -51,7 +51,7 @@ class NextToken:
         return [word[-1] for word in words if word[:-1] == said[len(said) - len(word) + 1 :]]
 
     @property
-    def penalised(self) -> TokenCounts:
+    def penalised(self) -> OccurrenceCounts:
         if not self.drafts:
             return self.request.penalised
         counts = self.request.penalised.copy()
@@ -136,8 +136,8 @@ def _filters(samplings: Sequence[SamplingParams], vocab_size: int, device: torch
     )
 
 
-def _entries(pairs: Sequence[tuple[int, int]], device: torch.device) -> Entries:
-    return Entries(*torch.tensor([*zip(*pairs, strict=True)], dtype=torch.int64, device=device).unbind())
+def _entries(pairs: Sequence[tuple[int, int]], device: torch.device) -> LogitEntries:
+    return LogitEntries(*torch.tensor([*zip(*pairs, strict=True)], dtype=torch.int64, device=device).unbind())
 
 
 def _penalties(tokens: Sequence[NextToken], device: torch.device) -> Penalties | None:
@@ -153,7 +153,7 @@ def _penalties(tokens: Sequence[NextToken], device: torch.device) -> Penalties |
     entries = np.stack((np.repeat(np.array(rows, np.int64), sizes), token_ids))
     values = np.vstack((counts, np.repeat(np.array(factors, np.float32).T, sizes, axis=1)))
     return Penalties(
-        Entries(*torch.from_numpy(entries).to(device).unbind()), *torch.from_numpy(values).to(device).unbind()
+        LogitEntries(*torch.from_numpy(entries).to(device).unbind()), *torch.from_numpy(values).to(device).unbind()
     )
 
 

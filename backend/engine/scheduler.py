@@ -18,11 +18,11 @@ from heapq import heappop, heappush
 from typing import TypedDict, Unpack
 
 from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
-from backend.engine.budget import Budget
-from backend.engine.counters import Counters
+from backend.engine.counters import SchedulerCounters
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
-from backend.engine.plan import Computed, Scheduled, confirmed
-from backend.engine.request import FinishReason, Request, Status, StepOutput, TokenLogprob
+from backend.engine.plan import RunnerOutput, ScheduledRequest, count_accepted
+from backend.engine.request import FinishReason, Request, RequestStatus, StepOutput, TokenLogprob
+from backend.engine.token_budget import TokenBudget
 
 
 class _New(TypedDict, total=False):
@@ -35,7 +35,7 @@ class _New(TypedDict, total=False):
     error: str | None
 
 
-def urgency(request: Request) -> tuple[int, float]:
+def scheduling_key(request: Request) -> tuple[int, float]:
     """Whoever sorts first is served first and preempted last."""
     return (request.priority, request.arrived)
 
@@ -57,8 +57,8 @@ class Scheduler:
         enable_prefix_caching: bool = True,
     ) -> None:
         self.pool = pool
-        self.counters = Counters()
-        self.running: list[Request] = []  # both by urgency, so that the last to run is the first to be preempted
+        self.counters = SchedulerCounters()
+        self.running: list[Request] = []  # both by scheduling_key, so that the last to run is the first to be preempted
         self.waiting: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, str]] = []  # a heap, which still names some requests that have ended
@@ -103,17 +103,17 @@ class Scheduler:
         if len(self._requests) >= self._max_num_seqs + self._max_waiting:
             raise QueueFull(f"{len(self._requests)} requests are unfinished, and no more are taken")
         self._requests[request.request_id] = request
-        insort(self.waiting, request, key=urgency)
+        insort(self.waiting, request, key=scheduling_key)
         if request.deadline < math.inf:
             if len(self._deadlines) > 2 * (self._max_num_seqs + self._max_waiting):  # most of them have ended
                 self._deadlines = sorted((r.deadline, r.request_id) for r in self._requests.values())
             else:
                 heappush(self._deadlines, (request.deadline, request.request_id))
 
-    def schedule(self) -> tuple[Scheduled, ...]:
+    def schedule(self) -> tuple[ScheduledRequest, ...]:
         """Spends one token budget, class by class: in each on what runs, then on what waits, the most urgent first."""
-        budget = Budget(self.max_num_batched_tokens)
-        plan: list[Scheduled] = []
+        budget = TokenBudget(self.max_num_batched_tokens)
+        plan: list[ScheduledRequest] = []
         num_seen = 0
         while budget.tokens:
             request = self.running[num_seen] if num_seen < len(self.running) else None
@@ -129,11 +129,11 @@ class Scheduler:
                 continue
             if not self._grow(request, num_tokens):
                 break  # it was last in line, and gave way itself
-            plan.append(Scheduled(request, request.num_computed_tokens, num_tokens))
+            plan.append(ScheduledRequest(request, request.num_computed_tokens, num_tokens))
             budget.spend(request, num_tokens)
         return tuple(plan)
 
-    def advance(self, plan: Sequence[Scheduled], computed: Sequence[Computed]) -> list[StepOutput]:
+    def advance(self, plan: Sequence[ScheduledRequest], computed: Sequence[RunnerOutput]) -> list[StepOutput]:
         """Takes in what a step computed. A request that is still short of its last token has no output."""
         outputs: list[StepOutput] = []
         self.counters.step_tokens.add(sum(scheduled.num_tokens for scheduled in plan))
@@ -154,7 +154,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, reason)
 
-    def cut(self, request: Request, num_wanted: int) -> StepOutput | None:
+    def stop_early(self, request: Request, num_wanted: int) -> StepOutput | None:
         """Ends, between two steps, a request of whose tokens the first so many are an answer. None if it had ended."""
         self.counters.unwanted_tokens += request.num_output_tokens - num_wanted
         return self.abort(request.request_id, FinishReason.STOP)
@@ -169,10 +169,10 @@ class Scheduler:
                 outputs.append(self._finish(request, FinishReason.DEADLINE))
         return outputs
 
-    def abandon(self) -> None:
+    def fail_all(self) -> None:
         """After an error: every request has failed. Blocks stay as they are, since nothing here is to be trusted."""
         for request in self._requests.values():
-            request.status = Status.FINISHED
+            request.status = RequestStatus.FINISHED
             request.finish_reason = FinishReason.ERROR
             self.counters.finished[FinishReason.ERROR] += 1
         self.running, self.waiting, self._requests, self._deadlines = [], [], {}, []
@@ -226,8 +226,8 @@ class Scheduler:
         if len(self.running) >= self._max_num_seqs:
             return None
         hashes = self._full_hashes(request)
-        cached = self.pool.match(hashes)
-        self.pool.expect(hashes[len(cached) :], background=request.is_background)
+        cached = self.pool.find_cached_prefix(hashes)
+        self.pool.prepare_restore(hashes[len(cached) :], background=request.is_background)
         num_new = self._num_blocks(len(request.token_ids)) - len(cached)
         blocks = self.pool.allocate(num_new, cached, background=request.is_background)
         if blocks is None:
@@ -237,8 +237,8 @@ class Scheduler:
 
     def _start(self, request: Request, blocks: list[int], num_cached: int) -> None:
         self.waiting.remove(request)
-        insort(self.running, request, key=urgency)
-        request.status = Status.RUNNING
+        insort(self.running, request, key=scheduling_key)
+        request.status = RequestStatus.RUNNING
         request.block_table = blocks
         request.num_computed_tokens = num_cached * self.pool.block_size
         if not request.timing.scheduled:
@@ -250,9 +250,9 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Back to the line, to be computed again: mostly from its own blocks, if they are still cached by then."""
         self.running.remove(request)
-        insort(self.waiting, request, key=urgency)
-        self.pool.release(request.block_table)
-        request.status = Status.WAITING
+        insort(self.waiting, request, key=scheduling_key)
+        self.pool.free(request.block_table)
+        request.status = RequestStatus.WAITING
         request.block_table = []
         request.num_computed_tokens = 0
         request.hidden_sum = []
@@ -282,7 +282,7 @@ class Scheduler:
             content = CachedBlock(
                 request.block_hashes[i], parent, *self._block_key(request, i), session_id=request.session_id
             )
-            self.pool.publish(request.block_table[i], content)
+            self.pool.cache_block(request.block_table[i], content)
 
     def _hash_blocks(self, request: Request, count: int) -> None:
         hashes = request.block_hashes
@@ -300,7 +300,7 @@ class Scheduler:
         so_far = request.hidden_sum or [0.0] * len(hidden_sum)
         request.hidden_sum = [a + b for a, b in zip(so_far, hidden_sum, strict=True)]
 
-    def _accept(self, scheduled: Scheduled, result: Computed) -> StepOutput:
+    def _accept(self, scheduled: ScheduledRequest, result: RunnerOutput) -> StepOutput:
         """What the model says after a request's last token: new tokens, its embedding, perhaps its end."""
         request = scheduled.request
         if not request.timing.first_token:
@@ -318,7 +318,7 @@ class Scheduler:
         prompt_logprobs = tuple(request.prompt_logprobs) if reports_prompt else None
         reason = None if request.sampling.max_tokens else FinishReason.LENGTH
         num_new = 0
-        num_sure = min(len(result.token_ids), self._count_confirmed(scheduled, result) + 1)
+        num_sure = min(len(result.token_ids), self._count_accepted(scheduled, result) + 1)
         while reason is None and num_new < num_sure:
             token_id = result.token_ids[num_new]
             request.append(token_id)
@@ -335,10 +335,10 @@ class Scheduler:
         }
         return self._finish(request, reason, **new) if reason else self._output(request, **new)
 
-    def _count_confirmed(self, scheduled: Scheduled, result: Computed) -> int:
+    def _count_accepted(self, scheduled: ScheduledRequest, result: RunnerOutput) -> int:
         if not scheduled.drafts:
             return 0
-        num_confirmed, accepted = confirmed(scheduled.drafts, result.token_ids), self.counters.accepted_tokens
+        num_confirmed, accepted = count_accepted(scheduled.drafts, result.token_ids), self.counters.accepted_tokens
         self.counters.drafts += 1
         self.counters.draft_tokens += len(scheduled.drafts)
         accepted += [0] * (len(scheduled.drafts) - len(accepted))
@@ -354,11 +354,11 @@ class Scheduler:
         return FinishReason.LENGTH if request.num_output_tokens >= sampling.max_tokens else None
 
     def _finish(self, request: Request, reason: FinishReason, **new: Unpack[_New]) -> StepOutput:
-        (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
         del self._requests[request.request_id]
-        self.pool.release(request.block_table)
+        self.pool.free(request.block_table)
         request.block_table = []
-        request.status = Status.FINISHED
+        request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.timing.finished = time.time()
         self.counters.finished[reason] += 1

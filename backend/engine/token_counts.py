@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable
 
 
-class TokenCounts:
+class OccurrenceCounts:
     """Each token once, in the order in which they were met."""
 
     __slots__ = ("_places", "counts", "token_ids")
@@ -27,8 +27,8 @@ class TokenCounts:
         else:
             self.counts[place] += 1.0
 
-    def copy(self) -> TokenCounts:
-        copied = TokenCounts()
+    def copy(self) -> OccurrenceCounts:
+        copied = OccurrenceCounts()
         copied._places, copied.token_ids, copied.counts = self._places.copy(), self.token_ids[:], self.counts[:]
         return copied
 

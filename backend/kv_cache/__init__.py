@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, cast
 from backend.families import load_member
 
 if TYPE_CHECKING:
-    from backend.kv_cache.base import KvForm
+    from backend.kv_cache.base import KvFormat
 
-KV_FORMS = {
-    "auto": "backend.kv_cache.plain:PlainForm",
-    "int8": "backend.kv_cache.scaled:Int8Form",
-    "fp8_e4m3": "backend.kv_cache.scaled:Fp8Form",
+KV_FORMATS = {
+    "auto": "backend.kv_cache.plain:PlainFormat",
+    "int8": "backend.kv_cache.scaled:Int8Format",
+    "fp8_e4m3": "backend.kv_cache.scaled:Fp8Format",
 }
 
 
-def create_kv_form(name: str) -> KvForm:
-    return cast("KvForm", load_member(KV_FORMS, name)())
+def create_kv_format(name: str) -> KvFormat:
+    return cast("KvFormat", load_member(KV_FORMATS, name)())

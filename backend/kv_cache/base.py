@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class KvForm(ABC):
+class KvFormat(ABC):
     """The form of one key or value in the cache: a row of `width` elements for each token and head.
 
     A row stands for itself: what is stored of one token depends on that token alone. So blocks may be copied, shared
@@ -15,7 +15,7 @@ class KvForm(ABC):
     A row of zeros is a vector of zeros.
     """
 
-    name: ClassVar[str]  # in `KV_FORMS`
+    name: ClassVar[str]  # in `KV_FORMATS`
 
     @abstractmethod
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:

@@ -3,10 +3,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backend.kv_cache.base import KvForm
+from backend.kv_cache.base import KvFormat
 
 
-class PlainForm(KvForm):
+class PlainFormat(KvFormat):
     """As the model computes them."""
 
     name = "auto"
@@ -27,4 +27,4 @@ class PlainForm(KvForm):
         return rows
 
 
-PLAIN = PlainForm()
+PLAIN = PlainFormat()

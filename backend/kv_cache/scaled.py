@@ -10,13 +10,13 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from backend.kv_cache.base import KvForm
+from backend.kv_cache.base import KvFormat
 
 SCALE_BYTES = 4  # float32
 SMALLEST_SCALE = 1e-30  # of a vector of zeros, which then stays one
 
 
-class _ScaledForm(KvForm):
+class _ScaledFormat(KvFormat):
     limit: float  # the largest number that a byte holds
 
     @abstractmethod
@@ -46,7 +46,7 @@ class _ScaledForm(KvForm):
         return (self._from_bytes(values) * scales.contiguous().view(torch.float32)).to(dtype)
 
 
-class Int8Form(_ScaledForm):
+class Int8Format(_ScaledFormat):
     name = "int8"
     limit = 127.0
 
@@ -57,7 +57,7 @@ class Int8Form(_ScaledForm):
         return values.float()
 
 
-class Fp8Form(_ScaledForm):
+class Fp8Format(_ScaledFormat):
     """Four bits of exponent and three of mantissa: small numbers keep their precision beside large ones."""
 
     name = "fp8_e4m3"

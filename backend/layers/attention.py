@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backend.attention.base import Span
+from backend.attention.base import AttentionVariant
 from backend.layers.loader import LayerLoader
 from backend.layers.norm import RmsNorm
 from backend.layers.step import LayerCache, Step
@@ -31,7 +31,7 @@ class PagedAttention:
         self._head_dim = config.head_dim
         self._rope_index = layer.rope_index
         sinks = loader.tensor("sinks", config.num_heads).float() if config.attention_sinks else None
-        self._span = Span(layer.window, config.attention_softcap, sinks)
+        self._span = AttentionVariant(layer.window, config.attention_softcap, sinks)
         self._q_size = config.num_heads * config.head_dim
         self._kv_size = config.num_kv_heads * config.head_dim
         outs = [("q_proj", self._q_size), ("k_proj", self._kv_size), ("v_proj", self._kv_size)]
@@ -59,7 +59,7 @@ class PagedAttention:
         rope = self._rotation(qkv, step)
         if self._whole_norms is None:
             caches = (cache.key, cache.value)
-            query = self._ops.enter(qkv, self._head_norms, rope, caches, step.slot_mapping, cache.form)
+            query = self._ops.norm_rope_store(qkv, self._head_norms, rope, caches, step.slot_mapping, cache.form)
         else:
             query = self._enter_whole(qkv, *self._whole_norms, rope, cache, step)
         return self._output(step.attend(step.going_on(query), cache.key, cache.value, self._span).flatten(1))
@@ -73,7 +73,7 @@ class PagedAttention:
         cache: LayerCache,
         step: Step,
     ) -> Tensor:
-        """As `Ops.enter`, with norms over all heads together."""
+        """As `Ops.norm_rope_store`, with norms over all heads together."""
         query, key, value = torch.split(qkv, [self._q_size, self._kv_size, self._kv_size], dim=-1)
         query, key, value = (
             part.view(len(qkv), -1, self._head_dim) for part in (query_norm(query), key_norm(key), value)

@@ -8,7 +8,7 @@ from torch import Tensor
 from backend.layers.loader import LayerLoader
 from backend.models.config import ExpertsConfig, ModelConfig
 from backend.ops.base import Ops
-from backend.ops.mixture import Expert, Weight
+from backend.ops.experts import Expert, LinearWeight
 from backend.quantization.base import Linear
 
 PLAIN_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -17,14 +17,14 @@ PLAIN_NAMES = ("gate_proj", "up_proj", "down_proj")
 class Mlp:
     """down(gate_up(x)), the first of which ends with a gate."""
 
-    asks_the_host: ClassVar[bool] = False
+    needs_host_sync: ClassVar[bool] = False
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         self._gate_up = gate_up
         self._down = down
 
     @property
-    def weights(self) -> tuple[Weight, Weight] | None:
+    def weights(self) -> tuple[LinearWeight, LinearWeight] | None:
         """As `Expert` has it."""
         gate_up, down = self._gate_up.held, self._down.held
         return (gate_up, down) if gate_up and down else None
@@ -55,12 +55,12 @@ class SparseMlp:
         self._ops = ops
         self._experts = experts
         self._router = router
-        self._mixture = ops.mixture(mlps)
+        self._mixture = ops.mixture_of_experts(mlps)
 
     @property
-    def asks_the_host(self) -> bool:
-        """As `Mixture` has it."""
-        return self._mixture.asks_the_host
+    def needs_host_sync(self) -> bool:
+        """As `MixtureOfExperts` has it."""
+        return self._mixture.needs_host_sync
 
     def __call__(self, hidden: Tensor) -> Tensor:
         shares, chosen = self._ops.route(self._router(hidden), self._experts.num_per_token, self._experts.normalise)

@@ -16,7 +16,7 @@ class RmsNorm:
 
     @staticmethod
     def of_heads(query: RmsNorm, key: RmsNorm) -> HeadNorms:
-        """For `Ops.enter`."""
+        """For `Ops.norm_rope_store`."""
         return HeadNorms(query._weight, key._weight, query._eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

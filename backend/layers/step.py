@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from backend.attention.base import StepAttention
-from backend.kv_cache.base import KvForm
+from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN
 from backend.ops.base import Ops
 
@@ -14,7 +14,7 @@ from backend.ops.base import Ops
 class LayerCache:
     key: Tensor  # [num_blocks, block_size, Hkv, W], W being the form's width for the head's D
     value: Tensor
-    form: KvForm = PLAIN
+    form: KvFormat = PLAIN
 
     def store(self, ops: Ops, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """key, value: [T, Hkv, D]; slots: [T], over all blocks."""

@@ -97,9 +97,9 @@ class Decoder:
         return self._embedding.dtype
 
     @property
-    def asks_the_host(self) -> bool:
-        """As `Mixture` has it, of any layer's experts."""
-        return any(layer.asks_the_host for layer in self._layers)
+    def needs_host_sync(self) -> bool:
+        """As `MixtureOfExperts` has it, of any layer's experts."""
+        return any(layer.needs_host_sync for layer in self._layers)
 
     def embedded(self, input_ids: Tensor) -> Tensor:
         """[T] -> what the layers begin with: [T, hidden_size]."""
@@ -120,7 +120,7 @@ class Decoder:
         hidden, _ = self._norm.add(delta, residual)
         return hidden
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """The tokens of the largest logits. hidden: [N, hidden_size] -> [N] int64."""
         if self._config.logits_scale == 1.0 and self._config.logits_softcap is None:
             return self._ops.argmax(self._lm_head(hidden))  # which need not be made float32 to be compared

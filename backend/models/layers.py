@@ -28,9 +28,9 @@ class DecoderLayer(ABC):
         self._load_norms(config, loader)
 
     @property
-    def asks_the_host(self) -> bool:
-        """As `Mixture` has it."""
-        return self._mlp.asks_the_host
+    def needs_host_sync(self) -> bool:
+        """As `MixtureOfExperts` has it."""
+        return self._mlp.needs_host_sync
 
     @abstractmethod
     def _load_norms(self, config: ModelConfig, loader: LayerLoader) -> None: ...

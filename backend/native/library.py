@@ -39,7 +39,7 @@ ROPE = (3, struct.Struct("2i10q"))
 GATED = (4, struct.Struct("2i6q"))
 STORE_KV = (5, struct.Struct("2i9q"))
 ATTEND = (6, struct.Struct("2i17qdd"))
-ENTER = (7, struct.Struct("2i18qd"))
+NORM_ROPE_STORE = (7, struct.Struct("2i18qd"))
 EMBED = (8, struct.Struct("2i5q"))
 ARGMAX = (9, struct.Struct("2i5q"))
 DRAW = (10, struct.Struct("2i10q"))
@@ -57,7 +57,7 @@ TO_INT4 = (21, struct.Struct("2i8q"))
 
 # As kernels/operations.h numbers them.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-KV_FORMS = {"auto": 0, "int8": 1, "fp8_e4m3": 2}
+KV_FORMATS = {"auto": 0, "int8": 1, "fp8_e4m3": 2}
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
     recorder = Recorder(ops.call, attention.call)
     result, program = recorder.record(compute)      computes, as ever
-    result = program.run(is_given_up)               the same operations on what compute's inputs hold then
+    result = program.run(is_interrupted)               the same operations on what compute's inputs hold then
 
 A recording is of no use if anything was computed beside the operations, since that would not be done again. So torch is
 watched meanwhile: it may reserve memory and look at it in other shapes, and after anything else there is no program.
@@ -37,17 +37,17 @@ LEAST_BYTES = 64  # that are reserved together: the sizes are its doubles
 
 logger = logging.getLogger(__name__)
 
-Ask = Callable[[], bool]
+StopCheck = Callable[[], bool]
 
 
-class GivenUp(Exception):
+class StepInterrupted(Exception):
     """A computation was left before its end."""
 
 
-def leave_if(is_given_up: Ask | None) -> None:
-    """Raises `GivenUp` if there is somebody to ask, who says so."""
-    if is_given_up is not None and is_given_up():
-        raise GivenUp
+def raise_if_interrupted(is_interrupted: StopCheck | None) -> None:
+    """Raises `StepInterrupted` if there is somebody to ask, who says so."""
+    if is_interrupted is not None and is_interrupted():
+        raise StepInterrupted
 
 
 class Program:
@@ -66,16 +66,19 @@ class Program:
         self._whole = (first, len(operations))
         self._result = result
 
-    def run(self, is_given_up: Ask | None) -> Tensor:
-        """The result, until the next run. Raises `GivenUp` if `is_given_up`, asked between two parts, says so; where
-        there is nobody to ask, all parts are one call."""
-        if is_given_up is None:
+    def run(self, is_interrupted: StopCheck | None) -> Tensor:
+        """Runs the recorded operations. The result is valid until the next run.
+
+        `is_interrupted` is called between two parts; if it returns True, `StepInterrupted` is raised. Without it, all
+        parts run as one call.
+        """
+        if is_interrupted is None:
             self._caller.run(*self._whole)
             return self._result
         first, *others = self._parts
         self._caller.run(*first)
         for part in others:
-            leave_if(is_given_up)
+            raise_if_interrupted(is_interrupted)
             self._caller.run(*part)
         return self._result
 

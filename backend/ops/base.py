@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backend.kv_cache.base import KvForm
+from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN
-from backend.ops.mixture import Expert, Mixture, OneByOne
-from backend.ops.sampling import Bias, Logprobs, Penalties, RandomRows
+from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
+from backend.ops.sampling import Bias, LogprobTensors, Penalties, RandomRows
 
 INT4_GROUP = 32  # weights that share a scale
 # What the codes of MXFP4 stand for, doubled, so that all are whole; scales are half of what they are (OCP Microscaling
@@ -121,14 +121,14 @@ class Ops(ABC):
         gate, up = gate.clamp(max=SWIGLU_OAI_LIMIT), up.clamp(-SWIGLU_OAI_LIMIT, SWIGLU_OAI_LIMIT)
         return (up + 1) * (gate * torch.sigmoid(SWIGLU_OAI_SLOPE * gate))
 
-    def enter(
+    def norm_rope_store(
         self,
         qkv: Tensor,
         norms: HeadNorms | None,
         rope: tuple[Tensor, Tensor],
         caches: tuple[Tensor, Tensor],
         slots: Tensor,
-        form: KvForm = PLAIN,
+        form: KvFormat = PLAIN,
     ) -> Tensor:
         """What stands between the projections and attention: queries and keys normed, if at all, and rotated; keys and
         values stored. qkv: [T, (Hq + 2 Hkv) D], contiguous; rope: cos and sin; caches and slots as for
@@ -148,9 +148,9 @@ class Ops(ABC):
         shares, chosen = scores.float().softmax(-1).topk(num_chosen, dim=-1)
         return (shares / shares.sum(-1, keepdim=True) if normalise else shares), chosen
 
-    def mixture(self, experts: Sequence[Expert]) -> Mixture:
+    def mixture_of_experts(self, experts: Sequence[Expert]) -> MixtureOfExperts:
         """Of all of a layer's experts, which it may take the place of: their weights may be held in another form."""
-        return OneByOne(experts)
+        return SequentialExperts(experts)
 
     def gated(self, x: Tensor, gate: str | None) -> Tensor:
         """What "silu" (`silu_mul`), "gelu_tanh" (`gelu_mul`) or "swiglu_oai" make of a product: [T, 2I] -> [T, I];
@@ -183,9 +183,11 @@ class Ops(ABC):
 
     @abstractmethod
     def penalise(self, logits: Tensor, penalties: Penalties) -> Tensor:
-        """Entries divided by their repetition penalty, or multiplied where they are below 0, less the frequency penalty
-        times their count, and less the presence penalty where the count is not 0. logits: [N, vocab_size] float32,
-        which may be written to -> the same shape."""
+        """Applies penalties to single entries. logits: [N, vocab_size] float32, may be overwritten -> the same shape.
+
+        An entry is divided by its repetition penalty, or multiplied by it if it is below 0. The frequency penalty times
+        the count is subtracted, and the presence penalty if the count is not 0.
+        """
 
     @abstractmethod
     def add_bias(self, logits: Tensor, bias: Bias) -> Tensor:
@@ -203,7 +205,7 @@ class Ops(ABC):
         filters, nothing of it waits for a device. logits: [N, vocab_size] float32 -> [R] int64."""
 
     @abstractmethod
-    def logprobs(self, logits: Tensor, rows: Tensor | None, token_ids: Tensor, num_top: int) -> Logprobs:
+    def logprobs(self, logits: Tensor, rows: Tensor | None, token_ids: Tensor, num_top: int) -> LogprobTensors:
         """The log-softmax of rows, at one token of each and at its `num_top` likeliest ones, or as many as there are.
         NaN stands above inf. All log-probabilities of a row are NaN if one of its logits is NaN or inf, or all are
         -inf. logits: [N, vocab_size] float32; rows: [L] int64, or None for all; token_ids: [L] int64."""

@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from backend.huge_pages import HugePages
-from backend.kv_cache.base import KvForm
+from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN
 from backend.native import library
-from backend.native.library import DTYPES, KV_FORMS, Caller, Library
+from backend.native.library import DTYPES, KV_FORMATS, Caller, Library
 from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
+from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
 from backend.ops.int4 import ENDS
-from backend.ops.mixture import Expert, Mixture, OneByOne
-from backend.ops.native_experts import FORMS, GATES, NativeMixture
+from backend.ops.native_experts import FORMS, GATES, NativeMixtureOfExperts
 from backend.ops.reference import ReferenceOps
-from backend.ops.sampling import Bias, Logprobs, Penalties, RandomRows
+from backend.ops.sampling import Bias, LogprobTensors, Penalties, RandomRows
 
 TILE = 16  # of AMX: outs, and words of inputs
 # Half of the outs of a packed weight that are summed together.
@@ -261,25 +261,25 @@ class NativeOps(ReferenceOps):
         self._call(library.GATED, *fields, threaded=out.numel() >= MIN_SHARED_ITEMS)
         return out
 
-    def enter(
+    def norm_rope_store(
         self,
         qkv: Tensor,
         norms: HeadNorms | None,
         rope: tuple[Tensor, Tensor],
         caches: tuple[Tensor, Tensor],
         slots: Tensor,
-        form: KvForm = PLAIN,
+        form: KvFormat = PLAIN,
     ) -> Tensor:
         kv_heads, dim = caches[0].shape[2], form.head_dim(caches[0].shape[3])
         heads = qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty((qkv.shape[0], heads, dim))
         weights = (norms.query.data_ptr(), norms.key.data_ptr()) if norms else (0, 0)
         self._call(
-            library.ENTER,
+            library.NORM_ROPE_STORE,
             qkv.data_ptr(), *weights, rope[0].data_ptr(), rope[1].data_ptr(), query.data_ptr(),
             caches[0].data_ptr(), caches[1].data_ptr(), slots.data_ptr(),
             qkv.shape[0], qkv.stride(0), heads, kv_heads, dim, 2 * rope[0].shape[1],
-            DTYPES[qkv.dtype], DTYPES[norms.query.dtype] if norms else 0, KV_FORMS[form.name],
+            DTYPES[qkv.dtype], DTYPES[norms.query.dtype] if norms else 0, KV_FORMATS[form.name],
             norms.eps if norms else 0.0,
             threaded=qkv.numel() >= MIN_SHARED_ITEMS,
         )  # fmt: skip
@@ -293,12 +293,12 @@ class NativeOps(ReferenceOps):
         self._call(library.ROUTE, *pointers, *scores.shape, num_chosen, DTYPES[scores.dtype], normalise)
         return shares, chosen
 
-    def mixture(self, experts: Sequence[Expert]) -> Mixture:
+    def mixture_of_experts(self, experts: Sequence[Expert]) -> MixtureOfExperts:
         held = [pair for expert in experts if (pair := expert.weights) and all(w.form in FORMS for w in pair)]
         if not self._packs or len(held) < len(experts):
-            return OneByOne(experts)
+            return SequentialExperts(experts)
         first, second = held[0]
-        return NativeMixture(self._call, held, self._outs(second.numbers), self._outs(first.numbers) // 2)
+        return NativeMixtureOfExperts(self._call, held, self._outs(second.numbers), self._outs(first.numbers) // 2)
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         key, value = whole_rows(key), whole_rows(value)
@@ -351,13 +351,13 @@ class NativeOps(ReferenceOps):
         self._call(library.DRAW, *pointers, len(chosen), logits.shape[1])
         return chosen
 
-    def logprobs(self, logits: Tensor, rows: Tensor | None, token_ids: Tensor, num_top: int) -> Logprobs:
+    def logprobs(self, logits: Tensor, rows: Tensor | None, token_ids: Tensor, num_top: int) -> LogprobTensors:
         logits, size = logits.contiguous(), (len(token_ids), min(num_top, logits.shape[1]))
         own, ranks = logits.new_empty(size[0]), token_ids.new_empty(size[0])
         top_ids, top = token_ids.new_empty(size), logits.new_empty(size)
         pointers = map(_pointer, (logits, rows, token_ids.contiguous(), own, ranks, top_ids, top))
         self._call(library.LOGPROBS, *pointers, size[0], logits.shape[1], size[1])
-        return Logprobs(own, ranks, top_ids, top)
+        return LogprobTensors(own, ranks, top_ids, top)
 
 
 def _pointer(tensor: Tensor | None) -> int:

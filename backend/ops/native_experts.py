@@ -10,15 +10,17 @@ from torch import Tensor
 
 from backend.native import library
 from backend.native.library import DTYPES, OP_BYTES, Caller
-from backend.ops.mixture import Mixture, Weight
+from backend.ops.experts import LinearWeight, MixtureOfExperts
 
 FORMS = {"plain": 0, "int8": 1, "int4": 2, "mxfp4": 3}
 GROUPED = frozenset({"int4", "mxfp4"})  # of which packed ones have their scales in themselves, and no gate
 GATES = {None: 0, "silu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
 
 
-class NativeMixture(Mixture):
-    def __init__(self, call: Caller, experts: Sequence[tuple[Weight, Weight]], hidden: int, inner: int) -> None:
+class NativeMixtureOfExperts(MixtureOfExperts):
+    def __init__(
+        self, call: Caller, experts: Sequence[tuple[LinearWeight, LinearWeight]], hidden: int, inner: int
+    ) -> None:
         """hidden, inner: what an expert is given, and what its second product is. All experts are held alike."""
         self._call = call
         self._experts = experts  # to which the table points
@@ -31,7 +33,7 @@ class NativeMixture(Mixture):
         )
         self._products = np.frombuffer(products, dtype=np.uint8).copy()  # where numbers of eight bytes may lie
 
-    def _product(self, weight: Weight, outs: int, ins: int) -> bytes:
+    def _product(self, weight: LinearWeight, outs: int, ins: int) -> bytes:
         """As the kernels take it, but for the rows, what is read and what is written."""
         is_packed = _is_packed(weight)
         scales = None if is_packed and weight.form in GROUPED else weight.scales
@@ -51,7 +53,7 @@ class NativeMixture(Mixture):
         return out
 
 
-def _is_packed(weight: Weight) -> bool:
+def _is_packed(weight: LinearWeight) -> bool:
     return weight.numbers.dim() > 2
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from backend.ops.base import INT4_GROUP, MXFP4_NUMBERS, Ops
 from backend.ops.int4 import to_int4
-from backend.ops.sampling import Bias, Filters, Logprobs, Penalties, RandomRows
+from backend.ops.sampling import Bias, Filters, LogprobTensors, Penalties, RandomRows
 
 SHORTLIST_SIZES = (256, 8192)  # how many of the likeliest tokens are sorted before all are
 
@@ -81,14 +81,14 @@ class ReferenceOps(Ops):
     def draw(self, logits: Tensor, random: RandomRows) -> Tensor:
         return invert(probabilities(logits, random), random.uniform)
 
-    def logprobs(self, logits: Tensor, rows: Tensor | None, token_ids: Tensor, num_top: int) -> Logprobs:
+    def logprobs(self, logits: Tensor, rows: Tensor | None, token_ids: Tensor, num_top: int) -> LogprobTensors:
         if rows is not None:
             logits = logits[rows]
         token_ids = token_ids[:, None]
         ranks = (logits > logits.gather(-1, token_ids)).sum(dim=-1) + 1
         top_ids = first_of(logits, min(num_top, logits.shape[-1]))
         logprobs = torch.log_softmax(logits, dim=-1)
-        return Logprobs(logprobs.gather(-1, token_ids).squeeze(-1), ranks, top_ids, logprobs.gather(-1, top_ids))
+        return LogprobTensors(logprobs.gather(-1, token_ids).squeeze(-1), ranks, top_ids, logprobs.gather(-1, top_ids))
 
 
 def first_of(logits: Tensor, count: int) -> Tensor:
@@ -175,8 +175,8 @@ def _end_of_prefix(
     left = torch.where(has_top_k, kept.sum(dim=-1, keepdim=True, dtype=torch.float64), everywhere)
     is_all_left = ~has_top_k | (top_k <= falling.shape[-1]) | (falling[:, -1:] < least)
     keep &= kept.cumsum(dim=-1) - kept < (top_p * left).float()
-    num_kept = keep.sum(dim=-1, keepdim=True).clamp(min=1)
-    return falling.gather(-1, num_kept - 1), (is_all_left & ~keep[:, -1:]).squeeze(-1)
+    num_used = keep.sum(dim=-1, keepdim=True).clamp(min=1)
+    return falling.gather(-1, num_used - 1), (is_all_left & ~keep[:, -1:]).squeeze(-1)
 
 
 def _codes(weight: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class LogitEntries:
     """E single entries of the logits, each of them once."""
 
     rows: Tensor  # [E] int64
@@ -19,7 +19,7 @@ class Entries:
 class Penalties:
     """For E tokens that have occurred in their row."""
 
-    entries: Entries
+    entries: LogitEntries
     output_counts: Tensor  # [E] float32; 0 for a token that was in the prompt only
     presence: Tensor  # [E] float32
     frequency: Tensor  # [E] float32
@@ -28,7 +28,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    entries: Entries
+    entries: LogitEntries
     values: Tensor  # [E] float32; -inf forbids a token
 
 
@@ -55,7 +55,7 @@ class RandomRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Logprobs:
+class LogprobTensors:
     """What L rows of logits say of one token each, and of their n likeliest ones."""
 
     own: Tensor  # [L] float32

@@ -9,13 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
-from backend.kv_cache.base import KvForm
-from backend.kv_cache.plain import PLAIN, PlainForm
+from backend.kv_cache.base import KvFormat
+from backend.kv_cache.plain import PLAIN, PlainFormat
 from backend.ops import triton_kernels as kernels
 from backend.ops.base import INT4_GROUP, HeadNorms, whole_rows
-from backend.ops.mixture import Expert, Mixture, OneByOne
+from backend.ops.experts import Expert, MixtureOfExperts, SequentialExperts
 from backend.ops.reference import ReferenceOps
-from backend.ops.triton_experts import FORMS, TritonMixture, route
+from backend.ops.triton_experts import FORMS, TritonMixtureOfExperts, route
 from backend.triton_runtime import operands
 
 MAX_ROWS = 64  # of a product with a packed weight, beyond which expanding it costs less than unpacking it for each tile
@@ -87,22 +87,22 @@ class TritonOps(ReferenceOps):
         )  # fmt: skip
         return output
 
-    def enter(
+    def norm_rope_store(
         self,
         qkv: Tensor,
         norms: HeadNorms | None,
         rope: tuple[Tensor, Tensor],
         caches: tuple[Tensor, Tensor],
         slots: Tensor,
-        form: KvForm = PLAIN,
+        form: KvFormat = PLAIN,
     ) -> Tensor:
         kv_heads, dim = caches[0].shape[2:]
-        if not isinstance(form, PlainForm) or 2 * rope[0].shape[1] < dim:
-            return super().enter(qkv, norms, rope, caches, slots, form)
+        if not isinstance(form, PlainFormat) or 2 * rope[0].shape[1] < dim:
+            return super().norm_rope_store(qkv, norms, rope, caches, slots, form)
         num_heads = qkv.shape[1] // dim - 2 * kv_heads
         query = qkv.new_empty((len(qkv), num_heads, dim))
         query_norm, key_norm, eps = (norms.query, norms.key, norms.eps) if norms else (None, None, 0.0)
-        kernels.enter[len(qkv), num_heads + 2 * kv_heads](
+        kernels.norm_rope_store[len(qkv), num_heads + 2 * kv_heads](
             qkv, query_norm, key_norm, *rope, query, *caches, slots, eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2),
             HAS_NORMS=norms is not None, num_warps=1,
@@ -129,9 +129,9 @@ class TritonOps(ReferenceOps):
     def route(self, scores: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
         return route(scores, num_chosen, normalise)
 
-    def mixture(self, experts: Sequence[Expert]) -> Mixture:
+    def mixture_of_experts(self, experts: Sequence[Expert]) -> MixtureOfExperts:
         weights = [pair for expert in experts if (pair := expert.weights) and all(w.form in FORMS for w in pair)]
-        return TritonMixture(weights) if len(weights) == len(experts) else OneByOne(experts)
+        return TritonMixtureOfExperts(weights) if len(weights) == len(experts) else SequentialExperts(experts)
 
     def store_kv(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
         key, value = whole_rows(key), whole_rows(value)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backend.ops import triton_expert_kernels as kernels
 from backend.ops.base import INT4_GROUP, whole_rows
-from backend.ops.mixture import Mixture, Weight
+from backend.ops.experts import LinearWeight, MixtureOfExperts
 from backend.triton_runtime import operands
 
 FORMS = frozenset({"plain", "int8", "int4", "fp8"})  # of weights, that the kernels read
@@ -72,10 +72,10 @@ def grouped(chosen: Tensor, num_experts: int, size: int) -> Groups:
     return Groups(experts, visits)
 
 
-class TritonMixture(Mixture):
+class TritonMixtureOfExperts(MixtureOfExperts):
     """Of experts that are held alike. Their weights are copied, one tensor of each kind for all of them."""
 
-    def __init__(self, experts: Sequence[tuple[Weight, Weight]]) -> None:
+    def __init__(self, experts: Sequence[tuple[LinearWeight, LinearWeight]]) -> None:
         first, second = zip(*experts, strict=True)
         self._first, self._second = _Stack(first), _Stack(second)
         self._num_experts = len(experts)
@@ -100,7 +100,7 @@ class TritonMixture(Mixture):
 class _Stack:
     """The same product of all experts."""
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
+    def __init__(self, weights: Sequence[LinearWeight]) -> None:
         self._form, self._gate = weights[0].form, weights[0].gate
         numbers = torch.stack([weight.numbers for weight in weights])  # [experts, out, ...]
         self._numbers = numbers.view(torch.uint8) if self._form == "fp8" else numbers

@@ -54,7 +54,7 @@ def rope(
 
 
 @triton.jit
-def enter(
+def norm_rope_store(
     qkv, query_norm, key_norm, cos, sin, query, key_cache, value_cache, slots, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     HAS_NORMS: tl.constexpr,

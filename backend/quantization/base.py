@@ -6,7 +6,7 @@ from torch import Tensor
 
 from backend.model_files.mxfp4 import Mxfp4Tensor, dequantized
 from backend.ops.base import Ops
-from backend.ops.mixture import Weight
+from backend.ops.experts import LinearWeight
 
 
 class Linear(ABC):
@@ -17,7 +17,7 @@ class Linear(ABC):
         """x: [T, in] -> [T, out], in x's dtype; with a gate, [T, out / 2]."""
 
     @property
-    def held(self) -> Weight | None:
+    def held(self) -> LinearWeight | None:
         """What it computes with, where that is a product of `Ops`."""
         return None
 

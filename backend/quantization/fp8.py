@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backend.ops.base import Ops
-from backend.ops.mixture import Weight
+from backend.ops.experts import LinearWeight
 from backend.quantization.base import Linear, Quantization
 from backend.quantization.none import PlainLinear
 
@@ -29,8 +29,8 @@ class Fp8Linear(Linear):
         self._weight, self._scales = _rounded(weight)
 
     @property
-    def held(self) -> Weight:
-        return Weight("fp8", self._weight, self._scales.squeeze(1), self._bias, self._gate)
+    def held(self) -> LinearWeight:
+        return LinearWeight("fp8", self._weight, self._scales.squeeze(1), self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         numbers, scales = _rounded(x)

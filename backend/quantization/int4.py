@@ -6,7 +6,7 @@ from torch import Tensor
 
 from backend.engine.errors import WeightsError
 from backend.ops.base import INT4_GROUP, Ops
-from backend.ops.mixture import Weight
+from backend.ops.experts import LinearWeight
 from backend.quantization.base import Linear, Quantization
 
 
@@ -19,8 +19,8 @@ class Int4Linear(Linear):
         self._weight = ops.pack_int4(numbers, self._scales, weight.dtype)
 
     @property
-    def held(self) -> Weight:
-        return Weight("int4", self._weight, self._scales, self._bias, self._gate)
+    def held(self) -> LinearWeight:
+        return LinearWeight("int4", self._weight, self._scales, self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.gated(self._ops.linear_int4(x, self._weight, self._scales, self._bias), self._gate)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backend.ops.base import Ops
-from backend.ops.mixture import Weight
+from backend.ops.experts import LinearWeight
 from backend.quantization.base import Linear, Quantization
 
 MAX_NUMBER = 127
@@ -22,8 +22,8 @@ class Int8Linear(Linear):
         self._weight = ops.pack(wide.div_(self._scales[:, None]).round_().to(torch.int8), weight.dtype, gate)
 
     @property
-    def held(self) -> Weight:
-        return Weight("int8", self._weight, self._scales, self._bias, self._gate)
+    def held(self) -> LinearWeight:
+        return LinearWeight("int8", self._weight, self._scales, self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear_int8(x, self._weight, self._scales, self._bias, self._gate)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from backend.model_files.mxfp4 import SCALE_BIAS, Mxfp4Tensor
 from backend.ops.base import Ops
-from backend.ops.mixture import Weight
+from backend.ops.experts import LinearWeight
 from backend.quantization.base import Linear
 
 
@@ -20,8 +20,8 @@ class Mxfp4Linear(Linear):
         self._weight = ops.pack_int4(weight.codes, self._scales, weight.dtype)
 
     @property
-    def held(self) -> Weight:
-        return Weight("mxfp4", self._weight, self._scales, self._bias, self._gate)
+    def held(self) -> LinearWeight:
+        return LinearWeight("mxfp4", self._weight, self._scales, self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.gated(self._ops.linear_mxfp4(x, self._weight, self._scales, self._bias), self._gate)

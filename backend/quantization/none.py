@@ -4,7 +4,7 @@ from torch import Tensor
 
 from backend.model_files.mxfp4 import Mxfp4Tensor
 from backend.ops.base import Ops
-from backend.ops.mixture import Weight
+from backend.ops.experts import LinearWeight
 from backend.quantization.base import Linear, Quantization
 from backend.quantization.mxfp4 import Mxfp4Linear
 
@@ -17,8 +17,8 @@ class PlainLinear(Linear):
         self._gate = gate
 
     @property
-    def held(self) -> Weight:
-        return Weight("plain", self._weight, None, self._bias, self._gate)
+    def held(self) -> LinearWeight:
+        return LinearWeight("plain", self._weight, None, self._bias, self._gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._ops.linear(x, self._weight, self._bias, self._gate)

@@ -18,7 +18,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from backend.engine.request import Status
+from backend.engine.request import RequestStatus
 from backend.server import semconv
 from backend.server.asgi import HttpExchange
 from backend.server.components import ServerComponents
@@ -103,7 +103,7 @@ class Generation:
 
         A prompt that was not computed to its end has not been counted, whatever was computed of it.
         """
-        if any(sequence.request.status is not Status.FINISHED for sequence in self.sequences):
+        if any(sequence.request.status is not RequestStatus.FINISHED for sequence in self.sequences):
             return None
         choices = len(self._task.samplings)
         groups = [self.sequences[i : i + choices] for i in range(0, len(self.sequences), choices)]

@@ -145,7 +145,7 @@ class KVEventPublisher:
     def cleared(self) -> None:
         self._events.append(AllBlocksCleared())
 
-    def step_over(self) -> None:
+    def end_step(self) -> None:
         """What has been told since the last time is sent, as one batch."""
         if not self._events:
             return

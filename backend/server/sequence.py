@@ -171,7 +171,7 @@ class LiveSequence:
             text += self._detokenizer.flush()
             self.finish_reason = reason.value
         if self._detokenizer.stopped:
-            self._components.engine.cut(self.request, self.num_tokens)
+            self._components.engine.stop_early(self.request, self.num_tokens)
             self.finish_reason = FinishReason.STOP.value
         return ChoiceDelta(
             self._index,

@@ -22,7 +22,7 @@ import torch
 
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
-from backend.kv_cache import KV_FORMS
+from backend.kv_cache import KV_FORMATS
 from benchmarks.engine.cpu import Load, cpu_name, seconds_of
 from benchmarks.engine.shapes import SHAPES, make_checkpoint
 
@@ -64,9 +64,9 @@ def main() -> None:
                 ),
                 time.perf_counter,
             )
-            for form in KV_FORMS
+            for form in KV_FORMATS
         }
-    seconds: dict[str, dict[str, list[float]]] = {what: {form: [] for form in KV_FORMS} for what in WORKLOADS}
+    seconds: dict[str, dict[str, list[float]]] = {what: {form: [] for form in KV_FORMATS} for what in WORKLOADS}
     for number in range(args.rounds + 1):
         for what, (rows, length) in WORKLOADS.items():
             for form, load in loads.items():

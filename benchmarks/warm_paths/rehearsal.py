@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
-from backend.engine.plan import Computed
+from backend.engine.plan import RunnerOutput
 from backend.engine.request import Request, SamplingParams
 from backend.engine.scheduler import Scheduler
 from backend.model_files import open_model_files
@@ -118,7 +118,7 @@ class RehearsedEngine(Unasked):
     def cleared(self) -> None:
         raise AssertionError("nobody clears it")
 
-    def step_over(self) -> None:
+    def end_step(self) -> None:
         told, self._events = self._events, []
         if self.blocks is not None and told:
             asyncio.get_running_loop().call_later(EVENTS_SECONDS, self._tell, self.blocks, told)
@@ -138,9 +138,9 @@ class RehearsedEngine(Unasked):
                 await self._wake.wait()
             plan = self.scheduler.schedule()
             await asyncio.sleep(STEP_SECONDS + self._token_seconds * sum(part.num_tokens for part in plan))
-            computed = [Computed(token_ids=(part.end % 997,) if part.catches_up else ()) for part in plan]
+            computed = [RunnerOutput(token_ids=(part.end % 997,) if part.catches_up else ()) for part in plan]
             outputs = self.scheduler.advance(plan, computed)
-            self.step_over()
+            self.end_step()
             for output in outputs:
                 reply = self._replies[output.request_id]
                 reply.cached_tokens = output.num_cached_tokens
@@ -167,7 +167,7 @@ class RehearsedEngine(Unasked):
         for start in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
             block = token_ids[start : start + BLOCK_TOKENS]
             hashes.append(hash_block(hashes[-1], block, "" if start else salt))
-        return len(self.pool.match(hashes[1:])) * BLOCK_TOKENS
+        return len(self.pool.find_cached_prefix(hashes[1:])) * BLOCK_TOKENS
 
 
 class RehearsedReply:

@@ -25,11 +25,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from backend.attention.base import AttentionMetadata, Span
+from backend.attention.base import AttentionMetadata, AttentionVariant
 from backend.attention.triton import TritonAttention
-from backend.kv_cache import create_kv_form
+from backend.kv_cache import create_kv_format
 from backend.ops.base import INT4_GROUP, HeadNorms
-from backend.ops.mixture import Weight
+from backend.ops.experts import LinearWeight
 from backend.ops.triton import TritonOps
 from backend.quantization import create_quantization
 
@@ -38,10 +38,15 @@ RUN = JITFunction.run
 
 
 def attend(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, span: Span | None = None, form: str = "auto"
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    span: AttentionVariant | None = None,
+    form: str = "auto",
 ) -> None:
     """A step with a chunk in it and a decode."""
-    kv_form = create_kv_form(form)
+    kv_form = create_kv_format(form)
     width = kv_form.width(head_dim)
     cache = torch.zeros(CONTEXT, BLOCK_SIZE, kv_heads, width, dtype=kv_form.dtype(dtype))
     metadata = AttentionMetadata(
@@ -53,7 +58,7 @@ def attend(
         block_size=BLOCK_SIZE,
     )
     step = TritonAttention(0.1, kv_form).prepare(metadata, cache)
-    step(torch.zeros(41, heads, head_dim, dtype=dtype), cache, cache, span or Span())
+    step(torch.zeros(41, heads, head_dim, dtype=dtype), cache, cache, span or AttentionVariant())
 
 
 def compute(hidden: int, inner: int, heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -73,7 +78,7 @@ def compute(hidden: int, inner: int, heads: int, head_dim: int, dtype: torch.dty
     ops.store_kv(by_heads, by_heads, cache, cache, torch.zeros(rows, dtype=torch.int64))
     qkv, slots = torch.zeros(rows, 3 * heads * head_dim, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
     for norms in (None, HeadNorms(weight[:head_dim], weight[:head_dim], 1e-6)):
-        ops.enter(qkv, norms, (angles, angles), (cache, cache), slots)
+        ops.norm_rope_store(qkv, norms, (angles, angles), (cache, cache), slots)
     for count in (1, 64):
         x = torch.zeros(count, hidden, dtype=dtype)
         ops.linear_int8(x, torch.zeros(inner, hidden, dtype=torch.int8), torch.zeros(inner), None)
@@ -84,7 +89,7 @@ def compute(hidden: int, inner: int, heads: int, head_dim: int, dtype: torch.dty
 
 @dataclass(frozen=True)
 class Mlp:
-    weights: tuple[Weight, Weight]
+    weights: tuple[LinearWeight, LinearWeight]
 
     def __call__(self, x: Tensor, /) -> Tensor:
         raise NotImplementedError
@@ -98,7 +103,7 @@ def visit(hidden: int, inner: int, dtype: torch.dtype, form: str, num_experts: i
     first = linear(torch.zeros(2 * inner, hidden, dtype=dtype), bias, "silu").held
     second = linear(torch.zeros(hidden, inner, dtype=dtype), None).held
     assert first and second
-    mixture = ops.mixture([Mlp((first, second))] * num_experts)
+    mixture = ops.mixture_of_experts([Mlp((first, second))] * num_experts)
     for rows in (1, 16 * num_experts):
         x, scores = torch.zeros(rows, hidden, dtype=dtype), torch.zeros(rows, num_experts, dtype=dtype)
         mixture(x, *ops.route(scores, num_chosen, normalise=True))
@@ -117,9 +122,9 @@ def resources(cubin: bytes) -> dict[str, int]:
 CASES: dict[str, Callable[[], None]] = {
     "Llama 3 8B": lambda: attend(32, 8, 128, torch.bfloat16),
     "Qwen3 0.6B": lambda: attend(16, 8, 128, torch.bfloat16),
-    "Gemma 2": lambda: attend(8, 4, 256, torch.bfloat16, Span(window=4096, softcap=50.0)),
-    "gpt-oss": lambda: attend(64, 8, 64, torch.bfloat16, Span(window=128, sinks=torch.zeros(64))),
-    "Phi 3": lambda: attend(32, 32, 96, torch.bfloat16, Span(window=2047)),
+    "Gemma 2": lambda: attend(8, 4, 256, torch.bfloat16, AttentionVariant(window=4096, softcap=50.0)),
+    "gpt-oss": lambda: attend(64, 8, 64, torch.bfloat16, AttentionVariant(window=128, sinks=torch.zeros(64))),
+    "Phi 3": lambda: attend(32, 32, 96, torch.bfloat16, AttentionVariant(window=2047)),
     "float32": lambda: attend(14, 2, 64, torch.float32),
     "int8 cache": lambda: attend(32, 8, 128, torch.bfloat16, form="int8"),
     "fp8 cache": lambda: attend(32, 8, 128, torch.bfloat16, form="fp8_e4m3"),

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backend.attention import create_attention
-from backend.attention.base import AttentionMetadata, Span
-from backend.kv_cache import KV_FORMS, create_kv_form
+from backend.attention.base import AttentionMetadata, AttentionVariant
+from backend.kv_cache import KV_FORMATS, create_kv_format
 from backend.triton_runtime import runs_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -35,7 +35,7 @@ class Case:
     block_size: int
     dtype: torch.dtype
     form: str
-    span: Span
+    span: AttentionVariant
     seed: int
 
 
@@ -53,8 +53,8 @@ cases = st.builds(
     head_dim=st.sampled_from([32, 64, 96, 128]),
     block_size=st.sampled_from([1, 4, 16, 24, 64]),
     dtype=st.sampled_from([*TOLERANCES]),
-    form=st.sampled_from([*KV_FORMS]),
-    span=st.builds(Span, window=st.none() | st.integers(1, 300), softcap=st.none() | st.floats(0.5, 50.0)),
+    form=st.sampled_from([*KV_FORMATS]),
+    span=st.builds(AttentionVariant, window=st.none() | st.integers(1, 300), softcap=st.none() | st.floats(0.5, 50.0)),
     seed=st.integers(0, 1 << 30),
 )
 
@@ -63,7 +63,7 @@ cases = st.builds(
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_random_steps(case: Case, has_sinks: bool) -> None:
     shuffled, generator = random.Random(case.seed), torch.Generator().manual_seed(case.seed)
-    form = create_kv_form(case.form)
+    form = create_kv_format(case.form)
     num_blocks = [-(-seq_len // case.block_size) for _, seq_len in case.lens]
     free = list(range(sum(num_blocks) + 3))
     shuffled.shuffle(free)

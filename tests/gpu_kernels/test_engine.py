@@ -74,7 +74,7 @@ def test_the_same_tokens(
     capture: Capture = CudaCapture(torch.device("cuda", 0)) if DEVICE == "cuda" else NoCapture()
     monkeypatch.setattr(engine_module, "create_runner", lambda config: GraphRunner(config, capture))
     engine = Engine.load(EngineConfig(attention="triton", ops="triton", **shared))
-    assert not engine.runner.model.asks_the_host
+    assert not engine.runner.model.needs_host_sync
     assert tokens_of(engine) == expected
 
 
@@ -90,7 +90,7 @@ def test_experts_in_fp8_are_asked_by_nobody(checkpoint_dir: Callable[[str], Path
         **limits,
     )
     engine = Engine.load(config)
-    assert not engine.runner.model.asks_the_host
+    assert not engine.runner.model.needs_host_sync
     assert all(len(tokens) == 5 for tokens in tokens_of(engine))
 
 

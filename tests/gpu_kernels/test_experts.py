@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from backend.ops.mixture import Mixture, OneByOne, Weight
+from backend.ops.experts import LinearWeight, MixtureOfExperts, SequentialExperts
 from backend.ops.reference import ReferenceOps
 from backend.quantization import create_quantization
 from backend.quantization.base import Linear
@@ -82,7 +82,7 @@ class Mlp:
     down: Linear
 
     @property
-    def weights(self) -> tuple[Weight, Weight] | None:
+    def weights(self) -> tuple[LinearWeight, LinearWeight] | None:
         first, second = self.gate_up.held, self.down.held
         return (first, second) if first and second else None
 
@@ -143,8 +143,8 @@ def test_random_mixtures(case: Case) -> None:
     )  # fmt: skip
     shares, chosen = visitors(case.tokens, case.popular, case.num_chosen, case.seed)
     x = inputs(case.tokens, case.hidden, case.dtype, case.seed)
-    triton, one_by_one = TritonOps().mixture(experts), OneByOne(widened(experts, case.dtype))
-    assert not triton.asks_the_host
+    triton, one_by_one = TritonOps().mixture_of_experts(experts), SequentialExperts(widened(experts, case.dtype))
+    assert not triton.needs_host_sync
     ours, expected = (mixture(x, shares, chosen) for mixture in (triton, one_by_one))
     assert (ours.dtype, ours.shape) == (case.dtype, x.shape)
     # Of bfloat16, whose products are rounded between, by what the largest is.
@@ -180,7 +180,7 @@ def test_every_visit_is_in_one_block_of_its_expert(
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_a_row_is_the_same_to_the_bit_beside_any_neighbours(dtype: torch.dtype, form: str) -> None:
     """In tiles of few visits and of many."""
-    mixture = TritonOps().mixture(mlps(4, 160, 96, dtype, form))
+    mixture = TritonOps().mixture_of_experts(mlps(4, 160, 96, dtype, form))
     x, (shares, chosen) = inputs(60, 160, dtype), visitors(60, 4, 3)
     assert 3 * 4 <= 4 * triton_experts.FEW[dtype].visits < 3 * 60
     together = mixture(x, shares, chosen)
@@ -191,15 +191,15 @@ def test_a_row_is_the_same_to_the_bit_beside_any_neighbours(dtype: torch.dtype, 
 def test_fp8_says_nearly_what_it_says_with_rounded_inputs() -> None:
     experts = mlps(4, 160, 96, torch.bfloat16, "fp8")
     x, (shares, chosen) = inputs(20, 160, torch.bfloat16), visitors(20, 4, 2)
-    mixture = TritonOps().mixture(experts)
-    assert not mixture.asks_the_host
-    ours, rounded = mixture(x, shares, chosen).float(), OneByOne(experts)(x, shares, chosen).float()
+    mixture = TritonOps().mixture_of_experts(experts)
+    assert not mixture.needs_host_sync
+    ours, rounded = mixture(x, shares, chosen).float(), SequentialExperts(experts)(x, shares, chosen).float()
     assert (ours - rounded).norm() / rounded.norm() < 0.06
     assert not torch.equal(ours, rounded)
 
 
 def test_results_are_summed_in_the_order_of_the_experts_numbers() -> None:
-    mixture = TritonOps().mixture(mlps(6, 64, 32, torch.float32))
+    mixture = TritonOps().mixture_of_experts(mlps(6, 64, 32, torch.float32))
     x, (shares, chosen) = inputs(9, 64, torch.float32), visitors(9, 6, 5)
     order = torch.tensor([3, 1, 4, 0, 2], device=DEVICE)
     assert torch.equal(mixture(x, shares, chosen), mixture(x, shares[:, order], chosen[:, order]))
@@ -230,18 +230,20 @@ def test_nobody_is_asked_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that hold nothing refuse to tell what they hold."""
     meta = torch.device("meta")
     monkeypatch.setattr(triton_experts, "kernels", MagicMock())
-    mixture = triton_experts.TritonMixture([_on(meta, expert) for expert in mlps(4, 64, 32, torch.bfloat16, "int8")])
+    mixture = triton_experts.TritonMixtureOfExperts(
+        [_on(meta, expert) for expert in mlps(4, 64, 32, torch.bfloat16, "int8")]
+    )
     for tokens in (1, 64):
         shares, chosen = triton_experts.route(torch.empty(tokens, 4, device=meta), 2, normalise=True)
         x = torch.empty(tokens, 64, dtype=torch.bfloat16, device=meta)
         assert mixture(x, shares, chosen).shape == x.shape
-    assert not mixture.asks_the_host
+    assert not mixture.needs_host_sync
 
 
 def test_experts_are_given_up_once_they_are_copied() -> None:
     experts = mlps(3, 64, 32, torch.float32)
     held = [weakref.ref(weight.numbers) for expert in experts for weight in expert.weights or ()]
-    mixture: Mixture = TritonOps().mixture(experts)
+    mixture: MixtureOfExperts = TritonOps().mixture_of_experts(experts)
     assert all(reference() is not None for reference in held)
     del experts
     gc.collect()
@@ -257,14 +259,14 @@ def test_experts_that_are_made_of_anything_else_are_asked_one_by_one() -> None:
             return None
 
     made = mlps(3, 64, 32, torch.float32)
-    mixture = TritonOps().mixture([*made[:2], Another(made[2].gate_up, made[2].down)])
-    assert mixture.asks_the_host
+    mixture = TritonOps().mixture_of_experts([*made[:2], Another(made[2].gate_up, made[2].down)])
+    assert mixture.needs_host_sync
 
 
-def _on(device: torch.device, expert: Mlp) -> tuple[Weight, Weight]:
-    def moved(weight: Weight) -> Weight:
+def _on(device: torch.device, expert: Mlp) -> tuple[LinearWeight, LinearWeight]:
+    def moved(weight: LinearWeight) -> LinearWeight:
         scales = None if weight.scales is None else weight.scales.to(device)
-        return Weight(weight.form, weight.numbers.to(device), scales, None, weight.gate)
+        return LinearWeight(weight.form, weight.numbers.to(device), scales, None, weight.gate)
 
     assert expert.weights
     first, second = expert.weights

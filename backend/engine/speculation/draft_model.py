@@ -22,7 +22,7 @@ from backend.engine.batch import make_batch
 from backend.engine.config import ResolvedConfig
 from backend.engine.errors import ConfigError
 from backend.engine.paged_model import PagedModel
-from backend.engine.plan import Scheduled, confirmed
+from backend.engine.plan import ScheduledRequest, count_accepted
 from backend.engine.request import Request
 from backend.engine.sampler import sample
 from backend.engine.sampling_batch import make_sampling_batch
@@ -68,14 +68,14 @@ class ModelDrafter(Drafter):
             self._followed[request] = _Followed(len(request.token_ids), guess[:-1], request.num_preemptions)
         return [drafts.get(each.request, ()) for each in wanted]
 
-    def _catch_up(self, requests: Sequence[Request]) -> list[Scheduled]:
+    def _catch_up(self, requests: Sequence[Request]) -> list[ScheduledRequest]:
         """What these lack, as far as one pass may go: a long prompt takes several, and has no drafts until then."""
         budget = self._config.max_num_batched_tokens
         plan = []
         for request in requests:
             start = self._num_known(request)
             if num_tokens := min(len(request.token_ids) - start, budget):
-                plan.append(Scheduled(request, start, num_tokens))
+                plan.append(ScheduledRequest(request, start, num_tokens))
                 budget -= num_tokens
         return plan
 
@@ -91,7 +91,7 @@ class ModelDrafter(Drafter):
             num_known += _num_equal(followed.drafts, request.token_ids[num_known:])
         return min(num_known, len(request.token_ids) - 1)
 
-    def _run(self, plan: Sequence[Scheduled]) -> list[int]:
+    def _run(self, plan: Sequence[ScheduledRequest]) -> list[int]:
         """One pass, and the token that each of the plan ends with; of no meaning for one that has not caught up."""
         batch = make_batch(plan, self._config.block_size, self._config.device)
         readable = batch.input_ids.clamp(max=self._config.model.vocab_size - 1)  # some vocabularies are padded
@@ -107,7 +107,7 @@ class ModelDrafter(Drafter):
             tokens |= {i: each.token_id for i, each in zip(batch.sampled, sampled, strict=True)}
         return [*tokens.values()]
 
-    def _note(self, scheduled: Scheduled) -> None:
+    def _note(self, scheduled: ScheduledRequest) -> None:
         """Which blocks are full now of what is certain, and which no longer hold what they held."""
         request, size = scheduled.request, self._config.block_size
         for i in range(scheduled.start // size, -(-scheduled.end // size)):
@@ -135,11 +135,11 @@ def _vocabulary(model_dir: Path) -> dict[str, int]:
         return {}  # without a tokenizer a model is used by token ids, and there is nothing to compare
 
 
-def _next(request: Request, drafts: tuple[int, ...]) -> Scheduled:
+def _next(request: Request, drafts: tuple[int, ...]) -> ScheduledRequest:
     """The last of these drafts, to be computed so that one more can follow."""
-    return Scheduled(request, len(request.token_ids) + len(drafts) - 1, 1, drafts)
+    return ScheduledRequest(request, len(request.token_ids) + len(drafts) - 1, 1, drafts)
 
 
 def _num_equal(drafts: Sequence[int], token_ids: Sequence[int]) -> int:
     count = min(len(drafts), len(token_ids))
-    return confirmed(drafts[:count], token_ids)
+    return count_accepted(drafts[:count], token_ids)

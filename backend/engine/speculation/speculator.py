@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from backend.engine.plan import Computed, Scheduled, confirmed
+from backend.engine.plan import RunnerOutput, ScheduledRequest, count_accepted
 from backend.engine.request import Request
 from backend.engine.scheduler import Scheduler
 from backend.engine.speculation.base import Drafter, Wanted
-from backend.engine.speculation.payoff import Payoff
+from backend.engine.speculation.draft_length import AdaptiveDraftLength
 
 
 class Speculator:
@@ -36,11 +36,11 @@ class Speculator:
         self._scheduler = scheduler
         self._drafter = drafter
         self._max_draft_tokens = max_draft_tokens
-        self._payoff = Payoff()
+        self._payoff = AdaptiveDraftLength()
         self._clock = clock
         self._began: float | None = None  # the step that is under way, if its cost can be compared with others
 
-    def extend(self, plan: tuple[Scheduled, ...]) -> tuple[Scheduled, ...]:
+    def extend(self, plan: tuple[ScheduledRequest, ...]) -> tuple[ScheduledRequest, ...]:
         self._began = None
         if self._drafter is None or not all(map(_is_output, plan)):
             return plan
@@ -51,16 +51,16 @@ class Speculator:
         drafted = {each.request: guess for each, guess in zip(wanted, drafts, strict=True) if guess}
         return tuple(_with_drafts(scheduled, drafted.get(scheduled.request, ())) for scheduled in plan)
 
-    def learn(self, plan: Sequence[Scheduled], computed: Sequence[Computed]) -> None:
+    def learn(self, plan: Sequence[ScheduledRequest], computed: Sequence[RunnerOutput]) -> None:
         """After a step: what came true, and what it cost."""
         if self._began is None:
             return
-        self._payoff.saw_step(len(plan), sum(len(s.drafts) for s in plan), self._clock() - self._began)
+        self._payoff.record_step(len(plan), sum(len(s.drafts) for s in plan), self._clock() - self._began)
         for scheduled, result in zip(plan, computed, strict=True):
             if drafts := scheduled.drafts:
-                self._payoff.saw_drafts(scheduled.request, len(drafts), confirmed(drafts, result.token_ids))
+                self._payoff.record_drafts(scheduled.request, len(drafts), count_accepted(drafts, result.token_ids))
 
-    def _wanted(self, plan: Sequence[Scheduled]) -> list[Wanted]:
+    def _wanted(self, plan: Sequence[ScheduledRequest]) -> list[Wanted]:
         left = self._scheduler.max_num_batched_tokens - len(plan)
         wanted = []
         requests = [scheduled.request for scheduled in plan]
@@ -73,7 +73,7 @@ class Speculator:
         return wanted
 
 
-def _is_output(scheduled: Scheduled) -> bool:
+def _is_output(scheduled: ScheduledRequest) -> bool:
     return scheduled.catches_up and scheduled.num_tokens == 1
 
 
@@ -84,5 +84,5 @@ def _room(request: Request) -> int:
     return request.sampling.max_tokens - request.num_output_tokens - 1
 
 
-def _with_drafts(scheduled: Scheduled, drafts: tuple[int, ...]) -> Scheduled:
+def _with_drafts(scheduled: ScheduledRequest, drafts: tuple[int, ...]) -> ScheduledRequest:
     return replace(scheduled, num_tokens=scheduled.num_tokens + len(drafts), drafts=drafts) if drafts else scheduled

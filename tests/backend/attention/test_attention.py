@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from backend.attention import ATTENTIONS, create_attention
-from backend.attention.base import Attention, AttentionMetadata, Span
+from backend.attention.base import Attention, AttentionMetadata, AttentionVariant
 from backend.attention.native import NativeAttention
-from backend.kv_cache import create_kv_form
-from backend.kv_cache.base import KvForm
+from backend.kv_cache import create_kv_format
+from backend.kv_cache.base import KvFormat
 from backend.kv_cache.plain import PLAIN
 from backend.triton_runtime import runs_triton
 from tests.backend.levels import RUNNING_LEVELS, library_of
@@ -37,17 +37,17 @@ STEPS = {
 
 
 SPANS = {
-    "everything": Span(),
-    "a window": Span(window=5),
-    "a window within a block": Span(window=1),
-    "a cap": Span(softcap=1.5),
-    "both": Span(window=9, softcap=0.7),
-    "sinks": Span(),
-    "sinks beside a window": Span(window=9),
+    "everything": AttentionVariant(),
+    "a window": AttentionVariant(window=5),
+    "a window within a block": AttentionVariant(window=1),
+    "a cap": AttentionVariant(softcap=1.5),
+    "both": AttentionVariant(window=9, softcap=0.7),
+    "sinks": AttentionVariant(),
+    "sinks beside a window": AttentionVariant(window=9),
 }
 
 
-def exact(query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
+def exact(query: Tensor, keys: Tensor, values: Tensor, span: AttentionVariant) -> Tensor:
     """query: [Lq, Hq, D], keys, values: [L, Hkv, D]."""
     output = torch.empty_like(query, dtype=torch.float64)
     group = query.shape[1] // keys.shape[1]
@@ -64,7 +64,7 @@ def exact(query: Tensor, keys: Tensor, values: Tensor, span: Span) -> Tensor:
     return output
 
 
-def create(name: str, form: KvForm = PLAIN) -> Attention:
+def create(name: str, form: KvFormat = PLAIN) -> Attention:
     name, _, level = name.partition(" ")
     return NativeAttention(SCALE, form, library_of(level), level) if level else create_attention(name, SCALE, form)
 
@@ -100,7 +100,7 @@ def test_every_member_is_exact(
     generator = torch.Generator().manual_seed(1)
     shuffled = random.Random(2)
     lens = STEPS[step]
-    form = create_kv_form(form_name)
+    form = create_kv_format(form_name)
     # What is not some sequence's own is no number: a single wrong position would spoil everything.
     shape = (NUM_BLOCKS, block_size, num_kv_heads, form.width(head_dim))
     nothing = form.encode(torch.full((head_dim,), torch.nan, dtype=dtype))

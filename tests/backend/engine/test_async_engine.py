@@ -17,8 +17,8 @@ from backend.engine.block_pool import BlockPool
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import ContextTooLong, EngineDead, QueueFull, RequestRefused
-from backend.engine.plan import Computed, Scheduled
-from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput
+from backend.engine.plan import RunnerOutput, ScheduledRequest
+from backend.engine.request import FinishReason, Request, RequestStatus, SamplingParams, StepOutput
 from backend.engine.scheduler import Scheduler
 
 WAIT_SECONDS = 30  # only ever reached by a test that fails
@@ -27,12 +27,12 @@ WAIT_SECONDS = 30  # only ever reached by a test that fails
 class ScriptedRunner:
     """Counts up from each prompt's last token. A test may hold it before a step, or let it fail."""
 
-    looks_ahead = False
+    uses_lookahead = False
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self.num_steps = 0
-        self.num_given_up = 0
+        self.num_interrupted = 0
         self.look: Callable[[], None] = lambda: None  # before a step begins, and when it has
         self._gate = threading.Event()
         self._hold_after = math.inf
@@ -44,19 +44,22 @@ class ScriptedRunner:
         self._gate.set()
 
     def run(
-        self, plan: Sequence[Scheduled], is_given_up: Callable[[], bool], following: Sequence[Scheduled] = ()
-    ) -> list[Computed] | None:
+        self,
+        plan: Sequence[ScheduledRequest],
+        is_interrupted: Callable[[], bool],
+        following: Sequence[ScheduledRequest] = (),
+    ) -> list[RunnerOutput] | None:
         self.look()
-        given_up = is_given_up()  # before anything is computed, as any runner asks
+        given_up = is_interrupted()  # before anything is computed, as any runner asks
         self.look()
         assert self.num_steps < self._hold_after or self._gate.wait(WAIT_SECONDS)
         if self.failure:
             raise self.failure
-        if given_up or is_given_up():
-            self.num_given_up += 1
+        if given_up or is_interrupted():
+            self.num_interrupted += 1
             return None
         self.num_steps += 1
-        return [Computed((scheduled.request.token_ids[-1] + 1,)) for scheduled in plan]
+        return [RunnerOutput((scheduled.request.token_ids[-1] + 1,)) for scheduled in plan]
 
 
 @pytest.fixture
@@ -251,14 +254,14 @@ async def test_a_step_of_background_work_is_left_for_an_urgent_request(
     runner.hold()
     background = engine.submit(make_request("background", priority=10))
     async with asyncio.timeout(WAIT_SECONDS):
-        while background.request.status is not Status.RUNNING:
+        while background.request.status is not RequestStatus.RUNNING:
             await asyncio.sleep(0.001)
     urgent = engine.submit(make_request("urgent", first=10))
     equal = engine.submit(make_request("equal", priority=10))
     runner.release()
     assert tokens(await read(urgent)) == [11, 12, 13, 14, 15]
     assert tokens(await read(background)) == tokens(await read(equal)) == [1, 2, 3, 4, 5]
-    assert runner.num_given_up == 1
+    assert runner.num_interrupted == 1
     assert engine.stats().steps_given_up_total == 1
 
 
@@ -357,7 +360,7 @@ async def test_what_is_computed_behind_an_answers_end_is_counted_apart(
     request = make_request(max_tokens=50)
     stream = engine.submit(request)
     await anext(stream)
-    engine.cut(request, num_wanted=1)
+    engine.stop_early(request, num_wanted=1)
     runner.release()
     assert (await read(stream))[-1].finish_reason is FinishReason.STOP
     await engine.wait_idle()
@@ -367,7 +370,7 @@ async def test_what_is_computed_behind_an_answers_end_is_counted_apart(
 
     ended = make_request("ended")
     await read(engine.submit(ended))
-    engine.cut(ended, num_wanted=2)  # its last step told of the stop string and of the end
+    engine.stop_early(ended, num_wanted=2)  # its last step told of the stop string and of the end
     await read(engine.submit(make_request("last", max_tokens=1)))
     stats = engine.stats()
     assert stats.generation_tokens_total - stats.unwanted_tokens_total == 1 + 2 + 1

@@ -15,7 +15,7 @@ from torch import Tensor
 from backend.engine.batch import Batch, make_batch
 from backend.engine.config import EngineConfig
 from backend.engine.paged_model import PagedModel
-from backend.engine.plan import Scheduled
+from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request, SamplingParams
 from backend.native import library
 from tests.backend.checkpoints import CHECKPOINTS, VOCAB_SIZE
@@ -32,7 +32,7 @@ def request(number: int, length: int, **options: Any) -> Request:
     return made
 
 
-def batch_of(*plan: Scheduled) -> Batch:
+def batch_of(*plan: ScheduledRequest) -> Batch:
     return make_batch(plan, BLOCK_SIZE, CPU)
 
 
@@ -41,9 +41,13 @@ def rows_read(batch: Batch) -> list[int]:
 
 
 def test_of_a_prompt_the_last_token_is_read_and_of_a_chunk_none() -> None:
-    batch = batch_of(Scheduled(request(0, 9), 0, 9), Scheduled(request(1, 20), 4, 8), Scheduled(request(2, 5), 4, 1))
+    batch = batch_of(
+        ScheduledRequest(request(0, 9), 0, 9),
+        ScheduledRequest(request(1, 20), 4, 8),
+        ScheduledRequest(request(2, 5), 4, 1),
+    )
     assert rows_read(batch) == [8, 17]
-    assert batch.read_lens == (1, 0, 1)
+    assert batch.output_lens == (1, 0, 1)
     assert batch.sampled == (0, 2)
     assert batch.sampled_rows.tolist() == [0, 1]
     assert batch.tail
@@ -54,7 +58,7 @@ def test_of_a_prompt_the_last_token_is_read_and_of_a_chunk_none() -> None:
 
 
 def test_a_step_of_which_nothing_is_read_has_one_row_that_nobody_samples() -> None:
-    batch = batch_of(Scheduled(request(0, 20), 0, 6), Scheduled(request(1, 20), 0, 4))
+    batch = batch_of(ScheduledRequest(request(0, 20), 0, 6), ScheduledRequest(request(1, 20), 0, 4))
     assert rows_read(batch) == [9]
     assert batch.sampled == ()
     assert not len(batch.sampled_rows)
@@ -62,29 +66,33 @@ def test_a_step_of_which_nothing_is_read_has_one_row_that_nobody_samples() -> No
 
 def test_whoever_needs_all_hidden_states_has_them_all_read() -> None:
     batch = batch_of(
-        Scheduled(request(0, 20), 0, 3),
-        Scheduled(request(1, 20, pooling=True), 0, 4),
-        Scheduled(request(2, 3, scored=1), 0, 3),
-        Scheduled(request(3, 6), 2, 4),
+        ScheduledRequest(request(0, 20), 0, 3),
+        ScheduledRequest(request(1, 20, pooling=True), 0, 4),
+        ScheduledRequest(request(2, 3, scored=1), 0, 3),
+        ScheduledRequest(request(3, 6), 2, 4),
     )
     assert rows_read(batch) == [3, 4, 5, 6, 7, 8, 9, 13]
-    assert batch.read_lens == (0, 4, 3, 1)
+    assert batch.output_lens == (0, 4, 3, 1)
     assert batch.sampled_rows.tolist() == [6, 7]
 
 
 def test_guesses_are_read_with_the_token_before_them() -> None:
-    batch = batch_of(Scheduled(request(0, 6), 2, 6, drafts=(1, 2)), Scheduled(request(1, 6), 5, 3, drafts=(3, 4)))
+    batch = batch_of(
+        ScheduledRequest(request(0, 6), 2, 6, drafts=(1, 2)), ScheduledRequest(request(1, 6), 5, 3, drafts=(3, 4))
+    )
     assert rows_read(batch) == [3, 4, 5, 6, 7, 8]
     assert batch.sampled == (0, 0, 0, 1, 1, 1)
     assert batch.sampled_rows.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_of_decodes_all_is_read() -> None:
-    assert batch_of(Scheduled(request(0, 6), 5, 1), Scheduled(request(1, 9), 3, 1)).tail is None
-    assert batch_of(Scheduled(request(0, 6), 5, 2, drafts=(1,)), Scheduled(request(1, 9), 8, 1)).tail is None
+    assert batch_of(ScheduledRequest(request(0, 6), 5, 1), ScheduledRequest(request(1, 9), 3, 1)).tail is None
+    assert (
+        batch_of(ScheduledRequest(request(0, 6), 5, 2, drafts=(1,)), ScheduledRequest(request(1, 9), 8, 1)).tail is None
+    )
 
 
-def some_plan(rng: random.Random) -> list[Scheduled]:
+def some_plan(rng: random.Random) -> list[ScheduledRequest]:
     """Prompts, chunks and decodes in any order; some are read as a whole."""
     plan = []
     for number in range(rng.randrange(1, 6)):
@@ -92,7 +100,7 @@ def some_plan(rng: random.Random) -> list[Scheduled]:
         start = rng.choice([0, rng.randrange(length), length - 1])
         num_tokens = rng.choice([length - start, rng.randrange(1, length - start + 1)])
         kind: dict[str, Any] = rng.choice([{}, {}, {}, {"pooling": True}, {"scored": 0}])
-        plan.append(Scheduled(request(number, length, **kind), start, num_tokens))
+        plan.append(ScheduledRequest(request(number, length, **kind), start, num_tokens))
     return plan
 
 

@@ -34,7 +34,7 @@ def fill(pool: BlockPool, contents: list[CachedBlock]) -> list[int]:
     table = pool.allocate(len(contents))
     assert table is not None
     for block, content in zip(table, contents, strict=True):
-        pool.publish(block, content)
+        pool.cache_block(block, content)
     return table
 
 
@@ -56,18 +56,18 @@ def test_what_was_published_is_matched_up_to_the_first_difference() -> None:
     pool = BlockPool(8, 2)
     contents = chain((1, 2), (3, 4), (5, 6))
     table = fill(pool, contents)
-    assert pool.match(hashes(contents)) == table
-    assert pool.match(hashes(chain((1, 2), (3, 4), (9, 9)))) == table[:2]
-    assert pool.match(hashes(chain((1, 2), (3, 4), salt="tenant"))) == []
+    assert pool.find_cached_prefix(hashes(contents)) == table
+    assert pool.find_cached_prefix(hashes(chain((1, 2), (3, 4), (9, 9)))) == table[:2]
+    assert pool.find_cached_prefix(hashes(chain((1, 2), (3, 4), salt="tenant"))) == []
 
 
 def test_released_blocks_stay_findable_and_are_shared_again() -> None:
     pool = BlockPool(4, 2)
     contents = chain((1, 2), (3, 4))
     table = fill(pool, contents)
-    pool.release(table)
+    pool.free(table)
     assert pool.num_free == 4
-    assert pool.allocate(2, pool.match(hashes(contents))) == [*table, 2, 3]
+    assert pool.allocate(2, pool.find_cached_prefix(hashes(contents))) == [*table, 2, 3]
     assert pool.num_free == 0
     pool.check_integrity()
 
@@ -78,33 +78,33 @@ def test_a_chain_is_reused_from_its_tail_and_blank_blocks_come_before_it() -> No
     table = fill(pool, contents)
     blank = pool.allocate(1)
     assert blank is not None
-    pool.release(table)
-    pool.release(blank)  # released last, and yet reused first: nothing is lost with it
+    pool.free(table)
+    pool.free(blank)  # released last, and yet reused first: nothing is lost with it
     assert pool.allocate(2) == [*blank, table[2]]
-    assert pool.match(hashes(contents)) == table[:2]
+    assert pool.find_cached_prefix(hashes(contents)) == table[:2]
 
 
 def test_the_least_recently_used_chain_goes_first() -> None:
     pool = BlockPool(4, 2)
     old, new = chain((1, 2), (3, 4)), chain((5, 6), (7, 8))
     old_table, new_table = fill(pool, old), fill(pool, new)
-    pool.release(old_table)
-    pool.release(new_table)
-    revived = pool.allocate(0, pool.match(hashes(old)))
+    pool.free(old_table)
+    pool.free(new_table)
+    revived = pool.allocate(0, pool.find_cached_prefix(hashes(old)))
     assert revived == old_table
-    pool.release(revived)  # now `new` is the older one
+    pool.free(revived)  # now `new` is the older one
     pool.allocate(2)
-    assert pool.match(hashes(old)) == old_table
-    assert pool.match(hashes(new)) == []
+    assert pool.find_cached_prefix(hashes(old)) == old_table
+    assert pool.find_cached_prefix(hashes(new)) == []
 
 
 def test_allocation_is_all_or_nothing_and_counts_revived_blocks() -> None:
     pool = BlockPool(3, 2)
     contents = chain((1, 2), (3, 4))
-    pool.release(fill(pool, contents))
-    cached = pool.match(hashes(contents))
+    pool.free(fill(pool, contents))
+    cached = pool.find_cached_prefix(hashes(contents))
     assert pool.allocate(2, cached) is None
-    assert (pool.num_free, pool.match(hashes(contents))) == (3, cached)
+    assert (pool.num_free, pool.find_cached_prefix(hashes(contents))) == (3, cached)
     assert pool.allocate(1, cached) is not None
     assert pool.allocate(0) == []
     pool.check_integrity()
@@ -114,9 +114,9 @@ def test_an_equal_block_computed_twice_is_known_once() -> None:
     pool = BlockPool(4, 2)
     contents = chain((1, 2))
     first, second = fill(pool, contents), fill(pool, contents)
-    assert pool.match(hashes(contents)) == first
-    pool.release(first)
-    pool.release(second)
+    assert pool.find_cached_prefix(hashes(contents)) == first
+    pool.free(first)
+    pool.free(second)
     pool.check_integrity()
     assert pool.num_cached == 1
 
@@ -126,8 +126,8 @@ def test_the_listener_hears_every_change_once() -> None:
     pool = BlockPool(2, 2, recorder)
     contents = chain((1, 2), (3, 4))
     table = fill(pool, contents)
-    pool.publish(table[0], contents[0])
-    pool.release(table)
+    pool.cache_block(table[0], contents[0])
+    pool.free(table)
     pool.allocate(1)
     pool.clear()
     assert recorder.events == [
@@ -144,17 +144,19 @@ def test_what_only_background_work_has_used_is_reused_first() -> None:
     tables: dict[str, list[int]] = {}
     for name, content in contents.items():
         tables[name] = pool.allocate(1, background=name in "bcd") or []
-        pool.publish(tables[name][0], content[0])
+        pool.cache_block(tables[name][0], content[0])
     for name in "abcd":
-        pool.release(tables[name])
+        pool.free(tables[name])
     # What other work has found in c since counts for it, and what background work finds in a does not count against it.
     for name, background in (("c", False), ("a", True)):
-        pool.release(pool.allocate(0, pool.match(hashes(contents[name])), background=background) or [])
+        pool.free(pool.allocate(0, pool.find_cached_prefix(hashes(contents[name])), background=background) or [])
         pool.check_integrity()
     reused = []
     for _ in contents:
         assert pool.allocate(1)
-        reused += [name for name in contents if name not in reused and not pool.match(hashes(contents[name]))]
+        reused += [
+            name for name in contents if name not in reused and not pool.find_cached_prefix(hashes(contents[name]))
+        ]
     assert reused == ["b", "d", "c", "a"]
 
 
@@ -162,8 +164,8 @@ def test_a_cleared_pool_has_only_blank_blocks() -> None:
     pool = BlockPool(2, 1)
     for background, content in ((True, chain((1,))), (False, chain((2,)))):
         table = pool.allocate(1, background=background) or []
-        pool.publish(table[0], content[0])
-        pool.release(table)
+        pool.cache_block(table[0], content[0])
+        pool.free(table)
     pool.clear()
     pool.check_integrity()
     assert pool.num_free == 2
@@ -175,9 +177,9 @@ def test_clearing_leaves_blocks_in_use_alone() -> None:
     contents = chain((1, 2))
     table = fill(pool, contents)
     pool.clear()
-    assert pool.match(hashes(contents)) == []
+    assert pool.find_cached_prefix(hashes(contents)) == []
     pool.check_integrity()
-    pool.release(table)
+    pool.free(table)
     assert pool.num_free == 3
 
 
@@ -194,7 +196,7 @@ def test_clearing_leaves_blocks_in_use_alone() -> None:
 )
 def test_integrity_check_names_the_fault(corrupt, fault) -> None:  # type: ignore[no-untyped-def]
     pool = BlockPool(4, 2)
-    pool.release(fill(pool, chain((1, 2))))
+    pool.free(fill(pool, chain((1, 2))))
     pool.check_integrity()
     corrupt(pool)
     with pytest.raises(IntegrityError, match=fault):

@@ -16,11 +16,11 @@ from backend.engine.decode_programs import MAX_ROWS
 from backend.engine.engine import Engine
 from backend.engine.interruption import Interruption
 from backend.engine.paged_model import MAX_GREEDY_ROWS, PagedModel
-from backend.engine.plan import Scheduled
+from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request, SamplingParams, TokenLogprob
-from backend.kv_cache import KV_FORMS
+from backend.kv_cache import KV_FORMATS
 from backend.native import library
-from backend.native.recording import GivenUp
+from backend.native.recording import StepInterrupted
 from tests.backend.checkpoints import CHECKPOINTS, VOCAB_SIZE
 
 if library.load() is None:
@@ -38,7 +38,7 @@ def decode(rng: random.Random, rows: int, tables: list[list[int]]) -> Batch:
         length = rng.randrange(1, CONTEXT + 1)
         request = Request(f"r{i}", [rng.randrange(VOCAB_SIZE) for _ in range(length)], SamplingParams(max_tokens=1))
         request.block_table = table[: -(-length // BLOCK_SIZE)]
-        plan.append(Scheduled(request, length - 1, 1))
+        plan.append(ScheduledRequest(request, length - 1, 1))
     return make_batch(plan, BLOCK_SIZE, torch.device("cpu"))
 
 
@@ -90,14 +90,14 @@ def test_tokens_of_every_architecture(checkpoint_dir: Callable[[str], Path], nam
     tables = [[8 * i + j for j in range(CONTEXT // BLOCK_SIZE)] for i in range(NUM_TABLES)]
     for i in range(3 * NUM_TABLES):
         batch = decode(rng, 1 + i % NUM_TABLES, tables)
-        assert torch.equal(ours.next_tokens(batch), theirs.likeliest(theirs.forward(batch)))
+        assert torch.equal(ours.next_tokens(batch), theirs.greedy_tokens(theirs.forward(batch)))
         assert all(map(torch.equal, map(ours.kv.block, range(NUM_BLOCKS)), map(theirs.kv.block, range(NUM_BLOCKS))))
     recorded = ours.greedy_programs.recorded if ours.greedy_programs else frozenset()
     assert recorded == set(range(1, MAX_GREEDY_ROWS + 1))
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("form", KV_FORMS)
+@pytest.mark.parametrize("form", KV_FORMATS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_form_of_the_cache(checkpoint_dir: Callable[[str], Path], form: str, dtype: str) -> None:
     ours, theirs = model_pair(checkpoint_dir("qwen3"), kv_cache_dtype=form, dtype=dtype)
@@ -135,14 +135,14 @@ def test_a_step_that_is_given_up_while_it_is_recorded_is_recorded_later(checkpoi
     batch = decode(random.Random(3), 3, [[8 * i + j for j in range(8)] for i in range(12)])
     for num_layers in range(2):  # which are computed before it is given up
         answers = iter([False] * (1 + num_layers) + [True])
-        with pytest.raises(GivenUp):
+        with pytest.raises(StepInterrupted):
             ours.forward(batch, lambda answers=answers: next(answers))  # type: ignore[misc]
         assert not [*answers]
     assert ours.programs
     assert not ours.programs.recorded
     for _ in range(2):
         assert torch.equal(ours.forward(batch, lambda: False), theirs.forward(batch))
-    with pytest.raises(GivenUp):
+    with pytest.raises(StepInterrupted):
         ours.forward(batch, lambda: True)
     assert ours.programs.recorded == {3}
 
@@ -154,7 +154,7 @@ class Impatience(Interruption):
 
     def _is_due(self) -> bool:
         self.num_asked += 1
-        self.num_given_up += self.num_asked % 7 == 0
+        self.num_interrupted += self.num_asked % 7 == 0
         return self.num_asked % 7 == 0
 
 

@@ -16,7 +16,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.detokenizer import Detokenizer
 from backend.engine.engine import Engine
 from backend.engine.request import FinishReason, Request, SamplingParams
-from backend.kv_cache import KV_FORMS
+from backend.kv_cache import KV_FORMATS
 from backend.ops.reference import ReferenceOps
 
 WEIGHTS = Path(__file__).parents[3] / "backend" / "demo_model" / "weights"
@@ -60,14 +60,14 @@ def test_it_answers_as_it_does_in_transformers() -> None:
         assert answers[request.request_id] == tokenizer.decode(output)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", KV_FORMS)
+@pytest.mark.parametrize("kv_cache_dtype", KV_FORMATS)
 def test_keys_and_values_enter_the_cache_in_one_pass(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Counting(ReferenceOps):
         num_calls = 0
 
-        def enter(self, *args: Any) -> Tensor:
+        def norm_rope_store(self, *args: Any) -> Tensor:
             self.num_calls += 1
-            return super().enter(*args)
+            return super().norm_rope_store(*args)
 
     ops = Counting()
     monkeypatch.setattr(paged_model, "create_ops", lambda name: ops)

@@ -21,12 +21,12 @@ from backend.engine.batch import Batch
 from backend.engine.config import EngineConfig, ResolvedConfig
 from backend.engine.engine import Engine
 from backend.engine.graph_runner import GraphRunner, create_runner
-from backend.engine.graphs import MAX_SIZE, Capture, Launched, NoCapture, Row, Step, sizes_up_to
+from backend.engine.graphs import MAX_SIZE, Capture, LaunchedStep, NoCapture, Row, Step, sizes_up_to
 from backend.engine.interruption import Interruption
 from backend.engine.paged_model import PagedModel
-from backend.engine.plan import Scheduled
+from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request, SamplingParams
-from backend.native.recording import Ask
+from backend.native.recording import StopCheck
 from tests.backend.checkpoints import VOCAB_SIZE
 
 Load = Callable[..., Engine]
@@ -106,7 +106,7 @@ class Impatience(Interruption):
 
     def _is_due(self) -> bool:
         self.num_asked += 1
-        self.num_given_up += self.num_asked % 11 == 0
+        self.num_interrupted += self.num_asked % 11 == 0
         return self.num_asked % 11 == 0
 
 
@@ -164,13 +164,13 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
 def test_each_step_but_the_first_is_begun_before_it_is_due(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(ahead=True)
     launched: list[tuple[int, bool]] = []
-    launch = graphs.DecodeSteps.launch
+    launch = graphs.DecodeGraphs.launch
 
-    def noted(self: graphs.DecodeSteps, plan: Any, previous: Any = None) -> graphs.Launched:
+    def noted(self: graphs.DecodeGraphs, plan: Any, previous: Any = None) -> graphs.LaunchedStep:
         launched.append((len(plan), previous is not None))
         return launch(self, plan, previous)
 
-    monkeypatch.setattr(graphs.DecodeSteps, "launch", noted)
+    monkeypatch.setattr(graphs.DecodeGraphs, "launch", noted)
     lengths = [9, 6, 12]
     run(engine, [Request(f"r{i}", [i + 1], SamplingParams(max_tokens=n)) for i, n in enumerate(lengths)])
     # Nothing is computed twice, nor for those who have ended.
@@ -194,12 +194,12 @@ def test_what_a_stop_token_leaves_behind_is_dropped(load: Load) -> None:
 
 def test_what_was_begun_counts_for_just_that_token_at_just_that_place() -> None:
     request, namesake = (Request("same", [1, 2, 3], SamplingParams(max_tokens=9)) for _ in range(2))
-    begun = Launched({"same": Row(request, index=0, start=5, slot=21)}, torch.tensor([7]))
-    assert begun.covers(Scheduled(request, 5, 1), slot=21)
-    assert not begun.covers(Scheduled(namesake, 5, 1), slot=21)
-    assert not begun.covers(Scheduled(request, 4, 1), slot=21)
-    assert not begun.covers(Scheduled(request, 5, 1), slot=37)  # preempted since, and back in other blocks
-    assert not begun.covers(Scheduled(request, 5, 2), slot=21)
+    begun = LaunchedStep({"same": Row(request, index=0, start=5, slot=21)}, torch.tensor([7]))
+    assert begun.covers(ScheduledRequest(request, 5, 1), slot=21)
+    assert not begun.covers(ScheduledRequest(namesake, 5, 1), slot=21)
+    assert not begun.covers(ScheduledRequest(request, 4, 1), slot=21)
+    assert not begun.covers(ScheduledRequest(request, 5, 1), slot=37)  # preempted since, and back in other blocks
+    assert not begun.covers(ScheduledRequest(request, 5, 2), slot=21)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 6, 8, 9, 64, 200, 1000])
@@ -230,7 +230,7 @@ def test_what_cannot_be_captured_runs_as_it_is(
     config = EngineConfig(model_dir=checkpoint_dir("llama"), device="cpu", num_blocks=64, max_num_seqs=2).resolve()
     runner = GraphRunner(config, Failing())
     assert "not permitted" in caplog.text
-    assert runner.looks_ahead
+    assert runner.uses_lookahead
 
 
 def test_the_longest_chunk_is_tried_before_anybody_waits_for_it(
@@ -239,9 +239,9 @@ def test_the_longest_chunk_is_tried_before_anybody_waits_for_it(
     tried: list[int] = []
     forward = PagedModel.forward
 
-    def counted(self: PagedModel, batch: Batch, is_given_up: Ask | None = None) -> torch.Tensor:
+    def counted(self: PagedModel, batch: Batch, is_interrupted: StopCheck | None = None) -> torch.Tensor:
         tried.append(len(batch.input_ids))
-        return forward(self, batch, is_given_up)
+        return forward(self, batch, is_interrupted)
 
     monkeypatch.setattr(PagedModel, "forward", counted)
     for most, model_len in ((300, 400), (400, 300)):
@@ -251,19 +251,19 @@ def test_the_longest_chunk_is_tried_before_anybody_waits_for_it(
         assert max(tried) == 300
 
 
-@pytest.mark.parametrize("asks_the_host", [False, True])
+@pytest.mark.parametrize("needs_host_sync", [False, True])
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_what_asks_the_host_is_not_captured(
-    monkeypatch: pytest.MonkeyPatch, asks_the_host: bool, enforce_eager: bool
+    monkeypatch: pytest.MonkeyPatch, needs_host_sync: bool, enforce_eager: bool
 ) -> None:
-    plain = SimpleNamespace(model=SimpleNamespace(asks_the_host=asks_the_host))
+    plain = SimpleNamespace(model=SimpleNamespace(needs_host_sync=needs_host_sync))
     captured: list[object] = []
     monkeypatch.setattr(graph_runner, "Runner", lambda config: plain)
     monkeypatch.setattr(graph_runner, "CudaCapture", lambda device: None)
     monkeypatch.setattr(graph_runner, "GraphRunner", lambda config, capture, model: captured.append(model))
     config: Any = SimpleNamespace(device=torch.device("cuda"), attention="triton", enforce_eager=enforce_eager)
     runner = create_runner(config)
-    if asks_the_host or enforce_eager:
+    if needs_host_sync or enforce_eager:
         assert runner is plain
         assert not captured
     else:
@@ -275,7 +275,7 @@ def test_experts_that_are_asked_one_by_one_ask_the_host(
     checkpoint_dir: Callable[[str], Path], checkpoint: str, asks: bool
 ) -> None:
     config = EngineConfig(model_dir=checkpoint_dir(checkpoint), device="cpu", num_blocks=64, ops="reference").resolve()
-    assert create_runner(config).model.asks_the_host == asks
+    assert create_runner(config).model.needs_host_sync == asks
 
 
 def test_graphs_are_for_gpus(checkpoint_dir: Callable[[str], Path]) -> None:

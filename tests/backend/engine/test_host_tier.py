@@ -16,7 +16,7 @@ from backend.engine.errors import ConfigError, IntegrityError
 from backend.engine.host_tier import HostTier
 from backend.engine.kv_memory import HostSlots
 from backend.engine.request import Request, SamplingParams
-from backend.kv_cache import KV_FORMS
+from backend.kv_cache import KV_FORMATS
 from tests.backend.checkpoints import VOCAB_SIZE
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 12
@@ -43,7 +43,7 @@ def ask(engine: Engine, prompt: list[int], **options: Any) -> tuple[list[int], i
     return request.token_ids[len(prompt) :], request.num_cached_tokens
 
 
-@pytest.mark.parametrize("form", KV_FORMS)
+@pytest.mark.parametrize("form", KV_FORMATS)
 @pytest.mark.parametrize("in_a_file", [False, True])
 def test_what_others_pushed_out_comes_back(
     load: Callable[..., Engine], form: str, in_a_file: bool, tmp_path: Path
@@ -54,7 +54,9 @@ def test_what_others_pushed_out_comes_back(
     assert cached == 0
     for other in OTHERS:
         ask(engine, other)
-    assert all(engine.scheduler.pool.match([h]) == [] for h in hashes_of(engine, PROMPT)), "it never left the cache"
+    assert all(engine.scheduler.pool.find_cached_prefix([h]) == [] for h in hashes_of(engine, PROMPT)), (
+        "it never left the cache"
+    )
     assert ask(engine, PROMPT) == (first, 32)
     stats = engine.stats()
     assert stats.host_blocks_restored_total == 8
@@ -246,7 +248,7 @@ class Heard:
 
     def cleared(self) -> None: ...
 
-    def step_over(self) -> None: ...
+    def end_step(self) -> None: ...
 
 
 def test_a_block_is_gone_when_it_is_in_neither_tier() -> None:
@@ -255,8 +257,8 @@ def test_a_block_is_gone_when_it_is_in_neither_tier() -> None:
     for name in ("a", "b", "c"):
         blocks = pool.allocate(1)
         assert blocks is not None
-        pool.publish(blocks[0], CachedBlock(name.encode(), b"", (1,)))
-        pool.release(blocks)
+        pool.cache_block(blocks[0], CachedBlock(name.encode(), b"", (1,)))
+        pool.free(blocks)
     assert heard.events == ["+a", "+b", "-a", "+c"]
     blocks = pool.allocate(1)  # c takes the place of b
     assert blocks is not None

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from backend.engine.interruption import MAX_CREDIT_SECONDS, Interruption
-from backend.engine.plan import Scheduled
+from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request, SamplingParams
 
 
@@ -12,9 +12,9 @@ class Clock:
         return self.now
 
 
-def plan(*priorities: int) -> list[Scheduled]:
+def plan(*priorities: int) -> list[ScheduledRequest]:
     return [
-        Scheduled(Request(f"r{priority}", [1], SamplingParams(max_tokens=1), priority=priority), 0, 1)
+        ScheduledRequest(Request(f"r{priority}", [1], SamplingParams(max_tokens=1), priority=priority), 0, 1)
         for priority in priorities
     ]
 
@@ -28,7 +28,7 @@ def test_only_for_somebody_more_urgent_than_all_in_the_step() -> None:
     interruption.arriving = 0
     assert is_due()
     assert not interruption.watch(plan(0, 20))()
-    assert interruption.num_given_up == 1
+    assert interruption.num_interrupted == 1
 
 
 def test_only_a_share_of_the_time_is_spent_in_vain() -> None:

@@ -15,7 +15,7 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.interruption import Interruption
 from backend.engine.request import Request, SamplingParams, TokenLogprob
-from backend.kv_cache import KV_FORMS
+from backend.kv_cache import KV_FORMATS
 from tests.backend.checkpoints import VOCAB_SIZE
 
 SHARED = [(5 * i * i + i) % VOCAB_SIZE for i in range(37)]
@@ -30,7 +30,7 @@ SAMPLINGS = [
 NUM_TOKENS = 24
 
 
-@pytest.fixture(params=KV_FORMS)
+@pytest.fixture(params=KV_FORMATS)
 def load(checkpoint_dir: Callable[[str], Path], request: pytest.FixtureRequest) -> Callable[..., Engine]:
     def load(**options: Any) -> Engine:
         defaults: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "num_threads": 1, "max_num_seqs": 8}
@@ -120,7 +120,7 @@ def test_beside_steps_that_are_given_up(load: Callable[..., Engine], alone: list
 
         def _is_due(self) -> bool:
             is_due = self.chance.random() < 0.3
-            self.num_given_up += is_due
+            self.num_interrupted += is_due
             return is_due
 
     for options in ({"max_num_batched_tokens": 16}, {"num_blocks": 100, "block_size": 1}):

@@ -6,8 +6,8 @@ import pytest
 
 from backend.engine.block_pool import BlockPool
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
-from backend.engine.plan import Computed
-from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput
+from backend.engine.plan import RunnerOutput
+from backend.engine.request import FinishReason, Request, RequestStatus, SamplingParams, StepOutput
 from backend.engine.scheduler import Scheduler
 
 
@@ -42,7 +42,7 @@ def step(scheduler: Scheduler, token: int = 99) -> tuple[dict[str, int], list[St
     """Each request's number of tokens in this step, and what came out."""
     plan = scheduler.schedule()
     assert plan, "unfinished requests, and nobody advances"
-    computed = [Computed((token,)) if scheduled.catches_up else Computed() for scheduled in plan]
+    computed = [RunnerOutput((token,)) if scheduled.catches_up else RunnerOutput() for scheduled in plan]
     outputs = scheduler.advance(plan, computed)
     return {scheduled.request.request_id: scheduled.num_tokens for scheduled in plan}, outputs
 
@@ -118,7 +118,7 @@ def test_the_least_urgent_is_preempted_and_comes_back_to_its_own_blocks() -> Non
     step(scheduler)
     step(scheduler)
     assert step(scheduler)[0] == {"first": 1}  # its third block is the second's last
-    assert (second.status, second.num_preemptions, second.block_table) == (Status.WAITING, 1, [])
+    assert (second.status, second.num_preemptions, second.block_table) == (RequestStatus.WAITING, 1, [])
     run(scheduler)
     assert (first.num_preemptions, second.num_preemptions) == (0, 1)
     assert (first.num_output_tokens, second.num_output_tokens) == (9, 4)
@@ -270,7 +270,7 @@ def test_a_deadline_ends_a_request_wherever_it_stands() -> None:
 def test_a_request_that_can_not_go_on_ends_with_its_error() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_request("a", 4))
-    (output,) = scheduler.advance(scheduler.schedule(), [Computed((1,), error="no token fits")])
+    (output,) = scheduler.advance(scheduler.schedule(), [RunnerOutput((1,), error="no token fits")])
     assert (output.finish_reason, output.error, output.new_token_ids) == (FinishReason.ERROR, "no token fits", ())
 
 

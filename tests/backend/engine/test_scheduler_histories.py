@@ -22,11 +22,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backend.engine.block_pool import BlockPool, CachedBlock
 from backend.engine.errors import ContextTooLong, QueueFull, RequestRefused
 from backend.engine.host_tier import HostTier
-from backend.engine.plan import Computed, Scheduled
-from backend.engine.request import FinishReason, Request, SamplingParams, Status, StepOutput
+from backend.engine.plan import RunnerOutput, ScheduledRequest
+from backend.engine.request import FinishReason, Request, RequestStatus, SamplingParams, StepOutput
 from backend.engine.scheduler import Scheduler
 from backend.engine.speculation.base import Drafter, Wanted
-from backend.engine.speculation.payoff import Payoff
+from backend.engine.speculation.draft_length import AdaptiveDraftLength
 from backend.engine.speculation.speculator import Speculator
 
 STOP_TOKEN = 3
@@ -68,7 +68,7 @@ class Guesser(Drafter):
         return tuple(drafts)
 
 
-class Eager(Payoff):
+class Eager(AdaptiveDraftLength):
     def num_drafts(self, requests: Sequence[Request], most: int) -> list[int]:
         return [most] * len(requests)
 
@@ -154,7 +154,7 @@ class Histories(RuleBasedStateMachine):
     def cleared(self) -> None:
         self.findable.clear()
 
-    def step_over(self) -> None:
+    def end_step(self) -> None:
         pass
 
     @rule(
@@ -274,20 +274,20 @@ class Histories(RuleBasedStateMachine):
             self.step()
         pytest.fail("some request never ends")
 
-    def check_plan(self, plan: tuple[Scheduled, ...]) -> None:
+    def check_plan(self, plan: tuple[ScheduledRequest, ...]) -> None:
         assert plan, "unfinished requests, and nobody advances"
         assert sum(scheduled.num_tokens for scheduled in plan) <= self.budget
         assert all(scheduled.num_tokens > 0 for scheduled in plan)
         assert len({scheduled.request.request_id for scheduled in plan}) == len(plan)
         assert len(self.scheduler.running) <= self.max_num_seqs
-        assert {scheduled.request.status for scheduled in plan} == {Status.RUNNING}
+        assert {scheduled.request.status for scheduled in plan} == {RequestStatus.RUNNING}
         # Whoever is most urgent among those that have begun is never starved.
         assert self.scheduler.running[0] in [scheduled.request for scheduled in plan]
         # Nothing is spent on a class while a more urgent one waits.
         if self.scheduler.waiting:
             assert max(scheduled.request.priority for scheduled in plan) <= self.scheduler.waiting[0].priority
 
-    def compute(self, scheduled: Scheduled) -> Computed:
+    def compute(self, scheduled: ScheduledRequest) -> RunnerOutput:
         request, size = scheduled.request, self.pool.block_size
         token_ids = [*request.token_ids, *scheduled.drafts]
         assert scheduled.start == request.num_computed_tokens
@@ -300,11 +300,11 @@ class Histories(RuleBasedStateMachine):
             content = self.slots[request.block_table[position // size]][position % size]
             assert content == (request.cache_salt, tuple(token_ids[: position + 1])), "reads another's keys"
         if request.pooling:
-            return Computed(hidden_sum=(float(sum(request.token_ids[scheduled.start : scheduled.end])),))
+            return RunnerOutput(hidden_sum=(float(sum(request.token_ids[scheduled.start : scheduled.end])),))
         if not scheduled.catches_up:
-            return Computed()
+            return RunnerOutput()
         known = len(request.token_ids)
-        return Computed(tuple(next_token(token_ids[:end]) for end in range(known, len(token_ids) + 1)))
+        return RunnerOutput(tuple(next_token(token_ids[:end]) for end in range(known, len(token_ids) + 1)))
 
     def take(self, output: StepOutput) -> None:
         request = self.live[output.request_id]
@@ -315,7 +315,7 @@ class Histories(RuleBasedStateMachine):
             return
         del self.live[output.request_id]
         assert request.block_table == []
-        assert request.status is Status.FINISHED
+        assert request.status is RequestStatus.FINISHED
         if request.pooling:
             assert output.embedding == pytest.approx([sum(request.prompt_token_ids) / request.num_prompt_tokens])
         else:

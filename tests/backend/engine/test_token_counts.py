@@ -5,14 +5,14 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.engine.token_counts import TokenCounts
+from backend.engine.token_counts import OccurrenceCounts
 
 TOKENS = st.lists(st.integers(0, 9))
 
 
 @given(TOKENS, TOKENS, TOKENS)
 def test_every_token_once_with_how_often_it_has_come(met: list[int], come: list[int], later: list[int]) -> None:
-    counts = TokenCounts(met)
+    counts = OccurrenceCounts(met)
     for token_id in come:
         counts.add(token_id)
     copied = counts.copy()

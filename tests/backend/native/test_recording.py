@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backend.native import library
-from backend.native.recording import MAX_PARTS, GivenUp, Program, Recorder
+from backend.native.recording import MAX_PARTS, Program, Recorder, StepInterrupted
 from backend.ops.native import NativeOps
 from tests.backend.levels import LEVELS, native_ops
 
@@ -69,8 +69,8 @@ def test_the_same_on_other_inputs(level: str, dtype: torch.dtype) -> None:
     for seed in range(4):
         for chain, program in zip(chains, programs, strict=True):
             chain.x.copy_(torch.randn(ROWS, SIZE, generator=torch.Generator().manual_seed(seed)))
-            for is_given_up in (None, lambda: False):
-                assert torch.equal(program.run(is_given_up), chain())
+            for is_interrupted in (None, lambda: False):
+                assert torch.equal(program.run(is_interrupted), chain())
 
 
 def test_memory_is_shared_by_all_layers_and_programs() -> None:
@@ -89,18 +89,18 @@ def test_a_program_is_left_between_two_parts() -> None:
     num_asked = 0
 
     def after(most: int) -> Callable[[], bool]:
-        def is_given_up() -> bool:
+        def is_interrupted() -> bool:
             nonlocal num_asked
             num_asked += 1
             return num_asked > most
 
-        return is_given_up
+        return is_interrupted
 
     program.run(after(MAX_PARTS))
     assert num_asked == MAX_PARTS - 1
     for most in range(MAX_PARTS - 1):
         num_asked = 0
-        with pytest.raises(GivenUp):
+        with pytest.raises(StepInterrupted):
             program.run(after(most))
         assert num_asked == most + 1
     assert torch.equal(program.run(None), chain()), "whatever was left behind"
@@ -112,9 +112,9 @@ def test_a_recording_that_is_left_leaves_nothing_behind() -> None:
 
     def leaving(mark: Callable[[], None]) -> Tensor:
         chain(mark)
-        raise GivenUp
+        raise StepInterrupted
 
-    with pytest.raises(GivenUp):
+    with pytest.raises(StepInterrupted):
         recorder.record(leaving)
     assert torch.equal(recorded(recorder, chain).run(None), chain())
     assert recorder.record(lambda mark: chain(mark) + 1)[1] is None

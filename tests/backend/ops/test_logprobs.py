@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backend.ops.base import Ops
 from backend.ops.native import NativeOps
-from backend.ops.sampling import Logprobs
+from backend.ops.sampling import LogprobTensors
 from tests.backend.levels import LEVELS, native_ops
 
 INF, NAN = math.inf, math.nan
@@ -41,7 +41,7 @@ def is_near(found: Tensor, expected: Tensor, ops: Ops) -> bool:
     return bool(((found == expected) | ((found - expected).abs() <= error)).all())
 
 
-def equal(some: Logprobs, others: Logprobs) -> bool:
+def equal(some: LogprobTensors, others: LogprobTensors) -> bool:
     """To the bit."""
     names = ("own", "ranks", "top_ids", "top")
     return all(torch.equal(getattr(some, name), getattr(others, name)) for name in names)
@@ -145,9 +145,11 @@ def test_rows_are_their_own(ops: Ops, vocab_size: int) -> None:
     for i in range(20):
         one = slice(i, i + 1)
         alone = ops.logprobs(logits[one], None, token_ids[one], 5)
-        assert equal(alone, Logprobs(together.own[one], together.ranks[one], together.top_ids[one], together.top[one]))
+        assert equal(
+            alone, LogprobTensors(together.own[one], together.ranks[one], together.top_ids[one], together.top[one])
+        )
     rows = torch.tensor([3, 4, 19])
-    some = Logprobs(together.own[rows], together.ranks[rows], together.top_ids[rows], together.top[rows])
+    some = LogprobTensors(together.own[rows], together.ranks[rows], together.top_ids[rows], together.top[rows])
     assert equal(ops.logprobs(logits, rows, token_ids[rows], 5), some)
     apart = torch.stack((random(20, vocab_size), logits), dim=1)[:, 1]
     assert equal(ops.logprobs(apart, rows, token_ids[rows], 5), some)

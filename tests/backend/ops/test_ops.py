@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from backend.kv_cache import create_kv_form
+from backend.kv_cache import create_kv_format
 from backend.ops.base import INT4_GROUP, HeadNorms, Ops
 from backend.ops.int4 import ENDS
 from tests.backend.levels import LEVELS, native_ops
@@ -349,7 +349,7 @@ def test_enter_norms_rotates_and_stores(
     angles = random(tokens, turned // 2, dtype=torch.float32, seed=3) * 3
     caches = torch.zeros(5, 4, kv_heads, dim, dtype=dtype), torch.zeros(5, 4, kv_heads, dim, dtype=dtype)
 
-    query = ops.enter(qkv, norms, (angles.cos(), angles.sin()), caches, slots)
+    query = ops.norm_rope_store(qkv, norms, (angles.cos(), angles.sin()), caches, slots)
 
     queries, keys, values = qkv.view(tokens, -1, dim).double().split([heads, kv_heads, kv_heads], dim=1)
     if norms:
@@ -366,7 +366,7 @@ def test_enter_norms_rotates_and_stores(
 @pytest.mark.parametrize("dim", [8, 80])
 def test_enter_stores_in_every_form(ops: Ops, dtype: torch.dtype, form_name: str, dim: int) -> None:
     """To the byte, where nothing was computed before that could be rounded otherwise."""
-    form, tokens, kv_heads = create_kv_form(form_name), 40, 2
+    form, tokens, kv_heads = create_kv_format(form_name), 40, 2
     qkv = random(tokens, 5 * dim, dtype=dtype) * torch.logspace(-3, 3, tokens)[:, None].to(dtype)
     qkv[3], qkv[4, dim * 3] = 0, torch.nan
     angles = random(tokens, dim // 2, dtype=torch.float32, seed=3) * 3
@@ -374,7 +374,7 @@ def test_enter_stores_in_every_form(ops: Ops, dtype: torch.dtype, form_name: str
     caches = torch.zeros(2, 11, 4, kv_heads, form.width(dim), dtype=torch.int8).unbind()
     slots = torch.randperm(44, generator=torch.Generator().manual_seed(0))[:tokens]
 
-    query = ops.enter(qkv, None, rope, caches, slots, form)
+    query = ops.norm_rope_store(qkv, None, rope, caches, slots, form)
 
     heads = qkv.view(tokens, -1, dim)
     assert_close(query[:3], rotated(heads[:3, :1], angles[:3]))

@@ -14,7 +14,7 @@ from torch import Tensor
 from backend.ops.base import Ops
 from backend.ops.native import NativeOps
 from backend.ops.reference import ReferenceOps, probabilities
-from backend.ops.sampling import Bias, Entries, Filters, Penalties, RandomRows
+from backend.ops.sampling import Bias, Filters, LogitEntries, Penalties, RandomRows
 from tests.backend.levels import LEVELS, native_ops
 
 REFERENCE = ReferenceOps()
@@ -248,7 +248,7 @@ def some_penalties(rows: int, vocab_size: int, each: int) -> Penalties:
     count = rows * each
     factors = [torch.rand(count, generator=generator) * 2 - shift for shift in (1, 1, -0.1)]
     counts = torch.randint(4, (count,), generator=generator).float()
-    return Penalties(Entries(torch.arange(rows).repeat_interleave(each), token_ids), counts, *factors)
+    return Penalties(LogitEntries(torch.arange(rows).repeat_interleave(each), token_ids), counts, *factors)
 
 
 @pytest.mark.parametrize(("rows", "each"), [(3, 1), (7, 40), (40, 500)])
@@ -261,7 +261,7 @@ def test_penalties_are_those_of_the_reference_to_the_bit(ops: Ops, rows: int, ea
 
 
 def test_a_bias_is_that_of_the_reference_to_the_bit(ops: Ops) -> None:
-    entries = Entries(torch.tensor([0, 0, 2]), torch.tensor([5, 299, 0]))
+    entries = LogitEntries(torch.tensor([0, 0, 2]), torch.tensor([5, 299, 0]))
     logits, bias = random(3, 300), Bias(entries, torch.tensor([2.7, -INF, -100.0]))
     assert torch.equal(ops.add_bias(logits.clone(), bias), REFERENCE.add_bias(logits, bias))
     assert ops.add_bias(logits.clone(), bias)[0, 299] == -INF
@@ -283,6 +283,6 @@ def test_what_is_forbidden(ops: Ops, vocab_size: int) -> None:
 
 def test_rows_that_are_the_same_memory_are_told_apart(ops: Ops) -> None:
     logits = torch.zeros(1, 40).expand(3, -1)
-    bias = Bias(Entries(torch.tensor([1]), torch.tensor([7])), torch.tensor([5.0]))
+    bias = Bias(LogitEntries(torch.tensor([1]), torch.tensor([7])), torch.tensor([5.0]))
     assert ops.add_bias(logits, bias)[:, 7].tolist() == [0.0, 5.0, 0.0]
     assert logits.unique().tolist() == [0.0]

@@ -78,7 +78,7 @@ def test_a_batch_is_three_frames_of_vllms(publisher: KVEventPublisher) -> None:
             publisher.stored(blocks[1])
             publisher.removed(blocks[2].block_hash)
             publisher.cleared()
-            publisher.step_over()
+            publisher.end_step()
             try:
                 frames = subscriber.recv_multipart()
                 break
@@ -114,7 +114,7 @@ def test_the_array_encoding_of_before_june_2026() -> None:
         publisher.stored(block)
     publisher.removed(blocks[1].block_hash)
     publisher.cleared()
-    publisher.step_over()
+    publisher.end_step()
     stored, removed, cleared = events_of(publisher)
     assert stored[:8] == ["BlockStored", wire(*blocks), None, [1, 2, 3, 4], BLOCK, None, "GPU", None]  # type: ignore[index]
     assert (removed, cleared) == (["BlockRemoved", wire(blocks[1]), "GPU"], ["AllBlocksCleared"])
@@ -126,7 +126,7 @@ def test_only_what_follows_itself_is_one_event(publisher: KVEventPublisher) -> N
     continued = CachedBlock(others[1].block_hash, ours[1].block_hash, (7, 8), "", "b")
     for block in (*ours, others[0], continued):
         publisher.stored(block)
-    publisher.step_over()
+    publisher.end_step()
     events = [(e["session_id"], e["block_hashes"], e["parent_block_hash"]) for e in events_of(publisher)]  # type: ignore[index]
     assert events == [
         ("a", wire(*ours), None),
@@ -136,14 +136,14 @@ def test_only_what_follows_itself_is_one_event(publisher: KVEventPublisher) -> N
 
 
 def test_a_step_that_changed_nothing_sends_nothing(publisher: KVEventPublisher) -> None:
-    publisher.step_over()
+    publisher.end_step()
     assert events_of(publisher) == []
 
 
 def test_replay_begins_where_it_is_asked_and_ends_with_minus_one(publisher: KVEventPublisher) -> None:
     for block in chain((1, 2), (3, 4), (5, 6)):
         publisher.stored(block)
-        publisher.step_over()
+        publisher.end_step()
     assert publisher.replay_endpoint is not None
     assert [number for _, number, _ in replay(publisher.replay_endpoint, 1)] == [1, 2]
     assert replay(publisher.replay_endpoint, 3) == []
@@ -151,7 +151,7 @@ def test_replay_begins_where_it_is_asked_and_ends_with_minus_one(publisher: KVEv
 
 def test_a_malformed_request_for_a_replay_is_ignored(publisher: KVEventPublisher) -> None:
     publisher.cleared()
-    publisher.step_over()
+    publisher.end_step()
     assert publisher.replay_endpoint is not None
     with connected(zmq.DEALER, publisher.replay_endpoint) as socket:
         socket.send_multipart([b"", b"short"])
@@ -164,7 +164,7 @@ def test_old_batches_are_forgotten(publisher: KVEventPublisher, monkeypatch: pyt
     small = KVEventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
     for block in chain((1, 2), (3, 4), (5, 6)):
         small.stored(block)
-        small.step_over()
+        small.end_step()
     assert small.replay_endpoint is not None
     assert [number for _, number, _ in replay(small.replay_endpoint)] == [1, 2]
     small.close()
@@ -177,16 +177,18 @@ def test_whoever_follows_the_events_knows_what_the_pool_holds(publisher: KVEvent
         table = pool.allocate(2)
         assert table is not None
         for block, content in zip(table, blocks, strict=True):
-            pool.publish(block, content)
-        pool.release(table)
-        pool.step_over()
+            pool.cache_block(block, content)
+        pool.free(table)
+        pool.end_step()
     held: set[int] = set()
     for event in events_of(publisher):
         change = held.update if event["type"] == "BlockStored" else held.difference_update  # type: ignore[index]
         change(event["block_hashes"])  # type: ignore[index]
     known = [chain((i, 1), (i, 2)) for i in range(6)]
     assert held == {
-        hash for blocks in known for hash in wire(*blocks[: len(pool.match([b.block_hash for b in blocks]))])
+        hash
+        for blocks in known
+        for hash in wire(*blocks[: len(pool.find_cached_prefix([b.block_hash for b in blocks]))])
     }
     assert len(held) == pool.num_cached == 4
 

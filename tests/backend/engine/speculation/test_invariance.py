@@ -17,12 +17,12 @@ from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.request import Request, SamplingParams, TokenLogprob
 from backend.engine.speculation.base import Drafter, Wanted
-from backend.engine.speculation.payoff import Payoff
+from backend.engine.speculation.draft_length import AdaptiveDraftLength
 from backend.engine.speculation.speculator import Speculator
 from tests.backend.engine.test_invariance import NUM_TOKENS, PROMPTS, make_requests, run
 
 
-class Eager(Payoff):
+class Eager(AdaptiveDraftLength):
     """Drafts as much as it may, whatever it costs."""
 
     def num_drafts(self, requests: Sequence[Request], most: int) -> list[int]:
@@ -116,7 +116,7 @@ def test_in_blocks_of_any_size_and_from_the_prefix_cache(
     engine = guess(block_size=block_size, num_blocks=512 // block_size)
     for _ in range(3):
         assert run(engine, make_requests()) == alone
-    # A next turn finds the blocks of the answer, guessed and confirmed ones among them.
+    # A next turn finds the blocks of the answer, guessed and num_accepted ones among them.
     turns = [
         Request(f"r{i}", prompt + answer, SamplingParams(max_tokens=1))
         for i, (prompt, answer) in enumerate(zip(PROMPTS, alone, strict=True))

@@ -10,7 +10,7 @@ BACKGROUND_PROMPTS_SHARE = 0.25  # of a step's tokens, beside somebody more urge
 
 
 @dataclass(slots=True)
-class Budget:
+class TokenBudget:
     """The tokens of one step that are still to be given out.
 
     Beside more urgent output, prompts of background work are read in small pieces; beside a more urgent prompt, which

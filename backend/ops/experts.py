@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class LinearWeight:
     """What a product takes beside its input: that of `Ops.linear`, `linear_int8`, `linear_int4` or `linear_mxfp4`; or
     in eight-bit floats (e4m3) with scales as those of int8, of which `Ops` has no product."""
 
@@ -25,17 +25,17 @@ class Weight:
 
 class Expert(Protocol):
     @property
-    def weights(self) -> tuple[Weight, Weight] | None:
+    def weights(self) -> tuple[LinearWeight, LinearWeight] | None:
         """Of the gated product and of the one behind it; None where the expert is made of anything else."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """[N, D] -> [N, D], row by row."""
 
 
-class Mixture(ABC):
+class MixtureOfExperts(ABC):
     """Held by a model's layer in place of the experts themselves."""
 
-    asks_the_host: ClassVar[bool] = False  # in the middle of a step, which then can not be captured
+    needs_host_sync: ClassVar[bool] = False  # in the middle of a step, which then can not be captured
 
     @abstractmethod
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
@@ -44,10 +44,10 @@ class Mixture(ABC):
         -> [T, D] in x's dtype."""
 
 
-class OneByOne(Mixture):
+class SequentialExperts(MixtureOfExperts):
     """By asking each expert for the rows of those who visit it. It has to know who does before it can go on."""
 
-    asks_the_host = True
+    needs_host_sync = True
 
     def __init__(self, experts: Sequence[Expert]) -> None:
         self._experts = experts

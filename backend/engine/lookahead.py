@@ -1,7 +1,7 @@
 """What the next step will be if nobody comes and nobody ends: so that a GPU may begin it before this one is read.
 
     plan      = scheduler.schedule()        each its next token
-    following = foresee(scheduler, plan)    each the token behind that
+    following = plan_ahead(scheduler, plan)    each the token behind that
     computed  = runner.run(plan, following) begins `following` on the device, then waits for `plan` alone
 
 Whatever happens in between, the scheduler decides anew. What was begun counts for those whose next part it turns out to
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backend.engine.plan import Scheduled
+from backend.engine.plan import ScheduledRequest
 from backend.engine.request import Request
 from backend.engine.scheduler import Scheduler
 
 
-def foresee(scheduler: Scheduler, plan: Sequence[Scheduled]) -> tuple[Scheduled, ...]:
+def plan_ahead(scheduler: Scheduler, plan: Sequence[ScheduledRequest]) -> tuple[ScheduledRequest, ...]:
     """All of a step's requests that go on behind it, or none: a second step beside the foreseen one would cost more
     than foresight saves. Makes room for their tokens, as far as there are blocks to spare."""
     following = []
@@ -31,11 +31,11 @@ def foresee(scheduler: Scheduler, plan: Sequence[Scheduled]) -> tuple[Scheduled,
             continue  # it ends with this step
         if scheduled.end >= len(request.block_table) * block_size and scheduler.reserve(request, 1) < 1:
             return ()
-        following.append(Scheduled(request, scheduled.end, 1))
+        following.append(ScheduledRequest(request, scheduled.end, 1))
     return tuple(following)
 
 
-def is_decode(scheduled: Scheduled) -> bool:
+def is_decode(scheduled: ScheduledRequest) -> bool:
     """Whether a part is one token, behind which one is sampled, and nothing else."""
     return scheduled.num_tokens == 1 == scheduled.num_sampled and not scheduled.request.needs_all_hidden
 

@@ -57,16 +57,16 @@ class _Cost:
 class _Luck:
     """How often drafts come true, the newer ones above all."""
 
-    confirmed: float
+    num_accepted: float
     tried: float
 
     @property
     def rate(self) -> float:
-        return self.confirmed / self.tried
+        return self.num_accepted / self.tried
 
     def add(self, num_drafts: int, num_confirmed: int, forgetting: float) -> None:
         """What stands behind the first wrong one has not been tried."""
-        self.confirmed = forgetting * self.confirmed + num_confirmed
+        self.num_accepted = forgetting * self.num_accepted + num_confirmed
         self.tried = forgetting * self.tried + min(num_drafts, num_confirmed + 1)
 
 
@@ -80,7 +80,7 @@ class _Record:
     patience: int = FIRST_PATIENCE
 
 
-class Payoff:
+class AdaptiveDraftLength:
     def __init__(self) -> None:
         self._costs: dict[int, _Cost] = {}
         self._usual = _Luck(FIRST_RATE * FIRST_WEIGHT, FIRST_WEIGHT)
@@ -94,7 +94,7 @@ class Payoff:
         least_rate = max(LEAST_RATE, cost.extra.value * len(requests) / cost.plain.value)
         return [min(most, self._num_drafts(self._record(request), least_rate, most)) for request in requests]
 
-    def saw_step(self, num_requests: int, num_drafts: int, seconds: float) -> None:
+    def record_step(self, num_requests: int, num_drafts: int, seconds: float) -> None:
         cost = self._cost(num_requests)
         if num_drafts:
             cost.since_plain += 1
@@ -103,7 +103,7 @@ class Payoff:
             cost.since_plain = 0
             cost.plain.add(seconds)
 
-    def saw_drafts(self, request: Request, num_drafts: int, num_confirmed: int) -> None:
+    def record_drafts(self, request: Request, num_drafts: int, num_confirmed: int) -> None:
         self._record(request).luck.add(num_drafts, num_confirmed, FORGETTING)
         self._usual.add(num_drafts, num_confirmed, FORGETTING_USUAL)
 

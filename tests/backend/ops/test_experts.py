@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backend.model_files.mxfp4 import Mxfp4Tensor
 from backend.ops.base import Ops
-from backend.ops.mixture import OneByOne, Weight
+from backend.ops.experts import LinearWeight, SequentialExperts
 from backend.quantization import create_quantization
 from backend.quantization.base import Linear
 from backend.quantization.mxfp4 import Mxfp4Linear
@@ -28,7 +28,7 @@ class Mlp:
     down: Linear
 
     @property
-    def weights(self) -> tuple[Weight, Weight] | None:
+    def weights(self) -> tuple[LinearWeight, LinearWeight] | None:
         assert self.gate_up.held and self.down.held
         return self.gate_up.held, self.down.held
 
@@ -129,7 +129,7 @@ SHAPES = [(1, 64, 32), (2, 64, 48), (5, 96, 32), (40, 50, 14), (700, 128, 64)]
 def test_mixture(ops: Ops, dtype: torch.dtype, rows: int, hidden: int, inner: int, gate: str, with_bias: bool) -> None:
     made = checkpoint(hidden, inner, dtype, with_bias=with_bias, gate=gate)
     x, (shares, chosen) = random(rows, hidden, dtype=dtype), visits(rows)
-    ours = ops.mixture(made.mlps(ops))(x, shares, chosen)
+    ours = ops.mixture_of_experts(made.mlps(ops))(x, shares, chosen)
     assert (ours.dtype, ours.shape) == (dtype, x.shape)
     exact = made.exact(x, shares, chosen)
     assert (ours.double() - exact).abs().max().item() < TOLERANCES[dtype] * max(1.0, exact.abs().max().item())
@@ -142,7 +142,7 @@ def test_mixture_of_quantised_experts(
 ) -> None:
     mlps = checkpoint(hidden, inner, dtype, with_bias=True).mlps(ops, form)
     x, (shares, chosen) = random(rows, hidden, dtype=dtype), visits(rows)
-    ours, theirs = ops.mixture(mlps)(x, shares, chosen), OneByOne(mlps)(x, shares, chosen)
+    ours, theirs = ops.mixture_of_experts(mlps)(x, shares, chosen), SequentialExperts(mlps)(x, shares, chosen)
     assert (ours - theirs).abs().max().item() < TOLERANCES[dtype] * max(1.0, theirs.abs().max().item())
 
 
@@ -151,7 +151,7 @@ def test_what_kernels_do_not_read_is_asked_for_itself(level: str) -> None:
     ops = native_ops(level, 1)
     mlps = checkpoint(64, 32, torch.bfloat16).mlps(ops, "fp8")
     x, (shares, chosen) = random(9, 64, dtype=torch.bfloat16), visits(9)
-    assert torch.equal(ops.mixture(mlps)(x, shares, chosen), OneByOne(mlps)(x, shares, chosen))
+    assert torch.equal(ops.mixture_of_experts(mlps)(x, shares, chosen), SequentialExperts(mlps)(x, shares, chosen))
 
 
 @pytest.mark.parametrize(("rows", "hidden", "inner"), [(1, 64, 32), (5, 96, 64), (300, 128, 64)])
@@ -171,7 +171,7 @@ def test_mixture_of_experts_in_mxfp4(ops: Ops, dtype: torch.dtype, rows: int, hi
     ]
     x, (shares, chosen) = random(rows, hidden, dtype=dtype), visits(rows)
     exact = made.exact(x, shares, chosen)
-    ours = ops.mixture(mlps)(x, shares, chosen)
+    ours = ops.mixture_of_experts(mlps)(x, shares, chosen)
     assert (ours.double() - exact).abs().max().item() < TOLERANCES[dtype] * max(1.0, exact.abs().max().item())
 
 
@@ -186,12 +186,12 @@ def test_all_tokens_at_one_expert(ops: Ops, dtype: torch.dtype) -> None:
     x, shares = random(40, 64, dtype=dtype), torch.full((40, 1), 0.5)
     chosen = torch.full((40, 1), NUM_EXPERTS - 1)
     exact = made.exact(x, shares, chosen)
-    ours = ops.mixture(made.mlps(ops))(x, shares, chosen)
+    ours = ops.mixture_of_experts(made.mlps(ops))(x, shares, chosen)
     assert (ours.double() - exact).abs().max().item() < TOLERANCES[dtype] * max(1.0, exact.abs().max().item())
 
 
 def test_an_input_that_is_no_number_shows_in_its_row_alone(ops: Ops, dtype: torch.dtype) -> None:
-    mixture, (shares, chosen) = ops.mixture(checkpoint(64, 32, dtype).mlps(ops)), visits(9)
+    mixture, (shares, chosen) = ops.mixture_of_experts(checkpoint(64, 32, dtype).mlps(ops)), visits(9)
     x = random(9, 64, dtype=dtype)
     x[4, 7] = torch.nan
     assert mixture(x, shares, chosen).isnan().any(-1).tolist() == [t == 4 for t in range(9)]
@@ -202,7 +202,7 @@ def test_an_input_that_is_no_number_shows_in_its_row_alone(ops: Ops, dtype: torc
 @pytest.mark.parametrize("form", ["none", "int8"])
 def test_float32_rows_are_the_same_in_every_batch(level: str, threads: int, form: str) -> None:
     ops = native_ops(level, threads)
-    mixture = ops.mixture(checkpoint(96, 64, torch.float32).mlps(ops, form))
+    mixture = ops.mixture_of_experts(checkpoint(96, 64, torch.float32).mlps(ops, form))
     x, (shares, chosen) = random(60, 96, dtype=torch.float32), visits(60)
     together = mixture(x, shares, chosen)
     for t in range(60):

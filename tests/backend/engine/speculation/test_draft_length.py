@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from backend.engine.request import Request, SamplingParams
-from backend.engine.speculation.payoff import MAX_PATIENCE, MIN_PLAIN_STEPS, PLAIN_EVERY, Payoff
+from backend.engine.speculation.draft_length import MAX_PATIENCE, MIN_PLAIN_STEPS, PLAIN_EVERY, AdaptiveDraftLength
 
 MOST = 8
 
@@ -23,7 +23,7 @@ class Machine:
     def __init__(self, extra_ms: float, rates: list[float]) -> None:
         self.extra_ms, self.rates = extra_ms, rates
         self.requests = make_requests(len(rates))
-        self.payoff = Payoff()
+        self.payoff = AdaptiveDraftLength()
         self.random = Random(0)
         self.seconds = 0.0
         self.tokens = 0
@@ -31,14 +31,14 @@ class Machine:
     def step(self) -> list[int]:
         numbers = self.payoff.num_drafts(self.requests, MOST)
         seconds = 0.010 + 0.001 * self.extra_ms * sum(numbers)
-        self.payoff.saw_step(len(numbers), sum(numbers), seconds)
+        self.payoff.record_step(len(numbers), sum(numbers), seconds)
         for request, rate, number in zip(self.requests, self.rates, numbers, strict=True):
-            confirmed = 0
-            while confirmed < number and self.random.random() < rate:
-                confirmed += 1
+            num_accepted = 0
+            while num_accepted < number and self.random.random() < rate:
+                num_accepted += 1
             if number:
-                self.payoff.saw_drafts(request, number, confirmed)
-            self.tokens += confirmed + 1
+                self.payoff.record_drafts(request, number, num_accepted)
+            self.tokens += num_accepted + 1
         self.seconds += seconds
         return numbers
 
@@ -112,5 +112,5 @@ def test_the_same_guesses_pay_in_a_small_batch_and_not_in_a_large_one() -> None:
 def test_a_pause_of_the_machine_switches_nothing_off() -> None:
     machine = Machine(0.5, [0.9])
     machine.run()
-    machine.payoff.saw_step(1, 8, 5.0)
+    machine.payoff.record_step(1, 8, 5.0)
     assert machine.step() != [0]
