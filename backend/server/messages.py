@@ -61,7 +61,7 @@ class AssistantMessage(_Message, frozen=True, tag="assistant", kw_only=True):
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    validation_error: str | None = None
+    refusal: str | None = None
     annotations: list[Any] | None = None
     thinking_blocks: list[Any] | None = None  # signed by another vendor, whose alone they are
     audio: None = None

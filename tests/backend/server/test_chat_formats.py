@@ -71,7 +71,7 @@ class Scripted:
 
     def abort(self, request_id: str) -> None: ...
 
-    def cut(self, request: Request, num_wanted: int) -> None:
+    def stop_early(self, request: Request, num_wanted: int) -> None:
         self.wanted.append(num_wanted)
 
     async def start(self) -> None: ...
