@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= 2  # processes that share the tests
 PIP := $(BIN)/pip --disable-pip-version-check
 
-.PHONY: up install test test-triton check lint bench docs clean
+.PHONY: up install test test-triton check lint bench docs docs-site clean
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
@@ -39,6 +39,9 @@ bench: $(VENV)/.installed-dev ## the gateway's cost per request, beside its limi
 docs: $(VENV)/.installed-dev ## the generated pages: the policy's schema, and the references in docs/
 	$(BIN)/warmpath check --schema > policies/policy.schema.json
 	$(BIN)/python -m docs.generate
+
+docs-site: $(VENV)/.installed-dev ## the documentation as a static site in build/docs/site, links checked
+	$(BIN)/python -m docs.site
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)
 	@echo "installing Warmpath into $(VENV) (a few minutes the first time)"
