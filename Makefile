@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TEST_WORKERS ?= 2  # processes that share the tests
 PIP := $(BIN)/pip --disable-pip-version-check
 
-.PHONY: up install test test-triton check lint bench docs docs-site clean
+.PHONY: up install test test-triton check lint prose bench docs docs-site clean
 
 up: install ## start engine and gateway, print how to call them
 	@$(BIN)/warmpath up
@@ -23,12 +23,16 @@ test-triton: $(VENV)/.installed-dev ## the kernels for GPUs, on a CPU: interpret
 	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/gpu_kernels tests/backend/attention tests/backend/ops
 
 KERNELS := $(shell find backend/native -name '*.cpp' -o -name '*.h')
-lint: $(VENV)/.installed-dev ## formats, ruff, mypy strict, import directions
+lint: $(VENV)/.installed-dev prose ## formats, ruff, mypy strict, import directions, spelling and words
 	$(BIN)/clang-format --dry-run -Werror $(KERNELS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+prose: $(VENV)/.installed-dev ## spelling, and the words that docs/style/words.yaml has us avoid
+	$(BIN)/typos
+	$(BIN)/python -m docs.words
 
 check: lint ## that, and documents against the code
 	$(BIN)/pytest -q -m "not e2e" tests/docs
