@@ -27,7 +27,7 @@ import yaml
 
 from benchmarks.gateway.run import machine
 from benchmarks.warm_paths.house import running
-from gateway.keys import hash_key
+from gateway.core.api_keys import hash_key
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"

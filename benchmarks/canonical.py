@@ -22,13 +22,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gateway.canonical import VERSION, Canon, Plan, SharedMemory
-from gateway.canonicaliser import Canonicaliser
 from gateway.diagnosis import Journal, Watcher
-from gateway.doors import DOORS
-from gateway.doors.base import read_fields
+from gateway.endpoints import DOORS
 from gateway.policy import Policy
 from gateway.prefix.fingerprint import fingerprint
+from gateway.prompts.canonicaliser import Canonicaliser
+from gateway.prompts.reader import read_fields
+from gateway.prompts.transforms import VERSION, Canon, Plan, SharedMemory
 from gateway.types import Attempt, Marks, Principal, Trace, Usage
 
 CHAT = DOORS[0]

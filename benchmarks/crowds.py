@@ -26,7 +26,7 @@ import yaml
 
 from benchmarks.gateway.run import cpu_seconds, listening, machine, resident_mib
 from benchmarks.open_loop import Clients, payload, percentiles_ms
-from gateway.keys import hash_key
+from gateway.core.api_keys import hash_key
 
 RESULTS = Path(__file__).parent / "results"
 KEY = "wp-bench-0123456789abcdef"

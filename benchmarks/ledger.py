@@ -36,19 +36,19 @@ from typing import NamedTuple
 
 import uvloop
 
-from gateway.billing import bill_of, make_receipt
-from gateway.books import opened_by
-from gateway.fleet import Fleet
-from gateway.ledger import Ledger, verify
-from gateway.ledger.chain import GENESIS, encode_row
-from gateway.ledger.reader import summarise
+from gateway.billing.ledger import Ledger, verify
+from gateway.billing.ledger.chain import GENESIS, encode_row
+from gateway.billing.ledger.reader import summarise
+from gateway.billing.metering import Meter
+from gateway.billing.open_calls import opened_by
+from gateway.billing.receipts import bill_of, make_receipt
+from gateway.billing.settler import Settler
+from gateway.deployments.fleet import Fleet
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter, Reservation
-from gateway.metering import Meter
 from gateway.policy import Policy
 from gateway.providers.base import Unasked
-from gateway.server import GC_THRESHOLDS
-from gateway.settler import Settler
+from gateway.server.listener import GC_THRESHOLDS
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Receipt, Trace, Usage
 

@@ -34,11 +34,11 @@ from urllib.parse import urlsplit
 
 import redis
 
-from gateway.ledger import verify
-from gateway.ledger.chain import chains, segments
-from gateway.ledger.collecting import collect
-from gateway.ledger.rows import Opened, left_open
-from gateway.ledger.rows import decode as decode_row
+from gateway.billing.ledger import verify
+from gateway.billing.ledger.chain import chains, segments
+from gateway.billing.ledger.collecting import collect
+from gateway.billing.ledger.rows import Opened, left_open
+from gateway.billing.ledger.rows import decode as decode_row
 from gateway.limits.limiter import LEASE_SECONDS
 from tests.e2e.processes import (
     DEMO,

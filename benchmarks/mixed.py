@@ -37,7 +37,7 @@ import yaml
 from benchmarks.gateway.run import machine
 from benchmarks.open_loop import Clients, offered, payload, percentiles_ms
 from benchmarks.warm_paths.house import running
-from gateway.keys import hash_key
+from gateway.core.api_keys import hash_key
 
 RESULTS = Path(__file__).parent / "results"
 KEY = "wp-bench-0123456789abcdef"

@@ -33,7 +33,7 @@ import yaml
 
 from benchmarks.gateway.run import cpu_seconds, listening, machine, resident_mib
 from benchmarks.open_loop import Call, Clients, offered, payload, percentiles_ms
-from gateway.keys import hash_key
+from gateway.core.api_keys import hash_key
 
 RESULTS = Path(__file__).parent / "results"
 LOAD_CPU = 1

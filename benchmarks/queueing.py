@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from gateway.errors import GatewayError
-from gateway.fleet import Fleet, Place
+from gateway.core.errors import GatewayError
+from gateway.deployments.fleet import Fleet, Place
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.providers.base import Unasked
 from gateway.queueing.lines import Lines

@@ -27,11 +27,11 @@ from typing import Any
 import duckdb
 import msgspec
 
-from gateway.ids import new_event_id
-from gateway.ledger.chain import GENESIS, KEPT_AS_LINES, encode_row, segment_name
-from gateway.ledger.compaction import compact
-from gateway.ledger.reader import UsageLine, summarise
-from gateway.money import text_of
+from gateway.billing.ledger.chain import GENESIS, KEPT_AS_LINES, encode_row, segment_name
+from gateway.billing.ledger.compaction import compact
+from gateway.billing.ledger.reader import UsageLine, summarise
+from gateway.core.ids import new_event_id
+from gateway.core.money import text_of
 from gateway.types import AttemptRow, Receipt
 
 SEGMENT_BYTES = 32 * 1024 * 1024  # as the gateway's

@@ -14,22 +14,23 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from gateway.auth import Authenticator
-from gateway.books import Books, Opening
-from gateway.cache import UNRECORDED, Answer, LeaderFailed, ResponseCache
-from gateway.canonicaliser import Canonicaliser, new_call_id
+from gateway.auth.authenticator import Authenticator
+from gateway.billing.open_calls import Books, Opening
+from gateway.billing.settler import Settler
+from gateway.core.errors import GatewayError, InternalError, Overloaded, UpstreamCut, shutting_down
 from gateway.diagnosis import Watcher
-from gateway.doors.base import Door, Reader
-from gateway.errors import GatewayError, InternalError, Overloaded, UpstreamCut, shutting_down
+from gateway.endpoints.base import Door
+from gateway.endpoints.exchange import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, BodyRoom, ClientGone, Exchange
 from gateway.limits.limiter import UNLIMITED, Limiter
-from gateway.policy_file import PolicyHolder
+from gateway.policy.file import PolicyHolder
+from gateway.prompts.canonicaliser import Canonicaliser, new_call_id
+from gateway.prompts.reader import Reader
 from gateway.queueing import Queue
-from gateway.replies import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, BodyRoom, ClientGone, Exchange
+from gateway.response_cache import UNRECORDED, Answer, LeaderFailed, ResponseCache
 from gateway.routing.attempts import Attempts
 from gateway.routing.router import Router
 from gateway.routing.upstream import Upstream
 from gateway.settlement import Settlement
-from gateway.settler import Settler
 from gateway.telemetry import CallRecord, Telemetry
 from gateway.types import Call, Marks, Outcome
 

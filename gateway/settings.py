@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from gateway.keys import parse_key
+from gateway.core.api_keys import parse_key
 from gateway.policy import EnvSecret, Finding, Policy
 
 PREFIX = "WARMPATH_"

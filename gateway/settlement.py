@@ -5,7 +5,7 @@ been billed for it, whatever happens next; and before a server is asked, a row t
 without its receipt if this process is killed. Then, behind the client's back: its place is free again, the router
 learns what was really cached, and the answer goes into the cache. None of this waits longer than a storage operation
 may, or is lost to a cancellation. What was reserved is settled to the truth once the receipt is durable, by
-`gateway.settler`.
+`gateway.billing.settler`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import contextlib
 from collections.abc import Callable
 from types import TracebackType
 
-from gateway.billing import Bill, bill_of, make_receipt
-from gateway.books import Books, Opening
-from gateway.cache import UNRECORDED, Recording, Unrecorded
-from gateway.errors import BudgetSpent, GatewayError, LedgerUnavailable, UpstreamCut, UpstreamTimeout
-from gateway.fleet import Server
+from gateway.billing.hedge_usage import Losers
+from gateway.billing.metering import Meter
+from gateway.billing.open_calls import Books, Opening
+from gateway.billing.receipts import Bill, bill_of, make_receipt
+from gateway.billing.settler import Settler
+from gateway.core.errors import BudgetSpent, GatewayError, LedgerUnavailable, UpstreamCut, UpstreamTimeout
+from gateway.core.money import nanos_of
+from gateway.deployments.fleet import Server
+from gateway.endpoints.exchange import Exchange
 from gateway.limits.limiter import UNLIMITED, Reservation
-from gateway.metering import Meter
-from gateway.money import nanos_of
 from gateway.providers.base import Fault
-from gateway.races import Losers
-from gateway.replies import Exchange
+from gateway.response_cache import UNRECORDED, Recording, Unrecorded
 from gateway.routing.attempts import Attempts
 from gateway.routing.upstream import Upstream
-from gateway.settler import Settler
 from gateway.telemetry import CallRecord
 from gateway.types import Call, Outcome, Usage
 

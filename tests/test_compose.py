@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.policy_file import load_policy
+from gateway.policy.file import load_policy
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
 from gateway.telemetry.watched import (

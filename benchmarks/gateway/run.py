@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway.keys import hash_key
+from gateway.core.api_keys import hash_key
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from gateway.keys import hash_key
-from gateway.ledger.chain import chains, segments
+from gateway.billing.ledger.chain import chains, segments
+from gateway.core.api_keys import hash_key
 
 ROOT = Path(__file__).parents[2]
 DEMO_WEIGHTS = ROOT / "backend" / "demo_model" / "weights"

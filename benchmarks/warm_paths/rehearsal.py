@@ -36,17 +36,17 @@ from backend.server.templates import ChatTemplate
 from backend.server.tokenizer import load_codec
 from benchmarks.warm_paths.conversations import BLOCK_TOKENS, Conversation, InfiniteCache, conversations
 from benchmarks.warm_paths.house import DEMO_WEIGHTS, MODEL
-from gateway.canonicaliser import Canonicaliser
-from gateway.doors import DOORS
-from gateway.fleet import Fleet
+from gateway.deployments.engine_reports import EVENTS_ROOM, METRICS_SECONDS
+from gateway.deployments.fleet import Fleet
+from gateway.endpoints import DOORS
 from gateway.policy import Deployment, Policy
 from gateway.prefix.estimate import Load
 from gateway.prefix.events.base import Removed, Stored
 from gateway.prefix.events.blocks import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_BYTES, text_bytes_of
+from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.providers.base import Unasked
 from gateway.queueing import Queue
-from gateway.reports import EVENTS_ROOM, METRICS_SECONDS
 from gateway.routing import STRATEGIES
 from gateway.routing.attempts import Attempts
 from gateway.routing.router import Router

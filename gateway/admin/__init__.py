@@ -19,13 +19,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from gateway.admin.dashboard import dashboard, is_page
+from gateway.admin.dashboard_files import dashboard, is_page
 from gateway.admin.keys import key_routes
-from gateway.errors import BadRequest, NotFound, Unauthenticated
-from gateway.keyring import Keyring, state_of
+from gateway.auth.keyring import Keyring, state_of
+from gateway.core.errors import BadRequest, NotFound, Unauthenticated
+from gateway.endpoints.replies import EXCEPTION_HANDLERS, error_reply, json_reply
 from gateway.policy import Limits, Tenant, choices
-from gateway.policy_file import PolicyHolder
-from gateway.shell import EXCEPTION_HANDLERS, error_reply, json_reply
+from gateway.policy.file import PolicyHolder
 
 
 class Admin:

@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.core.errors import BadRequest, Overloaded
 from gateway.diagnosis import read_summaries, report, report_json
-from gateway.errors import BadRequest, Overloaded
+from gateway.endpoints.replies import json_reply
 from gateway.policy.fields import parse_duration
-from gateway.policy_file import PolicyHolder
-from gateway.shell import json_reply
+from gateway.policy.file import PolicyHolder
 
 MAX_ASKED = 4  # that wait for the summaries; one more is refused
 RETRY_SECONDS = 5.0

@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.errors import BadRequest, BodyTooLarge
-from gateway.keyring import OVERLAP_SECONDS, Keyring, must_fit, public_form
+from gateway.auth.keyring import OVERLAP_SECONDS, Keyring, must_fit, public_form
+from gateway.core.errors import BadRequest, BodyTooLarge
+from gateway.endpoints.replies import json_reply
 from gateway.policy import Limits, Policy
 from gateway.policy.fields import Name, Seconds, parse_duration
-from gateway.policy_file import findings
-from gateway.shell import json_reply
+from gateway.policy.file import findings
 
 MAX_BODY_BYTES = 64 * 1024
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.shell import json_reply
+from gateway.endpoints.replies import json_reply
 from gateway.storage.base import DELETED_AT_ONCE, Documents
 
 

@@ -22,9 +22,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.errors import BadRequest, InternalError, Overloaded
-from gateway.ledger.reader import Period, UnreadableLedger, UsageLine, summarise
-from gateway.shell import json_reply
+from gateway.billing.ledger.reader import Period, UnreadableLedger, UsageLine, summarise
+from gateway.core.errors import BadRequest, InternalError, Overloaded
+from gateway.endpoints.replies import json_reply
 
 MAX_ASKED = 8  # questions that wait for the ledger; one more is refused
 RETRY_SECONDS = 5.0

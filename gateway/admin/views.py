@@ -6,7 +6,7 @@ Nothing here shows a secret, nor anything of a prompt or an answer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import orjson
@@ -14,34 +14,43 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.errors import BadRequest
+from gateway.core.errors import BadRequest
+from gateway.core.times import rfc3339
+from gateway.endpoints.replies import json_reply
 from gateway.limits import LIMITS
 from gateway.limits.report import has_limits
-from gateway.policy_file import PolicyHolder
-from gateway.shell import json_reply
-from gateway.siblings import Siblings
+from gateway.policy.file import PolicyHolder
 from gateway.telemetry import Telemetry
 from gateway.telemetry.recent import RECENT_CALLS, ToldCall, Wanted, read_told
-from gateway.times import rfc3339
 
 CALLS_SHOWN = 100  # where no limit is given
 
 
+class Workers(Protocol):
+    """All workers of one gateway, whichever of them answers this request."""
+
+    async def metrics(self, own: bytes) -> bytes:
+        """The metrics of all workers as Prometheus text, given this worker's own."""
+
+    async def calls(self, wanted: bytes) -> dict[int, bytes | None]:
+        """The recent calls of each worker that match `wanted`; None for a worker that does not answer."""
+
+
 def view_routes(
-    policies: PolicyHolder, telemetry: Telemetry, siblings: Siblings, *, trace_url: str | None
+    policies: PolicyHolder, telemetry: Telemetry, workers: Workers, *, trace_url: str | None
 ) -> list[Route]:
     """To be mounted behind the admin key. `trace_url` is where a person looks at a trace."""
 
     async def metrics(_: Request) -> Response:
         own, content_type = telemetry.render_metrics()
-        return Response(await siblings.metrics(own), headers={"content-type": content_type})
+        return Response(await workers.metrics(own), headers={"content-type": content_type})
 
     async def policy(_: Request) -> Response:
         return json_reply(200, {**_in_force(policies), "trace_url": trace_url})
 
     async def calls(request: Request) -> Response:
         wanted = Wanted(_limit(request), request.query_params.get("class") or None, _flag(request, "troubled"))
-        return json_reply(200, _last_calls(await siblings.calls(msgspec.json.encode(wanted)), wanted.limit))
+        return json_reply(200, _last_calls(await workers.calls(msgspec.json.encode(wanted)), wanted.limit))
 
     return [Route("/admin/metrics", metrics), Route("/admin/policy", policy), Route("/admin/calls", calls)]
 

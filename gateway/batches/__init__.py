@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gateway.auth import Authenticator
+from gateway.auth.authenticator import Authenticator
 from gateway.batches.api import BatchApi
 from gateway.batches.records import OVER, Status
 from gateway.batches.store import open_store
 from gateway.batches.worker import Worker
 from gateway.batches.workshop import Workshop
-from gateway.canonicaliser import Canonicaliser
+from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.serve import House
 from gateway.settings import Settings
 

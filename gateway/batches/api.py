@@ -14,18 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.auth import Authenticator
+from gateway.auth.authenticator import Authenticator
 from gateway.batches.lines import ENDPOINTS, FileCheck
 from gateway.batches.records import DAY_SECONDS, INPUT_PURPOSE, Batch, File, Status, new_id
 from gateway.batches.store import CHUNK_BYTES, Store
 from gateway.batches.uploads import Form, check_purpose, receive
 from gateway.batches.worker import Worker
-from gateway.doors.base import decode
-from gateway.errors import BadRequest, BodyTooLarge, Conflict, NotFound, Overloaded
+from gateway.core.errors import BadRequest, BodyTooLarge, Conflict, NotFound, Overloaded
+from gateway.endpoints.replies import json_reply
 from gateway.policy import Policy
 from gateway.policy.fields import Seconds
-from gateway.policy_file import PolicyHolder
-from gateway.shell import json_reply
+from gateway.policy.file import PolicyHolder
+from gateway.prompts.reader import decode
 from gateway.types import Principal
 
 UPLOADS_AT_ONCE = 16

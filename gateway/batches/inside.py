@@ -14,14 +14,14 @@ from typing import Any, NoReturn
 import msgspec
 from starlette.types import Message
 
-from gateway.auth import Authenticator
-from gateway.books import Books
-from gateway.canonicaliser import Canonicaliser
-from gateway.doors.base import Door
-from gateway.errors import Unauthenticated
-from gateway.ledger import Opened
+from gateway.auth.authenticator import Authenticator
+from gateway.billing.ledger import Opened
+from gateway.billing.open_calls import Books
+from gateway.core.errors import Unauthenticated
+from gateway.endpoints.base import Door
+from gateway.endpoints.exchange import WIRE, Wire
 from gateway.policy import LatencyClass, Policy
-from gateway.replies import WIRE, Wire
+from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.serve import House, handle
 from gateway.types import Call, Principal, Receipt
 

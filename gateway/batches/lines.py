@@ -12,10 +12,11 @@ import msgspec
 import xxhash
 
 from gateway.batches.records import Batch, LineError
-from gateway.doors import BATCH_DOORS, catalogue
-from gateway.doors.base import Door, decode, read_fields
-from gateway.errors import BadRequest
+from gateway.core.errors import BadRequest
+from gateway.endpoints import BATCH_DOORS, catalogue
+from gateway.endpoints.base import Door
 from gateway.policy import Policy
+from gateway.prompts.reader import decode, read_fields
 from gateway.types import Principal
 
 PREFIX_BYTES = 256  # of the shortest prefix by which lines are grouped; each further one is twice as long

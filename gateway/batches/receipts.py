@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Collection
 from pathlib import Path
 
-from gateway.ledger.chain import chains, segments
+from gateway.billing.ledger.chain import chains, segments
 
 CLOCK_SLACK_SECONDS = 60.0  # between the clock of a batch and that of the files
 
@@ -22,7 +22,7 @@ async def events_in_ledger(ledger: Path, event_ids: Collection[str], *, since: f
             if segment.stat().st_mtime < since - CLOCK_SLACK_SECONDS:
                 continue
             if segment.suffix == ".parquet":
-                compaction = importlib.import_module("gateway.ledger.compaction")  # brings DuckDB
+                compaction = importlib.import_module("gateway.billing.ledger.compaction")  # brings DuckDB
                 found |= await asyncio.to_thread(compaction.events_in, segment, event_ids)
                 continue
             rows = await asyncio.to_thread(segment.read_bytes)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.ids import random_bytes
+from gateway.core.ids import random_bytes
 
 DAY_SECONDS = 86_400
 INPUT_PURPOSE = "batch"

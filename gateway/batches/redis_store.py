@@ -19,7 +19,7 @@ from redis.exceptions import RedisError, WatchError
 
 from gateway.batches.records import Batch, File, Result
 from gateway.batches.store import UNFINISHED_SECONDS, Change
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 
 OPERATION_TIMEOUT_SECONDS = 5.0
 RACES_MAX = 50  # transactions that others came before, until this one is given up

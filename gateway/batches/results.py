@@ -18,7 +18,7 @@ from gateway.batches.receipts import events_in_ledger
 from gateway.batches.records import Batch, Result, Tokens
 from gateway.batches.store import Change
 from gateway.batches.workshop import LeaseLost, Workshop
-from gateway.errors import LedgerUnavailable
+from gateway.core.errors import LedgerUnavailable
 from gateway.types import Receipt
 
 LEDGER_RETRY_SECONDS = 1.0

@@ -20,8 +20,8 @@ from gateway.batches.records import Batch, File, LineError, Result, Status
 from gateway.batches.results import Results, result_of
 from gateway.batches.store import CHUNK_BYTES, Change
 from gateway.batches.workshop import LeaseLost, Workshop
-from gateway.errors import RETRY_AFTER_MAX_SECONDS
-from gateway.ids import random_bytes
+from gateway.core.errors import RETRY_AFTER_MAX_SECONDS
+from gateway.core.ids import random_bytes
 
 WAIT_STATUSES = frozenset({429, 503})  # no room yet: waiting for that is no failed try
 BACKOFF_FIRST_SECONDS = 0.5

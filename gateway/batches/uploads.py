@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from gateway.batches.lines import FileCheck
 from gateway.batches.records import INPUT_PURPOSE
 from gateway.batches.store import CHUNK_BYTES, Store
-from gateway.errors import BadRequest, BodyTooLarge, RequestTimeout
-from gateway.replies import DISCARD_MAX_BYTES, STALL_SECONDS
+from gateway.core.errors import BadRequest, BodyTooLarge, RequestTimeout
+from gateway.endpoints.exchange import DISCARD_MAX_BYTES, STALL_SECONDS
 
 FIELD_MAX_BYTES = 1024  # of what is no file
 FIELDS_MAX = 16

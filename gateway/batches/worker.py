@@ -15,7 +15,7 @@ from collections import Counter
 from gateway.batches.records import Batch, Status, new_id
 from gateway.batches.run import Run
 from gateway.batches.workshop import LeaseLost, Workshop
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 
 LEASE_SECONDS = 10.0
 EXTEND_SECONDS = LEASE_SECONDS / 3

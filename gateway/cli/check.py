@@ -9,8 +9,8 @@ import typer
 
 from gateway.cli.common import PROBLEM, AsJson, complain, say, say_json, say_table, settings_or_exit, verb_app, warn
 from gateway.policy import Check, Deployment, Limits, Policy, TenantLimits
-from gateway.policy_checks import ANYWHERE, shared_caches
-from gateway.policy_file import PolicyError, Problem, load_policy, policy_schema
+from gateway.policy.file import PolicyError, Problem, load_policy, policy_schema
+from gateway.server.policy_checks import ANYWHERE, shared_caches
 from gateway.settings import missing_secrets
 
 app = verb_app()

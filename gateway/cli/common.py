@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.policy import Check, Policy
-from gateway.policy_file import PolicyError, load_policy
+from gateway.policy.file import PolicyError, load_policy
 from gateway.settings import Settings, SettingsError, likely_typos, load_settings
 
 PROBLEM = 1

@@ -13,21 +13,21 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from gateway.canonicaliser import Canonicaliser, join, new_call_id
 from gateway.cli.common import AsJson, fail, policy_or_exit, say, say_json, say_table, settings_or_exit, verb_app
-from gateway.doors import DOORS
-from gateway.doors.chat import ChatDoor
-from gateway.errors import GatewayError
-from gateway.fleet import Fleet
+from gateway.core.errors import GatewayError
+from gateway.deployments.fleet import Fleet
+from gateway.endpoints import DOORS
+from gateway.endpoints.chat import ChatDoor
 from gateway.policy import Policy, Tenant
 from gateway.policy.traffic import Canonicalise
-from gateway.policy_checks import ANYWHERE
 from gateway.prefix.fingerprint import BLOCK_BYTES
+from gateway.prompts.canonicaliser import Canonicaliser, join, new_call_id
 from gateway.providers import make_provider
+from gateway.providers.transport import HTTPTransport
 from gateway.routing import STRATEGIES
 from gateway.routing.base import Candidate
 from gateway.routing.router import Router
-from gateway.transport import HTTPTransport
+from gateway.server.policy_checks import ANYWHERE
 from gateway.types import Call, Principal, Trace
 
 app = verb_app()

@@ -12,7 +12,7 @@ import typer
 import yaml
 from pydantic import ValidationError
 
-from gateway import keys
+from gateway.auth.keyring import OVERLAP_SECONDS, Keyring, must_fit, public_form, state_of
 from gateway.cli.common import (
     MISUSE,
     PROBLEM,
@@ -28,11 +28,11 @@ from gateway.cli.common import (
     warn,
     well_formed,
 )
-from gateway.errors import BadRequest, GatewayError, StorageUnavailable
-from gateway.keyring import OVERLAP_SECONDS, Keyring, must_fit, public_form, state_of
+from gateway.core import api_keys as keys
+from gateway.core.errors import BadRequest, GatewayError, StorageUnavailable
 from gateway.policy import Limits
 from gateway.policy.fields import parse_duration
-from gateway.policy_file import findings
+from gateway.policy.file import findings
 from gateway.settings import Settings
 from gateway.storage import open_storage
 from gateway.storage.base import KeyRecord

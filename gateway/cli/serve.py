@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from gateway import workers as workers_of_one_machine
 from gateway.cli.common import MISUSE, fail, say, settings_or_exit, verb_app
-from gateway.policy_file import PolicyError
-from gateway.server import run
+from gateway.policy.file import PolicyError
+from gateway.server import workers as workers_of_one_machine
+from gateway.server.listener import run
 
 app = verb_app()
 

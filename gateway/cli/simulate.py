@@ -13,7 +13,7 @@ import typer
 from gateway.cli.common import AsJson, complain, fail, policy_or_exit, say, say_json, say_table, verb_app, well_formed
 from gateway.policy import Policy
 from gateway.policy.fields import parse_count
-from gateway.policy_checks import ANYWHERE
+from gateway.server.policy_checks import ANYWHERE
 from gateway.simulator import generate
 from gateway.simulator.compare import STRATEGIES, Summary, compare, policy_for, prefill_rate_for_load
 from gateway.simulator.plot import bar_chart

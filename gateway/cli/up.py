@@ -19,11 +19,11 @@ from pydantic import SecretStr
 
 from gateway.cli.common import MISUSE, fail, policy_or_exit, say, settings_or_exit, verb_app, warn
 from gateway.cli.engine_process import EngineProcess, answers
-from gateway.keys import hash_key, new_admin_key, new_key, parse_key
+from gateway.core.api_keys import hash_key, new_admin_key, new_key, parse_key
 from gateway.policy import Deployment, Policy
-from gateway.policy_checks import IN_SERVICE
-from gateway.policy_file import PolicyError
-from gateway.server import listen, run, stop_signals, url_of
+from gateway.policy.file import PolicyError
+from gateway.server.listener import listen, run, stop_signals, url_of
+from gateway.server.policy_checks import IN_SERVICE
 from gateway.settings import ADMIN_KEY_CHARACTERS_MIN, Settings, UpSettings, variable
 from gateway.storage import open_storage
 from gateway.storage.base import KeyRecord

@@ -10,16 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
+from gateway.billing.ledger import verify as verify_ledger
+from gateway.billing.ledger.compaction import lines_of
+from gateway.billing.ledger.reader import DIMENSIONS, TOKENS, UsageLine, latest, summarise, unpriced
 from gateway.cli.common import AsJson, fail, say, say_json, say_table, verb_app, warn
 from gateway.cli.usage_change import compact, reprice
 from gateway.cli.usage_collect import collect
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
 from gateway.cli.usage_export import export
 from gateway.cli.usage_reconcile import reconcile
-from gateway.ledger import verify as verify_ledger
-from gateway.ledger.compaction import lines_of
-from gateway.ledger.reader import DIMENSIONS, TOKENS, UsageLine, latest, summarise, unpriced
-from gateway.money import plain_text
+from gateway.core.money import plain_text
 
 app = verb_app(help="Add up the ledger.", invoke_without_command=True, no_args_is_help=False)
 

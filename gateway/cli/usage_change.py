@@ -10,15 +10,15 @@ from typing import Annotated
 
 import typer
 
+from gateway.billing.ledger.compaction import Compacted
+from gateway.billing.ledger.compaction import compact as compact_segments
+from gateway.billing.repricing import Repriced, corrections, write
 from gateway.cli.common import AsJson, fail, policy_or_exit, say, say_json, settings_or_exit, warn, well_formed
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
-from gateway.errors import LedgerUnavailable
-from gateway.ledger.compaction import Compacted
-from gateway.ledger.compaction import compact as compact_segments
-from gateway.money import text_of
+from gateway.core.errors import LedgerUnavailable
+from gateway.core.money import text_of
+from gateway.core.times import rfc3339
 from gateway.policy.fields import parse_duration
-from gateway.repricing import Repriced, corrections, write
-from gateway.times import rfc3339
 
 MIB = 1024 * 1024
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import redis
 import typer
 
+from gateway.billing.ledger.collecting import NotCollected
+from gateway.billing.ledger.collecting import collect as collect_rows
 from gateway.cli.common import MISUSE, AsJson, fail, say, say_json, settings_or_exit
-from gateway.ledger.collecting import NotCollected
-from gateway.ledger.collecting import collect as collect_rows
 
 
 def collect(

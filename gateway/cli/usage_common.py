@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from gateway.billing.ledger.reader import DIMENSIONS, Period, UnreadableLedger
 from gateway.cli.common import fail, settings_or_exit, well_formed
-from gateway.ledger.reader import DIMENSIONS, Period, UnreadableLedger
+from gateway.core.times import nanoseconds_at, rfc3339
 from gateway.policy.prices import parse_moment
-from gateway.times import nanoseconds_at, rfc3339
 
 LedgerOption = Annotated[
     Path | None, typer.Option("--ledger", metavar="DIR", help="The ledger's folder; left out: WARMPATH_LEDGER_DIR.")

@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
+from gateway.billing.ledger.focus import COLUMNS as FOCUS_COLUMNS
+from gateway.billing.ledger.focus import focus_rows
+from gateway.billing.ledger.reader import Period, bill_rows, unpriced, write_parquet
+from gateway.billing.ledger.stripe import VALUES, NoCustomer, meter_events
 from gateway.cli.common import MISUSE, complain, fail, warn
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
-from gateway.ledger.focus import COLUMNS as FOCUS_COLUMNS
-from gateway.ledger.focus import focus_rows
-from gateway.ledger.reader import Period, bill_rows, unpriced, write_parquet
-from gateway.ledger.stripe import VALUES, NoCustomer, meter_events
-from gateway.money import plain_text
+from gateway.core.money import plain_text
 
 
 def _customers(pairs: list[str] | None) -> list[str]:

@@ -10,6 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from gateway.billing.ledger.engine_counters import note, read_marks, spans
+from gateway.billing.ledger.reconcile import Compared, compare, share, total
+from gateway.billing.reconciliation import marks_of, read_counters
 from gateway.cli.common import (
     PROBLEM,
     AsJson,
@@ -23,15 +26,12 @@ from gateway.cli.common import (
     well_formed,
 )
 from gateway.cli.usage_common import LedgerOption, Since, Until, folder_of, readable
-from gateway.fleet import Fleet
-from gateway.ledger.engine_counters import note, read_marks, spans
-from gateway.ledger.reconcile import Compared, compare, share, total
+from gateway.deployments.fleet import Fleet
 from gateway.policy import Policy
 from gateway.policy.fields import parse_share
 from gateway.providers import make_provider
-from gateway.reconciliation import marks_of, read_counters
+from gateway.providers.transport import HTTPTransport
 from gateway.settings import SettingsError, resolve_secret
-from gateway.transport import HTTPTransport
 
 NOTED_IN = "reconciliation"  # beside the replicas' folders
 _COUNTS = ("ENGINE", "BILLED", "VAIN", "DRIFT")

@@ -5,8 +5,8 @@ by that. It is one where something that both have in common stands behind the pl
 could have been read from a cache and had to be computed again. What was lost is that much.
 
     kind               what differs at the place
-    clock, date, uuid, request_id, cwd    text that looks like it (`gateway/canonical/volatile.py`)
-    noise              a header that some client writes into its system prompt (`gateway/canonical/noise.py`)
+    clock, date, uuid, request_id, cwd    text that looks like it (`gateway/prompts/transforms/volatile.py`)
+    noise              a header that some client writes into its system prompt (`gateway/prompts/transforms/noise.py`)
     tool_order         the same tools, in another order
     key_order          the same JSON, with its keys in another order
     tool_set           tools were added, taken away or changed
@@ -26,12 +26,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from gateway.canonical.noise import SIGNATURES
-from gateway.canonical.order_memo import digest as meaning_of
-from gateway.canonical.tool_order import tool_name
-from gateway.canonical.volatile import kind_at
 from gateway.diagnosis.outline import Outline, Part
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN
+from gateway.prompts.transforms.noise import SIGNATURES
+from gateway.prompts.transforms.order_memo import digest as meaning_of
+from gateway.prompts.transforms.tool_order import tool_name
+from gateway.prompts.transforms.volatile import kind_at
 
 MIN_LOST_TOKENS = 32  # less is no more than a block or two
 WINDOW_CHARACTERS = 200  # around a difference, in which detectors look

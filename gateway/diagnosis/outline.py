@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from gateway.breakpoints import FIELD
+from gateway.core.cache_breakpoints import FIELD
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN, seed_of
 from gateway.types import Call, Usage
 

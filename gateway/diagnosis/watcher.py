@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from gateway.core.money import text_of
 from gateway.diagnosis.breaks import Break, find_break
 from gateway.diagnosis.journal import Journal, PartRow, Summary
 from gateway.diagnosis.outline import Outline, Part, first_user_digest, parts_of
-from gateway.money import text_of
 from gateway.types import Attempt, Call, Marks, Operation, Usage
 
 MAX_OUTLINES = 4096

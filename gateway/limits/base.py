@@ -8,9 +8,9 @@ from typing import ClassVar, Generic, Literal, Self, TypeVar
 
 import msgspec
 
-from gateway.errors import GatewayError
+from gateway.core.errors import GatewayError
+from gateway.core.money import nanos_of
 from gateway.limits.scope import Scope
-from gateway.money import nanos_of
 from gateway.policy import Limits, Price
 from gateway.storage.base import LeaseCharge, RateCharge, Refused, SpendCharge
 from gateway.types import Call, Operation, Usage

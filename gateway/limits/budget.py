@@ -4,7 +4,7 @@ import math
 from datetime import UTC, datetime
 from decimal import Decimal
 
-from gateway.errors import BudgetSpent, GatewayError, LimitReached
+from gateway.core.errors import BudgetSpent, GatewayError, LimitReached
 from gateway.limits.base import Estimate, Limit
 from gateway.limits.scope import Scope
 from gateway.policy import Budget as BudgetOfPolicy

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from gateway.errors import GatewayError, LimitReached
+from gateway.core.errors import GatewayError, LimitReached
 from gateway.limits.base import Estimate, Limit
 from gateway.limits.scope import Scope
 from gateway.policy import Limits

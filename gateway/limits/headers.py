@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from gateway.core.times import go_duration
 from gateway.storage.base import RateCharge
-from gateway.times import go_duration
 
 Sort = Literal["requests", "tokens"]
 

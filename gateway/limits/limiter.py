@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.errors import GatewayError, StorageUnavailable
+from gateway.core.errors import GatewayError, StorageUnavailable
 from gateway.limits.base import Estimate, Limit, Rates, dearest_cost_nanos, estimate_of, rates_of
 from gateway.limits.budget import Budget
 from gateway.limits.concurrency import Concurrency

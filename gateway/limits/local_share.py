@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 from gateway.policy import StorageOutage
 from gateway.storage.base import (
     HELD_RETRY_SECONDS,

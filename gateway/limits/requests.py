@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from gateway.errors import GatewayError, LimitReached
+from gateway.core.errors import GatewayError, LimitReached
+from gateway.core.times import go_duration
 from gateway.limits.base import Estimate, Limit
 from gateway.limits.headers import ratelimit_headers
 from gateway.limits.scope import Scope
 from gateway.policy import Limits
 from gateway.storage.base import RateCharge, Refused
-from gateway.times import go_duration
 from gateway.types import Usage
 
 

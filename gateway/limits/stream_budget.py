@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from gateway.errors import BudgetSpent, StorageUnavailable
+from gateway.core.errors import BudgetSpent, StorageUnavailable
 from gateway.limits.budget import Budget
 from gateway.storage.base import Granted, Refused
 

@@ -3,13 +3,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Self
 
-from gateway.errors import BadRequest, GatewayError, LimitReached
+from gateway.core.errors import BadRequest, GatewayError, LimitReached
+from gateway.core.times import go_duration
 from gateway.limits.base import Estimate, Limit
 from gateway.limits.headers import ratelimit_headers
 from gateway.limits.scope import Scope
 from gateway.policy import Limits, Rate
 from gateway.storage.base import RateCharge, Refused
-from gateway.times import go_duration
 from gateway.types import Usage
 
 WHOLE = 1_000_000  # what a weight is a share of: sums stay integers

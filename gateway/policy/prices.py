@@ -10,9 +10,9 @@ from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from gateway.money import PRICE_DECIMALS, atoms_per_token
+from gateway.core.money import PRICE_DECIMALS, atoms_per_token
+from gateway.core.times import nanoseconds_at
 from gateway.policy.fields import Frozen, Names
-from gateway.times import nanoseconds_at
 
 Amount = Annotated[Decimal, Field(ge=0, max_digits=18, decimal_places=PRICE_DECIMALS)]
 

@@ -118,7 +118,7 @@ class Policy(Frozen):
 
     @cached_property
     def breakpoint_models(self) -> frozenset[str]:
-        """Models that a server may answer that heeds a client's breakpoints (`gateway.breakpoints`)."""
+        """Models that a server may answer that heeds a client's breakpoints (`gateway.core.cache_breakpoints`)."""
         return frozenset(name for name, spoken in self._spoken.items() if "anthropic" in spoken)
 
     @cached_property

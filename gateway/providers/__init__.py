@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, Provider, ProviderFailure, Reply
-from gateway.transport import HTTPTransport
+from gateway.providers.transport import HTTPTransport
 
 # name in a policy -> module:class, imported when a policy first names it
 PROVIDERS = {

@@ -9,7 +9,7 @@ from typing import ClassVar
 import httpx2
 import msgspec
 
-from gateway.breakpoints import FIELD, without_breakpoints
+from gateway.core.cache_breakpoints import FIELD, without_breakpoints
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
 from gateway.providers.refusals import MAX_ERROR_BYTES, failure_told, status_failure
@@ -23,7 +23,7 @@ from gateway.providers.sse import (
     error_of,
     is_one_object,
 )
-from gateway.transport import Answer, HTTPTransport, header_lines
+from gateway.providers.transport import Answer, HTTPTransport, header_lines
 from gateway.types import Call, Operation, TokenCounters
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # of an answer that does not stream: embeddings are the long ones

@@ -12,7 +12,7 @@ import httpx2
 import msgspec
 
 from gateway.providers.base import Fault, ProviderFailure
-from gateway.transport import Answer
+from gateway.providers.transport import Answer
 
 MAX_ERROR_BYTES = 64 * 1024  # of the body of a refusal; the rest is left out
 MAX_MESSAGE_CHARACTERS = 300  # of a server's own words inside a failure's message

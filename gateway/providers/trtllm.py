@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.openai import OpenAI
-from gateway.transport import HTTPTransport
+from gateway.providers.transport import HTTPTransport
 from gateway.types import Call, Operation
 
 _FALSE = msgspec.Raw(b"false")

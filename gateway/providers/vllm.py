@@ -13,7 +13,7 @@ import msgspec
 
 from gateway.policy import Deployment, EnvSecret
 from gateway.providers.openai import OpenAI
-from gateway.transport import HTTPTransport
+from gateway.providers.transport import HTTPTransport
 from gateway.types import Call, Operation, TokenCounters
 
 MAX_METRICS_BYTES = 8 * 1024 * 1024

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
-from gateway.errors import GatewayError
-from gateway.fleet import Place
+from gateway.core.errors import GatewayError
+from gateway.deployments.fleet import Place
 from gateway.policy import LatencyClass, Model
 from gateway.prefix.working_set import Prompt
 from gateway.queueing.ordered import Ordered

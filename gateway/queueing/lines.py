@@ -6,7 +6,7 @@ has not had that, it goes before all others. Inside a line, `gateway.queueing.li
 
 A class that may be held (`hold` in the policy, as batch) may have to wait although there are places: as long as
 `gateway.prefix.working_set` says that its conversation does not fit into the caches beside those that are under way;
-and while a server has no more places than the other classes lately had at their busiest (`gateway.fleet.Background`).
+and while a server has no more places than the other classes lately had at their busiest (`Background` in the fleet).
 
 Bounds: `max_queue` calls in each line, and `WAITING_MAX` in all. Whoever comes beyond that stands in line like the
 others, and the least urgent call of the line, or of all lines, gives way; which may be the one that came.
@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Generic
 
-from gateway.errors import RETRY_AFTER_MAX_SECONDS, Overloaded
-from gateway.fleet import Fleet, Place
+from gateway.core.errors import RETRY_AFTER_MAX_SECONDS, Overloaded
+from gateway.deployments.fleet import Fleet, Place
 from gateway.policy import Model
 from gateway.queueing.line import Line, Queued, W
 

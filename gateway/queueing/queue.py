@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.errors import GatewayError, Overloaded, shutting_down
-from gateway.fleet import Fleet, Place
+from gateway.core.errors import GatewayError, Overloaded, shutting_down
+from gateway.deployments.fleet import Fleet, Place
 from gateway.queueing.lines import Lines, nowhere_to_go
 from gateway.types import Call
 

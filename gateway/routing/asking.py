@@ -10,8 +10,10 @@ import asyncio
 
 import msgspec
 
-from gateway.errors import UpstreamRefused
-from gateway.fleet import SentCall, Server
+from gateway.core.errors import UpstreamRefused
+from gateway.core.timers import WaitBound
+from gateway.deployments.fleet import SentCall, Server
+from gateway.deployments.quarantine import Suspects
 from gateway.policy import Floor
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.providers.sse import count_events, ends_stream, has_output
@@ -21,8 +23,6 @@ from gateway.routing.base import Candidate
 from gateway.routing.following import follow
 from gateway.routing.hedging import Hedging
 from gateway.routing.upstream import Upstream
-from gateway.suspects import Suspects
-from gateway.timers import WaitBound
 from gateway.types import Call
 
 MAX_OPENING_BYTES = 256 * 1024  # of frames without output that are held back before the first with some

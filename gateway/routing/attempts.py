@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.fleet import SentCall, Server
+from gateway.deployments.fleet import SentCall, Server
 from gateway.types import Attempt
 
 # Outcomes that no fault stands for.

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.fleet import Server
+from gateway.deployments.fleet import Server
 from gateway.prefix.cache_model import Recall
 from gateway.prefix.working_set import Prompt
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.errors import GatewayError, UpstreamCut
-from gateway.fleet import Server
+from gateway.core.errors import GatewayError, UpstreamCut
+from gateway.deployments.fleet import Server
 from gateway.providers.base import Sink
 from gateway.routing.attempts import Attempts
 from gateway.routing.so_far import Rest, SoFar

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.fleet import Server
+from gateway.deployments.fleet import Server
 from gateway.prefix.estimate import shared_blocks
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.types import Call

@@ -13,9 +13,9 @@ import asyncio
 
 import xxhash
 
-from gateway.errors import PoisonousRequest
-from gateway.fleet import Server
-from gateway.suspects import CONVICTED, Suspects
+from gateway.core.errors import PoisonousRequest
+from gateway.deployments.fleet import Server
+from gateway.deployments.quarantine import CONVICTED, Suspects
 from gateway.types import Call
 
 

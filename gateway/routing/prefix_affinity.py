@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from gateway.fleet import Server
+from gateway.deployments.fleet import Server
 from gateway.prefix.cache_model import Recall
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.working_set import Prompt

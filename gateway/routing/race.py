@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from gateway.fleet import Place
+from gateway.deployments.fleet import Place
 from gateway.policy import Floor
 from gateway.routing.asking import Asker
 from gateway.routing.attempts import CLIENT_GONE, HEDGE_LOST, Attempts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.fleet import Server
+from gateway.deployments.fleet import Server
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.working_set import Prompt
 from gateway.routing.base import Candidate

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from gateway.errors import (
+from gateway.core.errors import (
     GatewayError,
     Overloaded,
     UpstreamBusy,
@@ -25,7 +25,7 @@ from gateway.errors import (
     UpstreamTimeout,
     retry_after,
 )
-from gateway.fleet import Fleet, Place, Server
+from gateway.deployments.fleet import Fleet, Place, Server
 from gateway.policy import Model, Policy
 from gateway.providers.base import Fault
 from gateway.routing import poison

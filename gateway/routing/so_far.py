@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.errors import UpstreamCut
+from gateway.core.errors import UpstreamCut
 
 HELD_MAX_BYTES = 16 * 1024  # of chunks that are kept as they came; then their text is
 TEXT_MAX_CHARACTERS = 2**20  # of an answer that can go on elsewhere

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from gateway.errors import UpstreamCut
-from gateway.fleet import SentCall
+from gateway.core.errors import UpstreamCut
+from gateway.core.timers import WaitBound
+from gateway.deployments.fleet import SentCall
+from gateway.deployments.quarantine import Suspects
 from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
 from gateway.routing.base import Candidate
 from gateway.routing.poison import after_cut, after_whole
-from gateway.suspects import Suspects
-from gateway.timers import WaitBound
 from gateway.types import Call
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from gateway.fleet import Server
+from gateway.deployments.fleet import Server
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.working_set import Prompt

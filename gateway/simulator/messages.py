@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.doors.base import read_fields
-from gateway.doors.chat import ChatDoor
-from gateway.errors import BadRequest
+from gateway.core.errors import BadRequest
+from gateway.endpoints.chat import ChatDoor
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN, Fingerprints
+from gateway.prompts.reader import read_fields
 
 SEED = 0
 SAID_UNDER = ("traj", "messages")  # the names of a session's messages: tau-bench's, and everybody's

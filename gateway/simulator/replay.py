@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, cycle
 
-from gateway.errors import GatewayError
-from gateway.fleet import Fleet, Place, SentCall
+from gateway.core.errors import GatewayError
+from gateway.deployments.fleet import Fleet, Place, SentCall
+from gateway.deployments.replica_sync import EXCHANGE_SECONDS, Hearsay, untold
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
@@ -22,7 +23,6 @@ from gateway.providers.base import Unasked
 from gateway.queueing.lines import Lines
 from gateway.queueing.queue import HELD_LOOK_SECONDS
 from gateway.routing.base import Strategy
-from gateway.sharing import EXCHANGE_SECONDS, Hearsay, untold
 from gateway.simulator.baselines import Truth
 from gateway.simulator.servers import SimulatedServer, Work
 from gateway.simulator.traces import Session, Trace

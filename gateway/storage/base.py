@@ -182,7 +182,7 @@ class Documents(Protocol):
 
 
 class KeyRecord(msgspec.Struct, frozen=True):
-    """An API key as it is kept: never the secret. A hash is `hmac-sha256:<hex>` (see `gateway.keys`)."""
+    """An API key as it is kept: never the secret. A hash is `hmac-sha256:<hex>` (see `gateway.core.api_keys`)."""
 
     id: str
     tenant: str

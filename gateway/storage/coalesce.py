@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 
 MAX_BATCH = 256
 MAX_WAITING = 10_000

@@ -28,7 +28,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 from gateway.storage.base import (
     DEFAULT_BLOB_BYTES,
     DEFAULT_DOCUMENT_BYTES,

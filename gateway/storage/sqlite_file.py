@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 
 OPEN_TIMEOUT_SECONDS = 5.0  # another process may be making the schema
 LOOK_AGAIN_SECONDS = 0.02

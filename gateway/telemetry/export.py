@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from gateway.transport import HTTPTransport, header_lines
+from gateway.providers.transport import HTTPTransport, header_lines
 
 SPANS_WAITING_MAX = 8192  # more are dropped, and counted
 SPANS_PER_EXPORT_MAX = 512

@@ -44,7 +44,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """The same for people: `12:00:00.123 warning gateway.ledger: message  key=value ...`."""
+    """The same for people: `12:00:00.123 warning gateway.billing.ledger: message  key=value ...`."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={value}" for name, value in _fields(record).items())

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from gateway.core.times import rfc3339
 from gateway.telemetry.record import CallRecord, phases, predicted_cached_tokens, times
-from gateway.times import rfc3339
 from gateway.types import Attempt, Marks, Operation, Outcome, Usage
 
 RECENT_CALLS = 500  # of each kind, kept by each worker; a call leaves some two thousand bytes

@@ -9,7 +9,7 @@ import asyncio
 import sys
 import time
 
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 from gateway.storage.base import Charge, Granted, LeaseCharge, RateCharge, SpendCharge, Storage
 from gateway.storage.redis import RedisStorage
 from gateway.storage.sqlite import SqliteStorage

@@ -13,7 +13,7 @@ from gateway.batches.records import Batch, File, Result, Status, Tokens, new_id
 from gateway.batches.redis_store import RedisStore
 from gateway.batches.sqlite_store import SqliteStore
 from gateway.batches.store import CHUNK_BYTES, Store
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 from tests.redis_server import RedisServer, redis_server
 
 __all__ = ["redis_server"]

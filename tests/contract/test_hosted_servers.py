@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from gateway.ledger.chain import segments
-from gateway.policy_checks import ANYWHERE
-from gateway.policy_file import load_policy
-from tests.gateway.house import Client, chat, policy_of, tenant
+from gateway.billing.ledger.chain import segments
+from gateway.policy.file import load_policy
+from gateway.server.policy_checks import ANYWHERE
+from tests.gateway.harness import Client, chat, policy_of, tenant
 from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, Received, ScriptedServer, coded, json_answer
 from tests.gateway.providers.wires import data
-from tests.gateway.test_app import Application, running
+from tests.gateway.server.test_app import Application, running
 
 DONE = b"data: [DONE]\n\n"
 EXAMPLE = Path(__file__).parents[2] / "policies" / "examples" / "hosted.yaml"

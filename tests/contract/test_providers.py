@@ -12,7 +12,7 @@ import pytest
 
 from gateway.policy import Deployment, EnvSecret, Policy
 from gateway.providers import PROVIDERS, Fault, Provider, ProviderFailure, Reply, UnknownProvider, make_provider
-from gateway.transport import HTTPTransport
+from gateway.providers.transport import HTTPTransport
 from gateway.types import Call, Operation, Principal, Trace
 from tests.gateway.providers.scripted import (
     STREAM_END,
@@ -643,7 +643,7 @@ async def test_every_connection_in_use(kind: str) -> None:
 async def test_a_connection_that_went_stale_is_no_failure(
     provider_for: ProviderFor, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.transport.client.STALE_SECONDS", 10.0)  # however slow this machine is
+    monkeypatch.setattr("gateway.providers.transport.client.STALE_SECONDS", 10.0)  # however slow this machine is
     async with ScriptedServer(answering(json_answer(wire.answer), end=asyncio.StreamWriter.close)) as server:
         provider = provider_for(server.base_url)
         for _ in range(3):

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from gateway.billing.ledger.reader import TOKENS
 from gateway.cli import app
-from gateway.ledger.reader import TOKENS
-from gateway.policy_file import parse_policy
+from gateway.policy.file import parse_policy
 from gateway.types import Outcome
 from tests.docs.markdown import ROOT, blocks, code_spans, section, table_rows
-from tests.gateway.ledger.receipts import a_receipt, write_chain
+from tests.gateway.billing.ledger.receipts import a_receipt, write_chain
 
 PAGE = ROOT / "docs" / "explanation" / "billing.md"
 BLOCKS = blocks(PAGE)

@@ -11,10 +11,10 @@ from typing import get_args
 import pytest
 import yaml
 
-from gateway.canonical import VERSION, VERSIONS
 from gateway.diagnosis import breaks
 from gateway.policy import Policy
 from gateway.policy.traffic import OptIn
+from gateway.prompts.transforms import VERSION, VERSIONS
 from tests.docs.markdown import ROOT, Block, blocks, code_spans, section, table_rows
 from tests.gateway.calls import a_policy
 from tests.gateway.cli.conftest import Warmpath, warmpath

@@ -3,9 +3,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway import errors
-from gateway.doors.messages import MessagesTranslator
-from gateway.errors import GatewayError
+from gateway.core import errors
+from gateway.core.errors import GatewayError
+from gateway.endpoints.messages import MessagesTranslator
 from gateway.limits.headers import ratelimit_headers
 from gateway.storage.base import RateCharge
 from tests.docs.markdown import ROOT, code_spans, section, table_rows

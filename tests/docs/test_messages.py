@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.doors.messages import blocks
-from gateway.doors.messages.request import MessagesBody
+from gateway.endpoints.messages import blocks
+from gateway.endpoints.messages.request import MessagesBody
 from tests.docs.markdown import ROOT, code_spans, section, table_rows
 
 PAGE = ROOT / "docs" / "reference" / "messages.md"

@@ -1,9 +1,9 @@
 """docs/reference/responses.md against the policy and the bounds in the code."""
 
-from gateway.doors.responses.body import Body
-from gateway.doors.responses.kept import HISTORY_BYTES_MAX, RESPONSES_MAX
-from gateway.located_yaml import load
+from gateway.endpoints.responses.body import Body
+from gateway.endpoints.responses.stored import HISTORY_BYTES_MAX, RESPONSES_MAX
 from gateway.policy import Policy
+from gateway.policy.located_yaml import load
 from gateway.storage.base import DEFAULT_DOCUMENT_BYTES, DISK_DOCUMENT_BYTES
 from tests.docs.markdown import ROOT, blocks, code_spans, section, table_rows
 from tests.docs.test_limits import AROUND

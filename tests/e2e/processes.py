@@ -24,8 +24,8 @@ import httpx2
 import openai
 import yaml
 
-from gateway.keys import hash_key
-from gateway.ledger.chain import chains, segments
+from gateway.billing.ledger.chain import chains, segments
+from gateway.core.api_keys import hash_key
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS_MAX = 120

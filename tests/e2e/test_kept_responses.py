@@ -25,7 +25,7 @@ from tests.e2e.processes import (
     until,
 )
 from tests.e2e.test_responses import QUESTION, TOOL
-from tests.gateway.doors.responses.translated import check_events, check_response, events_of
+from tests.gateway.endpoints.responses.translated import check_events, check_response, events_of
 from tests.openai_spec import Validate
 from tests.redis_server import RedisServer, own_redis_server
 

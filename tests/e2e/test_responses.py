@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.e2e.processes import DEMO, Gateway, Running, Wire, chat, engine, gateway, simple_policy, until
-from tests.gateway.doors.responses.translated import check_events, check_response, events_of, folded
+from tests.gateway.endpoints.responses.translated import check_events, check_response, events_of, folded
 from tests.openai_spec import Validate
 
 pytestmark = pytest.mark.e2e

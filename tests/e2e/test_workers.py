@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gateway.ledger.chain import segments
+from gateway.billing.ledger.chain import segments
 from tests.e2e.processes import (
     Gateway,
     Running,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gateway.canonicaliser import Canonicaliser, new_call_id
-from gateway.doors import DOORS
-from gateway.doors.base import Door
+from gateway.endpoints import DOORS
+from gateway.endpoints.base import Door
 from gateway.policy import Policy
+from gateway.prompts.canonicaliser import Canonicaliser, new_call_id
 from gateway.types import Call, Operation, Principal, Trace
 
 UNTRACED = Trace(trace_id=1, parent_span_id=0, sampled=False)

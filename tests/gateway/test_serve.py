@@ -1,4 +1,4 @@
-"""Every way in which a request can end, against the real house with scripted servers (`tests.gateway.house`).
+"""Every way in which a request can end, against the real house with scripted servers (`tests.gateway.harness`).
 
 `a_rig` checks at the end of each test that nothing is held and nothing runs any more.
 """
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway import replies
+from gateway.endpoints import exchange as replies
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.types import Operation, Outcome
-from tests.gateway.house import (
+from tests.gateway.harness import (
     DONE,
     Client,
     a_rig,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway import replies
+from gateway.endpoints import exchange as replies
 from gateway.providers.base import Fault, ProviderFailure
-from tests.gateway.house import (
+from tests.gateway.harness import (
     DONE,
     Client,
     a_rig,

@@ -8,8 +8,8 @@ import pytest
 
 import gateway
 from gateway.policy import EnvSecret
-from gateway.policy_checks import IN_SERVICE
-from gateway.policy_file import PolicyError, parse_policy
+from gateway.policy.file import PolicyError, parse_policy
+from gateway.server.policy_checks import IN_SERVICE
 from gateway.settings import Settings, SettingsError, likely_typos, load_settings, resolve_secret, variable
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway import replies
-from gateway.errors import LedgerUnavailable
-from gateway.ledger import appender, writer
+from gateway.billing.ledger import appender, writer
+from gateway.core.errors import LedgerUnavailable
+from gateway.endpoints import exchange as replies
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.types import Outcome
-from tests.gateway.house import (
+from tests.gateway.harness import (
     DONE,
     Client,
     a_rig,

@@ -14,7 +14,7 @@ from gateway.providers.anthropic.request import message_request
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.providers.openai import EventStreamReply, JSONReply, OpenAI
 from gateway.providers.refusals import MAX_ERROR_BYTES, failure_told
-from gateway.transport import Answer, HTTPTransport
+from gateway.providers.transport import Answer, HTTPTransport
 from gateway.types import Call, Operation
 
 VERSION = b"2026-10-21"

@@ -15,18 +15,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.admin import Admin
-from gateway.auth import Authenticator
-from gateway.errors import Unauthenticated
-from gateway.keyring import Keyring
+from gateway.auth.authenticator import Authenticator
+from gateway.auth.keyring import Keyring
+from gateway.core.errors import Unauthenticated
+from gateway.endpoints.replies import json_reply
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.limits.report import what_is_left
-from gateway.policy_file import PolicyHolder
-from gateway.shell import json_reply
+from gateway.policy.file import PolicyHolder
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Usage
 from tests.gateway.calls import a_call, chat
-from tests.gateway.house import policy_of
+from tests.gateway.harness import policy_of
 
 ADMIN_KEY = "an-admin-key-of-some-length"
 NOW = 1_795_132_800.0  # 2026-11-20T00:00:00Z

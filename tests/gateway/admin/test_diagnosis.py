@@ -15,12 +15,12 @@ from starlette.applications import Starlette
 
 from gateway.admin import diagnosis
 from gateway.admin.diagnosis import MAX_ASKED, Diagnosis
-from gateway.policy_file import PolicyHolder
-from gateway.shell import EXCEPTION_HANDLERS
+from gateway.endpoints.replies import EXCEPTION_HANDLERS
+from gateway.policy.file import PolicyHolder
 from tests.gateway.cli.conftest import Warmpath, warmpath
 from tests.gateway.cli.test_doctor import sick
 from tests.gateway.diagnosis.test_breaks import Desk, chat
-from tests.gateway.house import policy_of
+from tests.gateway.harness import policy_of
 
 __all__ = ["warmpath"]
 

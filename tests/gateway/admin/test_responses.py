@@ -7,8 +7,8 @@ import pytest
 from starlette.applications import Starlette
 
 from gateway.admin.responses import response_routes
-from gateway.errors import StorageUnavailable
-from gateway.shell import EXCEPTION_HANDLERS
+from gateway.core.errors import StorageUnavailable
+from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from gateway.storage.base import DELETED_AT_ONCE, Document
 from gateway.storage.memory import MemoryStorage
 

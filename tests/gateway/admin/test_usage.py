@@ -13,8 +13,8 @@ import pytest
 from starlette.applications import Starlette
 
 from gateway.admin.usage import MAX_ASKED, usage_routes
-from gateway.shell import EXCEPTION_HANDLERS
-from tests.gateway.ledger.receipts import a_correction, a_receipt, write_chain
+from gateway.endpoints.replies import EXCEPTION_HANDLERS
+from tests.gateway.billing.ledger.receipts import a_correction, a_receipt, write_chain
 from tests.openai_spec import Validate, validate
 
 __all__ = ["validate"]

@@ -10,11 +10,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.siblings import ALONE, Siblings
+from gateway.server.worker_group import ALONE, Siblings
 from gateway.telemetry.recent import RECENT_CALLS
-from tests.gateway.house import KEY, answer, chat, policy_of, tenant
+from tests.gateway.harness import KEY, answer, chat, policy_of, tenant
 from tests.gateway.providers.scripted import Received, ScriptedServer, json_answer
-from tests.gateway.test_app import Application, running
+from tests.gateway.server.test_app import Application, running
 
 ADMIN_KEY = "an-admin-key-of-some-length"
 ASKED, ANSWERED, PASSWORD = "wherefore-art-thou", "a-rose-by-any-other-name", "open-sesame"

@@ -13,10 +13,10 @@ from gateway.batches import uploads as uploads_module
 from gateway.batches.api import BatchApi
 from gateway.batches.store import CHUNK_BYTES
 from gateway.batches.worker import Worker
-from gateway.shell import EXCEPTION_HANDLERS
+from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from tests.gateway.batches.test_lines import raw
 from tests.gateway.batches.workshops import Bench, a_bench
-from tests.gateway.house import KEY, PATIENCE_SECONDS
+from tests.gateway.harness import KEY, PATIENCE_SECONDS
 
 MAX_FILE_BYTES = 3 * CHUNK_BYTES
 

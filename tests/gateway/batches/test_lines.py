@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 
 from gateway.batches.lines import PREFIX_BYTES, FileCheck, LineSplitter, judge, prefix_key, read_line
 from gateway.batches.records import LineError
-from gateway.errors import BadRequest
+from gateway.core.errors import BadRequest
 from gateway.types import Principal
 from tests.contract.test_batch_stores import a_batch
 from tests.gateway.calls import a_policy

@@ -10,7 +10,7 @@ from gateway.batches import results as results_module
 from gateway.batches.records import Result, Status
 from gateway.batches.workshop import LeaseLost
 from tests.gateway.batches.workshops import a_bench, ask, reply_of, run_to_its_end
-from tests.gateway.house import answer, in_time
+from tests.gateway.harness import answer, in_time
 
 
 async def test_a_killed_owners_receipts_are_written_once(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from gateway.batches.records import Status
 from gateway.batches.run import Run
 from gateway.providers.base import Fault, ProviderFailure
 from tests.gateway.batches.workshops import a_bench, ask, reply_of, run_to_its_end
-from tests.gateway.house import answer, chat, in_time, tenant
+from tests.gateway.harness import answer, chat, in_time, tenant
 
 
 async def test_lines_go_the_way_of_every_call_at_the_class_of_batches(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ import pytest
 from gateway.batches import worker as worker_module
 from gateway.batches.records import Batch, Status
 from gateway.batches.worker import LEASE_SECONDS, Worker
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 from tests.gateway.batches.test_run import reply_of
 from tests.gateway.batches.workshops import Bench, a_bench, ask
-from tests.gateway.house import answer
+from tests.gateway.harness import answer
 
 
 async def until_status(bench: Bench, batch_id: str, *wanted: Status) -> None:

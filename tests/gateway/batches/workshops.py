@@ -16,7 +16,7 @@ from gateway.batches.run import Run
 from gateway.batches.sqlite_store import SqliteStore
 from gateway.batches.store import CHUNK_BYTES
 from gateway.batches.workshop import Workshop
-from tests.gateway.house import PEPPER, Rig, Told, a_rig, chat, in_time, settle
+from tests.gateway.harness import PEPPER, Rig, Told, a_rig, chat, in_time, settle
 
 NOW = 1_000_000.0
 OWNER = "me"

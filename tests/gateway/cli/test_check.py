@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.policy_file import load_policy, policy_schema
+from gateway.policy.file import load_policy, policy_schema
 from tests.gateway.cli.conftest import Warmpath
 
 POLICIES = Path(__file__).parents[3] / "policies"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway import keys
+from gateway.core import api_keys as keys
 from gateway.policy import Key
 from gateway.storage import open_storage
 from gateway.storage.base import KeyRecord

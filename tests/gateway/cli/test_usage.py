@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from gateway.billing.ledger import Ledger
 from gateway.cli import app
-from gateway.ledger import Ledger
-from tests.gateway.ledger.receipts import a_receipt
+from tests.gateway.billing.ledger.receipts import a_receipt
 
 
 @pytest.fixture

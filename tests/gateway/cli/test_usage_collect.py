@@ -8,10 +8,10 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+from gateway.billing.ledger import Ledger
+from gateway.billing.ledger.shipping import Shipper
 from gateway.cli import app
-from gateway.ledger import Ledger
-from gateway.ledger.shipping import Shipper
-from tests.gateway.ledger.receipts import a_receipt
+from tests.gateway.billing.ledger.receipts import a_receipt
 from tests.redis_server import RedisServer, own_redis_server
 
 __all__ = ["own_redis_server"]

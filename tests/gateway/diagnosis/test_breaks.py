@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.canonicaliser import Canonicaliser
 from gateway.diagnosis import Journal, Summary, Watcher, read_summaries, report
 from gateway.diagnosis.breaks import Break
-from gateway.doors import DOORS
+from gateway.endpoints import DOORS
 from gateway.policy import Policy
+from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.types import Attempt, Call, Marks, Principal, Usage
 from tests.gateway.calls import UNTRACED, a_policy
 

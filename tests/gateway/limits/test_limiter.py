@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from gateway.errors import LimitReached, StorageUnavailable
+from gateway.core.errors import LimitReached, StorageUnavailable
 from gateway.limits import LIMITS
 from gateway.limits import limiter as phase
 from gateway.limits.budget import Budget

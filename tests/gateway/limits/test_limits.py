@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import pytest
 from msgspec import structs
 
-from gateway.errors import BadRequest, BudgetSpent, GatewayError, LimitReached
+from gateway.core.errors import BadRequest, BudgetSpent, GatewayError, LimitReached
 from gateway.limits import LIMITS
 from gateway.limits.base import estimate_of
 from gateway.limits.limiter import UNLIMITED, Limiter

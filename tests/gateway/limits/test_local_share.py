@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import BudgetSpent, LimitReached, StorageUnavailable
+from gateway.core.errors import BudgetSpent, LimitReached, StorageUnavailable
 from gateway.limits import LIMITS, local_share
 from gateway.limits.limiter import Limiter
 from gateway.limits.local_share import StoreOrShare, share_of

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 from gateway.limits.local_share import StoreOrShare
 from gateway.policy import StorageOutage
 from gateway.storage.base import Charge, Granted, LeaseCharge, RateCharge, SpendCharge

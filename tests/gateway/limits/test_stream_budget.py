@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 from gateway.types import Outcome
-from tests.gateway.house import DONE, Client, Rig, Told, a_rig, chat, delta, in_time, settle, tenant, usage_frame
+from tests.gateway.harness import DONE, Client, Rig, Told, a_rig, chat, delta, in_time, settle, tenant, usage_frame
 
 STREAM = chat(stream=True)
 TOKEN_NANOS = 2_000  # at 2 per million

@@ -12,13 +12,13 @@ from pydantic import ValidationError
 
 from gateway.policy import Deployment
 from gateway.providers import make_provider
+from gateway.providers.transport import HTTPTransport
 from gateway.settings import resolve_secret
-from gateway.transport import HTTPTransport
 from gateway.types import Operation
 from tests.gateway.calls import a_call
-from tests.gateway.house import policy_of, tenant
+from tests.gateway.harness import policy_of, tenant
 from tests.gateway.providers.scripted import Received, ScriptedServer, json_answer
-from tests.gateway.test_app import Application, running
+from tests.gateway.server.test_app import Application, running
 
 SIMILARITY = 0.1  # of a prompt, from which on the server itself prefers the slot that holds it
 SYSTEM = " ".join(f"rule-{number}" for number in range(300))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.providers import make_provider
+from gateway.providers.transport import HTTPTransport
 from gateway.settings import resolve_secret
-from gateway.transport import HTTPTransport
 from tests.gateway.calls import a_call, a_policy
 
 SIGNED = {"type": "thinking", "thinking": "hm", "signature": "s"}

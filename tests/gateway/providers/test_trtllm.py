@@ -9,8 +9,8 @@ import pytest
 
 from gateway.policy import Deployment
 from gateway.providers import make_provider
+from gateway.providers.transport import HTTPTransport
 from gateway.providers.trtllm import share_of
-from gateway.transport import HTTPTransport
 from gateway.types import Operation
 from tests.contract.test_providers import call, resolve_nothing
 

@@ -7,8 +7,8 @@ import pytest
 
 from gateway.policy import Deployment
 from gateway.providers import make_provider
+from gateway.providers.transport import HTTPTransport
 from gateway.providers.vllm import read_counters
-from gateway.transport import HTTPTransport
 from gateway.types import Operation
 from tests.contract.test_providers import answering, call, resolve_nothing
 from tests.gateway.providers.scripted import ScriptedServer, json_answer

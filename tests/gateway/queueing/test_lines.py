@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import GatewayError, Overloaded
-from gateway.fleet import Fleet, Place
+from gateway.core.errors import GatewayError, Overloaded
+from gateway.deployments.fleet import Fleet, Place
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.prefix.working_set import WorkingSet
 from gateway.providers.base import Unasked

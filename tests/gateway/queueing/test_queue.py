@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from gateway.errors import Overloaded
-from gateway.fleet import Fleet, Place
+from gateway.core.errors import Overloaded
+from gateway.deployments.fleet import Fleet, Place
 from gateway.policy import Policy
 from gateway.prefix import working_set
 from gateway.providers.base import Unasked

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from gateway.errors import GatewayError
-from gateway.fleet import Fleet, Server
+from gateway.core.errors import GatewayError
+from gateway.deployments.fleet import Fleet, Server
 from gateway.policy import Deployment, Policy
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.queueing import Queue

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from gateway.errors import UpstreamTimeout
-from gateway.fleet import Server
+from gateway.core.errors import UpstreamTimeout
+from gateway.deployments.fleet import Server
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.types import Call
 from tests.gateway.calls import a_call, chat

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.routing.so_far import HELD_MAX_BYTES, Rest, SoFar
-from tests.gateway.house import DONE, Client, Rig, a_rig, chat, counted, cut, delta, in_time, policy_of, settle
+from tests.gateway.harness import DONE, Client, Rig, a_rig, chat, counted, cut, delta, in_time, policy_of, settle
 
 CONTINUED = {"classes": {"realtime": {"continue_cut_streams": True}}}
 ROLE = {"role": "assistant", "content": ""}

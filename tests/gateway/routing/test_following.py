@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.fleet import Server
+from gateway.deployments.fleet import Server
 from gateway.routing.following import follow
 from gateway.types import Call
 from tests.gateway.calls import a_call, chat

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from gateway.breaker import Breaker
-from gateway.errors import PoisonousRequest, UpstreamCut
+from gateway.core.errors import PoisonousRequest, UpstreamCut
+from gateway.deployments.circuit_breaker import Breaker
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.types import Call
 from tests.gateway.routing.rig import DONE, TEXT, Rig, Script, Turns, failing, one_server, server, two_servers

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from gateway.breaker import FAILURES_TO_OPEN
-from gateway.errors import UpstreamCut, UpstreamError, UpstreamRefused, UpstreamTimeout
+from gateway.core.errors import UpstreamCut, UpstreamError, UpstreamRefused, UpstreamTimeout
+from gateway.deployments.circuit_breaker import FAILURES_TO_OPEN
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.routing.router import MAX_ATTEMPTS
 from gateway.types import Call

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.fleet import Fleet, Server
+from gateway.deployments.fleet import Fleet, Server
 from gateway.prefix.events.base import Stored
 from gateway.prefix.events.blocks import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_TOKENS

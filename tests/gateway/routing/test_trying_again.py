@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from gateway.errors import Overloaded, UpstreamBusy, UpstreamError
+from gateway.core.errors import Overloaded, UpstreamBusy, UpstreamError
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.routing.retries import RetryBudget
 from gateway.types import Call

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 from gateway.storage import coalesce
 from gateway.storage.coalesce import Coalescer
 

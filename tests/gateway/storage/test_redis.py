@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 from gateway.storage import redis as redis_engine
 from gateway.storage.base import (
     OPERATION_TIMEOUT_SECONDS,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.errors import StorageUnavailable
+from gateway.core.errors import StorageUnavailable
 from gateway.storage.base import (
     DELETED_AT_ONCE,
     OPERATION_TIMEOUT_SECONDS,

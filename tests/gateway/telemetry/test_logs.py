@@ -27,7 +27,7 @@ def configured(*, json: bool = True, access_log: bool = False, level: str = "inf
 
 def test_a_line_is_one_json_object_with_the_known_fields_only() -> None:
     stream = configured()
-    logging.getLogger("gateway.ledger").warning(
+    logging.getLogger("gateway.billing.ledger").warning(
         "a row\nwas late", extra={"call_id": "c1", "status": 200, "api_key": CANARY, "messages": [CANARY]}
     )
     (line,) = stream.getvalue().splitlines()
@@ -35,7 +35,7 @@ def test_a_line_is_one_json_object_with_the_known_fields_only() -> None:
     assert event.pop("time").endswith("+00:00")
     assert event == {
         "level": "warning",
-        "logger": "gateway.ledger",
+        "logger": "gateway.billing.ledger",
         "message": "a row\nwas late",
         "call_id": "c1",
         "status": 200,
@@ -48,7 +48,7 @@ def test_an_exception_is_located_but_not_quoted(as_json: bool) -> None:
     try:
         int(CANARY)  # its message quotes what it was given
     except ValueError:
-        logging.getLogger("gateway.doors").exception("a request could not be read", extra={"call_id": "c1"})
+        logging.getLogger("gateway.endpoints").exception("a request could not be read", extra={"call_id": "c1"})
     assert CANARY not in stream.getvalue()
     assert "ValueError" in stream.getvalue()
     assert "test_logs.py" in stream.getvalue()
@@ -57,13 +57,13 @@ def test_an_exception_is_located_but_not_quoted(as_json: bool) -> None:
 
 def test_text_is_for_people() -> None:
     stream = configured(json=False)
-    logging.getLogger("gateway.app").info("ready", extra={"policy_hash": "ab12"})
-    assert stream.getvalue().endswith(" info gateway.app: ready  policy_hash=ab12\n")
+    logging.getLogger("gateway.server.app").info("ready", extra={"policy_hash": "ab12"})
+    assert stream.getvalue().endswith(" info gateway.server.app: ready  policy_hash=ab12\n")
 
 
 def test_levels() -> None:
     stream = configured(level="warning")
-    logging.getLogger("gateway.app").info("unheard")
+    logging.getLogger("gateway.server.app").info("unheard")
     logging.getLogger("httpx2").info("POST http://10.0.0.5/")
     logging.getLogger("httpx2").warning("heard")
     assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["heard"]

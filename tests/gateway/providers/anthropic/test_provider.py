@@ -12,7 +12,7 @@ import pytest
 from gateway.policy import Deployment
 from gateway.providers import make_provider
 from gateway.providers.base import Fault, Provider, ProviderFailure
-from gateway.transport import HTTPTransport
+from gateway.providers.transport import HTTPTransport
 from tests.gateway.calls import a_call, chat
 from tests.gateway.providers.anthropic.sdk import read_request
 from tests.gateway.providers.scripted import TIMEOUT_SECONDS, Received, ScriptedServer, json_answer

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai.lib.streaming._deltas import accumulate_delta
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.metering import Meter
+from gateway.billing.metering import Meter
 from gateway.providers.anthropic.reply import ChatStream, Unreadable, chat_error, whole_chat
 from gateway.providers.sse import MAX_FRAME_BYTES, FrameSplitter
 from gateway.types import Usage

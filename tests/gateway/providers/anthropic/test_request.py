@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import BadRequest
+from gateway.core.errors import BadRequest
 from gateway.policy import Deployment
 from gateway.providers import make_provider
 from gateway.providers.anthropic.fields import _LEFT_OUT, _NEUTRAL, _SAID
 from gateway.providers.base import Fault, ProviderFailure
+from gateway.providers.transport import HTTPTransport
 from gateway.settings import resolve_secret
-from gateway.transport import HTTPTransport
 from gateway.types import Operation
 from tests.gateway.calls import a_call
 from tests.gateway.providers.anthropic.sdk import read_request

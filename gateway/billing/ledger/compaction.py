@@ -1,0 +1,233 @@
+"""Closed segments as Parquet: a tenth of the time to sum up and a third of the room, and every row still provable.
+
+    0000000001.jsonl  ->  0000000001.parquet    a column for what is summed up, and `line`: the row's very bytes
+                          0000000001.manifest   one line of JSON: first row, head, number of rows, hash of the lines
+
+The lines are all that the chain's proof needs, so `verify` goes through a compacted segment as through any other, and
+holds the columns against them. A segment's lines are removed when its Parquet has been read back and gives them byte
+for byte. Whatever is interrupted is done again by the next run.
+
+The newest segments stay as they are: the writer continues them, and reads the last that has a row when it opens.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import duckdb
+import msgspec
+
+from gateway.billing.ledger.chain import RowError, chains, check_row, closed_segments
+from gateway.billing.ledger.holding import removing
+from gateway.billing.ledger.rows import decode_head
+from gateway.billing.ledger.tables import ROW_COLUMNS, UnreadableLedger, database, nulls, typed
+
+LINE_BYTES_MAX = 64 * 1024 * 1024
+_FETCH_ROWS = 10_000
+_ROW_GROUP_ROWS = 100_000
+
+_NEVER = "\\x01"  # a byte that JSON writes in no other way than escaped: each line is one field
+_STORED = [name for name in ROW_COLUMNS if name != "attempts"]
+_STRUCTURE = "{" + ", ".join(f'"{name}": "{ROW_COLUMNS[name]}"' for name in _STORED) + "}"
+_COLUMNS = f"unnest(json_transform(line, '{_STRUCTURE}'))"
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a compacted segment without reading it."""
+
+    kind: str = "compacted"
+    event_id: str  # of the first row
+    rows: int
+    prev: str
+    head: str  # hash of the last row
+    sha256: str  # of all lines
+
+
+class Compacted(msgspec.Struct, frozen=True):
+    file: Path
+    rows: int
+    bytes_before: int
+    bytes_after: int
+
+
+def compact(ledger: Path, *, before: float, done: Callable[[Compacted], None] = lambda _: None) -> list[Compacted]:
+    """Compact what was closed before `before` (seconds since the epoch). Raises `UnreadableLedger` at a segment that is
+    not as it was written; those before it are done.
+    """
+    compacted = []
+    for chain in chains(ledger):
+        for file in closed_segments(chain):
+            if file.stat().st_mtime < before and (one := compact_segment(file)) is not None:
+                compacted.append(one)
+                done(one)
+    return compacted
+
+
+def compact_segment(file: Path, *, threads: int | None = None) -> Compacted | None:
+    """None where there is nothing to be done, or somebody else has done it meanwhile. Raises `UnreadableLedger`."""
+    with _alone(file.parent):
+        return _compact(file, threads) if file.exists() and file.stat().st_size else None
+
+
+def lines_of(file: Path) -> Iterator[bytes]:
+    """The rows of a segment, compacted or not, as they were written: for `chain.verify`. Raises `RowError` where
+    columns are not what their line says, and where the file can not be read.
+    """
+    if file.suffix != ".parquet":
+        with file.open("rb") as lines:
+            yield from lines
+        return
+    with database() as connection:
+        try:
+            wrong = _wrong_columns(connection, file)
+            rows = connection.execute("SELECT line FROM read_parquet($file)", {"file": str(file)})
+            for number, line in enumerate(_fetched(rows)):
+                if number == wrong:
+                    raise RowError("the row's columns are not what its line says")
+                yield line
+        except duckdb.Error as error:
+            raise RowError(str(error)) from error
+
+
+def stored_lines(file: Path) -> Iterator[bytes]:
+    """The rows of a compacted segment, taken at their word. Raises `UnreadableLedger`."""
+    with database(threads=1) as connection:
+        try:
+            yield from _fetched(connection.execute("SELECT line FROM read_parquet($file)", {"file": str(file)}))
+        except duckdb.Error as error:
+            raise UnreadableLedger(f"{file}: {error}") from error
+
+
+def events_in(file: Path, event_ids: Collection[str]) -> set[str]:
+    """Those of some rows that are in a compacted segment. Raises `UnreadableLedger`."""
+    with database(threads=1) as connection:
+        try:
+            rows = connection.execute(
+                "SELECT event_id FROM read_parquet($file) WHERE list_contains($ids, event_id)",
+                {"file": str(file), "ids": list(event_ids)},
+            ).fetchall()
+        except duckdb.Error as error:
+            raise UnreadableLedger(f"{file}: {error}") from error
+    return {event_id for (event_id,) in rows}
+
+
+@contextmanager
+def _alone(chain: Path) -> Iterator[None]:
+    """A gateway and `warmpath usage compact` may come to the same segment at the same time."""
+    with (chain / "compacting").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _compact(file: Path, threads: int | None) -> Compacted:
+    content = file.read_bytes()
+    manifest = _manifest_of(file, content)
+    target, unfinished = file.with_suffix(".parquet"), file.with_suffix(".unfinished")
+    with database(threads) as connection:
+        lines = f"""
+            SELECT line FROM read_csv('{_quoted(file)}', columns = {{'line': 'VARCHAR'}}, delim = '{_NEVER}',
+                quote = '', escape = '', header = false, auto_detect = false, max_line_size = {LINE_BYTES_MAX})
+        """
+        try:
+            connection.execute(
+                f"COPY (SELECT {typed(_STORED)}, line FROM (SELECT line, {_COLUMNS} FROM ({lines}))) "
+                f"TO '{_quoted(unfinished)}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {_ROW_GROUP_ROWS})"
+            )
+            rows = connection.execute("SELECT line FROM read_parquet($file)", {"file": str(unfinished)})
+            digest = hashlib.sha256()
+            for line in _fetched(rows):
+                digest.update(line)
+        except duckdb.Error as error:
+            raise UnreadableLedger(f"{file}: {error}") from error
+    if digest.hexdigest() != manifest.sha256:
+        raise UnreadableLedger(f"{file}: its Parquet does not give its rows back; it stays as it is")
+    _make_durable(file.with_suffix(".manifest"), msgspec.json.encode(manifest) + b"\n")
+    _sync(unfinished)
+    unfinished.replace(target)
+    _sync(file.parent)
+    with removing(file.parent, wait=True):
+        file.unlink()
+    return Compacted(target, manifest.rows, len(content), target.stat().st_size)
+
+
+def _manifest_of(file: Path, content: bytes) -> Manifest:
+    """Checks the segment on the way: what is broken is not compacted."""
+    rows, first_prev, head, first = 0, "", "", b""
+    for rows, line in enumerate(content.splitlines(keepends=True), start=1):
+        try:
+            prev, digest = check_row(line)
+            if rows > 1 and prev != head:
+                raise RowError("rows before this one were removed, added or moved")
+        except RowError as error:
+            raise UnreadableLedger(f"{file}:{rows}: {error}") from error
+        if rows == 1:
+            first_prev, first = prev, line
+        head = digest
+    return Manifest(
+        event_id=decode_head(first).event_id,
+        rows=rows,
+        prev=first_prev,
+        head=head,
+        sha256=hashlib.sha256(content).hexdigest(),
+    )
+
+
+def _wrong_columns(connection: duckdb.DuckDBPyConnection, file: Path) -> int | None:
+    """The first row, from 0, of which a column does not have the value that its line has. A column that the file lacks,
+    as an earlier version knew nothing of it, has none.
+    """
+    stored = (
+        f"SELECT {nulls(_STORED)} WHERE false UNION ALL BY NAME "
+        f"SELECT file_row_number AS number, * FROM read_parquet('{_quoted(file)}', file_row_number = true)"
+    )
+    parsed = f"SELECT {typed(_STORED)}, number FROM (SELECT number, {_COLUMNS} FROM stored)"
+    differ = " OR ".join(f"stored.{name} IS DISTINCT FROM parsed.{name}" for name in _STORED)
+    found = connection.execute(
+        f"WITH stored AS ({stored}), parsed AS ({parsed}) "
+        f"SELECT min(number) FROM stored JOIN parsed USING (number) WHERE {differ}"
+    ).fetchone()
+    return found[0] if found else None
+
+
+def _fetched(rows: duckdb.DuckDBPyConnection) -> Iterator[bytes]:
+    while some := rows.fetchmany(_FETCH_ROWS):
+        for (line,) in some:
+            yield line.encode() + b"\n"
+
+
+def _quoted(file: Path) -> str:
+    return str(file).replace("'", "''")
+
+
+def _make_durable(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    _sync(file)
+
+
+def _sync(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def main() -> None:
+    """One segment, by the way: for `gateway.billing.ledger.compacting`."""
+    os.nice(19)
+    file = Path(sys.argv[1])
+    try:
+        if compact_segment(file, threads=1) is None and file.exists():
+            sys.exit(f"{file} is empty")
+    except (UnreadableLedger, OSError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

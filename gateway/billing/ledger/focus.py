@@ -1,0 +1,159 @@
+"""The ledger as FinOps tools read it: FOCUS, the FinOps Open Cost and Usage Specification (focus.finops.org).
+
+The columns are those that version 1.2 requires, with those of 1.0. A row is what one key used of one kind of token on
+one day (UTC) at one price: quantity times unit price is its cost, exactly. A correction is a row of the day of the call
+that it corrects, of ChargeClass `Correction`. What has no price has no cost, and so no row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import date, timedelta
+from decimal import Context, Decimal, Inexact
+from pathlib import Path
+from typing import Any
+
+from gateway.billing.ledger.reader import EVERYTHING, TOKENS, Period
+from gateway.billing.ledger.tables import connect
+from gateway.core.money import plain_text
+
+COLUMNS = (
+    "AvailabilityZone", "BilledCost", "BillingAccountId", "BillingAccountName", "BillingAccountType",
+    "BillingCurrency", "BillingPeriodEnd", "BillingPeriodStart", "ChargeCategory", "ChargeClass", "ChargeDescription",
+    "ChargeFrequency", "ChargePeriodEnd", "ChargePeriodStart", "CommitmentDiscountCategory", "CommitmentDiscountId",
+    "CommitmentDiscountName", "CommitmentDiscountStatus", "CommitmentDiscountType", "ConsumedQuantity", "ConsumedUnit",
+    "ContractedCost", "ContractedUnitPrice", "EffectiveCost", "InvoiceId", "InvoiceIssuerName", "ListCost",
+    "ListUnitPrice", "PricingCategory", "PricingQuantity", "PricingUnit", "ProviderName", "PublisherName", "RegionId",
+    "RegionName", "ResourceId", "ResourceName", "ResourceType", "ServiceCategory", "ServiceName",
+    "ServiceSubcategory", "SkuId", "SkuMeter", "SkuPriceId", "SubAccountId", "SubAccountName", "SubAccountType", "Tags",
+)  # fmt: skip
+
+_UNIT = "Tokens"
+_PRICES = (
+    "input", "cached_input", "cache_write", "cache_write_1h", "output", "reasoning", "audio_input", "audio_output",
+)  # fmt: skip
+_INHERITED = {
+    "cached_input": "input", "cache_write": "input", "cache_write_1h": "cache_write", "reasoning": "output",
+    "audio_input": "input", "audio_output": "output",
+}  # fmt: skip
+_GROUP = (
+    "finished[:10]", "kind", "source = 'cache'", "tenant", "key_id", "model_asked", "deployment", "latency_class",
+    "service_tier", "currency", "price_version", *(f"price_{name}" for name in _PRICES),
+)  # fmt: skip
+_NAMES = ("day", "kind", "from_cache", *_GROUP[3:], *TOKENS, "cost")
+_EXACT = Context(prec=60, traps=[Inexact])
+
+
+def focus_rows(ledger: Path, *, provider: str, period: Period = EVERYTHING) -> Iterator[dict[str, str]]:
+    """`provider` is who renders the service. Values are texts as CSV has them. Raises `UnreadableLedger`."""
+    sums = ", ".join(f"sum({name})" for name in TOKENS)
+    query = (
+        f"SELECT {', '.join(_GROUP)}, {sums}, sum(cost) FROM bills "
+        f"WHERE currency IS NOT NULL AND {period.condition} GROUP BY ALL ORDER BY ALL"
+    )
+    with connect(ledger) as connection:
+        groups = connection.execute(query, period.parameters).fetchall()
+    for values in groups:
+        group = dict(zip(_NAMES, values, strict=True))
+        common = _common(group, provider)
+        if group["kind"] == "correction":
+            yield _charge(common, "Correction of earlier charges", group["cost"], ChargeClass="Correction")
+            continue
+        billed = Decimal(0)
+        for bucket, tokens in _buckets(group).items():
+            if tokens:
+                unit_price = _unit_price(group, bucket)
+                cost = _EXACT.multiply(unit_price, tokens)
+                billed += cost
+                yield _usage(common, group, bucket, tokens, unit_price, cost)
+        if billed != group["cost"]:  # by rules that another version of the gateway had
+            rest = group["cost"] - billed
+            # Not of the category Usage, of which every row has a quantity and a price.
+            yield _charge(
+                common, "Usage that is not told apart", rest, ChargeCategory="Adjustment", ChargeFrequency="One-Time"
+            )
+
+
+def _buckets(group: dict[str, Any]) -> dict[str, Decimal]:
+    tokens = {name: Decimal(group[name] or 0) for name in TOKENS}
+    return {
+        "input": tokens["input_uncached"] - tokens["audio_input"],
+        "cached_input": tokens["cache_read"],
+        "cache_write": tokens["cache_write"] - tokens["cache_write_1h"],
+        "cache_write_1h": tokens["cache_write_1h"],
+        "output": tokens["output"] - tokens["reasoning"] - tokens["audio_output"],
+        "reasoning": tokens["reasoning"],
+        "audio_input": tokens["audio_input"],
+        "audio_output": tokens["audio_output"],
+    }
+
+
+def _unit_price(group: dict[str, Any], bucket: str) -> Decimal:
+    """Of one token."""
+    while (per_million := group[f"price_{bucket}"]) is None and bucket in _INHERITED:
+        bucket = _INHERITED[bucket]
+    return Decimal(per_million or 0).scaleb(-6)
+
+
+def _usage(
+    common: dict[str, str], group: dict[str, Any], bucket: str, tokens: Decimal, unit_price: Decimal, cost: Decimal
+) -> dict[str, str]:
+    what = bucket.replace("_", " ") + (" answered from the response cache" if group["from_cache"] else "")
+    sku = f"{group['model_asked']}/{'cached-answer/' if group['from_cache'] else ''}{bucket}"
+    price = plain_text(unit_price)
+    return _charge(
+        common,
+        f"{group['model_asked']}: {what} tokens",
+        cost,
+        ConsumedQuantity=plain_text(tokens),
+        ConsumedUnit=_UNIT,
+        ContractedUnitPrice=price,
+        ListUnitPrice=price,
+        PricingCategory="Standard",
+        PricingQuantity=plain_text(tokens),
+        PricingUnit=_UNIT,
+        SkuId=sku,
+        SkuMeter=f"{what.capitalize()} tokens",
+        SkuPriceId=f"{sku}/{group['price_version']}",
+    )
+
+
+def _charge(common: dict[str, str], description: str, cost: Decimal, **more: str) -> dict[str, str]:
+    money = dict.fromkeys(("BilledCost", "ContractedCost", "EffectiveCost", "ListCost"), plain_text(cost))
+    return {**dict.fromkeys(COLUMNS, ""), **common, **money, "ChargeDescription": description, **more}
+
+
+def _common(group: dict[str, Any], provider: str) -> dict[str, str]:
+    day = date.fromisoformat(group["day"])
+    month = day.replace(day=1)
+    tags = {name: group[name] for name in ("latency_class", "service_tier") if group[name]}
+    return {
+        "BillingAccountId": group["tenant"],
+        "BillingAccountName": group["tenant"],
+        "BillingAccountType": "Tenant",
+        "BillingCurrency": group["currency"],
+        "BillingPeriodStart": _midnight(month),
+        "BillingPeriodEnd": _midnight((month + timedelta(days=31)).replace(day=1)),
+        "ChargeCategory": "Usage",
+        "ChargeFrequency": "Usage-Based",
+        "ChargePeriodStart": _midnight(day),
+        "ChargePeriodEnd": _midnight(day + timedelta(days=1)),
+        "InvoiceIssuerName": provider,
+        "ProviderName": provider,
+        "PublisherName": provider,
+        "ResourceId": group["deployment"] or "",
+        "ResourceName": group["deployment"] or "",
+        "ResourceType": "Deployment" if group["deployment"] else "",
+        "ServiceCategory": "AI and Machine Learning",
+        "ServiceName": "Model inference",
+        "ServiceSubcategory": "Generative AI",
+        "SubAccountId": group["key_id"],
+        "SubAccountName": group["key_id"],
+        "SubAccountType": "API key",
+        "Tags": json.dumps(tags),
+    }
+
+
+def _midnight(day: date) -> str:
+    return f"{day.isoformat()}T00:00:00Z"

@@ -1,0 +1,237 @@
+"""Sums over the ledger, by DuckDB: every number comes from the rows alone, and money stays decimal throughout.
+
+A call belongs to the moment at which it ended, since that is when its row was written: a day that is over gains nothing
+but corrections, which belong to the day of the call that they correct. Tokens of answers from the response cache are
+not summed, as no engine worked for them; `cache_hits` counts the calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import duckdb
+
+from gateway.billing.ledger.tables import COLUMNS, UnreadableLedger, connect
+from gateway.core.money import plain_text
+
+DIMENSIONS = {
+    "tenant": "tenant",
+    "key": "key_id",
+    "user": "end_user",
+    "model": "model_asked",
+    "class": "latency_class",
+    "tier": "service_tier",
+    "day": "finished[:10]",
+    "hour": "finished[:13] || ':00'",
+    "minute": "finished[:16]",
+    "deployment": "deployment",
+    "operation": "operation",
+    "outcome": "outcome",
+    "batch": "if(latency_class = 'batch', 'true', 'false')",
+}
+TOKENS = (
+    "input_uncached", "cache_read", "cache_write", "output", "reasoning", "audio_input", "audio_output",
+    "cache_write_1h",
+)  # fmt: skip
+
+_CHECKS = ("inexact", "unpriced")
+_MILLIONTH = "0.000001::DECIMAL(7, 6)"  # prices are per million tokens
+_PRICE = "DECIMAL(18, 9)"  # times a count of tokens it still fits in 38 digits
+_FETCH_ROWS = 10_000
+
+_PRICED_BY = ("price_input", "price_cached_input", "currency")
+# The prices that hold now: of a receipt that was corrected, those of its last correction.
+_PRICES_NOW = """
+    SELECT corrects, bool_or(cost IS NOT NULL) AS priced, last(price_input ORDER BY corrected) AS price_input,
+           last(price_cached_input ORDER BY corrected) AS price_cached_input,
+           last(currency ORDER BY corrected) AS currency
+    FROM corrections GROUP BY corrects
+"""
+
+
+class UsageLine(NamedTuple):
+    """What one group of calls used. `cost` and `saved` are by currency; `group` by dimension.
+
+    `saved` is what reading prefix caches made cheaper. `inexact` calls are billed by an estimate; `unpriced` ones are
+    not in `cost`.
+    """
+
+    group: dict[str, str | None]
+    requests: int
+    cache_hits: int
+    input_uncached: int
+    cache_read: int
+    cache_write: int
+    output: int
+    reasoning: int
+    audio_input: int
+    audio_output: int
+    cache_write_1h: int
+    inexact: int
+    unpriced: int
+    cost: dict[str, Decimal]
+    saved: dict[str, Decimal]
+
+    @property
+    def cached_share(self) -> float:
+        """Of all input tokens, those that were read from a prefix cache."""
+        return self.cache_read / ((self.input_uncached + self.cache_read + self.cache_write) or 1)
+
+
+class Period(NamedTuple):
+    """Which calls: those that ended from `since` to before `until`, texts as receipts have them, and of whom. A filter
+    names a dimension and its values.
+    """
+
+    since: str | None = None
+    until: str | None = None
+    only: Mapping[str, Sequence[str]] = {}
+
+    @property
+    def condition(self) -> str:
+        conditions = ["($since IS NULL OR finished >= $since)", "($until IS NULL OR finished < $until)"]
+        conditions += [f"list_contains($only_{name}, {DIMENSIONS[name]})" for name in self.only]
+        return " AND ".join(conditions)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        only = {f"only_{name}": list(values) for name, values in self.only.items()}
+        return {"since": self.since, "until": self.until, **only}
+
+
+EVERYTHING = Period()
+
+
+def summarise(
+    ledger: Path, *, by: Sequence[str] = (), period: Period = EVERYTHING, threads: int | None = None
+) -> list[UsageLine]:
+    """One line per group, in order; `by` names `DIMENSIONS`. Raises `UnreadableLedger`."""
+    dimensions = [f"{DIMENSIONS[name]} AS dimension_{name}" for name in by]
+    with connect(ledger, threads=threads) as connection:
+        found = connection.execute(_summary(connection, dimensions, period), period.parameters).fetchall()
+    lines: dict[tuple[str | None, ...], UsageLine] = {}
+    for row in found:
+        group, currency, counts, cost, saved = row[: len(by)], row[len(by)], row[len(by) + 1 : -2], row[-2], row[-1]
+        line = lines.get(group)
+        if line is None:
+            line = lines[group] = UsageLine._make([dict(zip(by, group, strict=True)), *counts, {}, {}])
+        else:  # in another currency, too
+            sums = [before + more for before, more in zip(line[1:-2], counts, strict=True)]
+            line = lines[group] = UsageLine._make([line.group, *sums, line.cost, line.saved])
+        if currency is not None:
+            line.cost[currency], line.saved[currency] = cost, saved
+    return [lines[group] for group in sorted(lines, key=lambda group: [value or "" for value in group])]
+
+
+def latest(ledger: Path, count: int) -> list[dict[str, Any]]:
+    """The last receipts to be written, the latest first, as they stand in their rows. Raises `UnreadableLedger`."""
+    with connect(ledger) as connection:
+        order = "ORDER BY finished DESC, event_id DESC LIMIT $n"
+        found = connection.execute(f"SELECT {', '.join(COLUMNS)} FROM receipts {order}", {"n": count}).fetchall()
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in found]
+    return [
+        {
+            **row,
+            "cost": None if row["cost"] is None else plain_text(row["cost"]),
+            "attempts": json.loads(row["attempts"]),
+        }
+        for row in rows
+    ]
+
+
+def bill_rows(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, Any]]:
+    """Receipts and corrections by their columns, in the order of their ids. `cost` is a decimal. Raises
+    `UnreadableLedger`.
+    """
+    names = ["kind", *(name for name in COLUMNS if name != "attempts"), "corrects"]
+    sql = f"SELECT {', '.join(names)} FROM bills WHERE {period.condition} ORDER BY event_id"
+    with connect(ledger) as connection:
+        cursor = connection.execute(sql, period.parameters)
+        while rows := cursor.fetchmany(_FETCH_ROWS):
+            for row in rows:
+                yield dict(zip(names, row, strict=True))
+
+
+def standing(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, Any]]:
+    """Receipts by their columns as their corrections leave them, in the order of their ids. `cost` is a decimal.
+
+    All rows have been read when the first is given. Raises `UnreadableLedger`.
+    """
+    summed = ("cost", *TOKENS)
+    now = [f"coalesce(receipts.{name}, 0) + coalesce(changes.{name}, 0) AS {name}" for name in TOKENS]
+    now.append("coalesce(receipts.cost + changes.cost, receipts.cost, changes.cost) AS cost")
+    now.append("coalesce(receipts.currency, changes.currency) AS currency")
+    names = [name for name in COLUMNS if name not in ("attempts", "currency", *summed)]
+    sums = ", ".join(f"sum({name}) AS {name}" for name in summed)
+    with connect(ledger) as connection:
+        rows = connection.execute(
+            f"SELECT {', '.join(f'receipts.{name}' for name in names)}, {', '.join(now)} FROM receipts LEFT JOIN "
+            f"(SELECT corrects, last(currency ORDER BY corrected) AS currency, {sums} FROM corrections GROUP BY ALL) "
+            f"AS changes ON receipts.event_id = changes.corrects WHERE {period.condition} ORDER BY receipts.event_id",
+            period.parameters,
+        )
+        columns = [*names, *TOKENS, "cost", "currency"]
+        while some := rows.fetchmany(_FETCH_ROWS):
+            for row in some:
+                yield dict(zip(columns, row, strict=True))
+
+
+def write_parquet(ledger: Path, file: Path, period: Period = EVERYTHING) -> int:
+    """Write receipts and corrections, a column for each field, and return how many. Raises `UnreadableLedger`."""
+    rows = f"SELECT * EXCLUDE (attempts) FROM bills WHERE {period.condition} ORDER BY event_id"
+    with connect(ledger) as connection:
+        target = str(file).replace("'", "''")
+        written = connection.execute(f"COPY ({rows}) TO '{target}' (FORMAT parquet)", period.parameters).fetchone()
+    return int(written[0]) if written else 0
+
+
+def unpriced(ledger: Path, period: Period = EVERYTHING) -> list[tuple[str, str | None, int]]:
+    """(model, deployment, calls) of work that no price is known for. Raises `UnreadableLedger`."""
+    with connect(ledger) as connection:
+        return connection.execute(
+            f"SELECT model_asked, deployment, count(*) FROM receipts ANTI JOIN ({_PRICES_NOW}) AS now "
+            f"ON event_id = now.corrects AND now.priced WHERE cost IS NULL AND {period.condition} "
+            "GROUP BY ALL ORDER BY ALL",
+            period.parameters,
+        ).fetchall()
+
+
+def _summary(connection: duckdb.DuckDBPyConnection, dimensions: Sequence[str], period: Period) -> str:
+    """One pass over the rows. The few prices that there are multiply sums, and not each row."""
+    some = connection.execute("SELECT count(*) FROM corrections").fetchone()
+    rows, priced = "bills", "(cost IS NOT NULL)"
+    prices = [f"bills.{name} AS now_{name}" for name in _PRICED_BY]
+    if some and some[0]:
+        rows = f"bills LEFT JOIN ({_PRICES_NOW}) AS now ON bills.kind = 'receipt' AND bills.event_id = now.corrects"
+        priced = "(cost IS NOT NULL OR coalesce(now.priced, false))"
+        prices = [f"if(now.corrects IS NULL, bills.{name}, now.{name}) AS now_{name}" for name in _PRICED_BY]
+    worked = "source <> 'cache'"
+    tokens = [f"sum({name}) FILTER ({worked}) AS {name}" for name in TOKENS]
+    names = "".join(f"{dimension.rpartition(' ')[2]}, " for dimension in dimensions)
+    counts = ", ".join(f"coalesce(sum({name}), 0)" for name in ("requests", "cache_hits", *TOKENS, *_CHECKS))
+    cheaper = f"now_price_input::{_PRICE} - coalesce(now_price_cached_input, now_price_input)::{_PRICE}"
+    return f"""
+        SELECT {names} now_currency, {counts}, coalesce(sum(cost), 0),
+               coalesce(sum(cache_read * ({cheaper})) * {_MILLIONTH}, 0)
+        FROM (
+            SELECT {", ".join([*dimensions, *prices])},
+                   count(*) FILTER (kind = 'receipt') AS requests,
+                   count(*) FILTER (kind = 'receipt' AND source = 'cache') AS cache_hits,
+                   {", ".join(tokens)},
+                   count(*) FILTER (kind = 'receipt' AND source = 'estimate' AND outcome <> 'refused') AS inexact,
+                   count(*) FILTER (kind = 'receipt' AND NOT {priced}) AS unpriced,
+                   sum(cost) AS cost
+            FROM {rows} WHERE {period.condition} GROUP BY ALL
+        )
+        GROUP BY ALL ORDER BY now_currency
+    """
+
+
+__all__ = [
+    "COLUMNS", "DIMENSIONS", "EVERYTHING", "TOKENS", "Period", "UnreadableLedger", "UsageLine", "bill_rows", "latest",
+    "standing", "summarise", "unpriced", "write_parquet",
+]  # fmt: skip

@@ -1,0 +1,88 @@
+"""The ledger held against what the engines counted. See `engine_counters` for the marks.
+
+A call that runs across a mark was counted by its engine on both sides, and by the ledger when it ended: single spans
+may differ by what was in flight, and their sum does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from gateway.billing.ledger.engine_counters import Span
+from gateway.billing.ledger.tables import connect
+
+_BILLED_OR_NOT = ("kind <> 'unbilled'", "kind = 'unbilled'")
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """A span, and what the ledger has of it: tokens of calls that ended in it, and, `unbilled`, of attempts that were
+    made in vain. Drift is the engine's count less both: positive where work was done that the ledger does not know of.
+    """
+
+    span: Span
+    input: int
+    output: int
+    unbilled_input: int = 0
+    unbilled_output: int = 0
+
+    @property
+    def input_drift(self) -> int:
+        return self.span.input - self.input - self.unbilled_input
+
+    @property
+    def output_drift(self) -> int:
+        return self.span.output - self.output - self.unbilled_output
+
+
+def share(drift: int, counted: int) -> float:
+    """Of what the engine counted; 1 where it counted nothing, and the ledger did."""
+    return abs(drift) / counted if counted else float(bool(drift))
+
+
+def compare(ledger: Path, spans: Sequence[Span]) -> list[Compared]:
+    """Raises `UnreadableLedger`."""
+    if not spans:
+        return []
+    with connect(ledger) as connection:
+        connection.execute("CREATE TABLE spans (number INTEGER, deployment VARCHAR, since VARCHAR, until VARCHAR)")
+        connection.executemany(
+            "INSERT INTO spans VALUES (?, ?, ?, ?)",
+            [(number, span.deployment, span.since, span.until) for number, span in enumerate(spans)],
+        )
+        tokens = ("input_uncached + cache_read + cache_write", "output")
+        sums = [f"coalesce(sum({of}) FILTER ({which}), 0)" for which in _BILLED_OR_NOT for of in tokens]
+        found = connection.execute(
+            f"SELECT number, {', '.join(sums)} FROM work JOIN spans ON work.deployment = spans.deployment "
+            "AND finished >= since AND finished < spans.until "
+            "WHERE source IS DISTINCT FROM 'cache' GROUP BY number"
+        ).fetchall()
+    counts = {number: [int(count) for count in row] for number, *row in found}
+    return [Compared(span, *counts.get(number, (0, 0))) for number, span in enumerate(spans)]
+
+
+def total(compared: Sequence[Compared]) -> list[Compared]:
+    """One for each deployment, over all of its spans."""
+    found: dict[str, Compared] = {}
+    for one in compared:
+        before = found.get(one.span.deployment)
+        if before is None:
+            found[one.span.deployment] = one
+            continue
+        span = msgspec.structs.replace(
+            before.span,
+            until=one.span.until,
+            input=before.span.input + one.span.input,
+            output=before.span.output + one.span.output,
+            restarted=before.span.restarted or one.span.restarted,
+        )
+        found[one.span.deployment] = Compared(
+            span,
+            before.input + one.input,
+            before.output + one.output,
+            before.unbilled_input + one.unbilled_input,
+            before.unbilled_output + one.unbilled_output,
+        )
+    return list(found.values())

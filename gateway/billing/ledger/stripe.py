@@ -1,0 +1,47 @@
+"""The ledger as Stripe's meter events, one for each receipt (docs.stripe.com/api/v2/billing/meter-event).
+
+The identifier is the receipt's event id: Stripe counts each once, so that a file may be sent again within the day that
+it remembers them. It takes events of the last 35 days. A correction that changes tokens is an event of its own, at the
+time of the call; one that is negative can not be told this way, as a meter only counts up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gateway.billing.ledger.reader import EVERYTHING, TOKENS, Period, bill_rows
+
+VALUES = ("total", *TOKENS)
+
+
+class NoCustomer(Exception):
+    """A tenant is nobody's at Stripe. The message names it."""
+
+
+def meter_events(
+    ledger: Path, *, event_name: str, customers: Mapping[str, str], value: str = "total", period: Period = EVERYTHING
+) -> Iterator[dict[str, Any]]:
+    """`customers` has Stripe's id of each tenant; a tenant may be called by it. `value` is one of VALUES, in tokens.
+
+    Raises `NoCustomer` and `UnreadableLedger`.
+    """
+    for row in bill_rows(ledger, period):
+        tokens = _total(row) if value == "total" else row[value] or 0
+        if tokens <= 0 or row["source"] == "cache":
+            continue
+        tenant = row["tenant"]
+        customer = customers.get(tenant, tenant if tenant.startswith("cus_") else None)
+        if customer is None:
+            raise NoCustomer(f"the tenant {tenant!r} has no Stripe customer: --customer {tenant}=cus_...")
+        yield {
+            "event_name": event_name,
+            "identifier": row["event_id"],
+            "timestamp": row["finished"],
+            "payload": {"stripe_customer_id": customer, "value": str(tokens)},
+        }
+
+
+def _total(row: Mapping[str, Any]) -> int:
+    return sum(row[name] or 0 for name in ("input_uncached", "cache_read", "cache_write", "output"))

@@ -1,0 +1,145 @@
+"""The ledger as DuckDB's tables, whatever its segments are: lines of JSON, or compacted to Parquet.
+
+work         receipts, corrections, and attempts in vain that nobody is billed for: what the servers have done
+bills        of these, receipts and corrections: `COLUMNS` and those of corrections, `cost` as a decimal
+receipts     of these, the receipts
+corrections  of these, the corrections; kept in memory, as they are few
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import duckdb
+
+from gateway.billing.ledger.chain import chains, first_event_id, segments
+from gateway.billing.ledger.holding import held
+
+# The receipt's fields. Parquet that an earlier version has made lacks those that came later: they are null there.
+COLUMNS = {
+    "event_id": "VARCHAR",
+    "call_id": "VARCHAR",
+    "tenant": "VARCHAR",
+    "key_id": "VARCHAR",
+    "end_user": "VARCHAR",
+    "operation": "VARCHAR",
+    "model_asked": "VARCHAR",
+    "model_served": "VARCHAR",
+    "deployment": "VARCHAR",
+    "latency_class": "VARCHAR",
+    "service_tier": "VARCHAR",
+    "started": "VARCHAR",
+    "finished": "VARCHAR",
+    "ttft_seconds": "DOUBLE",
+    "outcome": "VARCHAR",
+    "source": "VARCHAR",
+    "exact": "BOOLEAN",
+    "input_uncached": "BIGINT",
+    "cache_read": "BIGINT",
+    "cache_write": "BIGINT",
+    "cache_write_1h": "BIGINT",
+    "output": "BIGINT",
+    "reasoning": "BIGINT",
+    "audio_input": "BIGINT",
+    "audio_output": "BIGINT",
+    "price_version": "VARCHAR",
+    "price_input": "VARCHAR",
+    "price_cached_input": "VARCHAR",
+    "price_cache_write": "VARCHAR",
+    "price_cache_write_1h": "VARCHAR",
+    "price_output": "VARCHAR",
+    "price_reasoning": "VARCHAR",
+    "price_audio_input": "VARCHAR",
+    "price_audio_output": "VARCHAR",
+    "cost": "VARCHAR",
+    "currency": "VARCHAR",
+    "attempts": "JSON",
+    "policy_hash": "VARCHAR",
+    "trace_id": "VARCHAR",
+}
+_CORRECTION_COLUMNS = {"corrects": "VARCHAR", "reason": "VARCHAR", "corrected": "VARCHAR"}
+ROW_COLUMNS = {"kind": "VARCHAR", **COLUMNS, **_CORRECTION_COLUMNS}
+"""Of every kind of row, with the types in which JSON is read."""
+
+_COST = "DECIMAL(38, 15)"  # an atom of money is the 15th decimal
+_CORRECTION = b'"kind":"correction"'
+
+
+def typed(names: Iterable[str]) -> str:
+    """What is selected from JSON, so that it has the types of the tables."""
+    return ", ".join(f"{name}::{_COST} AS {name}" if name == "cost" else name for name in names)
+
+
+def nulls(names: Iterable[str]) -> str:
+    """What is selected for rows that have none of these."""
+    return ", ".join(f"NULL::{_COST if name == 'cost' else ROW_COLUMNS[name]} AS {name}" for name in names)
+
+
+class UnreadableLedger(Exception):
+    """A file of the ledger is not what the writer writes, or is there twice. The message names it."""
+
+
+def database(threads: int | None = None) -> duckdb.DuckDBPyConnection:
+    """An empty one in memory, which fetches nothing from anywhere. `threads`: None for one on every core."""
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+    }
+    return duckdb.connect(":memory:", config=config if threads is None else {**config, "threads": threads})
+
+
+@contextmanager
+def connect(ledger: Path, *, threads: int | None = None) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A database in memory with the tables of a ledger, of which no segment goes meanwhile.
+
+    What DuckDB can not do in it is an `UnreadableLedger`.
+    """
+    found = chains(ledger)
+    try:
+        with held(found), database(threads) as connection:
+            files = [file for chain in found for file in segments(chain) if file.stat().st_size]
+            _refuse_copies(files)
+            lines = [file for file in files if file.suffix == ".jsonl"]
+            compacted = [file for file in files if file.suffix == ".parquet"]
+            connection.execute(f"CREATE VIEW work AS {_rows(lines, compacted)}")
+            connection.execute("CREATE VIEW bills AS FROM work WHERE kind <> 'unbilled'")
+            connection.execute("CREATE VIEW receipts AS FROM bills WHERE kind = 'receipt'")
+            with_corrections = _rows([file for file in lines if _has_correction(file)], compacted)
+            connection.execute(f"CREATE TABLE corrections AS FROM ({with_corrections}) WHERE kind = 'correction'")
+            yield connection
+    except duckdb.Error as error:
+        raise UnreadableLedger(str(error)) from error
+
+
+def _refuse_copies(files: Iterable[Path]) -> None:
+    """Of a chain that stands in the ledger twice, as a copy or collected into it, each call would count twice."""
+    seen: dict[str, Path] = {}
+    for file in files:
+        event_id = first_event_id(file)
+        if event_id is not None and (other := seen.setdefault(event_id, file)) is not file:
+            raise UnreadableLedger(f"{file} has the rows of {other}: they would count twice; move one of them away")
+
+
+def _rows(lines: list[Path], compacted: list[Path]) -> str:
+    columns = ", ".join(f"{name}: '{kind}'" for name, kind in ROW_COLUMNS.items())
+    parts = [f"SELECT {nulls(ROW_COLUMNS)} WHERE false"]
+    if lines:
+        source = f"read_json({_sql_list(lines)}, format = 'newline_delimited', columns = {{{columns}}})"
+        parts.append(f"SELECT {typed(ROW_COLUMNS)} FROM {source}")
+    if compacted:
+        source = f"read_parquet({_sql_list(compacted)}, union_by_name = true)"
+        parts.append(f"SELECT * EXCLUDE (line), line::JSON->'attempts' AS attempts FROM {source}")
+    return f"SELECT * FROM ({' UNION ALL BY NAME '.join(parts)}) WHERE kind IN ('receipt', 'correction', 'unbilled')"
+
+
+def _sql_list(files: list[Path]) -> str:
+    return "[" + ", ".join("'" + str(file).replace("'", "''") + "'" for file in files) + "]"
+
+
+def _has_correction(file: Path) -> bool:
+    """Reading bytes is much cheaper than reading JSON, and hardly a segment has one."""
+    with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        return mapped.find(_CORRECTION) >= 0

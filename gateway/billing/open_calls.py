@@ -1,0 +1,96 @@
+"""Where calls are entered: each server before it is asked, and the receipt at the end.
+
+A call that was opened and has no receipt was lost with its gateway: the next start bills it (`billing.recovery`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from gateway.billing.ledger import Ledger, Opened
+from gateway.core.ids import new_event_id
+from gateway.core.times import rfc3339
+from gateway.deployments.fleet import Server
+from gateway.types import Call, Marks, Receipt
+
+
+class Books(Protocol):
+    """Where receipts go: into the ledger; or, of a line of a batch, with its result (`gateway.batches.inside`)."""
+
+    def check(self) -> None:
+        """Raise `LedgerUnavailable` where the next receipt could not be written."""
+
+    def open_call(self, opened: Opened) -> None:
+        """A server is about to be asked. Raise `LedgerUnavailable` where that could not be billed."""
+
+    def append(self, receipt: Receipt) -> None:
+        """The call is over. Raise `LedgerUnavailable` where that could not be written."""
+
+    def abandon(self, call_id: str) -> None:
+        """There will be no receipt: whatever was done for the call was in vain."""
+
+
+class LedgerBooks:
+    """The ledger. What was done in vain for a call, as by servers that failed, goes to `in_vain`: it is noted, too."""
+
+    def __init__(self, ledger: Ledger, in_vain: Callable[[Opened], None]) -> None:
+        self._ledger = ledger
+        self._in_vain = in_vain
+        self.check = ledger.check
+        self.open_call = ledger.open_call
+
+    def append(self, receipt: Receipt) -> None:
+        self._ledger.append(receipt)
+        self.abandon(receipt.call_id)  # all that is still open of it
+
+    def abandon(self, call_id: str) -> None:
+        for opened in self._ledger.open_attempts(call_id):
+            self._in_vain(opened)
+
+
+class Opening:
+    """Notes in the books, for one call, each server that is about to be asked."""
+
+    __slots__ = ("_books", "_call", "_marks", "opened")
+
+    def __init__(self, books: Books, call: Call, marks: Marks) -> None:
+        self._books = books
+        self._call = call
+        self._marks = marks
+        self.opened: list[Opened] = []
+
+    @property
+    def request_id(self) -> str:
+        """Of the attempt that was opened last: by it the server can be asked afterwards what it did."""
+        return self.opened[-1].request_id
+
+    def request_id_at(self, server: Server) -> str:
+        """Of the last attempt at a server that was asked."""
+        return next(each.request_id for each in reversed(self.opened) if each.deployment == server.name)
+
+    def __call__(self, server: Server) -> None:
+        opened = opened_by(self._call, self._marks, server, len(self.opened) + 1)
+        self._books.open_call(opened)
+        self.opened.append(opened)
+
+
+def opened_by(call: Call, marks: Marks, server: Server, attempt: int) -> Opened:
+    """The row that says so. `attempt` counts from 1."""
+    return Opened(  # in the order of the fields: names cost more than the row
+        new_event_id(),
+        call.id,
+        call.principal.tenant.name,
+        call.principal.key_id,
+        call.end_user,
+        call.operation,
+        call.asked_model,
+        server.deployment.name,
+        call.class_name,
+        call.service_tier,
+        rfc3339(marks.started_ns),
+        call.prompt_tokens_estimate,
+        call.policy.hash,
+        f"{call.trace.trace_id:032x}",
+        attempt,
+    )

@@ -1,0 +1,144 @@
+"""What a call cost, and the receipt that says so.
+
+Usage is priced by the list of the deployment that did the work, as it held when the call arrived. What an answer from
+the response cache costs is the model's `cache_price`, or nothing; where no deployment answered, the cost is zero. Work
+at no known price has no cost, which is not a cost of zero. docs/explanation/billing.md has which price holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from gateway.core.ids import new_event_id
+from gateway.core.money import text_of
+from gateway.core.times import rfc3339
+from gateway.policy import Deployment, Price
+from gateway.policy.prices import PerToken
+from gateway.types import Attempt, AttemptRow, Call, Marks, Outcome, Receipt, UnbilledTokens, Usage
+
+_NO_PRICES = dict.fromkeys([f"price_{bucket}" for bucket in PerToken._fields])
+
+
+class Bill(msgspec.Struct, frozen=True):
+    """`cost` in `money`'s atoms; None where work was done at no known price. `service_tier`: by which it was priced."""
+
+    cost: int | None
+    price: Price | None = None
+    service_tier: str | None = None
+
+
+def cost_of(usage: Usage, price: Price) -> int:
+    """In `money`'s atoms, exactly: every token at the price of its bucket."""
+    uncached, cached, cache_write, cache_write_1h, output, reasoning, audio_input, audio_output = price.atoms
+    return (
+        (usage.input_uncached - usage.audio_input) * uncached
+        + usage.cache_read * cached
+        + (usage.cache_write - usage.cache_write_1h) * cache_write
+        + usage.cache_write_1h * cache_write_1h
+        + (usage.output - usage.reasoning - usage.audio_output) * output
+        + usage.reasoning * reasoning
+        + usage.audio_input * audio_input
+        + usage.audio_output * audio_output
+    )
+
+
+def bill_of(
+    call: Call,
+    usage: Usage,
+    deployment: Deployment | None,
+    *,
+    arrived_ns: int,
+    service_tier: str | None = None,
+    from_cache: bool = False,
+) -> Bill:
+    """What a call costs, by the price that held when it arrived. `deployment` is the one whose work is billed."""
+    model = call.model.name
+    if from_cache:
+        prices = call.policy.cache_prices.get(model)
+        if prices is None:
+            return Bill(0, service_tier=service_tier)
+    elif deployment is None:
+        return Bill(None if usage.total else 0, service_tier=service_tier)
+    else:
+        prices = call.policy.price_lists.get((model, deployment.name))
+    price = prices.price(call.class_name, service_tier, arrived_ns) if prices is not None else None
+    return Bill(None if price is None else cost_of(usage, price), price, service_tier)
+
+
+def make_receipt(
+    call: Call,
+    usage: Usage,
+    *,
+    outcome: Outcome,
+    marks: Marks,
+    bill: Bill,
+    attempts: Sequence[Attempt] = (),
+    deployment: Deployment | None = None,
+    from_cache: bool = False,
+    started: str | None = None,
+    trace_id: str | None = None,
+) -> Receipt:
+    """The record of a call that has ended. `deployment` is that of its `bill_of`; `started` and `trace_id` are as the
+    row has them that was written when the call was opened, if one was.
+    """
+    price = bill.price
+    prices = price.texts if price else _NO_PRICES
+    # In the order of the fields: forty names would cost more than all that is done here.
+    return Receipt(
+        new_event_id(),
+        call.id,
+        call.principal.tenant.name,
+        call.principal.key_id,
+        call.end_user,
+        call.operation,
+        call.asked_model,
+        deployment.model if deployment else None,
+        deployment.name if deployment else None,
+        call.class_name,
+        bill.service_tier,
+        started or rfc3339(marks.started_ns),
+        rfc3339(marks.ended_ns or marks.now_ns()),
+        (marks.first_chunk_ns - marks.started_ns) / 1e9 if marks.first_chunk_ns else None,
+        outcome,
+        "cache" if from_cache else "engine" if usage.exact else "estimate",
+        usage.exact,
+        usage.input_uncached,
+        usage.cache_read,
+        usage.cache_write,
+        usage.output,
+        usage.reasoning,
+        price.version if price else None,
+        prices["price_input"],
+        prices["price_cached_input"],
+        prices["price_output"],
+        None if bill.cost is None else text_of(bill.cost),
+        price.currency if price else None,
+        tuple(map(_attempt_row, attempts)),
+        call.policy.hash,
+        trace_id or f"{call.trace.trace_id:032x}",
+        prices["price_cache_write"],
+        prices["price_reasoning"],
+        prices["price_audio_input"],
+        prices["price_audio_output"],
+        usage.audio_input,
+        usage.audio_output,
+        prices["price_cache_write_1h"],
+        usage.cache_write_1h,
+    )
+
+
+def _attempt_row(attempt: Attempt) -> AttemptRow:
+    lost = attempt.unbilled
+    return AttemptRow(
+        attempt.deployment,
+        attempt.outcome,
+        attempt.status,
+        rfc3339(attempt.started_ns),
+        rfc3339(attempt.ended_ns),
+        "%016x" % attempt.span_id,  # noqa: UP031 (half of what a format specification takes)
+        attempt.predicted_cached_tokens,
+        attempt.continues,
+        None if lost is None else UnbilledTokens(lost.input, lost.output, lost.exact),
+    )

@@ -1,0 +1,231 @@
+"""What gateways on one storage tell each other of the servers behind them: how much each has under way there, which
+prompts have been computed, and which requests a server has died of.
+
+Every `EXCHANGE_SECONDS` a gateway tells what is new and hears what others told. Their load counts beside its own, and
+their prompts enter its cache models and its working set as its own do when they are sent. A conversation may so go
+through any of them. Prompts are told as fingerprints, 8 bytes for 256 of text, when their answers are over: what is
+still being computed must not look as if it could be found.
+
+No call waits for any of this, and nothing breaks without it. A gateway that tells nothing for `SILENT_SECONDS` has no
+load; what was not told, or told while the storage was away, costs hits. All must have the same key pepper, of which the
+tenants' salts are made: else their fingerprints have nothing in common.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from functools import lru_cache
+
+import msgspec
+import xxhash
+
+from gateway.core.errors import StorageUnavailable
+from gateway.core.ids import random_bytes
+from gateway.deployments.fleet import Fleet, SentCall, Server
+from gateway.prefix.estimate import NO_OTHERS, Others
+from gateway.prefix.events.blocks import Ended
+from gateway.prefix.fingerprint import text_bytes_of
+from gateway.storage.base import NOTICES_AT_ONCE, Notices
+
+EXCHANGE_SECONDS = 0.1
+BEAT_SECONDS = 1.0  # after which a load that has not changed is told again
+SILENT_SECONDS = 3.0
+RETRY_SECONDS = 1.0  # while the storage is away
+UNTOLD_MAX = 2048  # calls that are over and not yet told; the oldest are not told at all
+NOTICE_MAX_BLOCKS = 8192  # of all prompts in one notice, or of one prompt: 64 KiB
+
+log = logging.getLogger("warmpath")
+
+_Load = tuple[int, int, int]  # server, calls under way, tokens queued
+
+
+class _Call(msgspec.Struct, array_like=True, frozen=True):
+    """One that is over: a `Prompt`, and where it was computed."""
+
+    server: int
+    fingerprint: tuple[int, ...]
+    prompt_tokens_estimate: int
+    session: str | None
+    may_be_held: bool
+    usage: tuple[str, int, int, int] | None  # call id, input, cached and output tokens
+    slot: int | None = None  # of a server that has some
+
+
+class _Notice(msgspec.Struct, array_like=True, frozen=True, tag=1):
+    """The tag is the format's version."""
+
+    sender: int
+    loads: tuple[_Load, ...]  # of servers at which it has any
+    calls: tuple[_Call, ...]
+    suspects: tuple[tuple[int, int], ...] = ()  # requests that servers may have died of, and how much is against each
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Notice).decode
+
+
+def untold() -> deque[SentCall]:
+    """For a fleet whose calls are to be told."""
+    return deque(maxlen=UNTOLD_MAX)
+
+
+class Hearsay:
+    """One gateway's part in it, without an event loop: `now` is told, so that a simulator can do so."""
+
+    def __init__(self, fleet: Fleet, told: deque[SentCall]) -> None:
+        self._fleet = fleet
+        self._untold = told
+        self._sender = int.from_bytes(random_bytes(8))
+        self._last_loads: list[tuple[str, int, int]] = []
+        self._told_at = 0.0
+        self._loads: dict[int, tuple[float, tuple[_Load, ...]]] = {}  # by sender, and when it was heard
+        self.calls_heard = 0
+        self.malformed = 0
+
+    @property
+    def others(self) -> int:
+        """How many other gateways have told their load lately."""
+        return len(self._loads)
+
+    def notice(self, now: float) -> bytes:
+        """What is new since the last one; empty where nothing is."""
+        calls: list[_Call] = []
+        blocks = 0
+        while self._untold:
+            sent = self._untold[0]
+            blocks += len(sent.note.chain)
+            if blocks > NOTICE_MAX_BLOCKS and calls:
+                break
+            self._untold.popleft()
+            if 0 < len(sent.note.chain) <= NOTICE_MAX_BLOCKS:
+                calls.append(_told(sent))
+        suspects = self._fleet.suspects.tell()
+        busy = [server for server in self._fleet if server.in_flight]
+        loads = [(server.name, server.in_flight, server.estimate.prefill_tokens_queued) for server in busy]
+        nothing_new = not calls and not suspects and loads == self._last_loads
+        if nothing_new and not (loads and now - self._told_at >= BEAT_SECONDS):
+            return b""
+        self._last_loads, self._told_at = loads, now
+        return _encode(_Notice(self._sender, tuple([_load(server, now) for server in busy]), tuple(calls), suspects))
+
+    def hear(self, notice: bytes, now: float) -> None:
+        """In the order in which they were told. This gateway's own say nothing."""
+        try:
+            told = _decode(notice)
+        except msgspec.MsgspecError:  # by a release that says it otherwise
+            self.malformed += 1
+            return
+        if told.sender == self._sender:
+            return
+        self._loads[told.sender] = now, told.loads
+        self._sum_up()
+        for digest, against in told.suspects:
+            self._fleet.suspects.hear(digest, against, now)
+        self.calls_heard += len(told.calls)
+        servers = {_name(server): server for server in self._fleet} if told.calls else {}
+        for call in told.calls:
+            if (server := servers.get(call.server)) is not None:
+                _enter(call, server, now)
+
+    def forget_silent(self, now: float) -> None:
+        silent = [sender for sender, (at, _) in self._loads.items() if now - at >= SILENT_SECONDS]
+        for sender in silent:
+            del self._loads[sender]
+        if silent:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        self._fleet.working_set.has_rivals = bool(self._loads)
+        in_flight: dict[int, int] = {}
+        queued: dict[int, int] = {}
+        for _, loads in self._loads.values():
+            for name, calls, tokens in loads:
+                in_flight[name] = in_flight.get(name, 0) + calls
+                queued[name] = queued.get(name, 0) + tokens
+        for server in self._fleet:
+            name = _name(server)
+            calls = in_flight.get(name, 0)
+            server.estimate.told_others(Others(calls, queued[name]) if calls else NO_OTHERS)
+
+
+class Sharing:
+    """Run as a task beside the gateway."""
+
+    def __init__(self, hearsay: Hearsay, notices: Notices) -> None:
+        self._hearsay = hearsay
+        self._notices = notices
+        self._after = ""
+        self._unsent = b""  # what the storage did not take; twice does no harm
+        self._is_away = False
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(RETRY_SECONDS if self._is_away else EXCHANGE_SECONDS)
+            await self.exchange()
+
+    async def exchange(self) -> None:
+        """Once; more than once where much was told meanwhile."""
+        loop = asyncio.get_running_loop()
+        more = True
+        while more:
+            self._unsent = self._unsent or self._hearsay.notice(loop.time())
+            try:
+                heard, self._after = await self._notices.exchange(self._unsent, self._after)
+            except StorageUnavailable as error:
+                if not self._is_away:
+                    log.warning("other gateways are not heard of: %s", error.message)
+                self._is_away, heard = True, []
+            else:
+                if self._is_away:
+                    log.warning("other gateways are heard of again")
+                self._is_away, self._unsent = False, b""
+            for one in heard:  # a notice is work for a millisecond or so
+                self._hearsay.hear(one, loop.time())
+                await asyncio.sleep(0)
+            more = len(heard) == NOTICES_AT_ONCE
+        self._hearsay.forget_silent(loop.time())
+
+
+def _load(server: Server, now: float) -> _Load:
+    """This gateway's own."""
+    queued = server.estimate.queued_tokens(now) - server.estimate.others.queued_tokens
+    return _name(server), server.in_flight, round(queued)
+
+
+def _told(sent: SentCall) -> _Call:
+    note = sent.note
+    chain = tuple(note.chain)
+    where = _name(sent.server)
+    return _Call(where, chain, note.prompt_tokens, sent.session, sent.may_be_held, sent.usage, sent.slot)
+
+
+def _enter(call: _Call, server: Server, now: float) -> None:
+    """As if it had been sent from here, and had been answered."""
+    chain = call.fingerprint
+    believed = server.cache.recall(chain)
+    if server.slots is None:
+        server.cache.add(chain)
+    elif call.slot is not None:
+        server.slots.put(call.slot, chain)
+    conversation = server.working_set.begin(call, server.estimate, now, believed.remembered)
+    if conversation is not None:
+        server.working_set.end(conversation, now)
+    if call.usage is not None:
+        call_id, input_tokens, cached_tokens, output_tokens = call.usage
+        server.token_counts.learn(chain, believed.matched, input_tokens, cached_tokens, output_tokens)
+        if server.blocks is not None:
+            text_bytes = text_bytes_of(chain, call.prompt_tokens_estimate)
+            server.blocks.ended(Ended(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens))
+
+
+def _name(server: Server) -> int:
+    """Equal where gateways mean the same server: their policies may differ while one is rolled out."""
+    deployment = server.deployment
+    return _digest(deployment.name, deployment.base_url, deployment.model)
+
+
+@lru_cache(maxsize=4096)
+def _digest(*names: str) -> int:
+    return xxhash.xxh3_64_intdigest("\n".join(names).encode())

@@ -1,0 +1,88 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from gateway.core.cache_breakpoints import text_of, unmarked, unmarked_calls
+from gateway.core.errors import BadRequest
+from gateway.endpoints.base import HouseDoor
+from gateway.prompts.reader import Asked, Choices, Common, Fields, TokenCount, decode
+from gateway.types import Operation
+
+_NO_CALLS = msgspec.Raw()
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[msgspec.Raw] | None = None
+    tool_calls: msgspec.Raw = _NO_CALLS
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(Common, kw_only=True):
+    messages: list[Message]
+    tools: list[msgspec.Raw] | None = None
+    n: Choices | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+
+
+_decoder = msgspec.json.Decoder(ChatBody)
+_message = msgspec.json.Decoder(Message)
+
+
+class ChatDoor(HouseDoor):
+    path: ClassVar[str] = Operation.CHAT.value
+    operation: ClassVar[Operation] = Operation.CHAT
+
+    def read(self, fields: Fields, body: bytes) -> Asked:
+        return read_chat(fields, body)
+
+
+def read_chat(fields: Fields, body: bytes) -> Asked:
+    """As `ChatDoor.read`."""
+    chat = decode(_decoder, body)
+    if not chat.messages:
+        raise BadRequest("messages: at least one message is needed", param="messages")
+    pieces: list[bytes] = [unmarked(bytes(tool)) for tool in chat.tools or ()]
+    plain = True
+    for message in chat.messages:
+        if message.tool_calls is not _NO_CALLS or type(message.content) is not str:
+            plain = False
+        pieces.append(_piece(message))
+    return Asked(
+        common=chat,
+        fields=fields,
+        pieces=tuple(pieces),
+        max_output_tokens=chat.max_completion_tokens or chat.max_tokens,
+        choices=chat.n or 1,
+        deterministic=chat.temperature == 0 or chat.seed is not None,
+        messages=chat.messages,
+        piece_of=_read_piece,
+        reread=read_chat,
+        plain=plain,
+        tools=len(chat.tools or ()),
+    )
+
+
+def _piece(message: Message) -> bytes:
+    """A message as a template would lay it out: who speaks, what is said, which tools are called."""
+    content, calls = message.content, message.tool_calls
+    if type(content) is list and len(content) == 1 and (text := text_of(content[0])) is not None:
+        content = text  # templates lay both out alike
+    if content is None:
+        said = b""
+    elif isinstance(content, str):
+        said = content.encode() if content.isascii() else content.encode("utf-8", "surrogatepass")
+    else:
+        said = b"".join([unmarked(bytes(part)) for part in content])
+    called = b"" if calls is _NO_CALLS else unmarked_calls(bytes(calls))
+    return b"".join((b"\x02", message.role.encode(), b"\x03", said, called))
+
+
+def _read_piece(message: bytes) -> bytes:
+    return _piece(_message.decode(message))

@@ -1,0 +1,87 @@
+"""P2: what clients put into a system prompt for somebody else, and no model needs to read.
+
+A list of known signatures, each anchored at the very beginning of a system message (or of one of its text parts),
+each a line of its own. What only looks like one further down is part of the prompt. A part that is nothing but noise
+is left out, unless it is all that the message has.
+
+* The billing line of Anthropic's coding agent: `x-anthropic-billing-header: cc_version=2.1.177.01c; ...; cch=36ee5;`.
+  Its hash is new with every request, and it stands first: without this, nothing of a conversation is ever warm. Seen
+  in anthropics/claude-code#68900, sgl-project/sglang#29169, waybarrios/vllm-mlx#277.
+* HTTP headers that were written into the prompt: the names by which a request or its trace is known. They are
+  a W3C `traceparent`, and `x-request-id`, `x-correlation-id`, `x-trace-id`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import msgspec
+
+from gateway.core.cache_breakpoints import MARK
+from gateway.prompts.transforms.base import SYSTEM_ROLES, Message, MessagesTransform, Safety, View
+
+SIGNATURES: dict[str, str] = {
+    "anthropic_header": r"x-anthropic-[a-z0-9-]+:[^\n]*",
+    "traceparent": r"traceparent: ?[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}[ \t]*",
+    "request_id": r"x-(?:request|correlation|trace)-id: ?[\w.:-]{8,128}[ \t]*",
+}
+_NOISE = re.compile(r"(?:(?:" + "|".join(SIGNATURES.values()) + r")\r?(?:\n|\Z))+")
+_BEGINNINGS = ("x-anthropic-", "x-request-id:", "x-correlation-id:", "x-trace-id:", "traceparent:")
+_MARKS = tuple(b'"' + beginning.encode() for beginning in _BEGINNINGS)
+
+_parts = msgspec.json.Decoder(list[msgspec.Raw])
+_any = msgspec.json.Decoder()
+_encode = msgspec.json.encode
+
+
+class Noise(MessagesTransform):
+    name: ClassVar[str] = "noise"
+    safety: ClassVar[Safety] = Safety.P2
+
+    def sees(self, view: View) -> bool:
+        for message in view.messages:
+            if message.role not in ("system", "developer"):
+                continue
+            content = message.content
+            if isinstance(content, str):
+                if content.startswith(_BEGINNINGS):
+                    return True
+            elif content and any(mark in bytes(part) for part in content for mark in _MARKS):
+                return True
+        return False
+
+    def change(self, messages: list[Message]) -> Iterator[int]:
+        for i, message in enumerate(messages):
+            if bytes(message.get("role", b"")) in SYSTEM_ROLES and (quiet := _without_noise(message)) is not None:
+                message["content"] = msgspec.Raw(quiet)
+                yield i
+
+
+def _without_noise(message: dict[str, msgspec.Raw]) -> bytes | None:
+    content = bytes(message.get("content", b""))
+    if "cache_control" in message:
+        return None
+    if content.startswith(b'"'):
+        text: str = _any.decode(content)
+        noise = _NOISE.match(text)
+        quiet = text[noise.end() :] if noise else ""
+        return _encode(quiet) if quiet else None
+    if not content.startswith(b"["):
+        return None
+    parts = [bytes(part) for part in _parts.decode(content)]
+    kept = [part for part in map(_quiet_part, parts) if part is not None]
+    return None if kept == parts or not kept else b"[" + b",".join(kept) + b"]"
+
+
+def _quiet_part(part: bytes) -> bytes | None:
+    """The part without its noise; None where nothing else is in it."""
+    if MARK in part or not any(mark in part for mark in _MARKS):
+        return part
+    value: Any = _any.decode(part)
+    text = value.get("text") if isinstance(value, dict) else None
+    if not isinstance(text, str) or not (noise := _NOISE.match(text)):
+        return part
+    quiet = text[noise.end() :]
+    return _encode({**value, "text": quiet}) if quiet else None

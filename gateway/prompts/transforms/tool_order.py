@@ -1,0 +1,39 @@
+"""P3: tools in the order of their names.
+
+Clients that collect tools from several servers send them in whatever order those answered. The order can be seen in
+the prompt and models are not quite blind to it, so this is asked for by name. Tools of the same name keep their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from gateway.core.cache_breakpoints import MARK
+from gateway.prompts.transforms.base import Context, Safety, ValueTransform
+
+_list = msgspec.json.Decoder(list[msgspec.Raw])
+_any = msgspec.json.Decoder()
+
+
+class ToolOrder(ValueTransform):
+    name: ClassVar[str] = "tool_order"
+    safety: ClassVar[Safety] = Safety.P3
+    fields: ClassVar[tuple[str, ...]] = ("tools", "functions")
+
+    def apply(self, raw: bytes, context: Context) -> bytes | None:
+        if MARK in raw:  # what stands before a breakpoint is what it covers
+            return None
+        tools = [bytes(tool) for tool in _list.decode(raw)]
+        in_order = sorted(tools, key=lambda tool: tool_name(_any.decode(tool)))
+        return None if in_order == tools else b"[" + b",".join(in_order) + b"]"
+
+
+def tool_name(tool: Any) -> str:
+    """Of a tool in any of the dialects; "" where it has none."""
+    if not isinstance(tool, dict):
+        return ""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else tool.get("name")
+    return name if isinstance(name, str) else ""

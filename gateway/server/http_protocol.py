@@ -1,0 +1,292 @@
+"""uvicorn's HTTP/1.1, but for how a reply is written, which is most of what uvicorn costs a gateway.
+
+The head is checked as a whole instead of header by header, and leaves together with the first bytes of the body: one
+system call for a short reply, and no packet that holds nothing but a head. Connections and heads are bounded.
+Everything else is uvicorn's.
+
+Beside ASGI, whose every step is a coroutine, an application finds a `Wire` in the scope's extensions, under `WIRE`: it
+writes at once where there is room, and tells of the client's leaving without a task that listens for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, cast
+from urllib.parse import unquote
+
+import httptools
+from uvicorn._types import ASGI3Application, ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from gateway.endpoints.exchange import WIRE
+
+MAX_CONNECTIONS = 20_000  # of one process; one more is told so and closed
+MAX_HEAD_BYTES = 64 * 1024
+HEAD_SECONDS = 10.0  # from its first bytes to its end
+SILENT_SECONDS = 75.0  # of a new connection, before its first bytes: clients may open some in advance
+_BODILESS_STATUSES = frozenset({204, 304})
+
+
+class Connections(ServerState):
+    """What all connections of a server share. `leaving`: each is closed behind the reply that it waits for."""
+
+    def __init__(self, maximum: int = MAX_CONNECTIONS) -> None:
+        super().__init__()
+        self.maximum = maximum
+        self.leaving = False
+
+
+class JoinedCycle(RequestResponseCycle):
+    """One request and its reply. What is rare (HEAD, replies without a body) goes uvicorn's way."""
+
+    _head: bytes | None = None  # until the first bytes of the body are there
+    _joins = False
+    _tell: Callable[[], None] | None = None
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if self._put(message):
+            return
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if not self._put(message):
+            await super().send(message)  # its way; or it says what is wrong
+
+    def begin(self, status: int, lines: bytes, *, length: int | None, close: bool) -> bool:
+        """See `Wire.begin`. The lines have been checked."""
+        if self.disconnected:
+            return True
+        if (
+            self.flow.write_paused
+            or self.response_started
+            or status in _BODILESS_STATUSES
+            or self.scope["method"] == "HEAD"
+        ):
+            return False
+        self.expected_content_length, self.chunked_encoding = length or 0, length is None
+        head = STATUS_LINE[status] + lines
+        if self.default_headers:
+            head += b"".join([b"%b: %b\r\n" % header for header in self.default_headers])
+        if self.chunked_encoding:
+            head += b"transfer-encoding: chunked\r\n"
+        if close:
+            self.keep_alive = False
+        elif not self.keep_alive:
+            head += b"connection: close\r\n"
+        self._head = head + b"\r\n"
+        self.response_started = self._joins = True
+        self.waiting_for_100_continue = False
+        return True
+
+    def whole_body(self) -> bytes | None:
+        """See `Wire.whole_body`."""
+        if self.more_body or self.disconnected or self.response_complete:
+            return None
+        body, self.body = bytes(self.body), bytearray()
+        self.message_event.clear()
+        return body
+
+    def _put(self, message: ASGISendEvent) -> bool:
+        """Send a message without waiting. False: nothing was sent."""
+        if self.disconnected:
+            return True
+        if not self.response_started:
+            return self._begin_with(message)
+        if message["type"] != "http.response.body":
+            return False
+        return self.write(message.get("body", b""), not message.get("more_body", False))
+
+    def when_gone(self, tell: Callable[[], None] | None) -> None:
+        """`tell` is called when the client leaves before the reply's end; None: nobody wants to know any more."""
+        self._tell = tell
+        self.flow.resume_reading()  # or its leaving would not be read
+        if tell is not None and self.disconnected:
+            tell()
+
+    def gone(self) -> None:
+        if self.disconnected and self._tell is not None:
+            self._tell()
+
+    def _begin_with(self, message: Any) -> bool:
+        """The head as ASGI has it."""
+        if message["type"] != "http.response.start":
+            return False
+        headers = [(name.lower(), value) for name, value in message.get("headers", ())]
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        if lines.count(b"\n") != len(headers) or lines.count(b"\r") != len(headers) or b"\0" in lines:
+            raise RuntimeError("Invalid HTTP header.")
+        values = dict(headers)
+        length = int(values[b"content-length"]) if b"content-length" in values else None
+        return self.begin(
+            message["status"], lines, length=length, close=b"close" in values.get(b"connection", b"").lower()
+        )
+
+    def write(self, chunk: bytes, last: bool) -> bool:
+        """See `Wire.write`."""
+        if self.disconnected:
+            return True
+        if self.flow.write_paused or not self._joins or self.response_complete:
+            return False
+        if self.chunked_encoding:
+            data = b"%x\r\n%b\r\n" % (len(chunk), chunk) if chunk else b""
+            if last:
+                data += b"0\r\n\r\n"
+        else:
+            self.expected_content_length -= len(chunk)
+            if self.expected_content_length < 0 or (last and self.expected_content_length):
+                raise RuntimeError("The reply is not as long as its content-length says.")
+            data = chunk
+        if self._head is not None:
+            data, self._head = self._head + data, None
+        self.transport.write(data)
+        if last:
+            self.response_complete = True
+            self.message_event.set()
+            if not self.keep_alive:
+                self.transport.close()
+            self.on_response()
+        return True
+
+
+class JoinedProtocol(HttpToolsProtocol):
+    """Beside how replies are written: bounds on connections and on heads, which uvicorn has none of. A client that
+    sends nothing, or a byte now and then, has one connection, and that for a while only."""
+
+    _in_head = False  # of a request that has begun
+    _head_bytes = 0
+    _deadline: asyncio.TimerHandle | None = None  # of the first bytes, then of a head that has begun
+    _idle_since: float | None = None  # between two requests; event-loop seconds
+    server_state: Connections
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.server_state.maximum:
+            self._refuse(503, b"too many connections")
+        else:
+            self._deadline = self.loop.call_later(SILENT_SECONDS, self._give_up)
+
+    def data_received(self, data: bytes) -> None:
+        if self._deadline is not None and not self._in_head:
+            self._forget_deadline()
+        super().data_received(data)
+        if self._in_head:  # nearly every head comes whole
+            self._wait_for_head(len(data))
+        elif self._deadline is not None:
+            self._forget_deadline()
+
+    def _wait_for_head(self, more_bytes: int) -> None:
+        if self.transport.is_closing():
+            return
+        self._head_bytes += more_bytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, b"the head of the request is too long")
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        self._refuse(408, b"the head of the request did not arrive in time")
+
+    def _refuse(self, status: int, why: bytes) -> None:
+        """Without a request there is no reply but this one."""
+        lines = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+        if self._in_head or status == 503:  # a client that has said nothing is told nothing
+            self.transport.write(STATUS_LINE[status] + lines % (len(why), why))
+        self.transport.close()
+
+    # httptools, called by `feed_data`
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        """As uvicorn's, but that the cycle is ours, and without what a gateway has not: WebSockets, a path that it is
+        mounted at, a bound on requests beside that on connections."""
+        self._in_head = False
+        parser, scope = self.parser, self.scope
+        version = parser.get_http_version()
+        scope["method"] = parser.get_method().decode("ascii")
+        scope["http_version"] = version
+        scope["path"], scope["raw_path"], scope["query_string"] = _parts_of(self.url)
+        before = self.cycle
+        cycle = self.cycle = JoinedCycle(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version != "1.0" and parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        if before is None or before.response_complete:
+            self._start_asgi_task(cycle, self.app)
+        else:  # it has sent the next request without waiting for the reply
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, self.app))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        cycle.scope.setdefault("extensions", {})[WIRE] = cast(Any, cycle)
+        if self.server_state.leaving:
+            cycle.keep_alive = False
+        super()._start_asgi_task(cycle, app)
+
+    # An idle connection's time: one timer for many requests, since next to none of them leaves it idle for so long.
+
+    def _unset_keepalive_if_required(self) -> None:
+        """uvicorn calls it when something comes."""
+        self._idle_since = None
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's, but for the timer."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._look_later(self.timeout_keep_alive)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self._idle_since is None:
+            return  # the end of its request looks later
+        left_seconds = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left_seconds > 0:
+            self._look_later(left_seconds)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _look_later(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
+
+    def _forget_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_deadline()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
+        super().connection_lost(exc)
+        if isinstance(self.cycle, JoinedCycle):
+            self.cycle.gone()
+
+
+@lru_cache(maxsize=64)  # clients ask for a handful of them
+def _parts_of(url: bytes) -> tuple[str, bytes, bytes]:
+    """The path as text, as it came, and the query."""
+    parsed = httptools.parse_url(url)
+    path = parsed.path.decode("ascii")
+    return unquote(path) if "%" in path else path, parsed.path, parsed.query or b""

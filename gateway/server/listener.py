@@ -1,0 +1,242 @@
+"""Running the gateway: uvicorn around the application, told of a shutdown before uvicorn waits for open replies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Callable, Generator, Iterator
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from gateway.endpoints.exchange import STALL_SECONDS
+from gateway.policy.file import PolicyHolder
+from gateway.server.app import Gateway
+from gateway.server.http_protocol import MAX_CONNECTIONS, Connections, JoinedProtocol
+from gateway.server.policy_checks import IN_SERVICE
+from gateway.server.worker_group import ALONE, Seat
+from gateway.settings import Settings
+from gateway.telemetry import configure_logging
+
+KEEP_ALIVE_SECONDS = 75  # longer than the 60 s after which load balancers and clients give idle connections up
+BACKLOG = 2048
+ADMIN_DRAIN_SECONDS = 5
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+QUIET: dict[str, Any] = {
+    "ws": "none", "log_config": None, "access_log": False, "server_header": False, "date_header": False,
+    "proxy_headers": False,
+}  # fmt: skip
+OPEN_FILES = 65_536  # of one process
+OTHER_OPEN_FILES = 4096  # than clients' connections: those to servers above all; half of them all, where there are few
+GC_THRESHOLDS = (10_000, 20, 50)  # requests make next to no cycles; looking for them often costs 5 % of a request
+
+
+log = logging.getLogger("warmpath")
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server; `on_ready` gets the address once connections are taken.
+
+    Told to stop, it first says so for `lame_duck_seconds`, and serves on: at /ready, and by closing each connection
+    behind its reply, so that load balancers and clients go elsewhere before the listener closes.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        gateway: Gateway,
+        on_ready: Callable[[str], None],
+        connections: Connections,
+        *,
+        lame_duck_seconds: float = 0.0,
+        admin: tuple[AdminServer, socket.socket] | None = None,
+        lifeline: int | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.server_state = self._connections = connections
+        self._gateway = gateway
+        self._on_ready = on_ready
+        self._lame_duck_seconds = lame_duck_seconds
+        self._admin = admin
+        self._admin_serving: asyncio.Task[None] | None = None
+        self._lifeline = lifeline  # a pipe that ends with the one who started us
+        self._loop: asyncio.AbstractEventLoop | None = None  # until it runs
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        # What is here now stays: it need not be looked through again and again for garbage that requests make.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        if self.should_exit:  # told so before the loop ran
+            self._gateway.drain()
+        if self.started and sockets:
+            if self._admin is not None:
+                server, listener = self._admin
+                listener.listen(BACKLOG)  # the task does so again, but only after `on_ready` has been told
+                self._admin_serving = asyncio.create_task(server.serve([listener]), name="admin API")
+                log.info("the admin API listens on %s", url_of(listener))
+            if self._lifeline is not None:
+                self._loop.add_reader(self._lifeline, self._orphaned, self._lifeline)
+            self._on_ready(url_of(sockets[0]))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._admin is not None and self._admin_serving is not None:
+            self._admin[0].should_exit = True
+            await self._admin_serving
+        await super().shutdown(sockets)
+        if self.force_exit:  # Ctrl-C again: uvicorn waits for nobody, and would leave the last receipts unwritten
+            for task in list(self.server_state.tasks):
+                task.cancel()
+            await self.lifespan.shutdown()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # A signal comes between any two steps of the program: the loop acts when it is between two of its own.
+        if self._loop is None or self._loop.is_closed() or self.should_exit:
+            super().handle_exit(sig, frame)
+        else:
+            self._loop.call_soon_threadsafe(self._leave)
+
+    def _leave(self) -> None:
+        """Told once, it becomes a lame duck; told again, it has been one for long enough."""
+        assert self._loop is not None
+        if self._lame_duck_seconds and not self._connections.leaving:
+            log.info("shutting down: not ready any more; calls are taken for %g s", self._lame_duck_seconds)
+            self._connections.leaving = True
+            self._gateway.leave()
+            self._loop.call_later(self._lame_duck_seconds, self._stop)
+        else:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._gateway.drain()
+        self.should_exit = True
+
+    def _orphaned(self, lifeline: int) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(lifeline)
+        log.error("the supervisor of the workers is gone; this one shuts down")
+        self._leave()
+
+
+class AdminServer(uvicorn.Server):
+    """The second listener: on the same loop, and ended by the first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def run(
+    settings: Settings,
+    *,
+    on_ready: Callable[[str], None],
+    json_logs: bool = True,
+    seat: Seat = ALONE,
+    lifeline: int | None = None,
+    told_to_stop: Callable[[], bool] = lambda: False,
+    admin_listener: socket.socket | None = None,
+) -> bool:
+    """Serve until a signal says stop, or the `lifeline` ends. False when the start failed, or when whoever had the
+    signals before was `told_to_stop`. `admin_listener` is taken for the admin API, and closed; where there is none,
+    one is made by the settings.
+
+    Raises `PolicyError`, `OSError`, `ValueError`.
+    """
+    configure_logging(settings.log_level, json=json_logs)
+    open_files = _raise_open_files()
+    gateway = Gateway(settings, PolicyHolder(settings.policy, checks=IN_SERVICE), seat)
+    config = uvicorn.Config(
+        gateway,
+        loop="uvloop",
+        http=JoinedProtocol,
+        lifespan="on",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(settings.drain_seconds),
+        backlog=BACKLOG,
+        **QUIET,
+    )
+    with contextlib.ExitStack() as listeners:
+        listener = listeners.enter_context(listen(settings.host, settings.port, shared=seat.count > 1))
+        admin = None
+        if settings.admin_port is not None and seat.number == 0:
+            admin_config = uvicorn.Config(
+                gateway.admin, lifespan="off", timeout_graceful_shutdown=ADMIN_DRAIN_SECONDS, **QUIET
+            )
+            admin_listener = admin_listener or listen(settings.admin_host, settings.admin_port)
+            admin = (AdminServer(admin_config), listeners.enter_context(admin_listener))
+        connections = Connections(min(MAX_CONNECTIONS, max(open_files // 2, open_files - OTHER_OPEN_FILES)))
+        server = Server(
+            config, gateway, on_ready, connections,
+            lame_duck_seconds=settings.lame_duck_seconds, admin=admin, lifeline=lifeline,
+        )  # fmt: skip
+        for sig in STOP_SIGNALS:
+            # uvicorn handles both, but only once it has imported its event loop: one that came before would be lost.
+            # And what it got, it raises once more when it is done: that must not end us as a crash.
+            signal.signal(sig, server.handle_exit)
+        if told_to_stop():
+            return False
+        with contextlib.suppress(SystemExit):  # of a start that failed
+            server.run(sockets=[listener])
+        for sig in STOP_SIGNALS:
+            signal.signal(sig, lambda *_: None)  # there is nothing left to stop
+        gc.unfreeze()  # what stays until after the interpreter is called leaked by extensions, on stderr
+    return server.started
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM has come since, for what is done before `run`.
+
+    KeyboardInterrupt would come between any two steps, such as the start of a process and the noting of which it is;
+    and it never comes to what was started with SIGINT ignored, as a script's background jobs are.
+    """
+    told: list[int] = []
+    before = {sig: signal.signal(sig, lambda number, _: told.append(number)) for sig in STOP_SIGNALS}
+    try:
+        yield lambda: bool(told)
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+
+
+def _raise_open_files() -> int:
+    """As many as the system lets us have, which are returned: the soft limit is for programs that use `select`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = [limit for limit in (OPEN_FILES, hard) if limit != resource.RLIM_INFINITY]
+    if soft != resource.RLIM_INFINITY and soft < min(limits):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits), hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if soft != resource.RLIM_INFINITY else OPEN_FILES
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket bound to the address; port 0 takes any free one. Raises OSError with the address in its words.
+
+    `shared`: with others that say so, too; the kernel deals connections out to those that listen.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
+            # A client that takes nothing more is dropped by the kernel: closing would first wait to send the rest.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALL_SECONDS * 1000))
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"can not listen on {host}:{port}: {error.strerror}") from None
+    return listener

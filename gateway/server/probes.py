@@ -1,0 +1,106 @@
+"""All that a gateway answers which is no call of a model: who is served, whether it is well, and how it has been."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway.auth.authenticator import Authenticator
+from gateway.endpoints import catalogue, messages
+from gateway.endpoints.replies import CALL_ID, EXCEPTION_HANDLERS, json_reply
+from gateway.policy.file import PolicyHolder
+from gateway.prompts.canonicaliser import new_call_id
+from gateway.server.worker_group import Siblings
+from gateway.telemetry import Telemetry
+
+
+class Lobby:
+    """An ASGI application. `doors` are the paths to which calls are posted, `routes` further ones. `state` says how the
+    gateway is; its `faults` are what stands against calls being sent here.
+    """
+
+    def __init__(
+        self,
+        policies: PolicyHolder,
+        authenticator: Authenticator,
+        telemetry: Telemetry,
+        siblings: Siblings,
+        state: Callable[[], Awaitable[Mapping[str, Any]]],
+        *,
+        doors: Iterable[str],
+        routes: Iterable[Route],
+    ) -> None:
+        self._policies = policies
+        self._authenticator = authenticator
+        self._telemetry = telemetry
+        self._siblings = siblings
+        self._state = state
+        self._created = int(time.time())
+        self._shell = Starlette(
+            routes=[
+                *(Route(path, _post_only, methods=["POST"]) for path in doors),  # any other method: 405
+                *routes,
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/health", self._health),
+                Route("/ready", self._ready),
+                Route("/metrics", self._metrics),
+            ],
+            exception_handlers=EXCEPTION_HANDLERS,
+        )
+        self._shell.router.redirect_slashes = False  # a redirect would name whatever host the client made up
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._shell(scope, receive, self._named(scope, send))
+
+    def _named(self, scope: Scope, send: Send) -> Send:
+        """Every reply has the ids that a client can quote; what is asked for here makes no spans of its own."""
+        trace = self._telemetry.begin(scope["headers"], sample=0.0)
+        call_id = scope[CALL_ID] = new_call_id()
+        names = [(b"x-request-id", call_id.encode()), (b"x-trace-id", b"%032x" % trace.trace_id)]
+        if scope["type"] == "http" and messages.asked_for_in(scope):
+            names.append((b"request-id", call_id.encode()))
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *names]}
+            await send(message)
+
+        return send_named
+
+    async def _models(self, request: Request) -> Response:
+        policy = self._policies.current
+        principal = await self._authenticator.authenticate(dict(request.scope["headers"]), policy)
+        if messages.asked_for_in(request.scope):
+            return json_reply(200, messages.models(policy, principal, self._created, request.query_params))
+        return json_reply(200, catalogue.listing(policy, principal, self._created))
+
+    async def _model(self, request: Request) -> Response:
+        policy = self._policies.current
+        principal = await self._authenticator.authenticate(dict(request.scope["headers"]), policy)
+        entry = messages.model if messages.asked_for_in(request.scope) else catalogue.entry
+        return json_reply(200, entry(policy, principal, self._created, request.path_params["name"]))
+
+    async def _health(self, _: Request) -> Response:
+        """Alive: the event loop answers."""
+        return json_reply(200, {"status": "ok"})
+
+    async def _ready(self, _: Request) -> Response:
+        """Whether calls should be sent here, and what stands against it."""
+        state = await self._state()
+        return json_reply(503 if state["faults"] else 200, state)
+
+    async def _metrics(self, _: Request) -> Response:
+        own, content_type = self._telemetry.render_metrics()
+        return Response(await self._siblings.metrics(own), headers={"content-type": content_type})
+
+
+async def _post_only(request: Request) -> Response:
+    raise AssertionError("what is posted to a door does not come here")

@@ -1,0 +1,103 @@
+"""The dashboard's files at the ASGI border: who gets them, how they are labelled, and what else is not given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx2
+import pytest
+from starlette.types import ASGIApp
+
+from gateway.admin.dashboard_files import CONTENT_POLICY, FOLDER, TYPES, dashboard, is_page
+
+SECURE = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "dashboard"
+    (folder / "pages").mkdir(parents=True)
+    (folder / "index.html").write_text("<!doctype html><title>here</title>")
+    (folder / "pages" / "now.js").write_text("export const now = 1;")
+    (folder / "style.css").write_text("body { margin: 0 }")
+    (folder / "notes.txt").write_text("for us")
+    (tmp_path / "secret.html").write_text("not for you")
+    return folder
+
+
+async def get(app: ASGIApp, path: str, *, method: str = "GET", **headers: str) -> httpx2.Response:
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://admin") as client:
+        return await client.request(method, path, headers={name.replace("_", "-"): v for name, v in headers.items()})
+
+
+@pytest.mark.parametrize("path", ["/", "/dashboard"])
+async def test_the_way_there(folder: Path, path: str) -> None:
+    reply = await get(dashboard(folder), path)
+    assert (reply.status_code, reply.headers["location"]) == (307, "/dashboard/")
+    assert SECURE.items() <= dict(reply.headers).items()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/dashboard/", "text/html; charset=utf-8"),
+        ("/dashboard/index.html", "text/html; charset=utf-8"),
+        ("/dashboard/pages/now.js", "text/javascript; charset=utf-8"),
+        ("/dashboard/style.css", "text/css; charset=utf-8"),
+    ],
+)
+async def test_a_file_has_its_type_and_may_reach_nothing_else(folder: Path, path: str, kind: str) -> None:
+    reply = await get(dashboard(folder), path)
+    name = path.removeprefix("/dashboard/") or "index.html"
+    assert (reply.status_code, reply.text) == (200, (folder / name).read_text())
+    assert reply.headers["content-type"] == kind
+    assert SECURE.items() <= dict(reply.headers).items()
+
+
+async def test_a_file_is_sent_again_where_it_has_changed(folder: Path) -> None:
+    app = dashboard(folder)
+    tag = (await get(app, "/dashboard/style.css")).headers["etag"]
+    for known in (tag, f"W/{tag}", f'"other", {tag}'):
+        same = await get(app, "/dashboard/style.css", if_none_match=known)
+        assert (same.status_code, same.content, same.headers["etag"]) == (304, b"", tag)
+        assert SECURE.items() <= dict(same.headers).items()
+    (folder / "style.css").write_text("body { margin: 1 }")  # as many bytes
+    changed = await get(app, "/dashboard/style.css", if_none_match=tag)
+    assert (changed.status_code, changed.text) == (200, "body { margin: 1 }")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/dashboard/none.js", "/dashboard/notes.txt", "/dashboard/pages", "/dashboard/pages/",
+        "/dashboard/../secret.html", "/dashboard/%2e%2e/secret.html", "/dashboard/..%2fsecret.html",
+        "/dashboard//index.html", "/dashboard/" + "x" * 5000,
+    ],
+)  # fmt: skip
+async def test_nothing_else_is_given(folder: Path, path: str) -> None:
+    reply = await get(dashboard(folder), path)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "unknown_url")
+    assert len(reply.content) < 400
+
+
+async def test_nothing_is_sent_there(folder: Path) -> None:
+    assert (await get(dashboard(folder), "/dashboard/", method="POST")).status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/admin/keys", "/admin/state", "/dashboards", "/v1/organization/costs", "//", ""])
+def test_what_is_not_the_dashboards_is_the_apis(path: str) -> None:
+    assert not is_page(path)
+
+
+def test_the_package_has_a_page_and_serves_all_that_belongs_to_it() -> None:
+    files = [path for path in FOLDER.rglob("*") if path.is_file()]
+    assert FOLDER / "index.html" in files
+    assert {path.suffix for path in files} <= TYPES.keys()
+    assert "unsafe" not in CONTENT_POLICY

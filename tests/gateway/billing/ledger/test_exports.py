@@ -1,0 +1,156 @@
+"""The ledger as other tools read it: FOCUS, and Stripe's meter events."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+import subprocess
+from decimal import Decimal
+from pathlib import Path
+
+import orjson
+import pytest
+
+from gateway.billing.ledger.focus import COLUMNS, focus_rows
+from gateway.billing.ledger.reader import Period
+from gateway.billing.ledger.stripe import NoCustomer, meter_events
+from tests.gateway.billing.ledger.receipts import a_correction, a_receipt, write_chain
+
+# What version 1.2 of the specification has as mandatory in its cost and usage dataset.
+MANDATORY = {
+    "BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency", "BillingPeriodEnd", "BillingPeriodStart",
+    "ChargeCategory", "ChargeClass", "ChargeDescription", "ChargePeriodEnd", "ChargePeriodStart", "ContractedCost",
+    "EffectiveCost", "InvoiceIssuerName", "ListCost", "PricingQuantity", "PricingUnit", "ProviderName",
+    "PublisherName", "ServiceCategory", "ServiceName",
+}  # fmt: skip
+MAY_BE_EMPTY = {"ChargeClass", "PricingQuantity", "PricingUnit"}
+
+
+OVERRIDES = Path(__file__).parents[4] / "docs" / "reference" / "focus-validator.yaml"
+DECIMALS = {
+    "BilledCost", "ConsumedQuantity", "ContractedCost", "ContractedUnitPrice", "EffectiveCost", "ListCost",
+    "ListUnitPrice", "PricingQuantity",
+}  # fmt: skip
+TIMES = {"BillingPeriodEnd", "BillingPeriodStart", "ChargePeriodEnd", "ChargePeriodStart"}
+VALUES = {
+    "ChargeCategory": {"Usage", "Purchase", "Tax", "Credit", "Adjustment"},
+    "ChargeClass": {"", "Correction"},
+    "ChargeFrequency": {"One-Time", "Recurring", "Usage-Based"},
+    "PricingCategory": {"", "Standard", "Dynamic", "Committed", "Other"},
+    "ServiceCategory": {"AI and Machine Learning"},
+    "ServiceSubcategory": {"Generative AI"},
+}
+# Of these, none is null where usage is charged that is no correction; and those are null where others are.
+OF_USAGE = {"ListUnitPrice", "PricingCategory", "PricingQuantity", "PricingUnit", "SkuId", "SkuMeter", "SkuPriceId"}
+TOGETHER = [
+    ("PricingQuantity", "PricingUnit"), ("ConsumedQuantity", "ConsumedUnit"), ("SkuId", "SkuPriceId"),
+    ("ResourceId", "ResourceType"), ("SubAccountId", "SubAccountType"), ("BillingAccountId", "BillingAccountType"),
+]  # fmt: skip
+
+
+def test_types_values_and_nulls_are_those_of_the_specification(tmp_path: Path) -> None:
+    """The rules of version 1.2, as far as a CSV shows them; `focus-validator` checks those of 1.0."""
+    receipt = a_receipt(
+        reasoning=1, cache_write=3, audio_input=6, audio_output=1, price_output="0.0000001", cost="0.0000001"
+    )
+    hit, no_server = a_receipt(source="cache"), a_receipt(deployment=None, model_served=None, cost="0")
+    write_chain(tmp_path / "replica", [receipt, hit, no_server, a_correction(receipt, cost="-0.000001")])
+    rows = list(focus_rows(tmp_path, provider="Us"))
+    assert {(row["ChargeCategory"], row["ChargeClass"]) for row in rows} == {
+        ("Usage", ""), ("Usage", "Correction"), ("Adjustment", ""),
+    }  # fmt: skip
+    for row in rows:
+        assert all(re.fullmatch(r"-?\d+(\.\d+)?", row[name]) for name in DECIMALS if row[name])
+        assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row[name]) for name in TIMES)
+        assert row["ChargePeriodStart"] < row["ChargePeriodEnd"] <= row["BillingPeriodEnd"]
+        assert re.fullmatch("[A-Z]{3}", row["BillingCurrency"])
+        assert all(row[name] in values for name, values in VALUES.items())
+        assert all(isinstance(value, str) for value in orjson.loads(row["Tags"]).values())
+        assert all(bool(row[one]) == bool(other and row[other]) for one, other in TOGETHER)
+        if row["ChargeCategory"] == "Usage" and not row["ChargeClass"]:
+            assert all(row[name] for name in OF_USAGE)
+        else:
+            assert not row["ConsumedQuantity"] and not row["PricingQuantity"]
+
+
+def test_the_specifications_own_validator(tmp_path: Path) -> None:
+    validator = shutil.which("focus-validator")
+    if validator is None:
+        pytest.skip("focus-validator is not installed: it needs older libraries than this project")
+    receipt = a_receipt(audio_input=6, audio_output=1, cache_write=3, cache_write_1h=2, service_tier="flex")
+    others = [a_receipt(source="cache"), a_receipt(deployment=None, model_served=None, cost="0")]
+    write_chain(tmp_path / "replica", [receipt, *others, a_correction(receipt, cost="-0.000001")])
+    with (tmp_path / "focus.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(focus_rows(tmp_path, provider="Us"))
+    options = {"--data-file": file.name, "--validate-version": "1.0", "--override-file": str(OVERRIDES)}
+    command = [validator, *(word for option in options.items() for word in option)]
+    # Its list of currencies is looked for below the current directory.
+    (packages,) = Path(validator).parents[1].glob("lib/python*/site-packages")
+    found = subprocess.run(command, cwd=packages, capture_output=True, text=True, timeout=60, check=False)
+    assert "Validation succeeded" in found.stdout, found.stdout
+
+
+def test_every_kind_of_token_is_a_charge_that_multiplies_out(tmp_path: Path) -> None:
+    receipt = a_receipt(
+        reasoning=1, audio_input=6, audio_output=1, price_audio_output="2", cache_write=4, cache_write_1h=3,
+        price_cache_write="0.2", cost="0.000007440", service_tier="flex",
+    )  # fmt: skip
+    write_chain(tmp_path / "replica", [receipt, receipt, a_receipt(cost=None, currency=None)])
+    rows = list(focus_rows(tmp_path, provider="Us"))
+    assert all(set(row) == set(COLUMNS) for row in rows)
+    assert set(COLUMNS) >= MANDATORY
+    assert all(row[name] for row in rows for name in MANDATORY - MAY_BE_EMPTY)
+    assert {row["SkuMeter"]: (row["PricingQuantity"], row["BilledCost"]) for row in rows} == {
+        "Input tokens": ("60", "0.000006"),
+        "Cached input tokens": ("128", "0.00000128"),
+        "Cache write tokens": ("2", "0.0000004"),
+        "Cache write 1h tokens": ("6", "0.0000012"),
+        "Output tokens": ("2", "0.0000008"),
+        "Reasoning tokens": ("2", "0.0000008"),
+        "Audio input tokens": ("12", "0.0000012"),
+        "Audio output tokens": ("2", "0.000004"),
+        "": ("", "-0.0000008"),  # the cost of these receipts does not come from these prices
+    }
+    for row in rows:
+        if row["SkuMeter"]:
+            assert Decimal(row["ListUnitPrice"]) * Decimal(row["PricingQuantity"]) == Decimal(row["BilledCost"])
+    assert sum(Decimal(row["BilledCost"]) for row in rows) == 2 * Decimal("0.00000744")
+    (day,) = {(row["ChargePeriodStart"], row["ChargePeriodEnd"]) for row in rows}
+    assert day == ("2026-11-20T00:00:00Z", "2026-11-21T00:00:00Z")
+    (month,) = {(row["BillingPeriodStart"], row["BillingPeriodEnd"]) for row in rows}
+    assert month == ("2026-11-01T00:00:00Z", "2026-12-01T00:00:00Z")
+    assert orjson.loads(rows[0]["Tags"]) == {"latency_class": "realtime", "service_tier": "flex"}
+
+
+def test_a_correction_is_a_row_of_its_own(tmp_path: Path) -> None:
+    receipt = a_receipt()
+    write_chain(tmp_path / "replica", [receipt, a_correction(receipt, cost="-0.000001")])
+    rows = list(focus_rows(tmp_path, provider="Us"))
+    assert [row["BilledCost"] for row in rows if row["ChargeClass"] == "Correction"] == ["-0.000001"]
+    assert sum(Decimal(row["BilledCost"]) for row in rows) == Decimal("0.00000444")
+
+
+def test_a_meter_event_for_each_receipt_is_identified_by_it(tmp_path: Path) -> None:
+    receipt = a_receipt(input_uncached=1, cache_read=2, cache_write=3, output=4)
+    nothing = a_receipt(input_uncached=0, cache_read=0, output=0)
+    write_chain(tmp_path / "replica", [receipt, nothing, a_receipt(source="cache"), a_correction(receipt, output=-1)])
+    (event,) = meter_events(tmp_path, event_name="tokens", customers={"acme": "cus_1"})
+    assert event == {
+        "event_name": "tokens",
+        "identifier": receipt.event_id,
+        "timestamp": "2026-11-20T10:00:01.000001Z",
+        "payload": {"stripe_customer_id": "cus_1", "value": "10"},
+    }
+    (event,) = meter_events(tmp_path, event_name="tokens", customers={"acme": "cus_1"}, value="cache_read")
+    assert event["payload"]["value"] == "2"
+
+
+def test_a_tenant_without_a_customer_is_named(tmp_path: Path) -> None:
+    write_chain(tmp_path / "replica", [a_receipt(tenant="cus_2"), a_receipt(tenant="nobody")])
+    (event,) = meter_events(tmp_path, event_name="t", customers={}, period=Period(only={"tenant": ["cus_2"]}))
+    assert event["payload"]["stripe_customer_id"] == "cus_2"
+    with pytest.raises(NoCustomer, match="'nobody'"):
+        list(meter_events(tmp_path, event_name="t", customers={}))

@@ -1,0 +1,207 @@
+"""The sums of the ledger, to the last decimal."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from decimal import Decimal
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import duckdb
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.billing.ledger.compaction import compact
+from gateway.billing.ledger.reader import (
+    COLUMNS,
+    Period,
+    UnreadableLedger,
+    bill_rows,
+    latest,
+    standing,
+    summarise,
+    unpriced,
+    write_parquet,
+)
+from gateway.billing.ledger.rows import Carried, Row
+from gateway.types import Receipt
+from tests.gateway.billing.ledger.receipts import a_correction, a_receipt, write_chain
+
+
+def write(ledger: Path, rows: Sequence[Row], *, replica: str = "replica") -> None:
+    write_chain(ledger / replica, rows)
+
+
+def test_the_columns_are_the_receipts() -> None:
+    assert sorted(COLUMNS) == sorted(field.name for field in msgspec.structs.fields(Receipt))
+
+
+def test_an_empty_ledger_has_no_lines(tmp_path: Path) -> None:
+    (tmp_path / "replica").mkdir()
+    (tmp_path / "replica" / "0000000001.jsonl").touch()
+    assert summarise(tmp_path) == [] and latest(tmp_path, 5) == []
+
+
+def test_replicas_and_segments_are_one_ledger(tmp_path: Path) -> None:
+    write(tmp_path, [a_receipt() for _ in range(5)], replica="a")
+    write(tmp_path, [a_receipt() for _ in range(2)], replica="b")
+    (line,) = summarise(tmp_path)
+    assert (line.group, line.requests, line.output) == ({}, 7, 21)
+    assert line.cost == {"USD": 7 * Decimal("0.00000544")}
+    assert line.saved == {"USD": 7 * 64 * (Decimal("0.10") - Decimal("0.01")) / 1_000_000}
+    assert line.cached_share == 0.64
+
+
+def test_every_kind_of_call_counts_where_it_belongs(tmp_path: Path) -> None:
+    free, unknown = "0", None
+    no_price = {"price_input": None, "price_cached_input": None, "price_output": None, "currency": None}
+    write(
+        tmp_path,
+        [
+            a_receipt(),
+            a_receipt(source="cache", cost=free, deployment=None, **no_price),
+            a_receipt(source="estimate", exact=False, outcome="client_gone", reasoning=0),
+            a_receipt(cost=unknown, **no_price),
+            a_receipt(cost="1.5", currency="EUR", price_cached_input=None),
+            a_receipt(
+                source="estimate", exact=False, outcome="refused", cost=free, deployment=None,
+                input_uncached=0, cache_read=0, output=0, reasoning=0, **no_price,
+            ),
+        ],
+    )  # fmt: skip
+    (line,) = summarise(tmp_path)
+    assert (line.requests, line.cache_hits, line.inexact, line.unpriced) == (6, 1, 1, 1)
+    assert (line.input_uncached, line.cache_read, line.output, line.reasoning) == (4 * 36, 4 * 64, 4 * 3, 3 * 2)
+    assert line.cost == {"USD": 2 * Decimal("0.00000544"), "EUR": Decimal("1.5")}
+    assert line.saved == {"USD": 2 * 64 * Decimal("0.00000009"), "EUR": 0}
+
+
+def test_groups_are_in_order_and_named(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        [
+            a_receipt(tenant="b", finished="2026-11-20T23:59:59.999999Z"),
+            a_receipt(tenant="b", finished="2026-11-21T00:00:00.000000Z"),
+            a_receipt(tenant="a", deployment=None, latency_class="batch", key_id="k", model_asked="m"),
+        ],
+    )
+    by = summarise(tmp_path, by=["tenant", "day"])
+    assert [(line.group, line.requests) for line in by] == [
+        ({"tenant": "a", "day": "2026-11-20"}, 1),
+        ({"tenant": "b", "day": "2026-11-20"}, 1),
+        ({"tenant": "b", "day": "2026-11-21"}, 1),
+    ]
+    (line, _) = summarise(tmp_path, by=["class", "deployment", "key", "model"])
+    assert line.group == {"class": "batch", "deployment": None, "key": "k", "model": "m"}
+
+
+def test_a_period_begins_with_since_and_ends_before_until(tmp_path: Path) -> None:
+    days = [f"2026-11-{day}T00:00:00.000000Z" for day in (19, 20, 21)]
+    write(tmp_path, [a_receipt(finished=day, tenant=tenant) for day in days for tenant in ("a", "b")])
+    (line,) = summarise(tmp_path, period=Period(days[0], days[2], {"tenant": ["a"]}))
+    assert line.requests == 2
+    assert summarise(tmp_path, period=Period(only={"tenant": ["nobody"]})) == []
+
+
+def test_the_latest_receipts_are_as_written(tmp_path: Path) -> None:
+    receipts = [a_receipt(finished=f"2026-11-20T00:00:0{second}.000000Z", cost=None) for second in range(5)]
+    write(tmp_path, receipts)
+    found = latest(tmp_path, 2)
+    assert [row["event_id"] for row in found] == [receipts[4].event_id, receipts[3].event_id]
+    assert found[0]["price_input"] == "0.10" and found[0]["cost"] is None
+    assert found[0]["attempts"] == [msgspec.to_builtins(attempt) for attempt in receipts[4].attempts]
+
+
+def test_a_chain_that_is_there_twice_is_not_summed_up_twice(tmp_path: Path) -> None:
+    write_chain(tmp_path / "replica", [a_receipt() for _ in range(8)])
+    shutil.copytree(tmp_path / "replica", tmp_path / "replica.0123456789abcdef")  # as `collect` into it would
+    (tmp_path / "replica" / "0000000001.jsonl").unlink()  # too old
+    compact(tmp_path, before=math.inf)
+    with pytest.raises(
+        UnreadableLedger, match=r"replica\.0123456789abcdef/0000000002\.parquet has the rows of .*/replica/"
+    ):
+        summarise(tmp_path)
+    shutil.rmtree(tmp_path / "replica")
+    assert [line.requests for line in summarise(tmp_path)] == [8]
+
+
+def test_a_broken_ledger_is_not_summed_up(tmp_path: Path) -> None:
+    write(tmp_path, [a_receipt()])
+    with (tmp_path / "replica" / "0000000001.jsonl").open("ab") as segment:
+        segment.write(b'{"v":1,"prev":"0\n')
+    with pytest.raises(UnreadableLedger, match=r"0000000001\.jsonl"):
+        summarise(tmp_path)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.decimals(0, 10**9, places=15), min_size=1, max_size=10))
+def test_money_is_conserved(costs: list[Decimal]) -> None:
+    with TemporaryDirectory() as folder:
+        write(Path(folder), [a_receipt(cost=f"{cost:f}") for cost in costs])
+        (line,) = summarise(Path(folder))
+        assert line.cost == {"USD": sum(costs)}
+
+
+def test_corrections_are_added_to_the_day_and_the_money_of_their_receipts(tmp_path: Path) -> None:
+    priced, unknown = a_receipt(), a_receipt(cost=None, currency=None, price_input=None, price_cached_input=None)
+    write(tmp_path, [priced, unknown, Carried(event_id="0" * 26, opened=())])
+    new_price = {"price_input": "1", "price_cached_input": "0.5", "currency": "USD"}
+    write(
+        tmp_path,
+        [
+            a_correction(priced, cost="-0.00000044", output=-1),
+            a_correction(unknown, cost="2", **new_price),
+            a_correction(
+                unknown, cost="0.5", corrected="2026-11-22T00:00:00.000000Z", **{**new_price, "price_input": "3"}
+            ),
+        ],
+        replica="repricing",
+    )
+    (line,) = summarise(tmp_path, by=["day"])
+    assert (line.group, line.requests, line.unpriced, line.output) == ({"day": "2026-11-20"}, 2, 0, 5)
+    assert line.cost == {"USD": Decimal("0.000005") + Decimal("2.5")}
+    assert line.saved == {"USD": 64 * (Decimal("0.09") + Decimal("2.5")) / 1_000_000}
+    assert unpriced(tmp_path) == []
+    assert [(row["cost"], row["output"], row["currency"]) for row in standing(tmp_path)] == [
+        (Decimal("0.000005"), 2, "USD"),
+        (Decimal("2.5"), 3, "USD"),
+    ]
+    assert [(row["kind"], row["corrects"]) for row in bill_rows(tmp_path)] == [
+        ("receipt", None), ("receipt", None), ("correction", priced.event_id), *[("correction", unknown.event_id)] * 2,
+    ]  # fmt: skip
+
+
+def test_work_without_a_price_is_named(tmp_path: Path) -> None:
+    unknown = {"cost": None, "currency": None}
+    write(tmp_path, [a_receipt(**unknown), a_receipt(**unknown), a_receipt(**unknown, deployment="b"), a_receipt()])
+    assert unpriced(tmp_path) == [("gpt-4o", "b", 1), ("gpt-4o", "h200-a", 2)]
+
+
+def test_users_hours_and_sound(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        [
+            a_receipt(end_user="u", finished="2026-11-20T09:59:59.999999Z", audio_input=5),
+            a_receipt(end_user="u", finished="2026-11-20T10:00:00.000000Z", audio_output=2),
+        ],
+    )
+    found = [(line.group, line.audio_input, line.audio_output) for line in summarise(tmp_path, by=["user", "hour"])]
+    assert found == [
+        ({"user": "u", "hour": "2026-11-20T09:00"}, 5, 0),
+        ({"user": "u", "hour": "2026-11-20T10:00"}, 0, 2),
+    ]
+
+
+def test_as_parquet(tmp_path: Path) -> None:
+    receipt = a_receipt()
+    write(tmp_path / "ledger", [receipt, a_correction(receipt, cost="1")])
+    assert write_parquet(tmp_path / "ledger", tmp_path / "it's.parquet") == 2
+    with duckdb.connect(":memory:") as connection:
+        found = connection.execute(
+            "SELECT sum(cost) FROM read_parquet($file)", {"file": str(tmp_path / "it's.parquet")}
+        )
+        assert found.fetchall() == [(Decimal("1.00000544"),)]

@@ -1,0 +1,163 @@
+"""Rows on their way through a real Redis: each at least once into a stream, and exactly once into what is collected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gateway.billing.ledger import Ledger, shipping, verify
+from gateway.billing.ledger.collecting import NotCollected, collect
+from gateway.billing.ledger.shipping import Place, Shipper, rows_after
+from tests.gateway.billing.ledger.receipts import a_receipt
+from tests.redis_server import RedisServer, own_redis_server
+
+__all__ = ["own_redis_server"]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping, "LOOK_SECONDS", 0.01)
+
+
+@pytest.fixture
+def redis(own_redis_server: RedisServer) -> Iterator[RedisServer]:
+    yield own_redis_server
+
+
+@asynccontextmanager
+async def shipped(folder: Path, redis: RedisServer, replica: str = "one") -> AsyncIterator[tuple[Ledger, Shipper]]:
+    async with Ledger(folder, replica, segment_bytes=4000) as ledger:
+        shipper = Shipper(redis.url, ledger, replica)
+        running = asyncio.create_task(shipper.run())
+        try:
+            yield ledger, shipper
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def bytes_of(ledger: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted(ledger.glob("*/*.jsonl"))]
+
+
+def streamed(redis: RedisServer) -> int:
+    with redis.client() as client:
+        return sum(client.xlen(key) for key in client.scan_iter(f"{shipping.STREAM_PREFIX}*"))
+
+
+async def test_what_is_collected_is_the_ledger_byte_for_byte(tmp_path: Path, redis: RedisServer) -> None:
+    async with shipped(tmp_path / "a", redis) as (ledger, shipper):
+        for _ in range(30):
+            ledger.append(a_receipt())
+        await until(lambda: shipper.rows_shipped == 30)
+    ((name, rows),) = collect(redis.url, tmp_path / "all").items()
+    assert name.startswith("one.") and rows == 30 and streamed(redis) <= 1
+    assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "a")
+    assert (verify(tmp_path / "all").rows, verify(tmp_path / "all").broken) == (30, None)
+    assert collect(redis.url, tmp_path / "all") == {name: 0}
+
+
+async def test_a_restart_goes_on_where_the_stream_ends(tmp_path: Path, redis: RedisServer) -> None:
+    for life in (1, 2, 3):
+        async with shipped(tmp_path / "a", redis) as (ledger, shipper):
+            for _ in range(10):
+                ledger.append(a_receipt())
+            await until(lambda: shipper.rows_shipped == 10)
+            assert streamed(redis) == 10 * life
+    assert sum(collect(redis.url, tmp_path / "all").values()) == 30
+    assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "a")
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+async def test_a_redis_that_is_killed_on_the_way(
+    tmp_path: Path, redis: RedisServer, forgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipping, "BATCH_ROWS", 5)
+    async with shipped(tmp_path / "a", redis) as (ledger, shipper):
+        for _ in range(20):
+            ledger.append(a_receipt())
+        await until(lambda: shipper.rows_shipped >= 10)
+        collect(redis.url, tmp_path / "all")
+        redis.stop()
+        for _ in range(20):
+            ledger.append(a_receipt())
+        await ledger.durable()
+        redis.start()
+        if forgets:
+            with redis.client() as client:
+                client.flushall()
+        await until(lambda: shipper._place == Place(*ledger.durable_end))
+    collect(redis.url, tmp_path / "all")
+    assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "a")
+    assert (verify(tmp_path / "all").rows, verify(tmp_path / "all").broken) == (40, None)
+
+
+async def test_two_replicas_and_a_folder_that_was_begun_again(tmp_path: Path, redis: RedisServer) -> None:
+    """The same name with another chain: not one row is taken for one of the first."""
+    for folder, replica in (("a", "one"), ("b", "two"), ("c", "one")):
+        async with shipped(tmp_path / folder, redis, replica) as (ledger, shipper):
+            for _ in range(3):
+                ledger.append(a_receipt())
+            await until(lambda: shipper.rows_shipped == 3)
+    taken = collect(redis.url, tmp_path / "all")
+    assert sorted(name.split(".")[0] for name in taken) == ["one", "one", "two"] and set(taken.values()) == {3}
+    assert (verify(tmp_path / "all").rows, verify(tmp_path / "all").broken) == (9, None)
+
+
+async def test_a_stream_that_nobody_collects_is_bounded(
+    tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipping, "STREAM_ROWS_MAX", 7)
+    monkeypatch.setattr(shipping, "BATCH_ROWS", 5)
+    async with shipped(tmp_path / "a", redis) as (ledger, shipper):
+        for _ in range(10):
+            ledger.append(a_receipt())
+        await until(lambda: shipper.rows_shipped == 5)
+        await ledger.durable()
+        assert streamed(redis) == 5
+        assert not ledger.may_remove(ledger.durable_end[0]), "what was not sent is kept"
+        collect(redis.url, tmp_path / "all")
+        await until(lambda: shipper.rows_shipped == 10)
+    collect(redis.url, tmp_path / "all")
+    assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "a")
+
+
+async def test_a_collector_that_was_killed_takes_the_row_again(tmp_path: Path, redis: RedisServer) -> None:
+    async with shipped(tmp_path / "a", redis) as (ledger, shipper):
+        for _ in range(4):
+            ledger.append(a_receipt())
+        await until(lambda: shipper.rows_shipped == 4)
+    collect(redis.url, tmp_path / "all", keep=True)
+    last = sorted((tmp_path / "all").glob("*/*.jsonl"))[-1]
+    last.write_bytes(last.read_bytes()[:-10])
+    assert sum(collect(redis.url, tmp_path / "all").values()) == 1
+    assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "a")
+
+
+async def test_what_is_in_no_stream_any_more_is_said(tmp_path: Path, redis: RedisServer) -> None:
+    async with shipped(tmp_path / "a", redis) as (ledger, shipper):
+        for _ in range(3):
+            ledger.append(a_receipt())
+        await until(lambda: shipper.rows_shipped == 3)
+    collect(redis.url, tmp_path / "elsewhere")
+    with pytest.raises(NotCollected, match="in no stream"):
+        collect(redis.url, tmp_path / "all")
+
+
+async def test_only_what_is_durable_is_sent(tmp_path: Path) -> None:
+    async with Ledger(tmp_path, "one") as ledger:
+        ledger.append(a_receipt())
+        await ledger.durable()
+        end = Place(*ledger.durable_end)
+        ledger.append(a_receipt())
+        assert [place for place, _ in rows_after(ledger.folder, Place(1, 0), end)] == [end]

@@ -1,0 +1,68 @@
+"""What is noted in the books before a server is asked."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+
+from gateway.billing.ledger import Opened
+from gateway.billing.open_calls import Books, Opening
+from gateway.deployments.fleet import Fleet
+from gateway.policy import Policy
+from gateway.providers.base import Unasked
+from gateway.types import Marks, Operation, Trace
+from tests.gateway.calls import a_call
+
+POLICY = Policy.model_validate(
+    {
+        "deployments": [{"name": name, "base_url": "http://a/v1", "model": "served"} for name in ("a", "b")],
+        "models": [{"name": "m", "deployments": ["a", "b"]}],
+        "tenants": [{"name": "acme"}],
+    }
+)
+
+
+class Noted(list[Opened]):
+    """Books that only keep what was opened."""
+
+    def open_call(self, opened: Opened) -> None:
+        self.append(opened)
+
+
+def test_every_field_of_an_opened_row_is_in_its_place() -> None:
+    call = msgspec.structs.replace(
+        a_call(policy=POLICY, tenant="acme", key="key_1"),
+        id="req_1", operation=Operation.EMBEDDING, asked_model="alias", end_user="user_1", service_tier="flex",
+        class_name="batch", prompt_tokens_estimate=7, trace=Trace(0xABC, 0, sampled=False),
+    )  # fmt: skip
+    marks = Marks()
+    marks.started_ns = 1_790_000_000_000_001_999
+    fleet = Fleet(lambda deployment: Unasked())
+    fleet.apply(POLICY)
+    first, second = fleet
+    noted = Noted()
+    opening = Opening(cast(Books, noted), call, marks)
+    opening(first)
+    opening(second)
+    known: dict[str, Any] = {
+        "kind": "opened",
+        "call_id": "req_1",
+        "tenant": "acme",
+        "key_id": "key_1",
+        "end_user": "user_1",
+        "operation": "embeddings",
+        "model_asked": "alias",
+        "latency_class": "batch",
+        "service_tier": "flex",
+        "started": "2026-09-21T14:13:20.000001Z",
+        "prompt_tokens_estimate": 7,
+        "policy_hash": POLICY.hash,
+        "trace_id": f"{0xABC:032x}",
+    }
+    assert [msgspec.json.decode(msgspec.json.encode(each)) for each in noted] == [
+        {**known, "event_id": noted[0].event_id, "deployment": "a"},
+        {**known, "event_id": noted[1].event_id, "deployment": "b", "attempt": 2},
+    ]
+    assert noted[0].event_id < noted[1].event_id
+    assert (opening.request_id, opening.request_id_at(first)) == ("req_1-2", "req_1")

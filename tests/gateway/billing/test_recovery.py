@@ -1,0 +1,214 @@
+"""What a killed gateway has left open: by the server's record where there is one, else marked."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.billing.ledger import Opened, verify
+from gateway.billing.recovery import Recovery, call_of
+from gateway.core.errors import BudgetSpent
+from gateway.core.ids import new_event_id
+from gateway.limits import LIMITS
+from gateway.limits.limiter import Limiter
+from gateway.types import Usage
+from tests.gateway.billing.ledger.receipts import a_receipt
+from tests.gateway.harness import Rig, a_rig, counted, in_time, policy_of, tenant
+
+
+def opened(call_id: str = "req_1", **changes: Any) -> Opened:
+    known = {
+        "event_id": new_event_id(), "call_id": call_id, "tenant": "t", "key_id": "dev", "end_user": "u",
+        "operation": "chat/completions", "model_asked": "m", "deployment": "a", "latency_class": "realtime",
+        "service_tier": None, "started": "2026-11-20T10:00:00.000001Z", "prompt_tokens_estimate": 9,
+        "policy_hash": "0" * 16, "trace_id": f"{5:032x}",
+    }  # fmt: skip
+    return Opened(**{**known, **changes})
+
+
+async def left_behind(directory: Path, *rows: Opened) -> None:
+    """By a gateway that was killed."""
+    rig = Rig(directory, policy_of())
+    async with rig.ledger:
+        for row in rows:
+            rig.ledger.open_call(row)
+
+
+async def recover(rig: Rig) -> list[dict[str, Any]]:
+    house = rig.house
+    recovering = Recovery(rig.ledger, rig.fleet, house.policies, house.limiter, house.authenticator, ask_seconds=0.0)
+    recovering.take_over()
+    await in_time(recovering.catch_up())
+    return rig.receipts()
+
+
+async def test_the_servers_record_is_billed(tmp_path: Path) -> None:
+    await left_behind(tmp_path, opened())
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
+        (receipt,) = await recover(rig)
+        kept = {name: receipt[name] for name in ("call_id", "tenant", "key_id", "end_user", "started", "trace_id")}
+        assert kept == {name: getattr(opened(), name) for name in kept}
+        assert (receipt["outcome"], receipt["source"], receipt["exact"]) == ("gateway_lost", "engine", True)
+        assert (receipt["input_uncached"], receipt["output"], receipt["cost"]) == (10, 7, "0.000024")
+        assert [(a["deployment"], a["outcome"]) for a in receipt["attempts"]] == [("a", "gateway_lost")]
+        assert await recover(rig) == [receipt], "nothing is billed twice"
+    async with a_rig(tmp_path) as rig:
+        assert await recover(rig) == [receipt]
+    assert verify(tmp_path / "ledger").broken is None
+
+
+async def test_a_clock_that_was_set_back_since_makes_no_call_end_before_it_began(tmp_path: Path) -> None:
+    later = "2199-12-31T23:59:59.000001Z"
+    await left_behind(tmp_path, opened(started=later), opened(started=later, attempt=2, deployment="b"))
+    async with a_rig(tmp_path) as rig:
+        (receipt,) = await recover(rig)
+        assert (receipt["started"], receipt["finished"]) == (later, later)
+        assert {(each["started"], each["ended"]) for each in receipt["attempts"]} == {(later, later)}
+        (in_vain,) = [row for row in rig.rows() if row["kind"] == "unbilled"]
+        assert in_vain["finished"] == later
+
+
+@pytest.mark.parametrize(("per", "period"), [("day", "2025-12-31"), ("month", "2025-12")])
+async def test_a_call_over_a_border_is_of_the_period_and_the_price_in_which_it_began(
+    tmp_path: Path, per: str, period: str
+) -> None:
+    began = "2025-12-31T23:59:59.900000Z"
+    prices = [
+        {"until": "2026-01-01", "input": "1", "output": "2", "version": "old"},
+        {"from": "2026-01-01", "input": "5", "output": "9", "version": "new"},
+    ]
+    policy = policy_of(tenants=[tenant(budget={"amount": "1", "per": per})])
+    for deployment in policy["deployments"]:
+        deployment["price"] = prices
+    await left_behind(tmp_path, opened(started=began))
+    async with a_rig(tmp_path, **policy) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
+        (receipt,) = await recover(rig)
+        await recover(rig)
+        assert (receipt["price_version"], receipt["cost"]) == ("old", "0.000024")
+        assert receipt["finished"] > began
+        assert spent_nanos(rig) == {period: 24_000}
+
+
+def spent_nanos(rig: Rig) -> dict[str, int]:
+    return {key.rpartition("/")[2]: account.spent for key, account in rig.storage._accounts.items() if "budget" in key}
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_budgets_are_charged(tmp_path: Path, known: bool) -> None:
+    """In the period in which the call began; by its reservation, where the storage has outlived the gateway."""
+    await left_behind(tmp_path, opened())
+    limits = tenant(tokens="1000/1d", budget={"amount": "0.00003", "per": "month"})
+    async with a_rig(tmp_path, tenants=[limits]) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
+        lost = call_of(opened(), rig.house.policies.current)
+        if known:
+            call = msgspec.structs.replace(lost, max_output_tokens=8)
+            await Limiter(rig.storage, LIMITS).admit(call)  # of the gateway that was killed
+        await recover(rig)
+        await recover(rig)
+        (month,) = spent_nanos(rig)
+        assert spent_nanos(rig) == {month: 24_000} and (known or month == "2026-11")
+        refused = msgspec.structs.replace(lost, id="req_2", max_output_tokens=0)
+        if known or month == f"{datetime.now(UTC):%Y-%m}":
+            with pytest.raises(BudgetSpent):
+                await rig.house.limiter.admit(refused)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+async def test_a_call_whose_gateway_was_killed_between_receipt_and_settlement_is_charged_once(
+    tmp_path: Path, settled: bool
+) -> None:
+    killed = Rig(tmp_path, policy_of())
+    async with killed.ledger:
+        killed.ledger.open_call(opened())
+        killed.ledger.append(a_receipt(call_id="req_1", cost="0.000024", input_uncached=10, output=7))
+    async with a_rig(tmp_path, tenants=[tenant(tokens="1000/1d", budget={"amount": "1", "per": "month"})]) as rig:
+        call = msgspec.structs.replace(call_of(opened(), rig.house.policies.current), max_output_tokens=8)
+        reservation = await Limiter(rig.storage, LIMITS).admit(call)  # of the gateway that was killed
+        if settled:
+            await reservation.settle(Usage(10, output=7), 24_000)
+        await recover(rig)
+        await recover(rig)
+        assert list(spent_nanos(rig).values()) == [24_000]
+        assert await rig.storage.settle("t/req_1", [0, 0], now=time.time()) is False, "nothing is left reserved"
+
+
+async def test_a_budget_is_charged_even_where_the_limits_are_others_now(tmp_path: Path) -> None:
+    await left_behind(tmp_path, opened())
+    async with a_rig(tmp_path, tenants=[tenant(budget={"amount": "1", "per": "total"})]) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
+        await Limiter(rig.storage, LIMITS).admit(call_of(opened(), rig.house.policies.current))
+        rig.write_policy(policy_of(tenants=[tenant(tokens="1000/1d", budget={"amount": "1", "per": "total"})]))
+        await rig.house.policies.reload()
+        await recover(rig)
+        assert spent_nanos(rig) == {"total": 24_000}
+        assert await rig.storage.settle("t/req_1", [0], now=time.time()), "which else ends with its lease"
+
+
+async def test_the_last_server_that_was_asked_is_asked_first(tmp_path: Path) -> None:
+    await left_behind(tmp_path, opened(), opened(deployment="c", attempt=2))
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(1, 1)}).encode()
+        rig.servers["c"].record = json.dumps({"usage": counted(2, 2)}).encode()
+        (receipt,) = await recover(rig)
+        assert (receipt["deployment"], receipt["output"]) == ("c", 2)
+        assert [attempt["deployment"] for attempt in receipt["attempts"]] == ["a", "c"]
+        assert rig.servers["c"].asked_for == ["req_1-2"] and rig.servers["a"].asked_for == ["req_1"]
+        in_vain = rig.rows()[-1]
+        assert (in_vain["kind"], in_vain["deployment"], in_vain["output"]) == ("unbilled", "a", 1)
+
+
+async def test_an_attempt_in_vain_is_noted_after_a_crash_too(tmp_path: Path) -> None:
+    await left_behind(tmp_path, opened(), opened(deployment="c", attempt=2))
+    killed = Rig(tmp_path, policy_of())
+    async with killed.ledger:
+        killed.ledger.append(a_receipt(call_id="req_1", deployment="c"))
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(1, 1)}).encode()
+        await recover(rig)
+        assert [(row["kind"], row["deployment"]) for row in rig.rows()[2:]] == [("receipt", "c"), ("unbilled", "a")]
+        await recover(rig)
+        assert len(rig.rows()) == 4
+
+
+async def test_a_server_that_keeps_records_and_has_none_was_never_reached(tmp_path: Path) -> None:
+    await left_behind(tmp_path, opened())
+    async with a_rig(tmp_path) as rig:
+        (receipt,) = await recover(rig)
+        assert (receipt["source"], receipt["exact"], receipt["deployment"]) == ("estimate", False, "a")
+        assert (receipt["input_uncached"], receipt["output"], receipt["cost"]) == (0, 0, "0")
+
+
+async def test_without_records_the_prompt_is_estimated(tmp_path: Path) -> None:
+    await left_behind(tmp_path, opened())
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].keeps_records = False
+        (receipt,) = await recover(rig)
+        assert (receipt["source"], receipt["exact"]) == ("estimate", False)
+        assert (receipt["input_uncached"], receipt["output"], receipt["cost"]) == (9, 0, "0.000009")
+
+
+async def test_what_the_policy_does_not_know_any_more_is_unpriced(tmp_path: Path) -> None:
+    gone = {"tenant": "former", "model_asked": "former", "deployment": "former", "latency_class": "former"}
+    await left_behind(tmp_path, opened(**gone))
+    async with a_rig(tmp_path) as rig:
+        (receipt,) = await recover(rig)
+        assert {name: receipt[name] for name in ("tenant", "model_asked", "latency_class")}.items() <= gone.items()
+        assert (receipt["cost"], receipt["input_uncached"]) == (None, 9)
+
+
+async def test_many_calls_each_get_theirs(tmp_path: Path) -> None:
+    await left_behind(tmp_path, *(opened(f"req_{number}") for number in range(50)))
+    async with a_rig(tmp_path) as rig:
+        rig.servers["a"].record = json.dumps({"usage": counted(1, 1)}).encode()
+        receipts = await recover(rig)
+        assert sorted(receipt["call_id"] for receipt in receipts) == sorted(f"req_{number}" for number in range(50))
+        assert len({row["event_id"] for row in rig.rows()}) == 100

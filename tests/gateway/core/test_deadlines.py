@@ -1,0 +1,36 @@
+import math
+
+import pytest
+
+from gateway.core.deadlines import patience_seconds, whole_seconds
+from gateway.core.errors import BadRequest
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, math.inf),
+        ({b"x-stainless-read-timeout": b"600"}, 600.0),
+        ({b"x-stainless-read-timeout": b"0.5"}, 0.5),
+        ({b"x-stainless-timeout": b"30"}, 30.0),
+        ({b"x-stainless-read-timeout": b"None"}, math.inf),
+        ({b"x-stainless-read-timeout": b"0"}, math.inf),
+        ({b"x-stainless-read-timeout": b"inf"}, math.inf),
+        ({b"x-stainless-read-timeout": b"nan"}, math.inf),
+        ({b"x-stainless-read-timeout": b"-1"}, math.inf),
+    ],
+)
+def test_what_sdks_announce(headers: dict[bytes, bytes], seconds: float) -> None:
+    assert patience_seconds(headers) == seconds
+
+
+def test_a_time_for_the_whole_answer() -> None:
+    assert whole_seconds({}) == math.inf
+    assert whole_seconds({b"x-warmpath-timeout": b"2.5"}) == 2.5
+
+
+@pytest.mark.parametrize("value", [b"soon", b"0", b"-3", b"nan", b"inf", b""])
+def test_a_time_that_is_none_is_refused_by_name(value: bytes) -> None:
+    with pytest.raises(BadRequest, match="x-warmpath-timeout") as refusal:
+        whole_seconds({b"x-warmpath-timeout": value})
+    assert refusal.value.param == "x-warmpath-timeout"

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.times import go_duration, has_passed, nanoseconds_at, nanoseconds_of, rfc3339, seconds_of
+
+
+@given(st.lists(st.integers(0, 4_102_444_800_000_000_000), min_size=2, max_size=5))
+def test_times_sort_as_text(times_ns: list[int]) -> None:
+    texts = [rfc3339(time_ns // 1000 * 1000) for time_ns in sorted(times_ns)]
+    assert texts == sorted(texts) and len({len(text) for text in texts}) == 1
+
+
+@given(st.integers(0, 4_102_444_800_000_000_000))
+def test_a_time_is_read_as_it_was_written(time_ns: int) -> None:
+    assert nanoseconds_of(rfc3339(time_ns)) == time_ns // 1000 * 1000
+
+
+@given(st.datetimes(min_value=datetime(1970, 1, 2), timezones=st.timezones()))
+def test_the_offset_of_a_moment_changes_nothing(moment: datetime) -> None:
+    assert nanoseconds_at(moment) == nanoseconds_at(moment.astimezone(UTC))
+
+
+def test_what_has_no_end_never_passes() -> None:
+    assert has_passed("2026-01-01T00:00:00Z") and not has_passed("9999-01-01T00:00:00Z")
+    assert not has_passed(None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"), (0.0001, "0s"), (0.012, "12ms"), (0.9996, "1s"), (1, "1s"), (1.5, "1.5s"), (59.9999, "1m0s"),
+        (83.25, "1m23.25s"), (360, "6m0s"), (3600, "1h0m0s"), (86_400, "24h0m0s"),
+    ],
+)  # fmt: skip
+def test_durations_are_printed_as_go_does(seconds: float, text: str) -> None:
+    assert go_duration(seconds) == text
+
+
+@given(st.integers(0, 100 * 86_400_000))
+def test_a_duration_is_read_as_it_was_printed(milliseconds: int) -> None:
+    assert round(seconds_of(go_duration(milliseconds / 1000)) * 1000) == milliseconds

@@ -1,0 +1,173 @@
+"""What servers tell of themselves reaches what is expected of them: on real sockets, of both kinds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from backend.engine.block_pool import ROOT_HASH, CachedBlock, hash_block
+from backend.server.kv_events import KVEventPublisher
+from gateway.deployments import engine_reports as reports
+from gateway.deployments.engine_reports import Reports
+from gateway.deployments.fleet import Fleet, Server
+from gateway.policy import EnvSecret, Policy
+from gateway.prefix.fingerprint import fingerprint
+from gateway.providers.base import Unasked
+from gateway.providers.transport import HTTPTransport
+from tests.gateway.calls import a_call, a_policy
+
+WAIT_SECONDS = 20
+METRICS = """vllm:num_requests_running{model_name="m"} 3.0
+vllm:num_requests_waiting{model_name="m"} 2.0
+vllm:kv_cache_usage_perc{model_name="m"} 0.5
+vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0
+"""
+
+
+class WebServer:
+    """Answers whatever it is asked with one text, and notes how it was asked."""
+
+    def __init__(self, body: str, status: str = "200 OK") -> None:
+        self.body = body
+        self.status = status
+        self.heads: list[str] = []
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        head = f"HTTP/1.1 {self.status}\r\ncontent-length: {len(self.body)}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + self.body.encode())
+        await writer.drain()
+        writer.close()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self, "127.0.0.1", 0)
+        async with server:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def policy_with(**fields: Any) -> Policy:
+    whole = a_policy().model_dump(by_alias=True)
+    whole["deployments"][0].update(fields)
+    return Policy.model_validate(whole)
+
+
+@asynccontextmanager
+async def reporting(policy: Policy) -> AsyncIterator[tuple[Fleet, Server]]:
+    fleet, transport = Fleet(lambda deployment: Unasked()), HTTPTransport()
+    fleet.apply(policy)
+
+    def secret_of(secret: EnvSecret) -> str:
+        return f"the value of {secret.env}"
+
+    task = asyncio.create_task(Reports(fleet, transport, secret_of).run())
+    try:
+        yield fleet, next(iter(fleet))
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await transport.aclose()
+    assert all(server.blocks is None for server in fleet)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_load_and_capacity_are_read_from_metrics() -> None:
+    web = WebServer(METRICS)
+    async with web.listening() as url:
+        policy = policy_with(base_url=f"{url}/v1", metrics=True, api_key={"env": "KEY"})
+        async with reporting(policy) as (_, server):
+            await until(lambda: server.estimate.load)
+            load = server.estimate.load
+            assert load is not None
+            assert (load.running, load.waiting, load.kv_usage) == (3, 2, 0.5)
+            assert server.cache.capacity_tokens == 1600
+    assert web.heads[0].startswith("GET /metrics HTTP/1.1\r\n")
+    assert "authorization: Bearer the value of KEY\r\n" in web.heads[0]
+
+
+async def test_metrics_elsewhere_are_asked_for_without_the_key() -> None:
+    web = WebServer(METRICS)
+    async with web.listening() as url:
+        policy = policy_with(metrics=f"{url}/prometheus/metrics", api_key={"env": "KEY"})
+        async with reporting(policy) as (_, server):
+            await until(lambda: server.estimate.load)
+    assert web.heads[0].startswith("GET /prometheus/metrics ")
+    assert "authorization" not in web.heads[0]
+
+
+@pytest.mark.parametrize("answer", [WebServer("oops", "500 Internal Server Error"), WebServer("no metrics")])
+async def test_a_server_that_tells_nothing_is_asked_again(answer: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "METRICS_SECONDS", 0.01)
+    async with answer.listening() as url, reporting(policy_with(base_url=f"{url}/v1", metrics=True)) as (_, server):
+        await until(lambda: len(answer.heads) >= 3)
+        assert server.estimate.load is None
+        answer.status, answer.body = "200 OK", METRICS
+        await until(lambda: server.estimate.load)
+
+
+async def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "METRICS_SECONDS", 0.01)
+    monkeypatch.setattr(reports, "ANSWER_MAX_BYTES", 1000)
+    web = WebServer(METRICS + "#" * 2000)
+    async with web.listening() as url, reporting(policy_with(base_url=f"{url}/v1", metrics=True)) as (_, server):
+        await until(lambda: len(web.heads) >= 2)
+        assert server.estimate.load is None
+
+
+@pytest.fixture
+def publisher() -> Iterator[KVEventPublisher]:
+    made = KVEventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*")
+    yield made
+    made.close()
+
+
+async def test_what_an_engine_evicts_is_gone_from_its_model(publisher: KVEventPublisher) -> None:
+    policy = policy_with(kv_events=publisher.endpoint, kv_events_replay=publisher.replay_endpoint)
+    text = b"x" * 1024
+    chain = fingerprint([text], 0)
+    blocks: list[CachedBlock] = []
+    for i in range(16):  # of 16 tokens, with 4 bytes each
+        parent = blocks[-1].block_hash if blocks else ROOT_HASH
+        tokens = tuple(range(i, i + 16))
+        blocks.append(CachedBlock(hash_block(parent, tokens), parent, tokens, "", "call-1"))
+        publisher.stored(blocks[-1])
+    publisher.step_over()
+    async with reporting(policy) as (_, server):
+        await until(lambda: server.blocks is not None and len(server.blocks) == 16)
+        call = msgspec.structs.replace(a_call(policy=policy), fingerprint=chain, prompt_tokens_estimate=256)
+        sent = server.send(call, 0.0)
+        sent.learn_usage("call-1", 256, 0, 1)
+        assert server.cache.match(chain) == 4
+        publisher.removed(blocks[9].block_hash)
+        publisher.step_over()
+        await until(lambda: server.cache.match(chain) == 2)
+
+
+async def test_tensorrt_is_asked_for_its_events() -> None:
+    web = WebServer('[{"event_id": 1, "data": {"type": "stored", "parent_hash": null, "blocks": [{"block_hash": 5}]}}]')
+    async with web.listening() as url, reporting(policy_with(kv_events=url)) as (_, server):
+        await until(lambda: server.blocks is not None and len(server.blocks) == 1)
+    assert web.heads[0].startswith("POST /kv_cache_events ")
+
+
+async def test_a_reload_begins_and_ends_what_it_names(
+    publisher: KVEventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "LOOK_SECONDS", 0.01)
+    async with reporting(a_policy()) as (fleet, server):
+        await asyncio.sleep(0.03)
+        assert server.blocks is None
+        fleet.apply(policy_with(kv_events=publisher.endpoint))
+        await until(lambda: server.blocks is not None)
+        fleet.apply(a_policy())
+        await until(lambda: server.blocks is None)

@@ -1,0 +1,305 @@
+"""What gateways hear of each other: without an event loop, and through each storage that several can use."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gateway.core.errors import StorageUnavailable
+from gateway.deployments.fleet import Fleet, SentCall
+from gateway.deployments.replica_sync import (
+    BEAT_SECONDS,
+    NOTICE_MAX_BLOCKS,
+    SILENT_SECONDS,
+    UNTOLD_MAX,
+    Hearsay,
+    Sharing,
+    untold,
+)
+from gateway.policy import Policy
+from gateway.prefix.estimate import NO_OTHERS, Others
+from gateway.providers.base import Unasked
+from gateway.routing.prefix_affinity import PrefixAffinity
+from gateway.storage.base import Notices, Storage
+from gateway.storage.memory import MemoryStorage
+from gateway.storage.redis import RedisStorage
+from gateway.storage.sqlite import SqliteStorage
+from gateway.types import Call
+from tests.gateway.calls import a_call, a_policy, chat
+from tests.redis_server import RedisServer, redis_server
+
+__all__ = ["redis_server"]
+
+USAGE = ("req_1", 5000, 100, 7)
+
+
+class One:
+    """A gateway: its servers a and b, and what it hears of the others."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        told = untold()
+        self.fleet = Fleet(lambda deployment: Unasked(), told=told)
+        self.fleet.apply(policy or a_policy())
+        self.a, self.b = self.fleet
+        self.hearsay = Hearsay(self.fleet, told)
+
+    def answers(self, call: Call, now: float = 0.0) -> SentCall:
+        """By server b."""
+        sent = self.b.send(call, now)
+        sent.first_chunk(now)
+        sent.end(now)
+        sent.learn_usage(*USAGE)
+        return sent
+
+    def first_choice(self, call: Call) -> str:
+        return PrefixAffinity().order(call, list(self.fleet), 0.0)[0].server.name
+
+
+def long_call(start: str = "once ") -> Call:
+    return a_call(chat(start * 4000))
+
+
+def test_a_prompt_goes_where_another_gateway_has_sent_it() -> None:
+    one, other = One(), One()
+    call = long_call()
+    assert other.first_choice(call) == "a"
+    one.answers(call)
+    other.hearsay.hear(one.hearsay.notice(0.0), 0.0)
+    assert other.first_choice(call) == "b"
+    assert other.hearsay.calls_heard == 1
+    assert other.b.token_counts.tokens_per_block == one.b.token_counts.tokens_per_block
+
+
+def test_what_a_server_has_died_of_is_told_and_whose_calls_were_there_counts() -> None:
+    one, other = One(), One()
+    one.a.send(long_call(), 0.0)
+    one.fleet.suspects.accuse(7, 2, 0.0)
+    other.hearsay.hear(one.hearsay.notice(0.0), 0.0)
+    assert other.fleet.suspects.convicted(7, 0.0)
+    other.a.send(long_call(), 0.0)
+    other.a.note_cut(0.0)
+    assert other.a.last_cut == (0.0, 2), "the other gateway's call may as well have been why"
+
+
+def test_it_is_told_when_it_is_computed_and_not_before() -> None:
+    one, other = One(), One()
+    sent = one.b.send(long_call(), 0.0)
+    other.hearsay.hear(one.hearsay.notice(0.0), 0.0)
+    assert len(other.b.cache) == 0
+    sent.end(1.0, answered=False)
+    assert one.hearsay.notice(1.0), "its load has changed"
+    one.answers(long_call(), 1.0)
+    other.hearsay.hear(one.hearsay.notice(2.0), 2.0)
+    assert len(other.b.cache) == len(one.b.cache) > 0
+
+
+def test_what_others_have_under_way_counts_until_it_is_over() -> None:
+    one, other = One(), One()
+    call = long_call()
+    sent = one.a.send(call, 0.0)
+    other.hearsay.hear(one.hearsay.notice(0.0), 0.0)
+    assert other.a.estimate.others == Others(1, call.prompt_tokens_estimate)
+    assert other.a.estimate.under_way(0.0) == 1
+    assert other.a.estimate.queued_tokens(0.0) == call.prompt_tokens_estimate
+    assert other.first_choice(call) == "b"
+    assert not one.hearsay.notice(BEAT_SECONDS / 2), "nothing has changed"
+    sent.first_chunk(1.0)
+    other.hearsay.hear(one.hearsay.notice(1.0), 1.0)
+    assert other.a.estimate.others == Others(1, 0)
+    sent.end(1.0)
+    other.hearsay.hear(one.hearsay.notice(1.0), 1.0)
+    assert other.a.estimate.others == NO_OTHERS
+
+
+def test_the_load_of_a_gateway_that_has_died_goes_away() -> None:
+    dead, alive, hearing = One(), One(), One()
+    dead.a.send(long_call(), 0.0)
+    alive.a.send(long_call("twice "), 0.0)
+    for each in (dead, alive):
+        hearing.hearsay.hear(each.hearsay.notice(0.0), 0.0)
+    assert (hearing.a.estimate.others.in_flight, hearing.hearsay.others) == (2, 2)
+    hearing.hearsay.hear(alive.hearsay.notice(BEAT_SECONDS), BEAT_SECONDS)
+    hearing.hearsay.forget_silent(SILENT_SECONDS)
+    assert (hearing.a.estimate.others.in_flight, hearing.hearsay.others) == (1, 1)
+
+
+def test_conversations_of_others_claim_their_room() -> None:
+    policy = a_policy(rules=[{"match": {"service_tier": "flex"}, "class": "batch"}])
+    one, other = One(policy), One(policy)
+    for each in (one, other):  # batch is seen by both
+        each.fleet.working_set.admit(a_call(chat("x" * 400, service_tier="flex"), policy), [each.b.estimate], 0.0)
+    for words in (4000, 4500):
+        one.answers(a_call(chat("once " * words, service_tier="flex"), policy))
+        other.hearsay.hear(one.hearsay.notice(0.0), 0.0)
+    claimed = one.fleet.working_set.claimed(one.b.estimate)
+    assert other.fleet.working_set.claimed(other.b.estimate) == claimed > 4500
+
+
+def test_a_room_is_not_given_away_twice_before_the_other_gateway_is_heard_of() -> None:
+    policy = a_policy(rules=[{"match": {"service_tier": "flex"}, "class": "batch"}])
+    one, rival = One(policy), One(policy)
+
+    def fits(words: int) -> bool:
+        call = a_call(chat("more " * words, service_tier="flex"), policy)
+        return one.fleet.working_set.admit(call, [one.b.estimate], 0.0)
+
+    one.b.cache.resize(20_000)
+    for words in (4000, 4500):
+        call = a_call(chat("once " * words, service_tier="flex"), policy)
+        assert one.fleet.working_set.admit(call, [one.b.estimate], 0.0)
+        one.answers(call)
+    rival.a.send(long_call(), 0.0)
+    one.hearsay.hear(rival.hearsay.notice(0.0), 0.0)
+    assert not fits(6000)
+    one.hearsay.forget_silent(SILENT_SECONDS)
+    assert fits(6000)
+
+
+def test_ones_own_notices_and_those_of_another_form_change_nothing() -> None:
+    one = One()
+    one.answers(long_call())
+    clock = one.b.cache.clock
+    one.hearsay.hear(one.hearsay.notice(0.0), 0.0)
+    assert one.b.cache.clock == clock
+    for notice in (b"", b"\xc1", msgspec.msgpack.encode([2, "otherwise"])):
+        one.hearsay.hear(notice, 0.0)
+    assert one.hearsay.malformed == 3
+    assert one.hearsay.others == 0
+
+
+def test_a_server_of_this_name_at_another_address_is_another_server() -> None:
+    moved = a_policy().model_dump(by_alias=True)
+    moved["deployments"][1]["base_url"] = "http://elsewhere.invalid/v1"
+    one, other = One(), One(Policy.model_validate(moved))
+    one.answers(long_call())
+    one.b.send(long_call(), 0.0)
+    other.hearsay.hear(one.hearsay.notice(0.0), 0.0)
+    assert len(other.b.cache) == 0
+    assert other.b.estimate.others == NO_OTHERS
+
+
+def test_the_slots_of_a_server_hold_what_others_have_sent_there() -> None:
+    whole = a_policy().model_dump(by_alias=True)
+    for deployment in whole["deployments"]:
+        deployment.update(provider="llamacpp", slots=2, max_concurrency=2)
+    policy = Policy.model_validate(whole)
+    one, other = One(policy), One(policy)
+    calls = [long_call(), long_call("twice ")]
+    assert [one.answers(call).slot for call in calls] == [0, 1]
+    other.hearsay.hear(one.hearsay.notice(0.0), 0.0)
+    assert other.b.slots is not None
+    assert [other.b.slots.choose(call.fingerprint) for call in calls] == [0, 1]
+    assert other.first_choice(calls[1]) == "b"
+
+
+def test_much_is_told_in_several_notices_and_too_much_not_at_all() -> None:
+    one, other = One(), One()
+    calls = [long_call(f"{number} ") for number in range(400)]
+    for call in calls:
+        one.answers(call)
+    notices = []
+    while notice := one.hearsay.notice(0.0):
+        notices.append(notice)
+        other.hearsay.hear(notice, 0.0)
+    assert len(notices) > 1
+    assert max(map(len, notices)) < 10 * NOTICE_MAX_BLOCKS
+    assert other.hearsay.calls_heard == 400
+    short = a_call(chat("x" * 400))
+    for _ in range(UNTOLD_MAX + 5):
+        one.answers(short)
+    while notice := one.hearsay.notice(0.0):
+        other.hearsay.hear(notice, 0.0)
+    assert other.hearsay.calls_heard == 400 + UNTOLD_MAX
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+async def stores(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[list[Storage]]:
+    """The same one, as two gateways have it."""
+    engines: list[Storage]
+    if request.param == "sqlite":
+        engines = [SqliteStorage(f"sqlite:///{tmp_path / 'state.db'}", timeout_seconds=60.0) for _ in range(2)]
+    else:
+        server: RedisServer = request.getfixturevalue("redis_server")
+        with server.client() as client:
+            client.flushall()
+        engines = [RedisStorage(server.url, timeout_seconds=60.0) for _ in range(2)]
+    for engine in engines:
+        await engine.open()
+    yield engines
+    for engine in engines:
+        await engine.close()
+
+
+async def test_through_a_storage(stores: list[Storage]) -> None:
+    one, other = One(), One()
+    sharing = [Sharing(each.hearsay, store) for each, store in zip((one, other), stores, strict=True)]
+    call = long_call()
+    one.answers(call)
+    one.b.send(long_call("twice "), 0.0)
+    for each in sharing:
+        await each.exchange()
+    assert other.b.estimate.others.in_flight == 1
+    assert other.b.cache.match(call.fingerprint) == len(call.fingerprint)
+    late = One()
+    await Sharing(late.hearsay, stores[1]).exchange()
+    assert late.b.cache.match(call.fingerprint) == len(call.fingerprint), "who comes later hears what was told before"
+
+
+class Away:
+    has_others = True
+    asked = 0
+    is_back = False
+
+    async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
+        self.asked += 1
+        if self.is_back:
+            return [], after
+        raise StorageUnavailable("Redis can not be reached")
+
+
+async def test_while_the_storage_is_away_others_are_forgotten(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.deployments.replica_sync.SILENT_SECONDS", 0.0)
+    one, other, store = One(), One(), Away()
+    one.a.send(long_call(), 0.0)
+    other.hearsay.hear(one.hearsay.notice(0.0), asyncio.get_running_loop().time())
+    sharing = Sharing(other.hearsay, store)
+    await sharing.exchange()
+    await sharing.exchange()
+    assert store.asked == 2
+    assert other.a.estimate.others == NO_OTHERS
+    store.is_back = True
+    await sharing.exchange()
+    await sharing.exchange()
+    assert [record.getMessage() for record in caplog.records] == [
+        "other gateways are not heard of: Redis can not be reached",
+        "other gateways are heard of again",
+    ]
+
+
+async def test_it_goes_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.deployments.replica_sync.EXCHANGE_SECONDS", 0.0)
+    exchanged = asyncio.Event()
+
+    class Store(MemoryStorage):
+        count = 0
+
+        async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
+            self.count += 1
+            if self.count == 3:
+                exchanged.set()
+            return await super().exchange(notice, after)
+
+    store: Notices = Store()
+    task = asyncio.create_task(Sharing(One().hearsay, store).run())
+    async with asyncio.timeout(20):
+        await exchanged.wait()
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

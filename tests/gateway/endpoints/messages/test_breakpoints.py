@@ -1,0 +1,262 @@
+"""A client's breakpoints: they reach a server that heeds them where they were set, and nobody else hears of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.core.cache_breakpoints import without_breakpoints
+from gateway.core.errors import BadRequest
+from gateway.endpoints.chat import ChatDoor
+from gateway.endpoints.messages import CountTokensDoor, MessagesDoor
+from gateway.policy import Deployment, Policy
+from gateway.prompts.reader import Asked, read_fields
+from gateway.prompts.transforms import Canon, Plan, SharedMemory
+from gateway.providers import make_provider
+from gateway.providers.transport import HTTPTransport
+from gateway.settings import resolve_secret
+from tests.gateway.calls import a_call, a_policy
+from tests.gateway.providers.scripted import Received, ScriptedServer, json_answer
+
+FIVE_MINUTES, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+MESSAGES = MessagesDoor()
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
+FILE = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
+WEATHER = {"name": "weather", "input_schema": {"type": "object"}}
+
+marks = st.sampled_from(({}, {}, {"cache_control": FIVE_MINUTES}, {"cache_control": HOUR}, {"cache_control": None}))
+
+
+def with_marks(blocks: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.builds(lambda block, mark: {**block, **mark}, blocks, marks)
+
+
+texts = with_marks(
+    st.builds(lambda text: {"type": "text", "text": text}, st.sampled_from(("a", "b", 'of "cache_control"')))
+)
+shown = texts | with_marks(st.sampled_from((IMAGE, FILE)))
+results = with_marks(
+    st.fixed_dictionaries(
+        {
+            "type": st.just("tool_result"),
+            "tool_use_id": st.just("c"),
+            "content": st.lists(texts, max_size=2) | st.just("r"),
+        },
+        optional={"is_error": st.booleans()},
+    )
+)
+calls = with_marks(
+    st.just({"type": "tool_use", "id": "c", "name": "weather", "input": {"cache_control": {"type": "ephemeral"}}})
+)
+users = st.builds(
+    lambda blocks: {"role": "user", "content": blocks},
+    st.just("hi") | st.lists(shown | results, min_size=1, max_size=3),
+)
+answers = st.builds(
+    lambda blocks: {"role": "assistant", "content": blocks}, st.lists(texts | calls, min_size=1, max_size=3)
+)
+bodies = st.fixed_dictionaries(
+    {"model": st.just("m"), "max_tokens": st.just(9), "messages": st.lists(users | answers, min_size=1, max_size=4)},
+    optional={"system": st.lists(texts, max_size=2), "tools": st.lists(with_marks(st.just(WEATHER)), max_size=2),
+              "cache_control": st.just(HOUR)},
+)  # fmt: skip
+
+
+def read(body: dict[str, Any]) -> Asked:
+    raw = json.dumps(body).encode()
+    return MESSAGES.read(read_fields(raw), raw)
+
+
+def plainly(value: Any) -> Any:
+    """The same without breakpoints, but for what the arguments of a call say."""
+    if isinstance(value, list):
+        return [plainly(each) for each in value]
+    if isinstance(value, dict):
+        return {
+            name: one if name == "input" else plainly(one) for name, one in value.items() if name != "cache_control"
+        }
+    return value
+
+
+@given(body=bodies)
+@settings(max_examples=150)
+def test_for_whoever_does_not_heed_them_they_were_never_set(body: dict[str, Any]) -> None:
+    asked, plain = read(body), read(plainly(body))
+    assert (asked.fields, asked.pieces, asked.hints) == (plain.fields, plain.pieces, plain.hints)
+    if asked.with_breakpoints is None:
+        assert body == plainly(body)
+        return
+    marked = asked.with_breakpoints()
+    assert marked.pieces == plain.pieces, "for what compares prompts, too"
+    assert without_breakpoints(marked.fields) == plain.fields
+
+
+def policy_of(*providers: str) -> Policy:
+    servers = [
+        {"name": name, "provider": name, "base_url": f"http://{name}.invalid/v1", "model": "served"}
+        for name in providers
+    ]
+    return a_policy(deployments=servers, models=[{"name": "m", "deployments": list(providers)}])
+
+
+def sent(body: dict[str, Any], *providers: str) -> list[dict[str, Any]]:
+    """What each server of the model is asked."""
+    policy = policy_of(*providers)
+    call = a_call(body, policy, door=MESSAGES)
+    return [
+        json.loads(make_provider(deployment, HTTPTransport(), resolve_secret).render(call))
+        for deployment in policy.deployments
+    ]
+
+
+def set_in(asked: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What has a breakpoint, and which one."""
+    if given := asked.get("cache_control"):
+        yield "the whole", given
+    turns = [turn["content"] for turn in asked["messages"]]
+    for blocks in (asked.get("tools", ()), asked.get("system", ()), *turns):
+        for block in blocks if not isinstance(blocks, str) else ():
+            inner = block.get("content")
+            within = inner[-1].get("cache_control") if inner and isinstance(inner, list) else None
+            if given := block.get("cache_control") or within:
+                yield block.get("type", "tool"), given
+            for each in inner[:-1] if isinstance(inner, list) else ():
+                if given := each.get("cache_control"):
+                    yield "within a result", given
+
+
+@given(body=bodies)
+@settings(max_examples=150)
+def test_a_server_that_heeds_them_gets_them_where_they_were_set(body: dict[str, Any]) -> None:
+    """Results come first in a turn, as Anthropic has it; so the order among kinds may be another one."""
+    wanted = list(set_in(body))
+    (request,) = sent(body, "anthropic")
+    if wanted:
+        assert sorted(map(str, set_in(request))) == sorted(map(str, wanted))
+    else:
+        assert all(mark == FIVE_MINUTES for _, mark in set_in(request)), "ours"
+
+
+def test_one_within_a_result_is_the_clients_too() -> None:
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [
+        {"type": "text", "text": "a", "cache_control": HOUR}, {"type": "text", "text": "b"},
+    ]}  # fmt: skip
+    (request,) = sent({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": [result]}]}, "anthropic")
+    assert request["messages"][0]["content"] == [result]
+
+
+def test_in_the_words_of_the_sdk() -> None:
+    body = {
+        "model": "m", "max_tokens": 9,
+        "system": [{"type": "text", "text": "Be exact.", "cache_control": HOUR}, {"type": "text", "text": "Be kind."}],
+        "tools": [{**WEATHER, "cache_control": HOUR}],
+        "messages": [
+            {"role": "user", "content": "Rome?"},
+            {"role": "assistant", "content": [
+                {"type": "tool_use", "id": "c1", "name": "weather", "input": {}, "cache_control": FIVE_MINUTES},
+                {"type": "tool_use", "id": "c2", "name": "weather", "input": {}},
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": "sun"},
+                {"type": "tool_result", "tool_use_id": "c2", "content": "rain", "is_error": True,
+                 "cache_control": FIVE_MINUTES},
+            ]},
+        ],
+    }  # fmt: skip
+    (request,) = sent(body, "anthropic")
+    assert request["system"] == body["system"]
+    assert request["tools"][0]["cache_control"] == HOUR
+    marked = [[block.get("cache_control") for block in turn["content"]] for turn in request["messages"]]
+    assert marked == [[None], [FIVE_MINUTES, None], [None, FIVE_MINUTES]]
+
+
+@pytest.mark.parametrize("others", [("vllm",), ("openai", "trtllm"), ("warmpath", "llamacpp", "sglang")])
+def test_other_servers_of_the_same_model_hear_nothing_of_them(others: tuple[str, ...]) -> None:
+    body = {
+        "model": "m", "max_tokens": 9, "cache_control": HOUR, "tools": [{**WEATHER, "cache_control": HOUR}],
+        "system": [{"type": "text", "text": "Be exact.", "cache_control": HOUR}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": FIVE_MINUTES}]}],
+    }  # fmt: skip
+    _, *requests = sent(body, "anthropic", *others)
+    _, *plain = sent(plainly(body), "anthropic", *others)
+    assert requests == plain and "cache_control" not in json.dumps(requests)
+
+
+def test_what_is_known_of_a_breakpoint_is_checked_and_the_rest_left_out() -> None:
+    """As the `scope` of coding agents, which goes with a header that is not sent on."""
+    text = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral", "scope": "global"}}
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": [text]}]}
+    assert sent(body, "anthropic")[0]["messages"][0]["content"][0]["cache_control"] == FIVE_MINUTES
+    text["cache_control"] = {"type": "ephemeral", "ttl": "2h"}
+    with pytest.raises(BadRequest) as refused:
+        read(body)
+    assert refused.value.param == "messages[0].content[0].cache_control.ttl"
+
+
+def test_they_count_for_the_server_that_counts() -> None:
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": HOUR}]}],
+    }
+    call = a_call(body, policy_of("anthropic"), door=CountTokensDoor())
+    assert "cache_control" in bytes(call.fields["messages"]).decode()
+
+
+async def test_a_server_that_does_not_heed_them_counts_without_them() -> None:
+    body = {
+        "model": "m", "tools": [{**WEATHER, "cache_control": HOUR}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": HOUR}]}],
+    }  # fmt: skip
+    call = a_call(body, policy_of("anthropic", "vllm"), door=CountTokensDoor())
+
+    async def tokenize(_: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer(b'{"count": 7}'))
+
+    async with ScriptedServer(tokenize) as server, HTTPTransport() as transport:
+        deployment = Deployment(name="d", provider="vllm", base_url=server.base_url, model="served")
+        assert await make_provider(deployment, transport, resolve_secret).prompt_tokens_of(call) == 7
+        asked = json.loads(server.requests[0].body)
+    assert asked["messages"] == [{"role": "user", "content": "hi"}]
+    assert "cache_control" not in asked["tools"][0] and asked["model"] == "served"
+
+
+def test_one_that_moves_on_leaves_the_prefix_as_it_was() -> None:
+    """By each door: the second turn begins as the first did."""
+
+    def turns(*marked: bool) -> list[dict[str, Any]]:
+        said = [("user", "x" * 5000), ("assistant", "y" * 5000), ("user", "z" * 5000)]
+        return [
+            {"role": role, "content": [{"type": "text", "text": text, **({"cache_control": HOUR} if mark else {})}]}
+            for (role, text), mark in zip(said, marked, strict=False)
+        ]
+
+    policy = policy_of("anthropic")
+    for door in (None, MESSAGES):
+        first, second = (
+            a_call({"model": "m", "max_tokens": 9, "messages": turns(*marks)}, policy, door=door)
+            for marks in ((True,), (False, False, True))
+        )
+        shared = len(first.fingerprint) - 1  # the last block has the end of the first prompt in it
+        assert shared > 1 and first.fingerprint[:shared] == second.fingerprint[:shared]
+
+
+def test_a_conversation_is_known_by_its_first_message_marked_or_not() -> None:
+    plans, old, new = Canon(SharedMemory()).plans, Plan(1, "off"), Plan(1, "safe")
+    question: Any = {"type": "text", "text": "hi"}
+    answer: Any = {"role": "assistant", "content": "ho"}
+
+    def plan(wanted: Plan, content: Any, *rest: Any) -> Plan:
+        body: Any = {"model": "m", "messages": [{"role": "user", "content": content}, *rest]}
+        raw = json.dumps(body).encode()
+        return plans.plan_for(wanted, "t", "m", ChatDoor().read(read_fields(raw), raw).messages)
+
+    assert plan(old, "before") == old
+    assert plan(new, [{**question, "cache_control": HOUR}]) == new
+    assert plan(new, [question], answer) == plan(new, "hi", answer) == new
+    assert plan(new, "another", answer) == old

@@ -1,0 +1,354 @@
+"""What chat says for what a client has said on Anthropic's wire."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from anthropic.types import MessageParam
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.core.errors import BadRequest
+from gateway.endpoints.chat import read_chat
+from gateway.endpoints.messages import CountTokensDoor, MessagesDoor
+from gateway.prompts.reader import read_fields
+
+HELLO = {"role": "user", "content": "hello"}
+WEATHER = {"name": "weather", "description": "of a place", "input_schema": {"type": "object", "properties": {}}}
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    body = json.dumps({"model": "m", "max_tokens": 9, "messages": [HELLO], **fields}).encode()
+    read = MessagesDoor().read(read_fields(body), body)
+    return {name: json.loads(bytes(value)) for name, value in read.fields.items()}
+
+
+def said(*messages: Any, **fields: Any) -> list[Any]:
+    chat: list[Any] = asked(messages=list(messages), **fields)["messages"]
+    return chat
+
+
+def test_the_least_that_can_be_asked() -> None:
+    assert asked() == {"model": "m", "max_tokens": 9, "messages": [HELLO]}
+
+
+def test_every_parameter_has_its_place() -> None:
+    assert asked(
+        system="be brief",
+        stop_sequences=["END"],
+        stream=True,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        metadata={"user_id": "u-1"},
+        service_tier="standard_only",
+        tools=[{**WEATHER, "type": "custom", "strict": True, "cache_control": {"type": "ephemeral"}}],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        output_config={"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+        cache_control={"type": "ephemeral", "ttl": "1h"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        speed="standard",
+    ) == {
+        "model": "m",
+        "messages": [{"role": "system", "content": "be brief"}, HELLO],
+        "max_tokens": 9,
+        "stop": ["END"],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "user": "u-1",
+        "service_tier": "default",
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "weather",
+                    "description": "of a place",
+                    "parameters": {"type": "object", "properties": {}},
+                    "strict": True,
+                },
+            }
+        ],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "chat_template_kwargs": {"enable_thinking": True, "thinking": True},
+        "reasoning_effort": "low",
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
+        },
+    }
+
+
+def test_what_is_null_was_not_said() -> None:
+    nothing = (
+        "system", "stop_sequences", "stream", "temperature", "top_p", "top_k", "metadata", "service_tier", "tools",
+        "tool_choice", "thinking", "output_config", "cache_control", "context_management", "speed",
+    )  # fmt: skip
+    assert asked(**dict.fromkeys(nothing)) == asked()
+    assert asked(tools=[], stop_sequences=[], system=[], metadata={}, output_config={}) == asked()
+
+
+@pytest.mark.parametrize(
+    ("choice", "chat"),
+    [
+        ({"type": "auto"}, {"tool_choice": "auto"}),
+        ({"type": "auto", "disable_parallel_tool_use": True}, {"tool_choice": "auto", "parallel_tool_calls": False}),
+        ({"type": "any"}, {"tool_choice": "required"}),
+        ({"type": "none"}, {"tool_choice": "none"}),
+        ({"type": "tool", "name": "weather"}, {"tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+    ],
+)
+def test_tool_choices(choice: dict[str, Any], chat: dict[str, Any]) -> None:
+    fields = asked(tools=[WEATHER], tool_choice=choice)
+    assert {name: fields[name] for name in ("tool_choice", "parallel_tool_calls") if name in fields} == chat
+
+
+@pytest.mark.parametrize(
+    ("thinking", "chat"),
+    [
+        ({"type": "disabled"}, {"enable_thinking": False, "thinking": False}),
+        ({"type": "enabled", "budget_tokens": 2000}, {"enable_thinking": True, "thinking": True}),
+        ({"type": "adaptive", "display": "summarized"}, None),  # as the model does by itself
+    ],
+)
+def test_whether_to_think(thinking: dict[str, Any], chat: dict[str, Any] | None) -> None:
+    assert asked(thinking=thinking).get("chat_template_kwargs") == chat
+
+
+def test_texts_and_images() -> None:
+    text = {"type": "text", "text": "look"}
+    assert said({"role": "user", "content": [{**text, "cache_control": {"type": "ephemeral"}}]}) == [
+        {"role": "user", "content": "look"}
+    ]
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
+    there = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+    assert said({"role": "user", "content": [text, image, there]}) == [
+        {
+            "role": "user",
+            "content": [
+                text,
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}},
+                {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}},
+            ],
+        }
+    ]
+
+
+def test_documents() -> None:
+    text = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "all of it"}}
+    file = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
+    titled = [{**text, "title": "notes"}, {**file, "title": "a.pdf", "citations": {"enabled": False}}]
+    assert said({"role": "user", "content": [text, file, *titled]})[0]["content"] == [
+        {"type": "text", "text": "all of it"},
+        {"type": "file", "file": {"filename": "document", "file_data": "data:application/pdf;base64,JVBE"}},
+        {"type": "text", "text": "notes\n\nall of it"},
+        {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBE"}},
+    ]
+
+
+def test_the_system_prompt_in_any_form_and_in_the_middle() -> None:
+    block = {"type": "text", "text": "be brief"}
+    assert said(HELLO, system=[block])[0] == {"role": "system", "content": "be brief"}
+    assert said(HELLO, system=[block, block])[0] == {"role": "system", "content": [block, block]}
+    later = {"role": "system", "content": "now in French"}
+    assert said(HELLO, later, HELLO, system="be brief")[1:] == [HELLO, later, HELLO]
+
+
+def test_a_round_of_tools() -> None:
+    call: Any = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Zürich"}}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
+    turns: list[MessageParam] = [
+        {"role": "user", "content": "What is the weather?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I must look.", "signature": ""},
+                {"type": "redacted_thinking", "data": "c2VjcmV0"},
+                {"type": "text", "text": "Let me look."},
+                call,
+                {**call, "id": "call_2"},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "And in French, please."},
+                {"type": "tool_result", "tool_use_id": "call_1", "content": "sunny"},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "call_2",
+                    "content": [{"type": "text", "text": "no such city"}, image],  # type: ignore[list-item]
+                    "is_error": True,
+                },
+            ],
+        },
+    ]
+    assert said(*turns) == [
+        {"role": "user", "content": "What is the weather?"},
+        {
+            "role": "assistant",
+            "content": "Let me look.",
+            "reasoning_content": "I must look.",
+            "thinking_blocks": [{"type": "redacted_thinking", "data": "c2VjcmV0"}],
+            "tool_calls": [
+                {
+                    "id": name,
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Z\\u00fcrich"}'},  # as it was written
+                }
+                for name in ("call_1", "call_2")
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+        {
+            "role": "tool",
+            "tool_call_id": "call_2",
+            "content": [
+                {"type": "text", "text": "Error: no such city"},
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}},
+            ],
+        },
+        {"role": "user", "content": "And in French, please."},
+    ]
+
+
+def test_thinking_goes_back_signed_to_who_signed_it() -> None:
+    thought = {"type": "thinking", "thinking": "Look.", "signature": "s"}
+    (_, message) = said(HELLO, {"role": "assistant", "content": [thought, {"type": "text", "text": "x"}]})
+    assert (message["reasoning_content"], message["thinking_blocks"]) == ("Look.", [thought])
+    (_, message) = said(HELLO, {"role": "assistant", "content": [{**thought, "signature": ""}]})
+    assert (message["reasoning_content"], message["content"]) == ("Look.", "")
+    assert "thinking_blocks" not in message
+
+
+def test_a_result_says_that_it_is_an_error_and_may_say_nothing() -> None:
+    call: Any = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "n", "input": {}}]}
+    failed = {"type": "tool_result", "tool_use_id": "c", "content": "no", "is_error": True}
+    done = {"type": "tool_result", "tool_use_id": "c"}
+    assert said(HELLO, call, {"role": "user", "content": [failed]})[1:] == [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "n", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "Error: no"},
+    ]
+    assert said(HELLO, call, {"role": "user", "content": [done]})[-1]["content"] == ""
+
+
+def test_turns_of_one_side_are_one() -> None:
+    """By Anthropic's rule; many chat templates refuse them otherwise."""
+    assert said(HELLO, {"role": "user", "content": "again"}) == [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "again"}]}
+    ]
+
+
+def test_an_answer_goes_on_from_what_the_client_has_begun() -> None:
+    begun = {"role": "assistant", "content": "The answer is ("}
+    fields = asked(messages=[HELLO, begun])
+    assert fields["messages"] == [HELLO, begun]
+    assert (fields["add_generation_prompt"], fields["continue_final_message"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "search_result"}]}]}, "messages[0].content[0].type"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "file", "file_id": "f"}}]}
+                ]
+            },
+            "messages[0].content[0].source.type",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        (
+            {"messages": [HELLO, {"role": "assistant", "content": [{"type": "server_tool_use", "id": "x"}]}]},
+            "messages[1].content[0].type",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "n", "input": [1]}]}
+                ]
+            },
+            "messages[0].content[0].input",
+        ),
+        ({"tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search"}]}, "tools[1].type"),
+        ({"tools": [{**WEATHER, "input_examples": [{}]}]}, "tools[0]"),
+        ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0]"),
+        ({"tools": [{"name": "weather"}]}, "tools[0]"),
+        ({"tools": ["weather"]}, "tools[0]"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
+        ({"container": "c"}, "container"),
+        ({"mcp_servers": []}, "mcp_servers"),
+        ({"speed": "fast"}, "speed"),
+        ({"metadata": {"team": "x"}}, "metadata"),
+        ({"output_config": {"effort": "utmost"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_its_name(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        asked(**fields)
+    assert named in refusal.value.message
+    assert (refusal.value.param or "").startswith(named.partition("[")[0].partition(".")[0])
+
+
+def test_a_prompt_is_read_as_that_of_chat() -> None:
+    """Its pieces are what routing goes by."""
+    turns = [HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "and now?"}]
+    body = json.dumps({"model": "m", "max_tokens": 9, "system": "s", "messages": turns, "tools": [WEATHER]}).encode()
+    function = {"name": "weather", "description": "of a place", "parameters": WEATHER["input_schema"]}
+    messages = [{"role": "system", "content": "s"}, *turns]
+    chat = json.dumps({"model": "m", "messages": messages, "tools": [{"type": "function", "function": function}]})
+    by_messages, by_chat = (
+        MessagesDoor().read(read_fields(body), body),
+        read_chat(read_fields(chat.encode()), chat.encode()),
+    )
+    assert by_messages.pieces[1:] == by_chat.pieces[1:] and len(by_messages.pieces) == len(by_chat.pieces)
+    assert json.loads(by_messages.pieces[0]) == json.loads(by_chat.pieces[0])
+
+
+def test_a_count_wants_no_bound_of_the_answer_and_takes_none() -> None:
+    body = json.dumps({"model": "m", "messages": [HELLO], "system": "s", "tools": [WEATHER]}).encode()
+    read = CountTokensDoor().read({}, body)
+    assert set(read.fields) == {"model", "messages", "tools"} and read.max_output_tokens is None
+    with pytest.raises(BadRequest, match="max_tokens"):
+        CountTokensDoor().read({}, json.dumps({"model": "m", "messages": [HELLO], "max_tokens": 1}).encode())
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+names = st.sampled_from(
+    ["model", "system", "max_tokens", "tools", "tool_choice", "thinking", "metadata", "stop_sequences", "output_config"]
+)
+kinds = st.sampled_from(["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking", "other"])
+keys = st.sampled_from(["text", "source", "id", "name", "input", "tool_use_id", "content", "thinking", "data"])
+blocks = st.builds(lambda kind, rest: {"type": kind, **rest}, kinds, st.dictionaries(keys, values, max_size=4))
+roles = st.sampled_from(["user", "assistant", "system", "tool"])
+turns = st.fixed_dictionaries({"role": roles, "content": values | st.lists(blocks, max_size=3)})
+
+
+@given(st.dictionaries(names, values), st.lists(turns, max_size=3))
+def test_any_json_is_read_or_refused(fields: dict[str, Any], messages: list[Any]) -> None:
+    try:
+        asked(**fields, messages=messages)
+    except BadRequest as refusal:
+        assert refusal.message

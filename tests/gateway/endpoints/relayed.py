@@ -1,0 +1,76 @@
+"""A server's bytes on their way to a client: provider, meter and translator as the relay has them, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+from gateway.billing.metering import Meter
+from gateway.core.errors import UpstreamCut
+from gateway.endpoints.base import Door
+from gateway.prompts.reader import read_fields
+from gateway.providers.base import ProviderFailure, Sink
+from gateway.providers.openai import EventStreamReply
+from gateway.providers.transport import Answer
+from gateway.types import Usage
+from tests.gateway.calls import a_call
+
+
+class Pieces:
+    """The body of an answer, which comes in these."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = iter(pieces)
+
+    async def __anext__(self) -> bytes:
+        for piece in self._pieces:
+            return piece
+        raise StopAsyncIteration
+
+    async def pour(self, sink: Sink) -> bool:
+        return all(sink(piece) for piece in self._pieces)
+
+
+class Relayed(NamedTuple):
+    content: bytes  # what the client gets, without the seconds in it
+    usage: Usage  # what is billed
+
+
+def cut_at(stream: bytes, places: Sequence[int]) -> list[bytes]:
+    ends = sorted({0, len(stream), *(min(place, len(stream)) for place in places)})
+    return [stream[begin:end] for begin, end in pairwise(ends)]
+
+
+def relayed(
+    door: Door, body: dict[str, Any], pieces: Sequence[bytes], speaks: type[EventStreamReply] = EventStreamReply
+) -> Relayed:
+    return asyncio.run(_relayed(door, body, pieces, speaks))
+
+
+async def _relayed(
+    door: Door, body: dict[str, Any], pieces: Sequence[bytes], speaks: type[EventStreamReply]
+) -> Relayed:
+    raw = json.dumps(body).encode()
+    translator, meter, sent = door.translator("req_abc"), Meter(a_call(raw, door=door)), list[bytes]()
+    assert translator is not None
+    translator.read(read_fields(raw), raw)
+
+    def take(chunk: bytes) -> bool:
+        passed_on = meter.watch(chunk)
+        if passed_on or meter.complete:
+            sent.append(translator.frames(passed_on, last=meter.complete))
+        return not meter.complete
+
+    try:
+        await speaks(cast(Answer, Pieces(pieces))).pour(take)
+        if not meter.complete:
+            raise UpstreamCut("the answer ended before its end")
+    except ProviderFailure as failure:
+        sent.append(translator.failure(UpstreamCut(str(failure))))
+    except UpstreamCut as failure:
+        sent.append(translator.failure(failure))
+    return Relayed(re.sub(rb'"(created_at|completed_at)":\d+', rb'"\1":0', b"".join(sent)), meter.usage)

@@ -1,0 +1,185 @@
+"""Whatever a server of chats streams, and in whatever pieces it arrives: its clients get well-formed events, and what
+these count is what is billed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai import omit
+from openai.lib.streaming.responses._responses import ResponseStreamState
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from gateway.endpoints.base import Door
+from gateway.endpoints.messages import MessagesDoor
+from gateway.endpoints.responses import ResponsesDoor
+from gateway.types import Usage
+from tests.gateway.endpoints.messages import test_reply as messages
+from tests.gateway.endpoints.relayed import Relayed, cut_at, relayed
+from tests.gateway.endpoints.responses import translated as responses
+
+_event: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+DOORS = (MessagesDoor(), ResponsesDoor())
+BODIES: dict[str, dict[str, Any]] = {
+    "messages": {
+        "model": "m", "max_tokens": 50, "stream": True, "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"name": "look", "input_schema": {"type": "object"}}],
+    },
+    "responses": {
+        "model": "m", "stream": True, "input": "hi",
+        "tools": [{"type": "function", "name": "look", "parameters": {"type": "object"}}],
+    },
+}  # fmt: skip
+USAGE = {
+    "prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13, "prompt_tokens_details": {"cached_tokens": 5},
+    "completion_tokens_details": {"reasoning_tokens": 2},
+}  # fmt: skip
+DONE = b"data: [DONE]\n\n"
+
+
+def choice(delta: dict[str, Any] | None, finish: str | None = None, index: int = 0) -> dict[str, Any]:
+    return {"choices": [{"index": index, "delta": delta, "finish_reason": finish}]}
+
+
+def called(index: int | None, call_id: str | None, name: str | None, arguments: str | None) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+
+
+def through(door: Door, pieces: list[bytes]) -> Relayed:
+    return relayed(door, BODIES[door.path], pieces)
+
+
+def check(door: Door, told: Relayed) -> bool:
+    """Whether the answer came to its end; if not, nobody may take it for whole."""
+    if door.path == "messages":
+        return check_message(messages.parsed(told.content), told.usage)
+    return check_response(responses.events_of(told.content), told.usage)
+
+
+def check_message(events: list[Any], usage: Usage) -> bool:
+    kinds, open_block, begun = [event["type"] for event in events], None, 0
+    for event in events:
+        match event["type"]:
+            case "content_block_start":
+                assert (open_block, event["index"]) == (None, begun)
+                open_block, begun = begun, begun + 1
+            case "content_block_delta":
+                assert event["index"] == open_block
+            case "content_block_stop":
+                assert event["index"] == open_block
+                open_block = None
+    if kinds[-1] == "error":
+        assert "message_stop" not in kinds
+        return False
+    assert kinds[-2:] == ["message_delta", "message_stop"] and open_block is None
+    told = messages.folded(events).usage
+    if usage.exact:
+        assert (told.input_tokens, told.cache_read_input_tokens) == (usage.input_uncached, usage.cache_read)
+        assert told.output_tokens == usage.output
+    return True
+
+
+def check_response(events: list[Any], usage: Usage) -> bool:
+    state = ResponseStreamState(input_tools=omit, text_format=omit)
+    for event in events:  # OpenAI's client itself puts them together, and minds their order
+        state.handle_event(_event.validate_python(event))
+    last = events[-1]["response"]
+    assert events[0]["type"] == "response.created" and events[-1]["type"] == f"response.{last['status']}"
+    if last["status"] == "failed":
+        return False
+    assert responses.folded(events) == last["output"]
+    if usage.exact:
+        assert (last["usage"]["input_tokens"], last["usage"]["output_tokens"]) == (usage.input, usage.output)
+        assert last["usage"]["input_tokens_details"]["cached_tokens"] == usage.cache_read
+    return True
+
+
+RICH = b"".join(
+    style % json.dumps({"id": "c", "model": "served", **event}, ensure_ascii=False).encode()
+    for style, event in (
+        (b"data: %b\n\n", choice({"role": "assistant", "content": ""})),
+        (b": keep-alive\r\n\r\ndata: %b\r\n\r\n", choice({"reasoning_content": "日本\U0001f600"})),
+        (b"event: x\ndata: %b\n\n", choice({"content": "data: [DONE]\n\n"})),
+        (b"data:%b\n\n", choice({"content": 'é "error"', "tool_calls": None})),
+        (b"data: %b\n\n", choice({"content": "other"}, index=1)),
+        (b"data: %b\n\n", choice(called(0, "c0", "look", ""))),
+        (b"data: %b\n\n", choice(called(1, "c1", "look", '{"b":'))),
+        (b"id: 7\ndata: %b\n\n", choice(called(0, None, None, '{"a":"ü"}'))),
+        (b"data: %b\n\n", choice(called(1, "c1", None, "1}"), "tool_calls")),
+        (b"data: %b\n\n", {"choices": [], "usage": USAGE}),
+    )
+)
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
+def test_between_which_bytes_a_stream_is_cut_changes_nothing(door: Door) -> None:
+    stream = RICH + DONE
+    whole = through(door, [stream])
+    assert check(door, whole) and whole.usage.exact
+    for place in range(1, len(stream)):
+        assert through(door, cut_at(stream, [place])) == whole
+    assert through(door, cut_at(stream, range(len(stream)))) == whole
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
+@pytest.mark.parametrize("end", [b"", b"data: {\n\n", b'data: {"error": {"message": "out of memory"}}\n\n'])
+def test_wherever_a_stream_breaks_nobody_takes_it_for_whole(door: Door, end: bytes) -> None:
+    frames = RICH.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]
+    for count in range(len(frames) + 1):
+        assert not check(door, through(door, [b"\n\n".join([*frames[:count], end])]))
+
+
+text = st.text(max_size=6) | st.sampled_from(("日本語", "\U0001f600" * 3, DONE.decode(), '"error"', "\r\n", "\x85"))
+arguments = st.sampled_from(("", None, "{}", '{"a":1}', '{"a":'))
+deltas = st.one_of(
+    st.builds(lambda said: {"content": said}, text | st.none()),
+    st.builds(lambda name, said: {name: said}, st.sampled_from(("reasoning", "reasoning_content", "refusal")), text),
+    st.builds(
+        lambda index, call_id, name, said: called(index, call_id, name, said),
+        st.sampled_from((0, 0, 1, None)), st.sampled_from(("c0", "c1", None, "")), st.sampled_from(("look", None)),
+        arguments,
+    ),
+    st.sampled_from(({}, None, {"role": "assistant", "content": None, "tool_calls": []})),
+)  # fmt: skip
+events = st.one_of(
+    st.builds(
+        lambda delta, finish, usage: choice(delta, finish) | usage,
+        deltas,
+        st.sampled_from((None, None, None, "stop", "tool_calls", "length", "content_filter", "abort")),
+        st.sampled_from(({}, {}, {"usage": None}, {"usage": USAGE})),
+    ),
+    st.builds(lambda delta: choice(delta, index=1), deltas),
+    st.sampled_from(({"choices": [], "usage": USAGE}, {"choices": None, "usage": None})),
+)
+styles = st.sampled_from((b"data: %b\n\n", b"data:%b\r\n\r\n", b"event: x\ndata: %b\n\n", b": hi\n\ndata: %b\n\n"))
+ends = st.sampled_from((DONE, DONE, DONE[:-2], b"", b'data: {"error":{"message":"oom"}}\n\n', b"data: {\n\n"))
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(events, styles), max_size=8), ends, st.lists(st.integers(0, 2000), max_size=8), st.booleans())
+def test_any_stream_is_a_sequence_of_events_as_clients_know_them(
+    said: list[tuple[dict[str, Any], bytes]], end: bytes, places: list[int], escaped: bool
+) -> None:
+    stream = b"".join(
+        style % json.dumps({"model": "served", **event}, ensure_ascii=escaped).encode("utf-8") for event, style in said
+    )
+    for door in DOORS:
+        whole = through(door, [stream + end])
+        check(door, whole)
+        assert through(door, cut_at(stream + end, places)).content == whole.content
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
+def test_calls_of_one_id_are_told_apart(door: Door) -> None:
+    """What is done for each comes back by its id."""
+    pieces = [called(index, "c", name, said) for name, said in (("look", ""), (None, "{}")) for index in (0, 1)]
+    told = through(door, [b"data: %b\n\n" % json.dumps(choice(piece)).encode() for piece in pieces] + [DONE])
+    assert check(door, told)
+    assert len(set(re.findall(rb'"(?:call_id|id)":"(c|call_[^"]*|toolu_[^"]*)"', told.content))) == 2

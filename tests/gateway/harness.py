@@ -1,0 +1,450 @@
+"""A house of real parts around providers that say what a test tells them, and a client at its ASGI border.
+
+Storage, limits, queue, router, cache and ledger are the shipped ones; only the servers are scripted. `Client` holds
+the gateway to the ASGI protocol, and behaves as uvicorn does: the end of a reply is a disconnect as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gateway.auth.authenticator import Authenticator
+from gateway.billing.ledger import Correction, Ledger, Opened, Unbilled
+from gateway.billing.ledger.chain import segments
+from gateway.billing.open_calls import LedgerBooks
+from gateway.billing.recovery import Recovery
+from gateway.billing.settler import Settler
+from gateway.core.api_keys import hash_key
+from gateway.core.errors import LedgerUnavailable, StorageUnavailable
+from gateway.deployments.fleet import Fleet
+from gateway.diagnosis import Journal, Watcher
+from gateway.endpoints import DOORS
+from gateway.endpoints.exchange import BodyRoom
+from gateway.limits import LIMITS
+from gateway.limits.limiter import Limiter
+from gateway.policy import Deployment
+from gateway.policy.file import PolicyHolder
+from gateway.prompts.canonicaliser import Canonicaliser
+from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.queueing import Queue
+from gateway.response_cache import ResponseCache
+from gateway.response_store import Archives
+from gateway.routing import STRATEGIES
+from gateway.routing.router import Router
+from gateway.serve import House, handle
+from gateway.storage.base import Charge, Document, Granted, Refused
+from gateway.storage.memory import MemoryStorage
+from gateway.telemetry import CallRecord, Telemetry
+from gateway.types import Call, Operation, Receipt
+
+KEY = "wp-dev-0123456789abcdef"
+PEPPER = "pepper"
+MAX_BODY_BYTES = 10_000
+PATIENCE_SECONDS = 10.0  # what hangs fails
+DONE = b"data: [DONE]\n\n"
+
+
+def policy_of(**changes: Any) -> dict[str, Any]:
+    """One model on the servers a and b, with c to fall back to; one tenant, whose key is KEY."""
+    price = {"input": "1", "output": "2"}
+    deployments = [
+        {"name": name, "base_url": f"http://{name}.invalid/v1", "model": f"served-by-{name}", "max_concurrency": 2}
+        for name in ("a", "b", "c")
+    ]
+    return {
+        "deployments": [{**deployment, "price": price} for deployment in deployments],
+        "models": [
+            {"name": "m", "deployments": ["a", "b"], "fallbacks": ["other"]},
+            {"name": "other", "deployments": ["c"]},
+        ],
+        "rules": [{"match": {"service_tier": "flex"}, "class": "batch"}],
+        "tenants": [tenant()],
+        **changes,
+    }
+
+
+def tenant(**limits: Any) -> dict[str, Any]:
+    known = {"id": "dev", "hash": hash_key(KEY, PEPPER)}
+    return {"name": "t", "keys": [known], **({"limits": limits} if limits else {})}
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}], **fields}).encode()
+
+
+def delta(text: str, **more: Any) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": text}}], **more}).encode() + b"\n\n"
+
+
+def usage_frame(prompt: int = 10, output: int = 2) -> bytes:
+    return b"data: " + json.dumps({"choices": [], "usage": counted(prompt, output)}).encode() + b"\n\n"
+
+
+def counted(prompt: int = 10, output: int = 2) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def answer(text: str = "hi", **more: Any) -> bytes:
+    message = {"role": "assistant", "content": text}
+    return json.dumps({"choices": [{"index": 0, "message": message}], "usage": counted(), **more}).encode()
+
+
+_numbers = itertools.count()  # of replies, in the order in which they were opened
+
+
+class Told(Reply):
+    """A reply that says what it is told, when it is told."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.number = next(_numbers)
+        self.closed = 0
+        self.slow_to_close: asyncio.Event | None = None
+        self._words: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+
+    def say(self, *words: bytes | Exception | None) -> None:
+        """Chunks, what to fail with, or None for an end of the connection."""
+        for word in words:
+            self._words.put_nowait(word)
+
+    async def __anext__(self) -> bytes:
+        word = await self._words.get()
+        if word is None:
+            raise StopAsyncIteration
+        if isinstance(word, Exception):
+            raise word
+        return word
+
+    async def aclose(self) -> None:
+        self.closed += 1
+        if self.slow_to_close is not None:
+            await self.slow_to_close.wait()
+
+
+class Scripted:
+    """A provider. `script` is what its replies say of themselves; without one, the test tells each what to say."""
+
+    keeps_records = True
+    continues_messages = True
+
+    def __init__(self) -> None:
+        self.script: tuple[bytes | Exception | None, ...] = ()
+        self.replies: list[Told] = []
+        self.record: bytes | None = None
+        self.prompt_tokens: int | None = None  # as its tokenizer counts them
+        self.asked_for_records = asyncio.Event()
+        self.asked_for: list[str] = []  # by which ids
+        self.record_may_come: asyncio.Event | None = None
+
+    def refusal_of(self, call: Call) -> ProviderFailure | None:
+        return None
+
+    def render(self, call: Call) -> bytes:
+        return b""
+
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+        reply = Told(call)
+        self.replies.append(reply)
+        reply.say(*self.script)
+        return reply
+
+    async def healthy(self) -> bool:
+        return True
+
+    async def usage_of(self, call_id: str) -> bytes | None:
+        self.asked_for_records.set()
+        self.asked_for.append(call_id)
+        if self.record_may_come is not None:
+            await self.record_may_come.wait()
+        return self.record
+
+    async def prompt_tokens_of(self, call: Call) -> int | None:
+        return self.prompt_tokens
+
+
+class Client:
+    """One request, as its sender sees it."""
+
+    def __init__(
+        self,
+        body: bytes | Sequence[bytes | None] = b"",  # None: nothing more comes
+        *,
+        key: str = KEY,
+        method: str = "POST",
+        path: str = "/v1/chat/completions",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        self.scope = {
+            "type": "http", "method": method, "path": path, "query_string": b"", "http_version": "1.1",
+            "headers": [(b"authorization", f"Bearer {key}".encode()), *headers],
+        }  # fmt: skip
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.chunks: list[bytes] = []
+        self.whole = False  # the reply came to its own end
+        self.gone = False
+        self.first_bytes = asyncio.Event()
+        self.takes: asyncio.Event | None = None  # a client that takes nothing before it is set
+        self.on_last: Callable[[], None] = lambda: None
+        self._body: list[bytes | None] = [body] if isinstance(body, bytes) else list(body)
+        self._over = asyncio.Event()
+
+    @property
+    def content(self) -> bytes:
+        return b"".join(self.chunks)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+    def leave(self) -> None:
+        self.gone = True
+        self._over.set()
+        if self.takes is not None:
+            self.takes.set()  # whoever waits to send is told
+
+    async def receive(self) -> dict[str, Any]:
+        if self._body and not self.gone:
+            chunk = self._body.pop(0)
+            if chunk is not None:
+                return {"type": "http.request", "body": chunk, "more_body": bool(self._body)}
+        await self._over.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        if self.takes is not None:
+            await self.takes.wait()
+        if self.gone:
+            return
+        if not self.status:
+            assert message["type"] == "http.response.start", message
+            self.status = message["status"]
+            pairs = [(name.decode(), value.decode()) for name, value in message["headers"]]
+            self.headers = dict(pairs)
+            assert len(self.headers) == len(pairs), "a header stands twice"
+            return
+        assert message["type"] == "http.response.body" and not self.whole, message
+        self.chunks.append(message.get("body", b""))
+        self.first_bytes.set()
+        if not message.get("more_body", False):
+            self.on_last()
+            self.whole = True
+            assert int(self.headers.get("content-length", len(self.content))) == len(self.content)
+            self._over.set()
+
+
+class CountingStorage(MemoryStorage):
+    """Knows how often each reservation was ended. Its documents may be away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.documents_away = False
+        self.granted: set[str] = set()
+        self.ended: list[str] = []
+
+    async def reserve(
+        self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
+    ) -> Granted | Refused:
+        verdict = await super().reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
+        if isinstance(verdict, Granted):
+            self.granted.add(reservation_id)
+        return verdict
+
+    async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
+        await super().adopt(reservation_id, charges, lease_seconds=lease_seconds, now=now)
+        self.granted.add(reservation_id)
+
+    async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
+        ended = await super().settle(reservation_id, actual, now=now)
+        if ended:
+            self.ended.append(reservation_id)
+        return ended
+
+    async def put_document(
+        self, tenant: str, name: str, document: Document, *, ttl_seconds: float, max_bytes: int
+    ) -> bool:
+        self._check_documents()
+        return await super().put_document(tenant, name, document, ttl_seconds=ttl_seconds, max_bytes=max_bytes)
+
+    async def get_document(self, tenant: str, name: str) -> Document | None:
+        self._check_documents()
+        return await super().get_document(tenant, name)
+
+    async def get_heads(self, tenant: str, names: Sequence[str]) -> list[bytes | None]:
+        self._check_documents()
+        return await super().get_heads(tenant, names)
+
+    async def delete_document(self, tenant: str, name: str) -> bool:
+        self._check_documents()
+        return await super().delete_document(tenant, name)
+
+    def _check_documents(self) -> None:
+        if self.documents_away:
+            raise StorageUnavailable("the storage is away")
+
+
+class FaultyLedger(Ledger):
+    """Can be told to take no more."""
+
+    fault_ahead = False
+    has_failed = False
+
+    def append(self, row: Receipt | Unbilled | Correction) -> None:
+        if self.fault_ahead:
+            self.has_failed = True
+            raise LedgerUnavailable("the disk is full")
+        super().append(row)
+
+
+class NotingTelemetry(Telemetry):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[CallRecord] = []
+
+    def record(self, record: CallRecord) -> None:
+        self.records.append(record)
+        super().record(record)
+
+
+class Rig:
+    """The house, its scripted servers by name, and what can be seen of it afterwards."""
+
+    def __init__(self, directory: Path, policy: dict[str, Any]) -> None:
+        self.servers = {name: Scripted() for name in ("a", "b", "c")}
+        self.storage = CountingStorage()
+        self.telemetry = NotingTelemetry()
+        self.policy_file = directory / "policy.yaml"
+        self.write_policy(policy)
+        provider: Callable[[Deployment], Scripted] = lambda deployment: self.servers[deployment.name]  # noqa: E731
+        self.fleet = Fleet(provider)
+        self.ledger = FaultyLedger(directory / "ledger", "r")
+        self.ledger_directory = directory / "ledger" / "r"
+        limiter = Limiter(self.storage, LIMITS)
+        bodies = BodyRoom(100 * MAX_BODY_BYTES)
+        self.archives = Archives(self.storage, bodies)
+        self.house = House(
+            policies=PolicyHolder(self.policy_file),
+            authenticator=Authenticator(self.storage, PEPPER),
+            canonicaliser=Canonicaliser(b"secret", archives=self.archives),
+            cache=ResponseCache(self.storage),
+            limiter=limiter,
+            queue=Queue(self.fleet),
+            router=Router(self.fleet, STRATEGIES),
+            books=LedgerBooks(self.ledger, in_vain=self._note_in_vain),
+            settler=Settler(limiter, self.ledger),
+            telemetry=self.telemetry,
+            diagnosis=Watcher(Journal(directory / "diagnosis", "r")),
+            max_body_bytes=MAX_BODY_BYTES,
+            bodies=bodies,
+        )
+        self.recovery = Recovery(
+            self.ledger, self.fleet, self.house.policies, limiter, self.house.authenticator, ask_seconds=0.0
+        )
+        self.fleet.apply(self.house.policies.current)
+        self.house.policies.subscribe(self.fleet.apply)
+
+    def _note_in_vain(self, opened: Opened) -> None:
+        self.recovery.add(opened)
+
+    def write_policy(self, policy: dict[str, Any]) -> None:
+        self.policy_file.write_text(yaml.safe_dump(policy))
+
+    @property
+    def replies(self) -> list[Told]:
+        """Of all servers, in the order in which they were opened."""
+        return [reply for server in self.servers.values() for reply in server.replies]
+
+    @property
+    def last_call(self) -> Call:
+        """That a server was asked last."""
+        return max(self.replies, key=lambda reply: reply.number).call
+
+    def begin(self, client: Client) -> asyncio.Task[None]:
+        path = client.scope["path"]
+        door = next(door for door in DOORS if path == f"/v1/{door.path}")
+        served = handle(self.house, door, client.scope, client.receive, client.send)
+        return asyncio.create_task(served)
+
+    async def ask(self, body: bytes | Client, operation: Operation = Operation.CHAT) -> Client:
+        """A request from its beginning to its end, of servers that have a script."""
+        client = body if isinstance(body, Client) else Client(body, path=f"/v1/{operation.value}")
+        await in_time(self.begin(client))
+        return client
+
+    def script(self, *words: bytes | Exception | None) -> None:
+        for server in self.servers.values():
+            server.script = words
+
+    async def reply(self, number: int = 0) -> Told:
+        """The reply that was opened as the `number`th."""
+        for _ in range(100):
+            if len(self.replies) > number:
+                return self.replies[number]
+            await asyncio.sleep(0)
+        raise AssertionError("no server was asked")
+
+    def rows(self) -> list[dict[str, Any]]:
+        rows = b"".join(file.read_bytes() for file in segments(self.ledger_directory)).splitlines()
+        return [json.loads(row) for row in rows]
+
+    def receipts(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows() if row["kind"] == "receipt"]
+
+    async def check_at_rest(self) -> None:
+        """Nothing is held by anybody any more, and everything was ended once."""
+        await self.house.settler.stop()
+        await self.recovery.catch_up()
+        await self.house.limiter.retry_unsettled()
+        await settle()
+        for server in self.fleet:
+            held = (server.places_taken, server.in_flight, server.estimate.prefill_tokens_queued)
+            assert held == (0, 0, 0), server.name
+        assert all(reply.closed for reply in self.replies), "a connection is left open"
+        assert self.house.cache.in_flight == 0, "a recording was never ended"
+        assert self.house.limiter.open_reservations == 0
+        assert self.house.bodies.held_bytes == 0, "room is held for nothing"
+        assert sorted(self.storage.ended) == sorted(self.storage.granted), "each reservation is ended once"
+        assert self.ledger.calls_open == 0 or self.ledger.has_failed, "a call was opened, and never closed"
+        calls = [receipt["call_id"] for receipt in self.receipts()]
+        assert len(set(calls)) == len(calls), "a call has two receipts"
+        ours = {task for task in asyncio.all_tasks() if "ledger" not in task.get_name()}
+        assert ours == {asyncio.current_task()}, "a task is left behind"
+
+
+@asynccontextmanager
+async def a_rig(directory: Path, **changes: Any) -> AsyncIterator[Rig]:
+    """Opened, and at rest again at the end."""
+    rig = Rig(directory, policy_of(**changes))
+    async with rig.ledger:
+        yield rig
+        await rig.check_at_rest()
+
+
+async def in_time(awaitable: Awaitable[Any]) -> Any:
+    return await asyncio.wait_for(awaitable, PATIENCE_SECONDS)
+
+
+async def settle() -> None:
+    """Let every task that can run do so."""
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+def cut(message: str = "cut") -> ProviderFailure:
+    return ProviderFailure(Fault.CUT, message)
+
+
+def last_event(client: Client) -> Any:
+    return json.loads(client.content.removesuffix(b"\n\n").rpartition(b"data: ")[2])
+
+
+def outcomes(rig: Rig) -> list[str]:
+    return [receipt["outcome"] for receipt in rig.receipts()]

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.prefix.cache_slots import SlotCaches
+from gateway.prefix.fingerprint import BLOCK_TOKENS
+
+COMMON = tuple(range(10))
+
+
+def a_chain(conversation: int, blocks: int) -> tuple[int, ...]:
+    """All begin alike; as long as a conversation grows, its next prompt begins with the last."""
+    return (*COMMON, *(1000 * conversation + block for block in range(blocks)))
+
+
+def sent(slots: SlotCaches, chain: tuple[int, ...]) -> int | None:
+    slots.add(chain)
+    slot = slots.take()
+    if slot is not None:
+        slots.give_back(slot)
+    return slot
+
+
+def some() -> SlotCaches:
+    return SlotCaches(3, 1000 * BLOCK_TOKENS)
+
+
+def test_a_new_conversation_takes_the_slot_that_was_left_the_longest_ago() -> None:
+    slots = some()
+    assert [sent(slots, a_chain(number, 20)) for number in (1, 2, 3)] == [0, 1, 2]
+    assert sent(slots, a_chain(1, 25)) == 0
+    assert slots.match(a_chain(4, 20)) == len(COMMON), "the server finds what all begin with, in any slot"
+    assert sent(slots, a_chain(4, 20)) == 1
+    assert slots.match(a_chain(2, 25)) == len(COMMON), "that one is gone"
+    assert slots.match(a_chain(3, 25)) == len(COMMON) + 20
+
+
+def test_an_edited_conversation_keeps_its_slot() -> None:
+    slots = some()
+    sent(slots, a_chain(1, 30))
+    edited = (*a_chain(1, 26), 7, 8, 9)
+    assert slots.choose(edited) == 0
+    assert slots.recall(edited).matched == len(COMMON) + 26
+
+
+def test_what_is_busy_is_not_chosen_and_what_was_not_answered_is_not_believed() -> None:
+    slots = some()
+    chain = a_chain(1, 20)
+    slots.add(chain)
+    assert slots.take() == 0
+    assert slots.choose(chain) == 1
+    assert slots.recall(chain).matched == 0
+    assert slots.reach(chain) == len(chain)
+    slots.remove(chain[:1])
+    slots.give_back(0)
+    assert slots.match(chain) == 0
+    for _ in range(3):
+        slots.add(chain)
+        assert slots.take() is not None
+    slots.add(chain)
+    assert slots.take() is None
+    assert slots.choose(chain) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 30), st.booleans()), max_size=30))
+def test_slots_are_taken_once_and_hold_what_was_sent_there(calls: list[tuple[int, int, bool]]) -> None:
+    slots, held, busy = some(), {}, set[int]()
+    for conversation, blocks, stays in calls:
+        chain = a_chain(conversation, blocks)
+        before = slots.version, slots.recall(chain).matched
+        slots.add(chain)
+        slot = slots.take()
+        if slot is None:
+            assert len(busy) == 3
+            busy.clear()
+            for each in range(3):
+                slots.give_back(each)
+            continue
+        assert slot not in busy
+        assert before[0] != slots.version
+        known = held.get(slot, ())
+        assert before[1] == next((i for i, (a, b) in enumerate(zip(known, chain, strict=False)) if a != b),
+                                 min(len(known), len(chain)))  # fmt: skip
+        held[slot] = chain
+        if stays:
+            busy.add(slot)
+        else:
+            slots.give_back(slot)
+    assert len(slots) == sum(map(len, held.values()))

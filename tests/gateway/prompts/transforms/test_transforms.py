@@ -1,0 +1,263 @@
+"""Each transform by example: what it does, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+import pytest
+
+from gateway.endpoints import DOORS
+from gateway.policy.traffic import OptIn
+from gateway.prompts.canonicaliser import Canonicaliser
+from gateway.prompts.transforms import OPT_IN, VERSION, Canon, Plan, SharedMemory
+from gateway.types import Principal
+from tests.gateway.calls import UNTRACED, a_call, a_policy
+from tests.gateway.prompts.transforms.test_promises import canonical
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=sdk-cli; cch={};\n"
+
+
+def formed(body: dict[str, Any], *opt_in: str, canon: Canon | None = None, **plan: Any) -> Any:
+    wanted = Plan(VERSION, "full" if opt_in else "safe", opt_in, **plan)
+    return json.loads(canonical(json.dumps({"model": "m", **body}).encode(), wanted, canon))
+
+
+def system(content: Any, *opt_in: str, **more: Any) -> Any:
+    body = {"messages": [{"role": "system", "content": content, **more}, {"role": "user", "content": "go"}]}
+    return formed(body, *opt_in)["messages"][0]["content"]
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": sorted(properties)}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def test_the_policy_names_what_can_be_opted_in() -> None:
+    assert set(get_args(OptIn)) == set(OPT_IN)
+
+
+def test_each_billing_line_of_the_coding_agent_is_removed() -> None:
+    """As one part of several, and at the head of a text."""
+    told = [system([{"type": "text", "text": BILLING.format(n)}, {"type": "text", "text": "You are X."}]) for n in "ab"]
+    assert told == ["You are X.", "You are X."]
+    assert system(BILLING.format("36ee5") + "You are X.") == "You are X."
+    assert system(BILLING.format("1").rstrip() + "\r\nYou are X.\n") == "You are X.\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x-anthropic-anything-new: 1",
+        "traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "x-request-id: 5f2b7c1a-9f3e-4c55-8d0e-1c2d3e4f5a6b",
+        "x-correlation-id: abcdef0123456789",
+        "x-trace-id: 1-581cf771-a006649127e371903a2de979",
+    ],
+)
+def test_every_known_noise_is_removed_from_the_head_and_only_there(line: str) -> None:
+    assert system(f"{line}\nYou are X.") == "You are X."
+    for kept in (f"You are X.\n{line}", f"Say: {line}\nYou are X.", f" {line}\nYou are X.", line):
+        assert system(kept) == kept
+
+
+def test_noise_is_looked_for_in_nobody_elses_words() -> None:
+    said = BILLING.format("1") + "hi"
+    messages = [{"role": role, "content": said} for role in ("user", "assistant", "tool")]
+    assert formed({"messages": messages})["messages"] == messages
+    marked = [{"type": "text", "text": said, "cache_control": {"type": "ephemeral"}}]
+    assert system(marked) == marked
+    assert system(said, cache_control={"type": "ephemeral"}) == said
+
+
+def test_schemas_that_mean_the_same_take_the_form_that_was_seen_first() -> None:
+    canon = Canon(SharedMemory())
+    first = {"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "properties": {"b": {"type": "number", "minimum": 1}, "a": {"enum": ["y", "x"]}},
+        "required": ["b", "a"]}}}  # fmt: skip
+    later = {"function": {"parameters": {
+        "required": ["a", "b"], "properties": {"a": {"enum": ["y", "x"]}, "b": {"minimum": 1.0, "type": "number"}},
+        "type": "object"}, "name": "f"}, "type": "function"}  # fmt: skip
+    hello = [{"role": "user", "content": "hi"}]
+    asked = [formed({"messages": hello, "tools": [t]}, canon=canon)["tools"][0] for t in (first, later)]
+    assert json.dumps(asked[0]) == json.dumps(asked[1]) == json.dumps(first)
+
+    schemas = [{"type": "json_schema", "json_schema": {"name": "n", "schema": t}} for t in (first, later)]
+    formats = [formed({"messages": hello, "response_format": s}, canon=canon)["response_format"] for s in schemas]
+    assert json.dumps(formats[0]) == json.dumps(formats[1]) == json.dumps(schemas[0])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"enum": ["a", "b"]}, {"enum": ["b", "a"]}),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"anyOf": [{"type": "null"}, {"type": "string"}]}),
+        ({"default": {"required": ["a", "b"]}}, {"default": {"required": ["b", "a"]}}),
+        ({"const": 1}, {"const": True}),
+        ({"const": 1}, {"const": "1"}),
+        ({"maximum": 2**53 + 1}, {"maximum": float(2**53)}),
+    ],
+)
+def test_schemas_that_do_not_mean_the_same_stay_two(one: Any, other: Any) -> None:
+    canon = Canon(SharedMemory())
+    hello = [{"role": "user", "content": "hi"}]
+    for schema in (one, other):
+        tools = [tool("f", a=schema)]
+        assert json.dumps(formed({"messages": hello, "tools": tools}, canon=canon)["tools"]) == json.dumps(tools)
+
+
+def test_a_property_may_be_named_as_a_keyword() -> None:
+    canon = Canon(SharedMemory())
+    hello = [{"role": "user", "content": "hi"}]
+    one, other = (tool("f", default={"type": "string", "required": order}) for order in (["a", "b"], ["b", "a"]))
+    for tools in ([one], [other]):
+        assert formed({"messages": hello, "tools": tools}, canon=canon)["tools"] == [one]
+
+
+@pytest.mark.parametrize(("group", "shared"), [(None, False), ("public", True)])
+def test_first_forms_are_shared_within_a_cache_group_only(group: str | None, shared: bool) -> None:
+    """What one tenant has sent would show in how many tokens another's schema has."""
+    policy = a_policy(tenants=[{"name": name, "cache_group": group} for name in "tu"])
+    canonicaliser = Canonicaliser(b"secret")
+    hello = [{"role": "user", "content": "hi"}]
+    first = tool("f", b={"type": "string"})
+    second = dict(reversed(first.items()))
+    calls = [
+        canonicaliser.canonicalise(
+            DOORS[0], json.dumps({"model": "m", "messages": hello, "tools": [t]}).encode(), {}, call_id="c",
+            principal=Principal(policy.tenants_by_name[name], "k"), policy=policy, now=0.0, trace=UNTRACED,
+        )
+        for name, t in (("t", first), ("u", second))
+    ]  # fmt: skip
+    assert (bytes(calls[0].fields["tools"]) == bytes(calls[1].fields["tools"])) is shared
+    assert ("order_memo" in calls[1].canonical_steps) is shared
+
+
+CLOCKED = "You are X.\nCurrent time: {}\nBe brief. Refund what was booked before 2024-05-16."
+
+
+def test_volatile_lines_go_behind_the_stable_ones() -> None:
+    assert system(CLOCKED.format("09:41:07"), "volatile_to_end") == (
+        "You are X.\nBe brief. Refund what was booked before 2024-05-16.\nCurrent time: 09:41:07"
+    )
+    part = {"type": "text", "text": "Today is Friday, 20 November 2026"}
+    rest = {"type": "text", "text": "You are X."}
+    assert system([part, rest], "volatile_to_end") == [rest, part]
+
+
+def test_a_clock_goes_to_the_last_user_message() -> None:
+    messages = [
+        {"role": "system", "content": CLOCKED.format("2026-11-20T09:41:07Z")},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": [{"type": "text", "text": "go", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "42"},
+    ]
+    told = formed({"messages": messages}, "volatile_to_user")["messages"]
+    assert told[0]["content"] == "You are X.\nBe brief. Refund what was booked before 2024-05-16."
+    assert told[3]["content"] == [
+        messages[3]["content"][0], {"type": "text", "text": "Current time: 2026-11-20T09:41:07Z"}
+    ]  # fmt: skip
+    assert [*told[1:3], told[4]] == [*messages[1:3], messages[4]]
+
+
+def test_nothing_goes_back_to_before_where_it_was_said() -> None:
+    clock = {"role": "system", "content": CLOCKED.format("2026-11-20T09:41:07Z")}
+    marked = {"role": "user", "content": "go", "cache_control": {"type": "ephemeral"}}
+    hello = {"role": "user", "content": "hi"}
+    for messages in ([clock, hello, marked], [hello, clock, marked], [hello, clock]):
+        assert formed({"messages": messages}, "volatile_to_user")["messages"] == messages
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Working directory: /home/ada/x",
+        "cwd=C:\\Users\\ada",
+        "Today's date is 11/20/2026.",
+        "<current_datetime>2026-11-20 09:41</current_datetime>",
+        "Session: 3f2a9c1e-7b54-4d2e-9d0a-0f6f2c1b7a11",
+        "Request id: req_8f3a2b1c9d",
+        "The current time is 2024-05-15 15:00:00 EST.",
+        "timestamp: 1763631667",
+    ],
+)
+def test_what_is_volatile(line: str) -> None:
+    assert system(f"{line}\nYou are X.", "volatile_to_end") == f"You are X.\n{line}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Refund what was booked before 2024-05-16.",
+        "Python 3.11 has a time module, and /v1/chat is no folder.",
+        "Flights leave at 09:15 from gate 4.",
+        "The id of a user is a name and a number, as in mia_li_3668.",
+        "Update the record sometimes.",
+        "current " * 30 + "2026-11-20",
+    ],
+)
+def test_what_is_not_volatile(line: str) -> None:
+    assert system(f"{line}\nYou are X.", "volatile_to_end") == f"{line}\nYou are X."
+
+
+def test_tools_in_the_order_of_their_names() -> None:
+    hello = [{"role": "user", "content": "hi"}]
+    tools = [tool("b"), tool("a"), {"type": "custom", "name": "aa"}]
+    names = [t.get("function", t)["name"] for t in formed({"messages": hello, "tools": tools}, "tool_order")["tools"]]
+    assert names == ["a", "aa", "b"]
+    marked = [tool("b"), {**tool("a"), "cache_control": {"type": "ephemeral"}}]
+    assert formed({"messages": hello, "tools": marked}, "tool_order")["tools"] == marked
+
+
+def test_the_date_of_a_template() -> None:
+    hello = [{"role": "user", "content": "hi"}]
+    told = formed({"messages": hello}, "template_date", template_date="26 Jul 2024")
+    assert told["chat_template_kwargs"] == {"date_string": "26 Jul 2024"}
+    own = {"chat_template_kwargs": {"date_string": "1 Jan 2020", "x": 1.50}}
+    assert formed({"messages": hello, **own}, "template_date", template_date="26 Jul 2024") == {
+        "model": "m", "messages": hello, **own
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [10, 300_000])
+def test_long_prompts_are_not_written_anew_for_nothing(length: int) -> None:
+    """Text in one part is the same prompt, and has the same fingerprint: a short one is written as text, so that equal
+    calls are equal bytes; of a long one that costs more than it is worth. Noise always goes."""
+    said = [{"role": "user", "content": [{"type": "text", "text": "x" * length}]}]
+    form = formed({"messages": said})["messages"]
+    assert form == ([{"role": "user", "content": "x" * length}] if length == 10 else said)
+    noisy = [{"role": "system", "content": BILLING.format(1) + "You are X."}, *said]
+    assert formed({"messages": noisy})["messages"][0]["content"] == "You are X."
+
+
+def test_levels_by_tenant_and_model() -> None:
+    policy = a_policy(
+        canonicalise={
+            "level": "safe",
+            "exceptions": [
+                {"tenant": "u", "level": "off"},
+                {"model": "m", "tenant": ["t"], "level": "full", "opt_in": ["volatile_to_end"]},
+            ],
+        },
+        tenants=[{"name": name} for name in "tuv"],
+    )
+    messages = [{"role": "system", "content": f"{BILLING.format(1)}Current time: 09:41\nYou are X."}]
+    steps = {name: a_call({"model": "m", "messages": messages}, policy, tenant=name).canonical_steps for name in "tuv"}
+    assert steps == {"t": ("json_form", "noise", "volatile_to_end"), "u": (), "v": ("json_form", "noise")}
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"opt_in": ["tool_order"]}, "opt_in needs level: full"),
+        ({"level": "full", "opt_in": ["sort"]}, "Input should be"),
+        ({"level": "full", "opt_in": ["template_date"]}, "a template_date is given if, and only if"),
+        ({"template_date": "26 Jul 2024"}, "a template_date is given if, and only if"),
+        ({"exceptions": [{"tenant": "nobody"}]}, "there is no tenant 'nobody'"),
+        ({"exceptions": [{"model": "alias"}]}, "there is no model 'alias'"),
+    ],
+)
+def test_a_policy_that_can_not_be_meant_is_refused(form: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        a_policy(canonicalise=form)

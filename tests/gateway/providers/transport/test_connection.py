@@ -1,0 +1,169 @@
+"""What an answer may look like on the wire, and who notices when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import httpx2
+import pytest
+
+from gateway.providers.transport import HTTPTransport
+from gateway.providers.transport.connection import MAX_HEAD_BYTES
+from tests.gateway.providers.scripted import (
+    STREAM_HEAD,
+    TIMEOUT_SECONDS,
+    Received,
+    ScriptedServer,
+    coded,
+    json_answer,
+    reset,
+)
+from tests.gateway.providers.transport.exchanges import answering, fetch, pieces, post
+
+
+async def test_read_timeout_before_the_head_and_in_the_body(transport: HTTPTransport) -> None:
+    async with ScriptedServer(answering()) as server:
+        with pytest.raises(httpx2.ReadTimeout):
+            await fetch(transport, post(server, read=0.05))
+        await server.until_the_client_closed()
+    async with ScriptedServer(answering(STREAM_HEAD + coded(b"part"))) as server:
+        response = await transport.handle_async_request(post(server, read=0.05))
+        parts = aiter(pieces(response))
+        assert await anext(parts) == b"part"
+        with pytest.raises(httpx2.ReadTimeout):
+            await anext(parts)
+        await server.until_the_client_closed()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        json_answer(b"{}").replace(b"content-length: 2", b"content-length: 3"),
+        STREAM_HEAD + coded(b"part"),
+        STREAM_HEAD + b"ff\r\npart",
+        b"HTTP/1.1 200 OK\r\ncontent-le",
+        b"",
+    ],
+)
+@pytest.mark.parametrize("end", [asyncio.StreamWriter.close, reset])
+async def test_an_answer_that_is_cut(
+    transport: HTTPTransport, answer: bytes, end: Callable[[asyncio.StreamWriter], None]
+) -> None:
+    async def cut(received: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        await writer.drain()
+        end(writer)
+
+    async with ScriptedServer(cut) as server:
+        with pytest.raises(httpx2.ReadError):
+            await fetch(transport, post(server))
+
+
+async def test_what_came_before_the_cut_is_given_first(transport: HTTPTransport) -> None:
+    async with ScriptedServer(answering(STREAM_HEAD, coded(b"part"), close=True)) as server:
+        response = await transport.handle_async_request(post(server))
+        parts = []
+        with pytest.raises(httpx2.ReadError):
+            async for part in pieces(response):
+                parts.append(part)
+        assert b"".join(parts) == b"part"
+
+
+async def test_a_body_without_a_length_ends_with_its_connection(transport: HTTPTransport) -> None:
+    async with ScriptedServer(answering(b"HTTP/1.1 200 OK\r\n\r\nall", close=True)) as server:
+        _, body = await fetch(transport, post(server))
+        assert body == b"all"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n", STREAM_HEAD + b"zz\r\n",
+     b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n",
+     b"HTTP/1.1 200 OK\r\nx: " + b"y" * (MAX_HEAD_BYTES + 1)],
+)  # fmt: skip
+async def test_an_answer_that_is_not_http(transport: HTTPTransport, answer: bytes) -> None:
+    async with ScriptedServer(answering(answer)) as server:
+        with pytest.raises(httpx2.RemoteProtocolError):
+            await fetch(transport, post(server))
+        await server.until_the_client_closed()
+
+
+async def test_an_answer_that_nobody_asked_for_is_given_to_nobody(transport: HTTPTransport) -> None:
+    async def twice_the_first_time(received: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer(received.body) * (2 if len(server.requests) == 1 else 1))
+
+    async with ScriptedServer(twice_the_first_time) as server:
+        for body in (b"first", b"second"):
+            assert (await fetch(transport, post(server, body)))[1] == body
+
+
+async def test_informational_answers_are_passed_over(transport: HTTPTransport) -> None:
+    early = b"HTTP/1.1 103 Early Hints\r\nlink: <x>\r\n\r\n"
+    async with ScriptedServer(answering(b"HTTP/1.1 100 Continue\r\n\r\n", early, json_answer(b"{}"))) as server:
+        response, body = await fetch(transport, post(server))
+        assert (response.status_code, body) == (200, b"{}")
+        assert "link" not in response.headers
+
+
+async def test_cancelling_whoever_waits_for_the_head_closes_the_connection(transport: HTTPTransport) -> None:
+    async with ScriptedServer(answering()) as server:
+        task = asyncio.create_task(transport.handle_async_request(post(server)))
+        await server.until_a_request_arrived()
+        assert not server.client_closed
+        task.cancel()
+        await server.until_the_client_closed()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_cancelling_whoever_reads_closes_the_connection_even_if_nobody_else_does(
+    transport: HTTPTransport,
+) -> None:
+    async with ScriptedServer(answering(STREAM_HEAD)) as server:
+        response = await transport.handle_async_request(post(server))
+        task = asyncio.ensure_future(anext(aiter(pieces(response))))
+        await asyncio.sleep(0)
+        task.cancel()
+        await server.until_the_client_closed()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await response.aclose()  # safe, and gives the place back once only
+
+
+async def test_large_bodies_both_ways(transport: HTTPTransport) -> None:
+    large = bytes(range(256)) * 40_000  # 10 MB
+
+    async def echo(received: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(json_answer(received.body))
+
+    async with ScriptedServer(echo) as server:
+        assert (await fetch(transport, post(server, large)))[1] == large
+        assert (await fetch(transport, post(server, b"small")))[1] == b"small"
+        assert server.connections == 1
+
+
+async def test_a_reader_that_does_not_keep_up_stops_the_sender(transport: HTTPTransport) -> None:
+    """The sender's `drain` must come to wait: it is not let run on until it has sent everything."""
+    piece, count = bytes(1024 * 1024), 64
+    sent = 0
+    stalled = asyncio.Event()
+
+    async def pour(received: Received, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (len(piece) * count))
+        for _ in range(count):
+            writer.write(piece)
+            sent += 1
+            drained = asyncio.ensure_future(writer.drain())
+            done, _pending = await asyncio.wait([drained], timeout=0.5)
+            if not done:
+                stalled.set()
+            await drained
+
+    async with ScriptedServer(pour) as server:
+        response = await transport.handle_async_request(post(server))
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            await stalled.wait()
+        assert sent < count
+        assert sum([len(part) async for part in pieces(response)]) == len(piece) * count

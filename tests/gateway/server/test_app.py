@@ -1,0 +1,441 @@
+"""The composed application on ASGI: real transport to a scripted HTTP server, real storage and ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import yaml
+
+from gateway.billing.ledger import Ledger
+from gateway.billing.ledger.chain import segments
+from gateway.billing.ledger.shipping import STREAM_PREFIX
+from gateway.core.errors import LedgerUnavailable
+from gateway.policy.file import PolicyHolder
+from gateway.server import app as app_module
+from gateway.server.app import Gateway
+from gateway.server.policy_checks import IN_SERVICE
+from gateway.settings import Settings
+from tests.gateway.billing.ledger.receipts import a_receipt
+from tests.gateway.harness import (
+    DONE,
+    KEY,
+    PEPPER,
+    Client,
+    answer,
+    chat,
+    delta,
+    in_time,
+    policy_of,
+    settle,
+    tenant,
+)
+from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, Received, ScriptedServer, coded, json_answer
+from tests.redis_server import RedisServer, own_redis_server
+
+__all__ = ["own_redis_server"]
+
+
+AS_IT_IS_THEN = ("2.parquet", "3.parquet", "4.jsonl", "5.jsonl")
+
+
+def policy_for(base_url: str, **changes: Any) -> dict[str, Any]:
+    deployments = [{"name": "a", "base_url": base_url, "model": "served", "max_concurrency": 2}]
+    models = [{"name": "m", "aliases": ["Qwen/m"], "deployments": ["a"]}, {"name": "private", "deployments": ["a"]}]
+    return policy_of(deployments=deployments, models=models, tenants=[{**tenant(), "models": ["m"]}], **changes)
+
+
+class Application:
+    """A gateway by its settings, and its lifespan as a server drives it."""
+
+    def __init__(self, directory: Path, policy: dict[str, Any], **settings: Any) -> None:
+        self.policy_file = directory / "policy.yaml"
+        self.write_policy(policy)
+        known = {"policy": self.policy_file, "data_dir": directory, "replica": "r", "key_pepper": PEPPER, **settings}
+        self.policies = PolicyHolder(self.policy_file, checks=IN_SERVICE)
+        self.gateway = Gateway(Settings(**known), self.policies)
+        self.ledger = directory / "ledger" / "r"
+        self.said: asyncio.Queue[Any] = asyncio.Queue()
+        self._heard: asyncio.Queue[Any] = asyncio.Queue()
+        self._life: asyncio.Task[None]
+
+    def write_policy(self, policy: dict[str, Any]) -> None:
+        self.policy_file.write_text(yaml.safe_dump(policy))
+
+    async def start(self) -> Any:
+        self._life = asyncio.create_task(self.gateway({"type": "lifespan"}, self._heard.get, self.said.put))
+        self._heard.put_nowait({"type": "lifespan.startup"})
+        return await in_time(self.said.get())
+
+    async def stop(self) -> Any:
+        self._heard.put_nowait({"type": "lifespan.shutdown"})
+        message = await in_time(self.said.get())
+        await in_time(self._life)
+        return message
+
+    def begin(self, client: Client) -> asyncio.Task[None]:
+        return asyncio.create_task(self.gateway(client.scope, client.receive, client.send))
+
+    async def ask(self, *args: Any, **more: Any) -> Client:
+        client = Client(*args, **more)
+        await in_time(self.begin(client))
+        return client
+
+    async def get(self, path: str, **more: Any) -> Client:
+        return await self.ask(method="GET", path=path, **more)
+
+
+@asynccontextmanager
+async def running(directory: Path, policy: dict[str, Any], **settings: Any) -> AsyncIterator[Application]:
+    app = Application(directory, policy, **settings)
+    assert (await app.start())["type"] == "lifespan.startup.complete"
+    try:
+        yield app
+    finally:
+        assert (await app.stop())["type"] == "lifespan.shutdown.complete"
+        await settle()
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "a task is left behind"
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[Application]:
+    async with running(tmp_path, policy_for("http://127.0.0.1:9/v1")) as application:
+        yield application
+
+
+async def test_a_call_goes_all_the_way(tmp_path: Path) -> None:
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        assert b'"served"' in request.body
+        writer.write(json_answer(answer()) if b'"stream"' not in request.body else STREAM_HEAD)
+        if b'"stream"' in request.body:
+            writer.write(coded(delta("one")) + coded(DONE) + STREAM_END)
+
+    async with ScriptedServer(script) as server, running(tmp_path, policy_for(server.base_url)) as app:
+        assert (await app.ask(chat())).content == answer()
+        assert (await app.ask(chat(stream=True))).content == delta("one") + DONE
+        metrics = (await app.get("/metrics")).content.decode()
+        assert "warmpath_ledger_rows" in metrics
+        assert 'warmpath_deployment_breaker{deployment="a",state="closed"} 1.0' in metrics
+        assert 'warmpath_deployment_breaker{deployment="a",state="open"} 0.0' in metrics
+        assert 'warmpath_batches{status="in_progress"} 0.0' in metrics
+        assert 'warmpath_batches_ended_total{status="completed"} 0.0' in metrics
+        assert 'warmpath_batch_lines{state="running"} 0.0' in metrics
+        assert 'warmpath_cut_streams_total{result="continued"} 0.0' in metrics
+        assert 'warmpath_queue_gave_way_total{class="batch"} 0.0' in metrics
+        await server_closed_nothing(server)
+
+
+async def server_closed_nothing(server: ScriptedServer) -> None:
+    assert server.connections == 1 and not server.client_closed
+
+
+async def test_a_client_that_leaves_closes_the_connection_to_the_server(tmp_path: Path) -> None:
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + coded(delta("one")))
+
+    async with ScriptedServer(script) as server, running(tmp_path, policy_for(server.base_url)) as app:
+        client = Client(chat(stream=True))
+        serving = app.begin(client)
+        await in_time(client.first_bytes.wait())
+        client.leave()
+        await in_time(serving)
+        await server.until_the_client_closed()
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"])
+async def test_a_door_takes_posts_only(app: Application, method: str) -> None:
+    for door in ("chat/completions", "completions", "embeddings"):
+        client = await app.ask(method=method, path=f"/v1/{door}")
+        assert (client.status, client.headers["allow"]) == (405, "POST")
+        assert client.json["error"]["code"] == "method_not_allowed"
+    for door in ("messages", "messages/count_tokens"):
+        client = await app.ask(method=method, path=f"/v1/{door}")
+        assert (client.status, client.headers["allow"]) == (405, "POST")
+        assert client.json["error"]["details"]["error_code"] == "method_not_allowed"
+
+
+async def test_what_is_only_read_takes_no_posts(app: Application) -> None:
+    client = await app.ask(b"{}", path="/v1/models")
+    assert client.status == 405 and set(client.headers["allow"].split(", ")) == {"GET", "HEAD"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/v1/chat/completions/", "/health/", "/v1/chat", "//v1/models", "/v1/../v1"]
+)
+async def test_what_is_not_there_is_not_there(app: Application, path: str) -> None:
+    for method in ("GET", "POST"):
+        client = await app.ask(b"{}", method=method, path=path, headers=[(b"host", b"evil.example")])
+        assert client.status == 404 and client.json["error"]["code"] == "unknown_url"
+        assert "location" not in client.headers and client.headers["x-request-id"].startswith("req_")
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions"])
+async def test_a_base_url_with_too_little_or_too_much_is_told(app: Application, path: str) -> None:
+    client = await app.ask(path=path)
+    assert client.status == 404
+    assert client.json["error"]["message"] == (
+        f"there is no POST {path} here, but /v1/chat/completions: a base URL ends with /v1, once"
+    )
+
+
+async def test_models_are_those_that_the_caller_may_use(app: Application) -> None:
+    assert [model["id"] for model in (await app.get("/v1/models")).json["data"]] == ["m", "Qwen/m"]
+    assert (await app.get("/v1/models/Qwen/m")).json["id"] == "Qwen/m"
+    for hidden in ("private", "nobody", ""):
+        assert (await app.get(f"/v1/models/{hidden}")).status == 404
+    refused = await app.get("/v1/models", key="wp-dev-wrong")
+    assert refused.status == 401 and refused.headers["x-should-retry"] == "false"
+
+
+async def test_who_asks_in_anthropics_words_is_answered_in_them(app: Application) -> None:
+    asks = [(b"anthropic-version", b"2023-06-01")]
+    listed = await app.get("/v1/models", headers=asks)
+    assert [(model["type"], model["id"]) for model in listed.json["data"]] == [("model", "m"), ("model", "Qwen/m")]
+    assert (listed.json["has_more"], listed.json["first_id"], listed.json["last_id"]) == (False, "m", "Qwen/m")
+    assert (await app.get("/v1/models/Qwen/m", headers=asks)).json["display_name"] == "Qwen/m"
+    app_key_alone = Client(method="GET", path="/v1/models", headers=[(b"x-api-key", KEY.encode()), *asks])
+    app_key_alone.scope["headers"] = app_key_alone.scope["headers"][1:]
+    await in_time(app.begin(app_key_alone))
+    assert app_key_alone.status == 200
+    for refused, status, kind in (
+        (await app.get("/v1/models", headers=asks, key="wp-dev-wrong"), 401, "authentication_error"),
+        (await app.get("/v1/models/none", headers=asks), 404, "not_found_error"),
+        (await app.ask(b"{}", path="/v1/messages/batches"), 404, "not_found_error"),
+    ):
+        assert (refused.status, refused.json["type"], refused.json["error"]["type"]) == (status, "error", kind)
+        assert refused.json["request_id"] == refused.headers["request-id"] == refused.headers["x-request-id"]
+    assert "request-id" not in (await app.get("/v1/models")).headers
+
+
+async def test_a_bug_in_the_shell_is_told_and_not_shown(app: Application, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("inner secrets")
+
+    monkeypatch.setattr(app.gateway._telemetry, "render_metrics", broken)
+    client = Client(method="GET", path="/metrics")
+    with pytest.raises(ZeroDivisionError):  # so that the server logs it
+        await in_time(app.begin(client))
+    assert client.status == 500 and client.json["error"]["code"] == "internal_error"
+    assert "inner secrets" not in client.content.decode()
+
+
+async def test_readiness(app: Application, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (await app.get("/health")).status == 200
+    ready = await app.get("/ready")
+    assert ready.status == 200 and ready.json["policy"] == app.policies.current.hash
+    monkeypatch.setattr(app.gateway._ledger, "_fault", "the disk is full")
+    assert (await app.get("/ready")).json["faults"] == ["the ledger can not be written"]
+    monkeypatch.setattr(app.gateway._ledger, "_fault", None)
+    app.gateway.drain()
+    draining = await app.get("/ready")
+    assert draining.status == 503 and draining.json["faults"] == ["the gateway is shutting down"]
+    refused = await app.ask(chat())
+    assert refused.status == 503 and refused.json["error"]["code"] == "overloaded"
+    assert (await app.get("/health")).status == 200
+
+
+# Starting and stopping
+
+
+async def test_a_ledger_that_is_taken_is_told_in_one_line(tmp_path: Path) -> None:
+    app = Application(tmp_path, policy_for("http://127.0.0.1:9/v1"))
+    app.ledger.mkdir(parents=True)
+    with (app.ledger / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4711")
+        lock.flush()
+        message = await app.start()
+    assert message["type"] == "lifespan.startup.failed"
+    assert "is being written by process 4711" in message["message"] and "\n" not in message["message"]
+
+
+async def test_a_storage_that_is_away_is_told_in_one_line(tmp_path: Path) -> None:
+    app = Application(tmp_path, policy_for("http://127.0.0.1:9/v1"), storage="redis://127.0.0.1:9/0")
+    message = await app.start()
+    assert message["type"] == "lifespan.startup.failed"
+    assert "Redis can not be reached" in message["message"] and "\n" not in message["message"]
+    assert not (app.ledger / "lock").exists()
+
+
+async def test_a_pepper_that_is_not_the_storage_s_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, storage = policy_for("http://127.0.0.1:9/v1"), f"sqlite:///{tmp_path / 'state.db'}"
+
+    def warnings() -> list[str]:
+        return [each.getMessage() for each in caplog.records if "WARMPATH_KEY_PEPPER" in each.getMessage()]
+
+    for _ in range(2):
+        async with running(tmp_path, policy, storage=storage):
+            assert warnings() == []
+    async with running(tmp_path, policy, storage=storage, key_pepper="another"):
+        (warning,) = warnings()
+        assert "warmpath keys change-pepper" in warning
+
+
+async def test_the_shutdown_waits_for_calls_that_were_cut_off_to_settle(tmp_path: Path) -> None:
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + coded(delta("one")))
+
+    async with ScriptedServer(script) as server:
+        app = Application(tmp_path, policy_for(server.base_url))
+        await app.start()
+        settling = asyncio.Event()
+
+        async def record_comes_late(call_id: str) -> bytes | None:
+            settling.set()
+            await asyncio.sleep(0.02)
+            return None
+
+        (known,) = app.gateway._fleet
+        known.provider.usage_of = record_comes_late  # type: ignore[method-assign]
+        client = Client(chat(stream=True))
+        serving = app.begin(client)
+        await in_time(client.first_bytes.wait())
+        client.leave()
+        await in_time(settling.wait())
+        assert (await app.stop())["type"] == "lifespan.shutdown.complete"  # with the ledger closed
+        assert serving.done() and b"client_gone" in segments(app.ledger)[-1].read_bytes()
+
+
+async def test_the_shutdown_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "LAST_CALLS_SECONDS", 0.02)
+    app = Application(tmp_path, policy_for("http://127.0.0.1:9/v1"))
+    await app.start()
+    serving = app.begin(Client([None]))
+    await settle()
+    assert (await app.stop())["type"] == "lifespan.shutdown.complete"
+    serving.cancel()
+    await asyncio.wait([serving])
+
+
+# A policy that changes
+
+
+async def test_a_reload_reaches_the_models_and_the_servers(app: Application) -> None:
+    changed = policy_for("http://127.0.0.1:9/v1")
+    changed["models"][0]["aliases"] = ["new-name"]
+    app.write_policy(changed)
+    assert await app.policies.reload()
+    assert [model["id"] for model in (await app.get("/v1/models")).json["data"]] == ["m", "new-name"]
+
+
+async def test_a_policy_that_is_none_is_counted_and_changes_nothing(app: Application) -> None:
+    before = (await app.get("/ready")).json["policy"]
+    app.policy_file.write_text("models: []")
+    assert not await app.policies.reload()
+    metrics = (await app.get("/metrics")).content.decode()
+    assert 'warmpath_policy_reloads_total{result="rejected"} 1.0' in metrics
+    assert (await app.get("/ready")).json["policy"] == before
+
+
+# Where chunks are passed on in the callback in which their bytes arrive
+
+
+@asynccontextmanager
+async def a_stream_at_its_end(
+    directory: Path,
+) -> AsyncIterator[tuple[Application, Client, asyncio.Task[None], asyncio.Event]]:
+    """One chunk has come; the end comes in one piece with the end of the HTTP message, when the event is set."""
+    go_on = asyncio.Event()
+
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + coded(delta("one")))
+        await go_on.wait()
+        writer.write(coded(delta("two")) + coded(DONE) + STREAM_END)
+
+    async with ScriptedServer(script) as server, running(directory, policy_for(server.base_url)) as app:
+        client = Client(chat(stream=True))
+        serving = app.begin(client)
+        await in_time(client.first_bytes.wait())
+        yield app, client, serving, go_on
+
+
+async def test_a_client_that_is_slow_at_the_end_gets_the_end(tmp_path: Path) -> None:
+    async with a_stream_at_its_end(tmp_path) as (_, client, serving, go_on):
+        client.takes = asyncio.Event()
+        go_on.set()
+        asyncio.get_running_loop().call_later(0.05, client.takes.set)
+        await in_time(serving)
+        assert client.whole and client.content == delta("one") + delta("two") + DONE
+
+
+async def test_what_fails_at_the_very_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(receipt: object) -> None:
+        raise LedgerUnavailable("the disk is full")
+
+    async with a_stream_at_its_end(tmp_path) as (app, client, serving, go_on):
+        monkeypatch.setattr(app.gateway.house.books, "append", full)
+        go_on.set()
+        await in_time(serving)
+        assert client.whole and DONE not in client.content and b"the disk is full" in client.content
+
+
+async def test_a_client_that_is_slow_on_the_way_loses_nothing(tmp_path: Path) -> None:
+    frames = [delta(f"{number} " + "x" * 3000) for number in range(300)]
+
+    async def script(request: Received, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD)
+        for frame in frames:
+            writer.write(coded(frame))
+            await writer.drain()
+        writer.write(coded(DONE) + STREAM_END)
+
+    class Slow(Client):
+        async def send(self, message: Any) -> None:
+            await asyncio.sleep(0)
+            await super().send(message)
+
+    async with ScriptedServer(script) as server, running(tmp_path, policy_for(server.base_url)) as app:
+        client = Slow(chat(stream=True))
+        await in_time(app.begin(client))
+        assert client.whole and client.content == b"".join(frames) + DONE
+
+
+async def test_what_a_worker_has_left_behind_is_shipped_ages_and_is_compacted(
+    tmp_path: Path, own_redis_server: RedisServer
+) -> None:
+    receipts = [a_receipt(event_id=f"{number:026d}") for number in range(2)] + [a_receipt() for _ in range(3)]
+    async with Ledger(tmp_path / "ledger", "r.w1", segment_bytes=1000) as gone:  # a row in each
+        for receipt in receipts:
+            gone.append(receipt)
+
+    async def wound_up() -> None:
+        while [file.name for file in segments(gone.folder)] != [f"000000000{n}" for n in AS_IT_IS_THEN]:
+            await asyncio.sleep(0.01)
+
+    settings = {"ledger_ship": own_redis_server.url, "ledger_keep_days": 1}
+    async with running(tmp_path, policy_for("http://127.0.0.1:9/v1"), **settings):
+        await in_time(wound_up())
+    with own_redis_server.client() as client:
+        (stream,) = client.scan_iter(f"{STREAM_PREFIX}r.w1.*")
+        shipped = [json.loads(fields[b"row"])["event_id"] for _, fields in client.xrange(stream)]
+    assert shipped == [receipt.event_id for receipt in receipts]
+
+
+async def test_the_admin_api_reports_usage(tmp_path: Path) -> None:
+    key = "an-admin-key-of-some-length"
+    async with running(tmp_path, policy_for("http://127.0.0.1:9/v1"), admin_port=0, admin_key=key) as app:
+        transport = httpx2.ASGITransport(app=app.gateway.admin)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://admin/v1/organization") as admin:
+            asked = {"start_time": 1_795_132_800, "end_time": 1_795_132_801}
+            for path in ("usage/completions", "costs"):
+                refused = await admin.get(path, params=asked)
+                told = await admin.get(path, params=asked, headers={"authorization": f"Bearer {key}"})
+                assert (refused.status_code, told.status_code) == (401, 200)
+                assert [bucket["results"] for bucket in told.json()["data"]] == [[]]
+
+
+def test_a_gateway_reads_no_ledger_unless_it_is_asked_to() -> None:
+    """DuckDB would cost every gateway its memory."""
+    program = "import sys, gateway.server.app; sys.exit('duckdb' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
