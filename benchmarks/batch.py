@@ -26,7 +26,7 @@ import httpx2
 import yaml
 
 from benchmarks.gateway.run import machine
-from benchmarks.warm_paths.house import running
+from benchmarks.warm_paths.stack import running
 from gateway.core.api_keys import hash_key
 
 ROOT = Path(__file__).parents[1]

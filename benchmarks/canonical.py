@@ -22,16 +22,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gateway.diagnosis import Journal, Watcher
-from gateway.endpoints import DOORS
+from gateway.diagnosis import Journal, PrefixDiagnosis
+from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
 from gateway.prefix.fingerprint import fingerprint
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.prompts.reader import read_fields
 from gateway.prompts.transforms import VERSION, Canon, Plan, SharedMemory
-from gateway.types import Attempt, Marks, Principal, Trace, Usage
+from gateway.types import Attempt, PhaseTimings, Principal, Trace, Usage
 
-CHAT = DOORS[0]
+CHAT = ENDPOINTS[0]
 TRACE = Trace(trace_id=1, parent_span_id=0, sampled=False)
 SAFE = Plan(VERSION, "safe")
 PROMPT_BYTES = 128_000 * 4
@@ -94,7 +94,7 @@ def micros(work: Callable[[], object], repeat: int) -> float:
     return (time.thread_time_ns() - began) / repeat / 1000
 
 
-def measured(body: bytes, watcher: Watcher, rounds: int) -> dict[str, float]:
+def measured(body: bytes, watcher: PrefixDiagnosis, rounds: int) -> dict[str, float]:
     fields = read_fields(body)
     asked = CHAT.read(fields, body)
     canon = Canon(SharedMemory())
@@ -107,7 +107,7 @@ def measured(body: bytes, watcher: Watcher, rounds: int) -> dict[str, float]:
             policy=policies[level], now=0.0, trace=TRACE,
         )  # fmt: skip
 
-    call, marks = phase("safe"), Marks()
+    call, marks = phase("safe"), PhaseTimings()
     marks.end()
     attempt = Attempt("a", "ok", 1, 2, 1)
     usage = Usage(input_uncached=100, exact=True)
@@ -139,7 +139,7 @@ def main() -> None:
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, body in requests().items():
-            watcher = Watcher(Journal(Path(folder), "r"))
+            watcher = PrefixDiagnosis(Journal(Path(folder), "r"))
             row = rows[name] = {"bytes": len(body), **measured(body, watcher, options.rounds)}
             watcher.close()
             print(f"{name:36}{len(body):8}" + "".join(f"{row[column]:9.1f}" for column in columns))

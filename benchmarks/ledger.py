@@ -50,7 +50,7 @@ from gateway.policy import Policy
 from gateway.providers.base import Unasked
 from gateway.server.listener import GC_THRESHOLDS
 from gateway.storage.memory import MemoryStorage
-from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Receipt, Trace, Usage
+from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Receipt, Trace, Usage
 
 WATCHED_CHUNKS = 200_000
 ROUND = 500  # paced calls, before and after which nothing is paced instead
@@ -92,7 +92,7 @@ USAGE = Usage(input_uncached=36, cache_read=64, output=3, exact=True)
 FLEET = Fleet(lambda deployment: Unasked())
 FLEET.apply(POLICY)
 (SERVER,) = FLEET
-MARKS = Marks()
+MARKS = PhaseTimings()
 CHUNK = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1790000000,"model":"m",'
     b'"choices":[{"index":0,"delta":{"content":" token"},"logprobs":null,"finish_reason":null}]}\n\n'
@@ -101,7 +101,7 @@ COUNTED_CHUNK = CHUNK[:-3] + b',"usage":{"prompt_tokens":100,"total_tokens":109,
 
 
 def a_receipt() -> Receipt:
-    marks = Marks()
+    marks = PhaseTimings()
     marks.first_chunk_ns = marks.ended_ns = time.time_ns()
     attempt = Attempt("a", "ok", marks.started_ns, marks.ended_ns, span_id=1, status=200)
     deployment = POLICY.deployments[0]

@@ -37,7 +37,7 @@ import redis
 from gateway.billing.ledger import verify
 from gateway.billing.ledger.chain import chains, segments
 from gateway.billing.ledger.collecting import collect
-from gateway.billing.ledger.rows import Opened, left_open
+from gateway.billing.ledger.rows import OpenCall, left_open
 from gateway.billing.ledger.rows import decode as decode_row
 from gateway.limits.limiter import LEASE_SECONDS
 from tests.e2e.processes import (
@@ -307,12 +307,12 @@ def rows_of(ledger: Path) -> Iterator[Any]:
 
 
 def open_attempts(ledger: Path) -> int:
-    opened: dict[str, list[Opened]] = {}
+    opened: dict[str, list[OpenCall]] = {}
     for row in rows_of(ledger):
-        if isinstance(row, Opened):
+        if isinstance(row, OpenCall):
             opened.setdefault(row.call_id, []).append(row)
         elif getattr(row, "call_id", None) in opened:
-            by = "unbilled" if type(row).__name__ == "Unbilled" else "receipt"
+            by = "unbilled" if type(row).__name__ == "UnbilledWork" else "receipt"
             opened[row.call_id] = left_open(
                 opened[row.call_id], by=by, attempt=getattr(row, "attempt", 0), deployment=row.deployment
             )

@@ -23,7 +23,7 @@ import msgspec
 
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
-from gateway.limits.local_share import StoreOrShare
+from gateway.limits.local_share import OutageFallback
 from gateway.policy import Limits, Policy, StorageOutage
 from gateway.storage import open_storage
 from gateway.storage.base import Charge, LeaseCharge, RateCharge, SpendCharge, Storage
@@ -88,7 +88,7 @@ def storage_alone() -> Work:
 
 def limiter_on(storage: Storage, calls: list[Call]) -> Work:
     outage = StorageOutage()
-    limiter = Limiter(StoreOrShare(storage, MemoryStorage, lambda: outage), LIMITS)
+    limiter = Limiter(OutageFallback(storage, MemoryStorage, lambda: outage), LIMITS)
 
     async def work(number: int) -> None:
         reservation = await limiter.admit(calls[number])

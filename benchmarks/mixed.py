@@ -36,7 +36,7 @@ import yaml
 
 from benchmarks.gateway.run import machine
 from benchmarks.open_loop import Clients, offered, payload, percentiles_ms
-from benchmarks.warm_paths.house import running
+from benchmarks.warm_paths.stack import running
 from gateway.core.api_keys import hash_key
 
 RESULTS = Path(__file__).parent / "results"
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--background", type=int, default=16, help="streams at once")
     parser.add_argument("--out", type=Path, help="the file for the result; the plot lies beside it")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, house(Path(folder)) as port:
+    with tempfile.TemporaryDirectory() as folder, components(Path(folder)) as port:
         seen = uvloop.run(measure(options, port))
     save(options, seen)
     for name in SETTINGS:
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def house(folder: Path) -> Iterator[int]:
+def components(folder: Path) -> Iterator[int]:
     engine = [sys.executable, "-m", "backend", "--model", "demo", "--port", "0", "--num-threads", "1"]
     with running(engine, folder / "engine", r"engine ready on (\S+) model") as url:
         policy = folder / "policy.yaml"

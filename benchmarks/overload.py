@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=3.0, help="calls offered, by the capacity")
     parser.add_argument("--out", type=Path, help="the file for the result")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, house(options, Path(folder)) as (pid, port):
+    with tempfile.TemporaryDirectory() as folder, components(options, Path(folder)) as (pid, port):
         measured = uvloop.run(measure(options, pid, port))
     print(text_of(measured))
     save(options, measured)
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def house(options: argparse.Namespace, folder: Path) -> Iterator[tuple[int, int]]:
+def components(options: argparse.Namespace, folder: Path) -> Iterator[tuple[int, int]]:
     """The servers and the gateway: its process id and port."""
     server = ["benchmarks.timed_server", "--slots", str(options.slots)]
     with contextlib.ExitStack() as running:

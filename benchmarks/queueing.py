@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from gateway.core.errors import GatewayError
-from gateway.deployments.fleet import Fleet, Place
+from gateway.deployments.fleet import Fleet, SlotPermit
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.providers.base import Unasked
 from gateway.queueing.lines import Lines
@@ -51,9 +51,9 @@ class Waiting:
     call: Asked
     due: float
     gone: bool = False
-    place: Place | None = None
+    place: SlotPermit | None = None
 
-    def grant(self, place: Place) -> None:
+    def grant(self, place: SlotPermit) -> None:
         self.place = place
         place.release()  # it is done at once
 

@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.policy import Policy
 from gateway.telemetry import CallRecord, Telemetry
-from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Trace, Usage
+from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Trace, Usage
 
 PHASES = ("authenticate", "canonicalise", "cache.lookup", "admit", "queue", "route", "chat", "settle")
 NOWHERE = "http://127.0.0.1:9"
@@ -33,7 +33,7 @@ def a_call(policy: Policy, trace: Trace) -> Call:
 
 
 def a_record(telemetry: Telemetry, call: Call, trace: Trace) -> CallRecord:
-    marks = Marks()
+    marks = PhaseTimings()
     for phase in PHASES:
         marks.enter(phase)
     marks.first_chunk_ns = time.time_ns()

@@ -1,7 +1,7 @@
 """Where answers are kept that later requests refer to: the seam between a wire that remembers and all that does not.
 
-A translator of such a wire is a `Keeper`. The canonicaliser has it `recall` what a body refers to, and the exchange
-asks it for the `rest` of an answer's last bytes, which it gives once the answer is kept: whoever has all of it can go
+A translator of such a wire is a `StoringTranslator`. The canonicaliser has it `recall` what a body refers to, and the
+exchange asks it for the `rest` of an answer's last bytes, which it gives once the answer is kept: whoever has all of it can go
 on from it, whatever happens next. No phase knows more of this.
 """
 
@@ -30,7 +30,7 @@ class Room(Protocol):
     def fits(self, count: int) -> bool: ...
 
 
-class Archives:
+class ResponseStore:
     """Those of all tenants. What is read from them for a call is held in `room` until the call is over."""
 
     def __init__(self, documents: Documents, room: Room) -> None:
@@ -38,18 +38,18 @@ class Archives:
         self.room = room
         self.outcomes = {"kept": 0, "too_large": 0, "storage_away": 0}
 
-    def of(self, tenant: Tenant, policy: Policy) -> Archive | None:
+    def of(self, tenant: Tenant, policy: Policy) -> TenantResponses | None:
         """None where nothing is kept."""
         wanted = policy.responses_of(tenant)
-        return None if wanted.keep == "off" else Archive(self, tenant.name, wanted, wanted.keep)
+        return None if wanted.keep == "off" else TenantResponses(self, tenant.name, wanted, wanted.keep)
 
 
-class Archive:
+class TenantResponses:
     """One tenant's. Raises `StorageUnavailable` where something is asked for."""
 
-    def __init__(self, archives: Archives, tenant: str, wanted: Responses, keep_seconds: float) -> None:
-        self._archives = archives
-        self._documents = archives.documents
+    def __init__(self, response_store: ResponseStore, tenant: str, wanted: Responses, keep_seconds: float) -> None:
+        self._response_store = response_store
+        self._documents = response_store.documents
         self._tenant = tenant
         self._wanted = wanted
         self._keep_seconds = keep_seconds
@@ -58,7 +58,7 @@ class Archive:
     async def put(self, name: str, document: Document, *, call_id: str) -> bool:
         """Whether it is kept. Nobody's answer fails for that: where it is not, the log says why."""
         outcome, why = await self._put(name, document)
-        self._archives.outcomes[outcome] += 1
+        self._response_store.outcomes[outcome] += 1
         if outcome != "kept":
             log.warning("a response is not kept: %s", why, extra={"call_id": call_id, "tenant": self._tenant})
         return outcome == "kept"
@@ -97,27 +97,27 @@ class Archive:
 
     def hold(self, count: int) -> None:
         """Take room for what is about to be read. Raises `Overloaded`."""
-        if not self._archives.room.fits(count):
+        if not self._response_store.room.fits(count):
             raise Overloaded(
                 "there is no room for what this request goes on from beside the requests that are here",
                 retry_after_seconds=ROOM_RETRY_SECONDS,
             )
-        self._archives.room.held_bytes += count
+        self._response_store.room.held_bytes += count
         self._held_bytes += count
 
     def let_go(self) -> None:
         """Give the room back. Safe to call twice."""
-        self._archives.room.held_bytes -= self._held_bytes
+        self._response_store.room.held_bytes -= self._held_bytes
         self._held_bytes = 0
 
 
-class Keeper(ABC):
+class StoringTranslator(ABC):
     """A translator of one exchange, on a wire whose answers are kept."""
 
     waits = False  # its last bytes are not whole yet: `rest` has the others
 
     @abstractmethod
-    async def recall(self, body: bytes, archive: Archive) -> None:
+    async def recall(self, body: bytes, tenant_responses: TenantResponses) -> None:
         """Before `read`, where the policy keeps answers: get what the body refers to. Raises a `GatewayError`."""
 
     @abstractmethod

@@ -15,30 +15,30 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from gateway.auth.authenticator import Authenticator
-from gateway.billing.open_calls import Books, Opening
+from gateway.billing.open_calls import CallLog, CallOpener
 from gateway.billing.settler import Settler
 from gateway.core.errors import GatewayError, InternalError, Overloaded, UpstreamCut, shutting_down
-from gateway.diagnosis import Watcher
-from gateway.endpoints.base import Door
-from gateway.endpoints.exchange import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, BodyRoom, ClientGone, Exchange
+from gateway.diagnosis import PrefixDiagnosis
+from gateway.endpoints.base import Endpoint
+from gateway.endpoints.exchange import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, BodyBudget, ClientGone, Exchange
 from gateway.limits.limiter import UNLIMITED, Limiter
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import Canonicaliser, new_call_id
-from gateway.prompts.reader import Reader
+from gateway.prompts.reader import BodyReader
 from gateway.queueing import Queue
 from gateway.response_cache import UNRECORDED, Answer, LeaderFailed, ResponseCache
-from gateway.routing.attempts import Attempts
+from gateway.routing.attempts import AttemptLog
 from gateway.routing.router import Router
 from gateway.routing.upstream import Upstream
 from gateway.settlement import Settlement
 from gateway.telemetry import CallRecord, Telemetry
-from gateway.types import Call, Marks, Outcome
+from gateway.types import Call, Outcome, PhaseTimings
 
 log = logging.getLogger("warmpath")
 
 
 @dataclass(frozen=True, slots=True)
-class House:
+class Components:
     """The long-lived parts, one per phase. Built once, by `app`."""
 
     policies: PolicyHolder
@@ -48,46 +48,48 @@ class House:
     limiter: Limiter
     queue: Queue
     router: Router
-    books: Books
+    call_log: CallLog
     settler: Settler
     telemetry: Telemetry
-    diagnosis: Watcher
+    diagnosis: PrefixDiagnosis
     max_body_bytes: int
-    bodies: BodyRoom
+    bodies: BodyBudget
 
 
-async def serve(house: House, door: Reader, exchange: Exchange, record: CallRecord, call_id: str) -> None:
+async def serve(
+    components: Components, endpoint: BodyReader, exchange: Exchange, record: CallRecord, call_id: str
+) -> None:
     """Answer one request. Raises what could not be answered; everything taken on the way has then been given back."""
-    marks, policy = record.marks, house.policies.current
+    marks, policy = record.marks, components.policies.current
 
     marks.enter("authenticate")
-    principal = record.principal = await house.authenticator.authenticate(exchange.headers, policy)
+    principal = record.principal = await components.authenticator.authenticate(exchange.headers, policy)
 
     marks.enter("canonicalise")
     body = await exchange.body()
-    call = record.call = await house.canonicaliser.canonicalised(
-        door, body, exchange.headers, call_id=call_id, principal=principal, policy=policy,
+    call = record.call = await components.canonicaliser.canonicalised(
+        endpoint, body, exchange.headers, call_id=call_id, principal=principal, policy=policy,
         now=asyncio.get_running_loop().time(), trace=record.trace,
     )  # fmt: skip
 
     marks.enter("cache.lookup")
     task = exchange.watch()
-    found = await house.cache.lookup(call)
-    opening = Opening(house.books, call, marks)
-    attempts = Attempts(
-        house.telemetry.new_span_id,
-        lambda span: {"x-request-id": opening.request_id, **house.telemetry.outgoing(record.trace, span)},
+    found = await components.cache.lookup(call)
+    opener = CallOpener(components.call_log, call, marks)
+    attempts = AttemptLog(
+        components.telemetry.new_span_id,
+        lambda span: {"x-request-id": opener.request_id, **components.telemetry.outgoing(record.trace, span)},
         task,
-        opening,
+        opener,
         now_ns=marks.now_ns,
     )
     if isinstance(found, Answer):
         record.cache = found.kind
         priced = call.model.name in policy.cache_prices
-        reservation = await house.settler.admit(call, from_cache=True) if priced else UNLIMITED
+        reservation = await components.settler.admit(call, from_cache=True) if priced else UNLIMITED
         marks.enter("chat")
         account = Settlement(
-            call, reservation, UNRECORDED, attempts, exchange, record, house.books, house.settler, opening,
+            call, reservation, UNRECORDED, attempts, exchange, record, components.call_log, components.settler, opener,
             from_cache=True,
         )  # fmt: skip
         try:
@@ -103,17 +105,17 @@ async def serve(house: House, door: Reader, exchange: Exchange, record: CallReco
 
     with found:
         marks.enter("admit")
-        house.books.check()
-        reservation = await house.settler.admit(call)
+        components.call_log.check()
+        reservation = await components.settler.admit(call)
         exchange.reply_headers.update(reservation.headers)
 
         async with Settlement(
-            call, reservation, found, attempts, exchange, record, house.books, house.settler, opening
+            call, reservation, found, attempts, exchange, record, components.call_log, components.settler, opener
         ) as account:
             marks.enter("queue")
-            with await house.queue.turn(call) as place:
+            with await components.queue.turn(call) as permit:
                 marks.enter("route")
-                async with house.router.open(call, place, attempts) as upstream:
+                async with components.router.open(call, permit, attempts) as upstream:
                     account.answered_by(upstream)
                     marks.enter("chat")
                     await relay(call, upstream, account, exchange)
@@ -153,34 +155,34 @@ async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exch
     await account.settle()
 
 
-Story = Callable[[House, Reader, Exchange, CallRecord, str], Coroutine[Any, Any, None]]
+RequestHandler = Callable[[Components, BodyReader, Exchange, CallRecord, str], Coroutine[Any, Any, None]]
 
 
 async def handle(
-    house: House,
-    door: Door,
+    components: Components,
+    endpoint: Endpoint,
     scope: Scope,
     receive: Receive,
     send: Send,
     *,
     call_id: str | None = None,
-    story: Story = serve,
+    story: RequestHandler = serve,
 ) -> None:
     """The border of a story: whatever it raises becomes a truthful reply, a line in the log, and telemetry."""
     call_id = call_id or new_call_id()
-    translator = door.translator(call_id)
+    translator = endpoint.translator(call_id)
     exchange = Exchange(
-        scope, receive, send, max_body_bytes=house.max_body_bytes, bodies=house.bodies, translator=translator
+        scope, receive, send, max_body_bytes=components.max_body_bytes, bodies=components.bodies, translator=translator
     )
     traced = scope["headers"] if b"traceparent" in exchange.headers else ()
-    trace = house.telemetry.begin(traced, house.policies.current.tracing.sample)
+    trace = components.telemetry.begin(traced, components.policies.current.tracing.sample)
     record = CallRecord(
-        call_id=call_id, trace=trace, server_span_id=house.telemetry.new_span_id(), marks=Marks(),
-        method=exchange.method, path=exchange.path, operation=door.operation,
+        call_id=call_id, trace=trace, server_span_id=components.telemetry.new_span_id(), marks=PhaseTimings(),
+        method=exchange.method, path=exchange.path, operation=endpoint.operation,
     )  # fmt: skip
     exchange.reply_headers = {"x-request-id": call_id, "x-trace-id": f"{trace.trace_id:032x}"}
     try:
-        error = await failure_of(story(house, translator or door, exchange, record, call_id), call_id)
+        error = await failure_of(story(components, translator or endpoint, exchange, record, call_id), call_id)
         if error is not None:
             record.error_code = error.code or error.type
             await exchange.refuse(error)
@@ -196,9 +198,9 @@ async def handle(
         exchange.close()
         record.marks.end()
         record.status = exchange.status or CLIENT_CLOSED_STATUS
-        house.telemetry.record(record)
+        components.telemetry.record(record)
         if record.call is not None and record.usage is not None:
-            house.diagnosis.note(
+            components.diagnosis.note(
                 record.call, exchange.headers, record.usage, record.marks, record.deployment, record.attempts
             )
 

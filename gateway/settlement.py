@@ -15,19 +15,19 @@ import contextlib
 from collections.abc import Callable
 from types import TracebackType
 
-from gateway.billing.hedge_usage import Losers
+from gateway.billing.hedge_usage import HedgeUsage
 from gateway.billing.metering import Meter
-from gateway.billing.open_calls import Books, Opening
+from gateway.billing.open_calls import CallLog, CallOpener
 from gateway.billing.receipts import Bill, bill_of, make_receipt
 from gateway.billing.settler import Settler
 from gateway.core.errors import BudgetSpent, GatewayError, LedgerUnavailable, UpstreamCut, UpstreamTimeout
 from gateway.core.money import nanos_of
-from gateway.deployments.fleet import Server
+from gateway.deployments.fleet import DeploymentState
 from gateway.endpoints.exchange import Exchange
 from gateway.limits.limiter import UNLIMITED, Reservation
 from gateway.providers.base import Fault
 from gateway.response_cache import UNRECORDED, Recording, Unrecorded
-from gateway.routing.attempts import Attempts
+from gateway.routing.attempts import AttemptLog
 from gateway.routing.upstream import Upstream
 from gateway.telemetry import CallRecord
 from gateway.types import Call, Outcome, Usage
@@ -41,12 +41,12 @@ class Settlement:
         call: Call,
         reservation: Reservation,
         recording: Recording | Unrecorded,
-        attempts: Attempts,
+        attempts: AttemptLog,
         exchange: Exchange,
         record: CallRecord,
-        books: Books,
+        call_log: CallLog,
         settler: Settler,
-        opening: Opening,
+        opener: CallOpener,
         *,
         from_cache: bool = False,
     ) -> None:
@@ -57,13 +57,13 @@ class Settlement:
         self._attempts = attempts
         self._exchange = exchange
         self._record = record
-        self._books = books
+        self._call_log = call_log
         self._settler = settler
-        self._opening = opening
+        self._opener = opener
         self._from_cache = from_cache
-        self._losers: Losers | None = None  # where a race was won
+        self._hedge_usage: HedgeUsage | None = None  # where a race was won
         self._upstream: Upstream | None = None
-        self._recorded_at: Server | None = None  # who had a record of the call
+        self._recorded_at: DeploymentState | None = None  # who had a record of the call
         self._written = False
         self._settled = False
         self._cost = 0  # in atoms; unpriced work is charged to no budget
@@ -74,12 +74,12 @@ class Settlement:
     def answered_by(self, upstream: Upstream) -> None:
         """A server has given its first chunk: from here on its price holds."""
         self._upstream = upstream
-        if self._attempts.losers:
-            self._losers = Losers(self._call)
-            for server in self._attempts.losers:
-                self._losers.ask(server, self._opening.request_id_at(server))
-        self.meter.strip_every_usage = upstream.server.deployment.continuous_usage and not self._call.continuous_usage
-        self._record.deployment = upstream.server.name
+        if self._attempts.lost_hedges:
+            self._hedge_usage = HedgeUsage(self._call)
+            for deployment in self._attempts.lost_hedges:
+                self._hedge_usage.ask(deployment, self._opener.request_id_at(deployment))
+        self.meter.strip_every_usage = upstream.deployment.config.continuous_usage and not self._call.continuous_usage
+        self._record.deployment = upstream.deployment.name
         self._record.chosen = upstream.chosen
 
     def answer_begins(self) -> None:
@@ -112,16 +112,16 @@ class Settlement:
         return passed_on
 
     @property
-    def _worker(self) -> Server | None:
+    def _worker(self) -> DeploymentState | None:
         """Whose work is billed."""
-        return self._recorded_at or (self._upstream.server if self._upstream is not None else None)
+        return self._recorded_at or (self._upstream.deployment if self._upstream is not None else None)
 
     def _bill(self, usage: Usage) -> Bill:
         worker = self._worker
         return bill_of(
             self._call,
             usage,
-            worker.deployment if worker is not None else None,
+            worker.config if worker is not None else None,
             arrived_ns=self._record.marks.started_ns,
             service_tier=self.meter.service_tier,
             from_cache=self._from_cache,
@@ -131,7 +131,7 @@ class Settlement:
         """What the reply says about its own making. What has been cached is known once the engine has counted."""
         headers = {"x-warmpath-class": self._call.class_name, "x-warmpath-overhead-ms": self._overhead_ms()}
         if self._upstream is not None:
-            headers["x-warmpath-deployment"] = self._upstream.server.name
+            headers["x-warmpath-deployment"] = self._upstream.deployment.name
         if self._from_cache:
             headers["x-warmpath-cache"] = self._record.cache
         usage = self.meter.usage
@@ -157,18 +157,18 @@ class Settlement:
         self._written = True
         record, upstream, worker = self._record, self._upstream, self._worker
         if upstream is not None:
-            record.deployment = upstream.server.name  # it may have gone on at another one
+            record.deployment = upstream.deployment.name  # it may have gone on at another one
             self.meter.is_estimated = upstream.is_estimated
             if self._attempts.done:
                 self._attempts.conclude("ok" if self.meter.complete else _fault(outcome, upstream.fault))
-        if self._attempts.losers:
-            self._attempts.done = (self._losers or Losers(self._call)).told(self._attempts.done)
+        if self._attempts.lost_hedges:
+            self._attempts.done = (self._hedge_usage or HedgeUsage(self._call)).told(self._attempts.done)
         record.outcome = outcome
         record.attempts = self._attempts.done
         record.usage = self.meter.usage
-        deployment = worker.deployment if worker is not None else None
+        deployment = worker.config if worker is not None else None
         bill = self._bill(record.usage)
-        opened = self._opening.opened
+        opened = self._opener.opened
         receipt = make_receipt(
             self._call,
             record.usage,
@@ -182,7 +182,7 @@ class Settlement:
             trace_id=opened[0].trace_id if opened else None,
         )
         self._cost = bill.cost or 0
-        self._books.append(receipt)
+        self._call_log.append(receipt)
         if worker is not None:
             worker.billed(record.usage)
         record.event_id = receipt.event_id
@@ -209,7 +209,7 @@ class Settlement:
             upstream.sent.learn_usage(self._call.id, usage.input, usage.cache_read, usage.output)
         if error is None:  # a fallback's answer is good for those who asked now, and not for those who ask later
             await self.recording.finish(
-                keep=upstream is not None and upstream.server.name in self._call.model.deployments
+                keep=upstream is not None and upstream.deployment.name in self._call.model.deployments
             )
 
     @property
@@ -230,14 +230,14 @@ class Settlement:
 
     async def _ask_who_worked(self) -> None:
         """The answer ended early; the server that worked on it may know how far it came."""
-        server = self._attempts.asked
-        if server is None or not self._opening.opened:
+        deployment = self._attempts.asked
+        if deployment is None or not self._opener.opened:
             return
-        if (told := await server.provider.usage_of(self._opening.request_id_at(server))) is not None:
+        if (told := await deployment.provider.usage_of(self._opener.request_id_at(deployment))) is not None:
             self.meter.watch_record(self._upstream.as_one(told) if self._upstream is not None else told)
-            self._recorded_at = server
+            self._recorded_at = deployment
         elif self._exchange.client_gone and self.meter.estimates:  # nobody waits for this
-            tokens = await server.provider.prompt_tokens_of(self._call)
+            tokens = await deployment.provider.prompt_tokens_of(self._call)
             if tokens is not None:
                 self.meter.watch_prompt(tokens)
 

@@ -13,35 +13,37 @@ from collections.abc import Iterator
 import msgspec
 
 from gateway.core.errors import NotCounted
-from gateway.deployments.fleet import Fleet, Server
+from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.endpoints.exchange import Exchange
-from gateway.prompts.reader import Reader
-from gateway.serve import House
+from gateway.prompts.reader import BodyReader
+from gateway.serve import Components
 from gateway.telemetry import CallRecord
 from gateway.types import Call, Outcome
 
 MAX_ASKED = 2  # servers of one model, one after the other
 
 
-class PromptCounts:
+class TokenCounting:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    async def count(self, house: House, reader: Reader, exchange: Exchange, record: CallRecord, call_id: str) -> None:
+    async def count(
+        self, components: Components, reader: BodyReader, exchange: Exchange, record: CallRecord, call_id: str
+    ) -> None:
         """A story, as `serve` is one. Raises `NotCounted` besides."""
         record.operation = None  # it is no call of a model
-        marks, policy = record.marks, house.policies.current
+        marks, policy = record.marks, components.policies.current
         marks.enter("authenticate")
-        principal = record.principal = await house.authenticator.authenticate(exchange.headers, policy)
+        principal = record.principal = await components.authenticator.authenticate(exchange.headers, policy)
         marks.enter("canonicalise")
         body = await exchange.body()
-        call = await house.canonicaliser.canonicalised(
+        call = await components.canonicaliser.canonicalised(
             reader, body, exchange.headers, call_id=call_id, principal=principal, policy=policy,
             now=asyncio.get_running_loop().time(), trace=record.trace,
         )  # fmt: skip
         exchange.watch()
         marks.enter("admit")
-        reservation = await house.settler.admit(msgspec.structs.replace(call, max_output_tokens=0))
+        reservation = await components.settler.admit(msgspec.structs.replace(call, max_output_tokens=0))
         exchange.reply_headers.update(reservation.headers)
         try:
             marks.enter("route")
@@ -52,12 +54,12 @@ class PromptCounts:
         await exchange.reply(200, msgspec.json.encode({"prompt_tokens": tokens}))
 
     async def _counted(self, call: Call) -> int:
-        for server in self._worth_asking(call):
-            if (tokens := await server.provider.prompt_tokens_of(call)) is not None:
+        for deployment in self._worth_asking(call):
+            if (tokens := await deployment.provider.prompt_tokens_of(call)) is not None:
                 return tokens
         raise NotCounted(f"no server of the model {call.asked_model!r} tells how many tokens a prompt has")
 
-    def _worth_asking(self, call: Call) -> Iterator[Server]:
+    def _worth_asking(self, call: Call) -> Iterator[DeploymentState]:
         now = asyncio.get_running_loop().time()
-        servers = sorted(self._fleet.servers_of(call.model), key=lambda server: server.cooling(now))
-        yield from servers[:MAX_ASKED]
+        deployments = sorted(self._fleet.deployments_of(call.model), key=lambda deployment: deployment.cooling(now))
+        yield from deployments[:MAX_ASKED]

@@ -44,7 +44,7 @@ class Operation(enum.StrEnum):
     EMBEDDING = "embeddings"
 
 
-class Said(Protocol):
+class PromptMessage(Protocol):
     """One message of a prompt, as its door has read it; parts are kept as JSON."""
 
     role: str
@@ -84,7 +84,7 @@ class Call(msgspec.Struct, frozen=True):
     continuous_usage: bool = False  # the client asked for counts in every chunk, too
     session: str | None = None  # the conversation's name, as its client gave it; salted per tenant
     hints: frozenset[str] = frozenset()  # fields that only advise: a server that can not heed them may go without
-    slot: int | None = None  # at a server that has some: set for it by the router
+    cache_slot: int | None = None  # at a server that has some: set for it by the router
 
     @property
     def may_be_held(self) -> bool:
@@ -152,7 +152,7 @@ class Usage(msgspec.Struct, frozen=True):
         return self.input + self.output
 
 
-class Marks:
+class PhaseTimings:
     """When a request entered each phase, in nanoseconds since the epoch.
 
     By the wall clock as it was at the request's arrival: whoever sets that clock meanwhile, changes no duration.

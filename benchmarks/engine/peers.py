@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, models
 
 from benchmarks.engine.cpu import cpu_name
 from benchmarks.engine.shapes import SHAPES, VOCAB_SIZE, make_checkpoint
-from benchmarks.warm_paths.house import running
+from benchmarks.warm_paths.stack import running
 from benchmarks.warm_paths.vllm import free_ports
 
 OURS, THEIRS = "warmpath", "vllm"

@@ -27,8 +27,8 @@ from typing import Any
 
 import httpx2
 
-from benchmarks.warm_paths.house import DEMO_WEIGHTS, MODEL, engine, gateway, key_of
 from benchmarks.warm_paths.run import RESULTS, machine
+from benchmarks.warm_paths.stack import DEMO_WEIGHTS, MODEL, engine, gateway, key_of
 
 WORDS = 250
 NUM_BLOCKS = 6_000

@@ -35,10 +35,10 @@ from backend.model_files import open_model_files
 from backend.server.templates import ChatTemplate
 from backend.server.tokenizer import load_codec
 from benchmarks.warm_paths.conversations import BLOCK_TOKENS, Conversation, InfiniteCache, conversations
-from benchmarks.warm_paths.house import DEMO_WEIGHTS, MODEL
+from benchmarks.warm_paths.stack import DEMO_WEIGHTS, MODEL
 from gateway.deployments.engine_reports import EVENTS_ROOM, METRICS_SECONDS
 from gateway.deployments.fleet import Fleet
-from gateway.endpoints import DOORS
+from gateway.endpoints import ENDPOINTS
 from gateway.policy import Deployment, Policy
 from gateway.prefix.estimate import Load
 from gateway.prefix.events.base import Removed, Stored
@@ -48,7 +48,7 @@ from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.providers.base import Unasked
 from gateway.queueing import Queue
 from gateway.routing import STRATEGIES
-from gateway.routing.attempts import Attempts
+from gateway.routing.attempts import AttemptLog
 from gateway.routing.router import Router
 from gateway.types import Call, Principal, Trace
 
@@ -291,11 +291,11 @@ class Rehearsal:
         loop = asyncio.get_running_loop()
         body = {"model": MODEL, "messages": messages, "max_tokens": ANSWER_TOKENS, "stream": True}
         call = self._canonicaliser.canonicalise(
-            DOORS[0], json.dumps(body).encode(), {}, call_id=call_id, now=loop.time(), policy=self._policy,
+            ENDPOINTS[0], json.dumps(body).encode(), {}, call_id=call_id, now=loop.time(), policy=self._policy,
             principal=Principal(self._policy.tenants_by_name[tenant], "k"), trace=Trace(1, 0, False),
         )  # fmt: skip
         token_ids = self._token_ids[call_id] = self._texts.ids_of(messages)
-        attempts = Attempts(lambda: next(self._spans), lambda span: {}, asyncio.current_task())
+        attempts = AttemptLog(lambda: next(self._spans), lambda span: {}, asyncio.current_task())
         sent_at = loop.time()
         with await self._queue.turn(call) as place:
             async with self._router.open(call, place, attempts) as upstream:

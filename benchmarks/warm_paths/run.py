@@ -32,7 +32,7 @@ from typing import Any
 import httpx2
 
 from benchmarks.warm_paths.conversations import BLOCK_TOKENS, ROOT, Conversation, InfiniteCache, conversations
-from benchmarks.warm_paths.house import MODEL, engine, gateway, key_of, long_demo_model, receipts
+from benchmarks.warm_paths.stack import MODEL, engine, gateway, key_of, long_demo_model, receipts
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = 3
@@ -133,7 +133,7 @@ def predictions(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def the_house(folder: Path, model: Path, num_blocks: int, strategy: str, tenants: list[str]) -> Iterator[Any]:
+def the_stack(folder: Path, model: Path, num_blocks: int, strategy: str, tenants: list[str]) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         names = [f"engine-{letter}" for letter in "abcdefgh"[:ENGINES]]
         deployments = [stack.enter_context(engine(folder / name, model, num_blocks)) for name in names]
@@ -145,7 +145,7 @@ def measure(
     folder: Path, model: Path, num_blocks: int, strategy: str, work: list[Conversation], concurrency: int
 ) -> dict[str, Any]:
     tenants = sorted({conversation.tenant for conversation in work})
-    with the_house(folder, model, num_blocks, strategy, tenants) as (url, tokenizer):
+    with the_stack(folder, model, num_blocks, strategy, tenants) as (url, tokenizer):
         began = time.monotonic()
         served = asyncio.run(replay(url, work, concurrency))
         seconds = time.monotonic() - began

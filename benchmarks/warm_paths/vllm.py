@@ -22,8 +22,8 @@ from typing import Any
 import httpx2
 
 from benchmarks.warm_paths.conversations import conversations
-from benchmarks.warm_paths.house import CONTEXT_TOKENS, MODEL, gateway, long_demo_model, receipts, running
 from benchmarks.warm_paths.run import RESULTS, Tokenizer, figures, machine, replay
+from benchmarks.warm_paths.stack import CONTEXT_TOKENS, MODEL, gateway, long_demo_model, receipts, running
 
 READY = r"(Application startup complete|Uvicorn running on)"
 

@@ -8,31 +8,31 @@ from gateway.auth.authenticator import Authenticator
 from gateway.batches.api import BatchApi
 from gateway.batches.records import OVER, Status
 from gateway.batches.store import open_store
-from gateway.batches.worker import Worker
+from gateway.batches.worker import BatchWorker
 from gateway.batches.workshop import Workshop
 from gateway.prompts.canonicaliser import Canonicaliser
-from gateway.serve import House
+from gateway.serve import Components
 from gateway.settings import Settings
 
 
 class Batches:
-    """The parts, put together. Lines are called in the gateway's own `house`, but by the two that are given besides:
-    see `inside`.
+    """The Batch API's parts, put together. Lines run with the gateway's own `components`, except for the authenticator
+    and the canonicaliser given besides: see `inside`.
     """
 
     def __init__(
-        self, settings: Settings, house: House, *, authenticator: Authenticator, canonicaliser: Canonicaliser
+        self, settings: Settings, components: Components, *, authenticator: Authenticator, canonicaliser: Canonicaliser
     ) -> None:
         self._store = open_store(settings.storage, settings.data_dir)
-        inside = replace(house, authenticator=authenticator, canonicaliser=canonicaliser)
-        self._worker = Worker(Workshop(inside, self._store, settings.ledger_dir, settings.replica))
+        inside = replace(components, authenticator=authenticator, canonicaliser=canonicaliser)
+        self._worker = BatchWorker(Workshop(inside, self._store, settings.ledger_dir, settings.replica))
         api = BatchApi(
-            house.authenticator,
-            house.policies,
+            components.authenticator,
+            components.policies,
             self._store,
             self._worker,
             max_file_bytes=settings.max_file_bytes,
-            max_line_bytes=house.max_body_bytes,
+            max_line_bytes=components.max_body_bytes,
         )
         self.routes = api.routes()
 

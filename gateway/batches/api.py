@@ -19,7 +19,7 @@ from gateway.batches.lines import ENDPOINTS, FileCheck
 from gateway.batches.records import DAY_SECONDS, INPUT_PURPOSE, Batch, File, Status, new_id
 from gateway.batches.store import CHUNK_BYTES, Store
 from gateway.batches.uploads import Form, check_purpose, receive
-from gateway.batches.worker import Worker
+from gateway.batches.worker import BatchWorker
 from gateway.core.errors import BadRequest, BodyTooLarge, Conflict, NotFound, Overloaded
 from gateway.endpoints.replies import json_reply
 from gateway.policy import Policy
@@ -61,7 +61,7 @@ class BatchApi:
         authenticator: Authenticator,
         policies: PolicyHolder,
         store: Store,
-        worker: Worker,
+        worker: BatchWorker,
         *,
         max_file_bytes: int,
         max_line_bytes: int,

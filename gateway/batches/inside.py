@@ -15,14 +15,14 @@ import msgspec
 from starlette.types import Message
 
 from gateway.auth.authenticator import Authenticator
-from gateway.billing.ledger import Opened
-from gateway.billing.open_calls import Books
+from gateway.billing.ledger import OpenCall
+from gateway.billing.open_calls import CallLog
 from gateway.core.errors import Unauthenticated
-from gateway.endpoints.base import Door
+from gateway.endpoints.base import Endpoint
 from gateway.endpoints.exchange import WIRE, Wire
 from gateway.policy import LatencyClass, Policy
 from gateway.prompts.canonicaliser import Canonicaliser
-from gateway.serve import House, handle
+from gateway.serve import Components, handle
 from gateway.types import Call, Principal, Receipt
 
 KEY_HEADER = b"batch-key"  # the id of a key; only in requests that are made here
@@ -59,22 +59,22 @@ class AtBatchClass(Canonicaliser):
 class Held:
     """The books of one line: the receipt waits here."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, call_log: CallLog) -> None:
+        self._call_log = call_log
         self.receipt: Receipt | None = None
 
     def check(self) -> None:
-        self._books.check()
+        self._call_log.check()
 
-    def open_call(self, opened: Opened) -> None:
+    def open_call(self, opened: OpenCall) -> None:
         """Nobody is billed for what is opened here, unless the receipt closes it."""
-        self._books.open_call(msgspec.structs.replace(opened, held=True))
+        self._call_log.open_call(msgspec.structs.replace(opened, held=True))
 
     def append(self, receipt: Receipt) -> None:
         self.receipt = receipt
 
     def abandon(self, call_id: str) -> None:
-        self._books.abandon(call_id)
+        self._call_log.abandon(call_id)
 
 
 @dataclass
@@ -104,13 +104,15 @@ class Reply:
         """It does not leave."""
 
 
-async def call(house: House, door: Door, body: bytes, reply: Reply, *, key_id: str, call_id: str) -> None:
+async def call(
+    components: Components, endpoint: Endpoint, body: bytes, reply: Reply, *, key_id: str, call_id: str
+) -> None:
     """One request from its beginning to its end. Cancelled, it gives back what it held, as any call."""
     wire: Wire = reply
     scope = {
         "type": "http",
         "method": "POST",
-        "path": f"/v1/{door.path}",
+        "path": f"/v1/{endpoint.path}",
         "headers": [(b"content-type", b"application/json"), (KEY_HEADER, key_id.encode())],
         "extensions": {WIRE: wire},
     }
@@ -118,9 +120,9 @@ async def call(house: House, door: Door, body: bytes, reply: Reply, *, key_id: s
     async def receive() -> Message:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    held = Held(house.books)
+    held = Held(components.call_log)
     try:
-        await handle(replace(house, books=held), door, scope, receive, _never, call_id=call_id)
+        await handle(replace(components, call_log=held), endpoint, scope, receive, _never, call_id=call_id)
     finally:
         reply.receipt = held.receipt
 

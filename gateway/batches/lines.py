@@ -13,15 +13,15 @@ import xxhash
 
 from gateway.batches.records import Batch, LineError
 from gateway.core.errors import BadRequest
-from gateway.endpoints import BATCH_DOORS, catalogue
-from gateway.endpoints.base import Door
+from gateway.endpoints import BATCH_ENDPOINTS, catalogue
+from gateway.endpoints.base import Endpoint
 from gateway.policy import Policy
 from gateway.prompts.reader import decode, read_fields
 from gateway.types import Principal
 
 PREFIX_BYTES = 256  # of the shortest prefix by which lines are grouped; each further one is twice as long
 ERRORS_TOLD_MAX = 20  # of one file; the rest follows from them, or can wait
-ENDPOINTS: dict[str, Door] = {f"/v1/{door.path}": door for door in BATCH_DOORS}
+ENDPOINTS: dict[str, Endpoint] = {f"/v1/{endpoint.path}": endpoint for endpoint in BATCH_ENDPOINTS}
 
 
 class Line(msgspec.Struct):

@@ -87,7 +87,7 @@ class Results:
                     await self._update(partial(self._with_results, results), results, paid)
                 except LeaseLost:  # another gateway has called these lines again
                     for receipt in receipts.values():
-                        self._shop.house.books.abandon(receipt.call_id)
+                        self._shop.components.call_log.abandon(receipt.call_id)
                     raise
                 self._owed |= receipts
                 self._pay()
@@ -109,7 +109,7 @@ class Results:
         """Write what is owed into the ledger, as far as that is possible now."""
         for line, receipt in list(self._owed.items()):
             try:
-                self._shop.house.books.append(receipt)
+                self._shop.components.call_log.append(receipt)
             except LedgerUnavailable:
                 return
             del self._owed[line]

@@ -116,8 +116,8 @@ class Run:
     async def _judge(self) -> _Judged:
         """Of a batch that is worked on already, only `lines` and `input_gone` still matter."""
         judged = _Judged()
-        policy = self._shop.house.policies.current
-        principal = await self._shop.house.authenticator.principal_of(self.batch.key_id, policy)
+        policy = self._shop.components.policies.current
+        principal = await self._shop.components.authenticator.principal_of(self.batch.key_id, policy)
         if principal is None:
             judged.errors.append(LineError("invalid_api_key", "the key that created the batch is not valid any more"))
             if self.batch.status is Status.VALIDATING:
@@ -138,7 +138,7 @@ class Run:
 
     async def _scan(self) -> AsyncIterator[tuple[int, int, bytes]]:
         """(number, offset, line) of the whole input file; others on the event loop get their turns between."""
-        splitter = LineSplitter(self._shop.house.max_body_bytes)
+        splitter = LineSplitter(self._shop.components.max_body_bytes)
         offset, turn = 0, time.perf_counter()
         while chunk := await self._store.read(self.batch.input_file_id, offset, CHUNK_BYTES):
             offset += len(chunk)
@@ -214,10 +214,10 @@ class Run:
             failures += reply.status not in WAIT_STATUSES
             if (
                 reply.headers.get("x-should-retry") != "true"
-                or failures >= self._shop.house.policies.current.batches.attempts
+                or failures >= self._shop.components.policies.current.batches.attempts
             ):
                 return _result(number, line, call_id, reply)
-            self._shop.house.books.abandon(call_id)
+            self._shop.components.call_log.abandon(call_id)
             if reply.status in WAIT_STATUSES:
                 self._resume_at = asyncio.get_running_loop().time() + _retry_after_seconds(reply)
             else:
@@ -225,13 +225,13 @@ class Run:
         raise _Later
 
     async def _call(self, number: int, line: Line, call_id: str) -> Reply:
-        reply, door = Reply(), ENDPOINTS[line.url]
+        reply, endpoint = Reply(), ENDPOINTS[line.url]
         try:
             async with self._shop.slots:
                 self.lines_running += 1
                 try:
                     key_id = self.batch.key_id
-                    await call(self._shop.house, door, bytes(line.body), reply, key_id=key_id, call_id=call_id)
+                    await call(self._shop.components, endpoint, bytes(line.body), reply, key_id=key_id, call_id=call_id)
                 finally:
                     self.lines_running -= 1
         except asyncio.CancelledError:
@@ -239,7 +239,7 @@ class Run:
                 content = unanswered_line(line.custom_id, call_id, self._ending)
                 self.results.add(result_of(number, False, content, reply.receipt))
             else:
-                self._shop.house.books.abandon(call_id)
+                self._shop.components.call_log.abandon(call_id)
             raise
         return reply
 
@@ -257,7 +257,7 @@ class Run:
 
         await self._update(finalizing)
         await self.results.all_paid()
-        now, keep = self._shop.clock(), self._shop.house.policies.current.batches.keep
+        now, keep = self._shop.clock(), self._shop.components.policies.current.batches.keep
         written = await write_files(self._store, self.batch, self._scan(), now=now, keep_seconds=keep)
 
         def ended(batch: Batch) -> Batch | None:

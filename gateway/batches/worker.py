@@ -28,7 +28,7 @@ SWEPT_AT_ONCE = 100
 log = logging.getLogger(__name__)
 
 
-class Worker:
+class BatchWorker:
     """Start and stop it with the application."""
 
     def __init__(self, shop: Workshop) -> None:
@@ -170,7 +170,7 @@ class Worker:
         expired = [file for file in await store.expired_files(now, SWEPT_AT_ONCE) if file.id not in inputs]
         for file in expired:
             await store.delete_file(file)
-        oldest = new_id("batch_", now - self._shop.house.policies.current.batches.keep)
+        oldest = new_id("batch_", now - self._shop.components.policies.current.batches.keep)
         ended = await store.ended_before(oldest, SWEPT_AT_ONCE)
         for batch in ended:
             await store.forget(batch)
@@ -178,4 +178,4 @@ class Worker:
             self._next_sweep = now + SWEEP_SECONDS
 
 
-__all__ = ["Worker"]
+__all__ = ["BatchWorker"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gateway.batches.store import Store
-from gateway.serve import House
+from gateway.serve import Components
 
 
 class LeaseLost(Exception):
@@ -19,12 +19,12 @@ class Workshop:
     """`concurrency` of the policy, as it is at the start, bounds lines in flight."""
 
     def __init__(
-        self, house: House, store: Store, ledger_dir: Path, owner: str, clock: Callable[[], float] = time.time
+        self, components: Components, store: Store, ledger_dir: Path, owner: str, clock: Callable[[], float] = time.time
     ) -> None:
-        self.house = house
+        self.components = components
         self.store = store
         self.ledger_dir = ledger_dir
         self.owner = owner
         self.clock = clock
-        self.concurrency = house.policies.current.batches.concurrency
+        self.concurrency = components.policies.current.batches.concurrency
         self.slots = asyncio.Semaphore(self.concurrency)

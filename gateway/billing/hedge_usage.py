@@ -13,23 +13,23 @@ import asyncio
 import msgspec
 
 from gateway.billing.metering import Meter
-from gateway.deployments.fleet import Server
+from gateway.deployments.fleet import DeploymentState
 from gateway.routing.attempts import HEDGE_LOST
 from gateway.types import Attempt, Call, Usage
 
 
-class Losers:
+class HedgeUsage:
     """Of one call."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._records: dict[str, asyncio.Task[bytes | None]] = {}
 
-    def ask(self, server: Server, request_id: str) -> None:
+    def ask(self, deployment: DeploymentState, request_id: str) -> None:
         """`request_id` is that under which it got the call."""
-        if server.provider.keeps_records:
-            asking = server.provider.usage_of(request_id)  # which takes a bounded time, and never raises
-            self._records[server.name] = asyncio.create_task(asking, name="loser's record")
+        if deployment.provider.keeps_records:
+            asking = deployment.provider.usage_of(request_id)  # which takes a bounded time, and never raises
+            self._records[deployment.name] = asyncio.create_task(asking, name="loser's record")
 
     def told(self, attempts: list[Attempt]) -> list[Attempt]:
         """The attempts for the receipt, those of losers with what is known of their work. Nobody is asked any more."""

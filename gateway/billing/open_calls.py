@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from gateway.billing.ledger import Ledger, Opened
+from gateway.billing.ledger import Ledger, OpenCall
 from gateway.core.ids import new_event_id
 from gateway.core.times import rfc3339
-from gateway.deployments.fleet import Server
-from gateway.types import Call, Marks, Receipt
+from gateway.deployments.fleet import DeploymentState
+from gateway.types import Call, PhaseTimings, Receipt
 
 
-class Books(Protocol):
+class CallLog(Protocol):
     """Where receipts go: into the ledger; or, of a line of a batch, with its result (`gateway.batches.inside`)."""
 
     def check(self) -> None:
         """Raise `LedgerUnavailable` where the next receipt could not be written."""
 
-    def open_call(self, opened: Opened) -> None:
+    def open_call(self, opened: OpenCall) -> None:
         """A server is about to be asked. Raise `LedgerUnavailable` where that could not be billed."""
 
     def append(self, receipt: Receipt) -> None:
@@ -31,10 +31,10 @@ class Books(Protocol):
         """There will be no receipt: whatever was done for the call was in vain."""
 
 
-class LedgerBooks:
+class LedgerCallLog:
     """The ledger. What was done in vain for a call, as by servers that failed, goes to `in_vain`: it is noted, too."""
 
-    def __init__(self, ledger: Ledger, in_vain: Callable[[Opened], None]) -> None:
+    def __init__(self, ledger: Ledger, in_vain: Callable[[OpenCall], None]) -> None:
         self._ledger = ledger
         self._in_vain = in_vain
         self.check = ledger.check
@@ -49,35 +49,35 @@ class LedgerBooks:
             self._in_vain(opened)
 
 
-class Opening:
+class CallOpener:
     """Notes in the books, for one call, each server that is about to be asked."""
 
-    __slots__ = ("_books", "_call", "_marks", "opened")
+    __slots__ = ("_call", "_call_log", "_marks", "opened")
 
-    def __init__(self, books: Books, call: Call, marks: Marks) -> None:
-        self._books = books
+    def __init__(self, call_log: CallLog, call: Call, marks: PhaseTimings) -> None:
+        self._call_log = call_log
         self._call = call
         self._marks = marks
-        self.opened: list[Opened] = []
+        self.opened: list[OpenCall] = []
 
     @property
     def request_id(self) -> str:
         """Of the attempt that was opened last: by it the server can be asked afterwards what it did."""
         return self.opened[-1].request_id
 
-    def request_id_at(self, server: Server) -> str:
+    def request_id_at(self, deployment: DeploymentState) -> str:
         """Of the last attempt at a server that was asked."""
-        return next(each.request_id for each in reversed(self.opened) if each.deployment == server.name)
+        return next(each.request_id for each in reversed(self.opened) if each.deployment == deployment.name)
 
-    def __call__(self, server: Server) -> None:
-        opened = opened_by(self._call, self._marks, server, len(self.opened) + 1)
-        self._books.open_call(opened)
+    def __call__(self, deployment: DeploymentState) -> None:
+        opened = opened_by(self._call, self._marks, deployment, len(self.opened) + 1)
+        self._call_log.open_call(opened)
         self.opened.append(opened)
 
 
-def opened_by(call: Call, marks: Marks, server: Server, attempt: int) -> Opened:
+def opened_by(call: Call, marks: PhaseTimings, deployment: DeploymentState, attempt: int) -> OpenCall:
     """The row that says so. `attempt` counts from 1."""
-    return Opened(  # in the order of the fields: names cost more than the row
+    return OpenCall(  # in the order of the fields: names cost more than the row
         new_event_id(),
         call.id,
         call.principal.tenant.name,
@@ -85,7 +85,7 @@ def opened_by(call: Call, marks: Marks, server: Server, attempt: int) -> Opened:
         call.end_user,
         call.operation,
         call.asked_model,
-        server.deployment.name,
+        deployment.config.name,
         call.class_name,
         call.service_tier,
         rfc3339(marks.started_ns),

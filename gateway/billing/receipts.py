@@ -16,7 +16,7 @@ from gateway.core.money import text_of
 from gateway.core.times import rfc3339
 from gateway.policy import Deployment, Price
 from gateway.policy.prices import PerToken
-from gateway.types import Attempt, AttemptRow, Call, Marks, Outcome, Receipt, UnbilledTokens, Usage
+from gateway.types import Attempt, AttemptRow, Call, Outcome, PhaseTimings, Receipt, UnbilledTokens, Usage
 
 _NO_PRICES = dict.fromkeys([f"price_{bucket}" for bucket in PerToken._fields])
 
@@ -72,7 +72,7 @@ def make_receipt(
     usage: Usage,
     *,
     outcome: Outcome,
-    marks: Marks,
+    marks: PhaseTimings,
     bill: Bill,
     attempts: Sequence[Attempt] = (),
     deployment: Deployment | None = None,

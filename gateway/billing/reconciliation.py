@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 from gateway.billing.ledger.engine_counters import Mark, note
 from gateway.core.times import rfc3339
-from gateway.deployments.fleet import Server
+from gateway.deployments.fleet import DeploymentState
 from gateway.types import TokenCounters
 
 log = logging.getLogger("warmpath")
 
 
 class _Noted(NamedTuple):
-    server: Server
+    deployment: DeploymentState
     counted: TokenCounters  # by the engine
     billed: TokenCounters
 
@@ -34,9 +34,11 @@ class Reconciliation:
     notes, to another one.
     """
 
-    def __init__(self, servers: Iterable[Server], folder: Path, *, every_seconds: float, leads: bool = True) -> None:
+    def __init__(
+        self, deployments: Iterable[DeploymentState], folder: Path, *, every_seconds: float, leads: bool = True
+    ) -> None:
         self._leads = leads
-        self._servers = servers
+        self._deployments = deployments
         self._folder = folder
         self._every_seconds = every_seconds
         self._noted: dict[str, _Noted] = {}
@@ -48,11 +50,11 @@ class Reconciliation:
             await asyncio.sleep(self._every_seconds - time.time() % self._every_seconds)  # on the hour
 
     async def note(self) -> None:
-        noted = await read_counters(self._servers)
+        noted = await read_counters(self._deployments)
         self.drift = {}
         for name, now in noted.items():
             before = self._noted.get(name)
-            if before is None or before.server is not now.server or min(now.counted.since(before.counted)) < 0:
+            if before is None or before.deployment is not now.deployment or min(now.counted.since(before.counted)) < 0:
                 continue
             engine = now.counted.since(before.counted) if self._leads else TokenCounters(0, 0)
             ledger = now.billed.since(before.billed)
@@ -67,18 +69,18 @@ class Reconciliation:
             log.warning("what the engines counted can not be noted in %s: %s", self._folder, error.strerror)
 
 
-async def read_counters(servers: Iterable[Server]) -> dict[str, _Noted]:
+async def read_counters(deployments: Iterable[DeploymentState]) -> dict[str, _Noted]:
     """By deployment, of those whose server tells. Servers are asked at the same time."""
-    asked = list(servers)
-    billed = [TokenCounters(server.input_billed, server.output_billed) for server in asked]
-    told = await asyncio.gather(*(server.provider.token_counters() for server in asked))
+    asked = list(deployments)
+    billed = [TokenCounters(deployment.input_billed, deployment.output_billed) for deployment in asked]
+    told = await asyncio.gather(*(deployment.provider.token_counters() for deployment in asked))
     return {
-        server.name: _Noted(server, counted, before)
-        for server, counted, before in zip(asked, told, billed, strict=True)
+        deployment.name: _Noted(deployment, counted, before)
+        for deployment, counted, before in zip(asked, told, billed, strict=True)
         if counted is not None
     }
 
 
 def marks_of(noted: dict[str, _Noted]) -> list[Mark]:
     at = rfc3339(time.time_ns())
-    return [Mark(at, name, one.server.deployment.model, *one.counted) for name, one in noted.items()]
+    return [Mark(at, name, one.deployment.config.model, *one.counted) for name, one in noted.items()]

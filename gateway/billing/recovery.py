@@ -29,18 +29,18 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.auth.authenticator import Authenticator
-from gateway.billing.ledger import Ledger, Opened, Unbilled
+from gateway.billing.ledger import Ledger, OpenCall, UnbilledWork
 from gateway.billing.metering import Meter
 from gateway.billing.receipts import bill_of, make_receipt
 from gateway.core.errors import LedgerUnavailable, StorageUnavailable
 from gateway.core.ids import new_event_id
 from gateway.core.money import atoms_of, nanos_of
 from gateway.core.times import nanoseconds_of, rfc3339
-from gateway.deployments.fleet import Fleet, Server
+from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.limits.limiter import Limiter
 from gateway.policy import LatencyClass, Model, Policy, Tenant
 from gateway.policy.file import PolicyHolder
-from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Receipt, Trace, Usage
+from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Receipt, Trace, Usage
 
 ASK_SECONDS = 20.0  # for how long servers are asked that do not answer, or do not know yet
 ASK_AGAIN_SECONDS = 1.0
@@ -69,8 +69,8 @@ class Recovery:
         self._ledger = ledger
         self._fleet = fleet
         self._policies = policies
-        self._due: deque[Sequence[Opened]] = deque()  # by call
-        self._closed: deque[tuple[Opened, Receipt]] = deque()
+        self._due: deque[Sequence[OpenCall]] = deque()  # by call
+        self._closed: deque[tuple[OpenCall, Receipt]] = deque()
         self._some = asyncio.Event()
 
     def take_over(self) -> None:
@@ -80,7 +80,7 @@ class Recovery:
         if self._due:
             log.warning("%d calls were open when the gateway ended: they get their receipts now", len(self._due))
 
-    def add(self, opened: Opened) -> None:
+    def add(self, opened: OpenCall) -> None:
         """An attempt in vain, of a call that has its receipt. Beyond MAX_DUE it waits for the next start."""
         if len(self._due) < MAX_DUE:
             self._due.append((opened,))
@@ -127,20 +127,20 @@ class Recovery:
             return call
         return msgspec.structs.replace(call, principal=owner)
 
-    async def _close(self, attempts: Sequence[Opened]) -> None:
+    async def _close(self, attempts: Sequence[OpenCall]) -> None:
         last = attempts[-1]
         policy = self._policies.current
         call = call_of(last, policy)
-        usage, server = await self._ask(call, attempts)
-        deployment = server.deployment if server is not None else None
-        marks = Marks()
+        usage, deployment = await self._ask(call, attempts)
+        config = deployment.config if deployment is not None else None
+        marks = PhaseTimings()
         marks.started_ns = nanoseconds_of(last.started)
         marks.ended_ns = max(marks.now_ns(), marks.started_ns)  # the clock may have been set back since
-        bill = bill_of(call, usage, deployment, arrived_ns=marks.started_ns, service_tier=call.service_tier)
+        bill = bill_of(call, usage, config, arrived_ns=marks.started_ns, service_tier=call.service_tier)
         lost = Outcome.GATEWAY_LOST
         tried = [Attempt(each.deployment, lost.value, marks.started_ns, marks.ended_ns, span_id=0) for each in attempts]
         receipt = make_receipt(
-            call, usage, outcome=lost, marks=marks, bill=bill, attempts=tried, deployment=deployment,
+            call, usage, outcome=lost, marks=marks, bill=bill, attempts=tried, deployment=config,
             started=last.started, trace_id=last.trace_id,
         )  # fmt: skip
         self._ledger.append(receipt)
@@ -154,12 +154,12 @@ class Recovery:
         except StorageUnavailable as error:
             log.warning("no budget was charged for the call %s: %s", call.id, error.message)
 
-    async def _close_in_vain(self, opened: Opened) -> None:
-        usage, server = await self._ask(call_of(opened, self._policies.current), [opened])
-        if server is None or not usage.exact:
+    async def _close_in_vain(self, opened: OpenCall) -> None:
+        usage, deployment = await self._ask(call_of(opened, self._policies.current), [opened])
+        if deployment is None or not usage.exact:
             usage = Usage()
         self._ledger.append(
-            Unbilled(
+            UnbilledWork(
                 event_id=new_event_id(),
                 call_id=opened.call_id,
                 attempt=opened.attempt,
@@ -179,23 +179,25 @@ class Recovery:
             )
         )
 
-    async def _ask(self, call: Call, attempts: Sequence[Opened]) -> tuple[Usage, Server | None]:
+    async def _ask(self, call: Call, attempts: Sequence[OpenCall]) -> tuple[Usage, DeploymentState | None]:
         """What was used, and whose work it was; the last attempt that has a record."""
         deadline = time.monotonic() + self._ask_seconds
         while True:
-            servers = {server.name: server for server in self._fleet}
-            asked = [(servers[each.deployment], each) for each in reversed(attempts) if each.deployment in servers]
-            for server, opened in asked:
-                if (record := await server.provider.usage_of(opened.request_id)) is not None:
+            deployments = {deployment.name: deployment for deployment in self._fleet}
+            asked = [
+                (deployments[each.deployment], each) for each in reversed(attempts) if each.deployment in deployments
+            ]
+            for deployment, opened in asked:
+                if (record := await deployment.provider.usage_of(opened.request_id)) is not None:
                     meter = Meter(call)
                     meter.watch_record(record)
-                    return meter.usage, server
-            if time.monotonic() >= deadline or not any(server.provider.keeps_records for server, _ in asked):
+                    return meter.usage, deployment
+            if time.monotonic() >= deadline or not any(deployment.provider.keeps_records for deployment, _ in asked):
                 break
             await asyncio.sleep(ASK_AGAIN_SECONDS)
-        for server, _ in asked:
-            if server.provider.keeps_records and await server.provider.healthy():
-                return Usage(), server
+        for deployment, _ in asked:
+            if deployment.provider.keeps_records and await deployment.provider.healthy():
+                return Usage(), deployment
         return Usage(input_uncached=call.prompt_tokens_estimate), asked[0][0] if asked else None
 
 
@@ -206,7 +208,7 @@ def usage_in(receipt: Receipt) -> Usage:
     )  # fmt: skip
 
 
-def call_of(opened: Opened, policy: Policy) -> Call:
+def call_of(opened: OpenCall, policy: Policy) -> Call:
     """As much of the call as its receipt is made of. What the policy does not know any more is taken by its name."""
     tenants = {tenant.name: tenant for tenant in policy.tenants}
     model = policy.models_by_name.get(opened.model_asked)

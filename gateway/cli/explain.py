@@ -16,8 +16,8 @@ import typer
 from gateway.cli.common import AsJson, fail, policy_or_exit, say, say_json, say_table, settings_or_exit, verb_app
 from gateway.core.errors import GatewayError
 from gateway.deployments.fleet import Fleet
-from gateway.endpoints import DOORS
-from gateway.endpoints.chat import ChatDoor
+from gateway.endpoints import ENDPOINTS
+from gateway.endpoints.chat import ChatEndpoint
 from gateway.policy import Policy, Tenant
 from gateway.policy.traffic import Canonicalise
 from gateway.prefix.fingerprint import BLOCK_BYTES
@@ -34,8 +34,8 @@ app = verb_app()
 
 MAX_DIFF_LINES = 200
 
-Endpoint = enum.StrEnum("Endpoint", {door.path.upper(): door.path for door in DOORS})  # type: ignore[misc]
-CHAT = Endpoint(ChatDoor.path)
+EndpointPath = enum.StrEnum("EndpointPath", {endpoint.path.upper(): endpoint.path for endpoint in ENDPOINTS})  # type: ignore[misc]
+CHAT = EndpointPath(ChatEndpoint.path)
 
 
 @app.command()
@@ -45,7 +45,7 @@ def explain(
     tenant: Annotated[str | None, typer.Option(help="Who asks; left out: the policy's first tenant.")] = None,
     key: Annotated[str, typer.Option(help="The id of the key that is used.")] = "explain",
     header: Annotated[list[str] | None, typer.Option(help="A request header, as in 'x-team: search'.")] = None,
-    endpoint: Annotated[Endpoint, typer.Option(help="Where it is posted to, behind /v1/.")] = CHAT,
+    endpoint: Annotated[EndpointPath, typer.Option(help="Where it is posted to, behind /v1/.")] = CHAT,
     after: Annotated[
         list[Path] | None,
         typer.Option(exists=True, dir_okay=False, help="Requests sent before it, in order, whose prompts are warm."),
@@ -70,7 +70,7 @@ def explain(
 
 
 async def _story(
-    policy: Policy, principal: Principal, headers: dict[bytes, bytes], endpoint: Endpoint, bodies: list[bytes]
+    policy: Policy, principal: Principal, headers: dict[bytes, bytes], path: EndpointPath, bodies: list[bytes]
 ) -> dict[str, Any]:
     """Every body goes through the gateway's own canonicaliser and router; the last one is told about."""
     secret = settings_or_exit().key_pepper.get_secret_value().encode()
@@ -79,7 +79,7 @@ async def _story(
     fleet = Fleet(lambda deployment: make_provider(deployment, transport, lambda key: ""))
     fleet.apply(policy)
     router = Router(fleet, STRATEGIES)
-    door = next(door for door in DOORS if door.path == endpoint)
+    endpoint = next(endpoint for endpoint in ENDPOINTS if endpoint.path == path)
     context: dict[str, Any] = {
         "call_id": new_call_id(), "principal": principal,
         "now": asyncio.get_running_loop().time(), "trace": Trace(trace_id=1, parent_span_id=0, sampled=False),
@@ -87,17 +87,17 @@ async def _story(
     for body in bodies:
         started = time.perf_counter()
         try:
-            call = canonicaliser.canonicalise(door, body, headers, policy=policy, **context)
+            call = canonicaliser.canonicalise(endpoint, body, headers, policy=policy, **context)
         except GatewayError as error:
             fail(f"it is refused with {error.status} {error.code or error.type}: {error.message}")
         seconds = time.perf_counter() - started
         candidates = router.order(call)
         if not candidates:
-            refusal = next(filter(None, (s.provider.refusal_of(call) for s in fleet.servers_of(call.model))))
+            refusal = next(filter(None, (s.provider.refusal_of(call) for s in fleet.deployments_of(call.model))))
             fail(f"it is refused with {refusal.status}: {refusal}")
-        candidates[0].server.cache.add(call.fingerprint)
+        candidates[0].deployment.cache.add(call.fingerprint)
     untouched = policy.model_copy(update={"canonicalise": Canonicalise(level="off")})
-    as_sent = Canonicaliser(secret).canonicalise(door, bodies[-1], headers, policy=untouched, **context)
+    as_sent = Canonicaliser(secret).canonicalise(endpoint, bodies[-1], headers, policy=untouched, **context)
     return _outline(policy, call, as_sent, candidates, seconds)
 
 
@@ -120,7 +120,7 @@ def _outline(policy: Policy, call: Call, as_sent: Call, candidates: list[Candida
         },
         "candidates": [
             {
-                "deployment": candidate.server.name,
+                "deployment": candidate.deployment.name,
                 "cost_seconds": round(candidate.cost_seconds, 4),
                 "matched_tokens": candidate.matched_tokens,
                 "reason": candidate.reason,
@@ -164,14 +164,15 @@ def _fingerprints(as_sent: Call, call: Call) -> dict[str, Any]:
 def _why(candidates: list[Candidate]) -> str:
     winner, *others = candidates
     if not others:
-        return f"{winner.server.name} is the only candidate"
+        return f"{winner.deployment.name} is the only candidate"
     nearest = others[0]
     if nearest.cost_seconds == winner.cost_seconds:
-        return f"{winner.server.name} and {nearest.server.name} cost the same; the one named first in the policy wins"
+        tie = f"{winner.deployment.name} and {nearest.deployment.name} cost the same"
+        return f"{tie}; the one named first in the policy wins"
     if nearest.cost_seconds < winner.cost_seconds:
-        return f"{winner.server.name} serves the model asked for; {nearest.server.name} is a fallback"
+        return f"{winner.deployment.name} serves the model asked for; {nearest.deployment.name} is a fallback"
     less = nearest.cost_seconds - winner.cost_seconds
-    return f"{winner.server.name} is predicted to cost {less:.3f} s less than {nearest.server.name}"
+    return f"{winner.deployment.name} is predicted to cost {less:.3f} s less than {nearest.deployment.name}"
 
 
 def _tell(story: dict[str, Any]) -> None:

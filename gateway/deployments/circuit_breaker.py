@@ -31,7 +31,7 @@ SLOW_START_SECONDS = 10.0
 SLOW_START_SHARE = 0.1  # of its places, at first
 
 
-class Breaker:
+class CircuitBreaker:
     """One server's. `allows` before asking it, then exactly one of `succeeded`, `failed`, `abandoned`; behind the
     first of these `completed` or `broke_off`, or neither where its client left."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import httpx2
 
-from gateway.deployments.fleet import Fleet, Server
+from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.policy import Deployment, EnvSecret
 from gateway.prefix.estimate import Load
 from gateway.prefix.events.base import Counts, Source
@@ -38,19 +38,19 @@ ResolveSecret = Callable[[EnvSecret], str]
 class Reporting:
     """One server's sources, from the policy that named them to one that names others."""
 
-    def __init__(self, server: Server, transport: HTTPTransport, resolve_secret: ResolveSecret) -> None:
-        self.deployment = server.deployment
+    def __init__(self, deployment: DeploymentState, transport: HTTPTransport, resolve_secret: ResolveSecret) -> None:
+        self.deployment = deployment.config
         self.counts = Counts()
-        self._server = server
+        self._deployment = deployment
         self._transport = transport
         self._resolve_secret = resolve_secret
         self._tasks: list[asyncio.Task[None]] = []
 
     def begin(self) -> None:
-        deployment, name = self.deployment, self._server.name
+        deployment, name = self.deployment, self._deployment.name
         if deployment.kv_events is not None:
-            self._server.blocks = BlockIndex(self._server.cache)
-            source = self._source(deployment, self._server.blocks)
+            self._deployment.blocks = BlockIndex(self._deployment.cache)
+            source = self._source(deployment, self._deployment.blocks)
             self._tasks.append(asyncio.create_task(source.run(), name=f"KV events of {name}"))
         if deployment.metrics:
             self._tasks.append(asyncio.create_task(self._poll(), name=f"metrics of {name}"))
@@ -58,7 +58,7 @@ class Reporting:
             task.add_done_callback(_tell_why_it_ended)
 
     async def end(self) -> None:
-        self._server.blocks = None
+        self._deployment.blocks = None
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -83,10 +83,10 @@ class Reporting:
         reported = read_load(text)
         if reported is None:
             return
-        estimate, now = self._server.estimate, asyncio.get_running_loop().time()
+        estimate, now = self._deployment.estimate, asyncio.get_running_loop().time()
         estimate.load = Load(now, reported.running, reported.waiting, reported.kv_usage)
         if reported.capacity_tokens is not None:
-            blocks, room = self._server.blocks, 1.0
+            blocks, room = self._deployment.blocks, 1.0
             if blocks is not None:
                 blocks.told_capacity(reported.capacity_tokens)
                 room = 1.0 if blocks.in_doubt else EVENTS_ROOM
@@ -126,9 +126,9 @@ class Reports:
         self._fleet = fleet
         self._transport = transport
         self._resolve_secret = resolve_secret
-        self._reporting: dict[Server, Reporting] = {}
+        self._reporting: dict[DeploymentState, Reporting] = {}
 
-    def __iter__(self) -> Iterator[tuple[Server, Reporting]]:
+    def __iter__(self) -> Iterator[tuple[DeploymentState, Reporting]]:
         return iter(self._reporting.items())
 
     async def run(self) -> None:
@@ -144,12 +144,12 @@ class Reports:
     async def look(self) -> None:
         """Begin what the policy names, and end what it names no more."""
         present = set(self._fleet)
-        for server, reporting in list(self._reporting.items()):
-            if server not in present or server.deployment != reporting.deployment:
-                del self._reporting[server]
+        for deployment, reporting in list(self._reporting.items()):
+            if deployment not in present or deployment.config != reporting.deployment:
+                del self._reporting[deployment]
                 await reporting.end()
-        for server in present - self._reporting.keys():
-            reporting = self._reporting[server] = Reporting(server, self._transport, self._resolve_secret)
+        for deployment in present - self._reporting.keys():
+            reporting = self._reporting[deployment] = Reporting(deployment, self._transport, self._resolve_secret)
             reporting.begin()
 
 

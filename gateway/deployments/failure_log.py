@@ -12,7 +12,7 @@ TELL_SECONDS = 10.0  # between two lines that say why one server fails
 log = logging.getLogger("warmpath")
 
 
-class Troubles:
+class FailureLog:
     """One server's. Times are event-loop seconds."""
 
     __slots__ = ("_left_out_at", "_name", "_next_line_at", "_untold")

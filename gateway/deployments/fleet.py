@@ -11,12 +11,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from gateway.deployments.circuit_breaker import Breaker
-from gateway.deployments.failure_log import Troubles
-from gateway.deployments.quarantine import Suspects
+from gateway.deployments.circuit_breaker import CircuitBreaker
+from gateway.deployments.failure_log import FailureLog
+from gateway.deployments.quarantine import Quarantine
 from gateway.policy import Deployment, Model, Policy
 from gateway.prefix.cache_model import Recall
-from gateway.prefix.cache_slots import SlotCaches
+from gateway.prefix.cache_slots import CacheSlots
 from gateway.prefix.estimate import LOAD_VALID_SECONDS, Estimate, Sent
 from gateway.prefix.events.blocks import BlockIndex, Ended
 from gateway.prefix.fingerprint import text_bytes_of
@@ -34,53 +34,65 @@ class SentCall:
     """A call at a server, from its sending to its end: what is expected of the server follows it."""
 
     __slots__ = (
-        "_conversation", "_working_set", "may_be_held", "note", "predicted_cached_tokens", "server", "session", "slot",
+        "_conversation",
+        "_working_set",
+        "cache_slot",
+        "deployment",
+        "may_be_held",
+        "note",
+        "predicted_cached_tokens",
+        "session",
         "usage",
     )  # fmt: skip
 
     def __init__(
-        self, server: Server, call: Prompt, note: Sent, working_set: WorkingSet, conversation: Conversation | None
+        self,
+        deployment: DeploymentState,
+        call: Prompt,
+        note: Sent,
+        working_set: WorkingSet,
+        conversation: Conversation | None,
     ) -> None:
-        self.server = server
+        self.deployment = deployment
         self.note = note
-        self.slot = None if server.slots is None else server.slots.take()
+        self.cache_slot = None if deployment.cache_slots is None else deployment.cache_slots.take()
         self.session = call.session
         self.may_be_held = call.may_be_held
         self.usage: tuple[str, int, int, int] | None = None  # call id, input, cached and output tokens; as told below
         matched = note.believed.matched
         # Known now: an equal prompt may end before this one does.
-        self.predicted_cached_tokens = server.token_counts.of(note.chain, matched, note.prompt_tokens)
+        self.predicted_cached_tokens = deployment.token_counts.of(note.chain, matched, note.prompt_tokens)
         self._working_set = working_set
         self._conversation = conversation
 
     def first_chunk(self, now: float) -> None:
-        self.server.estimate.first_chunk(self.note, now)
+        self.deployment.estimate.first_chunk(self.note, now)
 
     def learn_cached(self, input_tokens: int, cached_tokens: int) -> None:
         """The reply said how many of its prompt's tokens were cached. In the engine's own tokens."""
-        blocks = self.server.blocks
+        blocks = self.deployment.blocks
         evictions_told = blocks is not None and blocks.tells_all
-        self.server.estimate.learn_cached(self.note, input_tokens, cached_tokens, evictions_told=evictions_told)
+        self.deployment.estimate.learn_cached(self.note, input_tokens, cached_tokens, evictions_told=evictions_told)
 
     def learn_usage(self, call_id: str, input_tokens: int, cached_tokens: int, output_tokens: int) -> None:
         """The same reply, for what tokens prompts have; and of servers that tell of their blocks, which are this
         call's."""
         chain, matched, estimated = self.note.chain, self.note.believed.matched, self.note.prompt_tokens
-        self.server.token_counts.learn(chain, matched, input_tokens, cached_tokens, output_tokens)
-        if self.server.blocks is not None:
+        self.deployment.token_counts.learn(chain, matched, input_tokens, cached_tokens, output_tokens)
+        if self.deployment.blocks is not None:
             text_bytes = text_bytes_of(chain, estimated)
-            self.server.blocks.ended(Ended(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens))
+            self.deployment.blocks.ended(Ended(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens))
         self.usage = call_id, input_tokens, cached_tokens, output_tokens
 
     def end(self, now: float, *, answered: bool = True) -> None:
         """Its answer is over, or will not come. Once."""
-        self.server.estimate.end(self.note, now, answered=answered)
+        self.deployment.estimate.end(self.note, now, answered=answered)
         if self._conversation is not None:
             self._working_set.end(self._conversation, now)
-        if self.slot is not None and self.server.slots is not None:
-            self.server.slots.give_back(self.slot)
-        if answered and self.server.told is not None:
-            self.server.told.append(self)
+        if self.cache_slot is not None and self.deployment.cache_slots is not None:
+            self.deployment.cache_slots.give_back(self.cache_slot)
+        if answered and self.deployment.told is not None:
+            self.deployment.told.append(self)
 
 
 class Background:
@@ -98,14 +110,14 @@ class Background:
     def note_urgent(self, count: int, now: float) -> None:
         self._peak, self._peak_at = count if count >= self._peak else max(count, self._faded(now)), now
 
-    def room(self, places: int, urgent: int, now: float) -> int:
-        return max(places - max(urgent, round(self._faded(now))), 0 if urgent else 1)
+    def room(self, slots: int, urgent: int, now: float) -> int:
+        return max(slots - max(urgent, round(self._faded(now))), 0 if urgent else 1)
 
     def _faded(self, now: float) -> float:
         return self._peak * math.exp((self._peak_at - now) / PEAK_SECONDS)
 
 
-class Server:
+class DeploymentState:
     """One deployment: its provider, and what is known about it. Owned by the event loop, changed without locks."""
 
     def __init__(
@@ -115,21 +127,23 @@ class Server:
         working_set: WorkingSet,
         told: deque[SentCall] | None = None,
     ) -> None:
-        self.name = deployment.name  # which is what makes it this one
+        self.name = deployment.name  # identifies it across reloads of the policy
         self.set_up(deployment, provider)
         self.working_set = working_set  # of all servers
         self.told = told  # where calls go that are over, for other gateways; of all servers
-        self.slots = SlotCaches(deployment.slots, deployment.cache_tokens) if deployment.slots is not None else None
-        self.estimate = Estimate(deployment.cache_tokens, deployment.prefill_tokens_per_second, self.slots)
+        self.cache_slots = (
+            CacheSlots(deployment.slots, deployment.cache_tokens) if deployment.slots is not None else None
+        )
+        self.estimate = Estimate(deployment.cache_tokens, deployment.prefill_tokens_per_second, self.cache_slots)
         self.cache = self.estimate.cache
         self.token_counts = TokenCounts()
         self.blocks: BlockIndex | None = None  # of a server that publishes KV events
         self.input_billed = 0  # tokens in the receipts of this gateway, to be held against the server's own count
         self.output_billed = 0
-        self.places_taken = 0  # by calls whose turn it is
+        self.slots_taken = 0  # by calls whose turn it is
         self.background = Background()
-        self.breaker = Breaker()
-        self.troubles = Troubles(self.name)
+        self.breaker = CircuitBreaker()
+        self.failures = FailureLog(self.name)
         self.last_cut = (-math.inf, 0)  # when answers last broke off here, and how many were under way then
         self.asked_at = 0.0  # by a call or a health check; event-loop seconds
         self.compared_since = -math.inf  # by these, to its peers: what came before is over and done with
@@ -137,9 +151,9 @@ class Server:
 
     def set_up(self, deployment: Deployment, provider: Provider) -> None:
         """As the policy has it now; also while calls are under way."""
-        self.deployment = deployment
+        self.config = deployment
         self.provider = provider
-        self.places = deployment.max_concurrency
+        self.slots = deployment.max_concurrency
 
     def billed(self, usage: Usage) -> None:
         self.input_billed += usage.input
@@ -152,21 +166,21 @@ class Server:
         self.last_cut = now, max(under_way, most if now - when < SAME_CUT_SECONDS else 0)
 
     @property
-    def has_place(self) -> bool:
-        places = self.places
+    def has_slot(self) -> bool:
+        slots = self.slots
         if self.breaker.recovering:
-            places = max(1, int(places * self.breaker.share(asyncio.get_running_loop().time())))
-        return self.places_taken < places
+            slots = max(1, int(slots * self.breaker.share(asyncio.get_running_loop().time())))
+        return self.slots_taken < slots
 
     def has_room_for_background(self, now: float) -> bool:
         """Whether a call that may be held can have a place, and leave enough for those that may not."""
-        if not self.has_place:
+        if not self.has_slot:
             return False
         load = self.estimate.load
         if load is not None and load.waiting and now - load.at <= LOAD_VALID_SECONDS and self.background.taken:
             return False  # it has more than it can work on
-        urgent = self.places_taken - self.background.taken
-        return self.background.taken < self.background.room(self.places, urgent, now)
+        urgent = self.slots_taken - self.background.taken
+        return self.background.taken < self.background.room(self.slots, urgent, now)
 
     def cooling(self, now: float) -> bool:
         """Others go first."""
@@ -200,45 +214,45 @@ class Server:
         return SentCall(self, call, note, self.working_set, conversation)
 
 
-class Place:
+class SlotPermit:
     """One unit of a server's concurrency, held by one call from its turn to its end, by `with`. Released once; twice is
     safe."""
 
-    def __init__(self, fleet: Fleet, server: Server, *, background: bool = False) -> None:
+    def __init__(self, fleet: Fleet, deployment: DeploymentState, *, background: bool = False) -> None:
         self._fleet = fleet
         self._background = background
-        self._server: Server | None = server
-        server.places_taken += 1
-        server.background.taken += background
+        self._deployment: DeploymentState | None = deployment
+        deployment.slots_taken += 1
+        deployment.background.taken += background
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> SlotPermit:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def move_to(self, server: Server) -> bool:
-        """Hold a place at `server` instead. False, and nothing changes, when it has none."""
-        if server is self._server:
+    def move_to(self, deployment: DeploymentState) -> bool:
+        """Hold a place at `deployment` instead. False, and nothing changes, when it has none."""
+        if deployment is self._deployment:
             return True
-        if self._server is None or not server.has_place:
+        if self._deployment is None or not deployment.has_slot:
             return False
-        left, self._server = self._server, server
-        server.places_taken += 1
-        server.background.taken += self._background
+        left, self._deployment = self._deployment, deployment
+        deployment.slots_taken += 1
+        deployment.background.taken += self._background
         self._fleet.give_back(left, background=self._background)
         return True
 
-    def is_at(self, server: Server) -> bool:
-        return self._server is server
+    def is_at(self, deployment: DeploymentState) -> bool:
+        return self._deployment is deployment
 
-    def swap(self, other: Place) -> None:
+    def swap(self, other: SlotPermit) -> None:
         """Hold what the other one of the same call holds, and the other way round."""
-        self._server, other._server = other._server, self._server
+        self._deployment, other._deployment = other._deployment, self._deployment
 
     def release(self) -> None:
-        if self._server is not None:
-            left, self._server = self._server, None
+        if self._deployment is not None:
+            left, self._deployment = self._deployment, None
             self._fleet.give_back(left, background=self._background)
 
 
@@ -252,86 +266,92 @@ class Fleet:
     def __init__(
         self,
         make_provider: Callable[[Deployment], Provider],
-        share_of: Callable[[int], int] = lambda places: places,
+        share_of: Callable[[int], int] = lambda slots: slots,
         told: deque[SentCall] | None = None,
     ) -> None:
         self._make_provider = make_provider
         self._share_of = share_of
         self._told = told
-        self._servers: dict[str, Server] = {}
-        self._by_names: dict[tuple[str, ...], list[Server]] = {}  # of this policy's models, as they are asked for
+        self._deployments: dict[str, DeploymentState] = {}
+        self._by_names: dict[
+            tuple[str, ...], list[DeploymentState]
+        ] = {}  # of this policy's models, as they are asked for
         self.working_set = WorkingSet()
-        self.suspects = Suspects()
+        self.quarantine = Quarantine()
         self.on_free: Callable[[], None] = lambda: None
-        self._moving: dict[Place, tuple[Sequence[Server], asyncio.Future[None]]] = {}  # of calls in flight: so many
+        self._moving: dict[
+            SlotPermit, tuple[Sequence[DeploymentState], asyncio.Future[None]]
+        ] = {}  # of calls in flight: so many
 
     def apply(self, policy: Policy) -> None:
         """Take over a new policy; a call in flight keeps the servers that it began with."""
-        self._servers = {d.name: self._server_for(d) for d in policy.deployments}
+        self._deployments = {d.name: self._deployment_for(d) for d in policy.deployments}
         self._by_names.clear()
         self.on_free()
 
-    def _server_for(self, deployment: Deployment) -> Server:
-        places = self._share_of(deployment.max_concurrency)
-        if places != deployment.max_concurrency:
-            deployment = deployment.model_copy(update={"max_concurrency": places})
-        known = self._servers.get(deployment.name)
-        if known is None or _same(known.deployment) != _same(deployment):
-            return Server(deployment, self._make_provider(deployment), self.working_set, self._told)
-        if known.deployment != deployment:
+    def _deployment_for(self, deployment: Deployment) -> DeploymentState:
+        slots = self._share_of(deployment.max_concurrency)
+        if slots != deployment.max_concurrency:
+            deployment = deployment.model_copy(update={"max_concurrency": slots})
+        known = self._deployments.get(deployment.name)
+        if known is None or _same(known.config) != _same(deployment):
+            return DeploymentState(deployment, self._make_provider(deployment), self.working_set, self._told)
+        if known.config != deployment:
             known.set_up(deployment, self._make_provider(deployment))
         return known
 
-    def __iter__(self) -> Iterator[Server]:
-        return iter(self._servers.values())
+    def __iter__(self) -> Iterator[DeploymentState]:
+        return iter(self._deployments.values())
 
-    def servers_of(self, model: Model) -> Sequence[Server]:
+    def deployments_of(self, model: Model) -> Sequence[DeploymentState]:
         """Where a model is served. Empty only while a reload has taken away what an older call still names."""
-        servers = self._by_names.get(model.deployments)
-        if servers is None:
-            servers = [self._servers[name] for name in model.deployments if name in self._servers]
-            self._by_names[model.deployments] = servers
-        return servers
+        deployments = self._by_names.get(model.deployments)
+        if deployments is None:
+            deployments = [self._deployments[name] for name in model.deployments if name in self._deployments]
+            self._by_names[model.deployments] = deployments
+        return deployments
 
-    def take(self, servers: Sequence[Server], now: float, *, background: bool = False) -> Place | None:
+    def take(
+        self, deployments: Sequence[DeploymentState], now: float, *, background: bool = False
+    ) -> SlotPermit | None:
         """A place at the least busy of these, or None where all are full."""
         chosen, least = None, math.inf
-        for server in servers:
-            if server.breaker.open:
-                chosen = _worth_asking(servers, now)
+        for deployment in deployments:
+            if deployment.breaker.open:
+                chosen = _worth_asking(deployments, now)
                 break
-            if server.has_place and (load := server.places_taken / server.places) < least:
-                chosen, least = server, load
+            if deployment.has_slot and (load := deployment.slots_taken / deployment.slots) < least:
+                chosen, least = deployment, load
         if chosen is None:
             return None
-        place = Place(self, chosen, background=background)
+        permit = SlotPermit(self, chosen, background=background)
         if not background:
-            chosen.background.note_urgent(chosen.places_taken - chosen.background.taken, now)
-        return place
+            chosen.background.note_urgent(chosen.slots_taken - chosen.background.taken, now)
+        return permit
 
-    def give_back(self, server: Server, *, background: bool = False) -> None:
-        server.places_taken -= 1
-        server.background.taken -= background
-        assert server.places_taken >= 0
+    def give_back(self, deployment: DeploymentState, *, background: bool = False) -> None:
+        deployment.slots_taken -= 1
+        deployment.background.taken -= background
+        assert deployment.slots_taken >= 0
         if self._moving:
-            self._move_one_to(server)
+            self._move_one_to(deployment)
         self.on_free()
 
-    async def move_when_free(self, place: Place, servers: Sequence[Server], seconds: float) -> None:
-        """Wait so long, or until one of the servers has a place: then `place` is there. Who has had a turn, and whose
+    async def move_when_free(self, permit: SlotPermit, deployments: Sequence[DeploymentState], seconds: float) -> None:
+        """Wait so long, or until one of the servers has a place: then `permit` is there. Who has had a turn, and whose
         server has failed, comes before those that wait for theirs."""
         moved = asyncio.get_running_loop().create_future()
-        self._moving[place] = (servers, moved)
+        self._moving[permit] = (deployments, moved)
         try:
             await asyncio.wait([moved], timeout=seconds)
         finally:
-            self._moving.pop(place, None)
+            self._moving.pop(permit, None)
 
-    def _move_one_to(self, server: Server) -> None:
-        for place, (servers, moved) in self._moving.items():
-            if server in servers and server.has_place:
-                del self._moving[place]
-                place.move_to(server)
+    def _move_one_to(self, deployment: DeploymentState) -> None:
+        for permit, (deployments, moved) in self._moving.items():
+            if deployment in deployments and deployment.has_slot:
+                del self._moving[permit]
+                permit.move_to(deployment)
                 moved.set_result(None)
                 return
 
@@ -341,9 +361,9 @@ def _same(deployment: Deployment) -> tuple[str, str, int | None]:
     return deployment.base_url, deployment.model, deployment.slots
 
 
-def _worth_asking(servers: Sequence[Server], now: float) -> Server | None:
+def _worth_asking(deployments: Sequence[DeploymentState], now: float) -> DeploymentState | None:
     """The least busy of those that may be asked now: waiting for one that works is better than a place at one that does
     not. Where none works, any will do: the router tells the caller so."""
-    working = [server for server in servers if server.breaker.would_allow(now)]
-    free = [server for server in working or servers if server.has_place]
-    return min(free, key=lambda s: s.places_taken / s.places, default=None)
+    working = [deployment for deployment in deployments if deployment.breaker.would_allow(now)]
+    free = [deployment for deployment in working or deployments if deployment.has_slot]
+    return min(free, key=lambda s: s.slots_taken / s.slots, default=None)

@@ -14,7 +14,7 @@ import logging
 import statistics
 from collections.abc import Iterable
 
-from gateway.deployments.fleet import Fleet, Server
+from gateway.deployments.fleet import DeploymentState, Fleet
 
 LOOK_SECONDS = 1.0
 IDLE_SECONDS = 15.0  # without a call, after which it is asked; and again after as long
@@ -44,59 +44,61 @@ class HealthChecks:
     async def look(self) -> None:
         """Once around."""
         now = asyncio.get_running_loop().time()
-        due: list[Server] = []
-        for server in self._fleet:
-            if server.asked_at == 0.0:
-                server.asked_at = now  # it is new: calls may tell
-            if server.breaker.open or now - server.asked_at >= IDLE_SECONDS:
-                due.append(server)
-        await asyncio.gather(*(self._check(server) for server in due))
+        due: list[DeploymentState] = []
+        for deployment in self._fleet:
+            if deployment.asked_at == 0.0:
+                deployment.asked_at = now  # it is new: calls may tell
+            if deployment.breaker.open or now - deployment.asked_at >= IDLE_SECONDS:
+                due.append(deployment)
+        await asyncio.gather(*(self._check(deployment) for deployment in due))
         for peers in _peers(self._fleet):
             eject_outliers(peers, now)
 
-    async def _check(self, server: Server) -> None:
+    async def _check(self, deployment: DeploymentState) -> None:
         async with self._places:
-            well = await server.provider.healthy()
+            well = await deployment.provider.healthy()
         now = asyncio.get_running_loop().time()
-        server.asked_at = now
+        deployment.asked_at = now
         if well:
-            server.breaker.probe_now(now)
-        elif not server.breaker.open:
+            deployment.breaker.probe_now(now)
+        elif not deployment.breaker.open:
             # Calls decide: a server may answer them well and have no such endpoint.
-            server.breaker.doubt(now, IDLE_SECONDS + LOOK_SECONDS)
+            deployment.breaker.doubt(now, IDLE_SECONDS + LOOK_SECONDS)
 
 
-def _peers(fleet: Iterable[Server]) -> list[list[Server]]:
+def _peers(fleet: Iterable[DeploymentState]) -> list[list[DeploymentState]]:
     """Servers of the same model, which may be compared."""
-    by_model: dict[str, list[Server]] = {}
-    for server in fleet:
-        by_model.setdefault(server.deployment.model, []).append(server)
+    by_model: dict[str, list[DeploymentState]] = {}
+    for deployment in fleet:
+        by_model.setdefault(deployment.config.model, []).append(deployment)
     return list(by_model.values())
 
 
-def eject_outliers(peers: list[Server], now: float) -> None:
+def eject_outliers(peers: list[DeploymentState], now: float) -> None:
     """Leave out whoever is far slower than the others, up to a share of them."""
     seconds = {
-        server.name: statistics.median(recent)
-        for server in peers
-        if not server.breaker.open and len(recent := _recent(server, now)) >= OUTLIER_MIN_SAMPLES
+        deployment.name: statistics.median(recent)
+        for deployment in peers
+        if not deployment.breaker.open and len(recent := _recent(deployment, now)) >= OUTLIER_MIN_SAMPLES
     }
-    may_go = int(EJECTED_SHARE_MAX * len(peers)) - sum(server.breaker.open for server in peers)
-    for server in sorted(peers, key=lambda s: -seconds.get(s.name, 0.0)):
-        others = [median for name, median in seconds.items() if name != server.name]
-        own = seconds.get(server.name)
+    may_go = int(EJECTED_SHARE_MAX * len(peers)) - sum(deployment.breaker.open for deployment in peers)
+    for deployment in sorted(peers, key=lambda s: -seconds.get(s.name, 0.0)):
+        others = [median for name, median in seconds.items() if name != deployment.name]
+        own = seconds.get(deployment.name)
         if may_go <= 0 or own is None or not others:
             return
         if own < OUTLIER_MIN_SECONDS or own < OUTLIER_FACTOR * statistics.median(others):
             return
-        log.warning("%s takes %.1f s to its first chunk, its peers %.1f s", server.name, own, statistics.median(others))
-        server.breaker.eject(now, EJECTION_SECONDS)
-        server.troubles.left_out(True, now)
-        server.compared_since = now + EJECTION_SECONDS  # not by the slow answers that are still under way
-        del seconds[server.name]
+        log.warning(
+            "%s takes %.1f s to its first chunk, its peers %.1f s", deployment.name, own, statistics.median(others)
+        )
+        deployment.breaker.eject(now, EJECTION_SECONDS)
+        deployment.failures.left_out(True, now)
+        deployment.compared_since = now + EJECTION_SECONDS  # not by the slow answers that are still under way
+        del seconds[deployment.name]
         may_go -= 1
 
 
-def _recent(server: Server, now: float) -> list[float]:
-    since = max(server.compared_since, now - SAMPLE_MAX_AGE_SECONDS)
-    return [seconds for at, seconds in server.first_chunks if at >= since]
+def _recent(deployment: DeploymentState, now: float) -> list[float]:
+    since = max(deployment.compared_since, now - SAMPLE_MAX_AGE_SECONDS)
+    return [seconds for at, seconds in deployment.first_chunks if at >= since]

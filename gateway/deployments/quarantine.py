@@ -14,7 +14,7 @@ CONVICTED = 2
 UNTOLD_MAX = 100  # in the tenth of a second between two tellings; more deaths than that are no request's fault
 
 
-class Suspects:
+class Quarantine:
     """`now` is in event-loop seconds."""
 
     def __init__(self) -> None:

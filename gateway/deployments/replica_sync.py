@@ -23,7 +23,7 @@ import xxhash
 
 from gateway.core.errors import StorageUnavailable
 from gateway.core.ids import random_bytes
-from gateway.deployments.fleet import Fleet, SentCall, Server
+from gateway.deployments.fleet import DeploymentState, Fleet, SentCall
 from gateway.prefix.estimate import NO_OTHERS, Others
 from gateway.prefix.events.blocks import Ended
 from gateway.prefix.fingerprint import text_bytes_of
@@ -44,7 +44,7 @@ _Load = tuple[int, int, int]  # server, calls under way, tokens queued
 class _Call(msgspec.Struct, array_like=True, frozen=True):
     """One that is over: a `Prompt`, and where it was computed."""
 
-    server: int
+    deployment: int
     fingerprint: tuple[int, ...]
     prompt_tokens_estimate: int
     session: str | None
@@ -59,7 +59,7 @@ class _Notice(msgspec.Struct, array_like=True, frozen=True, tag=1):
     sender: int
     loads: tuple[_Load, ...]  # of servers at which it has any
     calls: tuple[_Call, ...]
-    suspects: tuple[tuple[int, int], ...] = ()  # requests that servers may have died of, and how much is against each
+    quarantine: tuple[tuple[int, int], ...] = ()  # requests that servers may have died of, and how much is against each
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -71,7 +71,7 @@ def untold() -> deque[SentCall]:
     return deque(maxlen=UNTOLD_MAX)
 
 
-class Hearsay:
+class PeerReports:
     """One gateway's part in it, without an event loop: `now` is told, so that a simulator can do so."""
 
     def __init__(self, fleet: Fleet, told: deque[SentCall]) -> None:
@@ -101,14 +101,18 @@ class Hearsay:
             self._untold.popleft()
             if 0 < len(sent.note.chain) <= NOTICE_MAX_BLOCKS:
                 calls.append(_told(sent))
-        suspects = self._fleet.suspects.tell()
-        busy = [server for server in self._fleet if server.in_flight]
-        loads = [(server.name, server.in_flight, server.estimate.prefill_tokens_queued) for server in busy]
-        nothing_new = not calls and not suspects and loads == self._last_loads
+        quarantine = self._fleet.quarantine.tell()
+        busy = [deployment for deployment in self._fleet if deployment.in_flight]
+        loads = [
+            (deployment.name, deployment.in_flight, deployment.estimate.prefill_tokens_queued) for deployment in busy
+        ]
+        nothing_new = not calls and not quarantine and loads == self._last_loads
         if nothing_new and not (loads and now - self._told_at >= BEAT_SECONDS):
             return b""
         self._last_loads, self._told_at = loads, now
-        return _encode(_Notice(self._sender, tuple([_load(server, now) for server in busy]), tuple(calls), suspects))
+        return _encode(
+            _Notice(self._sender, tuple([_load(deployment, now) for deployment in busy]), tuple(calls), quarantine)
+        )
 
     def hear(self, notice: bytes, now: float) -> None:
         """In the order in which they were told. This gateway's own say nothing."""
@@ -121,13 +125,13 @@ class Hearsay:
             return
         self._loads[told.sender] = now, told.loads
         self._sum_up()
-        for digest, against in told.suspects:
-            self._fleet.suspects.hear(digest, against, now)
+        for digest, against in told.quarantine:
+            self._fleet.quarantine.hear(digest, against, now)
         self.calls_heard += len(told.calls)
-        servers = {_name(server): server for server in self._fleet} if told.calls else {}
+        deployments = {_name(deployment): deployment for deployment in self._fleet} if told.calls else {}
         for call in told.calls:
-            if (server := servers.get(call.server)) is not None:
-                _enter(call, server, now)
+            if (deployment := deployments.get(call.deployment)) is not None:
+                _enter(call, deployment, now)
 
     def forget_silent(self, now: float) -> None:
         silent = [sender for sender, (at, _) in self._loads.items() if now - at >= SILENT_SECONDS]
@@ -144,17 +148,17 @@ class Hearsay:
             for name, calls, tokens in loads:
                 in_flight[name] = in_flight.get(name, 0) + calls
                 queued[name] = queued.get(name, 0) + tokens
-        for server in self._fleet:
-            name = _name(server)
+        for deployment in self._fleet:
+            name = _name(deployment)
             calls = in_flight.get(name, 0)
-            server.estimate.told_others(Others(calls, queued[name]) if calls else NO_OTHERS)
+            deployment.estimate.told_others(Others(calls, queued[name]) if calls else NO_OTHERS)
 
 
-class Sharing:
+class ReplicaSync:
     """Run as a task beside the gateway."""
 
-    def __init__(self, hearsay: Hearsay, notices: Notices) -> None:
-        self._hearsay = hearsay
+    def __init__(self, peers: PeerReports, notices: Notices) -> None:
+        self._peers = peers
         self._notices = notices
         self._after = ""
         self._unsent = b""  # what the storage did not take; twice does no harm
@@ -170,7 +174,7 @@ class Sharing:
         loop = asyncio.get_running_loop()
         more = True
         while more:
-            self._unsent = self._unsent or self._hearsay.notice(loop.time())
+            self._unsent = self._unsent or self._peers.notice(loop.time())
             try:
                 heard, self._after = await self._notices.exchange(self._unsent, self._after)
             except StorageUnavailable as error:
@@ -182,48 +186,48 @@ class Sharing:
                     log.warning("other gateways are heard of again")
                 self._is_away, self._unsent = False, b""
             for one in heard:  # a notice is work for a millisecond or so
-                self._hearsay.hear(one, loop.time())
+                self._peers.hear(one, loop.time())
                 await asyncio.sleep(0)
             more = len(heard) == NOTICES_AT_ONCE
-        self._hearsay.forget_silent(loop.time())
+        self._peers.forget_silent(loop.time())
 
 
-def _load(server: Server, now: float) -> _Load:
+def _load(deployment: DeploymentState, now: float) -> _Load:
     """This gateway's own."""
-    queued = server.estimate.queued_tokens(now) - server.estimate.others.queued_tokens
-    return _name(server), server.in_flight, round(queued)
+    queued = deployment.estimate.queued_tokens(now) - deployment.estimate.others.queued_tokens
+    return _name(deployment), deployment.in_flight, round(queued)
 
 
 def _told(sent: SentCall) -> _Call:
     note = sent.note
     chain = tuple(note.chain)
-    where = _name(sent.server)
-    return _Call(where, chain, note.prompt_tokens, sent.session, sent.may_be_held, sent.usage, sent.slot)
+    where = _name(sent.deployment)
+    return _Call(where, chain, note.prompt_tokens, sent.session, sent.may_be_held, sent.usage, sent.cache_slot)
 
 
-def _enter(call: _Call, server: Server, now: float) -> None:
+def _enter(call: _Call, deployment: DeploymentState, now: float) -> None:
     """As if it had been sent from here, and had been answered."""
     chain = call.fingerprint
-    believed = server.cache.recall(chain)
-    if server.slots is None:
-        server.cache.add(chain)
+    believed = deployment.cache.recall(chain)
+    if deployment.cache_slots is None:
+        deployment.cache.add(chain)
     elif call.slot is not None:
-        server.slots.put(call.slot, chain)
-    conversation = server.working_set.begin(call, server.estimate, now, believed.remembered)
+        deployment.cache_slots.put(call.slot, chain)
+    conversation = deployment.working_set.begin(call, deployment.estimate, now, believed.remembered)
     if conversation is not None:
-        server.working_set.end(conversation, now)
+        deployment.working_set.end(conversation, now)
     if call.usage is not None:
         call_id, input_tokens, cached_tokens, output_tokens = call.usage
-        server.token_counts.learn(chain, believed.matched, input_tokens, cached_tokens, output_tokens)
-        if server.blocks is not None:
+        deployment.token_counts.learn(chain, believed.matched, input_tokens, cached_tokens, output_tokens)
+        if deployment.blocks is not None:
             text_bytes = text_bytes_of(chain, call.prompt_tokens_estimate)
-            server.blocks.ended(Ended(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens))
+            deployment.blocks.ended(Ended(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens))
 
 
-def _name(server: Server) -> int:
+def _name(deployment: DeploymentState) -> int:
     """Equal where gateways mean the same server: their policies may differ while one is rolled out."""
-    deployment = server.deployment
-    return _digest(deployment.name, deployment.base_url, deployment.model)
+    config = deployment.config
+    return _digest(config.name, config.base_url, config.model)
 
 
 @lru_cache(maxsize=4096)

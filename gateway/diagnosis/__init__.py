@@ -2,6 +2,6 @@
 
 from gateway.diagnosis.journal import Journal, Summary, read_summaries
 from gateway.diagnosis.report import Finding, Report, report, report_json
-from gateway.diagnosis.watcher import Watcher
+from gateway.diagnosis.watcher import PrefixDiagnosis
 
-__all__ = ["Finding", "Journal", "Report", "Summary", "Watcher", "read_summaries", "report", "report_json"]
+__all__ = ["Finding", "Journal", "PrefixDiagnosis", "Report", "Summary", "read_summaries", "report", "report_json"]

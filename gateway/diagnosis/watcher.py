@@ -17,7 +17,7 @@ from gateway.core.money import text_of
 from gateway.diagnosis.breaks import Break, find_break
 from gateway.diagnosis.journal import Journal, PartRow, Summary
 from gateway.diagnosis.outline import Outline, Part, first_user_digest, parts_of
-from gateway.types import Attempt, Call, Marks, Operation, Usage
+from gateway.types import Attempt, Call, Operation, PhaseTimings, Usage
 
 MAX_OUTLINES = 4096
 MAX_OUTLINES_BYTES = 32 * 2**20
@@ -29,7 +29,7 @@ Application = tuple[str, str, str, str]  # tenant, key, program, model
 Headers = Mapping[bytes, bytes]
 
 
-class Watcher:
+class PrefixDiagnosis:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._outlines: OrderedDict[str, tuple[Application, Outline]] = OrderedDict()  # by call id
@@ -38,7 +38,7 @@ class Watcher:
         self._last: dict[Application, str] = {}  # bounded by the outlines, as is what is above
 
     def note(
-        self, call: Call, headers: Headers, usage: Usage, marks: Marks, deployment: str | None,
+        self, call: Call, headers: Headers, usage: Usage, marks: PhaseTimings, deployment: str | None,
         attempts: Sequence[Attempt],
     ) -> None:  # fmt: skip
         """A call has been answered. Never raises, and keeps nothing of one that is not in the sample."""
@@ -98,7 +98,7 @@ def _agent(headers: Headers) -> str:
 
 
 def _summary(
-    call: Call, application: Application, new: Outline, old: Outline | None, broken: Break | None, marks: Marks,
+    call: Call, application: Application, new: Outline, old: Outline | None, broken: Break | None, marks: PhaseTimings,
     attempts: Sequence[Attempt],
 ) -> Summary:  # fmt: skip
     tenant, key_id, agent, model = application
@@ -127,7 +127,9 @@ def _summary(
     )
 
 
-def _seconds(call: Call, new: Outline, broken: Break | None, marks: Marks, attempts: Sequence[Attempt]) -> float | None:
+def _seconds(
+    call: Call, new: Outline, broken: Break | None, marks: PhaseTimings, attempts: Sequence[Attempt]
+) -> float | None:
     """How long computing the lost tokens took: as part of the time to the first chunk where that can be seen, else at
     the speed that the policy gives the server."""
     if broken is None:
@@ -140,7 +142,7 @@ def _seconds(call: Call, new: Outline, broken: Break | None, marks: Marks, attem
     return round(broken.lost_tokens / deployment.prefill_tokens_per_second, 6) if deployment is not None else None
 
 
-def _cost(call: Call, new: Outline, broken: Break | None, marks: Marks) -> tuple[str | None, str | None]:
+def _cost(call: Call, new: Outline, broken: Break | None, marks: PhaseTimings) -> tuple[str | None, str | None]:
     """What the lost tokens cost more than cached ones would have."""
     prices = call.policy.price_lists.get((call.model.name, new.deployment or ""))
     price = prices.price(call.class_name, call.service_tier, marks.started_ns) if prices is not None else None

@@ -1,15 +1,18 @@
 """The doors by path behind /v1/."""
 
-from gateway.endpoints.base import Door
-from gateway.endpoints.chat import ChatDoor
-from gateway.endpoints.completions import CompletionDoor
-from gateway.endpoints.embeddings import EmbeddingDoor
-from gateway.endpoints.messages import CountTokensDoor, MessagesDoor
-from gateway.endpoints.responses import InputTokensDoor, ResponsesDoor
+from gateway.endpoints.base import Endpoint
+from gateway.endpoints.chat import ChatEndpoint
+from gateway.endpoints.completions import CompletionEndpoint
+from gateway.endpoints.embeddings import EmbeddingEndpoint
+from gateway.endpoints.messages import CountTokensEndpoint, MessagesEndpoint
+from gateway.endpoints.responses import InputTokensEndpoint, ResponsesEndpoint
 
 # Those that the lines of batches may name.
-BATCH_DOORS: tuple[Door, ...] = (ChatDoor(), CompletionDoor(), EmbeddingDoor(), ResponsesDoor())
-DOORS: tuple[Door, ...] = (*BATCH_DOORS, MessagesDoor())
-COUNTING_DOORS: tuple[Door, ...] = (CountTokensDoor(), InputTokensDoor())  # where prompts are only counted
+BATCH_ENDPOINTS: tuple[Endpoint, ...] = (ChatEndpoint(), CompletionEndpoint(), EmbeddingEndpoint(), ResponsesEndpoint())
+ENDPOINTS: tuple[Endpoint, ...] = (*BATCH_ENDPOINTS, MessagesEndpoint())
+COUNTING_ENDPOINTS: tuple[Endpoint, ...] = (
+    CountTokensEndpoint(),
+    InputTokensEndpoint(),
+)  # where prompts are only counted
 
-__all__ = ["BATCH_DOORS", "COUNTING_DOORS", "DOORS"]
+__all__ = ["BATCH_ENDPOINTS", "COUNTING_ENDPOINTS", "ENDPOINTS"]

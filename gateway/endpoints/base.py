@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import ClassVar, Protocol
 
 from gateway.core.errors import GatewayError
-from gateway.prompts.reader import Reader
+from gateway.prompts.reader import BodyReader
 from gateway.types import Operation
 
 
-class Translator(Reader, Protocol):
+class Translator(BodyReader, Protocol):
     """One exchange on another wire than the house's: what comes is read into the house's words, and what leaves is
     put into the wire's. Each of a reply's parts comes here once, in order, right before it is sent.
 
@@ -40,7 +40,7 @@ class Translator(Reader, Protocol):
         """The frames that tell of an error behind others. No client may take them for an end of the answer."""
 
 
-class Door(Reader, Protocol):
+class Endpoint(BodyReader, Protocol):
     path: ClassVar[str]  # behind /v1/
     operation: ClassVar[Operation]
 
@@ -48,7 +48,7 @@ class Door(Reader, Protocol):
         """Of one exchange, and `call_id` is its request id; None where the wire is the house's own."""
 
 
-class HouseDoor:
+class NativeEndpoint:
     """What the doors share whose wire is the house's own: bytes leave as they come, and the path is the servers'."""
 
     def translator(self, call_id: str) -> None:

@@ -8,8 +8,8 @@ import msgspec
 
 from gateway.core.cache_breakpoints import text_of, unmarked, unmarked_calls
 from gateway.core.errors import BadRequest
-from gateway.endpoints.base import HouseDoor
-from gateway.prompts.reader import Asked, Choices, Common, Fields, TokenCount, decode
+from gateway.endpoints.base import NativeEndpoint
+from gateway.prompts.reader import Choices, CommonFields, Fields, ParsedBody, TokenCount, decode
 from gateway.types import Operation
 
 _NO_CALLS = msgspec.Raw()
@@ -23,7 +23,7 @@ class Message(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-class ChatBody(Common, kw_only=True):
+class ChatBody(CommonFields, kw_only=True):
     messages: list[Message]
     tools: list[msgspec.Raw] | None = None
     n: Choices | None = None
@@ -35,16 +35,16 @@ _decoder = msgspec.json.Decoder(ChatBody)
 _message = msgspec.json.Decoder(Message)
 
 
-class ChatDoor(HouseDoor):
+class ChatEndpoint(NativeEndpoint):
     path: ClassVar[str] = Operation.CHAT.value
     operation: ClassVar[Operation] = Operation.CHAT
 
-    def read(self, fields: Fields, body: bytes) -> Asked:
+    def read(self, fields: Fields, body: bytes) -> ParsedBody:
         return read_chat(fields, body)
 
 
-def read_chat(fields: Fields, body: bytes) -> Asked:
-    """As `ChatDoor.read`."""
+def read_chat(fields: Fields, body: bytes) -> ParsedBody:
+    """As `ChatEndpoint.read`."""
     chat = decode(_decoder, body)
     if not chat.messages:
         raise BadRequest("messages: at least one message is needed", param="messages")
@@ -54,7 +54,7 @@ def read_chat(fields: Fields, body: bytes) -> Asked:
         if message.tool_calls is not _NO_CALLS or type(message.content) is not str:
             plain = False
         pieces.append(_piece(message))
-    return Asked(
+    return ParsedBody(
         common=chat,
         fields=fields,
         pieces=tuple(pieces),

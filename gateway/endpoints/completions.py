@@ -6,14 +6,14 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.endpoints.base import HouseDoor
-from gateway.prompts.reader import Asked, Choices, Common, Fields, TokenCount, decode
+from gateway.endpoints.base import NativeEndpoint
+from gateway.prompts.reader import Choices, CommonFields, Fields, ParsedBody, TokenCount, decode
 from gateway.types import Operation
 
 Prompt = str | list[str | int | list[int]]
 
 
-class CompletionBody(Common, kw_only=True):
+class CompletionBody(CommonFields, kw_only=True):
     prompt: Prompt | None = None
     n: Choices | None = None
     best_of: Choices | None = None
@@ -24,15 +24,15 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 
 
-class CompletionDoor(HouseDoor):
+class CompletionEndpoint(NativeEndpoint):
     path: ClassVar[str] = Operation.COMPLETION.value
     operation: ClassVar[Operation] = Operation.COMPLETION
 
-    def read(self, fields: Fields, body: bytes) -> Asked:
+    def read(self, fields: Fields, body: bytes) -> ParsedBody:
         completion = decode(_decoder, body)
         pieces, tokens = prompt_pieces(completion.prompt)
         max_tokens = DEFAULT_MAX_TOKENS if completion.max_tokens is None else completion.max_tokens
-        return Asked(
+        return ParsedBody(
             common=completion,
             fields=fields,
             pieces=pieces,

@@ -6,27 +6,27 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.endpoints.base import HouseDoor
+from gateway.endpoints.base import NativeEndpoint
 from gateway.endpoints.completions import Prompt, prompt_pieces
-from gateway.prompts.reader import Asked, Common, Fields, decode
+from gateway.prompts.reader import CommonFields, Fields, ParsedBody, decode
 from gateway.types import Operation
 
 
-class EmbeddingBody(Common, kw_only=True):
+class EmbeddingBody(CommonFields, kw_only=True):
     input: Prompt
 
 
 _decoder = msgspec.json.Decoder(EmbeddingBody)
 
 
-class EmbeddingDoor(HouseDoor):
+class EmbeddingEndpoint(NativeEndpoint):
     path: ClassVar[str] = Operation.EMBEDDING.value
     operation: ClassVar[Operation] = Operation.EMBEDDING
 
-    def read(self, fields: Fields, body: bytes) -> Asked:
+    def read(self, fields: Fields, body: bytes) -> ParsedBody:
         embedding = decode(_decoder, body)
         pieces, tokens = prompt_pieces(embedding.input)
-        return Asked(
+        return ParsedBody(
             common=embedding,
             fields=fields,
             pieces=pieces,

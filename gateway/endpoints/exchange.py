@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.core.errors import BodyTooLarge, GatewayError, Overloaded, RequestTimeout, UpstreamRefused
 from gateway.core.timers import WaitBound
 from gateway.endpoints.base import Translator
-from gateway.response_store import Keeper
+from gateway.response_store import StoringTranslator
 
 JSON_TYPE = "application/json"
 STREAM_TYPE = "text/event-stream; charset=utf-8"
@@ -57,7 +57,7 @@ class Wire(Protocol):
         """`tell` is called when the client leaves before the reply's end; None: nobody wants to know any more."""
 
 
-class BodyRoom:
+class BodyBudget:
     """The bytes of all bodies that are held at once, each from its arrival to the end of its exchange."""
 
     __slots__ = ("held_bytes", "max_bytes")
@@ -80,7 +80,7 @@ class Exchange:
         send: Send,
         *,
         max_body_bytes: int,
-        bodies: BodyRoom,
+        bodies: BodyBudget,
         translator: Translator | None = None,
     ) -> None:
         self.method: str = scope["method"]
@@ -91,7 +91,9 @@ class Exchange:
         self.reply_headers: dict[str, str] = {}  # sent with whatever reply is sent
         self._translator = translator  # of a wire that is not the house's own
         self._frames = None if translator is None else translator.frames  # while an answer's frames leave
-        self._keeper: Keeper | None = translator if translator and isinstance(translator, Keeper) else None
+        self._storing_translator: StoringTranslator | None = (
+            translator if translator and isinstance(translator, StoringTranslator) else None
+        )
         self._receive = receive
         self._send = send
         self._wire: Wire | None = scope.get("extensions", {}).pop(WIRE, None)  # out: the two would hold each other
@@ -278,8 +280,8 @@ class Exchange:
         if last:
             self._ended = True
             self.unwatch()
-            if self._keeper is not None and self._keeper.waits and not self.client_gone:
-                self._sending = _later(partial(self._send_end, self._keeper, chunk))
+            if self._storing_translator is not None and self._storing_translator.waits and not self.client_gone:
+                self._sending = _later(partial(self._send_end, self._storing_translator, chunk))
                 return False
         if self.client_gone or (self._wire is not None and self._wire.write(chunk, last)):
             return True
@@ -292,9 +294,9 @@ class Exchange:
         if not self.put(chunk, last=last):
             await self.drained()
 
-    async def _send_end(self, keeper: Keeper, chunk: bytes) -> None:
+    async def _send_end(self, storing: StoringTranslator, chunk: bytes) -> None:
         """The last bytes of an answer that is kept first."""
-        chunk += await keeper.rest()
+        chunk += await storing.rest()
         if not self.client_gone and (self._wire is None or not self._wire.write(chunk, True)):
             await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
 
@@ -332,8 +334,8 @@ class Exchange:
         """A whole answer at once, in the words of the client's wire."""
         if self._translator is not None:
             content = self._translator.answer(content)
-        if self._keeper is not None and self._keeper.waits and not self.client_gone:
-            content += await self._keeper.rest()
+        if self._storing_translator is not None and self._storing_translator.waits and not self.client_gone:
+            content += await self._storing_translator.rest()
         await self._reply(status, content, content_type, headers)
 
     async def _reply(self, status: int, content: bytes, content_type: str, headers: Mapping[str, str]) -> None:
@@ -361,8 +363,8 @@ class Exchange:
     def close(self) -> None:
         """Stop listening, and let go of the body. Safe to call twice."""
         self.unwatch()
-        if self._keeper is not None:
-            self._keeper.let_go()
+        if self._storing_translator is not None:
+            self._storing_translator.let_go()
         self._bodies.held_bytes -= self._held_bytes
         self._held_bytes = 0
         if self._bound is not None:

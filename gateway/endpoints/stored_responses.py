@@ -15,17 +15,17 @@ from gateway.endpoints.replies import json_reply
 from gateway.endpoints.responses.listing import KNOWN, page_of
 from gateway.endpoints.responses.stored import MAX_ID_CHARACTERS, input_of, response_of
 from gateway.policy.file import PolicyHolder
-from gateway.response_store import Archive, Archives
+from gateway.response_store import ResponseStore, TenantResponses
 from gateway.storage.base import Document
 
 _STREAM = {"stream": "a kept response is not streamed again; leave it out"}
 
 
-class KeptResponses:
-    def __init__(self, authenticator: Authenticator, policies: PolicyHolder, archives: Archives) -> None:
+class StoredResponses:
+    def __init__(self, authenticator: Authenticator, policies: PolicyHolder, response_store: ResponseStore) -> None:
         self._authenticator = authenticator
         self._policies = policies
-        self._archives = archives
+        self._response_store = response_store
 
     def routes(self) -> list[Route]:
         return [
@@ -34,17 +34,17 @@ class KeptResponses:
             Route("/v1/responses/{id}/input_items", self._input_items, methods=["GET"]),
         ]
 
-    async def _archive(self, request: Request) -> Archive:
+    async def _tenant_responses(self, request: Request) -> TenantResponses:
         policy = self._policies.current
         principal = await self._authenticator.authenticate(dict(request.scope["headers"]), policy)
-        archive = self._archives.of(principal.tenant, policy)
-        if archive is None:
+        tenant_responses = self._response_store.of(principal.tenant, policy)
+        if tenant_responses is None:
             raise NotFound(f"there is no response {_name(request)!r}: none are kept here")
-        return archive
+        return tenant_responses
 
     async def _document(self, request: Request) -> Document:
-        archive, name = await self._archive(request), request.path_params["id"]
-        document = await archive.get(name) if len(name) <= MAX_ID_CHARACTERS else None
+        tenant_responses, name = await self._tenant_responses(request), request.path_params["id"]
+        document = await tenant_responses.get(name) if len(name) <= MAX_ID_CHARACTERS else None
         if document is None:
             raise _no(request)
         return document
@@ -55,8 +55,8 @@ class KeptResponses:
         return Response(response_of(document), media_type="application/json")
 
     async def _delete(self, request: Request) -> Response:
-        archive, name = await self._archive(request), request.path_params["id"]
-        if len(name) > MAX_ID_CHARACTERS or not await archive.delete(name):
+        tenant_responses, name = await self._tenant_responses(request), request.path_params["id"]
+        if len(name) > MAX_ID_CHARACTERS or not await tenant_responses.delete(name):
             raise _no(request)
         return json_reply(200, {"id": name, "object": "response", "deleted": True})
 

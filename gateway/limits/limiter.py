@@ -45,7 +45,7 @@ class Reservation:
     `stream_budget` is None where no budget may cut the answer.
     """
 
-    __slots__ = ("_charges", "_ended", "_holds_a_place", "_limiter", "_limits", "_name", "headers", "stream_budget")
+    __slots__ = ("_charges", "_ended", "_holds_slot", "_limiter", "_limits", "_name", "headers", "stream_budget")
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Reservation:
         headers: Mapping[str, str],
         *,
         charges: Sequence[Charge] = (),
-        holds_a_place: bool = False,
+        holds_slot: bool = False,
         stream_budget: StreamBudget | None = None,
     ) -> None:
         self.headers = headers  # for the reply
@@ -64,13 +64,13 @@ class Reservation:
         self._name = name
         self._limits = limits
         self._charges = charges
-        self._holds_a_place = holds_a_place
+        self._holds_slot = holds_slot
         self._ended = False
 
     async def leave(self) -> None:
         """The work is over: its place is free for the next call, although its bill is not settled yet."""
-        if self._holds_a_place and not self._ended and self._limiter is not None:
-            self._holds_a_place = False
+        if self._holds_slot and not self._ended and self._limiter is not None:
+            self._holds_slot = False
             await self._limiter.leave(self._name)
 
     async def settle(self, usage: Usage, cost_nanos: int) -> None:
@@ -101,7 +101,7 @@ class _Plan(msgspec.Struct, frozen=True):
     limits: tuple[Limit[Any], ...]
     rates: Rates
     shown: tuple[Shown, ...]
-    holds_a_place: bool
+    holds_slot: bool
     budgets: tuple[Budget, ...]
     cutting: tuple[Budget, ...]  # those that may cut a stream
 
@@ -167,7 +167,7 @@ class Limiter:
             limits,
             tightest_headers(plan.shown, charges, verdict.remaining),
             charges=charges,
-            holds_a_place=plan.holds_a_place,
+            holds_slot=plan.holds_slot,
             stream_budget=(
                 self._stream_budget(call, plan.cutting, name, estimate) if plan.cutting and call.stream else None
             ),

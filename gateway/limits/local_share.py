@@ -66,7 +66,7 @@ class _Untold(msgspec.Struct):
     whole: bool = False  # the storage may hold all of it, unheard
 
 
-class StoreOrShare:
+class OutageFallback:
     """The storage's counters or, while it is away, a share of them: a `Counters` like any other.
 
     `make_local` makes an empty store in memory. Start and stop it with the application. The numbers are for telemetry.

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from gateway.policy.batches import Batches
+from gateway.policy.deployments import Deployment, Model
 from gateway.policy.fields import EnvSecret
 from gateway.policy.findings import Finding, Path, choices
 from gateway.policy.prices import Price
 from gateway.policy.responses import Responses
-from gateway.policy.servers import Deployment, Model
 from gateway.policy.tenants import Budget, Key, Limits, PartLimits, Rate, StorageOutage, Tenant, TenantLimits
 from gateway.policy.traffic import BUILT_IN_CLASSES, Floor, Hedge, LatencyClass, Match, Rule
 from gateway.policy.whole import Policy, PolicyNameError

@@ -10,11 +10,11 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from gateway.policy.batches import Batches
+from gateway.policy.deployments import Deployment, Model
 from gateway.policy.fields import Frozen, Name
 from gateway.policy.findings import Finding, Path, choices
 from gateway.policy.prices import Price, PriceList
 from gateway.policy.responses import Responses
-from gateway.policy.servers import Deployment, Model
 from gateway.policy.tenants import Key, Limits, StorageOutage, Tenant
 from gateway.policy.traffic import (
     BUILT_IN_CLASSES,

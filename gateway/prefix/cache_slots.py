@@ -15,7 +15,7 @@ from gateway.prefix.estimate import shared_blocks
 GOES_ON_SHARE = 7 / 8  # of what a slot holds: a prompt that keeps so much goes on with it, and at most the rest is lost
 
 
-class SlotCaches(CacheModel):
+class CacheSlots(CacheModel):
     """A `CacheModel` in which a chain is added to the slot that `choose` names, and replaces what that held. What
     replies say changes nothing: a slot that held something else holds their prompt since."""
 

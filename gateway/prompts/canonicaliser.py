@@ -20,9 +20,9 @@ from gateway.core.errors import Forbidden, ModelNotFound
 from gateway.core.ids import random_bytes
 from gateway.policy import Match, Model, Policy, Tenant
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN, Fingerprints, seed_of
-from gateway.prompts.reader import MAX_TOKENS, Asked, Fields, Reader, read_fields
+from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, ParsedBody, read_fields
 from gateway.prompts.transforms import VERSION, Canon, Form, NotInMemory, Plan, SharedMemory
-from gateway.response_store import Archives, Keeper
+from gateway.response_store import ResponseStore, StoringTranslator
 from gateway.storage.base import Blobs
 from gateway.types import Call, Operation, Principal, Trace
 
@@ -57,12 +57,12 @@ class _Known(msgspec.Struct, frozen=True):
 class Canonicaliser:
     """`secret` keys the tenants' salts, so that nobody can compute another tenant's."""
 
-    def __init__(self, secret: bytes, blobs: Blobs | None = None, archives: Archives | None = None) -> None:
-        """`blobs` is where replicas agree on forms; without it, this process decides alone. `archives` have what bodies
-        refer to; without them, nothing is kept.
+    def __init__(self, secret: bytes, blobs: Blobs | None = None, response_store: ResponseStore | None = None) -> None:
+        """`blobs` is where replicas agree on forms; without it, this process decides alone. `response_store` has the
+        stored responses that bodies refer to; without it, nothing is stored.
         """
         self._secret = secret
-        self._archives = archives
+        self._response_store = response_store
         self._salts: dict[tuple[str, str | None], str] = {}  # by tenant and group: bounded by the policies' tenants
         self._canon = Canon(SharedMemory(blobs))
         self._fingerprints = Fingerprints()
@@ -73,25 +73,29 @@ class Canonicaliser:
     async def close(self) -> None:
         await self._canon.memory.close()
 
-    async def canonicalised(self, door: Reader, body: bytes, headers: Headers, **context: Any) -> Call:
+    async def canonicalised(self, endpoint: BodyReader, body: bytes, headers: Headers, **context: Any) -> Call:
         """`canonicalise`, after asking the storage for what this process does not know: what the body goes on from, and
         once for each schema."""
-        if context["policy"].keeps_responses and self._archives is not None and isinstance(door, Keeper):
-            archive = self._archives.of(context["principal"].tenant, context["policy"])
-            if archive is not None:
-                await door.recall(body, archive)
+        if (
+            context["policy"].keeps_responses
+            and self._response_store is not None
+            and isinstance(endpoint, StoringTranslator)
+        ):
+            responses = self._response_store.of(context["principal"].tenant, context["policy"])
+            if responses is not None:
+                await endpoint.recall(body, responses)
         memory = self._canon.memory
         for _ in range(MAX_RECALLS):
             try:
-                return self.canonicalise(door, body, headers, **context)
+                return self.canonicalise(endpoint, body, headers, **context)
             except NotInMemory as unknown:
                 await memory.recall(unknown.keys)
         with memory.alone():  # so much is going on that what was fetched is crowded out again
-            return self.canonicalise(door, body, headers, **context)
+            return self.canonicalise(endpoint, body, headers, **context)
 
     def canonicalise(
         self,
-        door: Reader,
+        endpoint: BodyReader,
         body: bytes,
         headers: Headers,
         *,
@@ -104,7 +108,7 @@ class Canonicaliser:
         """Raises `BadRequest`, `ModelNotFound` or `Forbidden`, and `NotInMemory` where there is a storage to be asked.
         `now` is the event loop's time.
         """
-        asked = door.read(read_fields(body), body)
+        asked = endpoint.read(read_fields(body), body)
         common = asked.common
         known = self._known.get((principal.key_id, common.model))
         if known is None or policy is not self._policy or principal is not known.principal:
@@ -119,11 +123,11 @@ class Canonicaliser:
             if form is not None:
                 asked, steps = in_form(asked, form), form.steps
         tokens = _prompt_tokens(asked)
-        rule, class_name = choose_class(policy, principal, door.operation, asked, tokens, headers)
+        rule, class_name = choose_class(policy, principal, endpoint.operation, asked, tokens, headers)
         if principal.classes is not None and class_name not in principal.classes:
             raise Forbidden(f"the key {principal.key_id!r} may not use the class {class_name!r}")
         latency_class = policy.classes[class_name]
-        stream = bool(common.stream) and door.operation is not Operation.EMBEDDING
+        stream = bool(common.stream) and endpoint.operation is not Operation.EMBEDDING
         patience = whole = math.inf
         session = None
         if common.prompt_cache_key or not _ASKED_BY_HEADERS.isdisjoint(headers):
@@ -136,7 +140,7 @@ class Canonicaliser:
             total = patience
         return Call(
             id=call_id,
-            operation=door.operation,
+            operation=endpoint.operation,
             principal=principal,
             policy=policy,
             asked_model=common.model,
@@ -150,7 +154,7 @@ class Canonicaliser:
             deterministic=asked.deterministic,
             fields=asked.fields,
             fingerprint=()
-            if door.operation is Operation.EMBEDDING
+            if endpoint.operation is Operation.EMBEDDING
             else self._fingerprints.of(asked.pieces, known.seed),
             prompt_tokens_estimate=tokens,
             cache_salt=salt,
@@ -194,7 +198,7 @@ class Canonicaliser:
         return self._salts[owner]
 
 
-def in_form(asked: Asked, form: Form) -> Asked:
+def in_form(asked: ParsedBody, form: Form) -> ParsedBody:
     """What a body says in its canonical form, of which only what is now otherwise has to be read."""
     if form.reworded is None:
         assert asked.reread is not None  # there are messages
@@ -214,7 +218,7 @@ def join(fields: Fields) -> bytes:
 
 
 def choose_class(
-    policy: Policy, principal: Principal, operation: Operation, asked: Asked, prompt_tokens: int, headers: Headers
+    policy: Policy, principal: Principal, operation: Operation, asked: ParsedBody, prompt_tokens: int, headers: Headers
 ) -> tuple[int | None, str]:
     """The first rule that matches and the class that it gives; (None, the default class) where none does."""
     for index, rule in enumerate(policy.rules):
@@ -224,7 +228,7 @@ def choose_class(
 
 
 def matches(
-    match: Match, principal: Principal, operation: Operation, asked: Asked, prompt_tokens: int, headers: Headers
+    match: Match, principal: Principal, operation: Operation, asked: ParsedBody, prompt_tokens: int, headers: Headers
 ) -> bool:
     """Whether all conditions of a rule hold."""
     common = asked.common
@@ -272,13 +276,13 @@ def _session(prompt_cache_key: str | None, headers: Headers, salt: str) -> str |
     return None
 
 
-def _output_bound(asked: Asked) -> int | None:
+def _output_bound(asked: ParsedBody) -> int | None:
     if asked.max_output_tokens is None:
         return None
     return min(asked.max_output_tokens * asked.choices, MAX_TOKENS)
 
 
-def _prompt_tokens(asked: Asked) -> int:
+def _prompt_tokens(asked: ParsedBody) -> int:
     """How many tokens the prompt has, about: known for token ids, else a quarter of its bytes."""
     if asked.prompt_tokens is not None:
         return asked.prompt_tokens

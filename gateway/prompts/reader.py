@@ -12,7 +12,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from gateway.core.errors import BadRequest
-from gateway.types import Operation, Said
+from gateway.types import Operation, PromptMessage
 
 NAME_CHARS_MAX = 512  # of what a client names and the ledger keeps: one row of megabytes would be everybody's trouble
 MAX_TOKENS = 2**31 - 1  # of an answer: far above any model, and small enough to be counted in any store
@@ -32,7 +32,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Common(msgspec.Struct):
+class CommonFields(msgspec.Struct):
     """What every door's body has and the phases act on."""
 
     model: str
@@ -47,31 +47,33 @@ class Common(msgspec.Struct):
     stream_options: StreamOptions | None = None
 
 
-class Asked(msgspec.Struct, frozen=True):
+class ParsedBody(msgspec.Struct, frozen=True):
     """A body, read. `pieces` is the prompt's text in the order in which the server will lay it out."""
 
-    common: Common
+    common: CommonFields
     fields: Fields
     pieces: tuple[bytes, ...]
     max_output_tokens: int | None
     choices: int = 1
     deterministic: bool = False
     prompt_tokens: int | None = None  # known only where the prompt came as token ids
-    messages: Sequence[Said] = ()  # of a chat
+    messages: Sequence[PromptMessage] = ()  # of a chat
     piece_of: Callable[[bytes], bytes] = bytes  # a message's JSON as its piece
-    reread: Callable[[Fields, bytes], Asked] | None = None  # of messages: for fields in another form than these
+    reread: Callable[[Fields, bytes], ParsedBody] | None = None  # of messages: for fields in another form than these
     hints: frozenset[str] = frozenset()  # fields of which a server that can not heed them is to hear nothing
-    with_breakpoints: Callable[[], Asked] | None = None  # where the client has set some, for servers that heed them
+    with_breakpoints: Callable[[], ParsedBody] | None = (
+        None  # where the client has set some, for servers that heed them
+    )
     plain: bool = True  # every message is text, so that none of its pieces is JSON as the client wrote it
     tools: int = 0  # so many of the pieces, the first ones, are tools; then there is one for each message
 
 
-class Reader(Protocol):
+class BodyReader(Protocol):
     @property
     def operation(self) -> Operation:
         """What servers are asked for."""
 
-    def read(self, fields: Fields, body: bytes) -> Asked:
+    def read(self, fields: Fields, body: bytes) -> ParsedBody:
         """Check and read a body whose top-level `fields` are given. Raises `BadRequest`.
 
         What it gives is in the words of `operation`, whatever the wire is. It may be called again for the same body.

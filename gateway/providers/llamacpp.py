@@ -23,6 +23,6 @@ class LlamaCpp(OpenAI):
         fields.pop("id_slot", None)
         if call.operation is not Operation.EMBEDDING:
             fields["cache_prompt"] = _TRUE
-            if call.slot is not None:
-                fields["id_slot"] = msgspec.Raw(b"%d" % call.slot)
+            if call.cache_slot is not None:
+                fields["id_slot"] = msgspec.Raw(b"%d" % call.cache_slot)
         return fields

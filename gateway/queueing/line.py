@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from gateway.core.errors import GatewayError
-from gateway.deployments.fleet import Place
+from gateway.deployments.fleet import SlotPermit
 from gateway.policy import LatencyClass, Model
 from gateway.prefix.working_set import Prompt
 from gateway.queueing.ordered import Ordered
@@ -57,7 +57,7 @@ class Waiter(Protocol):
     def due(self) -> float: ...  # when it stops waiting
     @property
     def gone(self) -> bool: ...
-    def grant(self, place: Place) -> None: ...
+    def grant(self, permit: SlotPermit) -> None: ...
     def refuse(self, error: GatewayError) -> None: ...
 
 

@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Generic
 
 from gateway.core.errors import RETRY_AFTER_MAX_SECONDS, Overloaded
-from gateway.deployments.fleet import Fleet, Place
+from gateway.deployments.fleet import Fleet, SlotPermit
 from gateway.policy import Model
 from gateway.queueing.line import Line, Queued, W
 
@@ -61,40 +61,40 @@ class Lines(Generic[W]):
         """How many calls of a class wait now."""
         return sum(len(line) for (_, name, _), line in self._lines.items() if name == class_name)
 
-    def at_once(self, call: Queued, now: float) -> Place | None:
+    def at_once(self, call: Queued, now: float) -> SlotPermit | None:
         """A place, if there is one and nobody waits whose turn comes before this call's. Of its own line, a call that
         may be held passes the others if its conversation is under way: who waits there is not."""
         if not self._lines:
-            return self._place(call, now)
+            return self._take_slot(call, now)
         priority, model = call.latency_class.priority, call.model.name
         before = [waits for waits, _, name in self._lines if waits <= priority and name == model]
         if before and not (call.may_be_held and min(before) == priority):
             return None
-        place = self._place(call, now, goes_on=bool(before))
-        if place is not None:
+        permit = self._take_slot(call, now, goes_on=bool(before))
+        if permit is not None:
             self._charge(call, now)
-        return place
+        return permit
 
-    def _place(self, call: Queued, now: float, *, goes_on: bool = False) -> Place | None:
+    def _take_slot(self, call: Queued, now: float, *, goes_on: bool = False) -> SlotPermit | None:
         """`goes_on`: only for a conversation that has its room already."""
-        servers, background = self._fleet.servers_of(call.model), call.may_be_held
+        deployments, background = self._fleet.deployments_of(call.model), call.may_be_held
         if background:
             owed = self._owed.get(_key(call))
             if owed is not None and owed.tokens > 0:
-                servers = [server for server in servers if server.has_place]
+                deployments = [deployment for deployment in deployments if deployment.has_slot]
             else:
-                servers = [server for server in servers if server.has_room_for_background(now)]
-            homes = [server.estimate for server in servers]
+                deployments = [deployment for deployment in deployments if deployment.has_room_for_background(now)]
+            homes = [deployment.estimate for deployment in deployments]
             if not homes or not self._fleet.working_set.admit(call, homes, now, goes_on=goes_on):
                 return None
-        return self._fleet.take(servers, now, background=background)
+        return self._fleet.take(deployments, now, background=background)
 
     def join(self, waiter: W, now: float) -> None:
         """Stand in line. Somebody may be refused for it, maybe `waiter` itself; `serve` may grant a place at once."""
         call, key = waiter.call, _key(waiter.call)
         limits, known = call.latency_class, None
         if call.may_be_held:
-            homes = [server.estimate for server in self._fleet.servers_of(call.model)]
+            homes = [deployment.estimate for deployment in self._fleet.deployments_of(call.model)]
             known = self._fleet.working_set.of(call, homes)
         line = self._lines.get(key)
         if line is None:
@@ -179,19 +179,19 @@ class Lines(Generic[W]):
         for waiter in line.heads():
             if waiter in held:
                 continue
-            servers = self._fleet.servers_of(waiter.call.model)
-            if not servers:
+            deployments = self._fleet.deployments_of(waiter.call.model)
+            if not deployments:
                 waiter.refuse(nowhere_to_go(waiter.call.model))
             elif not waiter.gone:
-                place = self._place(waiter.call, now)
-                if place is None:
-                    if not (waiter.call.may_be_held and any(server.has_place for server in servers)):
+                permit = self._take_slot(waiter.call, now)
+                if permit is None:
+                    if not (waiter.call.may_be_held and any(deployment.has_slot for deployment in deployments)):
                         return False
                     self.someone_is_held = True
                     held.add(waiter)
                     continue
                 self._charge(waiter.call, now)
-                waiter.grant(place)
+                waiter.grant(permit)
             self.leave(waiter)
             return True
         return False

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 
 from gateway.core.errors import GatewayError, Overloaded, shutting_down
-from gateway.deployments.fleet import Fleet, Place
+from gateway.deployments.fleet import Fleet, SlotPermit
 from gateway.queueing.lines import Lines, nowhere_to_go
 from gateway.types import Call
 
@@ -31,14 +31,14 @@ class _Waiting:
     def __init__(self, call: Call, now: float, max_wait: float) -> None:
         self.call = call
         self.due = min(now + min(max_wait, call.patience_seconds), call.deadline)
-        self.granted: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        self.granted: asyncio.Future[SlotPermit] = asyncio.get_running_loop().create_future()
 
     @property
     def gone(self) -> bool:
         return self.granted.done()
 
-    def grant(self, place: Place) -> None:
-        self.granted.set_result(place)
+    def grant(self, permit: SlotPermit) -> None:
+        self.granted.set_result(permit)
 
     def refuse(self, error: GatewayError) -> None:
         if not self.granted.done():
@@ -68,15 +68,15 @@ class Queue:
         """How many calls of a class were refused because more had come than may wait."""
         return self._lines.gave_way[class_name]
 
-    async def turn(self, call: Call) -> Place:
+    async def turn(self, call: Call) -> SlotPermit:
         """A place at one of the model's servers, waited for if need be; `with` gives it back. Raises `Overloaded`."""
         if self._closed:
             raise shutting_down()
         now = asyncio.get_running_loop().time()
         return self._lines.at_once(call, now) or await self._wait(call, now)
 
-    async def _wait(self, call: Call, now: float) -> Place:
-        if not self._fleet.servers_of(call.model):
+    async def _wait(self, call: Call, now: float) -> SlotPermit:
+        if not self._fleet.deployments_of(call.model):
             raise nowhere_to_go(call.model)
         max_wait = call.latency_class.max_wait
         if self._lines.in_vain(call) and not call.may_be_held:

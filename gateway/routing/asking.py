@@ -12,13 +12,13 @@ import msgspec
 
 from gateway.core.errors import UpstreamRefused
 from gateway.core.timers import WaitBound
-from gateway.deployments.fleet import SentCall, Server
-from gateway.deployments.quarantine import Suspects
+from gateway.deployments.fleet import DeploymentState, SentCall
+from gateway.deployments.quarantine import Quarantine
 from gateway.policy import Floor
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.providers.sse import count_events, ends_stream, has_output
 from gateway.routing import poison
-from gateway.routing.attempts import GIVEN_UP, OUT_OF_TIME, TOO_SLOW, Attempts
+from gateway.routing.attempts import GIVEN_UP, OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.base import Candidate
 from gateway.routing.following import follow
 from gateway.routing.hedging import Hedging
@@ -34,11 +34,11 @@ _NOT_ITS_FAULT = frozenset({Fault.REFUSED.value, OUT_OF_TIME})
 FAIR_SHARE = 0.9  # of the class's time: who had less, because the client hurries or others used it, is not at fault
 
 
-class Asker:
+class AttemptRunner:
     """Asks servers, and tells breakers, suspects and hedging what came of it."""
 
-    def __init__(self, suspects: Suspects, hedging: Hedging) -> None:
-        self._suspects = suspects
+    def __init__(self, quarantine: Quarantine, hedging: Hedging) -> None:
+        self._quarantine = quarantine
         self._hedging = hedging
 
     async def ask(
@@ -46,7 +46,7 @@ class Asker:
         call: Call,
         candidate: Candidate,
         deadline: float,
-        attempts: Attempts,
+        attempts: AttemptLog,
         floor: Floor | None,
         *,
         racing: bool = False,
@@ -56,23 +56,23 @@ class Asker:
         `deadline`: of the first chunk, in event-loop seconds. `racing`: in a task of its own, which whoever started it
         may cancel.
         """
-        server, loop = candidate.server, asyncio.get_running_loop()
-        await follow(call, server, deadline)
+        deployment, loop = candidate.deployment, asyncio.get_running_loop()
+        await follow(call, deployment, deadline)
         started = loop.time()
-        if not server.breaker.would_allow(started):
+        if not deployment.breaker.would_allow(started):
             return None  # meanwhile it has failed others, or one of them has become its probe
-        attempts.ask(server)
+        attempts.ask(deployment)
         span_id, started_ns = attempts.new_span_id(), attempts.now_ns()
         reply: Reply | None = None
-        server.breaker.allows(started)
-        server.asked_at = started
-        sent = server.send(call, started, streams=call.stream, believed=candidate.believed)
+        deployment.breaker.allows(started)
+        deployment.asked_at = started
+        sent = deployment.send(call, started, streams=call.stream, believed=candidate.believed)
         wait = WaitBound(deadline - started, task=None if racing else attempts.task)
         wait.begin()
         outcome, status, why = GIVEN_UP, None, ""
         try:
-            asked = call if sent.slot is None else msgspec.structs.replace(call, slot=sent.slot)
-            reply = await server.provider.open(asked, headers=attempts.headers(span_id))
+            asked = call if sent.cache_slot is None else msgspec.structs.replace(call, cache_slot=sent.cache_slot)
+            reply = await deployment.provider.open(asked, headers=attempts.headers(span_id))
             first = await anext(reply)
             if call.stream and (floor is not None or not has_output(first)):
                 first = await _whole_opening(first, reply, floor)
@@ -90,38 +90,38 @@ class Asker:
             outcome, why = CUT, "the answer ended before it had begun"
         except ProviderFailure as failure:
             outcome, status, why = _outcome(failure), failure.status, failure.for_log
-            attempts.last_words = f"{server.name} says: {failure.says}" if failure.says else ""
+            attempts.last_words = f"{deployment.name} says: {failure.says}" if failure.says else ""
             if failure.fault is not Fault.CUT:
                 attempts.asked = None
             if failure.fault is Fault.REFUSED:
                 raise UpstreamRefused(failure.status or 400, failure.body, failure.content_type) from None
-            _rest(server, failure, loop.time())
+            _rest(deployment, failure, loop.time())
         finally:
             wait.close()
             ended = loop.time()
             if outcome == CUT:
-                server.note_cut(ended)
+                deployment.note_cut(ended)
             if why and outcome not in _NOT_ITS_FAULT:
-                server.troubles.failed(outcome, why, call.id, ended)
-            _judge(server, outcome, status, ended)
+                deployment.failures.failed(outcome, why, call.id, ended)
+            _judge(deployment, outcome, status, ended)
             if outcome != "ok":
                 sent.end(ended, answered=False)
                 attempts.add(sent, outcome, started_ns, span_id, status)
                 if reply is not None:
                     await reply.aclose()
         if outcome == CUT:
-            await poison.after_cut(self._suspects, server, call)
+            await poison.after_cut(self._quarantine, deployment, call)
         if outcome != "ok":
             return None
         assert reply is not None
         self._learn(call, sent, started, ended)
         attempts.add(sent, outcome, started_ns, span_id, status)
-        return Upstream(call, candidate, sent, reply, first, attempts.task, self._suspects)
+        return Upstream(call, candidate, sent, reply, first, attempts.task, self._quarantine)
 
     def _learn(self, call: Call, sent: SentCall, started: float, now: float) -> None:
         """From how long a first chunk took."""
         if call.stream:
-            sent.server.first_chunks.append((now, now - started))
+            sent.deployment.first_chunks.append((now, now - started))
         sent.first_chunk(now)
         if call.latency_class.hedge is not None:
             self._hedging.note(call.model.name, call.stream, now - started)
@@ -151,19 +151,19 @@ def _outcome(failure: ProviderFailure) -> str:
     return f"status_{failure.status}" if failure.fault is Fault.STATUS else failure.fault.value
 
 
-def _judge(server: Server, outcome: str, status: int | None, now: float) -> None:
+def _judge(deployment: DeploymentState, outcome: str, status: int | None, now: float) -> None:
     """Only what is the server's fault counts against it: not a refused request, our own bounds, or a client's."""
     if outcome == "ok":
-        server.breaker.succeeded(now)
+        deployment.breaker.succeeded(now)
     elif outcome in SERVER_FAULTS or (status is not None and status >= 500):
-        server.breaker.failed(now)
+        deployment.breaker.failed(now)
     else:
-        server.breaker.abandoned()
-    server.troubles.left_out(server.breaker.open, now)
+        deployment.breaker.abandoned()
+    deployment.failures.left_out(deployment.breaker.open, now)
 
 
-def _rest(server: Server, failure: ProviderFailure, now: float) -> None:
+def _rest(deployment: DeploymentState, failure: ProviderFailure, now: float) -> None:
     """A server that has too much to do says for how long it wants to be left alone, or at least that it does."""
     if failure.status in RESTING_STATUSES and (failure.status == 429 or failure.retry_after_seconds is not None):
         seconds = UNNAMED_REST_SECONDS if failure.retry_after_seconds is None else failure.retry_after_seconds
-        server.breaker.rest(now, seconds)
+        deployment.breaker.rest(now, seconds)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.deployments.fleet import SentCall, Server
+from gateway.deployments.fleet import DeploymentState, SentCall
 from gateway.types import Attempt
 
 # Outcomes that no fault stands for.
@@ -20,7 +20,7 @@ TOO_SLOW = "too_slow"
 OUT_OF_TIME = "out_of_time"
 
 
-class Attempts:
+class AttemptLog:
     """One call's."""
 
     def __init__(
@@ -28,32 +28,32 @@ class Attempts:
         new_span_id: Callable[[], int],
         headers: Callable[[int], Mapping[str, str]],
         task: asyncio.Task[Any] | None = None,
-        opening: Callable[[Server], None] = lambda server: None,
+        opener: Callable[[DeploymentState], None] = lambda deployment: None,
         *,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.task = task  # whose call it is, for who has it at hand
         self.done: list[Attempt] = []
-        self.asked: Server | None = None  # the last one that took the call and may have worked on it
+        self.asked: DeploymentState | None = None  # the last one that took the call and may have worked on it
         self.cancelled_as = CLIENT_GONE  # the outcome of an attempt that is cancelled now
-        self.losers: list[Server] = []  # of races: they may have worked on it, too
+        self.lost_hedges: list[DeploymentState] = []  # of races: they may have worked on it, too
         self.last_words = ""  # of the last server that failed, where it has said something
         self.new_span_id = new_span_id
         self.now_ns = now_ns  # the clock of the call's marks
         self.headers = headers  # of an attempt, by its span id
-        self._opening = opening  # notes it in the books
+        self._opener = opener  # notes it in the books
 
-    def ask(self, server: Server) -> None:
+    def ask(self, deployment: DeploymentState) -> None:
         """Before anything is sent to it. Raises `LedgerUnavailable` where it must not be asked."""
-        self._opening(server)
-        self.asked = server
+        self._opener(deployment)
+        self.asked = deployment
 
     def add(self, sent: SentCall, outcome: str, started_ns: int, span_id: int, status: int | None) -> None:
         if outcome == HEDGE_LOST:
-            self.losers.append(sent.server)
+            self.lost_hedges.append(sent.deployment)
         self.done.append(
             Attempt(
-                deployment=sent.server.name,
+                deployment=sent.deployment.name,
                 outcome=outcome,
                 started_ns=started_ns,
                 ended_ns=self.now_ns(),
@@ -80,11 +80,11 @@ class Attempts:
         """The last one goes on with the answer of one before."""
         self.done[-1] = msgspec.structs.replace(self.done[-1], continues=True)
 
-    def lose(self, server: Server) -> None:
+    def lose(self, deployment: DeploymentState) -> None:
         """It answered in the same moment as another one."""
-        self.losers.append(server)
+        self.lost_hedges.append(deployment)
         self.done = [
-            msgspec.structs.replace(attempt, outcome=HEDGE_LOST) if attempt.deployment == server.name else attempt
+            msgspec.structs.replace(attempt, outcome=HEDGE_LOST) if attempt.deployment == deployment.name else attempt
             for attempt in self.done
         ]
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.deployments.fleet import Server
+from gateway.deployments.fleet import DeploymentState
 from gateway.prefix.cache_model import Recall
 from gateway.prefix.working_set import Prompt
 
@@ -15,7 +15,7 @@ from gateway.prefix.working_set import Prompt
 class Candidate(msgspec.Struct, frozen=True):
     """A server as a strategy sees it for one call, at that moment. `cost_seconds` orders; the rest explains."""
 
-    server: Server
+    deployment: DeploymentState
     cost_seconds: float
     prompt_tokens: int
     matched_tokens: int
@@ -28,11 +28,11 @@ class Candidate(msgspec.Struct, frozen=True):
         return (
             f"{self.matched_tokens} of {self.prompt_tokens} prompt tokens warm, "
             f"{self.queued_tokens:.0f} queued before it, "
-            f"{self.in_flight} of {self.server.places} calls under way"
+            f"{self.in_flight} of {self.deployment.slots} calls under way"
         )
 
 
 class Strategy(Protocol):
-    def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
+    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         """All servers, the best first. Changes nothing, so that it can be asked without a call being sent. `now` is
         in the seconds in which the servers were told of theirs: an event loop's, or a simulator's."""

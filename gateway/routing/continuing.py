@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 
 from gateway.core.errors import GatewayError, UpstreamCut
-from gateway.deployments.fleet import Server
+from gateway.deployments.fleet import DeploymentState
 from gateway.providers.base import Sink
-from gateway.routing.attempts import Attempts
-from gateway.routing.so_far import Rest, SoFar
+from gateway.routing.attempts import AttemptLog
+from gateway.routing.so_far import PartialAnswer, ResumedAnswer
 from gateway.routing.upstream import Upstream
 from gateway.types import Call, Operation
 
@@ -66,25 +66,27 @@ def _asks_for_text_alone(call: Call) -> bool:
     return call.operation is Operation.CHAT or bytes(call.fields.get("prompt", b"")).startswith(b'"')
 
 
-class Unbroken(Upstream):
+class ResumedStream(Upstream):
     """An upstream that becomes another one when its stream is cut; to whoever reads it, one stream."""
 
     def __init__(
         self,
         begun: Upstream,
         call: Call,
-        attempts: Attempts,
-        servers: Callable[[], Sequence[Server]],
+        attempts: AttemptLog,
+        deployments: Callable[[], Sequence[DeploymentState]],
         open_next: OpenNext,
     ) -> None:
-        """`servers` may go on with it."""
-        super().__init__(call, begun.chosen, begun.sent, begun.reply, begun.begins_with, attempts.task, begun._suspects)
+        """`deployments` may go on with it."""
+        super().__init__(
+            call, begun.chosen, begun.sent, begun.reply, begun.begins_with, attempts.task, begun._quarantine
+        )
         self._attempts = attempts
-        self._servers = servers
+        self._deployments = deployments
         self._open_next = open_next
-        self._so_far = SoFar()
+        self._so_far = PartialAnswer()
         self._so_far.add(begun.begins_with)
-        self._rest: Rest | None = None
+        self._rest: ResumedAnswer | None = None
         self._left = False
 
     @property
@@ -104,7 +106,7 @@ class Unbroken(Upstream):
         if self._rest is None:
             super().completed()
         else:
-            self.server.breaker.completed()
+            self.deployment.breaker.completed()
 
     async def pour(self, sink: Sink) -> bool:
         try:
@@ -130,11 +132,13 @@ class Unbroken(Upstream):
 
         return note if rest is None else rewrite
 
-    async def _go_on(self, cut: UpstreamCut) -> Rest:
+    async def _go_on(self, cut: UpstreamCut) -> ResumedAnswer:
         """Become the server at which the answer goes on. Raises `cut` where there is none."""
         loop, so_far, attempts = asyncio.get_running_loop(), self._so_far, self._attempts
-        servers = self._servers()
-        others = [server for server in servers if server is not self.server] or ([] if self.died_of_it else servers)
+        deployments = self._deployments()
+        others = [deployment for deployment in deployments if deployment is not self.deployment] or (
+            [] if self.died_of_it else deployments
+        )
         text = so_far.text
         if not text or not so_far.plain or not others or loop.time() >= self._call.deadline:
             raise cut
@@ -147,20 +151,20 @@ class Unbroken(Upstream):
         attempts.conclude(self.fault.value)
         await self._leave()
         asked = attempts.asked
-        with_counts = self.server.deployment.continuous_usage or call.continuous_usage
-        rest = self._rest = Rest(so_far, overlap=text[len(goes_on_from) :], with_counts=with_counts)
+        with_counts = self.deployment.config.continuous_usage or call.continuous_usage
+        rest = self._rest = ResumedAnswer(so_far, overlap=text[len(goes_on_from) :], with_counts=with_counts)
         try:
             upstream = await self._open_next(call)
         except GatewayError:
             self._rest, attempts.asked = None, asked  # who has worked on what there is
             raise cut from None
         self._become(upstream)
-        rest.deployment = self.server.name
+        rest.deployment = self.deployment.name
         attempts.note_continuing()
         return rest
 
     def _become(self, other: Upstream) -> None:
-        self.reply, self.sent, self.chosen, self.server = other.reply, other.sent, other.chosen, other.server
+        self.reply, self.sent, self.chosen, self.deployment = other.reply, other.sent, other.chosen, other.deployment
         self.matched_tokens, self.begins_with = other.matched_tokens, other.begins_with
         self.fault, self._left = None, False
 
@@ -170,9 +174,9 @@ class Unbroken(Upstream):
             await super()._leave()
 
 
-def call_for_the_rest(call: Call, text: str, output_tokens: int, servers: Sequence[Server]) -> Call | None:
-    """What is asked of one of `servers`; None where nothing more may be said. A pause in the middle of an answer may
-    be as long as the class lets it."""
+def call_for_the_rest(call: Call, text: str, output_tokens: int, deployments: Sequence[DeploymentState]) -> Call | None:
+    """The request that continues the answer at one of `deployments`; None if no output is left. A pause in the middle of
+    an answer may be as long as the class allows."""
     fields, limits = dict(call.fields), call.latency_class
     for name in _LIMITS:
         limit = msgspec.json.decode(fields[name]) if name in fields else None
@@ -188,7 +192,7 @@ def call_for_the_rest(call: Call, text: str, output_tokens: int, servers: Sequen
         fields |= {"add_generation_prompt": _raw(False), "continue_final_message": _raw(True)}
     else:
         fields["prompt"] = _raw(msgspec.json.decode(fields["prompt"]) + text)
-    names = tuple(server.name for server in servers)
+    names = tuple(deployment.name for deployment in deployments)
     return msgspec.structs.replace(
         call,
         fields=fields,

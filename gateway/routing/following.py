@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.deployments.fleet import Server
+from gateway.deployments.fleet import DeploymentState
 from gateway.prefix.estimate import shared_blocks
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.types import Call
@@ -17,9 +17,9 @@ FOLLOW_MIN_SECONDS = 0.1  # of computing that is spared: for less, nobody waits
 FOLLOW_AT_MOST = 2.0  # times what is predicted
 
 
-async def follow(call: Call, server: Server, deadline: float) -> None:
+async def follow(call: Call, deployment: DeploymentState, deadline: float) -> None:
     """Wait while the server computes what this call would otherwise compute, too. `deadline`: event-loop seconds."""
-    estimate = server.estimate
+    estimate = deployment.estimate
     rate = estimate.prefill_tokens_per_second
     at_least_tokens = FOLLOW_MIN_SECONDS * rate
     if estimate.prefill_tokens_queued < at_least_tokens or call.prompt_tokens_estimate < at_least_tokens:

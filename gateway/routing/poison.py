@@ -14,30 +14,30 @@ import asyncio
 import xxhash
 
 from gateway.core.errors import PoisonousRequest
-from gateway.deployments.fleet import Server
-from gateway.deployments.quarantine import CONVICTED, Suspects
+from gateway.deployments.fleet import DeploymentState
+from gateway.deployments.quarantine import CONVICTED, Quarantine
 from gateway.types import Call
 
 
-async def after_cut(suspects: Suspects, server: Server, call: Call) -> bool:
-    """The call's answer has broken off (`Server.note_cut`). True where the server has died, and of this call."""
-    _, under_way = server.last_cut
-    if await server.provider.healthy():
+async def after_cut(quarantine: Quarantine, deployment: DeploymentState, call: Call) -> bool:
+    """The call's answer was cut (`DeploymentState.note_cut`). True if the deployment died because of this call."""
+    _, under_way = deployment.last_cut
+    if await deployment.provider.healthy():
         return False
     now, digest = asyncio.get_running_loop().time(), _digest(call)
-    suspects.accuse(digest, CONVICTED if under_way == 1 else 1, now)
-    return suspects.convicted(digest, now)
+    quarantine.accuse(digest, CONVICTED if under_way == 1 else 1, now)
+    return quarantine.convicted(digest, now)
 
 
-def after_whole(suspects: Suspects, call: Call) -> None:
+def after_whole(quarantine: Quarantine, call: Call) -> None:
     """Its answer has come to its own end. While no server has died, nothing happens here either."""
-    if suspects:
-        suspects.acquit(_digest(call))
+    if quarantine:
+        quarantine.acquit(_digest(call))
 
 
-def check(suspects: Suspects, call: Call, now: float) -> None:
+def check(quarantine: Quarantine, call: Call, now: float) -> None:
     """Raises `PoisonousRequest`. On the way of a call while no server has died, nothing happens here."""
-    if suspects and suspects.convicted(_digest(call), now):
+    if quarantine and quarantine.convicted(_digest(call), now):
         raise PoisonousRequest("a server has died of this very request; it is not sent to another one")
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import xxhash
 
-from gateway.deployments.fleet import Server
+from gateway.deployments.fleet import DeploymentState
 from gateway.prefix.cache_model import Recall
 from gateway.prefix.estimate import Estimate
 from gateway.prefix.working_set import Prompt
@@ -33,64 +33,68 @@ PIN_SECONDS = 0.25  # the most that a client's word may cost: a hint, and never 
 
 
 class PrefixAffinity:
-    def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
-        if len(servers) == 1:  # nothing to compare: what it would be compared by is only told
-            return [_alone(call, servers, now)]
+    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+        if len(deployments) == 1:  # nothing to compare: what it would be compared by is only told
+            return [_alone(call, deployments, now)]
         chain, prompt = call.fingerprint, call.prompt_tokens_estimate
         beliefs: list[Recall] = []
         warm: list[float] = []
-        for server in servers:
-            estimate = server.estimate
-            beliefs.append(believed := server.foresee(chain, now))
+        for deployment in deployments:
+            estimate = deployment.estimate
+            beliefs.append(believed := deployment.foresee(chain, now))
             warm.append(estimate.warm_tokens(believed))
         common = sorted(warm)[(len(warm) - 1) // 2] if warm else 0.0
-        home = _home(call.session, servers) if call.session is not None and servers else None
+        home = _home(call.session, deployments) if call.session is not None and deployments else None
         candidates: list[Candidate] = []
-        for server, believed, warm_tokens in zip(servers, beliefs, warm, strict=True):
-            estimate = server.estimate
-            rate = estimate.prefill_tokens_per_second if estimate.speed_is_learnt else _first_guess(estimate, servers)
+        for deployment, believed, warm_tokens in zip(deployments, beliefs, warm, strict=True):
+            estimate = deployment.estimate
+            rate = (
+                estimate.prefill_tokens_per_second if estimate.speed_is_learnt else _first_guess(estimate, deployments)
+            )
             own = prompt - max(warm_tokens, common)
             candidates.append(
-                _candidate(server, believed, prompt, warm_tokens, own, rate, now, pinned=estimate is home)
+                _candidate(deployment, believed, prompt, warm_tokens, own, rate, now, pinned=estimate is home)
             )
-        candidates.sort(key=lambda c: (c.server.cooling(now), c.cost_seconds, c.in_flight))
+        candidates.sort(key=lambda c: (c.deployment.cooling(now), c.cost_seconds, c.in_flight))
         return candidates
 
 
-def _alone(call: Prompt, servers: Sequence[Server], now: float) -> Candidate:
-    (server,) = servers
-    believed = server.foresee(call.fingerprint, now)
-    prompt, warm_tokens = call.prompt_tokens_estimate, server.estimate.warm_tokens(believed)
-    rate = server.estimate.prefill_tokens_per_second
-    pinned = call.session is not None and _home(call.session, servers) is server.estimate
-    return _candidate(server, believed, prompt, warm_tokens, prompt - warm_tokens, rate, now, pinned=pinned)
+def _alone(call: Prompt, deployments: Sequence[DeploymentState], now: float) -> Candidate:
+    (deployment,) = deployments
+    believed = deployment.foresee(call.fingerprint, now)
+    prompt, warm_tokens = call.prompt_tokens_estimate, deployment.estimate.warm_tokens(believed)
+    rate = deployment.estimate.prefill_tokens_per_second
+    pinned = call.session is not None and _home(call.session, deployments) is deployment.estimate
+    return _candidate(deployment, believed, prompt, warm_tokens, prompt - warm_tokens, rate, now, pinned=pinned)
 
 
 def _candidate(
-    server: Server, believed: Recall, prompt: int, warm_tokens: float, own: float, rate: float, now: float, *,
-    pinned: bool,
+    deployment: DeploymentState, believed: Recall, prompt: int, warm_tokens: float, own: float, rate: float,
+    now: float, *, pinned: bool,
 ) -> Candidate:  # fmt: skip
     """`own`: tokens that are computed there, and that too few others hold."""
-    estimate = server.estimate
+    estimate = deployment.estimate
     queued = estimate.queued_tokens(now)
-    load = LOAD_SECONDS * estimate.under_way(now) / server.places
-    lost = EVICTION_WEIGHT * server.loss_tokens(own, now)
+    load = LOAD_SECONDS * estimate.under_way(now) / deployment.slots
+    lost = EVICTION_WEIGHT * deployment.loss_tokens(own, now)
     cost_seconds = (prompt - warm_tokens + lost + queued) / rate + load
     if pinned:
         cost_seconds -= PIN_SECONDS
-    return Candidate(server, cost_seconds, prompt, int(warm_tokens), queued, estimate.in_flight, believed)
+    return Candidate(deployment, cost_seconds, prompt, int(warm_tokens), queued, estimate.in_flight, believed)
 
 
-def _home(session: str, servers: Sequence[Server]) -> Estimate:
+def _home(session: str, deployments: Sequence[DeploymentState]) -> Estimate:
     """Where the conversation of this name was; of one that is new here, where every gateway would look for it."""
-    known = servers[0].working_set.home_of(session)
+    known = deployments[0].working_set.home_of(session)
     if known is not None:
         return known
-    return max(servers, key=lambda server: xxhash.xxh3_64_intdigest(f"{session}@{server.name}".encode())).estimate
+    return max(
+        deployments, key=lambda deployment: xxhash.xxh3_64_intdigest(f"{session}@{deployment.name}".encode())
+    ).estimate
 
 
-def _first_guess(estimate: Estimate, servers: Sequence[Server]) -> float:
+def _first_guess(estimate: Estimate, deployments: Sequence[DeploymentState]) -> float:
     """The mean of those whose speed is known: one that nobody has asked yet would never be asked if the policy's guess
     were too low."""
-    learnt = [s.estimate.prefill_tokens_per_second for s in servers if s.estimate.speed_is_learnt]
+    learnt = [s.estimate.prefill_tokens_per_second for s in deployments if s.estimate.speed_is_learnt]
     return sum(learnt) / len(learnt) if learnt else estimate.prefill_tokens_per_second

@@ -9,23 +9,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from gateway.deployments.fleet import Place
+from gateway.deployments.fleet import SlotPermit
 from gateway.policy import Floor
-from gateway.routing.asking import Asker
-from gateway.routing.attempts import CLIENT_GONE, HEDGE_LOST, Attempts
+from gateway.routing.asking import AttemptRunner
+from gateway.routing.attempts import CLIENT_GONE, HEDGE_LOST, AttemptLog
 from gateway.routing.base import Candidate
 from gateway.routing.upstream import Upstream
 from gateway.types import Call
 
-Second = Callable[[], tuple[Candidate, Place] | None]
+Second = Callable[[], tuple[Candidate, SlotPermit] | None]
 """Chooses the second server and takes a place there, or None where nobody is to be asked."""
 
 
-class Race:
+class HedgedAttempt:
     """One call's. Its `run` is called once."""
 
-    def __init__(self, asker: Asker, call: Call, deadline: float, attempts: Attempts, floor: Floor | None) -> None:
-        self._asker = asker
+    def __init__(
+        self, runner: AttemptRunner, call: Call, deadline: float, attempts: AttemptLog, floor: Floor | None
+    ) -> None:
+        self._runner = runner
         self._call = call
         self._deadline = deadline
         self._attempts = attempts
@@ -33,19 +35,19 @@ class Race:
         self._tasks: list[asyncio.Task[Upstream | None]] = []
 
     async def run(
-        self, first: Candidate, late_after_seconds: float, choose_second: Second, place: Place
+        self, first: Candidate, late_after_seconds: float, choose_second: Second, permit: SlotPermit
     ) -> Upstream | None:
-        """The first answer; None where neither gave one. `place` is at the winner's server then."""
+        """The first answer; None where neither gave one. `permit` is at the winner's server then."""
         won: Upstream | None = None
-        second: tuple[Candidate, Place] | None = None
+        second: tuple[Candidate, SlotPermit] | None = None
         try:
             self._start(first)
             await asyncio.wait(self._tasks, timeout=late_after_seconds)
             if not self._tasks[0].done() and (second := choose_second()) is not None:
                 self._start(second[0])
             won = await self._first_result()
-            if won is not None and second is not None and won.server is second[0].server:
-                place.swap(second[1])
+            if won is not None and second is not None and won.deployment is second[0].deployment:
+                permit.swap(second[1])
             return won
         finally:
             await self._end_others(won)
@@ -53,7 +55,7 @@ class Race:
                 second[1].release()
 
     def _start(self, candidate: Candidate) -> None:
-        asking = self._asker.ask(self._call, candidate, self._deadline, self._attempts, self._floor, racing=True)
+        asking = self._runner.ask(self._call, candidate, self._deadline, self._attempts, self._floor, racing=True)
         self._tasks.append(asyncio.create_task(asking))
 
     async def _first_result(self) -> Upstream | None:
@@ -76,8 +78,8 @@ class Race:
             if not task.cancelled() and task.exception() is None:
                 other = task.result()
                 if other is not None and other is not won:  # both answered in the same moment
-                    attempts.lose(other.server)
+                    attempts.lose(other.deployment)
                     await other.aclose()
         if won is not None:
-            attempts.asked = won.server
-            attempts.winner_last(won.server.name)
+            attempts.asked = won.deployment
+            attempts.winner_last(won.deployment.name)

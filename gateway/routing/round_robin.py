@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.deployments.fleet import Server
+from gateway.deployments.fleet import DeploymentState
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.working_set import Prompt
 from gateway.routing.base import Candidate
@@ -13,17 +13,17 @@ from gateway.routing.base import Candidate
 class RoundRobin:
     """The server that was sent a call the longest time ago is the next. Who was away has no turns to make up for."""
 
-    def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
-        turns = sorted(servers, key=lambda server: (server.cooling(now), *_turn(server)))
-        return [self._candidate(call, server, now) for server in turns]
+    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+        turns = sorted(deployments, key=lambda deployment: (deployment.cooling(now), *_turn(deployment)))
+        return [self._candidate(call, deployment, now) for deployment in turns]
 
-    def _candidate(self, call: Prompt, server: Server, now: float) -> Candidate:
-        estimate, prompt = server.estimate, call.prompt_tokens_estimate
+    def _candidate(self, call: Prompt, deployment: DeploymentState, now: float) -> Candidate:
+        estimate, prompt = deployment.estimate, call.prompt_tokens_estimate
         matched = min(estimate.cache.match(call.fingerprint) * BLOCK_TOKENS, prompt)
         queued = estimate.queued_tokens(now)
-        return Candidate(server, 0.0, prompt, matched, queued, estimate.in_flight)
+        return Candidate(deployment, 0.0, prompt, matched, queued, estimate.in_flight)
 
 
-def _turn(server: Server) -> tuple[float, int]:
+def _turn(deployment: DeploymentState) -> tuple[float, int]:
     """The calls of one moment are told apart by how many there were."""
-    return server.estimate.begun_at, server.estimate.begun
+    return deployment.estimate.begun_at, deployment.estimate.begun

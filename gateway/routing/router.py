@@ -25,16 +25,16 @@ from gateway.core.errors import (
     UpstreamTimeout,
     retry_after,
 )
-from gateway.deployments.fleet import Fleet, Place, Server
+from gateway.deployments.fleet import DeploymentState, Fleet, SlotPermit
 from gateway.policy import Model, Policy
 from gateway.providers.base import Fault
 from gateway.routing import poison
-from gateway.routing.asking import RESTING_STATUSES, Asker
-from gateway.routing.attempts import OUT_OF_TIME, TOO_SLOW, Attempts
+from gateway.routing.asking import RESTING_STATUSES, AttemptRunner
+from gateway.routing.attempts import OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.base import Candidate, Strategy
-from gateway.routing.continuing import Unbroken, may_go_on
+from gateway.routing.continuing import ResumedStream, may_go_on
 from gateway.routing.hedging import Hedging
-from gateway.routing.race import Race
+from gateway.routing.race import HedgedAttempt
 from gateway.routing.retries import RetryBudget, backoff_seconds
 from gateway.routing.upstream import Upstream
 from gateway.types import Call, Operation
@@ -47,18 +47,18 @@ BUSY_PAUSE_SECONDS = 0.05
 class _HeldOpen:
     """An answer, for as long as an `async with` lasts."""
 
-    __slots__ = ("_attempts", "_call", "_place", "_router", "_upstream")
+    __slots__ = ("_attempts", "_call", "_permit", "_router", "_upstream")
 
-    def __init__(self, router: Router, call: Call, place: Place, attempts: Attempts) -> None:
+    def __init__(self, router: Router, call: Call, permit: SlotPermit, attempts: AttemptLog) -> None:
         self._router = router
         self._call = call
-        self._place = place
+        self._permit = permit
         self._attempts = attempts
 
     async def __aenter__(self) -> Upstream:
-        self._upstream = await self._router.first_to_answer(self._call, self._place, self._attempts)
+        self._upstream = await self._router.first_to_answer(self._call, self._permit, self._attempts)
         if may_go_on(self._call):
-            self._upstream = self._router.unbroken(self._upstream, self._call, self._place, self._attempts)
+            self._upstream = self._router.unbroken(self._upstream, self._call, self._permit, self._attempts)
         return self._upstream
 
     async def __aexit__(self, *_: object) -> None:
@@ -73,7 +73,7 @@ class Router:
         self._chosen: Mapping[Operation, Strategy] = {}  # which it names
         self._budgets: dict[str, RetryBudget] = {}  # by class, of which a policy has a handful
         self._hedging = Hedging()
-        self._asker = Asker(fleet.suspects, self._hedging)
+        self._runner = AttemptRunner(fleet.quarantine, self._hedging)
         self.cut_streams = Counter(continued=0, given_up=0)  # of those that were to go on at another server
 
     @property
@@ -91,41 +91,45 @@ class Router:
             return strategy.order(call, self._able(call, call.model), now)
         ordered: list[Candidate] = []
         for model in (call.model, *(call.policy.models_by_name[name] for name in call.model.fallbacks)):
-            known = {candidate.server.name for candidate in ordered}
-            servers = [server for server in self._able(call, model) if server.name not in known]
-            ordered += strategy.order(call, servers, now)
+            known = {candidate.deployment.name for candidate in ordered}
+            deployments = [deployment for deployment in self._able(call, model) if deployment.name not in known]
+            ordered += strategy.order(call, deployments, now)
         return ordered
 
-    def _able(self, call: Call, model: Model) -> list[Server]:
+    def _able(self, call: Call, model: Model) -> list[DeploymentState]:
         """Its servers whose dialects have words for this call."""
-        return [server for server in self._fleet.servers_of(model) if server.provider.refusal_of(call) is None]
+        return [
+            deployment
+            for deployment in self._fleet.deployments_of(model)
+            if deployment.provider.refusal_of(call) is None
+        ]
 
-    def open(self, call: Call, place: Place, attempts: Attempts) -> _HeldOpen:
+    def open(self, call: Call, permit: SlotPermit, attempts: AttemptLog) -> _HeldOpen:
         """`async with` gives the first server's reply that has a first chunk. Raises `UpstreamError` and its kin."""
-        return _HeldOpen(self, call, place, attempts)
+        return _HeldOpen(self, call, permit, attempts)
 
-    def unbroken(self, begun: Upstream, call: Call, place: Place, attempts: Attempts) -> Upstream:
+    def unbroken(self, begun: Upstream, call: Call, permit: SlotPermit, attempts: AttemptLog) -> Upstream:
         """What goes on at another server of the same model when it is cut."""
-        if begun.server.name not in call.model.deployments:  # a fallback's
+        if begun.deployment.name not in call.model.deployments:  # a fallback's
             return begun
 
-        def servers() -> list[Server]:
-            known = self._fleet.servers_of(call.model)
+        def deployments() -> list[DeploymentState]:
+            known = self._fleet.deployments_of(call.model)
             return [s for s in known if s.provider.continues_messages or call.operation is Operation.COMPLETION]
 
         async def open_next(rest: Call) -> Upstream:
             result = "given_up"
             try:
-                upstream = await self.first_to_answer(rest, place, attempts)
+                upstream = await self.first_to_answer(rest, permit, attempts)
                 result = "continued"
                 return upstream
             finally:
                 self.cut_streams[result] += 1
 
-        return Unbroken(begun, call, attempts, servers, open_next)
+        return ResumedStream(begun, call, attempts, deployments, open_next)
 
-    async def first_to_answer(self, call: Call, place: Place, attempts: Attempts) -> Upstream:
-        """As `open`; the caller closes it. `place` is at its server then."""
+    async def first_to_answer(self, call: Call, permit: SlotPermit, attempts: AttemptLog) -> Upstream:
+        """As `open`; the caller closes it. `permit` is at its server then."""
         limits, loop = call.latency_class, asyncio.get_running_loop()
         deadline = call.deadline
         if call.stream:  # else the first chunk is there when all is done
@@ -140,8 +144,8 @@ class Router:
         while True:
             candidates = self.order(call)
             if not candidates:
-                _raise_refusal(call, self._fleet.servers_of(call.model))
-            upstream = await self._one_round(call, candidates, place, attempts, deadline, budget)
+                _raise_refusal(call, self._fleet.deployments_of(call.model))
+            upstream = await self._one_round(call, candidates, permit, attempts, deadline, budget)
             if upstream is not None:
                 return upstream
             now = loop.time()
@@ -156,12 +160,14 @@ class Router:
                 raise _nobody_answered(call, attempts, soonest_seconds)
             # Where nobody was asked, one of them has no place, or is being probed by another call.
             full = [
-                candidate.server
+                candidate.deployment
                 for candidate in candidates
-                if candidate.server.breaker.would_allow(now) and not candidate.server.has_place
+                if candidate.deployment.breaker.would_allow(now) and not candidate.deployment.has_slot
             ]
             await self._fleet.move_when_free(
-                place, [server for server in full if not place.is_at(server)], max(pause_seconds, BUSY_PAUSE_SECONDS)
+                permit,
+                [deployment for deployment in full if not permit.is_at(deployment)],
+                max(pause_seconds, BUSY_PAUSE_SECONDS),
             )
             rounds += 1
 
@@ -169,20 +175,20 @@ class Router:
         self,
         call: Call,
         candidates: list[Candidate],
-        place: Place,
-        attempts: Attempts,
+        permit: SlotPermit,
+        attempts: AttemptLog,
         deadline: float,
         budget: RetryBudget,
     ) -> Upstream | None:
         """Ask the candidates in their order, each once. Raises where no more may be asked at all."""
         loop, hedge, remaining = asyncio.get_running_loop(), call.latency_class.hedge, iter(candidates)
         for candidate in remaining:
-            server, now = candidate.server, loop.time()
+            deployment, now = candidate.deployment, loop.time()
             if len(attempts.done) >= MAX_ATTEMPTS or now >= deadline:
                 return None
-            if not server.breaker.would_allow(now) or not place.move_to(server):
+            if not deployment.breaker.would_allow(now) or not permit.move_to(deployment):
                 continue
-            poison.check(self._fleet.suspects, call, now)
+            poison.check(self._fleet.quarantine, call, now)
             if attempts.done and not budget.take(now):
                 raise _nobody_answered(call, attempts, _soonest(candidates) - now)
             late_after_seconds = None
@@ -192,39 +198,43 @@ class Router:
             if floor is not None and (floor.chunks == 1 or len(candidates) == 1 or attempts.was(TOO_SLOW)):
                 floor = None  # it says nothing, or nobody would be faster: where all are slow, slow is better than none
             if late_after_seconds is None:
-                upstream = await self._asker.ask(call, candidate, deadline, attempts, floor)
+                upstream = await self._runner.ask(call, candidate, deadline, attempts, floor)
             else:
-                race = Race(self._asker, call, deadline, attempts, floor)
-                upstream = await race.run(candidate, late_after_seconds, partial(self._second_server, remaining), place)
+                race = HedgedAttempt(self._runner, call, deadline, attempts, floor)
+                upstream = await race.run(
+                    candidate, late_after_seconds, partial(self._second_deployment, remaining), permit
+                )
             if upstream is not None:
                 return upstream
         return None
 
-    def _second_server(self, remaining: Iterator[Candidate]) -> tuple[Candidate, Place] | None:
+    def _second_deployment(self, remaining: Iterator[Candidate]) -> tuple[Candidate, SlotPermit] | None:
         """For a hedge: the next that may be asked and has a place, where the budget has one left."""
         now = asyncio.get_running_loop().time()
         for candidate in remaining:
-            if candidate.server.breaker.would_allow(now) and (place := self._fleet.take([candidate.server], now)):
+            if candidate.deployment.breaker.would_allow(now) and (
+                permit := self._fleet.take([candidate.deployment], now)
+            ):
                 if self._hedging.take():
-                    return candidate, place
-                place.release()
+                    return candidate, permit
+                permit.release()
                 return None
         return None
 
 
 def _soonest(candidates: list[Candidate]) -> float:
     """When the first of them may be asked again, in event-loop seconds."""
-    return min((candidate.server.breaker.asked_after for candidate in candidates), default=0.0)
+    return min((candidate.deployment.breaker.asked_after for candidate in candidates), default=0.0)
 
 
-def _raise_refusal(call: Call, servers: Sequence[Server]) -> None:
+def _raise_refusal(call: Call, deployments: Sequence[DeploymentState]) -> None:
     """What the first of them says of a call that none of them has words for."""
-    for server in servers:
-        if (refusal := server.provider.refusal_of(call)) is not None:
+    for deployment in deployments:
+        if (refusal := deployment.provider.refusal_of(call)) is not None:
             raise UpstreamRefused(refusal.status or 400, refusal.body, refusal.content_type)
 
 
-def _nobody_answered(call: Call, attempts: Attempts, soonest_seconds: float) -> GatewayError:
+def _nobody_answered(call: Call, attempts: AttemptLog, soonest_seconds: float) -> GatewayError:
     if not attempts.done:
         return Overloaded(
             f"no deployment of {call.model.name} may be asked now: all have failed, or asked to be left alone",

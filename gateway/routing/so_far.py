@@ -72,7 +72,7 @@ def _data_of(frame: bytes) -> bytes:
     return b"\n".join([line[5:].strip() for line in frame.splitlines() if line.startswith(b"data:")])
 
 
-class SoFar:
+class PartialAnswer:
     """What a stream has said. Chunks are only looked into when there are many, or when their text is wanted."""
 
     __slots__ = ("_chunks", "_held_bytes", "_texts", "characters", "head", "output_tokens", "plain", "usage")
@@ -127,10 +127,10 @@ class SoFar:
                 self.usage, self.output_tokens = event.usage, counted
 
 
-class Rest:
+class ResumedAnswer:
     """The answer of the server at which a stream goes on, as the rest of that which was cut."""
 
-    def __init__(self, so_far: SoFar, *, overlap: str, with_counts: bool) -> None:
+    def __init__(self, so_far: PartialAnswer, *, overlap: str, with_counts: bool) -> None:
         """`overlap` is the end of what the client has, and comes once more. `with_counts`: chunks have had them."""
         assert so_far.head is not None
         self._head = so_far.head

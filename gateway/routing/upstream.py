@@ -8,7 +8,7 @@ from typing import Any
 from gateway.core.errors import UpstreamCut
 from gateway.core.timers import WaitBound
 from gateway.deployments.fleet import SentCall
-from gateway.deployments.quarantine import Suspects
+from gateway.deployments.quarantine import Quarantine
 from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
 from gateway.routing.base import Candidate
 from gateway.routing.poison import after_cut, after_whole
@@ -26,19 +26,19 @@ class Upstream:
         reply: Reply,
         first: bytes,
         task: asyncio.Task[Any] | None,
-        suspects: Suspects,
+        quarantine: Quarantine,
     ) -> None:
         self.reply = reply
         self.sent = sent
         self.chosen = chosen
-        self.server = chosen.server
+        self.deployment = chosen.deployment
         self.matched_tokens = chosen.matched_tokens
         self.begins_with = first
         self.fault: Fault | None = None  # why it broke, once it has
         self.died_of_it = False  # the server, and this call is why
         self._call = call
         self._task = task
-        self._suspects = suspects
+        self._quarantine = quarantine
         self._wait: WaitBound | None = None
 
     async def first(self) -> bytes:
@@ -72,9 +72,9 @@ class Upstream:
             wait.end()
             self._broke_off(failure.fault, failure.for_log, now())
             if failure.fault is Fault.CUT:
-                self.server.note_cut(now())
-                self.died_of_it = await after_cut(self._suspects, self.server, self._call)
-            raise UpstreamCut(f"{self.server.name}: {failure}") from None
+                self.deployment.note_cut(now())
+                self.died_of_it = await after_cut(self._quarantine, self.deployment, self._call)
+            raise UpstreamCut(f"{self.deployment.name}: {failure}") from None
         except asyncio.CancelledError:
             if not wait.expired:
                 raise
@@ -82,23 +82,23 @@ class Upstream:
             wait.uncancel()
             self.fault = Fault.TIMEOUT
             if silent_seconds < wait.seconds:
-                raise UpstreamCut(f"{self.server.name} was still answering when the call's time was over") from None
+                raise UpstreamCut(f"{self.deployment.name} was still answering when the call's time was over") from None
             if silent_seconds >= self._call.latency_class.inter_token:  # else it is the client that waits no longer
                 self._broke_off(Fault.TIMEOUT, f"nothing more came for {silent_seconds:.1f} s", now())
-            raise UpstreamCut(f"{self.server.name} sent nothing for {wait.seconds:g} s") from None
+            raise UpstreamCut(f"{self.deployment.name} sent nothing for {wait.seconds:g} s") from None
         finally:
             wait.end()
 
     def _broke_off(self, fault: Fault, why: str, now: float) -> None:
         self.fault = fault
-        self.server.troubles.failed(fault.value, f"in the middle of an answer: {why}", self._call.id, now)
-        self.server.breaker.broke_off(now)
-        self.server.troubles.left_out(self.server.breaker.open, now)
+        self.deployment.failures.failed(fault.value, f"in the middle of an answer: {why}", self._call.id, now)
+        self.deployment.breaker.broke_off(now)
+        self.deployment.failures.left_out(self.deployment.breaker.open, now)
 
     def completed(self) -> None:
         """The answer has come to its own end."""
-        self.server.breaker.completed()
-        after_whole(self._suspects, self._call)
+        self.deployment.breaker.completed()
+        after_whole(self._quarantine, self._call)
 
     async def aclose(self) -> None:
         """The call is over at this server. Once."""

@@ -29,7 +29,7 @@ from gateway.batches.inside import AtBatchClass, KeyById
 from gateway.billing.ledger import Ledger
 from gateway.billing.ledger.compacting import Compactor
 from gateway.billing.ledger.shipping import Shipper
-from gateway.billing.open_calls import LedgerBooks
+from gateway.billing.open_calls import LedgerCallLog
 from gateway.billing.reconciliation import Reconciliation
 from gateway.billing.recovery import Recovery
 from gateway.billing.settler import Settler
@@ -37,15 +37,15 @@ from gateway.core.errors import GatewayError, StorageUnavailable
 from gateway.deployments.engine_reports import Reports
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.health_checks import HealthChecks
-from gateway.deployments.replica_sync import Hearsay, Sharing, untold
-from gateway.diagnosis import Journal, Watcher
-from gateway.endpoints import COUNTING_DOORS, DOORS
-from gateway.endpoints.base import Door
-from gateway.endpoints.exchange import BodyRoom
-from gateway.endpoints.stored_responses import KeptResponses
+from gateway.deployments.replica_sync import PeerReports, ReplicaSync, untold
+from gateway.diagnosis import Journal, PrefixDiagnosis
+from gateway.endpoints import COUNTING_ENDPOINTS, ENDPOINTS
+from gateway.endpoints.base import Endpoint
+from gateway.endpoints.exchange import BodyBudget
+from gateway.endpoints.stored_responses import StoredResponses
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
-from gateway.limits.local_share import StoreOrShare
+from gateway.limits.local_share import OutageFallback
 from gateway.limits.report import what_is_left
 from gateway.policy import Policy
 from gateway.policy.file import PolicyHolder
@@ -54,19 +54,19 @@ from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.queueing import Queue
 from gateway.response_cache import ResponseCache
-from gateway.response_store import Archives
+from gateway.response_store import ResponseStore
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
-from gateway.serve import House, Story, handle, serve
+from gateway.serve import Components, RequestHandler, handle, serve
 from gateway.server import gauges
-from gateway.server.departed_workers import WindingUp
-from gateway.server.probes import Lobby
-from gateway.server.worker_group import ALONE, Seat, Siblings, left_behind
+from gateway.server.departed_workers import DepartedWorkers
+from gateway.server.probes import Probes
+from gateway.server.worker_group import SINGLE_WORKER, WorkerGroup, WorkerIdentity, left_behind
 from gateway.settings import Settings, resolve_secret
 from gateway.storage import open_storage
 from gateway.storage.memory import MemoryStorage
 from gateway.telemetry import RecentCalls, Telemetry
-from gateway.token_counting import PromptCounts
+from gateway.token_counting import TokenCounting
 
 LAST_CALLS_SECONDS = 5.0  # for calls that were cut off by a shutdown to write their receipts
 
@@ -76,32 +76,34 @@ log = logging.getLogger("warmpath")
 class Gateway:
     """The ASGI application. `policies` holds a valid policy already; everything else is opened in its lifespan.
 
-    `seat` is its own among the workers that share a machine; `settings.replica` is then a name of its own, too.
+    `worker` is its own among the workers that share a machine; `settings.replica` is then a name of its own, too.
     """
 
-    def __init__(self, settings: Settings, policies: PolicyHolder, seat: Seat = ALONE) -> None:
+    def __init__(self, settings: Settings, policies: PolicyHolder, worker: WorkerIdentity = SINGLE_WORKER) -> None:
         self._policies = policies
-        self._seat = seat
+        self._worker = worker
         self._machine = settings.replica
-        if seat.count > 1:
-            settings = settings.model_copy(update={"replica": seat.name(settings.replica)})
+        if worker.count > 1:
+            settings = settings.model_copy(update={"replica": worker.name(settings.replica)})
         self._storage = open_storage(settings.storage, owner=settings.replica)
-        self._counters = StoreOrShare(self._storage, MemoryStorage, lambda: policies.current.storage_outage)
+        self._counters = OutageFallback(self._storage, MemoryStorage, lambda: policies.current.storage_outage)
         self._transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
         told = untold() if self._storage.has_others else None
         self._fleet = Fleet(
-            lambda deployment: make_provider(deployment, self._transport, resolve_secret), seat.share_of, told
+            lambda deployment: make_provider(deployment, self._transport, resolve_secret), worker.share_of, told
         )
-        self._hearsay = None if told is None else Hearsay(self._fleet, told)
+        self._peers = None if told is None else PeerReports(self._fleet, told)
         self._reports = Reports(self._fleet, self._transport, resolve_secret)
-        recent = RecentCalls(seat.number)
+        recent = RecentCalls(worker.number)
         self._telemetry = Telemetry(
             settings.otlp_endpoint,
             replica=settings.replica,
             otlp_headers=settings.otlp_headers,
             recent=None if settings.admin_port is None else recent,  # nobody else asks for them
         )
-        self._siblings = Siblings(seat, metrics=lambda: self._telemetry.render_metrics()[0], calls=recent.answer)
+        self._worker_group = WorkerGroup(
+            worker, metrics=lambda: self._telemetry.render_metrics()[0], calls=recent.answer
+        )
         self._in_flight = 0
         self._quiet = asyncio.Event()  # set when no call is in flight any more
         self._leaving = False
@@ -114,21 +116,21 @@ class Gateway:
         pepper = settings.key_pepper.get_secret_value()
         authenticator = Authenticator(self._storage, pepper)
         self._recovery = Recovery(self._ledger, self._fleet, policies, limiter, authenticator)
-        self._winding_up = WindingUp(settings, self._fleet, policies, limiter, authenticator)
-        bodies = BodyRoom(settings.max_bodies_bytes)
-        self._archives = Archives(self._storage, bodies)
-        self.house = House(
+        self._departed_workers = DepartedWorkers(settings, self._fleet, policies, limiter, authenticator)
+        bodies = BodyBudget(settings.max_bodies_bytes)
+        self._response_store = ResponseStore(self._storage, bodies)
+        self.components = Components(
             policies=policies,
             authenticator=authenticator,
-            canonicaliser=Canonicaliser(pepper.encode(), self._storage, self._archives),
+            canonicaliser=Canonicaliser(pepper.encode(), self._storage, self._response_store),
             cache=ResponseCache(self._storage),
             limiter=limiter,
             queue=Queue(self._fleet),
             router=Router(self._fleet, STRATEGIES),
-            books=LedgerBooks(self._ledger, in_vain=self._recovery.add),
+            call_log=LedgerCallLog(self._ledger, in_vain=self._recovery.add),
             settler=Settler(limiter, self._ledger),
             telemetry=self._telemetry,
-            diagnosis=Watcher(Journal(summaries, settings.replica)),
+            diagnosis=PrefixDiagnosis(Journal(summaries, settings.replica)),
             max_body_bytes=settings.max_body_bytes,
             bodies=bodies,
         )
@@ -136,23 +138,23 @@ class Gateway:
             self._fleet,
             settings.ledger_dir / settings.replica,
             every_seconds=settings.reconcile_seconds,
-            leads=seat.number == 0,
+            leads=worker.number == 0,
         )
         self._batches = Batches(
             settings,
-            self.house,
+            self.components,
             authenticator=KeyById(self._storage, pepper),
-            canonicaliser=AtBatchClass(pepper.encode(), self._storage, self._archives),
+            canonicaliser=AtBatchClass(pepper.encode(), self._storage, self._response_store),
         )
-        counting = PromptCounts(self._fleet)
-        self._doors: dict[str, tuple[Door, Story]] = {
-            **{f"/v1/{door.path}": (door, serve) for door in DOORS},
-            **{f"/v1/{door.path}": (door, counting.count) for door in COUNTING_DOORS},
+        counting = TokenCounting(self._fleet)
+        self._endpoints: dict[str, tuple[Endpoint, RequestHandler]] = {
+            **{f"/v1/{endpoint.path}": (endpoint, serve) for endpoint in ENDPOINTS},
+            **{f"/v1/{endpoint.path}": (endpoint, counting.count) for endpoint in COUNTING_ENDPOINTS},
         }
-        kept = KeptResponses(authenticator, policies, self._archives)
-        self._lobby = Lobby(
-            policies, authenticator, self._telemetry, self._siblings, self._state,
-            doors=self._doors, routes=[*self._batches.routes, *kept.routes()],
+        kept = StoredResponses(authenticator, policies, self._response_store)
+        self._probes = Probes(
+            policies, authenticator, self._telemetry, self._worker_group, self._state,
+            endpoints=self._endpoints, routes=[*self._batches.routes, *kept.routes()],
         )  # fmt: skip
         # On a listener of its own, where settings give it one; `routes` is where further ones are mounted.
         self.admin = Admin(
@@ -162,7 +164,7 @@ class Gateway:
             limits_of=lambda tenant, keys: what_is_left(tenant, keys, LIMITS, self._counters, now=time.time()),
             state=self._state,
             routes=[
-                *view_routes(policies, self._telemetry, self._siblings, trace_url=settings.trace_url),
+                *view_routes(policies, self._telemetry, self._worker_group, trace_url=settings.trace_url),
                 Diagnosis(policies, summaries).route(),
                 *response_routes(self._storage),
                 *_usage_routes(settings),
@@ -173,17 +175,17 @@ class Gateway:
         self._show_numbers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = self._doors.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        asked = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if asked is None:
             if scope["type"] == "lifespan":
                 await self._live(receive, send)
             else:
-                await self._lobby(scope, receive, send)
+                await self._probes(scope, receive, send)
             return
         self._in_flight += 1
         try:
-            door, story = asked
-            await handle(self.house, door, scope, receive, send, story=story)
+            endpoint, story = asked
+            await handle(self.components, endpoint, scope, receive, send, story=story)
         except asyncio.CancelledError:
             if not self._draining:
                 raise
@@ -203,7 +205,7 @@ class Gateway:
         """No new calls: whoever waits is refused; what is under way goes on."""
         self.leave()
         self._draining = True
-        self.house.queue.close()
+        self.components.queue.close()
 
     def _take_over(self, policy: Policy) -> None:
         self._fleet.apply(policy)
@@ -228,20 +230,20 @@ class Gateway:
             await self._storage.open()
             opened.push_async_callback(self._storage.close)
             await self._check_pepper()
-            opened.push_async_callback(self.house.canonicaliser.close)
-            opened.callback(self.house.diagnosis.close)
+            opened.push_async_callback(self.components.canonicaliser.close)
+            opened.callback(self.components.diagnosis.close)
             self._ledger.open()
             opened.push_async_callback(self._ledger.close)
             self._recovery.take_over()
             await self._telemetry.start()
             opened.push_async_callback(self._telemetry.shutdown)
-            await self._siblings.start()
-            opened.push_async_callback(self._siblings.stop)
+            await self._worker_group.start()
+            opened.push_async_callback(self._worker_group.stop)
             await self._counters.start()
             opened.push_async_callback(self._counters.stop)
-            await self.house.limiter.start()
-            opened.push_async_callback(self.house.limiter.stop)
-            opened.push_async_callback(self.house.settler.stop)
+            await self.components.limiter.start()
+            opened.push_async_callback(self.components.limiter.stop)
+            opened.push_async_callback(self.components.settler.stop)
             opened.push_async_callback(self._transport.aclose)
             await self._batches.open()
             opened.push_async_callback(self._batches.close)
@@ -254,7 +256,7 @@ class Gateway:
 
     async def _check_pepper(self) -> None:
         """A warning and no more: keys of the policy may be all that is used. One worker speaks for all."""
-        if self._seat.number != 0:
+        if self._worker.number != 0:
             return
         check = PepperCheck(self._storage, self._settings.key_pepper.get_secret_value())
         with contextlib.suppress(StorageUnavailable):  # which is no reason not to start
@@ -274,18 +276,18 @@ class Gateway:
         if settings.ledger_compact:
             yield "ledger compaction", Compactor(self._ledger).run()
         yield "policy watch", self._policies.watch()
-        if self._hearsay is not None:
-            yield "sharing", Sharing(self._hearsay, self._storage).run()
+        if self._peers is not None:
+            yield "sharing", ReplicaSync(self._peers, self._storage).run()
         yield "reports", self._reports.run()
         yield "reconciliation", self._reconciliation.run()
         yield "health checks", HealthChecks(self._fleet).run()
 
     async def _recover(self) -> None:
         """For ever; beside it, the chains of workers that there are no more are wound up."""
-        gone = left_behind(self._settings.ledger_dir, self._machine, self._seat) if self._seat.number == 0 else []
+        gone = left_behind(self._settings.ledger_dir, self._machine, self._worker) if self._worker.number == 0 else []
         async with asyncio.TaskGroup() as tasks:
             for name in gone:
-                tasks.create_task(self._winding_up.wind_up(name), name=f"winding up {name}")
+                tasks.create_task(self._departed_workers.wind_up(name), name=f"winding up {name}")
             await self._recovery.run()
 
     async def _last_calls(self) -> None:
@@ -297,16 +299,16 @@ class Gateway:
                     await self._quiet.wait()
 
     def _show_numbers(self) -> None:
-        watch, house = self._telemetry.watch, self.house
-        gauges.show_calls(watch, house, self._policies, lambda: self._in_flight)
-        gauges.show_servers(watch, self._fleet)
+        watch, components = self._telemetry.watch, self.components
+        gauges.show_calls(watch, components, self._policies, lambda: self._in_flight)
+        gauges.show_deployments(watch, self._fleet)
         gauges.show_reports(watch, self._fleet, self._reports)
-        if self._hearsay is not None:
-            gauges.show_sharing(watch, self._hearsay)
-        gauges.show_limits(watch, house.limiter, self._counters)
+        if self._peers is not None:
+            gauges.show_sharing(watch, self._peers)
+        gauges.show_limits(watch, components.limiter, self._counters)
         gauges.show_ledger(watch, self._ledger, self._reconciliation)
         gauges.show_batches(watch, self._batches)
-        gauges.show_archives(watch, self._archives)
+        gauges.show_stored_responses(watch, self._response_store)
 
     async def _state(self) -> dict[str, Any]:
         """Says nothing about other machines' health: a gateway whose servers are down must go on to answer, with the
@@ -322,11 +324,11 @@ class Gateway:
             if self._policies.current.storage_outage.limits == "refuse":
                 faults.append(error.message)
         now = asyncio.get_running_loop().time()
-        servers = {server.name: not server.cooling(now) for server in self._fleet}
+        deployments = {deployment.name: not deployment.cooling(now) for deployment in self._fleet}
         return {
             "status": "ready" if not faults else "not ready",
             "faults": faults,
-            "deployments": servers,
+            "deployments": deployments,
             "policy": self._policies.current.hash,
         }
 

@@ -25,7 +25,7 @@ log = logging.getLogger("warmpath")
 
 
 @dataclass(frozen=True, slots=True)
-class WindingUp:
+class DepartedWorkers:
     """By what the living gateway has, and as its settings have it done to its own chain."""
 
     settings: Settings

@@ -11,12 +11,12 @@ from gateway.billing.reconciliation import Reconciliation
 from gateway.deployments.circuit_breaker import STATES
 from gateway.deployments.engine_reports import Reports
 from gateway.deployments.fleet import Fleet
-from gateway.deployments.replica_sync import Hearsay
+from gateway.deployments.replica_sync import PeerReports
 from gateway.limits.limiter import Limiter
-from gateway.limits.local_share import StoreOrShare
+from gateway.limits.local_share import OutageFallback
 from gateway.policy.file import PolicyHolder
-from gateway.response_store import Archives
-from gateway.serve import House
+from gateway.response_store import ResponseStore
+from gateway.serve import Components
 from gateway.telemetry.watched import (
     BATCH_LINES,
     BATCHES,
@@ -52,23 +52,28 @@ from gateway.telemetry.watched import (
 Watch = Callable[[Watched, Callable[[], Reading]], None]
 
 
-def show_calls(watch: Watch, house: House, policies: PolicyHolder, in_flight: Callable[[], int]) -> None:
+def show_calls(watch: Watch, components: Components, policies: PolicyHolder, in_flight: Callable[[], int]) -> None:
     watch(INFLIGHT, in_flight)
-    watch(BODIES, lambda: house.bodies.held_bytes)
-    watch(QUEUE_DEPTH, lambda: {(name,): house.queue.depth(name) for name in policies.current.classes})
-    watch(QUEUE_GAVE_WAY, lambda: {(name,): house.queue.gave_way(name) for name in policies.current.classes})
-    watch(CUT_STREAMS, lambda: {(result,): count for result, count in house.router.cut_streams.items()})
+    watch(BODIES, lambda: components.bodies.held_bytes)
+    watch(QUEUE_DEPTH, lambda: {(name,): components.queue.depth(name) for name in policies.current.classes})
+    watch(QUEUE_GAVE_WAY, lambda: {(name,): components.queue.gave_way(name) for name in policies.current.classes})
+    watch(CUT_STREAMS, lambda: {(result,): count for result, count in components.router.cut_streams.items()})
 
 
-def show_servers(watch: Watch, fleet: Fleet) -> None:
+def show_deployments(watch: Watch, fleet: Fleet) -> None:
     watch(
         DEPLOYMENT_BREAKER,
         lambda: {
-            (server.name, state): float(server.breaker.state(_now()) == state) for server in fleet for state in STATES
+            (deployment.name, state): float(deployment.breaker.state(_now()) == state)
+            for deployment in fleet
+            for state in STATES
         },
     )
-    watch(DEPLOYMENT_INFLIGHT, lambda: {(server.name,): server.in_flight for server in fleet})
-    watch(DEPLOYMENT_AVAILABLE, lambda: {(server.name,): float(not server.cooling(_now())) for server in fleet})
+    watch(DEPLOYMENT_INFLIGHT, lambda: {(deployment.name,): deployment.in_flight for deployment in fleet})
+    watch(
+        DEPLOYMENT_AVAILABLE,
+        lambda: {(deployment.name,): float(not deployment.cooling(_now())) for deployment in fleet},
+    )
 
 
 def show_reports(watch: Watch, fleet: Fleet, reports: Reports) -> None:
@@ -76,19 +81,22 @@ def show_reports(watch: Watch, fleet: Fleet, reports: Reports) -> None:
     watch(
         KV_EVENT_BATCHES,
         lambda: {
-            (server.name, kind): getattr(reporting.counts, kind)
-            for server, reporting in reports
-            if server.blocks is not None
+            (deployment.name, kind): getattr(reporting.counts, kind)
+            for deployment, reporting in reports
+            if deployment.blocks is not None
             for kind in ("batches", "gaps", "malformed")
         },
     )
-    watch(KV_BLOCKS, lambda: {(server.name,): len(server.blocks) for server in fleet if server.blocks is not None})
+    watch(
+        KV_BLOCKS,
+        lambda: {(deployment.name,): len(deployment.blocks) for deployment in fleet if deployment.blocks is not None},
+    )
     watch(
         KV_CALLS,
         lambda: {
-            (server.name, known): count
-            for server in fleet
-            if (blocks := server.blocks) is not None
+            (deployment.name, known): count
+            for deployment in fleet
+            if (blocks := deployment.blocks) is not None
             for known, count in (
                 ("known", blocks.calls_attributed), ("unknown", blocks.calls_ended - blocks.calls_attributed)
             )
@@ -97,20 +105,20 @@ def show_reports(watch: Watch, fleet: Fleet, reports: Reports) -> None:
     watch(
         DEPLOYMENT_REPORTED,
         lambda: {
-            (server.name, what): getattr(load, what)
-            for server in fleet
-            if (load := server.estimate.load) is not None
+            (deployment.name, what): getattr(load, what)
+            for deployment in fleet
+            if (load := deployment.estimate.load) is not None
             for what in ("running", "waiting", "kv_usage")
         },
     )
 
 
-def show_sharing(watch: Watch, hearsay: Hearsay) -> None:
-    watch(GATEWAYS_HEARD, lambda: hearsay.others)
-    watch(CALLS_HEARD, lambda: hearsay.calls_heard)
+def show_sharing(watch: Watch, peers: PeerReports) -> None:
+    watch(GATEWAYS_HEARD, lambda: peers.others)
+    watch(CALLS_HEARD, lambda: peers.calls_heard)
 
 
-def show_limits(watch: Watch, limiter: Limiter, counters: StoreOrShare) -> None:
+def show_limits(watch: Watch, limiter: Limiter, counters: OutageFallback) -> None:
     watch(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
     watch(LIMITS_UNSETTLED, lambda: limiter.unsettled)
     watch(STORE_FAILURES, lambda: limiter.store_failures)
@@ -131,8 +139,8 @@ def show_batches(watch: Watch, batches: Batches) -> None:
     watch(BATCH_LINES, lambda: {(state,): count for state, count in batches.lines().items()})
 
 
-def show_archives(watch: Watch, archives: Archives) -> None:
-    watch(RESPONSES_KEPT, lambda: {(outcome,): count for outcome, count in archives.outcomes.items()})
+def show_stored_responses(watch: Watch, response_store: ResponseStore) -> None:
+    watch(RESPONSES_KEPT, lambda: {(outcome,): count for outcome, count in response_store.outcomes.items()})
 
 
 def _now() -> float:

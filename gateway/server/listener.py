@@ -20,7 +20,7 @@ from gateway.policy.file import PolicyHolder
 from gateway.server.app import Gateway
 from gateway.server.http_protocol import MAX_CONNECTIONS, Connections, JoinedProtocol
 from gateway.server.policy_checks import IN_SERVICE
-from gateway.server.worker_group import ALONE, Seat
+from gateway.server.worker_group import SINGLE_WORKER, WorkerIdentity
 from gateway.settings import Settings
 from gateway.telemetry import configure_logging
 
@@ -139,7 +139,7 @@ def run(
     *,
     on_ready: Callable[[str], None],
     json_logs: bool = True,
-    seat: Seat = ALONE,
+    worker: WorkerIdentity = SINGLE_WORKER,
     lifeline: int | None = None,
     told_to_stop: Callable[[], bool] = lambda: False,
     admin_listener: socket.socket | None = None,
@@ -152,7 +152,7 @@ def run(
     """
     configure_logging(settings.log_level, json=json_logs)
     open_files = _raise_open_files()
-    gateway = Gateway(settings, PolicyHolder(settings.policy, checks=IN_SERVICE), seat)
+    gateway = Gateway(settings, PolicyHolder(settings.policy, checks=IN_SERVICE), worker)
     config = uvicorn.Config(
         gateway,
         loop="uvloop",
@@ -164,9 +164,9 @@ def run(
         **QUIET,
     )
     with contextlib.ExitStack() as listeners:
-        listener = listeners.enter_context(listen(settings.host, settings.port, shared=seat.count > 1))
+        listener = listeners.enter_context(listen(settings.host, settings.port, shared=worker.count > 1))
         admin = None
-        if settings.admin_port is not None and seat.number == 0:
+        if settings.admin_port is not None and worker.number == 0:
             admin_config = uvicorn.Config(
                 gateway.admin, lifespan="off", timeout_graceful_shutdown=ADMIN_DRAIN_SECONDS, **QUIET
             )

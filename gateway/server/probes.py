@@ -17,13 +17,13 @@ from gateway.endpoints import catalogue, messages
 from gateway.endpoints.replies import CALL_ID, EXCEPTION_HANDLERS, json_reply
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import new_call_id
-from gateway.server.worker_group import Siblings
+from gateway.server.worker_group import WorkerGroup
 from gateway.telemetry import Telemetry
 
 
-class Lobby:
-    """An ASGI application. `doors` are the paths to which calls are posted, `routes` further ones. `state` says how the
-    gateway is; its `faults` are what stands against calls being sent here.
+class Probes:
+    """An ASGI application. `endpoints` are the paths that take POST only, `routes` further ones. `state` describes the
+    gateway; its `faults` are the reasons why it is not ready.
     """
 
     def __init__(
@@ -31,21 +31,21 @@ class Lobby:
         policies: PolicyHolder,
         authenticator: Authenticator,
         telemetry: Telemetry,
-        siblings: Siblings,
+        worker_group: WorkerGroup,
         state: Callable[[], Awaitable[Mapping[str, Any]]],
         *,
-        doors: Iterable[str],
+        endpoints: Iterable[str],
         routes: Iterable[Route],
     ) -> None:
         self._policies = policies
         self._authenticator = authenticator
         self._telemetry = telemetry
-        self._siblings = siblings
+        self._worker_group = worker_group
         self._state = state
         self._created = int(time.time())
         self._shell = Starlette(
             routes=[
-                *(Route(path, _post_only, methods=["POST"]) for path in doors),  # any other method: 405
+                *(Route(path, _post_only, methods=["POST"]) for path in endpoints),  # any other method: 405
                 *routes,
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),
@@ -99,7 +99,7 @@ class Lobby:
 
     async def _metrics(self, _: Request) -> Response:
         own, content_type = self._telemetry.render_metrics()
-        return Response(await self._siblings.metrics(own), headers={"content-type": content_type})
+        return Response(await self._worker_group.metrics(own), headers={"content-type": content_type})
 
 
 async def _post_only(request: Request) -> Response:

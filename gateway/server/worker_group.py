@@ -25,7 +25,7 @@ QUESTION_MAX_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class WorkerIdentity:
     """One of `count` workers. Of several, each has a socket in `folder`, which outlives the worker."""
 
     number: int = 0
@@ -37,25 +37,25 @@ class Seat:
         """Its own name, the same after a restart: of a chain in the ledger, of leases in the storage."""
         return replica if self.count == 1 else worker_name(replica, self.number)
 
-    def share_of(self, places: int) -> int:
+    def share_of(self, slots: int) -> int:
         """Its part of what the machine may have at the same time. All parts make up the whole, where that is as much
         as there are workers; nobody has less than one."""
-        whole, rest = divmod(places, self.count)
+        whole, rest = divmod(slots, self.count)
         return max(1, whole + (self.number < rest))
 
 
-ALONE = Seat()
+SINGLE_WORKER = WorkerIdentity()
 
 
 def worker_name(replica: str, number: int) -> str:
     return f"{replica}.w{number}"
 
 
-def left_behind(ledger: Path, replica: str, seat: Seat) -> list[str]:
+def left_behind(ledger: Path, replica: str, worker: WorkerIdentity) -> list[str]:
     """Names under which workers have written when there were more, or fewer, than now."""
     if not ledger.is_dir():
         return []
-    now = {seat.name(replica)} | {worker_name(replica, n) for n in range(seat.count) if seat.count > 1}
+    now = {worker.name(replica)} | {worker_name(replica, n) for n in range(worker.count) if worker.count > 1}
     ours = [folder.name for folder in ledger.iterdir() if folder.is_dir() and _is_of(folder.name, replica)]
     return sorted(set(ours) - now)
 
@@ -64,19 +64,21 @@ def _is_of(name: str, replica: str) -> bool:
     return name == replica or (name.startswith(f"{replica}.w") and name.removeprefix(f"{replica}.w").isdigit())
 
 
-class Siblings:
+class WorkerGroup:
     """Between start and stop, this worker tells the others what it knows, and asks them."""
 
-    def __init__(self, seat: Seat, *, metrics: Callable[[], bytes], calls: Callable[[bytes], bytes]) -> None:
-        self._seat = seat
+    def __init__(
+        self, worker: WorkerIdentity, *, metrics: Callable[[], bytes], calls: Callable[[bytes], bytes]
+    ) -> None:
+        self._worker = worker
         self._own_metrics = metrics
         self._own_calls = calls
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        if self._seat.listener is not None:
+        if self._worker.listener is not None:
             self._server = await asyncio.start_unix_server(
-                self._tell, sock=self._seat.listener, limit=QUESTION_MAX_BYTES
+                self._tell, sock=self._worker.listener, limit=QUESTION_MAX_BYTES
             )
 
     async def stop(self) -> None:
@@ -85,16 +87,16 @@ class Siblings:
 
     async def metrics(self, own: bytes) -> bytes:
         """Prometheus' text, of all workers."""
-        if self._seat.count == 1:
+        if self._worker.count == 1:
             return own
-        return merged({**await self._ask_others(b"metrics\n"), self._seat.number: own})
+        return merged({**await self._ask_others(b"metrics\n"), self._worker.number: own})
 
     async def calls(self, wanted: bytes) -> dict[int, bytes | None]:
         """Those of the last calls of each worker that are wanted, in words of the caller's without an end of line; None
         of one that does not answer.
         """
         told = await self._ask_others(b"calls %b\n" % wanted)
-        return {**told, self._seat.number: self._own_calls(wanted)}
+        return {**told, self._worker.number: self._own_calls(wanted)}
 
     async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError, ValueError):
@@ -113,14 +115,14 @@ class Siblings:
                 return b""
 
     async def _ask_others(self, question: bytes) -> dict[int, bytes | None]:
-        others = [number for number in range(self._seat.count) if number != self._seat.number]
+        others = [number for number in range(self._worker.count) if number != self._worker.number]
         answers = await asyncio.gather(*(self._ask(number, question) for number in others))
         return dict(zip(others, answers, strict=True))
 
     async def _ask(self, number: int, question: bytes) -> bytes | None:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                reader, writer = await asyncio.open_unix_connection(socket_path(self._seat.folder, number))
+                reader, writer = await asyncio.open_unix_connection(socket_path(self._worker.folder, number))
                 with contextlib.closing(writer):
                     writer.write(question)
                     text = bytearray()
@@ -175,4 +177,4 @@ def _with_label(line: bytes, label: bytes) -> bytes:
     return name + b"{" + label + b"} " + value
 
 
-__all__ = ["ALONE", "Seat", "Siblings", "left_behind", "merged", "socket_path", "worker_name"]
+__all__ = ["SINGLE_WORKER", "WorkerGroup", "WorkerIdentity", "left_behind", "merged", "socket_path", "worker_name"]

@@ -36,7 +36,7 @@ from gateway.policy.file import PolicyError, load_policy
 from gateway.server.app import LAST_CALLS_SECONDS
 from gateway.server.listener import listen, run, url_of
 from gateway.server.policy_checks import IN_SERVICE
-from gateway.server.worker_group import Seat, socket_path
+from gateway.server.worker_group import WorkerIdentity, socket_path
 from gateway.settings import Settings
 from gateway.telemetry import configure_logging
 
@@ -53,10 +53,10 @@ _fork = multiprocessing.get_context("fork")
 
 
 @dataclass
-class Worker:
+class WorkerProcess:
     """One seat, and the process that has it now."""
 
-    seat: Seat
+    identity: WorkerIdentity
     process: ForkProcess | None = None
     told: int = -1  # the end of a pipe on which it says that it is ready
     ready: bool = False
@@ -80,12 +80,12 @@ def serve(settings: Settings, *, on_ready: Callable[[str], None]) -> bool:
     with (
         listen(settings.host, settings.port, shared=True) as reserved,
         _signals() as signals,
-        _seats(settings) as seats,
+        _identities(settings) as identities,
     ):
         url = url_of(reserved)
         settings = settings.model_copy(update={"port": reserved.getsockname()[1]})
         gc.freeze()  # what is here now is shared: looking through it would copy it
-        return Supervisor(settings, seats, signals).run(lambda: on_ready(url))
+        return Supervisor(settings, identities, signals).run(lambda: on_ready(url))
 
 
 @contextlib.contextmanager
@@ -106,27 +106,27 @@ def _signals() -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def _seats(settings: Settings) -> Iterator[list[Seat]]:
+def _identities(settings: Settings) -> Iterator[list[WorkerIdentity]]:
     """With sockets in a folder that only this user can enter, and whose path is short enough for a socket."""
     folder = Path(tempfile.mkdtemp(prefix="warmpath-"))
     try:
         with contextlib.ExitStack() as open_sockets:
-            seats = []
+            identities = []
             for number in range(settings.workers):
                 listener = open_sockets.enter_context(socket.socket(socket.AF_UNIX))
                 listener.bind(str(socket_path(folder, number)))
                 listener.listen()
-                seats.append(Seat(number, settings.workers, folder, listener))
-            yield seats
+                identities.append(WorkerIdentity(number, settings.workers, folder, listener))
+            yield identities
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class Supervisor:
-    def __init__(self, settings: Settings, seats: list[Seat], signals: socket.socket) -> None:
+    def __init__(self, settings: Settings, identities: list[WorkerIdentity], signals: socket.socket) -> None:
         self._settings = settings
         self._signals = signals
-        self._workers = [Worker(seat) for seat in seats]
+        self._workers = [WorkerProcess(identity) for identity in identities]
         self._lifeline, self._held = os.pipe()  # ends in the workers when this process does
         self._stop_before: float | None = None  # set when they have been told to stop
         self._failed = False
@@ -155,7 +155,7 @@ class Supervisor:
         for worker in self._workers:
             if worker.process is None and self._stop_before is None and now >= worker.restart_at:
                 worker.told, tells = os.pipe()
-                worker.process = _fork.Process(target=self._work, args=(worker.seat, tells))
+                worker.process = _fork.Process(target=self._work, args=(worker.identity, tells))
                 worker.process.start()
                 os.close(tells)
                 worker.started_at = now
@@ -201,11 +201,11 @@ class Supervisor:
         self._failed = True
         for worker in self._workers:
             if worker.process is not None:
-                log.error("worker %d does not stop, and is killed", worker.seat.number)
+                log.error("worker %d does not stop, and is killed", worker.identity.number)
                 worker.process.kill()
                 worker.process.join()
 
-    def _ended(self, worker: Worker, code: int, all_ready: bool) -> None:
+    def _ended(self, worker: WorkerProcess, code: int, all_ready: bool) -> None:
         assert worker.process is not None
         worker.process.close()
         worker.process = None
@@ -217,19 +217,19 @@ class Supervisor:
             self._failed |= worker.ready and code != 0
             return
         if not all_ready:
-            log.critical("worker %d %s before it was ready", worker.seat.number, how)
+            log.critical("worker %d %s before it was ready", worker.identity.number, how)
             self._failed = True
             self._stop()
             return
         now = time.monotonic()
         if worker.ready and now - worker.started_at >= WELL_SECONDS:
             worker.pause_seconds = 0.0
-        log.error("worker %d %s; it is started again in %g s", worker.seat.number, how, worker.pause_seconds)
+        log.error("worker %d %s; it is started again in %g s", worker.identity.number, how, worker.pause_seconds)
         worker.restart_at = now + worker.pause_seconds
         worker.pause_seconds = min(max(2 * worker.pause_seconds, RESTART_FIRST_SECONDS), RESTART_MAX_SECONDS)
         worker.ready = False
 
-    def _work(self, seat: Seat, tells: int) -> None:
+    def _work(self, identity: WorkerIdentity, tells: int) -> None:
         """In the worker: nothing of the supervisor's is left here but what it shares on purpose."""
         signal.set_wakeup_fd(-1)
         for sig in (signal.SIGINT, signal.SIGTERM):
@@ -239,9 +239,11 @@ class Supervisor:
             if each.told >= 0:
                 os.close(each.told)
         try:
-            started = run(self._settings, on_ready=lambda _: _say_ready(tells), seat=seat, lifeline=self._lifeline)
+            started = run(
+                self._settings, on_ready=lambda _: _say_ready(tells), worker=identity, lifeline=self._lifeline
+            )
         except (PolicyError, OSError, ValueError) as error:
-            log.critical("worker %d can not start: %s", seat.number, error)
+            log.critical("worker %d can not start: %s", identity.number, error)
             started = False
         sys.exit(0 if started else 1)
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from gateway.deployments.fleet import Server
+from gateway.deployments.fleet import DeploymentState
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.prefix.working_set import Prompt
 from gateway.routing.base import Candidate
 
-Truth = Callable[[Server], CacheModel]
+Truth = Callable[[DeploymentState], CacheModel]
 
 HASHED_TOKENS = 256  # of a prompt's beginning, as in the routers that hash one
 SGLANG_MATCH_SHARE = 0.5
@@ -26,11 +26,11 @@ DYNAMO_BLOCK_TOKENS = 16
 UNBOUNDED_TOKENS = 10**12
 
 
-def _ranked(call: Prompt, servers: Sequence[Server], costs: Sequence[float]) -> list[Candidate]:
+def _ranked(call: Prompt, deployments: Sequence[DeploymentState], costs: Sequence[float]) -> list[Candidate]:
     """By cost, and equal ones by calls under way."""
     candidates = [
-        Candidate(server, cost, call.prompt_tokens_estimate, 0, 0.0, server.in_flight)
-        for server, cost in zip(servers, costs, strict=True)
+        Candidate(deployment, cost, call.prompt_tokens_estimate, 0, 0.0, deployment.in_flight)
+        for deployment, cost in zip(deployments, costs, strict=True)
     ]
     return sorted(candidates, key=lambda candidate: (candidate.cost_seconds, candidate.in_flight))
 
@@ -38,16 +38,20 @@ def _ranked(call: Prompt, servers: Sequence[Server], costs: Sequence[float]) -> 
 class FewestCalls:
     """Least busy: the fewest calls under way."""
 
-    def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
-        return _ranked(call, servers, [server.in_flight for server in servers])
+    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+        return _ranked(call, deployments, [deployment.in_flight for deployment in deployments])
 
 
 class ConsistentHash:
     """The prompt's first tokens choose the server, by rendezvous."""
 
-    def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
+    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         head = call.fingerprint[: HASHED_TOKENS // BLOCK_TOKENS][-1:]
-        return _ranked(call, servers, [xxhash.xxh3_64_intdigest(f"{head}{server.name}".encode()) for server in servers])
+        return _ranked(
+            call,
+            deployments,
+            [xxhash.xxh3_64_intdigest(f"{head}{deployment.name}".encode()) for deployment in deployments],
+        )
 
 
 class SGLangRule:
@@ -57,19 +61,19 @@ class SGLangRule:
     def __init__(self) -> None:
         self._trees: dict[str, CacheModel] = {}
 
-    def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
-        trees = [self._trees.setdefault(server.name, CacheModel(UNBOUNDED_TOKENS)) for server in servers]
-        loads = [server.in_flight for server in servers]
+    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+        trees = [self._trees.setdefault(deployment.name, CacheModel(UNBOUNDED_TOKENS)) for deployment in deployments]
+        loads = [deployment.in_flight for deployment in deployments]
         most, least = max(loads), min(loads)
         if most - least > SGLANG_LOAD_DIFFERENCE and most > SGLANG_LOAD_RATIO * least:
-            ranked = _ranked(call, servers, loads)
+            ranked = _ranked(call, deployments, loads)
         else:
             matches = [tree.match(call.fingerprint) for tree in trees]
             if max(matches) * BLOCK_TOKENS > SGLANG_MATCH_SHARE * call.prompt_tokens_estimate:
-                ranked = _ranked(call, servers, [-match for match in matches])
+                ranked = _ranked(call, deployments, [-match for match in matches])
             else:
-                ranked = _ranked(call, servers, [len(tree) for tree in trees])
-        self._trees[ranked[0].server.name].add(call.fingerprint)
+                ranked = _ranked(call, deployments, [len(tree) for tree in trees])
+        self._trees[ranked[0].deployment.name].add(call.fingerprint)
         return ranked
 
 
@@ -79,17 +83,17 @@ class DynamoCost:
     def __init__(self, truth: Truth) -> None:
         self._truth = truth
 
-    def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
-        return _ranked(call, servers, [self._blocks(call, server) for server in servers])
+    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+        return _ranked(call, deployments, [self._blocks(call, deployment) for deployment in deployments])
 
-    def _blocks(self, call: Prompt, server: Server) -> float:
-        warm = self._truth(server).match(call.fingerprint) * BLOCK_TOKENS
-        to_prefill = max(0, call.prompt_tokens_estimate - warm) + server.estimate.prefill_tokens_queued
-        return (to_prefill + server.estimate.prompt_tokens_in_flight) / DYNAMO_BLOCK_TOKENS
+    def _blocks(self, call: Prompt, deployment: DeploymentState) -> float:
+        warm = self._truth(deployment).match(call.fingerprint) * BLOCK_TOKENS
+        to_prefill = max(0, call.prompt_tokens_estimate - warm) + deployment.estimate.prefill_tokens_queued
+        return (to_prefill + deployment.estimate.prompt_tokens_in_flight) / DYNAMO_BLOCK_TOKENS
 
 
 class ShortestQueue:
     """Of one pooled cache every server has everything: only what waits distinguishes them."""
 
-    def order(self, call: Prompt, servers: Sequence[Server], now: float) -> list[Candidate]:
-        return _ranked(call, servers, [server.estimate.queued_tokens(now) for server in servers])
+    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+        return _ranked(call, deployments, [deployment.estimate.queued_tokens(now) for deployment in deployments])

@@ -89,7 +89,7 @@ def _summary(name: str, outcome: Outcome, *, predicts: bool) -> Summary:
     holds = sorted(one.sent - one.came for one in served)
     urgent = [one for one in served if one.urgent]
     some_are_batch = 0 < len(urgent) < len(served)
-    busy = [server.busy_seconds for server in outcome.servers]
+    busy = [deployment.busy_seconds for deployment in outcome.deployments]
     cached = sum(one.cached_tokens for one in served)
     return Summary(
         strategy=name,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from gateway.core.errors import BadRequest
-from gateway.endpoints.chat import ChatDoor
+from gateway.endpoints.chat import ChatEndpoint
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN, Fingerprints
 from gateway.prompts.reader import read_fields
 
@@ -28,7 +28,7 @@ class Turns:
     """Reads sessions of one trace: equal prefixes have equal blocks in all of them."""
 
     def __init__(self) -> None:
-        self._door = ChatDoor()
+        self._door = ChatEndpoint()
         self._fingerprints = Fingerprints()
         self._blocks: dict[int, int] = {}  # small numbers for hashes, so that blocks that follow each other are a range
         self._new = count()

@@ -14,8 +14,8 @@ from functools import partial
 from itertools import count, cycle
 
 from gateway.core.errors import GatewayError
-from gateway.deployments.fleet import Fleet, Place, SentCall
-from gateway.deployments.replica_sync import EXCHANGE_SECONDS, Hearsay, untold
+from gateway.deployments.fleet import Fleet, SentCall, SlotPermit
+from gateway.deployments.replica_sync import EXCHANGE_SECONDS, PeerReports, untold
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
@@ -65,7 +65,7 @@ class Served:
     urgent: bool
     prompt_tokens: int
     came: float
-    server: int = -1
+    deployment: int = -1
     sent: float = 0.0
     first_chunk: float = 0.0
     finished: float = 0.0
@@ -83,13 +83,13 @@ class _Running:
     turn: int
     call: SimulatedCall
     served: Served
-    place: Place | None = None
+    permit: SlotPermit | None = None
     sent: SentCall | None = None
     gone: bool = False  # nobody leaves here
     due: float = 0.0  # who came first goes first
 
-    def grant(self, place: Place) -> None:
-        self.replay.wake(self, place)
+    def grant(self, permit: SlotPermit) -> None:
+        self.replay.wake(self, permit)
 
     def refuse(self, error: GatewayError) -> None:
         raise AssertionError(error.message)
@@ -100,7 +100,7 @@ class Outcome:
     """All that was served, and what each server did for it."""
 
     served: list[Served] = field(default_factory=list)
-    servers: list[SimulatedServer] = field(default_factory=list)
+    deployments: list[SimulatedServer] = field(default_factory=list)
     capacity_tokens_believed: list[int] = field(default_factory=list)
 
 
@@ -112,10 +112,10 @@ class _Gateway:
         self.fleet = Fleet(lambda deployment: Unasked(), told=told)
         self.fleet.apply(site.policy)
         self.fleet.on_free = partial(on_free, self)
-        self.servers = self.fleet.servers_of(site.policy.models[0])
+        self.deployments = self.fleet.deployments_of(site.policy.models[0])
         self.lines: Lines[_Running] = Lines(self.fleet)
         self.strategy = strategy
-        self.hearsay = None if told is None else Hearsay(self.fleet, told)
+        self.peers = None if told is None else PeerReports(self.fleet, told)
         self.looking = False
 
 
@@ -148,7 +148,9 @@ class Replay:
         ]
         caches = {name: simulated.cache for name, simulated in zip(names, self._simulated, strict=True)}
         self._gateways = [
-            _Gateway(site, make_strategy(lambda server: caches[server.name]), lambda one: self._serve(one, self._now))
+            _Gateway(
+                site, make_strategy(lambda deployment: caches[deployment.name]), lambda one: self._serve(one, self._now)
+            )
             for _ in range(site.gateways)
         ]
         self._in_turn = cycle(self._gateways)
@@ -157,7 +159,7 @@ class Replay:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = count()
         self._now = 0.0
-        self.outcome = Outcome(servers=self._simulated)
+        self.outcome = Outcome(deployments=self._simulated)
 
     def run(self) -> Outcome:
         for session in self._trace.sessions:
@@ -166,7 +168,7 @@ class Replay:
             self._now, _, happen = heapq.heappop(self._events)
             happen(self._now)
         self.outcome.capacity_tokens_believed = [
-            server.cache.capacity_tokens for gateway in self._gateways for server in gateway.servers
+            deployment.cache.capacity_tokens for gateway in self._gateways for deployment in gateway.deployments
         ]
         return self.outcome
 
@@ -187,9 +189,9 @@ class Replay:
         )
         gateway = next(self._in_turn)
         running = _Running(self, gateway, session, turn, call, Served(session.urgent, request.prompt_tokens, now))
-        place = gateway.lines.at_once(call, now)
-        if place is not None:
-            self._granted(running, place, now)
+        permit = gateway.lines.at_once(call, now)
+        if permit is not None:
+            self._granted(running, permit, now)
         else:
             gateway.lines.join(running, now)
             self._serve(gateway, now)
@@ -205,38 +207,38 @@ class Replay:
         self._serve(gateway, now)
 
     def _something_to_tell(self, gateway: _Gateway, now: float) -> None:
-        if gateway.hearsay is not None and not self._exchanging:
+        if gateway.peers is not None and not self._exchanging:
             self._exchanging = True
             self._at(now + EXCHANGE_SECONDS, self._exchange)
 
     def _exchange(self, now: float) -> None:
         self._exchanging = False
-        talking = [gateway.hearsay for gateway in self._gateways if gateway.hearsay is not None]
-        for notice in filter(None, [hearsay.notice(now) for hearsay in talking]):
-            for hearsay in talking:
-                hearsay.hear(notice, now)
+        talking = [gateway.peers for gateway in self._gateways if gateway.peers is not None]
+        for notice in filter(None, [peers.notice(now) for peers in talking]):
+            for peers in talking:
+                peers.hear(notice, now)
 
-    def wake(self, running: _Running, place: Place) -> None:
+    def wake(self, running: _Running, permit: SlotPermit) -> None:
         """Its turn has come: it goes on when whoever said so is done, as a task would."""
-        self._at(self._now, partial(self._granted, running, place))
+        self._at(self._now, partial(self._granted, running, permit))
 
-    def _granted(self, running: _Running, place: Place, now: float) -> None:
+    def _granted(self, running: _Running, permit: SlotPermit, now: float) -> None:
         """What the router does, and then what the server does."""
         call, gateway = running.call, running.gateway
-        for candidate in gateway.strategy.order(call, gateway.servers, now):
-            if place.move_to(candidate.server):
+        for candidate in gateway.strategy.order(call, gateway.deployments, now):
+            if permit.move_to(candidate.deployment):
                 break
-        server = candidate.server
-        running.place = place
-        running.sent = server.send(call, now)
+        deployment = candidate.deployment
+        running.permit = permit
+        running.sent = deployment.send(call, now)
         served = running.served
-        served.sent, served.server = now, gateway.servers.index(server)
+        served.sent, served.deployment = now, gateway.deployments.index(deployment)
         served.predicted_tokens = running.sent.note.believed.matched * BLOCK_TOKENS
         work = Work(call.fingerprint, call.prompt_tokens_estimate)
         self._work[work] = running
-        seconds = self._simulated[served.server].submit(work)
+        seconds = self._simulated[served.deployment].submit(work)
         if seconds is not None:
-            self._at(now + seconds, partial(self._first_chunk, served.server))
+            self._at(now + seconds, partial(self._first_chunk, served.deployment))
         self._something_to_tell(gateway, now)
 
     def _first_chunk(self, index: int, now: float) -> None:
@@ -253,7 +255,7 @@ class Replay:
 
     def _finish(self, running: _Running, now: float) -> None:
         served, session, turn = running.served, running.session, running.turn + 1
-        assert running.sent is not None and running.place is not None
+        assert running.sent is not None and running.permit is not None
         served.finished = now
         running.sent.learn_cached(served.prompt_tokens, served.cached_tokens)
         running.sent.end(now)
@@ -261,4 +263,4 @@ class Replay:
         self.outcome.served.append(served)
         if turn < len(session.requests):
             self._at(now + session.requests[turn].after_seconds, partial(self._come, session, turn))
-        running.place.release()  # which serves who waits
+        running.permit.release()  # which serves who waits

@@ -97,7 +97,7 @@ class RedisStorage:
         blob_bytes: int = DEFAULT_BLOB_BYTES,
         document_bytes: int = DEFAULT_DOCUMENT_BYTES,
         timeout_seconds: float = OPERATION_TIMEOUT_SECONDS,
-        clock: Literal["server", "caller"] = "server",
+        clock: Literal["deployment", "caller"] = "deployment",
     ) -> None:
         self._client: Redis = Redis.from_url(
             url,

@@ -1,7 +1,7 @@
 """Traces, metrics and logs; nothing else in the gateway imports opentelemetry or prometheus_client.
 
-A request pays for its telemetry after its reply: while it runs, it only notes times (`Marks`). Whether it is sampled
-is decided once, when it begins; metrics are updated either way.
+A request pays for its telemetry after its reply: while it runs, it only notes times (`PhaseTimings`). Whether it is
+sampled is decided once, when it begins; metrics are updated either way.
 """
 
 from __future__ import annotations

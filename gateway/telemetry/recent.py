@@ -17,7 +17,7 @@ import msgspec
 
 from gateway.core.times import rfc3339
 from gateway.telemetry.record import CallRecord, phases, predicted_cached_tokens, times
-from gateway.types import Attempt, Marks, Operation, Outcome, Usage
+from gateway.types import Attempt, Operation, Outcome, PhaseTimings, Usage
 
 RECENT_CALLS = 500  # of each kind, kept by each worker; a call leaves some two thousand bytes
 KINDS_MAX = 16  # classes come from the policy, which may change: what is of yet another one is kept with the refused
@@ -50,7 +50,7 @@ class _Kept(msgspec.Struct):
 
     call_id: str
     trace_id: int
-    marks: Marks
+    marks: PhaseTimings
     path: str
     operation: Operation | None
     status: int

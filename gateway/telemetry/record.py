@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from gateway.telemetry import names
-from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Trace, Usage
+from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Trace, Usage
 
 
 class Choice(Protocol):
@@ -28,7 +28,7 @@ class CallRecord(msgspec.Struct, kw_only=True):
     call_id: str  # as the client is told it
     trace: Trace
     server_span_id: int
-    marks: Marks
+    marks: PhaseTimings
     method: str
     path: str  # of the door, never what a client made up: it becomes a span's name
     status: int = 500
@@ -85,7 +85,7 @@ class Phase(NamedTuple):
         return (self.end_ns - self.start_ns) / 1e9
 
 
-def phases(marks: Marks, attempts: Sequence[Attempt]) -> list[Phase]:
+def phases(marks: PhaseTimings, attempts: Sequence[Attempt]) -> list[Phase]:
     """The request's time, cut at the marks; those not `within_chat` cover it without gap or overlap.
 
     The first phase begins with the request and each lasts until the next. `chat` is the whole dialogue with the
@@ -107,7 +107,7 @@ def phases(marks: Marks, attempts: Sequence[Attempt]) -> list[Phase]:
     return result
 
 
-def times(marks: Marks, attempts: Sequence[Attempt]) -> Times:
+def times(marks: PhaseTimings, attempts: Sequence[Attempt]) -> Times:
     """The sums over `phases`, for the many requests of which nobody draws a span."""
     at = dict(marks.phases)
     if attempts and at.keys() >= _ORDINARY and len(at) == len(marks.phases):  # each was entered, and once
@@ -120,7 +120,7 @@ def times(marks: Marks, attempts: Sequence[Attempt]) -> Times:
     return _summed(phases(marks, attempts), marks)
 
 
-def _summed(found: Sequence[Phase], marks: Marks) -> Times:
+def _summed(found: Sequence[Phase], marks: PhaseTimings) -> Times:
     own, queued, chat = 0, None, None
     for phase in found:
         lasted = phase.end_ns - phase.start_ns
@@ -134,7 +134,7 @@ def _summed(found: Sequence[Phase], marks: Marks) -> Times:
     return Times(ended - marks.started_ns, own, queued, chat)
 
 
-def _chat(marks: Marks, entered: Sequence[tuple[str, int, int]], attempts: Sequence[Attempt]) -> tuple[int, int]:
+def _chat(marks: PhaseTimings, entered: Sequence[tuple[str, int, int]], attempts: Sequence[Attempt]) -> tuple[int, int]:
     """When the dialogue with the upstreams begins and ends."""
     settled, opened = entered[-1][2], None
     for name, start, _ in entered:  # of a phase that was entered twice, the last time counts
@@ -150,7 +150,7 @@ def _chat(marks: Marks, entered: Sequence[tuple[str, int, int]], attempts: Seque
     return max(marks.started_ns, opened), settled
 
 
-def _intervals(marks: Marks) -> list[tuple[str, int, int]]:
+def _intervals(marks: PhaseTimings) -> list[tuple[str, int, int]]:
     """(phase, start, end) as they were entered, each until the next; the clock may have been set back meanwhile."""
     intervals: list[tuple[str, int, int]] = []
     entered, start = marks.phases, marks.started_ns

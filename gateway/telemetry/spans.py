@@ -271,10 +271,10 @@ def _attempt_attributes(attempt: Attempt, call: Call, resend_count: int) -> Attr
 
 
 @lru_cache(maxsize=256)  # one for each server and door, mostly
-def _url_attributes(base_url: str, door: str) -> Attributes:
+def _url_attributes(base_url: str, endpoint: str) -> Attributes:
     url = urlsplit(base_url)
     host = url.hostname or ""
     port = url.port or (443 if url.scheme == "https" else 80)
     # Put together anew: a base URL may hold a user and a password.
-    full = f"{url.scheme}://{host}:{port}{url.path.rstrip('/')}/{door}"
+    full = f"{url.scheme}://{host}:{port}{url.path.rstrip('/')}/{endpoint}"
     return {names.SERVER_ADDRESS: host, names.SERVER_PORT: port, names.URL_FULL: full}

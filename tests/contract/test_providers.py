@@ -261,7 +261,7 @@ async def test_a_stream_comes_in_whole_frames(
 ) -> None:
     """Byte for byte where it is not put into other words."""
     tokens = [wire.token, wire.token, b"id: x\n" + wire.token]
-    stream = b"".join([b": hello\n\n", wire.opening, *tokens, wire.usage, wire.done]).replace(b"\n", line_end)
+    stream = b"".join([b": hello\n\n", wire.opener, *tokens, wire.usage, wire.done]).replace(b"\n", line_end)
     given = stream if wire.verbatim else b"".join([wire.opened, *3 * [wire.tokened], wire.used, wire.ended])
     pieces = [coded(stream[i : i + size]) for i in range(0, len(stream), size)]
     async with ScriptedServer(answering(STREAM_HEAD, *pieces, STREAM_END)) as server:
@@ -277,7 +277,7 @@ async def test_a_chunk_is_given_as_soon_as_it_is_whole(provider_for: ProviderFor
     more = asyncio.Event()
 
     async def script(_: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + coded(wire.opening + wire.token + wire.usage[:10]))
+        writer.write(STREAM_HEAD + coded(wire.opener + wire.token + wire.usage[:10]))
         await more.wait()
         writer.write(coded(wire.usage[10:]) + coded(wire.done) + STREAM_END)
 
@@ -296,7 +296,7 @@ async def test_what_is_poured_needs_no_task_for_a_chunk(kind: str, wire: Wire, t
     async def script(_: Received, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD)
         for count in range(1, 6):
-            writer.write(coded(wire.opening + wire.token if count == 1 else wire.token))
+            writer.write(coded(wire.opener + wire.token if count == 1 else wire.token))
             while len(came) < count:
                 await asyncio.sleep(0)
         writer.write(coded(wire.done) + STREAM_END)
@@ -324,7 +324,7 @@ async def test_what_a_sink_raises_ends_the_pouring(kind: str, wire: Wire, transp
     def refuse(chunk: bytes) -> bool:
         raise Full
 
-    pieces = [coded(wire.opening + wire.token), coded(wire.done)]
+    pieces = [coded(wire.opener + wire.token), coded(wire.done)]
     async with ScriptedServer(answering(STREAM_HEAD, *pieces)) as server:
         async with asyncio.timeout(TIMEOUT_SECONDS):
             deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
@@ -336,7 +336,7 @@ async def test_what_a_sink_raises_ends_the_pouring(kind: str, wire: Wire, transp
 
 
 async def test_the_last_blank_line_may_be_missing(provider_for: ProviderFor, wire: Wire) -> None:
-    stream = wire.opening + wire.token + wire.done[:-2]
+    stream = wire.opener + wire.token + wire.done[:-2]
     async with ScriptedServer(answering(STREAM_HEAD, coded(stream), STREAM_END)) as server:
         ended = wire.ended[:-2] if wire.verbatim else wire.ended
         assert await answer(provider_for(server.base_url), call(stream=True)) == [wire.opened + wire.tokened, ended]
@@ -346,7 +346,7 @@ async def test_whoever_stops_at_done_keeps_the_connection_all_the_same(provider_
     closed = asyncio.Event()
 
     async def script(_: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + coded(wire.opening + wire.token + wire.done))
+        writer.write(STREAM_HEAD + coded(wire.opener + wire.token + wire.done))
         await closed.wait()
         writer.write(STREAM_END)
 
@@ -366,7 +366,7 @@ async def test_a_server_that_says_no_more_after_done_holds_nobody_up(
     provider_for: ProviderFor, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.providers.openai.DRAIN_TIMEOUT_SECONDS", 0.01)
-    async with ScriptedServer(answering(STREAM_HEAD, coded(wire.opening + wire.token), coded(wire.done))) as server:
+    async with ScriptedServer(answering(STREAM_HEAD, coded(wire.opener + wire.token), coded(wire.done))) as server:
         given = b"".join(await answer(provider_for(server.base_url), call(stream=True)))
         assert given == wire.opened + wire.tokened + wire.ended
         await server.until_the_client_closed()
@@ -446,8 +446,8 @@ async def test_the_body_of_a_refusal_is_bounded(provider_for: ProviderFor) -> No
         (True, lambda wire: [b""]),
         (False, lambda wire: [json_answer(wire.answer)[:-5]]),
         (True, lambda wire: [STREAM_HEAD]),
-        (True, lambda wire: [STREAM_HEAD, coded(wire.opening + wire.token)]),
-        (True, lambda wire: [STREAM_HEAD, coded(wire.opening + wire.token), coded(wire.token[:20])]),
+        (True, lambda wire: [STREAM_HEAD, coded(wire.opener + wire.token)]),
+        (True, lambda wire: [STREAM_HEAD, coded(wire.opener + wire.token), coded(wire.token[:20])]),
     ],
 )
 async def test_cut(
@@ -465,14 +465,14 @@ async def test_cut(
 async def test_a_clean_end_without_done_is_a_cut(
     provider_for: ProviderFor, wire: Wire, rest: Callable[[Wire], bytes]
 ) -> None:
-    pieces = [coded(piece) for piece in (wire.opening + wire.token, rest(wire)) if piece]
+    pieces = [coded(piece) for piece in (wire.opener + wire.token, rest(wire)) if piece]
     async with ScriptedServer(answering(STREAM_HEAD, *pieces, STREAM_END)) as server:
         assert (await failure(provider_for(server.base_url), call(stream=True))).fault is Fault.CUT
 
 
 @pytest.mark.parametrize("begun", [False, True])
 async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, wire: Wire, begun: bool) -> None:
-    before = wire.opening + wire.token if begun else b""
+    before = wire.opener + wire.token if begun else b""
     async with ScriptedServer(answering(STREAM_HEAD + coded(before + wire.error + wire.done) + STREAM_END)) as server:
         reply = await provider_for(server.base_url).open(call(stream=True), headers={})
         chunks = []
@@ -538,7 +538,7 @@ async def test_text_about_errors_is_none(provider_for: ProviderFor, wire: Wire) 
     said, error_said = data(TEXT)[6:-2], data('data: {"error": 1}\n\ndata: [DONE]')[6:-2]  # as JSON
     text = wire.token.replace(said, error_said)
     given = wire.opened + wire.tokened.replace(said, error_said) + wire.ended
-    async with ScriptedServer(answering(STREAM_HEAD + coded(wire.opening + text + wire.done) + STREAM_END)) as server:
+    async with ScriptedServer(answering(STREAM_HEAD + coded(wire.opener + text + wire.done) + STREAM_END)) as server:
         assert b"".join(await answer(provider_for(server.base_url), call(stream=True))) == given
 
 
@@ -606,7 +606,7 @@ async def test_cancelled_while_it_waits_for_a_chunk(provider_for: ProviderFor, w
 
 
 async def test_closed_in_the_middle(provider_for: ProviderFor, wire: Wire) -> None:
-    begun = STREAM_HEAD + coded(wire.opening + wire.token)
+    begun = STREAM_HEAD + coded(wire.opener + wire.token)
     async with ScriptedServer(answering(begun)) as server, asyncio.timeout(TIMEOUT_SECONDS):
         reply = await provider_for(server.base_url).open(call(stream=True), headers={})
         assert timeless(await anext(aiter(reply))) == wire.opened + wire.tokened
@@ -655,7 +655,7 @@ async def test_large_bodies_both_ways(provider_for: ProviderFor, wire: Wire) -> 
     said, long = data(TEXT)[6:-2], data(text)[6:-2]  # as JSON
 
     async def script(received: Received, writer: asyncio.StreamWriter) -> None:
-        writer.write(STREAM_HEAD + coded(wire.opening + wire.token.replace(said, long) + wire.done) + STREAM_END)
+        writer.write(STREAM_HEAD + coded(wire.opener + wire.token.replace(said, long) + wire.done) + STREAM_END)
 
     async with ScriptedServer(script) as server:
         provider = provider_for(server.base_url)

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 import openai
 import yaml
 
-from gateway.policy_checks import ANYWHERE
-from gateway.policy_file import parse_policy
+from gateway.policy.file import parse_policy
+from gateway.server.policy_checks import ANYWHERE
 from tests.docs.conftest import KEY, Stack
 from tests.docs.markdown import ROOT, Block, blocks
 from tests.e2e.processes import PATIENCE_SECONDS, clean_environment, until

@@ -5,12 +5,12 @@ from pathlib import Path
 from tests.docs.markdown import ROOT, blocks, code_spans, section
 
 PAGE = ROOT / "ARCHITECTURE.md"
-PACKAGES = {"The gateway's modules": "gateway", "The engine's modules": "backend"}
+PACKAGES = {"The gateway's packages": "gateway", "The engine's packages": "backend"}
 
 
 def entries(title: str) -> list[str]:
-    """The path at the head of each line of a section's list."""
-    return re.findall(r"^\* `([^`]+)`:", section(PAGE, title), re.MULTILINE)
+    """The path in the first cell of each row of a section's table."""
+    return re.findall(r"^\| `([^`]+)` \|", section(PAGE, title), re.MULTILINE)
 
 
 def modules(package: str) -> list[Path]:

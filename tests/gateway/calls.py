@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gateway.endpoints import DOORS
-from gateway.endpoints.base import Door
+from gateway.endpoints import ENDPOINTS
+from gateway.endpoints.base import Endpoint
 from gateway.policy import Policy
 from gateway.prompts.canonicaliser import Canonicaliser, new_call_id
 from gateway.types import Call, Operation, Principal, Trace
@@ -41,14 +41,14 @@ def a_call(
     key: str = "k",
     key_models: frozenset[str] | None = None,
     operation: Operation = Operation.CHAT,
-    door: Door | None = None,
+    endpoint: Endpoint | None = None,
     headers: dict[bytes, bytes] | None = None,
     now: float = 0.0,
 ) -> Call:
     policy = policy or a_policy()
     content = body if isinstance(body, bytes) else json.dumps(chat() if body is None else body).encode()
     return Canonicaliser(b"secret").canonicalise(
-        door or next(door for door in DOORS if door.operation is operation),
+        endpoint or next(endpoint for endpoint in ENDPOINTS if endpoint.operation is operation),
         content,
         headers or {},
         call_id=new_call_id(),

@@ -17,17 +17,17 @@ from typing import Any
 import yaml
 
 from gateway.auth.authenticator import Authenticator
-from gateway.billing.ledger import Correction, Ledger, Opened, Unbilled
+from gateway.billing.ledger import Correction, Ledger, OpenCall, UnbilledWork
 from gateway.billing.ledger.chain import segments
-from gateway.billing.open_calls import LedgerBooks
+from gateway.billing.open_calls import LedgerCallLog
 from gateway.billing.recovery import Recovery
 from gateway.billing.settler import Settler
 from gateway.core.api_keys import hash_key
 from gateway.core.errors import LedgerUnavailable, StorageUnavailable
 from gateway.deployments.fleet import Fleet
-from gateway.diagnosis import Journal, Watcher
-from gateway.endpoints import DOORS
-from gateway.endpoints.exchange import BodyRoom
+from gateway.diagnosis import Journal, PrefixDiagnosis
+from gateway.endpoints import ENDPOINTS
+from gateway.endpoints.exchange import BodyBudget
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.policy import Deployment
@@ -36,10 +36,10 @@ from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.queueing import Queue
 from gateway.response_cache import ResponseCache
-from gateway.response_store import Archives
+from gateway.response_store import ResponseStore
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
-from gateway.serve import House, handle
+from gateway.serve import Components, handle
 from gateway.storage.base import Charge, Document, Granted, Refused
 from gateway.storage.memory import MemoryStorage
 from gateway.telemetry import CallRecord, Telemetry
@@ -297,7 +297,7 @@ class FaultyLedger(Ledger):
     fault_ahead = False
     has_failed = False
 
-    def append(self, row: Receipt | Unbilled | Correction) -> None:
+    def append(self, row: Receipt | UnbilledWork | Correction) -> None:
         if self.fault_ahead:
             self.has_failed = True
             raise LedgerUnavailable("the disk is full")
@@ -328,30 +328,30 @@ class Rig:
         self.ledger = FaultyLedger(directory / "ledger", "r")
         self.ledger_directory = directory / "ledger" / "r"
         limiter = Limiter(self.storage, LIMITS)
-        bodies = BodyRoom(100 * MAX_BODY_BYTES)
-        self.archives = Archives(self.storage, bodies)
-        self.house = House(
+        bodies = BodyBudget(100 * MAX_BODY_BYTES)
+        self.response_store = ResponseStore(self.storage, bodies)
+        self.components = Components(
             policies=PolicyHolder(self.policy_file),
             authenticator=Authenticator(self.storage, PEPPER),
-            canonicaliser=Canonicaliser(b"secret", archives=self.archives),
+            canonicaliser=Canonicaliser(b"secret", response_store=self.response_store),
             cache=ResponseCache(self.storage),
             limiter=limiter,
             queue=Queue(self.fleet),
             router=Router(self.fleet, STRATEGIES),
-            books=LedgerBooks(self.ledger, in_vain=self._note_in_vain),
+            call_log=LedgerCallLog(self.ledger, in_vain=self._note_in_vain),
             settler=Settler(limiter, self.ledger),
             telemetry=self.telemetry,
-            diagnosis=Watcher(Journal(directory / "diagnosis", "r")),
+            diagnosis=PrefixDiagnosis(Journal(directory / "diagnosis", "r")),
             max_body_bytes=MAX_BODY_BYTES,
             bodies=bodies,
         )
         self.recovery = Recovery(
-            self.ledger, self.fleet, self.house.policies, limiter, self.house.authenticator, ask_seconds=0.0
+            self.ledger, self.fleet, self.components.policies, limiter, self.components.authenticator, ask_seconds=0.0
         )
-        self.fleet.apply(self.house.policies.current)
-        self.house.policies.subscribe(self.fleet.apply)
+        self.fleet.apply(self.components.policies.current)
+        self.components.policies.subscribe(self.fleet.apply)
 
-    def _note_in_vain(self, opened: Opened) -> None:
+    def _note_in_vain(self, opened: OpenCall) -> None:
         self.recovery.add(opened)
 
     def write_policy(self, policy: dict[str, Any]) -> None:
@@ -369,8 +369,8 @@ class Rig:
 
     def begin(self, client: Client) -> asyncio.Task[None]:
         path = client.scope["path"]
-        door = next(door for door in DOORS if path == f"/v1/{door.path}")
-        served = handle(self.house, door, client.scope, client.receive, client.send)
+        endpoint = next(endpoint for endpoint in ENDPOINTS if path == f"/v1/{endpoint.path}")
+        served = handle(self.components, endpoint, client.scope, client.receive, client.send)
         return asyncio.create_task(served)
 
     async def ask(self, body: bytes | Client, operation: Operation = Operation.CHAT) -> Client:
@@ -400,17 +400,17 @@ class Rig:
 
     async def check_at_rest(self) -> None:
         """Nothing is held by anybody any more, and everything was ended once."""
-        await self.house.settler.stop()
+        await self.components.settler.stop()
         await self.recovery.catch_up()
-        await self.house.limiter.retry_unsettled()
+        await self.components.limiter.retry_unsettled()
         await settle()
         for server in self.fleet:
-            held = (server.places_taken, server.in_flight, server.estimate.prefill_tokens_queued)
+            held = (server.slots_taken, server.in_flight, server.estimate.prefill_tokens_queued)
             assert held == (0, 0, 0), server.name
         assert all(reply.closed for reply in self.replies), "a connection is left open"
-        assert self.house.cache.in_flight == 0, "a recording was never ended"
-        assert self.house.limiter.open_reservations == 0
-        assert self.house.bodies.held_bytes == 0, "room is held for nothing"
+        assert self.components.cache.in_flight == 0, "a recording was never ended"
+        assert self.components.limiter.open_reservations == 0
+        assert self.components.bodies.held_bytes == 0, "room is held for nothing"
         assert sorted(self.storage.ended) == sorted(self.storage.granted), "each reservation is ended once"
         assert self.ledger.calls_open == 0 or self.ledger.has_failed, "a call was opened, and never closed"
         calls = [receipt["call_id"] for receipt in self.receipts()]

@@ -309,12 +309,12 @@ async def test_a_call_in_flight_keeps_its_server_and_one_that_waits_takes_a_new_
         await settle()
         before = list(rig.fleet)
         rig.write_policy(policy_of(deployments=few[1:], models=[{"name": "m", "deployments": ["b", "c"]}]))
-        assert await rig.house.policies.reload()
+        assert await rig.components.policies.reload()
         await settle()
         assert second.whole and second.status == 503 and "no deployment" in second.json["error"]["message"]
         old.say(delta("one"), DONE)
         await in_time(asyncio.gather(*serving))
         assert first.content == delta("one") + DONE
-        assert all(server.places_taken == 0 for server in before)
+        assert all(server.slots_taken == 0 for server in before)
         rig.script(DONE)
         assert (await rig.ask(STREAM)).headers["x-warmpath-deployment"] in "bc"

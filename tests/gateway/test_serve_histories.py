@@ -118,7 +118,7 @@ class History:
 
     async def policy(self, places: int) -> None:
         self.rig.write_policy(policy(places))
-        assert await self.rig.house.policies.reload()
+        assert await self.rig.components.policies.reload()
 
     async def ledger(self, fails: bool) -> None:
         self.rig.ledger.fault_ahead = fails

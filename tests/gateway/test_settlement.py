@@ -64,10 +64,10 @@ async def test_the_reservation_is_settled_to_the_truth(tmp_path: Path) -> None:
         rig.script(answer())  # 12 tokens
         reserved = 1000 - int((await rig.ask(chat(max_tokens=100))).headers["x-ratelimit-remaining-tokens"])
         assert reserved > 100
-        await rig.house.settler.stop()
+        await rig.components.settler.stop()
         left = int((await rig.ask(chat(max_tokens=100))).headers["x-ratelimit-remaining-tokens"])
         assert left == 1000 - 12 - reserved
-        await rig.house.settler.stop()
+        await rig.components.settler.stop()
         (account,) = (account for key, account in rig.storage._accounts.items() if "budget" in key)
         assert account.spent == 2 * (10 * 1000 + 2 * 2000)  # billionths: 10 tokens at 1 and 2 at 2 per million
 
@@ -78,7 +78,7 @@ async def test_an_answer_from_the_cache_that_costs_money_is_held_against_the_bud
     async with a_rig(tmp_path, models=models, tenants=[limits]) as rig:
         rig.script(answer())  # 10 tokens and 2
         assert [(await rig.ask(SURE)).status for _ in range(4)] == [200] * 4, "requests count those to servers"
-        await rig.house.settler.stop()
+        await rig.components.settler.stop()
         assert [receipt["cost"] for receipt in rig.receipts()] == ["0.000014", *["0.000007"] * 3]
         (account,) = (account for key, account in rig.storage._accounts.items() if "budget" in key)
         assert (account.spent, account.held) == (14_000 + 3 * 7_000, 0)
@@ -100,7 +100,7 @@ async def test_a_priced_answer_that_is_shared_and_fails_is_charged_nothing(tmp_p
         reply.say(ProviderFailure(Fault.REFUSED, "", status=400, body=b"{}"))
         (await rig.reply(1)).say(answer(), None)  # it asks for itself
         await in_time(asyncio.gather(*serving))
-        await rig.house.settler.stop()
+        await rig.components.settler.stop()
         (account,) = (account for key, account in rig.storage._accounts.items() if "budget" in key)
         assert (follower.status, account.spent, account.held) == (200, 14_000, 0)
 
@@ -121,7 +121,7 @@ async def test_the_truth_is_paid_when_the_receipt_is_durable(tmp_path: Path, mon
         assert (await rig.ask(chat(max_tokens=10))).status == 200, "and nobody for its place"
         assert rig.storage.ended == []
         disk.set()
-        await rig.house.settler.stop()
+        await rig.components.settler.stop()
         assert len(rig.storage.ended) == 2
 
 

@@ -7,21 +7,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gateway.endpoints import COUNTING_DOORS
+from gateway.endpoints import COUNTING_ENDPOINTS
 from gateway.serve import handle
-from gateway.token_counting import PromptCounts
+from gateway.token_counting import TokenCounting
 from gateway.types import Outcome
 from tests.gateway.harness import Client, Rig, a_rig, in_time, tenant
 
-DOOR = next(door for door in COUNTING_DOORS if door.path == "messages/count_tokens")
+DOOR = next(endpoint for endpoint in COUNTING_ENDPOINTS if endpoint.path == "messages/count_tokens")
 HELLO = {"role": "user", "content": "hello"}
 
 
 async def count(rig: Rig, client: Client | None = None, **fields: Any) -> Client:
     body = json.dumps({"model": "m", "messages": [HELLO], **fields}).encode()
     client = client or Client(body, path="/v1/messages/count_tokens")
-    story = PromptCounts(rig.fleet).count
-    await in_time(handle(rig.house, DOOR, client.scope, client.receive, client.send, story=story))
+    story = TokenCounting(rig.fleet).count
+    await in_time(handle(rig.components, DOOR, client.scope, client.receive, client.send, story=story))
     return client
 
 

@@ -5,7 +5,7 @@ DuckDB with it, so it is imported by whoever reads and not from here.
 """
 
 from gateway.billing.ledger.chain import BrokenRow, Verification, verify
-from gateway.billing.ledger.rows import Correction, Opened, Unbilled
+from gateway.billing.ledger.rows import Correction, OpenCall, UnbilledWork
 from gateway.billing.ledger.writer import Ledger
 
-__all__ = ["BrokenRow", "Correction", "Ledger", "Opened", "Unbilled", "Verification", "verify"]
+__all__ = ["BrokenRow", "Correction", "Ledger", "OpenCall", "UnbilledWork", "Verification", "verify"]

@@ -26,7 +26,16 @@ from gateway.billing.ledger.chain import (
     segments,
 )
 from gateway.billing.ledger.room import give_back_room, take_room
-from gateway.billing.ledger.rows import Carried, Correction, Opened, Row, Unbilled, decode, decode_head, left_open
+from gateway.billing.ledger.rows import (
+    CarriedCalls,
+    Correction,
+    OpenCall,
+    Row,
+    UnbilledWork,
+    decode,
+    decode_head,
+    left_open,
+)
 from gateway.core.errors import LedgerUnavailable
 from gateway.core.ids import event_seconds, new_event_id
 from gateway.types import Receipt
@@ -50,19 +59,19 @@ class Appender:
         self.segment_number = 0
         self.size = 0  # of the segment
         self.full_segments: list[int] = []  # still to be fsynced and closed
-        self.closed_lately: list[tuple[Opened, Receipt]] = []  # before it was opened, in its last segment
+        self.closed_lately: list[tuple[OpenCall, Receipt]] = []  # before it was opened, in its last segment
         self._segment_bytes = self._segment_end = segment_bytes  # the end is here where its age says so
         self._began = math.inf  # when the segment did
         self._room_end: float = 0  # how far into the segment room is taken
         self._head = GENESIS
         self._lock = -1
-        self._open: dict[str, list[Opened]] = {}  # by call
+        self._open: dict[str, list[OpenCall]] = {}  # by call
 
     @property
     def calls_open(self) -> int:
         return len(self._open)
 
-    def unfinished(self) -> list[list[Opened]]:
+    def unfinished(self) -> list[list[OpenCall]]:
         """What was opened and has no receipt, by call: after opening, what a gateway that was killed has left."""
         return list(self._open.values())
 
@@ -100,13 +109,13 @@ class Appender:
                 raise LedgerUnavailable(f"the ledger can not be written: {error.strerror}") from error
             self._room_end = needed + AHEAD_BYTES if taken else math.inf
 
-    def open_call(self, row: Opened) -> None:
+    def open_call(self, row: OpenCall) -> None:
         """Reserve, and write the row; then as `append`."""
         self.reserve()
         self._write(row)
         self._open.setdefault(row.call_id, []).append(row)
 
-    def append(self, row: Receipt | Unbilled | Correction) -> None:
+    def append(self, row: Receipt | UnbilledWork | Correction) -> None:
         """Write the row at the end of the chain, which closes what it ends. It outlives this process from here on."""
         self._write(row)
         if type(row) is not Correction and (opened := self._open.pop(row.call_id, None)) and len(opened) > 1:
@@ -127,11 +136,11 @@ class Appender:
         self._head = digest
         self.size += written
 
-    def open_attempts(self, call_id: str) -> list[Opened]:
+    def open_attempts(self, call_id: str) -> list[OpenCall]:
         return self._open.get(call_id, [])
 
-    def _close_one(self, row: Receipt | Unbilled, opened: list[Opened]) -> None:
-        by, attempt = ("unbilled", row.attempt) if isinstance(row, Unbilled) else ("receipt", 0)
+    def _close_one(self, row: Receipt | UnbilledWork, opened: list[OpenCall]) -> None:
+        by, attempt = ("unbilled", row.attempt) if isinstance(row, UnbilledWork) else ("receipt", 0)
         if left := left_open(opened, by=by, attempt=attempt, deployment=row.deployment):
             self._open[row.call_id] = left
 
@@ -156,7 +165,7 @@ class Appender:
         try:
             self._begin_segment()
         except OSError as error:
-            if type(row) is Opened or self.size + CLOSING_BYTES > self._room_end:
+            if type(row) is OpenCall or self.size + CLOSING_BYTES > self._room_end:
                 path = self.folder / segment_name(self.segment_number + 1)
                 raise LedgerUnavailable(f"the ledger can not start the segment {path}: {error.strerror}") from error
 
@@ -166,7 +175,7 @@ class Appender:
         carried, head = b"", self._head
         if self._open:
             opened = tuple(each for call in self._open.values() for each in call)
-            carried, head = encode_row(Carried(event_id=new_event_id(), opened=opened), self._head)
+            carried, head = encode_row(CarriedCalls(event_id=new_event_id(), opened=opened), self._head)
         try:
             room = len(carried) + (len(self._open) + 2) * CLOSING_BYTES
             taken = take_room(segment, 0, room)
@@ -217,11 +226,11 @@ class Appender:
         sync_folder(self.folder)
 
 
-def _left_behind(segment: Path) -> tuple[float, dict[str, list[Opened]], list[tuple[Opened, Receipt]]]:
+def _left_behind(segment: Path) -> tuple[float, dict[str, list[OpenCall]], list[tuple[OpenCall, Receipt]]]:
     """(when the segment's first row was made, what was opened in it or carried into it and has no receipt, and the
     newest of those that have one)."""
-    began, still_open = math.inf, dict[str, list[Opened]]()
-    closed = deque[tuple[Opened, Receipt]](maxlen=CLOSED_LATELY)
+    began, still_open = math.inf, dict[str, list[OpenCall]]()
+    closed = deque[tuple[OpenCall, Receipt]](maxlen=CLOSED_LATELY)
     if not segment.exists():
         return began, still_open, []
     with segment.open("rb") as lines:
@@ -232,8 +241,8 @@ def _left_behind(segment: Path) -> tuple[float, dict[str, list[Opened]], list[tu
                     began = event_seconds(head.event_id)
                 if head.kind in ("opened", "carried"):
                     row = decode(line)
-                    for opened in row.opened if isinstance(row, Carried) else (row,):
-                        assert isinstance(opened, Opened)
+                    for opened in row.opened if isinstance(row, CarriedCalls) else (row,):
+                        assert isinstance(opened, OpenCall)
                         still_open.setdefault(opened.call_id, []).append(opened)
                 elif head.kind in ("receipt", "unbilled") and head.call_id in still_open:
                     before = still_open.pop(head.call_id)

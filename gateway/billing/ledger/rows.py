@@ -19,7 +19,7 @@ import msgspec
 from gateway.types import Receipt
 
 
-class Opened(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="opened"):
+class OpenCall(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="opened"):
     """What is known of a call before a server is asked; fields as in `Receipt`."""
 
     event_id: str
@@ -46,7 +46,7 @@ class Opened(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", 
         return self.call_id if self.attempt == 1 else f"{self.call_id}-{self.attempt}"
 
 
-class Unbilled(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="unbilled"):
+class UnbilledWork(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="unbilled"):
     """Fields as in `Receipt`. By an estimate (`exact` false) it says nothing: zeros."""
 
     event_id: str
@@ -67,9 +67,9 @@ class Unbilled(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     trace_id: str
 
 
-class Carried(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="carried"):
+class CarriedCalls(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="carried"):
     event_id: str
-    opened: tuple[Opened, ...]
+    opened: tuple[OpenCall, ...]
 
 
 class Correction(Receipt, frozen=True, kw_only=True, tag_field="kind", tag="correction"):
@@ -83,14 +83,14 @@ class Correction(Receipt, frozen=True, kw_only=True, tag_field="kind", tag="corr
     corrected: str  # RFC 3339, as `finished`
 
 
-Row = Opened | Receipt | Unbilled | Carried | Correction
+Row = OpenCall | Receipt | UnbilledWork | CarriedCalls | Correction
 
 encode = msgspec.json.Encoder().encode
 decode = msgspec.json.Decoder(Row).decode
 """One line's row, its place in the chain left out. Raises `msgspec.MsgspecError`."""
 
 
-class Head(msgspec.Struct):
+class RowHead(msgspec.Struct):
     """What every row has, whatever its kind."""
 
     kind: str
@@ -100,10 +100,10 @@ class Head(msgspec.Struct):
     deployment: str | None = None
 
 
-decode_head = msgspec.json.Decoder(Head).decode
+decode_head = msgspec.json.Decoder(RowHead).decode
 
 
-def left_open(opened: list[Opened], *, by: str, attempt: int, deployment: str | None) -> list[Opened]:
+def left_open(opened: list[OpenCall], *, by: str, attempt: int, deployment: str | None) -> list[OpenCall]:
     """A call's attempts, those that a row of the kind `by` does not close."""
     if by == "unbilled":
         return [each for each in opened if each.attempt != attempt]

@@ -32,7 +32,7 @@ import msgspec
 
 from gateway.billing.ledger.appender import SEGMENT_BYTES, Appender, sync
 from gateway.billing.ledger.retention import drop_old_segments
-from gateway.billing.ledger.rows import Correction, Opened, Unbilled
+from gateway.billing.ledger.rows import Correction, OpenCall, UnbilledWork
 from gateway.core.errors import LedgerUnavailable
 from gateway.types import Receipt
 
@@ -101,11 +101,11 @@ class Ledger:
         """(a segment's number, how many of its bytes): everything up to there outlives a power cut."""
         return self._durable_at
 
-    def unfinished(self) -> list[list[Opened]]:
+    def unfinished(self) -> list[list[OpenCall]]:
         """By call, what was opened and has no receipt: right after `open`, what a killed gateway has left behind."""
         return self._chain.unfinished()
 
-    def closed_lately(self) -> list[tuple[Opened, Receipt]]:
+    def closed_lately(self) -> list[tuple[OpenCall, Receipt]]:
         """The newest calls that have their receipts, right after `open`: a killed gateway may have come no further.
         They are handed over."""
         closed, self._chain.closed_lately = self._chain.closed_lately, []
@@ -123,7 +123,7 @@ class Ledger:
         self._chain.open()
         self._durable_at = (self._chain.segment_number, self._chain.size)
 
-    def open_call(self, opened: Opened) -> None:
+    def open_call(self, opened: OpenCall) -> None:
         """Write that a server is about to be asked, and keep room for the receipt.
 
         Raises `LedgerUnavailable` where that can not be had: then the server must not be asked.
@@ -135,11 +135,11 @@ class Ledger:
             self._fail(error)
         self._wrote()
 
-    def open_attempts(self, call_id: str) -> list[Opened]:
+    def open_attempts(self, call_id: str) -> list[OpenCall]:
         """Those of a call that no row has closed: once its receipt is written, what was done in vain."""
         return self._chain.open_attempts(call_id)
 
-    def append(self, row: Receipt | Unbilled | Correction) -> None:
+    def append(self, row: Receipt | UnbilledWork | Correction) -> None:
         """Write a row, which closes what was opened for it. It outlives this process, and a power cut once `durable`.
 
         Raises `LedgerUnavailable` where it could not be written: then there is no trace of it in the ledger, and all

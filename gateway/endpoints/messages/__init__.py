@@ -20,7 +20,7 @@ from gateway.endpoints.messages.errors import failure, refusal
 from gateway.endpoints.messages.headers import headers_of
 from gateway.endpoints.messages.reply import Events, Wording, message_of
 from gateway.endpoints.messages.request import MessagesBody, PromptBody, chat_fields, prompt_fields, shows_thinking
-from gateway.prompts.reader import ADVICE, Asked, Fields, decode
+from gateway.prompts.reader import ADVICE, Fields, ParsedBody, decode
 from gateway.types import Operation
 
 _messages = msgspec.json.Decoder(MessagesBody)
@@ -37,13 +37,13 @@ class _Translator(ABC):
     def __init__(self, call_id: str) -> None:
         self._request_id = call_id
 
-    def read(self, fields: Fields, body: bytes) -> Asked:
+    def read(self, fields: Fields, body: bytes) -> ParsedBody:
         asked = self._read(fields, body)
         if body.find(breakpoints.MARK) < 0:
             return asked
         return msgspec.structs.replace(asked, with_breakpoints=partial(self._read, fields, body, with_breakpoints=True))
 
-    def _read(self, fields: Fields, body: bytes, *, with_breakpoints: bool = False) -> Asked:
+    def _read(self, fields: Fields, body: bytes, *, with_breakpoints: bool = False) -> ParsedBody:
         chat = self.chat_fields(fields, body, with_breakpoints=with_breakpoints)
         hints = MARKED if with_breakpoints else ADVICE
         return msgspec.structs.replace(read_chat(chat, _encode(chat)), hints=hints)
@@ -97,18 +97,18 @@ class CountTranslator(_Translator):
         raise AssertionError("a count is no stream")
 
 
-class MessagesDoor:
+class MessagesEndpoint:
     path: ClassVar[str] = "messages"
     operation: ClassVar[Operation] = Operation.CHAT
 
     def translator(self, call_id: str) -> MessagesTranslator:
         return MessagesTranslator(call_id)
 
-    def read(self, fields: Fields, body: bytes) -> Asked:
+    def read(self, fields: Fields, body: bytes) -> ParsedBody:
         return MessagesTranslator("").read(fields, body)
 
 
-class CountTokensDoor:
+class CountTokensEndpoint:
     """How many tokens a prompt has. Nothing is generated."""
 
     path: ClassVar[str] = "messages/count_tokens"
@@ -117,8 +117,16 @@ class CountTokensDoor:
     def translator(self, call_id: str) -> CountTranslator:
         return CountTranslator(call_id)
 
-    def read(self, fields: Fields, body: bytes) -> Asked:
+    def read(self, fields: Fields, body: bytes) -> ParsedBody:
         return CountTranslator("").read(fields, body)
 
 
-__all__ = ["CountTokensDoor", "MessagesDoor", "MessagesTranslator", "asked_for_in", "model", "models", "refusal"]
+__all__ = [
+    "CountTokensEndpoint",
+    "MessagesEndpoint",
+    "MessagesTranslator",
+    "asked_for_in",
+    "model",
+    "models",
+    "refusal",
+]

@@ -15,7 +15,7 @@ import msgspec
 
 from gateway.core.errors import GatewayError, UpstreamRefused
 from gateway.endpoints.chat import read_chat
-from gateway.endpoints.responses.body import Asked, chat_fields, input_items, own_name, read_body
+from gateway.endpoints.responses.body import ResponsesRequest, chat_fields, input_items, own_name, read_body
 from gateway.endpoints.responses.events import EventStream
 from gateway.endpoints.responses.reading import ABSENT
 from gateway.endpoints.responses.references import MARK, with_items
@@ -23,20 +23,20 @@ from gateway.endpoints.responses.response import Response
 from gateway.endpoints.responses.stored import NO_HISTORY, History, Turn, document_of, read_history, with_ids
 from gateway.prompts import reader
 from gateway.prompts.reader import Fields, decode, read_fields
-from gateway.response_store import Archive, Keeper
+from gateway.response_store import StoringTranslator, TenantResponses
 from gateway.types import Operation
 
-__all__ = ["InputTokensDoor", "ResponsesDoor"]
+__all__ = ["InputTokensEndpoint", "ResponsesEndpoint"]
 
 
-class ResponsesDoor:
+class ResponsesEndpoint:
     path: ClassVar[str] = "responses"
     operation: ClassVar[Operation] = Operation.CHAT
 
     def translator(self, call_id: str) -> ResponsesTranslator:
         return ResponsesTranslator(call_id)
 
-    def read(self, fields: Fields, body: bytes) -> reader.Asked:
+    def read(self, fields: Fields, body: bytes) -> reader.ParsedBody:
         return self.translator("").read(fields, body)
 
 
@@ -50,15 +50,15 @@ class _GoesOn(msgspec.Struct):
 _goes_on = msgspec.json.Decoder(_GoesOn)
 
 
-class ResponsesTranslator(Keeper):
+class ResponsesTranslator(StoringTranslator):
     operation: ClassVar[Operation] = Operation.CHAT
 
     def __init__(self, call_id: str) -> None:
         self._call_id = call_id
-        self._archive: Archive | None = None
+        self._tenant_responses: TenantResponses | None = None
         self._history: History | None = None  # None where nothing is kept
         self._input: list[msgspec.Raw] | None = None  # where it refers to items, with these in their places
-        self._asked: Asked | None = None
+        self._asked: ResponsesRequest | None = None
         self._response: Response | None = None
         self._events: EventStream | None = None
 
@@ -66,15 +66,15 @@ class ResponsesTranslator(Keeper):
     def _key(self) -> str:
         return self._call_id.removeprefix("req_")
 
-    async def recall(self, body: bytes, archive: Archive) -> None:
-        self._archive = archive
+    async def recall(self, body: bytes, tenant_responses: TenantResponses) -> None:
+        self._tenant_responses = tenant_responses
         asked = decode(_goes_on, body)
         previous = asked.previous_response_id
-        self._history = NO_HISTORY if previous is None else await read_history(previous, archive)
+        self._history = NO_HISTORY if previous is None else await read_history(previous, tenant_responses)
         if MARK in (said := bytes(asked.input)) and said.startswith(b"["):
-            self._input = await with_items(msgspec.json.decode(said, type=list[msgspec.Raw]), archive)
+            self._input = await with_items(msgspec.json.decode(said, type=list[msgspec.Raw]), tenant_responses)
 
-    def read(self, fields: Fields, body: bytes) -> reader.Asked:
+    def read(self, fields: Fields, body: bytes) -> reader.ParsedBody:
         asked = self._asked = read_body(fields, body, self._history)
         if self._input is not None:
             asked.body.input = self._input
@@ -112,18 +112,18 @@ class ResponsesTranslator(Keeper):
         self._response.stored = await self._keep(self._asked, response)
         return self._events.end() if self._asked.body.stream else self._whole()
 
-    async def _keep(self, asked: Asked, response: Response) -> bool:
+    async def _keep(self, asked: ResponsesRequest, response: Response) -> bool:
         """Whether it is kept."""
-        assert self._archive is not None
+        assert self._tenant_responses is not None
         told = response.json(response.status)
         output = [msgspec.json.encode(item) for item in told["output"]]
         turn = Turn(with_ids(input_items(asked.body), self._key), output, response.output.signed())
         document = document_of(told, turn, asked.history)
-        return await self._archive.put(response.id, document, call_id=self._call_id)
+        return await self._tenant_responses.put(response.id, document, call_id=self._call_id)
 
     def let_go(self) -> None:
-        if self._archive is not None:
-            self._archive.let_go()
+        if self._tenant_responses is not None:
+            self._tenant_responses.let_go()
 
     def refusal(self, error: GatewayError) -> tuple[int, bytes] | None:
         """A server's refusal names the fields of a chat, which this client has not sent."""
@@ -144,7 +144,7 @@ class ResponsesTranslator(Keeper):
         return self._events.failure(error)
 
 
-class InputTokensDoor:
+class InputTokensEndpoint:
     """How many tokens the prompt of a response has. Nothing is generated."""
 
     path: ClassVar[str] = "responses/input_tokens"
@@ -153,7 +153,7 @@ class InputTokensDoor:
     def translator(self, call_id: str) -> InputTokensTranslator:
         return InputTokensTranslator(call_id)
 
-    def read(self, fields: Fields, body: bytes) -> reader.Asked:
+    def read(self, fields: Fields, body: bytes) -> reader.ParsedBody:
         return self.translator("").read(fields, body)
 
 

@@ -111,7 +111,7 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     generate_summary: Literal["auto"] | None = None  # the older name
 
 
-class Asked(msgspec.Struct, frozen=True):
+class ResponsesRequest(msgspec.Struct, frozen=True):
     """A body that can be fulfilled, its parts read."""
 
     fields: Fields
@@ -134,7 +134,7 @@ class Asked(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(Body)
 
 
-def read_body(fields: Fields, raw: bytes, history: History | None) -> Asked:
+def read_body(fields: Fields, raw: bytes, history: History | None) -> ResponsesRequest:
     """`history` is what it goes on from; None where nothing is kept. Raises `BadRequest`."""
     for name, why in chain((_REFUSED_WITHOUT if history is None else _REFUSED_WITH).items(), _REFUSED.items()):
         if name in fields and is_given(fields[name]) and not _is_harmless(name, bytes(fields[name])):
@@ -150,7 +150,7 @@ def read_body(fields: Fields, raw: bytes, history: History | None) -> Asked:
     options = StreamOptions()
     if is_given(body.stream_options):
         options = read(StreamOptions, body.stream_options, "stream_options")
-    return Asked(
+    return ResponsesRequest(
         fields=fields,
         body=body,
         tools=read_tools(body.tools or (), body.tool_choice),
@@ -165,7 +165,7 @@ def _is_harmless(name: str, value: bytes) -> bool:
     return (name, value) in (("background", b"false"), ("truncation", b'"disabled"'))
 
 
-def chat_fields(asked: Asked) -> Json:
+def chat_fields(asked: ResponsesRequest) -> Json:
     """What a chat is asked for, in its own words. Raises `BadRequest`."""
     body = asked.body
     if isinstance(body.input, str) and not asked.history.items:

@@ -14,7 +14,7 @@ import msgspec
 from gateway.core.errors import BadRequest, NotFound
 from gateway.endpoints.responses.reading import fields_of, read
 from gateway.endpoints.responses.stored import HISTORY_BYTES_MAX, MAX_ID_CHARACTERS, RESPONSES_MAX, items_by_id
-from gateway.response_store import Archive
+from gateway.response_store import TenantResponses
 
 MARK = b'"item_reference"'
 AT_ONCE = 16  # responses that are read before their bytes are counted
@@ -28,7 +28,7 @@ class Reference(msgspec.Struct, forbid_unknown_fields=True):
     id: str
 
 
-async def with_items(items: Sequence[msgspec.Raw], archive: Archive) -> list[msgspec.Raw]:
+async def with_items(items: Sequence[msgspec.Raw], tenant_responses: TenantResponses) -> list[msgspec.Raw]:
     """The same, with the items in place of their names. Raises `BadRequest`, `NotFound`, `Overloaded` and
     `StorageUnavailable`.
     """
@@ -37,7 +37,7 @@ async def with_items(items: Sequence[msgspec.Raw], archive: Archive) -> list[msg
         path = f"input[{number}]"
         if MARK in bytes(item) and bytes(fields_of(item, path).get("type", b"")) == MARK:
             wanted[number] = read(Reference, item, path).id
-    found = await _items(wanted.values(), archive)
+    found = await _items(wanted.values(), tenant_responses)
     whole = list(items)
     for number, name in wanted.items():
         if name not in found:
@@ -49,14 +49,14 @@ async def with_items(items: Sequence[msgspec.Raw], archive: Archive) -> list[msg
     return whole
 
 
-async def _items(names: Iterable[str], archive: Archive) -> dict[str, msgspec.Raw]:
+async def _items(names: Iterable[str], tenant_responses: TenantResponses) -> dict[str, msgspec.Raw]:
     """By their ids, those that are kept, and others of the same responses."""
     made_here = (_MADE_HERE.fullmatch(name) for name in names if len(name) <= MAX_ID_CHARACTERS)
     responses = list(dict.fromkeys(f"resp_{match[1]}" for match in made_here if match is not None))
     found: dict[str, msgspec.Raw] = {}
     size = 0
     for start in range(0, len(responses), AT_ONCE):
-        heads = [head for head in await archive.heads(responses[start : start + AT_ONCE]) if head is not None]
+        heads = [head for head in await tenant_responses.heads(responses[start : start + AT_ONCE]) if head is not None]
         held = sum(map(len, heads))
         size += held
         if len(responses) > RESPONSES_MAX or size > HISTORY_BYTES_MAX:
@@ -64,7 +64,7 @@ async def _items(names: Iterable[str], archive: Archive) -> dict[str, msgspec.Ra
                 f"input: it may refer to items of {RESPONSES_MAX} responses, with {HISTORY_BYTES_MAX} bytes",
                 param="input",
             )
-        archive.hold(held)
+        tenant_responses.hold(held)
         for head in heads:
             found |= items_by_id(head)
     return found

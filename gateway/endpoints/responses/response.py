@@ -11,7 +11,7 @@ import msgspec
 from gateway.core.errors import GatewayError, UpstreamCut
 from gateway.endpoints.chat_answers import Answer, Choice, Said, TokenLogprob, read_answer
 from gateway.endpoints.responses import logprobs
-from gateway.endpoints.responses.body import Asked
+from gateway.endpoints.responses.body import ResponsesRequest
 from gateway.endpoints.responses.output import Events, Output
 from gateway.endpoints.responses.reading import is_given
 from gateway.providers.usage import usage_of
@@ -37,7 +37,7 @@ class Response:
     that it is kept, or will be.
     """
 
-    def __init__(self, key: str, asked: Asked, *, stored: bool) -> None:
+    def __init__(self, key: str, asked: ResponsesRequest, *, stored: bool) -> None:
         self.output = Output(key, asked.tools, seals=asked.seals_reasoning, keeps=stored)
         self.id = f"resp_{key}"
         self.stored = stored
@@ -113,7 +113,7 @@ class Response:
         return {**told, "usage": self._usage} if ended and self._usage is not None else told
 
 
-def echo(asked: Asked) -> Json:
+def echo(asked: ResponsesRequest) -> Json:
     """The request's fields that a response has, with what holds where nothing was said. What only the model knows, such
     as its own temperature, is null."""
     body = asked.body

@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.core.errors import BadRequest, PreviousResponseNotFound
 from gateway.prompts.reader import read_fields
-from gateway.response_store import Archive
+from gateway.response_store import TenantResponses
 from gateway.storage.base import Document
 
 RESPONSES_MAX = 1000  # of one history
@@ -84,11 +84,11 @@ def input_of(document: Document) -> list[bytes]:
     return _turn.decode(document.head).input
 
 
-async def read_history(response_id: str, archive: Archive) -> History:
+async def read_history(response_id: str, tenant_responses: TenantResponses) -> History:
     """What the response was told and has said, from the first of its history on. Raises `BadRequest`,
     `PreviousResponseNotFound`, `Overloaded` and `StorageUnavailable`.
     """
-    last = await archive.get(response_id) if len(response_id) <= MAX_ID_CHARACTERS else None
+    last = await tenant_responses.get(response_id) if len(response_id) <= MAX_ID_CHARACTERS else None
     if last is None:
         raise PreviousResponseNotFound(
             f"there is no previous response {response_id[:MAX_ID_CHARACTERS]!r}", param=PARAM
@@ -101,9 +101,9 @@ async def read_history(response_id: str, archive: Archive) -> History:
             f"{len(ids)} and {told.history_bytes}; begin anew with what matters of it",
             param=PARAM,
         )
-    archive.hold(told.history_bytes)
+    tenant_responses.hold(told.history_bytes)
     turns: list[Turn] = []
-    for name, head in zip(ids, [*await archive.heads(told.history), last.head], strict=True):
+    for name, head in zip(ids, [*await tenant_responses.heads(told.history), last.head], strict=True):
         if head is None:
             raise PreviousResponseNotFound(
                 f"of the history of {response_id}, the response {name} is not kept any more", param=PARAM

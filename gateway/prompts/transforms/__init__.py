@@ -34,7 +34,7 @@ from gateway.prompts.transforms.plans import Plans
 from gateway.prompts.transforms.template_date import TemplateDate
 from gateway.prompts.transforms.text_parts import TextParts
 from gateway.prompts.transforms.tool_order import ToolOrder
-from gateway.types import Said
+from gateway.types import PromptMessage
 
 VERSION = 1
 _NOISE, _TEXT_PARTS = Noise(), TextParts()
@@ -80,7 +80,7 @@ class Canon:
         self._context = Context(Plan(VERSION, "off"), "", memory, ())
 
     def form(
-        self, fields: Fields, messages: Sequence[Said], plan: Plan, scope: str, *, plain: bool = False
+        self, fields: Fields, messages: Sequence[PromptMessage], plan: Plan, scope: str, *, plain: bool = False
     ) -> Form | None:
         """The body in its canonical form; None where it is that already. `plain`: as in `View`. Raises `NotInMemory`,
         and has then changed nothing.
@@ -188,7 +188,7 @@ def _with_messages(
 
 
 def _wanting(
-    candidates: Sequence[Transform], messages: Sequence[Said], plain: bool, raw: msgspec.Raw
+    candidates: Sequence[Transform], messages: Sequence[PromptMessage], plain: bool, raw: msgspec.Raw
 ) -> list[Transform]:
     """Those that see something in the messages, and all behind one that may bring forth more than was to be seen."""
     wanting: list[Transform] = []

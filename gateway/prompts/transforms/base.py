@@ -19,7 +19,7 @@ from typing import ClassVar
 import msgspec
 
 from gateway.prompts.transforms.memory import SharedMemory
-from gateway.types import Said
+from gateway.types import PromptMessage
 
 Fields = dict[str, msgspec.Raw]
 Message = dict[str, msgspec.Raw]  # its top-level values
@@ -56,7 +56,7 @@ class Context(msgspec.Struct, frozen=True):
 class View(msgspec.Struct, frozen=True):
     """A chat's messages as their door has read them, for a look before they are taken apart."""
 
-    messages: Sequence[Said]
+    messages: Sequence[PromptMessage]
     plain: bool  # all of them are text: no parts, and no tool calls
     head: bytes  # the first bytes of their JSON
     size_bytes: int  # of their JSON

@@ -21,7 +21,7 @@ import xxhash
 from gateway.core.cache_breakpoints import text_of, unmarked
 from gateway.prompts.transforms.base import Plan
 from gateway.prompts.transforms.memory import SharedMemory
-from gateway.types import Said
+from gateway.types import PromptMessage
 
 WARM_SECONDS = 86400.0
 MAX_SCOPES = 10_000  # tenants times models
@@ -53,7 +53,7 @@ class Plans:
         self._clock = clock
         self._changes: dict[tuple[str, str], _Change] = {}
 
-    def plan_for(self, wanted: Plan, tenant: str, model: str, messages: Sequence[Said]) -> Plan:
+    def plan_for(self, wanted: Plan, tenant: str, model: str, messages: Sequence[PromptMessage]) -> Plan:
         """What the policy wants of new conversations is `wanted`. Raises `NotInMemory`."""
         change = self._changes.get((tenant, model))
         if change is None or (change.plan is not wanted and change.plan != wanted):
@@ -82,7 +82,7 @@ class Plans:
         return change
 
     def _plan_of_conversation(
-        self, change: _Change, previous: Plan, tenant: str, model: str, messages: Sequence[Said]
+        self, change: _Change, previous: Plan, tenant: str, model: str, messages: Sequence[PromptMessage]
     ) -> Plan:
         key = _key_of(tenant, model, messages)
         if key is None:
@@ -95,7 +95,7 @@ class Plans:
         return change.plan if begun == change.plan else previous
 
 
-def _key_of(tenant: str, model: str, messages: Sequence[Said]) -> str | None:
+def _key_of(tenant: str, model: str, messages: Sequence[PromptMessage]) -> str | None:
     """By the first user message alone: the system prompt may be what changes from turn to turn."""
     for message in messages:
         if message.role == "user":

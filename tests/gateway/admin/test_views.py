@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.server.worker_group import ALONE, Siblings
+from gateway.server.worker_group import SINGLE_WORKER, WorkerGroup
 from gateway.telemetry.recent import RECENT_CALLS
 from tests.gateway.harness import KEY, answer, chat, policy_of, tenant
 from tests.gateway.providers.scripted import Received, ScriptedServer, json_answer
@@ -134,10 +134,10 @@ async def test_the_last_ones_to_end_are_shown_in_the_order_in_which_they_began(
         3: None,
     }
 
-    async def of_all(self: Siblings, wanted: bytes) -> dict[int, bytes | None]:
+    async def of_all(self: WorkerGroup, wanted: bytes) -> dict[int, bytes | None]:
         return told
 
-    monkeypatch.setattr(Siblings, "calls", of_all)
+    monkeypatch.setattr(WorkerGroup, "calls", of_all)
     reply = (await look(app, "/admin/calls?limit=2")).json()
     assert [call["call_id"] for call in reply["data"]] == ["late", "long"]
     assert reply["workers"] == {"asked": 4, "answered": 2}
@@ -183,5 +183,5 @@ async def test_without_an_admin_port_no_call_is_kept(tmp_path: Path) -> None:
 
 
 async def test_who_is_alone_asks_nobody() -> None:
-    siblings = Siblings(ALONE, metrics=lambda: b"", calls=lambda wanted: b"<%b>" % wanted)
-    assert await siblings.calls(b"7") == {0: b"<7>"}
+    worker_group = WorkerGroup(SINGLE_WORKER, metrics=lambda: b"", calls=lambda wanted: b"<%b>" % wanted)
+    assert await worker_group.calls(b"7") == {0: b"<7>"}

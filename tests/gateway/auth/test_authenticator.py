@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.auth.authenticator import Authenticator
 from gateway.auth import authenticator as auth
+from gateway.auth.authenticator import Authenticator
 from gateway.core.api_keys import hash_key, new_key
 from gateway.core.errors import StorageUnavailable, Unauthenticated
 from gateway.policy import Policy

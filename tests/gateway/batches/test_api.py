@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from gateway.batches import uploads as uploads_module
 from gateway.batches.api import BatchApi
 from gateway.batches.store import CHUNK_BYTES
-from gateway.batches.worker import Worker
+from gateway.batches.worker import BatchWorker
 from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from tests.gateway.batches.test_lines import raw
 from tests.gateway.batches.workshops import Bench, a_bench
@@ -25,10 +25,10 @@ MAX_FILE_BYTES = 3 * CHUNK_BYTES
 async def an_api(directory: Path, **changes: Any) -> AsyncIterator[tuple[httpx2.AsyncClient, Bench]]:
     """The routes, and nobody who works on the batches."""
     async with a_bench(directory, **changes) as bench:
-        house = bench.rig.house
+        components = bench.rig.components
         api = BatchApi(
-            house.authenticator, house.policies, bench.store, Worker(bench.shop),
-            max_file_bytes=MAX_FILE_BYTES, max_line_bytes=house.max_body_bytes,
+            components.authenticator, components.policies, bench.store, BatchWorker(bench.shop),
+            max_file_bytes=MAX_FILE_BYTES, max_line_bytes=components.max_body_bytes,
         )  # fmt: skip
         app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
         headers = {"authorization": f"Bearer {KEY}"}

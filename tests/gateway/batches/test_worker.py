@@ -5,7 +5,7 @@ import pytest
 
 from gateway.batches import worker as worker_module
 from gateway.batches.records import Batch, Status
-from gateway.batches.worker import LEASE_SECONDS, Worker
+from gateway.batches.worker import LEASE_SECONDS, BatchWorker
 from gateway.core.errors import StorageUnavailable
 from tests.gateway.batches.test_run import reply_of
 from tests.gateway.batches.workshops import Bench, a_bench, ask
@@ -23,7 +23,7 @@ async def until_status(bench: Bench, batch_id: str, *wanted: Status) -> None:
 async def test_batches_are_found_worked_on_and_ended(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         bench.rig.script(answer())
-        worker = Worker(bench.shop)
+        worker = BatchWorker(bench.shop)
         worker.start()
         batches = [await bench.add([ask(f"{number}")]) for number in range(3)]
         worker.wake()
@@ -39,7 +39,7 @@ async def test_an_outage_of_the_store_stands_in_the_log_once_with_its_end(
     answers = iter([StorageUnavailable("away"), StorageUnavailable("away"), None, None])
     over = asyncio.Event()
     async with a_bench(tmp_path) as bench:
-        worker = Worker(bench.shop)
+        worker = BatchWorker(bench.shop)
         there = bench.store.open_batches
 
         async def open_batches() -> list[Batch]:
@@ -63,7 +63,7 @@ async def test_an_outage_of_the_store_stands_in_the_log_once_with_its_end(
 
 async def test_it_knows_how_far_its_batches_are(tmp_path: Path) -> None:
     async with a_bench(tmp_path, batches={"concurrency": 1}) as bench:
-        worker = Worker(bench.shop)
+        worker = BatchWorker(bench.shop)
         batch = await bench.add([ask("one"), ask("two"), ask("three")])
         worker.start()
         reply = await reply_of(bench, 0)
@@ -82,7 +82,7 @@ async def test_it_knows_how_far_its_batches_are(tmp_path: Path) -> None:
 
 async def test_what_a_gateway_had_when_it_closed_is_free_for_others_at_once(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
-        worker = Worker(bench.shop)
+        worker = BatchWorker(bench.shop)
         batch = await bench.add([ask("one")])
         worker.start()
         await reply_of(bench, 0)
@@ -92,7 +92,7 @@ async def test_what_a_gateway_had_when_it_closed_is_free_for_others_at_once(tmp_
 
 async def test_a_lease_is_kept_while_the_work_goes_on_and_a_cancelled_batch_is_stopped(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
-        worker = Worker(bench.shop)
+        worker = BatchWorker(bench.shop)
         batch = await bench.add([ask("one")])
         worker.start()
         await reply_of(bench, 0)
@@ -114,7 +114,7 @@ async def test_a_lease_is_kept_while_the_work_goes_on_and_a_cancelled_batch_is_s
 async def test_tenants_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "RUNS_MAX", 2)
     async with a_bench(tmp_path) as bench:
-        worker = Worker(bench.shop)
+        worker = BatchWorker(bench.shop)
         first = await bench.add([ask("first")])
         worker.start()
         await reply_of(bench, 0)
@@ -130,7 +130,7 @@ async def test_tenants_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 async def test_what_was_kept_long_enough_is_deleted_but_no_input_of_an_open_batch(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         bench.rig.script(answer())
-        worker = Worker(bench.shop)
+        worker = BatchWorker(bench.shop)
         done = await bench.add([ask("one")])
         worker.start()
         await until_status(bench, done.id, Status.COMPLETED)
@@ -138,7 +138,7 @@ async def test_what_was_kept_long_enough_is_deleted_but_no_input_of_an_open_batc
         bench.now += 90 * 86_400
         bench.rig.script()
         held = await bench.add([ask("two")], expires_at=int(bench.now + 3600))
-        again = Worker(bench.shop)
+        again = BatchWorker(bench.shop)
         again.start()
         await reply_of(bench, 1)
         for _ in range(1000):

@@ -29,8 +29,10 @@ class Bench:
         self.rig = rig
         self.store = store
         self.now = NOW
-        house = replace(rig.house, authenticator=KeyById(rig.storage, PEPPER), canonicaliser=AtBatchClass(b"secret"))
-        self.shop = Workshop(house, store, rig.ledger_directory.parent, OWNER, clock=lambda: self.now)
+        components = replace(
+            rig.components, authenticator=KeyById(rig.storage, PEPPER), canonicaliser=AtBatchClass(b"secret")
+        )
+        self.shop = Workshop(components, store, rig.ledger_directory.parent, OWNER, clock=lambda: self.now)
 
     async def add(self, bodies: list[bytes], **fields: Any) -> Batch:
         """A batch that is to be validated, with a line for each body: c-1, c-2, ..."""

@@ -6,12 +6,12 @@ from typing import Any, cast
 
 import msgspec
 
-from gateway.billing.ledger import Opened
-from gateway.billing.open_calls import Books, Opening
+from gateway.billing.ledger import OpenCall
+from gateway.billing.open_calls import CallLog, CallOpener
 from gateway.deployments.fleet import Fleet
 from gateway.policy import Policy
 from gateway.providers.base import Unasked
-from gateway.types import Marks, Operation, Trace
+from gateway.types import Operation, PhaseTimings, Trace
 from tests.gateway.calls import a_call
 
 POLICY = Policy.model_validate(
@@ -23,10 +23,10 @@ POLICY = Policy.model_validate(
 )
 
 
-class Noted(list[Opened]):
+class Noted(list[OpenCall]):
     """Books that only keep what was opened."""
 
-    def open_call(self, opened: Opened) -> None:
+    def open_call(self, opened: OpenCall) -> None:
         self.append(opened)
 
 
@@ -36,15 +36,15 @@ def test_every_field_of_an_opened_row_is_in_its_place() -> None:
         id="req_1", operation=Operation.EMBEDDING, asked_model="alias", end_user="user_1", service_tier="flex",
         class_name="batch", prompt_tokens_estimate=7, trace=Trace(0xABC, 0, sampled=False),
     )  # fmt: skip
-    marks = Marks()
+    marks = PhaseTimings()
     marks.started_ns = 1_790_000_000_000_001_999
     fleet = Fleet(lambda deployment: Unasked())
     fleet.apply(POLICY)
     first, second = fleet
     noted = Noted()
-    opening = Opening(cast(Books, noted), call, marks)
-    opening(first)
-    opening(second)
+    opener = CallOpener(cast(CallLog, noted), call, marks)
+    opener(first)
+    opener(second)
     known: dict[str, Any] = {
         "kind": "opened",
         "call_id": "req_1",
@@ -65,4 +65,4 @@ def test_every_field_of_an_opened_row_is_in_its_place() -> None:
         {**known, "event_id": noted[1].event_id, "deployment": "b", "attempt": 2},
     ]
     assert noted[0].event_id < noted[1].event_id
-    assert (opening.request_id, opening.request_id_at(first)) == ("req_1-2", "req_1")
+    assert (opener.request_id, opener.request_id_at(first)) == ("req_1-2", "req_1")

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.billing.receipts import bill_of, cost_of, make_receipt
 from gateway.billing import receipts as billing
+from gateway.billing.receipts import bill_of, cost_of, make_receipt
 from gateway.core.money import nanos_of, text_of
 from gateway.core.times import nanoseconds_of
 from gateway.policy import Deployment, Policy, Price
-from gateway.routing.attempts import Attempts
-from gateway.types import Attempt, Marks, Operation, Outcome, Trace, Usage
+from gateway.routing.attempts import AttemptLog
+from gateway.types import Attempt, Operation, Outcome, PhaseTimings, Trace, Usage
 from tests.gateway.calls import a_call
 
 POLICY = Policy.model_validate(
@@ -62,7 +62,7 @@ def test_cost_loses_no_decimal(usage: Usage, price: Price) -> None:
 
 
 def test_receipt_of_a_finished_call() -> None:
-    marks = Marks()
+    marks = PhaseTimings()
     marks.started_ns, marks.first_chunk_ns, marks.ended_ns = 1_790_000_000_000_001_999, 1_790_000_000_250_001_999, (
         1_790_000_001_000_000_000
     )  # fmt: skip
@@ -100,7 +100,7 @@ def test_every_field_of_a_receipt_is_in_its_place() -> None:
         a_call(policy=policy, tenant="acme", key="key_1", operation=Operation.CHAT),
         id="req_1", end_user="user_1", service_tier="flex", trace=Trace(0xABC, 0, sampled=False),
     )  # fmt: skip
-    marks = Marks()
+    marks = PhaseTimings()
     marks.started_ns, marks.first_chunk_ns, marks.ended_ns = 1_790_000_000_000_000_000, 1_790_000_000_500_000_000, (
         1_790_000_001_000_000_000
     )  # fmt: skip
@@ -169,8 +169,8 @@ def test_every_field_of_a_receipt_is_in_its_place() -> None:
 
 @pytest.mark.parametrize("hours", [-5, 5])
 def test_a_clock_that_is_set_meanwhile_changes_no_duration(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
-    marks = Marks()
-    attempts = Attempts(lambda: 1, lambda span: {}, now_ns=marks.now_ns)
+    marks = PhaseTimings()
+    attempts = AttemptLog(lambda: 1, lambda span: {}, now_ns=marks.now_ns)
     monkeypatch.setattr(time, "time_ns", lambda: marks.started_ns + hours * 3600 * 10**9)
     monkeypatch.setattr(billing, "new_event_id", lambda: "an id")  # the real ones would be hours ahead from now on
     asked_ns = attempts.now_ns()
@@ -192,7 +192,7 @@ def test_a_clock_that_is_set_meanwhile_changes_no_duration(monkeypatch: pytest.M
 def costs(usage: Usage, outcome: Outcome, deployment: Deployment | None, from_cache: bool) -> tuple[str, str | None]:
     bill = bill_of(CALL, usage, deployment, arrived_ns=0, from_cache=from_cache)
     receipt = make_receipt(
-        CALL, usage, outcome=outcome, marks=Marks(), bill=bill, deployment=deployment, from_cache=from_cache
+        CALL, usage, outcome=outcome, marks=PhaseTimings(), bill=bill, deployment=deployment, from_cache=from_cache
     )
     return receipt.source, receipt.cost
 
@@ -280,7 +280,7 @@ def test_the_receipt_says_which_price_held() -> None:
     policy = priced({"input": "0.1", "reasoning": "0.3", "service_tier": "flex", "version": "flex-1"})
     call = msgspec.structs.replace(CALL, policy=policy, service_tier="auto")
     bill = bill_of(call, COUNTED, policy.deployments[0], arrived_ns=0, service_tier="flex")
-    receipt = make_receipt(call, COUNTED, outcome=Outcome.COMPLETE, marks=Marks(), bill=bill)
+    receipt = make_receipt(call, COUNTED, outcome=Outcome.COMPLETE, marks=PhaseTimings(), bill=bill)
     assert (receipt.service_tier, receipt.price_version) == ("flex", "flex-1")
     assert (receipt.price_input, receipt.price_reasoning, receipt.price_output) == ("0.1", "0.3", "0")
     row = orjson.loads(msgspec.json.encode(receipt))

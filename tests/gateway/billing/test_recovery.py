@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.billing.ledger import Opened, verify
+from gateway.billing.ledger import OpenCall, verify
 from gateway.billing.recovery import Recovery, call_of
 from gateway.core.errors import BudgetSpent
 from gateway.core.ids import new_event_id
@@ -22,17 +22,17 @@ from tests.gateway.billing.ledger.receipts import a_receipt
 from tests.gateway.harness import Rig, a_rig, counted, in_time, policy_of, tenant
 
 
-def opened(call_id: str = "req_1", **changes: Any) -> Opened:
+def opened(call_id: str = "req_1", **changes: Any) -> OpenCall:
     known = {
         "event_id": new_event_id(), "call_id": call_id, "tenant": "t", "key_id": "dev", "end_user": "u",
         "operation": "chat/completions", "model_asked": "m", "deployment": "a", "latency_class": "realtime",
         "service_tier": None, "started": "2026-11-20T10:00:00.000001Z", "prompt_tokens_estimate": 9,
         "policy_hash": "0" * 16, "trace_id": f"{5:032x}",
     }  # fmt: skip
-    return Opened(**{**known, **changes})
+    return OpenCall(**{**known, **changes})
 
 
-async def left_behind(directory: Path, *rows: Opened) -> None:
+async def left_behind(directory: Path, *rows: OpenCall) -> None:
     """By a gateway that was killed."""
     rig = Rig(directory, policy_of())
     async with rig.ledger:
@@ -41,8 +41,10 @@ async def left_behind(directory: Path, *rows: Opened) -> None:
 
 
 async def recover(rig: Rig) -> list[dict[str, Any]]:
-    house = rig.house
-    recovering = Recovery(rig.ledger, rig.fleet, house.policies, house.limiter, house.authenticator, ask_seconds=0.0)
+    components = rig.components
+    recovering = Recovery(
+        rig.ledger, rig.fleet, components.policies, components.limiter, components.authenticator, ask_seconds=0.0
+    )
     recovering.take_over()
     await in_time(recovering.catch_up())
     return rig.receipts()
@@ -108,7 +110,7 @@ async def test_budgets_are_charged(tmp_path: Path, known: bool) -> None:
     limits = tenant(tokens="1000/1d", budget={"amount": "0.00003", "per": "month"})
     async with a_rig(tmp_path, tenants=[limits]) as rig:
         rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
-        lost = call_of(opened(), rig.house.policies.current)
+        lost = call_of(opened(), rig.components.policies.current)
         if known:
             call = msgspec.structs.replace(lost, max_output_tokens=8)
             await Limiter(rig.storage, LIMITS).admit(call)  # of the gateway that was killed
@@ -119,7 +121,7 @@ async def test_budgets_are_charged(tmp_path: Path, known: bool) -> None:
         refused = msgspec.structs.replace(lost, id="req_2", max_output_tokens=0)
         if known or month == f"{datetime.now(UTC):%Y-%m}":
             with pytest.raises(BudgetSpent):
-                await rig.house.limiter.admit(refused)
+                await rig.components.limiter.admit(refused)
 
 
 @pytest.mark.parametrize("settled", [False, True])
@@ -131,7 +133,7 @@ async def test_a_call_whose_gateway_was_killed_between_receipt_and_settlement_is
         killed.ledger.open_call(opened())
         killed.ledger.append(a_receipt(call_id="req_1", cost="0.000024", input_uncached=10, output=7))
     async with a_rig(tmp_path, tenants=[tenant(tokens="1000/1d", budget={"amount": "1", "per": "month"})]) as rig:
-        call = msgspec.structs.replace(call_of(opened(), rig.house.policies.current), max_output_tokens=8)
+        call = msgspec.structs.replace(call_of(opened(), rig.components.policies.current), max_output_tokens=8)
         reservation = await Limiter(rig.storage, LIMITS).admit(call)  # of the gateway that was killed
         if settled:
             await reservation.settle(Usage(10, output=7), 24_000)
@@ -145,9 +147,9 @@ async def test_a_budget_is_charged_even_where_the_limits_are_others_now(tmp_path
     await left_behind(tmp_path, opened())
     async with a_rig(tmp_path, tenants=[tenant(budget={"amount": "1", "per": "total"})]) as rig:
         rig.servers["a"].record = json.dumps({"usage": counted(10, 7)}).encode()
-        await Limiter(rig.storage, LIMITS).admit(call_of(opened(), rig.house.policies.current))
+        await Limiter(rig.storage, LIMITS).admit(call_of(opened(), rig.components.policies.current))
         rig.write_policy(policy_of(tenants=[tenant(tokens="1000/1d", budget={"amount": "1", "per": "total"})]))
-        await rig.house.policies.reload()
+        await rig.components.policies.reload()
         await recover(rig)
         assert spent_nanos(rig) == {"total": 24_000}
         assert await rig.storage.settle("t/req_1", [0], now=time.time()), "which else ends with its lease"

@@ -14,19 +14,19 @@ from gateway.deployments.circuit_breaker import (
     SLOW_START_SECONDS,
     SLOW_START_SHARE,
     WINDOW,
-    Breaker,
+    CircuitBreaker,
 )
 
 
-def opened(now: float = 0.0) -> Breaker:
-    breaker = Breaker()
+def opened(now: float = 0.0) -> CircuitBreaker:
+    breaker = CircuitBreaker()
     for _ in range(FAILURES_TO_OPEN):
         breaker.failed(now)
     return breaker
 
 
 def test_one_failure_lets_others_go_first_and_does_not_close_the_door() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     breaker.failed(10.0)
     assert breaker.allows(10.0) and not breaker.open
     assert breaker.cooling(10.0) and not breaker.cooling(10.0 + PAUSE_FIRST_SECONDS)
@@ -41,7 +41,7 @@ def test_failures_in_a_row_open_it() -> None:
 
 
 def test_half_of_the_last_calls_failing_opens_it() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for call in range(WINDOW):
         assert not breaker.open
         breaker.failed(0.0) if call % round(1 / OPEN_SHARE) else breaker.succeeded(0.0)
@@ -70,7 +70,7 @@ def test_each_failed_probe_doubles_the_pause_up_to_a_bound() -> None:
 
 
 def test_a_server_that_names_a_pause_gets_it_within_a_bound() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     breaker.rest(0.0, 5.0)
     assert not breaker.open and not breaker.allows(4.9) and breaker.allows(5.0)
     breaker.rest(10.0, 1e9)
@@ -90,7 +90,7 @@ def test_after_it_was_open_it_gets_its_places_back_slowly() -> None:
 
 
 def test_its_state_is_told_in_one_word() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     assert breaker.state(0.0) == "closed"
     breaker.failed(0.0)
     assert breaker.state(0.1) == "resting" and breaker.state(9.0) == "closed"
@@ -117,19 +117,19 @@ def test_a_health_check_does_not_shorten_the_pause_that_a_server_asked_for() -> 
 
 
 def test_a_slow_one_is_ejected_for_a_while() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     breaker.eject(0.0, 30.0)
     assert not breaker.allows(29.0) and breaker.allows(30.0)
 
 
-def begun_and_broken(breaker: Breaker, now: float) -> None:
+def begun_and_broken(breaker: CircuitBreaker, now: float) -> None:
     assert breaker.allows(now)
     breaker.succeeded(now)
     breaker.broke_off(now)
 
 
 def test_answers_that_break_off_in_a_row_open_it_however_well_they_begin() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for _ in range(FAILURES_TO_OPEN):
         assert not breaker.open
         begun_and_broken(breaker, 0.0)
@@ -137,7 +137,7 @@ def test_answers_that_break_off_in_a_row_open_it_however_well_they_begin() -> No
 
 
 def test_answers_that_come_whole_between_broken_ones_keep_it_closed() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for call in range(2 * WINDOW):
         breaker.succeeded(0.0)
         breaker.completed() if call % 4 else breaker.broke_off(0.0)
@@ -145,7 +145,7 @@ def test_answers_that_come_whole_between_broken_ones_keep_it_closed() -> None:
 
 
 def test_half_of_the_last_answers_breaking_off_opens_it() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for call in range(WINDOW):
         assert not breaker.open
         breaker.succeeded(0.0)
@@ -171,7 +171,7 @@ def test_only_a_whole_answer_makes_it_trusted_again() -> None:
 
 
 def test_a_health_check_does_not_bring_back_what_breaks_its_answers_off() -> None:
-    breaker = Breaker()
+    breaker = CircuitBreaker()
     for _ in range(FAILURES_TO_OPEN):
         begun_and_broken(breaker, 0.0)
     breaker.probe_now(0.1)
@@ -186,7 +186,7 @@ def test_a_health_check_does_not_bring_back_what_breaks_its_answers_off() -> Non
     )
 )
 def test_it_is_never_closed_for_ever(steps: list[tuple[str, float]]) -> None:
-    breaker, now = Breaker(), 0.0
+    breaker, now = CircuitBreaker(), 0.0
     for what, seconds in steps:
         now += seconds
         if what == "wait" or not breaker.allows(now):

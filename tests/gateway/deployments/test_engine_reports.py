@@ -14,7 +14,7 @@ from backend.engine.block_pool import ROOT_HASH, CachedBlock, hash_block
 from backend.server.kv_events import KVEventPublisher
 from gateway.deployments import engine_reports as reports
 from gateway.deployments.engine_reports import Reports
-from gateway.deployments.fleet import Fleet, Server
+from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.policy import EnvSecret, Policy
 from gateway.prefix.fingerprint import fingerprint
 from gateway.providers.base import Unasked
@@ -58,7 +58,7 @@ def policy_with(**fields: Any) -> Policy:
 
 
 @asynccontextmanager
-async def reporting(policy: Policy) -> AsyncIterator[tuple[Fleet, Server]]:
+async def reporting(policy: Policy) -> AsyncIterator[tuple[Fleet, DeploymentState]]:
     fleet, transport = Fleet(lambda deployment: Unasked()), HTTPTransport()
     fleet.apply(policy)
 

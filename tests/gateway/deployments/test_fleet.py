@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from gateway.deployments.fleet import PEAK_SECONDS, Fleet, Place, Server
+from gateway.deployments.fleet import PEAK_SECONDS, DeploymentState, Fleet, SlotPermit
 from gateway.policy import Deployment, Policy
 from gateway.prefix.estimate import Load
 from gateway.providers.base import Provider, Unasked
@@ -32,11 +32,11 @@ def test_a_model_has_the_servers_of_the_policy_that_is_in_force() -> None:
     known, policy = Fleet(lambda deployment: Unasked()), a_policy()
     (model,) = policy.models
     known.apply(policy)
-    assert [server.name for server in known.servers_of(model)] == list(model.deployments) == ["a", "b"]
+    assert [server.name for server in known.deployments_of(model)] == list(model.deployments) == ["a", "b"]
     fewer = policy.model_dump(by_alias=True)
     fewer["models"][0]["deployments"] = ["a"]
     known.apply(Policy.model_validate({**fewer, "deployments": fewer["deployments"][:1]}))
-    assert [server.name for server in known.servers_of(model)] == ["a"], "also of a call that came before"
+    assert [server.name for server in known.deployments_of(model)] == ["a"], "also of a call that came before"
 
 
 def test_the_least_busy_by_share_gives_its_place_first() -> None:
@@ -46,18 +46,18 @@ def test_the_least_busy_by_share_gives_its_place_first() -> None:
     known.apply(Policy.model_validate(policy))
     servers = list(known)
     places = [known.take(servers, 0.0) for _ in range(6)]
-    assert [server.places_taken for server in servers] == [4, 2]
+    assert [server.slots_taken for server in servers] == [4, 2]
     assert known.take(servers, 0.0) is None
     freed: list[bool] = []
     known.on_free = lambda: freed.append(True)
     for place in places:
-        assert isinstance(place, Place)
+        assert isinstance(place, SlotPermit)
         place.release()
         place.release()
-    assert [server.places_taken for server in servers] == [0, 0] and len(freed) == 6
+    assert [server.slots_taken for server in servers] == [0, 0] and len(freed) == 6
 
 
-def with_four_places() -> tuple[Fleet, Server]:
+def with_four_places() -> tuple[Fleet, DeploymentState]:
     policy = a_policy().model_dump(by_alias=True)
     policy["deployments"][0]["max_concurrency"] = 4
     known = Fleet(lambda deployment: Unasked())
@@ -65,7 +65,7 @@ def with_four_places() -> tuple[Fleet, Server]:
     return known, next(iter(known))
 
 
-def fill(known: Fleet, server: Server, now: float) -> list[Place]:
+def fill(known: Fleet, server: DeploymentState, now: float) -> list[SlotPermit]:
     """All the places that calls which may be held can have now."""
     places = []
     while server.has_room_for_background(now):
@@ -89,7 +89,7 @@ def test_background_has_what_others_leave_at_their_busiest_until_that_is_long_ag
     assert len(background) == 4
     for place in background:
         place.release()
-    assert (server.background.taken, server.places_taken) == (0, 0)
+    assert (server.background.taken, server.slots_taken) == (0, 0)
 
 
 def test_background_has_one_place_where_nobody_else_is_there_and_none_where_no_place_is_left() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gateway.deployments.circuit_breaker import FAILURES_TO_OPEN
-from gateway.deployments.fleet import Fleet, Server
+from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.deployments.health_checks import (
     EJECTION_SECONDS,
     IDLE_SECONDS,
@@ -47,7 +47,7 @@ def fleet(providers: dict[str, Patient]) -> Fleet:
     return fleet
 
 
-def named(fleet: Fleet, name: str) -> Server:
+def named(fleet: Fleet, name: str) -> DeploymentState:
     return next(server for server in fleet if server.name == name)
 
 
@@ -93,17 +93,17 @@ async def test_a_server_without_a_health_check_is_never_closed_for_that(
     assert not b.breaker.open and b.breaker.allows(now)
 
 
-def servers(*seconds: float, at: float = 100.0) -> list[Server]:
+def servers(*seconds: float, at: float = 100.0) -> list[DeploymentState]:
     made = []
     for number, each in enumerate(seconds):
         fields = {"name": f"s{number}", "base_url": "http://s.invalid/v1", "model": "m"}
-        server = Server(Deployment.model_validate(fields), Patient(), WorkingSet())
+        server = DeploymentState(Deployment.model_validate(fields), Patient(), WorkingSet())
         server.first_chunks.extend([(at, each)] * OUTLIER_MIN_SAMPLES)
         made.append(server)
     return made
 
 
-def ejected(peers: list[Server]) -> list[str]:
+def ejected(peers: list[DeploymentState]) -> list[str]:
     return [server.name for server in peers if server.breaker.open]
 
 

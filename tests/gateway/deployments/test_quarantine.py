@@ -1,21 +1,21 @@
 from __future__ import annotations
 
-from gateway.deployments.quarantine import CONVICTED, SUSPECT_SECONDS, SUSPECTS_MAX, UNTOLD_MAX, Suspects
+from gateway.deployments.quarantine import CONVICTED, SUSPECT_SECONDS, SUSPECTS_MAX, UNTOLD_MAX, Quarantine
 
 
 def test_two_deaths_convict_and_time_forgets() -> None:
-    suspects = Suspects()
-    suspects.accuse(7, 1, 0.0)
-    assert not suspects.convicted(7, 1.0)
-    suspects.accuse(7, 1, 1.0)
-    assert suspects.convicted(7, 1.0) and not suspects.convicted(8, 1.0)
-    assert not suspects.convicted(7, 1.0 + SUSPECT_SECONDS)
+    quarantine = Quarantine()
+    quarantine.accuse(7, 1, 0.0)
+    assert not quarantine.convicted(7, 1.0)
+    quarantine.accuse(7, 1, 1.0)
+    assert quarantine.convicted(7, 1.0) and not quarantine.convicted(8, 1.0)
+    assert not quarantine.convicted(7, 1.0 + SUSPECT_SECONDS)
 
 
 def test_what_others_tell_of_the_same_death_counts_once() -> None:
-    one, other = Suspects(), Suspects()
-    for suspects in (one, other):
-        suspects.accuse(7, 1, 0.0)
+    one, other = Quarantine(), Quarantine()
+    for quarantine in (one, other):
+        quarantine.accuse(7, 1, 0.0)
     for digest, against in one.tell():
         other.hear(digest, against, 0.1)
     assert not other.convicted(7, 0.1)
@@ -27,7 +27,7 @@ def test_what_others_tell_of_the_same_death_counts_once() -> None:
 
 
 def test_who_is_answered_to_the_end_is_acquitted_everywhere() -> None:
-    one, other = Suspects(), Suspects()
+    one, other = Quarantine(), Quarantine()
     one.accuse(7, 1, 0.0)
     for digest, against in one.tell():
         other.hear(digest, against, 0.1)
@@ -42,8 +42,8 @@ def test_who_is_answered_to_the_end_is_acquitted_everywhere() -> None:
 
 
 def test_they_are_bounded() -> None:
-    suspects = Suspects()
+    quarantine = Quarantine()
     for digest in range(2 * SUSPECTS_MAX):
-        suspects.accuse(digest, CONVICTED, 0.0)
-    assert len(suspects) == SUSPECTS_MAX and len(suspects.tell()) == UNTOLD_MAX
-    assert suspects.convicted(2 * SUSPECTS_MAX - 1, 0.0) and not suspects.convicted(0, 0.0)
+        quarantine.accuse(digest, CONVICTED, 0.0)
+    assert len(quarantine) == SUSPECTS_MAX and len(quarantine.tell()) == UNTOLD_MAX
+    assert quarantine.convicted(2 * SUSPECTS_MAX - 1, 0.0) and not quarantine.convicted(0, 0.0)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.diagnosis import Journal, Summary, Watcher, read_summaries, report
+from gateway.diagnosis import Journal, PrefixDiagnosis, Summary, read_summaries, report
 from gateway.diagnosis.breaks import Break
-from gateway.endpoints import DOORS
+from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
 from gateway.prompts.canonicaliser import Canonicaliser
-from gateway.types import Attempt, Call, Marks, Principal, Usage
+from gateway.types import Attempt, Call, PhaseTimings, Principal, Usage
 from tests.gateway.calls import UNTRACED, a_policy
 
 RULES = "Be brief. Refund only what was booked before 2024-05-16. " * 30
@@ -41,7 +41,7 @@ class Desk:
         self.policy = watched(**policy)
         self.folder = folder
         self._canonicaliser = Canonicaliser(b"secret")
-        self.watcher = Watcher(Journal(folder, "r"))
+        self.watcher = PrefixDiagnosis(Journal(folder, "r"))
         self.now_ns = 1_763_630_000 * 10**9  # 2025-11-20, 09:13 UTC
 
     def call(
@@ -49,10 +49,10 @@ class Desk:
         deployment: str = "a", agent: bytes = b"Agent/1.0 (linux)",
     ) -> Call:  # fmt: skip
         call = self._canonicaliser.canonicalise(
-            DOORS[0], json.dumps(body).encode(), {}, call_id=f"c{self.now_ns}", policy=self.policy,
+            ENDPOINTS[0], json.dumps(body).encode(), {}, call_id=f"c{self.now_ns}", policy=self.policy,
             principal=Principal(self.policy.tenants_by_name[tenant], key), now=0.0, trace=UNTRACED,
         )  # fmt: skip
-        marks = Marks()
+        marks = PhaseTimings()
         marks.started_ns, marks.first_chunk_ns, marks.ended_ns = (self.now_ns + n * 10**9 for n in (0, 2, 3))
         attempt = Attempt(deployment, "ok", self.now_ns + 10**9, self.now_ns + 3 * 10**9, 1)
         usage = usage or Usage(input_uncached=call.prompt_tokens_estimate, output=5)
@@ -192,8 +192,8 @@ def test_reasoning_that_was_never_sent_back(desk: Desk) -> None:
 
 
 def test_keys_of_a_tools_result(desk: Desk) -> None:
-    result = {"flights": [{"from": "A", "to": "B", "seats": 1}] * 10}
-    turned = {"flights": [{"seats": 1, "to": "B", "from": "A"}] * 10}
+    result = {"flights": [{"from": "A", "to": "B", "workers": 1}] * 10}
+    turned = {"flights": [{"workers": 1, "to": "B", "from": "A"}] * 10}
     for told in (result, turned):
         answer = {"role": "tool", "tool_call_id": "1", "content": json.dumps(told)}
         desk.call(chat(STABLE, {"role": "assistant", "content": "one moment"}, answer, *LATER))

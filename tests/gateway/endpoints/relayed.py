@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from gateway.billing.metering import Meter
 from gateway.core.errors import UpstreamCut
-from gateway.endpoints.base import Door
+from gateway.endpoints.base import Endpoint
 from gateway.prompts.reader import read_fields
 from gateway.providers.base import ProviderFailure, Sink
 from gateway.providers.openai import EventStreamReply
@@ -46,16 +46,16 @@ def cut_at(stream: bytes, places: Sequence[int]) -> list[bytes]:
 
 
 def relayed(
-    door: Door, body: dict[str, Any], pieces: Sequence[bytes], speaks: type[EventStreamReply] = EventStreamReply
+    endpoint: Endpoint, body: dict[str, Any], pieces: Sequence[bytes], speaks: type[EventStreamReply] = EventStreamReply
 ) -> Relayed:
-    return asyncio.run(_relayed(door, body, pieces, speaks))
+    return asyncio.run(_relayed(endpoint, body, pieces, speaks))
 
 
 async def _relayed(
-    door: Door, body: dict[str, Any], pieces: Sequence[bytes], speaks: type[EventStreamReply]
+    endpoint: Endpoint, body: dict[str, Any], pieces: Sequence[bytes], speaks: type[EventStreamReply]
 ) -> Relayed:
     raw = json.dumps(body).encode()
-    translator, meter, sent = door.translator("req_abc"), Meter(a_call(raw, door=door)), list[bytes]()
+    translator, meter, sent = endpoint.translator("req_abc"), Meter(a_call(raw, endpoint=endpoint)), list[bytes]()
     assert translator is not None
     translator.read(read_fields(raw), raw)
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.errors import BadRequest, ModelNotFound
-from gateway.endpoints.base import Door
-from gateway.endpoints.messages import CountTokensDoor, MessagesDoor
-from gateway.endpoints.responses import ResponsesDoor
+from gateway.endpoints.base import Endpoint
+from gateway.endpoints.messages import CountTokensEndpoint, MessagesEndpoint
+from gateway.endpoints.responses import ResponsesEndpoint
 from gateway.providers import PROVIDERS, make_provider
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.providers.transport import HTTPTransport
@@ -30,20 +30,22 @@ POLICY = a_policy(
     models=[{"name": "m", "deployments": list(PROVIDERS)}],
 )
 SERVERS = [make_provider(deployment, HTTPTransport(), resolve_secret) for deployment in POLICY.deployments]
-CASES: list[tuple[Door, st.SearchStrategy[Any]]] = [
-    (MessagesDoor(), messages_bodies), (CountTokensDoor(), messages_bodies), (ResponsesDoor(), responses_bodies),
+CASES: list[tuple[Endpoint, st.SearchStrategy[Any]]] = [
+    (MessagesEndpoint(), messages_bodies),
+    (CountTokensEndpoint(), messages_bodies),
+    (ResponsesEndpoint(), responses_bodies),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("door", "bodies"), CASES, ids=["messages", "count_tokens", "responses"])
+@pytest.mark.parametrize(("endpoint", "bodies"), CASES, ids=["messages", "count_tokens", "responses"])
 @settings(max_examples=150)
 @given(data=st.data())
 def test_a_body_is_refused_by_name_or_can_be_asked_of_every_server(
-    door: Door, bodies: st.SearchStrategy[Any], data: st.DataObject
+    endpoint: Endpoint, bodies: st.SearchStrategy[Any], data: st.DataObject
 ) -> None:
     body = data.draw(with_something_wrong(bodies))
     try:
-        call = a_call(body, POLICY, door=door)
+        call = a_call(body, POLICY, endpoint=endpoint)
     except (BadRequest, ModelNotFound) as refusal:
         assert refusal.param or "not valid JSON" in refusal.message
         return
@@ -55,10 +57,10 @@ def test_a_body_is_refused_by_name_or_can_be_asked_of_every_server(
             assert failure.fault is Fault.REFUSED and json.loads(failure.body)["error"]["param"]
 
 
-@pytest.mark.parametrize(("door", "bodies"), [CASES[0], CASES[2]], ids=["messages", "responses"])
+@pytest.mark.parametrize(("endpoint", "bodies"), [CASES[0], CASES[2]], ids=["messages", "responses"])
 @settings(max_examples=100)
 @given(data=st.data())
 def test_a_body_that_is_right_is_taken(
-    door: Door, bodies: st.SearchStrategy[dict[str, object]], data: st.DataObject
+    endpoint: Endpoint, bodies: st.SearchStrategy[dict[str, object]], data: st.DataObject
 ) -> None:
-    a_call(json.dumps(data.draw(bodies)).encode(), POLICY, door=door)
+    a_call(json.dumps(data.draw(bodies)).encode(), POLICY, endpoint=endpoint)

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.core.errors import BadRequest, GatewayError
-from gateway.endpoints import DOORS
+from gateway.endpoints import ENDPOINTS
 from gateway.prompts.reader import MAX_TOKENS
 from gateway.types import Call, Operation
 from tests.gateway.calls import a_call
@@ -29,9 +29,9 @@ def through(operation: Operation, **fields: Any) -> Call:
 
 
 def test_every_operation_has_one_door_of_the_houses_own_wire() -> None:
-    own = [door for door in DOORS if door.translator("id") is None]
-    assert sorted(door.path for door in own) == sorted(operation.value for operation in Operation)
-    assert len({door.path for door in DOORS}) == len(DOORS)
+    own = [endpoint for endpoint in ENDPOINTS if endpoint.translator("id") is None]
+    assert sorted(endpoint.path for endpoint in own) == sorted(operation.value for operation in Operation)
+    assert len({endpoint.path for endpoint in ENDPOINTS}) == len(ENDPOINTS)
 
 
 @pytest.mark.parametrize("operation", Operation)

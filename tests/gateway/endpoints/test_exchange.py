@@ -19,12 +19,12 @@ from gateway.core.errors import (
     UpstreamRefused,
 )
 from gateway.endpoints import exchange as replies
-from gateway.endpoints.chat import ChatDoor
-from gateway.endpoints.exchange import BodyRoom, ClientGone, Exchange
+from gateway.endpoints.chat import ChatEndpoint
+from gateway.endpoints.exchange import BodyBudget, ClientGone, Exchange
 from tests.gateway.harness import Client, in_time, settle
 
 
-class Loud(ChatDoor):
+class Loud(ChatEndpoint):
     """The translator of a wire that is the house's own in capital letters, and says nothing of comments."""
 
     def headers(self, named: Mapping[str, str]) -> Mapping[str, str]:
@@ -46,9 +46,9 @@ class Loud(ChatDoor):
 
 
 def an_exchange(
-    client: Client, *, max_body_bytes: int = 100, bodies: BodyRoom | None = None, translator: Loud | None = None
+    client: Client, *, max_body_bytes: int = 100, bodies: BodyBudget | None = None, translator: Loud | None = None
 ) -> Exchange:
-    room = bodies or BodyRoom(1000)
+    room = bodies or BodyBudget(1000)
     exchange = Exchange(
         client.scope, client.receive, client.send, max_body_bytes=max_body_bytes, bodies=room, translator=translator
     )
@@ -102,7 +102,7 @@ async def test_a_body_over_the_cap_that_stops_is_refused_for_its_size(monkeypatc
 
 @pytest.mark.parametrize("parts", [[b"x" * 60], [b"x" * 30, b"x" * 30]])
 async def test_bodies_share_a_room_until_each_exchange_is_over(parts: list[bytes]) -> None:
-    bodies = BodyRoom(100)
+    bodies = BodyBudget(100)
     first, second, third = (an_exchange(Client(list(parts)), bodies=bodies) for _ in range(3))
     await first.body()
     with pytest.raises(Overloaded) as refused:
@@ -118,7 +118,7 @@ async def test_bodies_share_a_room_until_each_exchange_is_over(parts: list[bytes
 
 
 async def test_what_is_announced_and_finds_no_room_is_not_kept_and_takes_no_room() -> None:
-    bodies, client = BodyRoom(100), Client([b"x" * 60, None])
+    bodies, client = BodyBudget(100), Client([b"x" * 60, None])
     client.scope["headers"] = [*client.scope["headers"], (b"content-length", b"90")]
     sender = an_exchange(client, bodies=bodies)
     sending = asyncio.create_task(sender.body())  # of 90 bytes, 60 have come

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from gateway.core.api_keys import hash_key
 from gateway.endpoints.replies import EXCEPTION_HANDLERS
-from gateway.endpoints.stored_responses import KeptResponses
+from gateway.endpoints.stored_responses import StoredResponses
 from tests.gateway.endpoints.responses.translated import TOOL, check_response
 from tests.gateway.harness import PEPPER, Client, Rig, a_rig, answer, tenant
 from tests.openai_spec import Validate
@@ -44,7 +44,7 @@ async def respond(rig: Rig, input: Any = "hello", **fields: Any) -> Any:
 
 
 async def call(rig: Rig, method: str, path: str, query: str = "", **options: Any) -> Client:
-    kept = KeptResponses(rig.house.authenticator, rig.house.policies, rig.archives)
+    kept = StoredResponses(rig.components.authenticator, rig.components.policies, rig.response_store)
     app = Starlette(routes=kept.routes(), exception_handlers=EXCEPTION_HANDLERS)
     client = Client(method=method, path=f"/v1/responses/{path}", **options)
     client.scope["query_string"] = query.encode()

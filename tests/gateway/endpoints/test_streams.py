@@ -16,16 +16,16 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from gateway.endpoints.base import Door
-from gateway.endpoints.messages import MessagesDoor
-from gateway.endpoints.responses import ResponsesDoor
+from gateway.endpoints.base import Endpoint
+from gateway.endpoints.messages import MessagesEndpoint
+from gateway.endpoints.responses import ResponsesEndpoint
 from gateway.types import Usage
 from tests.gateway.endpoints.messages import test_reply as messages
 from tests.gateway.endpoints.relayed import Relayed, cut_at, relayed
 from tests.gateway.endpoints.responses import translated as responses
 
 _event: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-DOORS = (MessagesDoor(), ResponsesDoor())
+ENDPOINTS = (MessagesEndpoint(), ResponsesEndpoint())
 BODIES: dict[str, dict[str, Any]] = {
     "messages": {
         "model": "m", "max_tokens": 50, "stream": True, "messages": [{"role": "user", "content": "hi"}],
@@ -52,13 +52,13 @@ def called(index: int | None, call_id: str | None, name: str | None, arguments: 
     return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
 
 
-def through(door: Door, pieces: list[bytes]) -> Relayed:
-    return relayed(door, BODIES[door.path], pieces)
+def through(endpoint: Endpoint, pieces: list[bytes]) -> Relayed:
+    return relayed(endpoint, BODIES[endpoint.path], pieces)
 
 
-def check(door: Door, told: Relayed) -> bool:
+def check(endpoint: Endpoint, told: Relayed) -> bool:
     """Whether the answer came to its end; if not, nobody may take it for whole."""
-    if door.path == "messages":
+    if endpoint.path == "messages":
         return check_message(messages.parsed(told.content), told.usage)
     return check_response(responses.events_of(told.content), told.usage)
 
@@ -118,22 +118,22 @@ RICH = b"".join(
 )
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
-def test_between_which_bytes_a_stream_is_cut_changes_nothing(door: Door) -> None:
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.path)
+def test_between_which_bytes_a_stream_is_cut_changes_nothing(endpoint: Endpoint) -> None:
     stream = RICH + DONE
-    whole = through(door, [stream])
-    assert check(door, whole) and whole.usage.exact
+    whole = through(endpoint, [stream])
+    assert check(endpoint, whole) and whole.usage.exact
     for place in range(1, len(stream)):
-        assert through(door, cut_at(stream, [place])) == whole
-    assert through(door, cut_at(stream, range(len(stream)))) == whole
+        assert through(endpoint, cut_at(stream, [place])) == whole
+    assert through(endpoint, cut_at(stream, range(len(stream)))) == whole
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.path)
 @pytest.mark.parametrize("end", [b"", b"data: {\n\n", b'data: {"error": {"message": "out of memory"}}\n\n'])
-def test_wherever_a_stream_breaks_nobody_takes_it_for_whole(door: Door, end: bytes) -> None:
+def test_wherever_a_stream_breaks_nobody_takes_it_for_whole(endpoint: Endpoint, end: bytes) -> None:
     frames = RICH.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]
     for count in range(len(frames) + 1):
-        assert not check(door, through(door, [b"\n\n".join([*frames[:count], end])]))
+        assert not check(endpoint, through(endpoint, [b"\n\n".join([*frames[:count], end])]))
 
 
 text = st.text(max_size=6) | st.sampled_from(("日本語", "\U0001f600" * 3, DONE.decode(), '"error"', "\r\n", "\x85"))
@@ -170,16 +170,16 @@ def test_any_stream_is_a_sequence_of_events_as_clients_know_them(
     stream = b"".join(
         style % json.dumps({"model": "served", **event}, ensure_ascii=escaped).encode("utf-8") for event, style in said
     )
-    for door in DOORS:
-        whole = through(door, [stream + end])
-        check(door, whole)
-        assert through(door, cut_at(stream + end, places)).content == whole.content
+    for endpoint in ENDPOINTS:
+        whole = through(endpoint, [stream + end])
+        check(endpoint, whole)
+        assert through(endpoint, cut_at(stream + end, places)).content == whole.content
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.path)
-def test_calls_of_one_id_are_told_apart(door: Door) -> None:
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.path)
+def test_calls_of_one_id_are_told_apart(endpoint: Endpoint) -> None:
     """What is done for each comes back by its id."""
     pieces = [called(index, "c", name, said) for name, said in (("look", ""), (None, "{}")) for index in (0, 1)]
-    told = through(door, [b"data: %b\n\n" % json.dumps(choice(piece)).encode() for piece in pieces] + [DONE])
-    assert check(door, told)
+    told = through(endpoint, [b"data: %b\n\n" % json.dumps(choice(piece)).encode() for piece in pieces] + [DONE])
+    assert check(endpoint, told)
     assert len(set(re.findall(rb'"(?:call_id|id)":"(c|call_[^"]*|toolu_[^"]*)"', told.content))) == 2

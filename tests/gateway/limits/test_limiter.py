@@ -65,7 +65,7 @@ class Store(MemoryStorage):
         return await super().extend(reservation_id, lease_seconds=lease_seconds, now=now)
 
 
-class House:
+class Components:
     """A limiter, its store, and a clock that the test moves."""
 
     def __init__(self) -> None:
@@ -87,43 +87,43 @@ class House:
 
 
 @pytest.fixture
-def house() -> House:
-    return House()
+def components() -> Components:
+    return Components()
 
 
-async def test_a_tenant_without_limits_costs_no_storage_call(house: House) -> None:
-    reservation = await house.limiter.admit(a_call())
+async def test_a_tenant_without_limits_costs_no_storage_call(components: Components) -> None:
+    reservation = await components.limiter.admit(a_call())
     assert reservation is UNLIMITED
     assert reservation.headers == {}
     await reservation.settle(Usage(output=5), 5)
     await reservation.release()
-    assert house.store.asked == []
+    assert components.store.asked == []
 
 
-async def test_one_storage_call_to_begin_and_one_to_end(house: House) -> None:
+async def test_one_storage_call_to_begin_and_one_to_end(components: Components) -> None:
     limits = {"requests": "9/1m", "tokens": "9M/1m", "concurrency": 9, "budget": {"amount": 9}}
-    reservation = await house.limiter.admit(house.call(**limits))
-    assert house.limiter.open_reservations == 1
+    reservation = await components.limiter.admit(components.call(**limits))
+    assert components.limiter.open_reservations == 1
     await reservation.settle(Usage(output=5), 5)
-    assert house.store.asked == ["reserve", "settle"]
-    assert house.limiter.open_reservations == 0
+    assert components.store.asked == ["reserve", "settle"]
+    assert components.limiter.open_reservations == 0
 
 
-async def test_ended_once(house: House) -> None:
-    reservation = await house.limiter.admit(house.call(budget={"amount": "0.000000010"}))
+async def test_ended_once(components: Components) -> None:
+    reservation = await components.limiter.admit(components.call(budget={"amount": "0.000000010"}))
     await asyncio.gather(*(reservation.settle(Usage(), 4) for _ in range(5)), reservation.release())
-    assert house.store.asked == ["reserve", "settle"]
-    await (await house.limiter.admit(house.call(budget={"amount": "0.000000010"}))).settle(Usage(), 5)
-    await house.limiter.admit(house.call(budget={"amount": "0.000000010"}))  # nine of ten are spent
+    assert components.store.asked == ["reserve", "settle"]
+    await (await components.limiter.admit(components.call(budget={"amount": "0.000000010"}))).settle(Usage(), 5)
+    await components.limiter.admit(components.call(budget={"amount": "0.000000010"}))  # nine of ten are spent
 
 
-async def test_what_a_killed_gateway_s_call_cost_is_charged_although_its_model_is_gone(house: House) -> None:
-    call = house.call(budget={"amount": "0.000000010"})
+async def test_what_a_killed_gateway_s_call_cost_is_charged_although_its_model_is_gone(components: Components) -> None:
+    call = components.call(budget={"amount": "0.000000010"})
     gone = structs.replace(call, id="lost", model=call.model.model_copy(update={"name": "gone"}))
-    await house.limiter.charge_lost(gone, Usage(output=5), 8, admitted=NOW)
+    await components.limiter.charge_lost(gone, Usage(output=5), 8, admitted=NOW)
     (budget,) = [Budget.of(scope_limits, scope) for scope, scope_limits in _scopes(call)]
     assert budget is not None
-    assert await house.store.left([budget.of_amount(0, NOW)], now=NOW) == (2,)
+    assert await components.store.left([budget.of_amount(0, NOW)], now=NOW) == (2,)
 
 
 def _scopes(call: Call) -> Iterable[tuple[Scope, Limits]]:
@@ -132,204 +132,204 @@ def _scopes(call: Call) -> Iterable[tuple[Scope, Limits]]:
 
 
 async def test_an_outage_of_the_store_stands_in_the_log_once_with_its_end(
-    house: House, caplog: pytest.LogCaptureFixture
+    components: Components, caplog: pytest.LogCaptureFixture
 ) -> None:
-    house.store.away = True
+    components.store.away = True
     for _ in range(3):
         with pytest.raises(StorageUnavailable):
-            await house.limiter.admit(house.call())
-    house.store.away = False
+            await components.limiter.admit(components.call())
+    components.store.away = False
     for _ in range(2):
-        await (await house.limiter.admit(house.call())).release()
+        await (await components.limiter.admit(components.call())).release()
     assert [record.getMessage() for record in caplog.records] == [
         "calls that have limits are refused: away",
         "the storage answers again: calls that have limits are taken",
     ]
 
 
-async def test_a_store_that_is_away_refuses_and_is_counted(house: House) -> None:
-    house.store.away = True
+async def test_a_store_that_is_away_refuses_and_is_counted(components: Components) -> None:
+    components.store.away = True
     with pytest.raises(StorageUnavailable):
-        await house.limiter.admit(house.call())
-    assert house.limiter.store_failures == 1
-    house.store.away = False
-    await house.limiter.retry_unsettled()
-    assert house.limiter.unsettled == 0
-    assert await house.is_free()
+        await components.limiter.admit(components.call())
+    assert components.limiter.store_failures == 1
+    components.store.away = False
+    await components.limiter.retry_unsettled()
+    assert components.limiter.unsettled == 0
+    assert await components.is_free()
 
 
-async def test_settling_waits_for_a_store_that_is_away(house: House) -> None:
-    reservation = await house.limiter.admit(house.call())
-    house.store.away = True
+async def test_settling_waits_for_a_store_that_is_away(components: Components) -> None:
+    reservation = await components.limiter.admit(components.call())
+    components.store.away = True
     await reservation.settle(Usage(), 0)  # does not raise
-    await house.limiter.retry_unsettled()
-    assert (house.limiter.unsettled, house.limiter.store_failures) == (1, 2)
-    house.store.away = False
-    assert not await house.is_free()
-    await house.limiter.retry_unsettled()
-    assert house.limiter.unsettled == 0
-    assert await house.is_free()
+    await components.limiter.retry_unsettled()
+    assert (components.limiter.unsettled, components.limiter.store_failures) == (1, 2)
+    components.store.away = False
+    assert not await components.is_free()
+    await components.limiter.retry_unsettled()
+    assert components.limiter.unsettled == 0
+    assert await components.is_free()
 
 
-async def test_what_waits_to_be_settled_is_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_waits_to_be_settled_is_bounded(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phase, "MAX_UNSETTLED", 3)
-    reservations = [await house.limiter.admit(house.call(concurrency=9)) for _ in range(5)]
-    house.store.away = True
+    reservations = [await components.limiter.admit(components.call(concurrency=9)) for _ in range(5)]
+    components.store.away = True
     for reservation in reservations:
         await reservation.release()
-    assert (house.limiter.unsettled, house.limiter.settlements_dropped) == (3, 2)
-    house.store.away = False
-    await house.limiter.retry_unsettled()
-    house.now += LEASE_SECONDS  # the two that were dropped run out
+    assert (components.limiter.unsettled, components.limiter.settlements_dropped) == (3, 2)
+    components.store.away = False
+    await components.limiter.retry_unsettled()
+    components.now += LEASE_SECONDS  # the two that were dropped run out
     for _ in range(9):
-        await house.limiter.admit(house.call(concurrency=9))
+        await components.limiter.admit(components.call(concurrency=9))
 
 
-async def test_a_client_that_leaves_during_admission_holds_nothing(house: House) -> None:
-    house.store.slow = True
-    admission = asyncio.create_task(house.limiter.admit(house.call()))
-    await house.store.reached.wait()
+async def test_a_client_that_leaves_during_admission_holds_nothing(components: Components) -> None:
+    components.store.slow = True
+    admission = asyncio.create_task(components.limiter.admit(components.call()))
+    await components.store.reached.wait()
     admission.cancel()
     with pytest.raises(asyncio.CancelledError):
         await admission
-    house.store.slow = False
-    assert not await house.is_free()
-    await house.limiter.retry_unsettled()
-    assert await house.is_free()
+    components.store.slow = False
+    assert not await components.is_free()
+    await components.limiter.retry_unsettled()
+    assert await components.is_free()
 
 
-async def test_settling_survives_cancellation(house: House) -> None:
+async def test_settling_survives_cancellation(components: Components) -> None:
     """The store has not answered: whether it was settled is unknown, so it is asked again, and settles once."""
     limits = {"budget": {"amount": "0.000000010"}}
-    reservation = await house.limiter.admit(house.call(**limits))
-    house.store.slow = True
-    house.store.reached.clear()
+    reservation = await components.limiter.admit(components.call(**limits))
+    components.store.slow = True
+    components.store.reached.clear()
     settling = asyncio.create_task(reservation.settle(Usage(), 4))
-    await house.store.reached.wait()
+    await components.store.reached.wait()
     settling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await settling
-    house.store.slow = False
-    await house.limiter.retry_unsettled()
-    assert house.store.asked == ["reserve", "settle", "settle"]
-    again = await house.limiter.admit(house.call(**limits))
+    components.store.slow = False
+    await components.limiter.retry_unsettled()
+    assert components.store.asked == ["reserve", "settle", "settle"]
+    again = await components.limiter.admit(components.call(**limits))
     await again.settle(Usage(), 6)
-    assert house.limiter.unsettled == 0
+    assert components.limiter.unsettled == 0
 
 
-async def test_long_calls_keep_their_leases(house: House) -> None:
-    reservation = await house.limiter.admit(house.call())
+async def test_long_calls_keep_their_leases(components: Components) -> None:
+    reservation = await components.limiter.admit(components.call())
     for _ in range(10):
-        house.now += EXTEND_SECONDS
-        await house.limiter.extend_due()
-        assert not await house.is_free()
-    assert house.store.asked.count("extend") == 10
+        components.now += EXTEND_SECONDS
+        await components.limiter.extend_due()
+        assert not await components.is_free()
+    assert components.store.asked.count("extend") == 10
     await reservation.release()
-    house.now += EXTEND_SECONDS
-    await house.limiter.extend_due()
-    assert house.store.asked.count("extend") == 10
+    components.now += EXTEND_SECONDS
+    await components.limiter.extend_due()
+    assert components.store.asked.count("extend") == 10
 
 
-async def test_a_clock_that_is_set_back_extends_what_is_open(house: House) -> None:
-    reservation = await house.limiter.admit(house.call())
-    house.now -= 5 * 3600
-    await house.limiter.extend_due()
-    assert house.store.asked.count("extend") == 1
-    await house.limiter.extend_due()
-    assert house.store.asked.count("extend") == 1
-    house.now += EXTEND_SECONDS
-    await house.limiter.extend_due()
-    assert house.store.asked.count("extend") == 2
+async def test_a_clock_that_is_set_back_extends_what_is_open(components: Components) -> None:
+    reservation = await components.limiter.admit(components.call())
+    components.now -= 5 * 3600
+    await components.limiter.extend_due()
+    assert components.store.asked.count("extend") == 1
+    await components.limiter.extend_due()
+    assert components.store.asked.count("extend") == 1
+    components.now += EXTEND_SECONDS
+    await components.limiter.extend_due()
+    assert components.store.asked.count("extend") == 2
     await reservation.release()
-    assert await house.is_free()
+    assert await components.is_free()
 
 
-async def test_what_a_call_cost_counts_although_the_clock_was_set_ahead_meanwhile(house: House) -> None:
-    call = house.call(budget={"amount": "0.01", "per": "total"}, requests="10/1m")
-    reservation = await house.limiter.admit(call)
-    house.now += 5 * 3600
-    await house.limiter.extend_due()
+async def test_what_a_call_cost_counts_although_the_clock_was_set_ahead_meanwhile(components: Components) -> None:
+    call = components.call(budget={"amount": "0.01", "per": "total"}, requests="10/1m")
+    reservation = await components.limiter.admit(call)
+    components.now += 5 * 3600
+    await components.limiter.extend_due()
     await reservation.settle(Usage(output=3), 7_000_000)
     await reservation.settle(Usage(output=3), 7_000_000)
-    (account,) = (account for key, account in house.store._accounts.items() if "budget" in key)
+    (account,) = (account for key, account in components.store._accounts.items() if "budget" in key)
     assert (account.spent, account.held) == (7_000_000, 0)
 
 
 @pytest.mark.parametrize(("per", "period"), [("hour", "2025-12-31T23"), ("day", "2025-12-31"), ("month", "2025-12")])
 async def test_a_call_over_a_border_is_charged_to_the_period_in_which_it_began(
-    house: House, per: str, period: str
+    components: Components, per: str, period: str
 ) -> None:
-    call = house.call(budget={"amount": "1", "per": per})
-    house.now = datetime(2025, 12, 31, 23, 59, 50, tzinfo=UTC).timestamp()
-    reservation = await house.limiter.admit(call)
-    house.now += 20
-    await house.limiter.extend_due()
+    call = components.call(budget={"amount": "1", "per": per})
+    components.now = datetime(2025, 12, 31, 23, 59, 50, tzinfo=UTC).timestamp()
+    reservation = await components.limiter.admit(call)
+    components.now += 20
+    await components.limiter.extend_due()
     await reservation.settle(Usage(output=3), 7_000)
-    later = await house.limiter.admit(structs.replace(call, id="later"))
+    later = await components.limiter.admit(structs.replace(call, id="later"))
     await later.settle(Usage(output=1), 5)
-    accounts = {key.rpartition("/")[2]: account for key, account in house.store._accounts.items()}
+    accounts = {key.rpartition("/")[2]: account for key, account in components.store._accounts.items()}
     assert accounts[period].spent == 7_000
     assert sorted(account.spent for account in accounts.values()) == [5, 7_000]
     assert all(account.held == 0 for account in accounts.values())
 
 
-async def test_short_calls_are_not_extended(house: House) -> None:
-    await house.limiter.admit(house.call())
-    house.now += EXTEND_SECONDS - 0.1
-    await house.limiter.extend_due()
-    assert "extend" not in house.store.asked
+async def test_short_calls_are_not_extended(components: Components) -> None:
+    await components.limiter.admit(components.call())
+    components.now += EXTEND_SECONDS - 0.1
+    await components.limiter.extend_due()
+    assert "extend" not in components.store.asked
 
 
-async def test_extending_is_tried_again_until_the_lease_is_over(house: House) -> None:
-    await house.limiter.admit(house.call())
-    house.store.away = True
-    house.now += EXTEND_SECONDS
-    await house.limiter.extend_due()
-    house.now += EXTEND_SECONDS
-    house.store.away = False
-    await house.limiter.extend_due()
-    assert house.limiter.leases_lost == 0
-    house.now += LEASE_SECONDS
-    await house.limiter.extend_due()
-    assert house.limiter.leases_lost == 1
-    assert house.limiter.open_reservations == 0
+async def test_extending_is_tried_again_until_the_lease_is_over(components: Components) -> None:
+    await components.limiter.admit(components.call())
+    components.store.away = True
+    components.now += EXTEND_SECONDS
+    await components.limiter.extend_due()
+    components.now += EXTEND_SECONDS
+    components.store.away = False
+    await components.limiter.extend_due()
+    assert components.limiter.leases_lost == 0
+    components.now += LEASE_SECONDS
+    await components.limiter.extend_due()
+    assert components.limiter.leases_lost == 1
+    assert components.limiter.open_reservations == 0
 
 
-async def test_the_keeper_does_both_by_itself(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_keeper_does_both_by_itself(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phase, "RETRY_SECONDS", 0.001)
-    long = await house.limiter.admit(house.call(concurrency=2))
-    short = await house.limiter.admit(house.call(concurrency=2))
-    house.store.away = True
+    long = await components.limiter.admit(components.call(concurrency=2))
+    short = await components.limiter.admit(components.call(concurrency=2))
+    components.store.away = True
     await short.release()
-    house.store.away = False
-    house.now += EXTEND_SECONDS
-    await house.limiter.start()
-    await house.limiter.start()
+    components.store.away = False
+    components.now += EXTEND_SECONDS
+    await components.limiter.start()
+    await components.limiter.start()
     async with asyncio.timeout(10):
-        while house.limiter.unsettled or "extend" not in house.store.asked:
+        while components.limiter.unsettled or "extend" not in components.store.asked:
             await asyncio.sleep(0)
-    house.store.away = True
+    components.store.away = True
     await long.release()
-    house.store.away = False
-    await house.limiter.stop()  # settles what is left
-    await house.limiter.stop()
-    assert house.limiter.unsettled == 0
+    components.store.away = False
+    await components.limiter.stop()  # settles what is left
+    await components.limiter.stop()
+    assert components.limiter.unsettled == 0
 
 
-async def test_many_at_once_are_settled_in_bounded_portions(house: House) -> None:
-    reservations = [await house.limiter.admit(house.call(concurrency=1000)) for _ in range(300)]
-    house.store.away = True
+async def test_many_at_once_are_settled_in_bounded_portions(components: Components) -> None:
+    reservations = [await components.limiter.admit(components.call(concurrency=1000)) for _ in range(300)]
+    components.store.away = True
     for reservation in reservations:
         await reservation.release()
-    before = len(house.store.asked)
-    await house.limiter.retry_unsettled()
-    assert len(house.store.asked) - before == phase.MAX_AT_ONCE  # away: no more is tried
-    house.store.away = False
-    await house.limiter.retry_unsettled()
-    assert house.limiter.unsettled == 0
+    before = len(components.store.asked)
+    await components.limiter.retry_unsettled()
+    assert len(components.store.asked) - before == phase.MAX_AT_ONCE  # away: no more is tried
+    components.store.away = False
+    await components.limiter.retry_unsettled()
+    assert components.limiter.unsettled == 0
 
 
-async def test_odd_tenant_names_stay_apart(house: House) -> None:
+async def test_odd_tenant_names_stay_apart(components: Components) -> None:
     for name in ("a", "a/b", "a}", "{", "ä ö"):
         policy = a_policy(tenants=[{"name": name, "limits": {"concurrency": 1}}])
-        await house.limiter.admit(a_call(policy=policy, tenant=name))
+        await components.limiter.admit(a_call(policy=policy, tenant=name))

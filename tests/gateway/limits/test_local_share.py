@@ -12,7 +12,7 @@ import pytest
 from gateway.core.errors import BudgetSpent, LimitReached, StorageUnavailable
 from gateway.limits import LIMITS, local_share
 from gateway.limits.limiter import Limiter
-from gateway.limits.local_share import StoreOrShare, share_of
+from gateway.limits.local_share import OutageFallback, share_of
 from gateway.policy import StorageOutage
 from gateway.storage.base import Charge, Granted, LeaseCharge, RateCharge, Refused, SpendCharge
 from gateway.storage.memory import MemoryStorage
@@ -69,12 +69,12 @@ class Store(MemoryStorage):
         return 2
 
 
-class House:
+class Components:
     def __init__(self, **outage: Any) -> None:
         self.now = NOW
         self.outage = StorageOutage(**({"limits": "local_share"} | outage))
         self.store = Store()
-        self.shared = StoreOrShare(self.store, MemoryStorage, lambda: self.outage, clock=lambda: self.now)
+        self.shared = OutageFallback(self.store, MemoryStorage, lambda: self.outage, clock=lambda: self.now)
         self.number = 0
 
     async def ask(self, *charges: Charge) -> str | None:
@@ -95,10 +95,10 @@ class House:
 
 
 @pytest.fixture
-async def house() -> House:
-    house = House()
-    await house.shared.tend()  # and so knows that there are two
-    return house
+async def components() -> Components:
+    components = Components()
+    await components.shared.tend()  # and so knows that there are two
+    return components
 
 
 def rate(amount: int = 1, limit: int = 100) -> RateCharge:
@@ -112,44 +112,44 @@ def money(amount: int, limit: int = 1000) -> SpendCharge:
 PLACE = LeaseCharge("t/concurrency", 8)
 
 
-async def test_each_grants_its_share_and_no_more(house: House) -> None:
-    house.store.away = True
-    assert len(await house.many(200, rate())) == 50
-    assert len(await house.many(20, PLACE)) == 4
-    assert len(await house.many(20, money(60))) == 8
-    assert house.shared.is_away
-    assert (house.shared.granted_here, house.shared.refused_here) == (62, 178)
+async def test_each_grants_its_share_and_no_more(components: Components) -> None:
+    components.store.away = True
+    assert len(await components.many(200, rate())) == 50
+    assert len(await components.many(20, PLACE)) == 4
+    assert len(await components.many(20, money(60))) == 8
+    assert components.shared.is_away
+    assert (components.shared.granted_here, components.shared.refused_here) == (62, 178)
 
 
-async def test_only_one_call_finds_out(house: House) -> None:
-    house.store.away = True
-    await house.many(20, rate())
-    assert house.store.asked.count("reserve") == 1
+async def test_only_one_call_finds_out(components: Components) -> None:
+    components.store.away = True
+    await components.many(20, rate())
+    assert components.store.asked.count("reserve") == 1
 
 
-async def test_what_had_been_used_before_is_not_granted_again(house: House) -> None:
-    assert len(await house.many(80, rate())) == 80
-    await house.settle(str(await house.ask(money(900))), 900)
-    house.store.away = True
-    assert len(await house.many(200, rate())) == 10  # its half of the 20 that were left
-    assert len(await house.many(200, money(10))) == 5
-    house.now += MINUTE_SECONDS / 2
-    assert len(await house.many(200, rate())) == 25  # at half of the rate
+async def test_what_had_been_used_before_is_not_granted_again(components: Components) -> None:
+    assert len(await components.many(80, rate())) == 80
+    await components.settle(str(await components.ask(money(900))), 900)
+    components.store.away = True
+    assert len(await components.many(200, rate())) == 10  # its half of the 20 that were left
+    assert len(await components.many(200, money(10))) == 5
+    components.now += MINUTE_SECONDS / 2
+    assert len(await components.many(200, rate())) == 25  # at half of the rate
 
 
-async def test_the_policy_may_say_among_how_many(house: House) -> None:
-    house.outage = StorageOutage(limits="local_share", replicas=10)
-    house.store.away = True
-    assert len(await house.many(200, rate())) == 10
+async def test_the_policy_may_say_among_how_many(components: Components) -> None:
+    components.outage = StorageOutage(limits="local_share", replicas=10)
+    components.store.away = True
+    assert len(await components.many(200, rate())) == 10
 
 
-async def test_the_policy_may_refuse(house: House) -> None:
-    house.outage = StorageOutage(limits="refuse")
-    house.store.away = True
+async def test_the_policy_may_refuse(components: Components) -> None:
+    components.outage = StorageOutage(limits="refuse")
+    components.store.away = True
     for _ in range(2):
         with pytest.raises(StorageUnavailable):
-            await house.ask(rate())
-    assert not house.shared.is_away
+            await components.ask(rate())
+    assert not components.shared.is_away
 
 
 @pytest.mark.parametrize(("limit", "replicas"), [(100, 3), (1, 4), (7, 2), (3, 3)])
@@ -161,66 +161,66 @@ def test_shares_add_up_to_the_limit_and_its_rate(limit: int, replicas: int) -> N
     assert replicas * share_of(LeaseCharge("t/concurrency", limit), replicas).limit <= limit
 
 
-async def test_a_share_s_refusal_is_one_to_come_back_from(house: House) -> None:
+async def test_a_share_s_refusal_is_one_to_come_back_from(components: Components) -> None:
     """80 tokens of 100 are more than half of them: that is no reason to say that it will never fit."""
-    house.store.away = True
-    verdict = await house.shared.reserve("t/a", [rate(80)], lease_seconds=30.0, now=house.now)
+    components.store.away = True
+    verdict = await components.shared.reserve("t/a", [rate(80)], lease_seconds=30.0, now=components.now)
     assert isinstance(verdict, Refused)
     assert verdict.retry_after_seconds is not None
-    verdict = await house.shared.reserve("t/b", [rate(101)], lease_seconds=30.0, now=house.now)
+    verdict = await components.shared.reserve("t/b", [rate(101)], lease_seconds=30.0, now=components.now)
     assert isinstance(verdict, Refused)
     assert verdict.retry_after_seconds is None
 
 
-async def test_the_storage_is_told_of_what_was_used(house: House) -> None:
-    house.store.away = True
-    names = await house.many(3, rate(10), PLACE, money(100))
-    await house.settle(names[0], 4, 0, 30)
-    house.now += 1
-    await house.settle(names[1], 4, 0, 30)
-    await house.shared.tend()
-    assert house.shared.is_away
-    house.store.away = False
-    await house.shared.tend()
-    assert not house.shared.is_away
-    assert house.shared.untold == 0
-    assert await house.left(rate(), PLACE, money(0)) == (100 - 4 - 4 - 10, 7, 1000 - 30 - 30 - 100)
-    await house.settle(names[2], 4, 0, 30)  # it began in the outage, and ends in the storage
-    assert await house.left(rate(), PLACE, money(0)) == (100 - 4 - 4 - 4, 8, 1000 - 90)
+async def test_the_storage_is_told_of_what_was_used(components: Components) -> None:
+    components.store.away = True
+    names = await components.many(3, rate(10), PLACE, money(100))
+    await components.settle(names[0], 4, 0, 30)
+    components.now += 1
+    await components.settle(names[1], 4, 0, 30)
+    await components.shared.tend()
+    assert components.shared.is_away
+    components.store.away = False
+    await components.shared.tend()
+    assert not components.shared.is_away
+    assert components.shared.untold == 0
+    assert await components.left(rate(), PLACE, money(0)) == (100 - 4 - 4 - 10, 7, 1000 - 30 - 30 - 100)
+    await components.settle(names[2], 4, 0, 30)  # it began in the outage, and ends in the storage
+    assert await components.left(rate(), PLACE, money(0)) == (100 - 4 - 4 - 4, 8, 1000 - 90)
 
 
-async def test_rates_that_have_refilled_since_are_not_told(house: House) -> None:
-    house.store.away = True
-    await house.ask(PLACE)  # whose own reservation the storage may hold unheard
-    await house.settle(str(await house.ask(rate(10), money(100))), 10, 30)
-    house.now += MINUTE_SECONDS
-    house.store.away = False
-    await house.shared.tend()
-    assert await house.left(rate(), money(0)) == (100, 970)
+async def test_rates_that_have_refilled_since_are_not_told(components: Components) -> None:
+    components.store.away = True
+    await components.ask(PLACE)  # whose own reservation the storage may hold unheard
+    await components.settle(str(await components.ask(rate(10), money(100))), 10, 30)
+    components.now += MINUTE_SECONDS
+    components.store.away = False
+    await components.shared.tend()
+    assert await components.left(rate(), money(0)) == (100, 970)
 
 
 @pytest.mark.parametrize("fits", [True, False])
-async def test_what_was_reserved_unheard_is_not_held_twice(house: House, fits: bool) -> None:
-    house.store.deaf = True
+async def test_what_was_reserved_unheard_is_not_held_twice(components: Components, fits: bool) -> None:
+    components.store.deaf = True
     asked = (rate(10), money(100)) if fits else (rate(10), money(900))
-    name = await house.ask(*asked)
+    name = await components.ask(*asked)
     assert (name is not None) == fits  # half of the money is 500
     if name is not None:
-        await house.settle(name, 5, 50)
-    house.now += 2 * MINUTE_SECONDS
-    house.store.deaf = False
-    await house.shared.tend()
-    assert house.shared.untold == 0
-    assert await house.left(rate(), money(0)) == ((100, 950) if fits else (100, 1000))
+        await components.settle(name, 5, 50)
+    components.now += 2 * MINUTE_SECONDS
+    components.store.deaf = False
+    await components.shared.tend()
+    assert components.shared.untold == 0
+    assert await components.left(rate(), money(0)) == ((100, 950) if fits else (100, 1000))
 
 
 @pytest.mark.parametrize("deaf_at", ["adopt", "settle"])
-async def test_nothing_is_told_twice(house: House, deaf_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    house.store.away = True
-    for name in await house.many(3, money(10)):
-        await house.settle(name, 7)
-    house.store.away = False
-    monkeypatch.setattr(house.store, "answer", lambda: house.store.meet(deaf_at))
+async def test_nothing_is_told_twice(components: Components, deaf_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    components.store.away = True
+    for name in await components.many(3, money(10)):
+        await components.settle(name, 7)
+    components.store.away = False
+    monkeypatch.setattr(components.store, "answer", lambda: components.store.meet(deaf_at))
     told, heard = getattr(MemoryStorage, deaf_at), []
 
     async def once_unheard(self: Store, name: str, *given: Any, **named: Any) -> Any:
@@ -232,29 +232,29 @@ async def test_nothing_is_told_twice(house: House, deaf_at: str, monkeypatch: py
 
     monkeypatch.setattr(Store, deaf_at, once_unheard)
     for _ in range(6):
-        await house.shared.tend()
-    assert house.shared.untold == 0
+        await components.shared.tend()
+    assert components.shared.untold == 0
     assert len(heard) == 3
-    assert await house.left(money(0)) == (1000 - 21,)
+    assert await components.left(money(0)) == (1000 - 21,)
 
 
-async def test_what_is_to_be_told_is_bounded(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_to_be_told_is_bounded(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_share, "MAX_UNTOLD", 3)
-    house.store.away = True
-    assert len(await house.many(3, rate())) == 3
+    components.store.away = True
+    assert len(await components.many(3, rate())) == 3
     with pytest.raises(StorageUnavailable, match="3 calls already"):
-        await house.ask(rate())
+        await components.ask(rate())
 
 
-async def test_calls_of_before_are_settled_when_the_storage_is_back(house: House) -> None:
-    limiter = Limiter(house.shared, LIMITS, clock=lambda: house.now)
+async def test_calls_of_before_are_settled_when_the_storage_is_back(components: Components) -> None:
+    limiter = Limiter(components.shared, LIMITS, clock=lambda: components.now)
     limits = {"budget": {"amount": "0.000001"}, "concurrency": 2}
 
     def a_new_call() -> Any:
         return a_call(policy=a_policy(tenants=[{"name": "t", "limits": limits}]))
 
     before = await limiter.admit(a_new_call())
-    house.store.away = True
+    components.store.away = True
     during = await limiter.admit(a_new_call())
     with pytest.raises(LimitReached):
         await limiter.admit(a_new_call())
@@ -262,25 +262,25 @@ async def test_calls_of_before_are_settled_when_the_storage_is_back(house: House
     await during.leave()
     await during.settle(Usage(), 500)
     assert limiter.unsettled == 1
-    house.store.away = False
-    await house.shared.tend()
+    components.store.away = False
+    await components.shared.tend()
     await limiter.retry_unsettled()
     assert limiter.unsettled == 0
     budget = SpendCharge("t/budget/2026-11", 0, 1000, 1e6)
-    assert await house.left(LeaseCharge("t/concurrency", 2), budget) == (2, 100)
+    assert await components.left(LeaseCharge("t/concurrency", 2), budget) == (2, 100)
 
 
-async def test_the_keeper_finds_the_storage_back(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_keeper_finds_the_storage_back(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_share, "RETRY_SECONDS", 0.001)
-    await house.shared.start()
-    house.store.away = True
-    await house.settle(str(await house.ask(money(10))), 10)
-    house.store.away = False
+    await components.shared.start()
+    components.store.away = True
+    await components.settle(str(await components.ask(money(10))), 10)
+    components.store.away = False
     async with asyncio.timeout(10):
-        while house.shared.is_away or house.shared.untold:
+        while components.shared.is_away or components.shared.untold:
             await asyncio.sleep(0)
-    await house.shared.stop()
-    assert await house.left(money(0)) == (990,)
+    await components.shared.stop()
+    assert await components.left(money(0)) == (990,)
 
 
 class Replica:
@@ -288,7 +288,7 @@ class Replica:
 
     def __init__(self, server: RedisServer, name: str) -> None:
         self.storage = RedisStorage(server.url, owner=name)
-        self.shared = StoreOrShare(self.storage, MemoryStorage, lambda: StorageOutage(limits="local_share"))
+        self.shared = OutageFallback(self.storage, MemoryStorage, lambda: StorageOutage(limits="local_share"))
         self.limiter = Limiter(self.shared, LIMITS)
 
     async def open(self) -> None:

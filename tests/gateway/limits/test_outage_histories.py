@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.errors import StorageUnavailable
-from gateway.limits.local_share import StoreOrShare
+from gateway.limits.local_share import OutageFallback
 from gateway.policy import StorageOutage
 from gateway.storage.base import Charge, Granted, LeaseCharge, RateCharge, SpendCharge
 from gateway.storage.memory import MemoryStorage
@@ -97,7 +97,7 @@ async def play(history: Sequence[Step]) -> None:
     going_on: list[Call] = []
     unsettled: list[tuple[Call, list[int]]] = []  # as `Limiter` keeps them
     outage = StorageOutage(limits="local_share", replicas=REPLICAS)
-    gateways = [StoreOrShare(store, MemoryStorage, lambda: outage, clock=lambda: now) for _ in range(REPLICAS)]  # type: ignore[arg-type]
+    gateways = [OutageFallback(store, MemoryStorage, lambda: outage, clock=lambda: now) for _ in range(REPLICAS)]  # type: ignore[arg-type]
 
     async def settle(call: Call, actual: list[int]) -> None:
         try:
@@ -150,7 +150,7 @@ async def outage_of(fresh: bool, calls: int) -> int:
     """How many calls of one unit two gateways grant while the storage is away."""
     store = Store()
     outage = StorageOutage(limits="local_share", replicas=REPLICAS)
-    gateways = [StoreOrShare(store, MemoryStorage, lambda: outage, clock=lambda: START) for _ in range(REPLICAS)]  # type: ignore[arg-type]
+    gateways = [OutageFallback(store, MemoryStorage, lambda: outage, clock=lambda: START) for _ in range(REPLICAS)]  # type: ignore[arg-type]
     for number in range(0 if fresh else 60):
         name = f"t/before-{number}"
         asked: list[Charge] = [SpendCharge("t/budget/total", 1, BUDGET, 1e9)]

@@ -55,8 +55,8 @@ async def test_a_stream_ends_truthfully_when_the_budget_is_spent(tmp_path: Path)
         (receipt,) = rig.receipts()
         assert receipt["outcome"] == Outcome.BUDGET_SPENT.value
         assert receipt["output"] == got + 1
-        await rig.house.settler.stop()
-        await rig.house.limiter.retry_unsettled()
+        await rig.components.settler.stop()
+        await rig.components.limiter.retry_unsettled()
         assert BUDGET_NANOS - TOKEN_NANOS < spent(rig) <= BUDGET_NANOS + 2 * TOKEN_NANOS
         assert (await rig.ask(STREAM)).json["error"]["code"] == "insufficient_quota"
 
@@ -70,8 +70,8 @@ async def test_what_ends_within_the_budget_is_whole_and_gives_back_what_it_did_n
         reply.say(usage_frame(5, 10), DONE)
         await in_time(serving)
         assert client.content.endswith(DONE)
-        await rig.house.settler.stop()
-        await rig.house.limiter.retry_unsettled()
+        await rig.components.settler.stop()
+        await rig.components.limiter.retry_unsettled()
         (account,) = (account for key, account in rig.storage._accounts.items() if "budget" in key)
         assert (account.spent, account.held) == (5 * 1000 + 10 * TOKEN_NANOS, 0)
 
@@ -114,7 +114,7 @@ async def test_while_the_storage_is_away_a_stream_is_not_cut(tmp_path: Path, mon
         reply.say(DONE)
         await in_time(serving)
         assert client.content.endswith(DONE)
-        assert rig.house.limiter.store_failures == 1  # it is asked again after a while, and not at each chunk
+        assert rig.components.limiter.store_failures == 1  # it is asked again after a while, and not at each chunk
 
 
 async def test_a_client_that_leaves_while_more_is_asked_for_holds_nothing(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ async def test_a_client_that_leaves_while_more_is_asked_for_holds_nothing(tmp_pa
             reply.say(delta("x"))
         client.leave()
         await in_time(serving)
-        await rig.house.settler.stop()
-        await rig.house.limiter.retry_unsettled()
+        await rig.components.settler.stop()
+        await rig.components.limiter.retry_unsettled()
         (account,) = (account for key, account in rig.storage._accounts.items() if "budget" in key)
         assert account.held == 0

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prefix.cache_slots import SlotCaches
+from gateway.prefix.cache_slots import CacheSlots
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
 COMMON = tuple(range(10))
@@ -14,7 +14,7 @@ def a_chain(conversation: int, blocks: int) -> tuple[int, ...]:
     return (*COMMON, *(1000 * conversation + block for block in range(blocks)))
 
 
-def sent(slots: SlotCaches, chain: tuple[int, ...]) -> int | None:
+def sent(slots: CacheSlots, chain: tuple[int, ...]) -> int | None:
     slots.add(chain)
     slot = slots.take()
     if slot is not None:
@@ -22,8 +22,8 @@ def sent(slots: SlotCaches, chain: tuple[int, ...]) -> int | None:
     return slot
 
 
-def some() -> SlotCaches:
-    return SlotCaches(3, 1000 * BLOCK_TOKENS)
+def some() -> CacheSlots:
+    return CacheSlots(3, 1000 * BLOCK_TOKENS)
 
 
 def test_a_new_conversation_takes_the_slot_that_was_left_the_longest_ago() -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from gateway.core.errors import BadRequest, Forbidden, ModelNotFound
-from gateway.endpoints import DOORS
+from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
 from gateway.policy.traffic import Endpoint
 from gateway.prompts.canonicaliser import Canonicaliser, join
@@ -91,9 +91,9 @@ def test_what_is_known_of_a_caller_ends_with_its_rights_its_tenant_and_the_polic
     free = Principal(policy.tenants_by_name["t"], "k")
 
     def asked(principal: Principal, policy: Policy) -> Call:
-        door = next(door for door in DOORS if door.operation is Operation.CHAT)
+        endpoint = next(endpoint for endpoint in ENDPOINTS if endpoint.operation is Operation.CHAT)
         return canonicaliser.canonicalise(
-            door, json.dumps(chat()).encode(), {}, call_id="1", principal=principal, policy=policy, now=0.0,
+            endpoint, json.dumps(chat()).encode(), {}, call_id="1", principal=principal, policy=policy, now=0.0,
             trace=UNTRACED,
         )  # fmt: skip
 
@@ -197,7 +197,7 @@ def test_a_key_may_be_for_some_classes_only() -> None:
 
 def canonicalised(principal: Principal) -> Call:
     return Canonicaliser(b"secret").canonicalise(
-        DOORS[0], json.dumps(chat()).encode(), {}, call_id="id", principal=principal, policy=a_policy(), now=0.0,
+        ENDPOINTS[0], json.dumps(chat()).encode(), {}, call_id="id", principal=principal, policy=a_policy(), now=0.0,
         trace=UNTRACED,
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ class Wire:
     verbatim: bool
     answer: bytes
     answered: bytes
-    opening: bytes
+    opener: bytes
     opened: bytes
     token: bytes
     tokened: bytes
@@ -60,7 +60,7 @@ _REFUSAL = b'{"error": {"message": "too long", "code": "context_length_exceeded"
 OPENAI = Wire(
     verbatim=True,
     answer=_ANSWER, answered=_ANSWER,
-    opening=b"", opened=b"",
+    opener=b"", opened=b"",
     token=_TOKEN, tokened=_TOKEN,
     usage=_USAGE, used=_USAGE,
     done=_DONE, ended=_DONE,
@@ -133,7 +133,7 @@ ANTHROPIC = Wire(
     verbatim=False,
     answer=json.dumps(message([{"type": "text", "text": TEXT}])).encode(),
     answered=data(_WHOLE)[6:-2],
-    opening=message_start() + block_start(0, type="text", text=""),
+    opener=message_start() + block_start(0, type="text", text=""),
     opened=chunk({"role": "assistant", "content": ""}, warmpath={"usage": TOLD}),
     token=block_delta(0, type="text_delta", text=TEXT),
     tokened=chunk({"content": TEXT}),

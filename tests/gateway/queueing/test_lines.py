@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.errors import GatewayError, Overloaded
-from gateway.deployments.fleet import Fleet, Place
+from gateway.deployments.fleet import Fleet, SlotPermit
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.prefix.working_set import WorkingSet
 from gateway.providers.base import Unasked
@@ -44,12 +44,12 @@ class Asked:
 class Waiting:
     call: Asked
     due: float
-    place: Place | None = None
+    place: SlotPermit | None = None
     error: GatewayError | None = None
     gone: bool = False
     on_grant: Callable[[Waiting], None] = lambda waiting: None
 
-    def grant(self, place: Place) -> None:
+    def grant(self, place: SlotPermit) -> None:
         self.place = place
         self.on_grant(self)
 
@@ -80,9 +80,9 @@ class Pool:
         self.taken = [place for model in self.policy.models for place in self.take(model)]
         self.granted: list[Waiting] = []
 
-    def take(self, model: Model) -> list[Place]:
+    def take(self, model: Model) -> list[SlotPermit]:
         places = []
-        while (place := self.fleet.take(self.fleet.servers_of(model), 0.0, background=True)) is not None:
+        while (place := self.fleet.take(self.fleet.deployments_of(model), 0.0, background=True)) is not None:
             places.append(place)
         return places
 
@@ -330,7 +330,7 @@ def test_whatever_comes(plan: list[tuple[str, str, int, float, float | None]], p
     for place in pool.taken[:places]:
         place.release()
     Traffic(pool, share).run(plan)
-    assert not any(server.places_taken for server in pool.fleet.servers_of(pool.policy.models[0]))
+    assert not any(server.slots_taken for server in pool.fleet.deployments_of(pool.policy.models[0]))
     assert pool.lines.waiting == 0 == pool.lines.depth("batch") + pool.lines.depth("realtime")
 
 
@@ -355,7 +355,7 @@ class Traffic:
         while self.events:
             now, _, happen = heapq.heappop(self.events)
             happen(now)
-            idle = any(server.has_place for server in self.pool.fleet.servers_of(self.pool.policy.models[0]))
+            idle = any(server.has_slot for server in self.pool.fleet.deployments_of(self.pool.policy.models[0]))
             assert not (idle and self.waiting)
         assert len(self.ended) == len(plan)
 

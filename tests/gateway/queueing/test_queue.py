@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gateway.core.errors import Overloaded
-from gateway.deployments.fleet import Fleet, Place
+from gateway.deployments.fleet import Fleet, SlotPermit
 from gateway.policy import Policy
 from gateway.prefix import working_set
 from gateway.providers.base import Unasked
@@ -50,15 +50,15 @@ async def test_a_free_place_is_taken_at_once_and_given_back() -> None:
     policy = a_policy()
     queue, fleet = a_queue(policy)
     with await queue.turn(call_now(policy)):
-        assert sum(server.places_taken for server in fleet) == 1
-    assert sum(server.places_taken for server in fleet) == 0
+        assert sum(server.slots_taken for server in fleet) == 1
+    assert sum(server.slots_taken for server in fleet) == 0
 
 
 async def test_places_are_spread_over_the_least_busy_servers() -> None:
     policy = a_policy()
     queue, fleet = a_queue(policy)
     with await queue.turn(call_now(policy)), await queue.turn(call_now(policy)):
-        assert [server.places_taken for server in fleet] == [1, 1]
+        assert [server.slots_taken for server in fleet] == [1, 1]
 
 
 async def test_realtime_goes_before_batch_that_came_earlier() -> None:
@@ -76,7 +76,7 @@ async def test_realtime_goes_before_batch_that_came_earlier() -> None:
     leave.set()
     await asyncio.gather(first, batch, realtime)
     assert order == ["first", "realtime", "batch"]
-    assert [server.places_taken for server in fleet] == [0]
+    assert [server.slots_taken for server in fleet] == [0]
     assert queue.depth("batch") == queue.depth("realtime") == 0
 
 
@@ -105,7 +105,7 @@ async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
         await queue.turn(call_now(policy))
     assert refusal.value.status == 503
     assert int(refusal.value.headers["retry-after"]) >= 1
-    assert [server.places_taken for server in fleet] == [0]
+    assert [server.slots_taken for server in fleet] == [0]
 
 
 async def test_a_wait_ends_when_it_has_lasted_too_long() -> None:
@@ -115,7 +115,7 @@ async def test_a_wait_ends_when_it_has_lasted_too_long() -> None:
         with pytest.raises(Overloaded, match=r"within 0\.02 s"):
             await queue.turn(call_now(policy))
         assert queue.depth("realtime") == 0
-    assert [server.places_taken for server in fleet] == [0]
+    assert [server.slots_taken for server in fleet] == [0]
 
 
 async def test_where_calls_wait_in_vain_later_ones_wait_less_until_nobody_waits() -> None:
@@ -158,7 +158,7 @@ async def test_who_waits_may_be_refused_for_a_tenant_that_has_fewer() -> None:
     leave.set()
     await asyncio.gather(first, many[0], alone)
     assert sorted(order) == ["first", "t0", "u"] and queue.gave_way("realtime") == 1
-    assert [server.places_taken for server in fleet] == [0]
+    assert [server.slots_taken for server in fleet] == [0]
 
 
 async def test_nobody_waits_longer_than_the_client_does() -> None:
@@ -179,7 +179,7 @@ async def test_a_caller_that_leaves_while_waiting_leaves_the_line() -> None:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert queue.depth("realtime") == 0
-    assert [server.places_taken for server in fleet] == [0]
+    assert [server.slots_taken for server in fleet] == [0]
 
 
 async def test_a_place_granted_in_the_moment_of_leaving_is_not_lost() -> None:
@@ -192,7 +192,7 @@ async def test_a_place_granted_in_the_moment_of_leaving_is_not_lost() -> None:
     place.release()  # grants it to `waiting`, which has not run since
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert [server.places_taken for server in fleet] == [0]
+    assert [server.slots_taken for server in fleet] == [0]
 
 
 async def test_a_model_that_lost_its_servers_keeps_nobody_waiting() -> None:
@@ -250,16 +250,16 @@ async def test_a_place_moves_only_where_there_is_room() -> None:
     policy = a_policy()
     _, fleet = a_queue(policy)
     a, b = fleet
-    full = [Place(fleet, b), Place(fleet, b)]
-    place = Place(fleet, a)
+    full = [SlotPermit(fleet, b), SlotPermit(fleet, b)]
+    place = SlotPermit(fleet, a)
     assert not place.move_to(b)
-    assert (a.places_taken, b.places_taken) == (1, 2)
+    assert (a.slots_taken, b.slots_taken) == (1, 2)
     full[0].release()
     assert place.move_to(b)
-    assert (a.places_taken, b.places_taken) == (0, 2)
+    assert (a.slots_taken, b.slots_taken) == (0, 2)
     place.release()
     place.release()
-    assert (a.places_taken, b.places_taken) == (0, 1)
+    assert (a.slots_taken, b.slots_taken) == (0, 1)
 
 
 async def test_a_reload_keeps_what_is_known_of_servers_that_stay() -> None:
@@ -275,7 +275,7 @@ async def test_a_reload_keeps_what_is_known_of_servers_that_stay() -> None:
         after = {server.name: server for server in fleet}
         assert after["a"] is a
         assert after["a"].cache.match([1, 2, 3]) == 3
-        assert after["a"].deployment.max_concurrency == 9
+        assert after["a"].config.max_concurrency == 9
         assert after["b"] is not b
 
 
@@ -328,7 +328,7 @@ async def test_a_conversation_that_does_not_fit_waits_although_there_are_places(
     assert order == ["going on", "realtime"]
     monkeypatch.setattr(working_set, "IDLE_SECONDS", 0.0)  # the others have ended
     await asyncio.wait_for(waiting, 5.0)
-    assert order[-1] == "third" and not any(server.places_taken for server in fleet)
+    assert order[-1] == "third" and not any(server.slots_taken for server in fleet)
 
 
 async def test_batch_prompts_that_begin_alike_go_one_after_the_other() -> None:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from gateway.core.errors import GatewayError
-from gateway.deployments.fleet import Fleet, Server
+from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.policy import Deployment, Policy
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.queueing import Queue
 from gateway.routing import STRATEGIES
-from gateway.routing.attempts import Attempts
+from gateway.routing.attempts import AttemptLog
 from gateway.routing.router import Router
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
@@ -27,9 +27,9 @@ DONE = b"data: [DONE]\n\n"
 class Script:
     """A provider that answers by a script: bytes are chunks, failures are raised, an event is waited for."""
 
-    def __init__(self, *steps: Step, opening: ProviderFailure | asyncio.Event | None = None) -> None:
+    def __init__(self, *steps: Step, opener: ProviderFailure | asyncio.Event | None = None) -> None:
         self.steps = steps
-        self.opening = opening
+        self.opener = opener
         self.closed = 0
         self.opened = 0
         self.refusal: ProviderFailure | None = None
@@ -50,10 +50,10 @@ class Script:
     async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
         self.opened += 1
         self.headers = headers
-        if isinstance(self.opening, ProviderFailure):
-            raise self.opening
-        if self.opening is not None:
-            await self.opening.wait()
+        if isinstance(self.opener, ProviderFailure):
+            raise self.opener
+        if self.opener is not None:
+            await self.opener.wait()
         return ScriptedReply(self)
 
 
@@ -99,10 +99,10 @@ class Rig:
         self.fleet.apply(self.policy)
         self.router = Router(self.fleet, STRATEGIES)
         spans = iter(range(1, 100))
-        self.new_attempts = lambda: Attempts(lambda: next(spans), lambda span: {"traceparent": f"span-{span}"})
+        self.new_attempts = lambda: AttemptLog(lambda: next(spans), lambda span: {"traceparent": f"span-{span}"})
         self.attempts = self.new_attempts()
 
-    async def chunks(self, attempts: Attempts | None = None, **fields: object) -> list[bytes]:
+    async def chunks(self, attempts: AttemptLog | None = None, **fields: object) -> list[bytes]:
         call = a_call(chat(stream=True, **fields), self.policy, now=asyncio.get_running_loop().time())
         tried = self.attempts if attempts is None else attempts
         with await self.queue.turn(call) as place:
@@ -117,7 +117,7 @@ class Rig:
         return [(attempt.deployment, attempt.outcome) for attempt in self.attempts.done]
 
     def idle(self) -> bool:
-        return not any(s.places_taken or s.in_flight or s.estimate.prefill_tokens_queued for s in self.fleet)
+        return not any(s.slots_taken or s.in_flight or s.estimate.prefill_tokens_queued for s in self.fleet)
 
 
 def status(code: int, fault: Fault = Fault.STATUS) -> ProviderFailure:
@@ -144,7 +144,7 @@ def two_servers(**realtime: object) -> object:
     )
 
 
-def server(rig: Rig, name: str) -> Server:
+def server(rig: Rig, name: str) -> DeploymentState:
     return next(server for server in rig.fleet if server.name == name)
 
 

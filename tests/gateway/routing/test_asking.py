@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gateway.core.errors import UpstreamTimeout
-from gateway.deployments.fleet import Server
+from gateway.deployments.fleet import DeploymentState
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.types import Call
 from tests.gateway.calls import a_call, chat
@@ -85,7 +85,7 @@ async def test_a_server_that_failed_others_meanwhile_is_not_asked(monkeypatch: p
     a = Script(TEXT)
     rig = Rig(two_servers(), a=a, b=Script(TEXT, DONE))
 
-    async def follow(call: Call, asked: Server, deadline: float) -> None:
+    async def follow(call: Call, asked: DeploymentState, deadline: float) -> None:
         if asked.name == "a":
             asked.breaker.eject(asyncio.get_running_loop().time(), 30.0)
 

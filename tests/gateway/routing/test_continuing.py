@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.so_far import HELD_MAX_BYTES, Rest, SoFar
+from gateway.routing.so_far import HELD_MAX_BYTES, PartialAnswer, ResumedAnswer
 from tests.gateway.harness import DONE, Client, Rig, a_rig, chat, counted, cut, delta, in_time, policy_of, settle
 
 CONTINUED = {"classes": {"realtime": {"continue_cut_streams": True}}}
@@ -82,7 +82,7 @@ async def test_it_is_one_answer(tmp_path: Path) -> None:
         assert (receipt["outcome"], receipt["deployment"]) == ("complete", "b")
         assert (receipt["input_uncached"], receipt["output"], receipt["exact"]) == (10, 4, False)
         assert attempts(rig) == [("a", "cut", False), ("b", "ok", True)]
-        assert rig.house.router.cut_streams == {"continued": 1, "given_up": 0}
+        assert rig.components.router.cut_streams == {"continued": 1, "given_up": 0}
 
 
 async def test_a_completion_goes_on_behind_its_prompt(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ async def test_where_nobody_goes_on_the_client_is_told_that_it_was_cut(tmp_path:
         assert attempts(rig)[0] == ("a", "cut", False) and {a[1] for a in attempts(rig)} == {"cut"}
         assert (receipt["outcome"], receipt["deployment"]) == ("upstream_cut", "a")
         assert (receipt["input_uncached"], receipt["output"], receipt["exact"]) == (10, 2, True)
-        assert rig.house.router.cut_streams == {"continued": 0, "given_up": 1}
+        assert rig.components.router.cut_streams == {"continued": 0, "given_up": 1}
 
 
 async def test_it_goes_on_once(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ async def test_whoever_follows_gets_the_same_answer(tmp_path: Path) -> None:
 
 
 async def test_a_long_stream_is_kept_as_text(tmp_path: Path) -> None:
-    so_far = SoFar()
+    so_far = PartialAnswer()
     frame = delta("word ")
     for _ in range(10_000):
         so_far.add(frame)
@@ -279,12 +279,12 @@ pieces = st.lists(st.text(st.sampled_from('ab \né"\\東'), min_size=1, max_size
 def test_wherever_it_is_cut_nothing_is_lost_and_nothing_comes_twice(tokens: list[str], data: st.DataObject) -> None:
     """The second server goes on from what it was given, in tokens and chunks of other sizes."""
     at = data.draw(st.integers(1, len(tokens)))
-    so_far = SoFar()
+    so_far = PartialAnswer()
     for token in tokens[:at]:
         so_far.add(event("a", {"content": token}))
     text, whole = so_far.text, "".join(tokens)
     known = text.rstrip() or text
-    rest = Rest(so_far, overlap=text[len(known) :], with_counts=False)
+    rest = ResumedAnswer(so_far, overlap=text[len(known) :], with_counts=False)
     remaining, got = whole[len(known) :], text
     while remaining:
         size = data.draw(st.integers(1, 5))

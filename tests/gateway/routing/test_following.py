@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.deployments.fleet import Server
+from gateway.deployments.fleet import DeploymentState
 from gateway.routing.following import follow
 from gateway.types import Call
 from tests.gateway.calls import a_call, chat
@@ -11,7 +11,7 @@ from tests.gateway.routing.test_strategies import servers
 LONG = "All the world is a stage, and all the men and women merely players. " * 200
 
 
-def a_burst() -> tuple[Server, Call, Call]:
+def a_burst() -> tuple[DeploymentState, Call, Call]:
     a, _ = servers()
     return a, a_call(chat(LONG + "one")), a_call(chat(LONG + "two"))
 
@@ -20,7 +20,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def follows(call: Call, server: Server, deadline_seconds: float = 60.0) -> asyncio.Task[None]:
+async def follows(call: Call, server: DeploymentState, deadline_seconds: float = 60.0) -> asyncio.Task[None]:
     task = asyncio.create_task(follow(call, server, now() + deadline_seconds))
     for _ in range(5):
         await asyncio.sleep(0)

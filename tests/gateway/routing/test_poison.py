@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from gateway.core.errors import PoisonousRequest, UpstreamCut
-from gateway.deployments.circuit_breaker import Breaker
+from gateway.deployments.circuit_breaker import CircuitBreaker
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.types import Call
 from tests.gateway.routing.rig import DONE, TEXT, Rig, Script, Turns, failing, one_server, server, two_servers
@@ -104,7 +104,7 @@ async def test_of_several_answers_that_a_death_breaks_off_each_may_be_asked_for_
     cut = await asyncio.gather(*asking, return_exceptions=True)
     assert [type(error) for error in cut] == [UpstreamCut, UpstreamCut]
     a.dead, a.steps = False, (TEXT, DONE)
-    server(rig, "a").breaker = Breaker()
+    server(rig, "a").breaker = CircuitBreaker()
     assert await rig.chunks(user="one") == [TEXT, DONE]
 
 
@@ -122,7 +122,7 @@ async def test_who_was_answered_in_between_two_deaths_has_nothing_against_it() -
         cut = await asyncio.gather(*asking, return_exceptions=True)
         assert [type(error) for error in cut] == [UpstreamCut, UpstreamCut]
         a.dead, a.steps = False, (TEXT, DONE)
-        server(rig, "a").breaker = Breaker()
+        server(rig, "a").breaker = CircuitBreaker()
         assert await rig.chunks(user="one") == [TEXT, DONE]
     with pytest.raises(PoisonousRequest):
         await rig.chunks(user="two")
@@ -137,5 +137,5 @@ async def test_an_answer_does_not_go_on_at_the_server_that_has_died_of_it() -> N
 
 async def test_a_cut_connection_to_a_living_server_says_nothing_about_the_request() -> None:
     cut = ProviderFailure(Fault.CUT, "reset")
-    rig = Rig(two_servers(), a=Turns(Script(opening=cut), Script(TEXT, DONE)), b=Script(opening=cut))
+    rig = Rig(two_servers(), a=Turns(Script(opener=cut), Script(TEXT, DONE)), b=Script(opener=cut))
     assert (await rig.chunks())[-1] == DONE

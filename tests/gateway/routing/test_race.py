@@ -36,7 +36,7 @@ async def test_a_hedge_that_fails_leaves_the_first_its_time() -> None:
     late = asyncio.Event()
     asyncio.get_running_loop().call_later(0.05, late.set)
     rig = Rig(
-        two_servers(hedge={"after": "10ms", "budget": 1.0}), a=Script(late, TEXT, DONE), b=Script(opening=status(500))
+        two_servers(hedge={"after": "10ms", "budget": 1.0}), a=Script(late, TEXT, DONE), b=Script(opener=status(500))
     )
     assert await rig.chunks() == [TEXT, DONE]
     assert rig.outcomes == [("b", "status_500"), ("a", "ok")]
@@ -93,7 +93,7 @@ async def test_both_answering_in_one_moment_is_one_answer(monkeypatch: pytest.Mo
 
 
 async def test_a_call_brings_its_share_of_a_hedge_once_however_often_it_is_tried() -> None:
-    rig = Rig(two_servers(hedge={"after": "60s", "budget": 0.1}), a=Script(opening=status(500)), b=Script(TEXT, DONE))
+    rig = Rig(two_servers(hedge={"after": "60s", "budget": 0.1}), a=Script(opener=status(500)), b=Script(TEXT, DONE))
     rig.router._hedging._pot = 0.0
     assert await rig.chunks() == [TEXT, DONE]
     assert rig.router._hedging._pot == pytest.approx(0.1)

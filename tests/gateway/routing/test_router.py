@@ -37,7 +37,7 @@ async def test_the_first_server_that_gives_a_chunk_answers() -> None:
     ],
 )
 async def test_failing_before_the_first_chunk_asks_the_next(failure: ProviderFailure, outcome: str) -> None:
-    a, b = Script(opening=failure), Script(b"x")
+    a, b = Script(opener=failure), Script(b"x")
     rig = Rig(a=a, b=b)
     assert await rig.chunks() == [b"x"]
     assert rig.outcomes == [("a", outcome), ("b", "ok")]
@@ -74,7 +74,7 @@ async def test_where_none_has_words_for_the_call_the_client_is_told_so_at_once()
 
 
 async def test_a_refused_request_is_not_tried_elsewhere() -> None:
-    a, b = Script(opening=status(400, Fault.REFUSED)), Script(b"x")
+    a, b = Script(opener=status(400, Fault.REFUSED)), Script(b"x")
     rig = Rig(a=a, b=b)
     with pytest.raises(UpstreamRefused) as refusal:
         await rig.chunks()
@@ -85,7 +85,7 @@ async def test_a_refused_request_is_not_tried_elsewhere() -> None:
 
 
 async def test_nobody_answers() -> None:
-    rig = Rig(a=Script(opening=status(500)), b=Script(opening=ProviderFailure(Fault.CONNECT, "refused")))
+    rig = Rig(a=Script(opener=status(500)), b=Script(opener=ProviderFailure(Fault.CONNECT, "refused")))
     with pytest.raises(UpstreamError, match=r"a \(status_500\), b \(connect_error\)") as failure:
         await rig.chunks()
     assert failure.value.status == 502
@@ -185,7 +185,7 @@ async def test_why_a_server_fails_stands_in_the_log_once_and_without_its_own_wor
 ) -> None:
     caplog.set_level(logging.INFO, "warmpath")
     reset = ProviderFailure(Fault.MALFORMED, "content-type 'text/html'", status=200)
-    rig = Rig(one_server(), a=Turns(*[Script(opening=reset)] * FAILURES_TO_OPEN, Script(b"x")))
+    rig = Rig(one_server(), a=Turns(*[Script(opener=reset)] * FAILURES_TO_OPEN, Script(b"x")))
     with pytest.raises(UpstreamError):
         await rig.chunks()
     await rig.chunks(rig.new_attempts())
@@ -215,7 +215,7 @@ async def test_fallback_models_are_asked_last() -> None:
     policy = a_policy(
         models=[{"name": "m", "deployments": ["a"], "fallbacks": ["n"]}, {"name": "n", "deployments": ["b", "a"]}]
     )
-    a, b = Script(opening=status(500)), Script(b"x")
+    a, b = Script(opener=status(500)), Script(b"x")
     rig = Rig(policy, a=a, b=b)
     assert await rig.chunks() == [b"x"]
     assert rig.outcomes == [("a", "status_500"), ("b", "ok")]

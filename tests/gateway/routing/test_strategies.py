@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.deployments.fleet import Fleet, Server
+from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.prefix.events.base import Stored
 from gateway.prefix.events.blocks import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_TOKENS
@@ -16,7 +16,7 @@ from tests.gateway.calls import a_call, a_policy, chat
 LONG = chat("All the world is a stage, and all the men and women merely players. " * 200)
 
 
-def servers() -> tuple[Server, Server]:
+def servers() -> tuple[DeploymentState, DeploymentState]:
     fleet = Fleet(lambda deployment: Unasked())
     fleet.apply(a_policy())
     a, b = fleet
@@ -33,7 +33,7 @@ def test_the_server_that_holds_the_prefix_wins() -> None:
     call = a_call(LONG)
     b.cache.add(call.fingerprint)
     best, other = PrefixAffinity().order(call, [a, b], now=0.0)
-    assert best.server is b
+    assert best.deployment is b
     assert best.matched_tokens == len(call.fingerprint) * BLOCK_TOKENS
     assert best.cost_seconds < other.cost_seconds
     assert f"{best.matched_tokens} of {call.prompt_tokens_estimate} prompt tokens warm" in best.reason
@@ -45,9 +45,9 @@ def test_enough_queued_work_outweighs_a_warm_prefix() -> None:
     call = a_call(LONG)
     b.cache.add(call.fingerprint)
     b.send(prompt_of(int(2 * call.prompt_tokens_estimate)), now=0.0)
-    assert PrefixAffinity().order(call, [a, b], now=0.0)[0].server is b  # recomputing would cost more than waiting
+    assert PrefixAffinity().order(call, [a, b], now=0.0)[0].deployment is b  # recomputing would cost more than waiting
     b.send(prompt_of(int(EVICTION_WEIGHT * call.prompt_tokens_estimate)), now=0.0)
-    assert PrefixAffinity().order(call, [a, b], now=0.0)[0].server is a
+    assert PrefixAffinity().order(call, [a, b], now=0.0)[0].deployment is a
 
 
 def test_what_both_hold_decides_nothing() -> None:
@@ -56,7 +56,7 @@ def test_what_both_hold_decides_nothing() -> None:
     a.cache.add(call.fingerprint)
     b.cache.add(call.fingerprint)
     a.send(prompt_of(1), now=0.0)
-    assert PrefixAffinity().order(call, [a, b], now=0.0)[0].server is b
+    assert PrefixAffinity().order(call, [a, b], now=0.0)[0].deployment is b
 
 
 def test_a_server_that_failed_comes_last_until_it_has_cooled_down() -> None:
@@ -64,16 +64,16 @@ def test_a_server_that_failed_comes_last_until_it_has_cooled_down() -> None:
     call = a_call(LONG)
     b.cache.add(call.fingerprint)
     b.breaker.failed(0.0)
-    assert PrefixAffinity().order(call, [a, b], now=0.1)[0].server is a
-    assert PrefixAffinity().order(call, [a, b], now=60.0)[0].server is b
+    assert PrefixAffinity().order(call, [a, b], now=0.1)[0].deployment is a
+    assert PrefixAffinity().order(call, [a, b], now=60.0)[0].deployment is b
     b.breaker.succeeded(0.1)
-    assert PrefixAffinity().order(call, [a, b], now=0.1)[0].server is b
+    assert PrefixAffinity().order(call, [a, b], now=0.1)[0].deployment is b
 
 
 def test_least_busy_is_by_share_of_places() -> None:
     a, b = servers()
     a.send(prompt_of(1), now=0.0)
-    assert LeastBusy().order(a_call(), [a, b], now=0.0)[0].server is b
+    assert LeastBusy().order(a_call(), [a, b], now=0.0)[0].deployment is b
 
 
 def test_ordering_changes_nothing() -> None:
@@ -87,15 +87,15 @@ def test_a_name_pins_a_conversation_within_a_bound() -> None:
     a, b = servers()
     named = msgspec.structs.replace(a_call(chat("short")), session="s")
     a.send(named, now=0.0).end(now=0.0)
-    assert PrefixAffinity().order(named, [b, a], now=1.0)[0].server is a
+    assert PrefixAffinity().order(named, [b, a], now=1.0)[0].deployment is a
     a.send(prompt_of(int(2 * PIN_SECONDS * a.estimate.prefill_tokens_per_second)), now=1.0)
-    assert PrefixAffinity().order(named, [b, a], now=1.0)[0].server is b
+    assert PrefixAffinity().order(named, [b, a], now=1.0)[0].deployment is b
 
 
 def test_gateways_that_do_not_know_of_each_other_agree_on_a_named_conversation() -> None:
     for number in range(20):
         named = msgspec.structs.replace(a_call(), session=f"s{number}")
-        chosen = {PrefixAffinity().order(named, one_gateways, now=0.0)[0].server.name
+        chosen = {PrefixAffinity().order(named, one_gateways, now=0.0)[0].deployment.name
                   for one_gateways in (servers(), servers()[::-1])}  # fmt: skip
         assert len(chosen) == 1
 
@@ -106,14 +106,14 @@ def test_a_server_whose_speed_nobody_knows_is_taken_to_be_like_the_others() -> N
     for _ in range(50):
         a.estimate.learn_prefill(20_000, 1.0)
     a.send(prompt_of(1000), now=0.0)
-    assert PrefixAffinity().order(a_call(LONG), [a, b], now=0.0)[0].server is b
+    assert PrefixAffinity().order(a_call(LONG), [a, b], now=0.0)[0].deployment is b
 
 
 def test_round_robin_takes_turns() -> None:
     a, b = servers()
     chosen = []
     for now in range(4):
-        server = RoundRobin().order(a_call(LONG), [a, b], now=float(now))[0].server
+        server = RoundRobin().order(a_call(LONG), [a, b], now=float(now))[0].deployment
         server.send(a_call(LONG), float(now))
         chosen.append(server)
     assert chosen == [a, b, a, b]
@@ -125,7 +125,7 @@ def test_round_robin_gives_one_that_was_away_no_more_than_its_turns() -> None:
         a.send(a_call(LONG), float(now))
     chosen = []
     for now in (100.0, 100.0, 101.0, 102.0):
-        chosen.append(RoundRobin().order(a_call(LONG), [a, b], now=now)[0].server)
+        chosen.append(RoundRobin().order(a_call(LONG), [a, b], now=now)[0].deployment)
         chosen[-1].send(a_call(LONG), now)
     assert chosen == [b, a, b, a]
 
@@ -142,5 +142,5 @@ def test_where_caches_are_full_what_lies_idle_makes_way() -> None:
         a.cache.touch((-1 - turn,))
         b.cache.touch(tuple(range(100)))
     call = a_call(LONG)
-    assert [candidate.server for candidate in PrefixAffinity().order(call, [b, a], now=0.0)] == [a, b]
+    assert [candidate.deployment for candidate in PrefixAffinity().order(call, [b, a], now=0.0)] == [a, b]
     assert b.loss_tokens(640.0, 0.0) == 640.0 > 10 * a.loss_tokens(640.0, 0.0)

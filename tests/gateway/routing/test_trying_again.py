@@ -29,14 +29,14 @@ from tests.gateway.routing.rig import (
 
 @pytest.mark.parametrize("first", [status(500), busy(429, 0.01), ProviderFailure(Fault.CONNECT, "reset")])
 async def test_the_only_server_is_asked_again_after_a_pause(first: ProviderFailure) -> None:
-    rig = Rig(one_server(), a=Turns(Script(opening=first), Script(TEXT)))
+    rig = Rig(one_server(), a=Turns(Script(opener=first), Script(TEXT)))
     assert await rig.chunks() == [TEXT]
     assert [outcome for _, outcome in rig.outcomes][1:] == ["ok"]
     assert rig.idle()
 
 
 async def test_a_server_that_names_a_pause_gets_it() -> None:
-    rig = Rig(one_server(), a=Turns(Script(opening=busy(429, 0.2)), Script(TEXT)))
+    rig = Rig(one_server(), a=Turns(Script(opener=busy(429, 0.2)), Script(TEXT)))
     loop = asyncio.get_running_loop()
     began = loop.time()
     await rig.chunks()
@@ -45,7 +45,7 @@ async def test_a_server_that_names_a_pause_gets_it() -> None:
 
 
 async def test_a_longer_pause_is_the_callers_to_make() -> None:
-    rig = Rig(one_server(), a=Script(opening=busy(429, 60.0)))
+    rig = Rig(one_server(), a=Script(opener=busy(429, 60.0)))
     error = await failing(rig)
     assert isinstance(error, UpstreamBusy) and error.status == 503
     assert 50 <= int(error.headers["retry-after"]) <= 60
@@ -56,7 +56,7 @@ async def test_a_longer_pause_is_the_callers_to_make() -> None:
 
 
 async def test_servers_that_fail_on_and_on_are_left_alone_and_the_caller_is_told() -> None:
-    script = Script(opening=ProviderFailure(Fault.CONNECT, "refused"))
+    script = Script(opener=ProviderFailure(Fault.CONNECT, "refused"))
     rig = Rig(one_server(ttft="2s"), a=script)
     for _ in range(2):
         rig.attempts.done.clear()
@@ -71,7 +71,7 @@ async def test_servers_that_fail_on_and_on_are_left_alone_and_the_caller_is_told
 
 
 async def test_a_spent_retry_budget_ends_the_trying(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(two_servers(retries=0), a=Script(opening=status(500)), b=Script(TEXT))
+    rig = Rig(two_servers(retries=0), a=Script(opener=status(500)), b=Script(TEXT))
     monkeypatch.setattr("gateway.routing.retries.POT_REFILL_PER_SECOND", 0.0)
     budget = rig.router._budgets["realtime"] = RetryBudget()
     while budget.take(0.0):

@@ -153,12 +153,12 @@ async def test_a_client_that_leaves_closes_the_connection_to_the_server(tmp_path
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"])
 async def test_a_door_takes_posts_only(app: Application, method: str) -> None:
-    for door in ("chat/completions", "completions", "embeddings"):
-        client = await app.ask(method=method, path=f"/v1/{door}")
+    for endpoint in ("chat/completions", "completions", "embeddings"):
+        client = await app.ask(method=method, path=f"/v1/{endpoint}")
         assert (client.status, client.headers["allow"]) == (405, "POST")
         assert client.json["error"]["code"] == "method_not_allowed"
-    for door in ("messages", "messages/count_tokens"):
-        client = await app.ask(method=method, path=f"/v1/{door}")
+    for endpoint in ("messages", "messages/count_tokens"):
+        client = await app.ask(method=method, path=f"/v1/{endpoint}")
         assert (client.status, client.headers["allow"]) == (405, "POST")
         assert client.json["error"]["details"]["error_code"] == "method_not_allowed"
 
@@ -374,7 +374,7 @@ async def test_what_fails_at_the_very_end_is_told(tmp_path: Path, monkeypatch: p
         raise LedgerUnavailable("the disk is full")
 
     async with a_stream_at_its_end(tmp_path) as (app, client, serving, go_on):
-        monkeypatch.setattr(app.gateway.house.books, "append", full)
+        monkeypatch.setattr(app.gateway.components.call_log, "append", full)
         go_on.set()
         await in_time(serving)
         assert client.whole and DONE not in client.content and b"the disk is full" in client.content

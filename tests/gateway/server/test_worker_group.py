@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.server.worker_group import ALONE, Seat, Siblings, left_behind, merged, socket_path
+from gateway.server.worker_group import SINGLE_WORKER, WorkerGroup, WorkerIdentity, left_behind, merged, socket_path
 from tests.gateway.harness import in_time
 
 ONE = b"""# HELP calls_total Calls, by "how".
@@ -33,12 +33,12 @@ calls_total{how="d"} 5.0
 
 @pytest.mark.parametrize(("places", "count"), [(64, 3), (7, 7), (8, 1), (5, 2)])
 def test_shares_make_up_the_whole(places: int, count: int) -> None:
-    shares = [Seat(number, count).share_of(places) for number in range(count)]
+    shares = [WorkerIdentity(number, count).share_of(places) for number in range(count)]
     assert sum(shares) == places and max(shares) - min(shares) <= 1
 
 
 def test_nobody_is_left_without_a_place() -> None:
-    assert [Seat(number, 3).share_of(1) for number in range(3)] == [1, 1, 1]
+    assert [WorkerIdentity(number, 3).share_of(1) for number in range(3)] == [1, 1, 1]
 
 
 def test_one_text_has_every_series_of_all_workers_once() -> None:
@@ -56,7 +56,7 @@ def test_a_worker_that_does_not_answer_is_down_and_hides_nobody() -> None:
 
 
 @asynccontextmanager
-async def three_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Siblings]:
+async def three_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerGroup]:
     """The first of them. The third one listens and says nothing."""
     monkeypatch.setattr("gateway.server.worker_group.ANSWER_SECONDS", 0.2)
     with ExitStack() as open_sockets:
@@ -65,7 +65,9 @@ async def three_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncI
             listener.bind(str(socket_path(folder, number)))
             listener.listen()
         here, there = (
-            Siblings(Seat(number, 3, folder, listener), metrics=lambda: TWO, calls=lambda wanted: b"<%b>" % wanted)
+            WorkerGroup(
+                WorkerIdentity(number, 3, folder, listener), metrics=lambda: TWO, calls=lambda wanted: b"<%b>" % wanted
+            )
             for number, listener in enumerate(listeners[:2])
         )
         await here.start()
@@ -115,12 +117,12 @@ async def test_an_answer_without_end_is_given_up(tmp_path: Path, monkeypatch: py
 
 
 async def test_who_is_alone_has_no_label() -> None:
-    assert await Siblings(ALONE, metrics=lambda: ONE, calls=lambda wanted: b"").metrics(ONE) == ONE
+    assert await WorkerGroup(SINGLE_WORKER, metrics=lambda: ONE, calls=lambda wanted: b"").metrics(ONE) == ONE
 
 
 def test_what_is_left_behind_are_chains_of_workers_that_are_no_more(tmp_path: Path) -> None:
     for name in ("gw", "gw.w0", "gw.w1", "gw.w2", "gw.west", "other"):
         (tmp_path / name).mkdir()
-    assert left_behind(tmp_path, "gw", ALONE) == ["gw.w0", "gw.w1", "gw.w2"]
-    assert left_behind(tmp_path, "gw", Seat(0, 2)) == ["gw", "gw.w2"]
-    assert left_behind(tmp_path / "none", "gw", ALONE) == []
+    assert left_behind(tmp_path, "gw", SINGLE_WORKER) == ["gw.w0", "gw.w1", "gw.w2"]
+    assert left_behind(tmp_path, "gw", WorkerIdentity(0, 2)) == ["gw", "gw.w2"]
+    assert left_behind(tmp_path / "none", "gw", SINGLE_WORKER) == []

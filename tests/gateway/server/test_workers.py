@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from gateway.server import workers
-from gateway.server.worker_group import Seat
-from gateway.server.workers import RESTART_MAX_SECONDS, WELL_SECONDS, Supervisor, Worker
+from gateway.server.worker_group import WorkerIdentity
+from gateway.server.workers import RESTART_MAX_SECONDS, WELL_SECONDS, Supervisor, WorkerProcess
 from gateway.settings import Settings
 
 SIGKILLED = -9
@@ -22,14 +22,14 @@ SIGKILLED = -9
 def supervisor() -> Any:
     here, there = socket.socketpair()
     with here, there:
-        made = Supervisor(Settings(storage="sqlite:///x"), [Seat(0, 2), Seat(1, 2)], here)
+        made = Supervisor(Settings(storage="sqlite:///x"), [WorkerIdentity(0, 2), WorkerIdentity(1, 2)], here)
         made._stop_before = time.monotonic()  # nothing is to be started here
         assert made.run(lambda: None) is False  # which also lets go of its pipe
         made._stop_before = None
         yield made
 
 
-def died(supervisor: Supervisor, worker: Worker, *, after_seconds: float, code: int = SIGKILLED) -> float:
+def died(supervisor: Supervisor, worker: WorkerProcess, *, after_seconds: float, code: int = SIGKILLED) -> float:
     """The pause before its restart."""
     worker.process, worker.ready = cast(Any, SimpleNamespace(close=lambda: None)), True
     worker.started_at = time.monotonic() - after_seconds

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.policy import Policy
 from gateway.telemetry import CallRecord
-from gateway.types import Attempt, Call, Marks, Operation, Outcome, Principal, Trace, Usage
+from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Trace, Usage
 from tests.otlp_collector import Collector, collecting
 
 CANARY = "wp-dev-c4n4ry-secret"
@@ -73,9 +73,9 @@ def call(policy: Policy) -> Call:
     )
 
 
-def marks(*phases: tuple[str, int], started: int = 0, ended: int, first_chunk: int | None = None) -> Marks:
+def marks(*phases: tuple[str, int], started: int = 0, ended: int, first_chunk: int | None = None) -> PhaseTimings:
     """Times in microseconds since START_NS."""
-    noted = Marks()
+    noted = PhaseTimings()
     noted.started_ns = at(started)
     noted.phases = [(name, at(us)) for name, us in phases]
     noted.first_chunk_ns = 0 if first_chunk is None else at(first_chunk)

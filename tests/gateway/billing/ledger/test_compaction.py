@@ -19,7 +19,7 @@ from gateway.billing.ledger.compacting import Compactor
 from gateway.billing.ledger.compaction import compact, lines_of
 from gateway.billing.ledger.reader import UnreadableLedger, latest, summarise
 from gateway.billing.ledger.retention import drop_old_segments
-from gateway.billing.ledger.rows import Carried, Row
+from gateway.billing.ledger.rows import CarriedCalls, Row
 from gateway.billing.ledger.shipping import Place, rows_after
 from gateway.billing.ledger.tables import connect
 from tests.gateway.billing.ledger.receipts import a_receipt, write_chain
@@ -32,7 +32,7 @@ def rows() -> list[Row]:
     return [
         a_receipt(tenant="a", end_user=strange, finished="2026-11-19T10:00:00.000001Z"),
         a_receipt(tenant="b", cost=None, currency=None, price_input=None, price_cached_input=None, price_output=None),
-        Carried(event_id="0" * 26, opened=()),
+        CarriedCalls(event_id="0" * 26, opened=()),
         *(a_receipt(tenant="a", output=number, audio_output=1, cost="0.000000000000001") for number in range(9)),
     ]
 

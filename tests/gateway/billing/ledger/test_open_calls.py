@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.billing.ledger import Correction, Ledger, Opened, Unbilled, appender, verify, writer
+from gateway.billing.ledger import Correction, Ledger, OpenCall, UnbilledWork, appender, verify, writer
 from gateway.billing.ledger.retention import drop_old_segments
 from gateway.billing.ledger.rows import left_open
 from gateway.core.errors import LedgerUnavailable
@@ -21,18 +21,18 @@ from tests.gateway.billing.ledger.receipts import a_receipt
 DAY_SECONDS = 86_400.0
 
 
-def opened(call_id: str, **changes: Any) -> Opened:
+def opened(call_id: str, **changes: Any) -> OpenCall:
     known = {
         "event_id": new_event_id(), "call_id": call_id, "tenant": "acme", "key_id": "key_1", "end_user": None,
         "operation": "chat/completions", "model_asked": "gpt-4o", "deployment": "h200-a", "latency_class": "realtime",
         "service_tier": None, "started": "2026-11-20T10:00:00.000001Z", "prompt_tokens_estimate": 100,
         "policy_hash": "0123456789abcdef", "trace_id": "0" * 32,
     }  # fmt: skip
-    return Opened(**{**known, **changes})
+    return OpenCall(**{**known, **changes})
 
 
-def unbilled(call_id: str, attempt: int, deployment: str = "h200-a") -> Unbilled:
-    return Unbilled(
+def unbilled(call_id: str, attempt: int, deployment: str = "h200-a") -> UnbilledWork:
+    return UnbilledWork(
         event_id=new_event_id(), call_id=call_id, attempt=attempt, tenant="acme", key_id="key_1", model_asked="gpt-4o",
         deployment=deployment, started="", finished="", exact=True, input_uncached=1, cache_read=0, cache_write=0,
         output=1, reasoning=0, trace_id="0" * 32,

@@ -27,7 +27,7 @@ from gateway.billing.ledger.reader import (
     unpriced,
     write_parquet,
 )
-from gateway.billing.ledger.rows import Carried, Row
+from gateway.billing.ledger.rows import CarriedCalls, Row
 from gateway.types import Receipt
 from tests.gateway.billing.ledger.receipts import a_correction, a_receipt, write_chain
 
@@ -148,7 +148,7 @@ def test_money_is_conserved(costs: list[Decimal]) -> None:
 
 def test_corrections_are_added_to_the_day_and_the_money_of_their_receipts(tmp_path: Path) -> None:
     priced, unknown = a_receipt(), a_receipt(cost=None, currency=None, price_input=None, price_cached_input=None)
-    write(tmp_path, [priced, unknown, Carried(event_id="0" * 26, opened=())])
+    write(tmp_path, [priced, unknown, CarriedCalls(event_id="0" * 26, opened=())])
     new_price = {"price_input": "1", "price_cached_input": "0.5", "currency": "USD"}
     write(
         tmp_path,

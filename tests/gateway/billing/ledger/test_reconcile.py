@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.billing.ledger.engine_counters import Mark, spans
 from gateway.billing.ledger.reconcile import compare, share, total
-from gateway.billing.ledger.rows import Unbilled
+from gateway.billing.ledger.rows import UnbilledWork
 from gateway.core.ids import new_event_id
 from tests.gateway.billing.ledger.receipts import a_correction, a_receipt, write_chain
 
@@ -56,7 +56,7 @@ def test_a_receipt_belongs_to_the_span_in_which_its_call_ended(tmp_path: Path) -
             a_receipt(**counts, deployment="a", finished="2026-11-20T10:00:00.000000Z"),
             a_receipt(**counts, deployment="a", finished="2026-11-20T12:00:00.000000Z"),
             a_receipt(**counts, deployment="b", finished="2026-11-20T09:30:00.000000Z"),
-            Unbilled(
+            UnbilledWork(
                 event_id=new_event_id(),
                 call_id="req_2",
                 attempt=1,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from gateway.core.cache_breakpoints import without_breakpoints
 from gateway.core.errors import BadRequest
-from gateway.endpoints.chat import ChatDoor
-from gateway.endpoints.messages import CountTokensDoor, MessagesDoor
+from gateway.endpoints.chat import ChatEndpoint
+from gateway.endpoints.messages import CountTokensEndpoint, MessagesEndpoint
 from gateway.policy import Deployment, Policy
-from gateway.prompts.reader import Asked, read_fields
+from gateway.prompts.reader import ParsedBody, read_fields
 from gateway.prompts.transforms import Canon, Plan, SharedMemory
 from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
@@ -25,7 +25,7 @@ from tests.gateway.calls import a_call, a_policy
 from tests.gateway.providers.scripted import Received, ScriptedServer, json_answer
 
 FIVE_MINUTES, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
-MESSAGES = MessagesDoor()
+MESSAGES = MessagesEndpoint()
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}}
 FILE = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
 WEATHER = {"name": "weather", "input_schema": {"type": "object"}}
@@ -68,7 +68,7 @@ bodies = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-def read(body: dict[str, Any]) -> Asked:
+def read(body: dict[str, Any]) -> ParsedBody:
     raw = json.dumps(body).encode()
     return MESSAGES.read(read_fields(raw), raw)
 
@@ -108,7 +108,7 @@ def policy_of(*providers: str) -> Policy:
 def sent(body: dict[str, Any], *providers: str) -> list[dict[str, Any]]:
     """What each server of the model is asked."""
     policy = policy_of(*providers)
-    call = a_call(body, policy, door=MESSAGES)
+    call = a_call(body, policy, endpoint=MESSAGES)
     return [
         json.loads(make_provider(deployment, HTTPTransport(), resolve_secret).render(call))
         for deployment in policy.deployments
@@ -204,7 +204,7 @@ def test_they_count_for_the_server_that_counts() -> None:
         "model": "m",
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": HOUR}]}],
     }
-    call = a_call(body, policy_of("anthropic"), door=CountTokensDoor())
+    call = a_call(body, policy_of("anthropic"), endpoint=CountTokensEndpoint())
     assert "cache_control" in bytes(call.fields["messages"]).decode()
 
 
@@ -213,7 +213,7 @@ async def test_a_server_that_does_not_heed_them_counts_without_them() -> None:
         "model": "m", "tools": [{**WEATHER, "cache_control": HOUR}],
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": HOUR}]}],
     }  # fmt: skip
-    call = a_call(body, policy_of("anthropic", "vllm"), door=CountTokensDoor())
+    call = a_call(body, policy_of("anthropic", "vllm"), endpoint=CountTokensEndpoint())
 
     async def tokenize(_: Received, writer: asyncio.StreamWriter) -> None:
         writer.write(json_answer(b'{"count": 7}'))
@@ -237,9 +237,9 @@ def test_one_that_moves_on_leaves_the_prefix_as_it_was() -> None:
         ]
 
     policy = policy_of("anthropic")
-    for door in (None, MESSAGES):
+    for endpoint in (None, MESSAGES):
         first, second = (
-            a_call({"model": "m", "max_tokens": 9, "messages": turns(*marks)}, policy, door=door)
+            a_call({"model": "m", "max_tokens": 9, "messages": turns(*marks)}, policy, endpoint=endpoint)
             for marks in ((True,), (False, False, True))
         )
         shared = len(first.fingerprint) - 1  # the last block has the end of the first prompt in it
@@ -254,7 +254,7 @@ def test_a_conversation_is_known_by_its_first_message_marked_or_not() -> None:
     def plan(wanted: Plan, content: Any, *rest: Any) -> Plan:
         body: Any = {"model": "m", "messages": [{"role": "user", "content": content}, *rest]}
         raw = json.dumps(body).encode()
-        return plans.plan_for(wanted, "t", "m", ChatDoor().read(read_fields(raw), raw).messages)
+        return plans.plan_for(wanted, "t", "m", ChatEndpoint().read(read_fields(raw), raw).messages)
 
     assert plan(old, "before") == old
     assert plan(new, [{**question, "cache_control": HOUR}]) == new

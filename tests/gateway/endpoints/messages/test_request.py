@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.core.errors import BadRequest
 from gateway.endpoints.chat import read_chat
-from gateway.endpoints.messages import CountTokensDoor, MessagesDoor
+from gateway.endpoints.messages import CountTokensEndpoint, MessagesEndpoint
 from gateway.prompts.reader import read_fields
 
 HELLO = {"role": "user", "content": "hello"}
@@ -21,7 +21,7 @@ WEATHER = {"name": "weather", "description": "of a place", "input_schema": {"typ
 
 def asked(**fields: Any) -> dict[str, Any]:
     body = json.dumps({"model": "m", "max_tokens": 9, "messages": [HELLO], **fields}).encode()
-    read = MessagesDoor().read(read_fields(body), body)
+    read = MessagesEndpoint().read(read_fields(body), body)
     return {name: json.loads(bytes(value)) for name, value in read.fields.items()}
 
 
@@ -316,7 +316,7 @@ def test_a_prompt_is_read_as_that_of_chat() -> None:
     messages = [{"role": "system", "content": "s"}, *turns]
     chat = json.dumps({"model": "m", "messages": messages, "tools": [{"type": "function", "function": function}]})
     by_messages, by_chat = (
-        MessagesDoor().read(read_fields(body), body),
+        MessagesEndpoint().read(read_fields(body), body),
         read_chat(read_fields(chat.encode()), chat.encode()),
     )
     assert by_messages.pieces[1:] == by_chat.pieces[1:] and len(by_messages.pieces) == len(by_chat.pieces)
@@ -325,10 +325,10 @@ def test_a_prompt_is_read_as_that_of_chat() -> None:
 
 def test_a_count_wants_no_bound_of_the_answer_and_takes_none() -> None:
     body = json.dumps({"model": "m", "messages": [HELLO], "system": "s", "tools": [WEATHER]}).encode()
-    read = CountTokensDoor().read({}, body)
+    read = CountTokensEndpoint().read({}, body)
     assert set(read.fields) == {"model", "messages", "tools"} and read.max_output_tokens is None
     with pytest.raises(BadRequest, match="max_tokens"):
-        CountTokensDoor().read({}, json.dumps({"model": "m", "messages": [HELLO], "max_tokens": 1}).encode())
+        CountTokensEndpoint().read({}, json.dumps({"model": "m", "messages": [HELLO], "max_tokens": 1}).encode())
 
 
 values = st.recursive(

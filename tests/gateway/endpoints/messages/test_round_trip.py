@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.endpoints.messages import MessagesDoor
+from gateway.endpoints.messages import MessagesEndpoint
 from gateway.endpoints.messages.reply import Wording, message_of
 from gateway.providers.anthropic.provider import MessageStreamReply
 from gateway.providers.anthropic.reply import whole_chat
@@ -93,7 +93,7 @@ def test_a_stream_comes_through_both_borders_as_it_was(
     answer: tuple[list[dict[str, Any]], str, str | None], data: st.DataObject, places: list[int]
 ) -> None:
     stream = streamed(data.draw, *answer)
-    told = parsed(relayed(MessagesDoor(), BODY, cut_at(stream, places), MessageStreamReply).content)
+    told = parsed(relayed(MessagesEndpoint(), BODY, cut_at(stream, places), MessageStreamReply).content)
     theirs, ours = folded(parsed(stream)).to_dict(), folded(told).to_dict()
     assert {**ours, "id": theirs["id"]} == theirs
     assert told[0]["message"]["usage"]["input_tokens"] == PROMPT["input_tokens"], "its beginning says how long it is"

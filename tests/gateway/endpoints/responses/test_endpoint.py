@@ -11,7 +11,7 @@ import pytest
 
 from gateway.batches.lines import ENDPOINTS
 from gateway.core.errors import BudgetSpent, UpstreamRefused
-from gateway.endpoints.responses import ResponsesDoor
+from gateway.endpoints.responses import ResponsesEndpoint
 from gateway.providers.base import Fault, ProviderFailure
 from tests.gateway.endpoints.responses.translated import events_of, read
 from tests.gateway.harness import (
@@ -163,4 +163,4 @@ async def test_a_client_that_leaves_is_billed_for_what_was_made(tmp_path: Path) 
 
 
 def test_the_lines_of_a_batch_may_be_responses() -> None:
-    assert isinstance(ENDPOINTS["/v1/responses"], ResponsesDoor)
+    assert isinstance(ENDPOINTS["/v1/responses"], ResponsesEndpoint)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from gateway.core.errors import BadRequest
-from gateway.endpoints.responses import ResponsesDoor
+from gateway.endpoints.responses import ResponsesEndpoint
 from gateway.endpoints.responses.reasoning import Thought, sealed
 from tests.gateway.calls import a_call
 from tests.gateway.endpoints.responses.translated import TOOL, answered, messages_of, read
@@ -216,6 +216,6 @@ def test_equal_prompts_have_equal_fingerprints_by_both_doors() -> None:
     }
     call_by_chat = a_call(msgspec.json.encode(chat))
     response = {"model": "m", "input": items, "instructions": "Be brief.", "tools": [TOOL]}
-    call_by_responses = a_call(msgspec.json.encode(response), door=ResponsesDoor())
+    call_by_responses = a_call(msgspec.json.encode(response), endpoint=ResponsesEndpoint())
     assert call_by_responses.fingerprint == call_by_chat.fingerprint and call_by_chat.fingerprint
     assert call_by_responses.prompt_tokens_estimate == call_by_chat.prompt_tokens_estimate

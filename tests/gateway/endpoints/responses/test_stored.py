@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.api_keys import hash_key
-from gateway.endpoints import COUNTING_DOORS
-from gateway.endpoints.exchange import BodyRoom
+from gateway.endpoints import COUNTING_ENDPOINTS
+from gateway.endpoints.exchange import BodyBudget
 from gateway.endpoints.responses import stored as kept
 from gateway.endpoints.responses.stored import MAX_ID_CHARACTERS
-from gateway.response_store import Archives
+from gateway.response_store import ResponseStore
 from gateway.serve import handle
 from gateway.storage.memory import MemoryStorage
-from gateway.token_counting import PromptCounts
+from gateway.token_counting import TokenCounting
 from tests.gateway.endpoints.responses.translated import TOOL, events_of
 from tests.gateway.harness import (
     DONE,
@@ -131,7 +131,7 @@ async def test_an_answer_does_not_fail_for_a_storage_that_is_away(
         rig.storage.documents_away = True
         response = await respond(rig, stream=stream)
         assert response["status"] == "completed" and not response["store"]
-        assert rig.archives.outcomes == {"kept": 0, "too_large": 0, "storage_away": 1}
+        assert rig.response_store.outcomes == {"kept": 0, "too_large": 0, "storage_away": 1}
         assert "a response is not kept: the storage is away" in caplog.text
         client = await rig.ask(asked(previous_response_id=response["id"]))
         assert (client.status, client.json["error"]["code"]) == (503, "storage_unavailable")
@@ -147,7 +147,7 @@ async def test_one_that_is_too_large_is_answered_and_not_kept(tmp_path: Path, ca
         rig.script(answer("hi"))
         assert (await respond(rig, "x" * 3000))["store"] is False
         assert (await respond(rig, "x"))["store"] is True
-        assert rig.archives.outcomes == {"kept": 1, "too_large": 1, "storage_away": 0}
+        assert rig.response_store.outcomes == {"kept": 1, "too_large": 1, "storage_away": 0}
         (line,) = [record for record in caplog.records if "a response is not kept" in record.message]
         assert "and may have 2000" in line.message and "xxx" not in line.message
 
@@ -160,7 +160,7 @@ async def test_who_does_not_want_it_kept_has_nothing_kept(tmp_path: Path) -> Non
         assert (first["store"], second["store"]) == (True, False)
         assert len(json.loads(prompt_of(rig)[0])) == 3, "it goes on all the same"
         assert await rig.storage.get_document("t", second["id"]) is None
-        assert rig.archives.outcomes["kept"] == 1
+        assert rig.response_store.outcomes["kept"] == 1
 
 
 @pytest.mark.parametrize("responses", [None, {"keep": "off"}])
@@ -217,7 +217,7 @@ async def test_of_who_leaves_nothing_is_kept(tmp_path: Path) -> None:
         await settle()
         client.leave()
         await in_time(asyncio.wait([serving]))
-        assert rig.archives.outcomes == {"kept": 0, "too_large": 0, "storage_away": 0}
+        assert rig.response_store.outcomes == {"kept": 0, "too_large": 0, "storage_away": 0}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -234,7 +234,7 @@ async def test_of_equal_calls_that_share_an_answer_each_is_kept(tmp_path: Path, 
         await in_time(asyncio.wait(serving))
         told = [events_of(each.content)[-1]["response"] if stream else each.json for each in clients[1:]]
         ids = [response["id"] for response in told]
-        assert len(rig.replies) == 1 and rig.archives.outcomes["kept"] == 2
+        assert len(rig.replies) == 1 and rig.response_store.outcomes["kept"] == 2
         assert len(set(ids)) == 2 and None not in await rig.storage.get_heads("t", ids)
 
 
@@ -300,13 +300,13 @@ async def test_histories_take_of_the_room_that_requests_have(tmp_path: Path) -> 
         rig.script()
         serving = rig.begin(asked(previous_response_id=response["id"]))
         reply = await rig.reply(1)
-        assert rig.house.bodies.held_bytes > MAX_BODY_BYTES // 2
-        rig.house.bodies.max_bytes = MAX_BODY_BYTES
+        assert rig.components.bodies.held_bytes > MAX_BODY_BYTES // 2
+        rig.components.bodies.max_bytes = MAX_BODY_BYTES
         client = await rig.ask(asked(previous_response_id=response["id"]))
         assert (client.status, client.json["error"]["code"]) == (503, "overloaded")
         reply.say(answer("hi"))
         await in_time(serving)
-        assert rig.house.bodies.held_bytes == 0
+        assert rig.components.bodies.held_bytes == 0
 
 
 async def test_a_history_with_a_hole_is_no_history(tmp_path: Path) -> None:
@@ -326,11 +326,11 @@ async def test_a_prompt_that_is_counted_goes_on_and_is_not_kept(tmp_path: Path) 
         rig.script(answer("hi"))
         first = await respond(rig)
         rig.servers["a"].prompt_tokens = 42
-        door = next(door for door in COUNTING_DOORS if door.path == "responses/input_tokens")
-        client, story = asked(previous_response_id=first["id"]), PromptCounts(rig.fleet).count
-        await in_time(handle(rig.house, door, client.scope, client.receive, client.send, story=story))
+        endpoint = next(endpoint for endpoint in COUNTING_ENDPOINTS if endpoint.path == "responses/input_tokens")
+        client, story = asked(previous_response_id=first["id"]), TokenCounting(rig.fleet).count
+        await in_time(handle(rig.components, endpoint, client.scope, client.receive, client.send, story=story))
         assert client.json == {"object": "response.input_tokens", "input_tokens": 42}
-        assert rig.archives.outcomes["kept"] == 1
+        assert rig.response_store.outcomes["kept"] == 1
 
 
 class Model:
@@ -410,6 +410,6 @@ async def test_any_tree_of_responses_is_what_a_plain_model_says(
 
 async def test_where_nothing_is_kept_there_is_no_archive(tmp_path: Path) -> None:
     async with a_rig(tmp_path, tenants=[tenant()]) as rig:
-        policy = rig.house.policies.current
-        archives = Archives(MemoryStorage(), BodyRoom(1))
-        assert archives.of(policy.tenants[0], policy) is None
+        policy = rig.components.policies.current
+        response_store = ResponseStore(MemoryStorage(), BodyBudget(1))
+        assert response_store.of(policy.tenants[0], policy) is None

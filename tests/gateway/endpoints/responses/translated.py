@@ -9,8 +9,8 @@ from typing import Any
 from openai.types import responses
 from pydantic import TypeAdapter
 
-from gateway.endpoints.responses import ResponsesDoor, ResponsesTranslator
-from gateway.prompts.reader import Asked, read_fields
+from gateway.endpoints.responses import ResponsesEndpoint, ResponsesTranslator
+from gateway.prompts.reader import ParsedBody, read_fields
 from tests.openai_spec import Validate
 
 DONE = b"data: [DONE]\n\n"
@@ -21,9 +21,9 @@ _response = TypeAdapter(responses.Response)
 _event: TypeAdapter[Any] = TypeAdapter(responses.ResponseStreamEvent)
 
 
-def read(input: Any = "hello", **fields: Any) -> tuple[ResponsesTranslator, Asked]:
+def read(input: Any = "hello", **fields: Any) -> tuple[ResponsesTranslator, ParsedBody]:
     body = json.dumps({"model": "m", "input": input, **fields}).encode()
-    translator = ResponsesDoor().translator("req_abc")
+    translator = ResponsesEndpoint().translator("req_abc")
     return translator, translator.read(read_fields(body), body)
 
 

@@ -95,7 +95,7 @@ def words(name: str, length: int) -> str:
     return "".join(f"{name}{i:05}," for i in range(length // (len(name) + 6) + 1))[:length]
 
 
-class House:
+class EngineAndIndex:
     def __init__(self, num_blocks: int = 400, *, tells_sessions: bool = True) -> None:
         self.cache = CacheModel(ROOMY)
         self.index = BlockIndex(self.cache)
@@ -115,126 +115,126 @@ class House:
 
 
 @pytest.fixture(params=[True, False], ids=["sessions", "no sessions"])
-def house(request: pytest.FixtureRequest) -> House:
-    return House(tells_sessions=request.param)
+def setup(request: pytest.FixtureRequest) -> EngineAndIndex:
+    return EngineAndIndex(tells_sessions=request.param)
 
 
-def test_what_was_evicted_is_believed_to_be_gone(house: House) -> None:
+def test_what_was_evicted_is_believed_to_be_gone(setup: EngineAndIndex) -> None:
     old, new = words("old", 20_000), words("new", 20_000)
-    house.call(old)
-    assert believed_bytes(house.cache, old) == 20_000 // 256 * 256
-    house.call(new)  # 400 blocks hold 32,000 bytes: the end of the old one goes
-    assert house.index.calls_attributed == 2
-    assert 10_000 < house.engine.cached_bytes(old) < 14_000
-    assert house.error_bytes(old) == house.error_bytes(new) == 0
+    setup.call(old)
+    assert believed_bytes(setup.cache, old) == 20_000 // 256 * 256
+    setup.call(new)  # 400 blocks hold 32,000 bytes: the end of the old one goes
+    assert setup.index.calls_attributed == 2
+    assert 10_000 < setup.engine.cached_bytes(old) < 14_000
+    assert setup.error_bytes(old) == setup.error_bytes(new) == 0
 
 
-def test_a_conversation_shares_its_beginning(house: House) -> None:
+def test_a_conversation_shares_its_beginning(setup: EngineAndIndex) -> None:
     system = words("system", 6_000)
     for name in ("a", "b", "c"):
         text = system
         for turn in range(3):
             text += words(f"{name}{turn}", 2_500)
-            house.call(text, answer := words(f"says{name}{turn}", 300))
+            setup.call(text, answer := words(f"says{name}{turn}", 300))
             text += answer
     for name in ("a", "b", "c"):
-        assert house.error_bytes(system + words(f"{name}0", 2_500)) == 0
-    assert house.index.calls_attributed == 9
+        assert setup.error_bytes(system + words(f"{name}0", 2_500)) == 0
+    assert setup.index.calls_attributed == 9
 
 
-def test_nothing_is_told_of_what_was_all_there(house: House) -> None:
-    house.call(text := words("a", 5_010))
-    house.call(text)
-    assert house.index.calls_attributed == house.index.calls_ended == 2
-    assert len(house.index._calls) == 0
+def test_nothing_is_told_of_what_was_all_there(setup: EngineAndIndex) -> None:
+    setup.call(text := words("a", 5_010))
+    setup.call(text)
+    assert setup.index.calls_attributed == setup.index.calls_ended == 2
+    assert len(setup.index._calls) == 0
 
 
-def test_an_answer_that_became_a_prompt_is_followed(house: House) -> None:
+def test_an_answer_that_became_a_prompt_is_followed(setup: EngineAndIndex) -> None:
     """Its blocks have no place in the text of the call that they came with."""
     question, answer = words("q", 3_000), words("answer", 6_000)
-    house.call(question, answer)
-    house.call(whole := question + answer + words("next", 1_000))
-    house.call(words("other", 26_000))
-    assert house.engine.cached_bytes(whole) < 8_000
-    assert house.error_bytes(whole) == 0
+    setup.call(question, answer)
+    setup.call(whole := question + answer + words("next", 1_000))
+    setup.call(words("other", 26_000))
+    assert setup.engine.cached_bytes(whole) < 8_000
+    assert setup.error_bytes(whole) == 0
 
 
-def test_events_may_come_after_the_end_of_their_call(house: House) -> None:
+def test_events_may_come_after_the_end_of_their_call(setup: EngineAndIndex) -> None:
     old = words("old", 20_000)
-    house.engine.held_back = []
-    house.call(old)
-    assert house.index.calls_attributed == 0
-    house.engine.arrive()
-    house.call(words("new", 20_000))
-    assert house.index.calls_attributed == 2
-    assert house.error_bytes(old) == 0
+    setup.engine.held_back = []
+    setup.call(old)
+    assert setup.index.calls_attributed == 0
+    setup.engine.arrive()
+    setup.call(words("new", 20_000))
+    assert setup.index.calls_attributed == 2
+    assert setup.error_bytes(old) == 0
 
 
-def test_a_removal_that_crosses_a_computation_is_made_good(house: House) -> None:
+def test_a_removal_that_crosses_a_computation_is_made_good(setup: EngineAndIndex) -> None:
     """The prompt was sent again while the news of its eviction was on the way: it is computed, and there."""
     old = words("old", 20_000)
-    house.call(old)
-    house.call(words("new", 31_000))
-    house.cache.add(chain(old))
-    house.engine.held_back = []
-    ended = house.engine.serve("again", old)
-    house.engine.arrive()
-    house.index.removed(Removed((b"unknown",)))
-    house.index.ended(ended)
-    assert house.error_bytes(old) == 0
+    setup.call(old)
+    setup.call(words("new", 31_000))
+    setup.cache.add(chain(old))
+    setup.engine.held_back = []
+    ended = setup.engine.serve("again", old)
+    setup.engine.arrive()
+    setup.index.removed(Removed((b"unknown",)))
+    setup.index.ended(ended)
+    assert setup.error_bytes(old) == 0
 
 
 def test_two_paths_that_fit_two_calls_are_left_alone() -> None:
-    house = House(tells_sessions=False)
-    ended = [house.engine.serve(name, words(name, 5_000)) for name in ("left", "right")]
+    setup = EngineAndIndex(tells_sessions=False)
+    ended = [setup.engine.serve(name, words(name, 5_000)) for name in ("left", "right")]
     for call in ended:
-        house.cache.add(call.chain)
-        house.index.ended(call)
-    assert house.index.calls_attributed == 0
-    house.call(words("of another length", 6_000))
-    assert house.index.calls_attributed == 1
+        setup.cache.add(call.chain)
+        setup.index.ended(call)
+    assert setup.index.calls_attributed == 0
+    setup.call(words("of another length", 6_000))
+    assert setup.index.calls_attributed == 1
 
 
-def test_all_is_gone_when_the_engine_says_so(house: House) -> None:
-    house.call(text := words("a", 5_000))
-    house.engine.pool.clear()
-    assert believed_bytes(house.cache, text) == 0
-    assert len(house.index) == 0
-    house.call(text)
-    assert house.error_bytes(text) == 0
+def test_all_is_gone_when_the_engine_says_so(setup: EngineAndIndex) -> None:
+    setup.call(text := words("a", 5_000))
+    setup.engine.pool.clear()
+    assert believed_bytes(setup.cache, text) == 0
+    assert len(setup.index) == 0
+    setup.call(text)
+    assert setup.error_bytes(text) == 0
 
 
-def test_what_was_lost_leaves_the_model_as_it_is(house: House) -> None:
-    house.call(text := words("a", 5_000))
-    house.index.lost()
-    assert len(house.index) == 0
-    assert believed_bytes(house.cache, text) > 4_000
+def test_what_was_lost_leaves_the_model_as_it_is(setup: EngineAndIndex) -> None:
+    setup.call(text := words("a", 5_000))
+    setup.index.lost()
+    assert len(setup.index) == 0
+    assert believed_bytes(setup.cache, text) > 4_000
 
 
 def test_a_path_whose_beginning_was_never_told() -> None:
-    house = House()
+    setup = EngineAndIndex()
     text = words("a", 10_000)
-    house.engine.serve("before the gateway was started", text[:5_000])
-    house.index.lost()
-    house.call(text)
-    house.call(words("b", 29_000))
-    assert house.engine.cached_bytes(text) < 5_000
-    assert house.error_bytes(text[:5_000]) <= house.engine.cached_bytes(text[:5_000]) + 5_000  # soft, and no crash
-    house.call(text)
-    assert house.error_bytes(text) == 0
+    setup.engine.serve("before the gateway was started", text[:5_000])
+    setup.index.lost()
+    setup.call(text)
+    setup.call(words("b", 29_000))
+    assert setup.engine.cached_bytes(text) < 5_000
+    assert setup.error_bytes(text[:5_000]) <= setup.engine.cached_bytes(text[:5_000]) + 5_000  # soft, and no crash
+    setup.call(text)
+    assert setup.error_bytes(text) == 0
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCKS_MAX", 50)
     monkeypatch.setattr(blocks, "GONE_MAX", 100)
     monkeypatch.setattr(blocks, "CALLS_MAX", 2)
-    house = House()
+    setup = EngineAndIndex()
     for name in "abcdef":
-        house.engine.serve(f"of another gateway: {name}", words(name, 10_000))
-        house.index.ended(Ended(f"{name} of which nothing is told", chain(words(name, 10_000)), 10_000, 2_000, 0, 1))
-    assert len(house.index) == 50
-    assert len(house.index._known) <= 50 + 100
-    assert len(house.index._calls) == 2
+        setup.engine.serve(f"of another gateway: {name}", words(name, 10_000))
+        setup.index.ended(Ended(f"{name} of which nothing is told", chain(words(name, 10_000)), 10_000, 2_000, 0, 1))
+    assert len(setup.index) == 50
+    assert len(setup.index._known) <= 50 + 100
+    assert len(setup.index._calls) == 2
 
 
 def test_a_block_that_names_itself_as_its_parent_hangs_nothing() -> None:
@@ -252,15 +252,15 @@ def test_a_block_that_names_itself_as_its_parent_hangs_nothing() -> None:
 def test_any_mix_of_conversations(turns: list[tuple[int, int, int]], late: bool) -> None:
     """Whatever is evicted: no prompt is believed to be warm where more than an edge of it is cold, nor cold where it
     is warm."""
-    house = House(num_blocks=600)
+    setup = EngineAndIndex(num_blocks=600)
     texts = {number: words("shared", 3_000) for number in range(6)}
     for i, (number, asked, answered) in enumerate(turns):
         texts[number] = (texts[number] + words(f"{number}-{i}", asked))[:30_000]
         if late:
-            house.engine.held_back = []
-        house.call(texts[number], answer := words(f"s{number}-{i}", answered))
-        house.engine.arrive()
+            setup.engine.held_back = []
+        setup.call(texts[number], answer := words(f"s{number}-{i}", answered))
+        setup.engine.arrive()
         texts[number] = (texts[number] + answer)[:30_000]
-        assert house.index.calls_attributed == house.index.calls_ended
+        assert setup.index.calls_attributed == setup.index.calls_ended
     for text in texts.values():
-        assert house.error_bytes(text) <= 1_000  # an answer that was the last word so far is not believed yet
+        assert setup.error_bytes(text) <= 1_000  # an answer that was the last word so far is not believed yet

@@ -59,7 +59,7 @@ class Running:
     said: str
 
 
-class House:
+class EngineAndIndex:
     """An engine, an index that hears of it later, and who asks."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -190,20 +190,20 @@ HAPPENINGS = st.lists(
 def test_belief_is_truth_when_everything_has_been_heard(
     happenings: list[tuple[int, int, int, int]], num_blocks: int
 ) -> None:
-    house = House(num_blocks)
+    setup = EngineAndIndex(num_blocks)
     for happening in happenings:
-        house.lets(happening)
-    house.come_to_rest()
-    assert house.wrong() == []
-    assert house.index.calls_attributed == house.index.calls_ended
+        setup.lets(happening)
+    setup.come_to_rest()
+    assert setup.wrong() == []
+    assert setup.index.calls_attributed == setup.index.calls_ended
 
 
 @pytest.mark.parametrize("num_blocks", [100, 150, 250])
 def test_a_long_time_of_thrashing(num_blocks: int) -> None:
-    house, rng = House(num_blocks), random.Random(1)
+    setup, rng = EngineAndIndex(num_blocks), random.Random(1)
     for _ in range(4_000):
-        house.lets((rng.randrange(8), rng.randrange(5), rng.randrange(100, 3_000), rng.randrange(600)))
-    house.come_to_rest()
-    assert house.index.blocks_removed > 2_000
-    assert house.wrong() == []
-    assert len(house.index) == house.pool.num_cached
+        setup.lets((rng.randrange(8), rng.randrange(5), rng.randrange(100, 3_000), rng.randrange(600)))
+    setup.come_to_rest()
+    assert setup.index.blocks_removed > 2_000
+    assert setup.wrong() == []
+    assert len(setup.index) == setup.pool.num_cached

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.core.errors import StorageUnavailable
-from gateway.endpoints import DOORS
+from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.prompts.transforms import memory as memory_module
@@ -37,7 +37,7 @@ async def storage() -> AsyncIterator[MemoryStorage]:
 
 async def ask(replica: Canonicaliser, policy: Policy, body: dict[str, Any]) -> Call:
     return await replica.canonicalised(
-        DOORS[0], json.dumps({"model": "m", **body}).encode(), {}, call_id="c",
+        ENDPOINTS[0], json.dumps({"model": "m", **body}).encode(), {}, call_id="c",
         principal=Principal(policy.tenants_by_name["t"], "k"), policy=policy, now=0.0, trace=UNTRACED,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.errors import BadRequest
-from gateway.endpoints import DOORS
+from gateway.endpoints import ENDPOINTS
 from gateway.prompts.canonicaliser import in_form, join
 from gateway.prompts.reader import read_fields
 from gateway.prompts.transforms import OPT_IN, VERSION, VERSIONS, Canon, Fields, Plan, Safety, SharedMemory
@@ -20,7 +20,7 @@ from gateway.prompts.transforms.order_memo import digest
 from tests.gateway.prompts.transforms.dialects import DIALECTS, Dialect
 from tests.gateway.prompts.transforms.requests import CACHED, TAU_BENCH, bodies, recorded, written
 
-CHAT = DOORS[0]
+CHAT = ENDPOINTS[0]
 EVERYTHING = Plan(VERSION, "full", OPT_IN, "26 Jul 2024")
 IDS_EVERY = 10  # recorded turns: tokenizing takes longer than all else
 PROVEN = [transform for transform in VERSIONS[VERSION] if transform.safety is Safety.P0]

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from gateway.endpoints import DOORS
+from gateway.endpoints import ENDPOINTS
 from gateway.policy.traffic import OptIn
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.prompts.transforms import OPT_IN, VERSION, Canon, Plan, SharedMemory
@@ -124,7 +124,7 @@ def test_first_forms_are_shared_within_a_cache_group_only(group: str | None, sha
     second = dict(reversed(first.items()))
     calls = [
         canonicaliser.canonicalise(
-            DOORS[0], json.dumps({"model": "m", "messages": hello, "tools": [t]}).encode(), {}, call_id="c",
+            ENDPOINTS[0], json.dumps({"model": "m", "messages": hello, "tools": [t]}).encode(), {}, call_id="c",
             principal=Principal(policy.tenants_by_name[name], "k"), policy=policy, now=0.0, trace=UNTRACED,
         )
         for name, t in (("t", first), ("u", second))
