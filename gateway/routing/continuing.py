@@ -175,8 +175,9 @@ class ResumedStream(Upstream):
 
 
 def call_for_the_rest(call: Call, text: str, output_tokens: int, deployments: Sequence[DeploymentState]) -> Call | None:
-    """The request that continues the answer at one of `deployments`; None if no output is left. A pause in the middle of
-    an answer may be as long as the class allows."""
+    """The request that continues the answer at one of `deployments`; None if no output is left.
+
+    A pause in the middle of an answer may be as long as the class allows."""
     fields, limits = dict(call.fields), call.latency_class
     for name in _LIMITS:
         limit = msgspec.json.decode(fields[name]) if name in fields else None
