@@ -1,8 +1,8 @@
 """Where answers are kept that later requests refer to: the seam between a wire that remembers and all that does not.
 
 A translator of such a wire is a `StoringTranslator`. The canonicaliser has it `recall` what a body refers to, and the
-exchange asks it for the `rest` of an answer's last bytes, which it gives once the answer is stored. So a client that has
-the whole answer can continue from it. No phase knows more of this.
+exchange asks it for the `rest` of an answer's last bytes, which it gives once the answer is stored. So a client that
+has the whole answer can continue from it. No phase knows more of this.
 """
 
 from __future__ import annotations
