@@ -1,4 +1,9 @@
-"""`python -m backend`: the engine as an OpenAI-compatible server. The only file here that reads the environment."""
+"""Entry point of `python -m backend`: loads a model and serves it over an OpenAI-compatible API.
+
+`main` parses the options, `serve` binds the port first (so that a wrong address fails before a long load) and `load`
+builds the components: weights, tokenizer, metrics, tracer. Progress is printed to stderr; the ready line, which
+scripts wait for, is printed to stdout. This is the only file of the engine that reads the environment.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ from backend.engine.async_engine import AsyncEngine
 from backend.engine.config import EngineConfig
 from backend.engine.engine import Engine
 from backend.engine.errors import EngineError
-from backend.options import DEMO, OTLP_VARIABLE, parser
+from backend.options import DEMO, OTLP_VARIABLE, build_parser
 from backend.server.app import create_app
 from backend.server.components import ServerComponents
 from backend.server.http_server import EngineHttpServer, bind, url_of
@@ -36,7 +41,7 @@ from backend.server.tracing import DEFAULT_SERVICE_NAME, Tracer, otlp_tracer
 DEMO_NAME = "warmpath-demo"
 DEMO_DIR = Path(__file__).parent / "demo_model" / "weights"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-# The same weights once more, as their makers' own programs keep them.
+# Second copies of the weights, in the layouts of the publishers' own programs.
 HUB_IGNORED = ["*/*.json", "*/*.safetensors", "consolidated*.safetensors"]
 TOKENIZER_THREADS = 2
 SERVICE_NAME_VARIABLE = "OTEL_SERVICE_NAME"
@@ -45,13 +50,14 @@ START_ERROR = 1
 
 
 class StartError(Exception):
-    """The server cannot start; the message says why, to the person who typed the command."""
+    """The server cannot start. The message is printed to the person who ran the command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    """Runs the server until a signal and returns the process's exit status."""
+    args = build_parser().parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # Before and after the server's own handling, a signal ends the process as any success would.
+    # uvicorn handles signals while it serves. Before and after, a signal ends the process with status 0.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit)
     if args.stop_with_stdin:
@@ -65,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Loads the model, binds the port and serves until a signal. Raises StartError and EngineError."""
+    """Binds the port, loads the model and serves until a signal. Raises StartError and EngineError."""
     try:
         sock = bind(args.host, args.port)
     except OSError as error:
@@ -79,15 +85,15 @@ async def serve(args: argparse.Namespace) -> None:
 
 
 def load(args: argparse.Namespace) -> ServerComponents:
-    """Everything that takes time, with progress on stderr."""
+    """Loads weights and tokenizer and builds the server's components. Prints progress to stderr."""
     model_dir, name = resolve_model(args.model)
-    kv_events = publisher(args)
+    kv_events = open_publisher(args)
     with _progress(f"loading the weights of {name}"):
         loaded = Engine.load(_engine_config(args, model_dir), kv_events)
     config = loaded.config
-    # Where the cache is smaller than the context, the cache is the context.
+    # A sequence cannot be longer than the KV cache, so a small cache limits the context.
     max_model_len = min(config.max_model_len, config.num_blocks * config.block_size)
-    with _progress("loading its tokenizer and chat template"):
+    with _progress("loading the tokenizer and chat template"):
         try:
             model = load_model(
                 model_dir,
@@ -114,11 +120,11 @@ def load(args: argparse.Namespace) -> ServerComponents:
     )
 
 
-def publisher(args: argparse.Namespace) -> KVEventPublisher | None:
-    """Of KV events, where they are asked for; says where it is bound. Raises StartError."""
+def open_publisher(args: argparse.Namespace) -> KVEventPublisher | None:
+    """Opens the KV event publisher and prints its addresses. None if `--kv-events` is not set. Raises StartError."""
     if args.kv_events is None:
         if args.kv_events_replay is not None:
-            raise StartError("--kv-events-replay needs --kv-events")
+            raise StartError("--kv-events-replay requires --kv-events")
         return None
     try:
         made = KVEventPublisher(
@@ -131,26 +137,27 @@ def publisher(args: argparse.Namespace) -> KVEventPublisher | None:
 
 
 def resolve_model(model: str) -> tuple[Path, str]:
-    """Where a model's files are and what it is called. Raises StartError."""
+    """Returns a model's path and name. Downloads it if `model` is a hub id. Raises StartError.
+
+    `model` is `demo`, a directory, a GGUF file or a hub id.
+    """
     if model == DEMO:
         if not (DEMO_DIR / "config.json").exists():
-            raise StartError(f"the demo model's weights are not in {DEMO_DIR}")
+            raise StartError(f"the demo model's weights are missing from {DEMO_DIR}")
         return DEMO_DIR, DEMO_NAME
     path = Path(model).expanduser()
     if path.is_dir():
         return path, path.resolve().name
-    if path.is_file():  # GGUF, and Ollama's blobs have no suffix
+    if path.is_file():  # GGUF, by content: Ollama's blobs have no suffix
         return path, path.stem
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise StartError(
-            f"{model} is neither a directory, nor a hub id such as Qwen/Qwen3-0.6B, nor a GGUF file, nor `{DEMO}`"
-        )
+        raise StartError(f"{model} is not a directory, a GGUF file, a hub id such as Qwen/Qwen3-0.6B or `{DEMO}`")
     try:
-        with _progress(f"fetching {model} from the hub"):
+        with _progress(f"downloading {model} from the hub"):
             return Path(snapshot_download(model, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED)), model
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise StartError(
-            f"cannot fetch {model} from the hub and it is not in the local cache (is this machine online?): {error}"
+            f"cannot download {model} from the hub, and it is not in the local cache (is this machine online?): {error}"
         ) from error
 
 
@@ -185,6 +192,7 @@ def _engine_config(args: argparse.Namespace, model_dir: Path) -> EngineConfig:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
+    """Prints what is being done, then how many seconds it took."""
     start = time.monotonic()
     print(f"{what} ...", end="", file=sys.stderr, flush=True)
     try:
@@ -196,8 +204,11 @@ def _progress(what: str) -> Iterator[None]:
 
 
 def _stop_with_stdin() -> None:
-    """However the parent ends, killed or not, its end of the pipe is closed."""
-    # Not by `sys.stdin`: its lock, held by a thread that reads, makes the interpreter abort when it ends.
+    """Sends SIGTERM to this process when standard input is closed.
+
+    The pipe closes whenever the parent ends, even if the parent is killed.
+    """
+    # Not with `sys.stdin`: a thread that blocks in a read holds its lock, and the interpreter then aborts at exit.
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

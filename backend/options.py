@@ -1,6 +1,7 @@
-"""Command-line options of `python -m backend`, listed by `--help` and in docs/reference/cli.md.
+"""Command-line options of `python -m backend`. docs/reference/cli.md is generated from them.
 
-The engine chooses a value for every option that is not given.
+Each `_add_*` function adds one group. An option without a default is None if it is not given, and the engine then
+chooses the value (`backend/engine/config.py`).
 """
 
 from __future__ import annotations
@@ -13,127 +14,163 @@ from backend.engine.speculation import DRAFTERS
 from backend.kv_cache import KV_FORMATS
 from backend.quantization import QUANTIZATIONS
 
-DEMO = "demo"  # stands for the bundled model
+DEMO = "demo"  # the value of --model that selects the bundled model
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all options, in the order of `--help`."""
+    parser = argparse.ArgumentParser(
         prog="python -m backend",
         description="Serve a model with the bundled paged-KV engine over an OpenAI-compatible API.",
         epilog="Example: python -m backend --model demo --port 8000",
     )
-    _add_what_is_served(made)
-    _add_weights(made)
-    _add_cache(made)
-    _add_steps(made)
-    _add_formats(made)
-    _add_process(made)
-    return made
+    _add_model_and_address(parser)
+    _add_weights(parser)
+    _add_cache(parser)
+    _add_scheduling(parser)
+    _add_formats(parser)
+    _add_process(parser)
+    return parser
 
 
-def _add_what_is_served(made: argparse.ArgumentParser) -> None:
-    """Which model, under which name, and where."""
-    add = made.add_argument
-    add("--model", required=True, help=f"a model directory, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, or `{DEMO}`")
-    add("--served-model-name", metavar="NAME", help="what clients call it (default: the directory's name or hub id)")
-    add("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
-    add("--port", type=_port, default=8000, help="0 takes a free one; the ready line names it (default: %(default)s)")
+def _add_model_and_address(parser: argparse.ArgumentParser) -> None:
+    """Model, its name, and the listening address."""
+    add = parser.add_argument
+    add("--model", required=True, help=f"model directory, GGUF file, hub id such as Qwen/Qwen3-0.6B, or `{DEMO}`")
+    add("--served-model-name", metavar="NAME", help="model name in requests (default: the directory name or hub id)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add(
+        "--port",
+        type=_port,
+        default=8000,
+        help="port; 0: any free port, printed in the ready line (default: %(default)s)",
+    )
 
 
-def _add_weights(made: argparse.ArgumentParser) -> None:
-    """How they are held, and how long a context is."""
-    add = made.add_argument
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto, the default: as saved")
-    add("--device", default="auto", help="cpu, cuda or cuda:N; auto, the default: a GPU if there is one")
+def _add_weights(parser: argparse.ArgumentParser) -> None:
+    """Weight dtype and quantization, device, and context length."""
+    add = parser.add_argument
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="auto (default): as saved in the checkpoint",
+    )
+    add("--device", default="auto", help="cpu, cuda or cuda:N; auto (default): a GPU if there is one")
     add(
         "--quantization",
         choices=tuple(QUANTIZATIONS),
         default="none",
-        help="how weights are held: made on load, from a checkpoint of any dtype; fp8 is for Hopper (default: none)",
+        help="quantize weights on load, from a checkpoint of any dtype; fp8 requires Hopper (default: none)",
     )
     add(
         "--enforce-eager",
         action="store_true",
-        help="decode steps kernel by kernel: slower, and takes less memory",
+        help="do not record decode steps or capture CUDA graphs: slower, less memory",
     )
-    add("--max-model-len", type=_positive, metavar="TOKENS", help="longest prompt and answer (default: the model's)")
+    add("--max-model-len", type=_positive, metavar="TOKENS", help="maximum prompt plus output (default: the model's)")
 
 
-def _add_cache(made: argparse.ArgumentParser) -> None:
-    """How large the KV cache is, and in which form."""
-    add = made.add_argument
-    memory = made.add_mutually_exclusive_group()
-    memory.add_argument("--num-blocks", type=_positive, metavar="N", help="size of the KV cache, in blocks")
-    memory.add_argument("--kv-cache-memory-mib", type=_positive, metavar="MIB", help="size of the KV cache, in MiB")
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    """Size and format of the KV cache, and the host tier."""
+    add = parser.add_argument
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--num-blocks", type=_positive, metavar="N", help="KV cache size in blocks")
+    memory.add_argument("--kv-cache-memory-mib", type=_positive, metavar="MIB", help="KV cache size in MiB")
     add(
-        "--kv-cache-dtype", choices=tuple(KV_FORMATS), help="auto, the default: the model's; the others take half of it"
+        "--kv-cache-dtype",
+        choices=tuple(KV_FORMATS),
+        help="auto (default): the model's dtype; the others use half the memory",
     )
-    add("--kv-host-bytes", type=_positive, metavar="N", help="host memory for blocks that the KV cache has no room for")
-    add("--kv-host-dir", type=Path, metavar="DIR", help="hold those in a file here instead of RAM")
-    add("--block-size", type=_positive, metavar="TOKENS", help="tokens in a KV block (default: the engine's)")
+    add("--kv-host-bytes", type=_positive, metavar="N", help="host memory for blocks evicted from the KV cache")
+    add("--kv-host-dir", type=Path, metavar="DIR", help="keep the host tier in a file in this directory instead of RAM")
+    add("--block-size", type=_positive, metavar="TOKENS", help="tokens per KV block (default: chosen by the engine)")
 
 
-def _add_steps(made: argparse.ArgumentParser) -> None:
-    """What a step of the engine takes on."""
-    add = made.add_argument
-    add("--max-num-seqs", type=_positive, metavar="N", help="sequences that run together (default: the engine's)")
-    add("--max-num-batched-tokens", type=_positive, metavar="N", help="tokens in one step (default: the engine's)")
-    add("--max-waiting", type=_positive, metavar="N", help="requests that may wait; more get 503")
+def _add_scheduling(parser: argparse.ArgumentParser) -> None:
+    """Batch and queue limits, speculation, threads and prefix caching."""
+    add = parser.add_argument
+    add(
+        "--max-num-seqs",
+        type=_positive,
+        metavar="N",
+        help="maximum sequences in the batch (default: chosen by the engine)",
+    )
+    add(
+        "--max-num-batched-tokens",
+        type=_positive,
+        metavar="N",
+        help="maximum tokens per step (default: chosen by the engine)",
+    )
+    add("--max-waiting", type=_positive, metavar="N", help="maximum queued requests; further ones get 503")
     add(
         "--speculation",
         choices=("none", *DRAFTERS),
         default="none",
-        help="guess tokens, so that a step may give several: by n-grams of the text so far, or by a smaller model",
+        help="speculative decoding: draft tokens from n-grams of the text so far or with a smaller model",
     )
-    add("--draft-model", metavar="MODEL", help="the smaller model, of the same vocabulary; as --model")
-    add("--max-draft-tokens", type=_positive, metavar="N", help="guesses for one request in a step (default: 8)")
-    add("--num-threads", type=_positive, metavar="N", help="threads of a step (default: the engine's choice)")
+    add("--draft-model", metavar="MODEL", help="draft model with the same vocabulary; same values as --model")
+    add(
+        "--max-draft-tokens", type=_positive, metavar="N", help="maximum draft tokens per request and step (default: 8)"
+    )
+    add("--num-threads", type=_positive, metavar="N", help="compute threads (default: chosen by the engine)")
     add(
         "--prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="reuse equal prefixes (default: yes)",
+        help="reuse the KV cache of shared prompt prefixes (default: yes)",
     )
 
 
-def _add_formats(made: argparse.ArgumentParser) -> None:
-    """How the model writes what is not text."""
-    add = made.add_argument
+def _add_formats(parser: argparse.ArgumentParser) -> None:
+    """Formats of tool calls and reasoning in the model's output."""
+    add = parser.add_argument
     formats = (parsers.AUTO, parsers.NONE)
     add(
         "--tool-parser",
         choices=(*formats, *parsers.TOOL_FORMATS),
         default=parsers.AUTO,
-        help="how the model writes tool calls; auto, the default: as its chat template does",
+        help="format of tool calls; auto (default): detect from the chat template",
     )
     add(
         "--reasoning-parser",
         choices=(*formats, *parsers.REASONING_FORMATS),
         default=parsers.AUTO,
-        help="between which markers it reasons; auto, the default: as its chat template does",
+        help="format of reasoning; auto (default): detect from the chat template",
     )
 
 
-def _add_process(made: argparse.ArgumentParser) -> None:
-    """When it ends, and what it tells of itself."""
-    add = made.add_argument
-    add("--drain-seconds", type=_seconds, default=10.0, help="after SIGTERM, time for running replies (default: 10)")
+def _add_process(parser: argparse.ArgumentParser) -> None:
+    """Shutdown, KV events, tracing and logging."""
+    add = parser.add_argument
     add(
-        "--stop-with-stdin", action="store_true", help="stop when standard input ends: with whoever holds its other end"
+        "--drain-seconds",
+        type=_seconds,
+        default=10.0,
+        help="after SIGTERM, time for responses in progress (default: 10)",
     )
-    add("--kv-events", metavar="ENDPOINT", help="publish KV events, as vLLM does, on e.g. tcp://127.0.0.1:5557")
-    add("--kv-events-replay", metavar="ENDPOINT", help="send missed KV events again to whoever asks here")
-    add("--kv-events-topic", default="", metavar="TOPIC", help="the first frame of every batch (default: empty)")
+    add(
+        "--stop-with-stdin",
+        action="store_true",
+        help="stop when standard input closes, e.g. when the parent process ends",
+    )
+    add(
+        "--kv-events",
+        metavar="ENDPOINT",
+        help="publish KV events in vLLM's format on this address, e.g. tcp://127.0.0.1:5557",
+    )
+    add("--kv-events-replay", metavar="ENDPOINT", help="serve replays of missed KV events on this address")
+    add("--kv-events-topic", default="", metavar="TOPIC", help="topic, the first frame of every batch (default: empty)")
     add(
         "--kv-events-encoding",
         choices=("map", "array"),
         default="map",
-        help="array is vLLM's until June 2026 (default: %(default)s)",
+        help="array: vLLM's format until June 2026 (default: %(default)s)",
     )
     add("--otlp-endpoint", metavar="URL", help=f"send traces to this OTLP/HTTP collector (default: ${OTLP_VARIABLE})")
-    add("--log-level", choices=LOG_LEVELS, default="warning", help="default: %(default)s")
+    add("--log-level", choices=LOG_LEVELS, default="warning", help="log level (default: %(default)s)")
 
 
 def _port(text: str) -> int:

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperGroup
 
 from backend.engine.engine import EngineStats
-from backend.options import parser as engine_parser
+from backend.options import build_parser as build_engine_parser
 from backend.server.metrics import ServerMetrics as EngineMetrics
 from gateway.cli import app as warmpath_app
 from gateway.policy import BUILT_IN_CLASSES, Policy
@@ -254,7 +254,7 @@ def _helps(name: str, command: Any, parent: Any) -> Iterator[str]:
 def _engine_options() -> str:
     """Not as argparse prints them: that differs from one version of Python to the next."""
     rows = []
-    for action in engine_parser()._actions:
+    for action in build_engine_parser()._actions:
         value = action.metavar or ("|".join(action.choices) if action.choices else "")
         names = " ".join([*action.option_strings, str(value)]).strip()
         rows.append((f"`{names}`", (action.help or "") % {"default": action.default}))

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType
 from huggingface_hub.utils import filter_repo_objects
 
 from backend.__main__ import DEMO_DIR, HUB_IGNORED, HUB_PATTERNS, StartError, resolve_model
-from backend.options import parser
+from backend.options import build_parser
 from tests.backend.gguf_writer import as_type, tokenizer_fields, write_gguf
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def test_a_file_is_served_whatever_it_is_called(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "~/nowhere", "nowhere", "a/b/c"])
 def test_what_is_neither_a_directory_nor_a_hub_id_is_refused(model: str) -> None:
-    with pytest.raises(StartError, match="neither a directory, nor a hub id"):
+    with pytest.raises(StartError, match="is not a directory, a GGUF file, a hub id"):
         resolve_model(model)
 
 
@@ -77,7 +77,7 @@ def test_weights_are_fetched_once_where_a_hub_repository_has_them_twice() -> Non
 def test_a_hub_id_without_a_network_is_a_clear_error(tmp_path: Path) -> None:
     result = run("--model", "Qwen/Qwen3-0.6B", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     assert result.returncode == 1
-    assert "cannot fetch Qwen/Qwen3-0.6B from the hub" in result.stderr
+    assert "cannot download Qwen/Qwen3-0.6B from the hub" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -181,9 +181,9 @@ def test_a_broken_gguf_file_is_a_clear_error(tmp_path: Path) -> None:
 )
 def test_options_that_cannot_work_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        parser().parse_args(options)
+        build_parser().parse_args(options)
     assert "error:" in capsys.readouterr().err
 
 
 def test_every_option_is_explained() -> None:
-    assert all(action.help for action in parser()._actions)
+    assert all(action.help for action in build_parser()._actions)
