@@ -1,4 +1,4 @@
-"""Composition root of the engine server: parts, routes, lifespan. Starlette is the shell, the doors are bare ASGI."""
+"""Composition root of the engine server: routes, lifespan and error handlers. POST endpoints are bare ASGI apps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from backend.server.tokenization import DetokenizeEndpoint, TokenizeEndpoint
 
 
 def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> ASGIApp:
-    """`closing`: once it is done, replies that still run are ended with an error. Close it before the lifespan ends."""
+    """Returns the ASGI app. Its lifespan starts and stops the engine.
+
+    When `closing` is done, responses in progress are ended with an error. Set it before the lifespan ends.
+    """
     info = InfoEndpoints(components)
     routes = [
         Route("/v1/chat/completions", ChatCompletionsEndpoint(components, closing), methods=["POST"]),
@@ -55,26 +58,26 @@ def create_app(components: ServerComponents, closing: asyncio.Future[None]) -> A
             components.executor.shutdown(wait=False, cancel_futures=True)
             await asyncio.to_thread(components.tracer.shutdown)
 
-    handlers = {ApiError: _refused, HTTPException: _unroutable, Exception: _crashed}
-    # Outside Starlette, so that its own answer to a crash carries the request's id, too.
+    handlers = {ApiError: _render_api_error, HTTPException: _render_routing_error, Exception: _render_crash}
+    # Outermost, so that Starlette's own response to a crash also carries x-request-id.
     return RequestIdMiddleware(Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers))
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _render_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return Response(error.body(), status_code=error.status, headers=dict(error.headers), media_type=JSON)
 
 
-async def _unroutable(request: Request, error: Exception) -> Response:
+async def _render_routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    place = f"{request.method} {request.url.path}"
+    target = f"{request.method} {request.url.path}"
     if error.status_code == MethodNotAllowed.status:
-        return await _refused(request, MethodNotAllowed(f"There is no {place}."))
+        return await _render_api_error(request, MethodNotAllowed(f"{target} is not allowed."))
     if error.status_code == UnknownUrl.status:
-        return await _refused(request, UnknownUrl(f"There is no {place}."))
-    return await _refused(request, InvalidRequest(error.detail))
+        return await _render_api_error(request, UnknownUrl(f"{target} does not exist."))
+    return await _render_api_error(request, InvalidRequest(error.detail))
 
 
-async def _crashed(request: Request, error: Exception) -> Response:
-    # The server logs the traceback; the client learns only that it was not its fault.
-    return await _refused(request, EngineFailure("Internal error."))
+async def _render_crash(request: Request, error: Exception) -> Response:
+    # uvicorn logs the traceback. The client gets no internals.
+    return await _render_api_error(request, EngineFailure("Internal error."))

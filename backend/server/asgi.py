@@ -1,9 +1,11 @@
-"""One HTTP request and its reply, on bare ASGI.
+"""HTTP requests and responses on bare ASGI, with cancellation when the client disconnects.
 
-A bare ASGI handler is never told that its client has left: uvicorn drops what it sends and lets it run on. So every
-handler here runs beside a watch on `receive()`, from the last byte of the body to the last byte of the reply, and is
-cancelled when the client goes or when the server must close. What it holds (requests in the engine) it lets go of on
-cancellation, as on any other way out.
+uvicorn does not tell a bare ASGI handler that its client has disconnected: it discards what the handler sends and
+lets it run. So `HttpExchange.run` runs each handler beside a task that watches `receive()`, from the last byte of the
+body to the last byte of the response. It cancels the handler when the client disconnects or the server shuts down.
+Handlers release what they hold (requests in the engine) on cancellation as on every other exit.
+
+`Endpoint` is the base class of all POST endpoints. `RequestIdMiddleware` gives each request its id.
 """
 
 from __future__ import annotations
@@ -23,22 +25,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from backend.server.errors import ApiError, BodyTooLarge, BodyTooSlow, InvalidRequest, ShuttingDown
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
-MAX_BODY_SECONDS = 60.0
-DEADLINE_HEADER = "x-request-deadline-ms"  # how long after its arrival the client still wants a request's answer
+MAX_BODY_SECONDS = 60.0  # a client that sends its body more slowly gets 408
+DEADLINE_HEADER = "x-request-deadline-ms"  # how long after arrival the client wants the response
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
-SESSION_ID_MAX_CHARACTERS = 128  # of a client's own name for what belongs together: it goes into KV events
+SESSION_ID_MAX_CHARACTERS = 128  # of x-session-id, which is published in KV events; longer ones are truncated
 
 logger = logging.getLogger("backend.server")
 
+# Printable ASCII, so that an id is safe in logs, headers and paths.
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class ClientDisconnected(Exception):
-    """The client closed the connection: there is nobody to answer."""
+    """The client closed the connection before the response was complete."""
 
 
 class HttpExchange:
-    """A request as it came, and the reply as far as it has gone."""
+    """One HTTP request and its response.
+
+    Read the body once, then respond with either `respond` or `stream` calls followed by `end_stream`. `started` is
+    true once the status has been sent. Not safe for concurrent use.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.received_ns = time.time_ns()
@@ -50,7 +57,7 @@ class HttpExchange:
         self._send = send
 
     def deadline(self) -> float:
-        """In seconds since the epoch; infinite without an `x-request-deadline-ms`. Raises InvalidRequest."""
+        """Deadline in seconds since the epoch, infinite without `x-request-deadline-ms`. Raises InvalidRequest."""
         given = self.headers.get(DEADLINE_HEADER)
         if given is None:
             return math.inf
@@ -61,15 +68,15 @@ class HttpExchange:
         return self.received_ns / 1e9 + int(given) / 1000
 
     async def read_body(self, max_bytes: int = MAX_BODY_BYTES, max_seconds: float = MAX_BODY_SECONDS) -> bytes:
-        """Raises BodyTooLarge, BodyTooSlow, and ClientGone if the client leaves before the end."""
+        """Reads the whole body. Raises BodyTooLarge, BodyTooSlow, or ClientDisconnected if the client disconnects."""
         try:
             async with asyncio.timeout(max_seconds):
                 return await self._read_body(max_bytes)
         except TimeoutError as error:
-            raise BodyTooSlow(f"The body did not come within {max_seconds:g} seconds.") from error
+            raise BodyTooSlow(f"The request body did not arrive within {max_seconds:g} seconds.") from error
 
     async def _read_body(self, max_bytes: int) -> bytes:
-        too_large = BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
+        too_large = BodyTooLarge(f"The request body is larger than {max_bytes} bytes.")
         declared = self.headers.get("content-length", "0")
         if declared.isdecimal() and int(declared) > max_bytes:
             raise too_large
@@ -92,21 +99,23 @@ class HttpExchange:
         content_type: str = "application/json",
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        """Sends a complete response."""
         fields = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
         await self._start(status, fields)
         await self._send({"type": "http.response.body", "body": body})
 
     async def stream(self, frames: bytes) -> None:
-        """Server-sent events, ready framed. The first call sends the headers: until then a status can still say no."""
+        """Sends framed server-sent events. The first call sends status 200, which a later error cannot change."""
         if not self.started:
             await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
         await self._send({"type": "http.response.body", "body": frames, "more_body": True})
 
     async def end_stream(self) -> None:
+        """Ends the response that `stream` began."""
         await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: ApiError) -> None:
-        """By status while nothing was sent; after that in the stream, which then ends without `[DONE]`."""
+        """Sends an error: as the status if nothing was sent yet, else as the last event, without `[DONE]`."""
         if not self.started:
             await self.respond(error.body(), status=error.status, headers=error.headers)
             return
@@ -114,9 +123,10 @@ class HttpExchange:
         await self.end_stream()
 
     async def run(self, work: Coroutine[Any, Any, None], closing: asyncio.Future[None]) -> None:
-        """Runs `work` until it ends, the client leaves (ClientGone) or `closing` is done (ShuttingDown).
+        """Runs `work`. Raises ClientDisconnected if the client disconnects and ShuttingDown if `closing` is done.
 
-        On return `work` has ended in every case. Call it only after the body was read.
+        `work` has ended in every case when this returns or raises. Call it only after the body was read, because the
+        watch for a disconnect consumes the messages of `receive`.
         """
         task = asyncio.ensure_future(work)
         watch = asyncio.ensure_future(self._disconnected())
@@ -143,13 +153,16 @@ class HttpExchange:
 
 
 class Endpoint(ABC):
-    """An ASGI endpoint that reads a body and answers it. `closing` is done when replies may take no longer."""
+    """Base class of POST endpoints: an ASGI app that reads a body and handles it.
+
+    `closing` is the future that ends responses in progress at shutdown.
+    """
 
     closing: asyncio.Future[None]
 
     @abstractmethod
     async def handle(self, exchange: HttpExchange, body: bytes) -> None:
-        """Replies through `exchange`, or raises ApiError. Cancelled when the client leaves."""
+        """Responds through `exchange`, or raises ApiError. Cancelled when the client disconnects."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = HttpExchange(scope, receive, send)
@@ -159,11 +172,11 @@ class Endpoint(ABC):
         except ApiError as error:
             await exchange.fail(error)
         except ClientDisconnected:
-            logger.info("client of %s left", exchange.request_id)
+            logger.info("client disconnected: request %s", exchange.request_id)
 
 
 class RequestIdMiddleware:
-    """Middleware: takes the client's x-request-id, or makes one, and puts it on every reply."""
+    """ASGI middleware: accepts a valid x-request-id or generates one, and returns it with every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,8 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: chat template, tool calls, reasoning and structured output, whole or streamed.
+
+`task` turns the request into a `GenerationTask`, with a parser per choice if the model writes tool calls or reasoning.
+`_whole` and `_stream` render the deltas of its `Generation` as one body or as server-sent events.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,8 @@ from backend.server.sequence import ChoiceDelta, GenerationTask
 
 
 class ChatCompletionsEndpoint(Endpoint):
+    """Serves OpenAI's chat completions, with vLLM's additional fields."""
+
     def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
         self._components = components
         self.closing = closing
@@ -40,17 +46,18 @@ class ChatCompletionsEndpoint(Endpoint):
                 await self._whole(exchange, request, generation)
 
     async def task(self, request: ChatRequest, size_bytes: int) -> GenerationTask:
-        """What a body of this size asks of the engine. Raises InvalidRequest."""
+        """Renders and tokenises the request, and compiles its grammar. Raises ApiError. `size_bytes`: of the body."""
         model = self._components.model
         prompt = await self._components.prepare(size_bytes, lambda: chat_prompt(model, request))
         grammar: Constraint | None = token_constraint(model, request)
-        if is_constrained(request):  # which may take a second to compile, however small the body
+        if is_constrained(request):  # in a thread: even a small body's grammar can take a second to compile
             grammar = await self._components.in_thread(lambda: chat_constraint(model, request, prompt.text))
         limit_field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         max_tokens = model.check_context(len(prompt.token_ids), request.limit, "messages", limit_field)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         tools, reasoning = self._formats(request)
         markers = (*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ()))
+        # The parsers need markers that are special tokens to stay in the text.
         shows_special = any(model.codec.special_token_id(marker) is not None for marker in markers)
         return GenerationTask(
             operation="chat",
@@ -78,7 +85,7 @@ class ChatCompletionsEndpoint(Endpoint):
             reasoning.parser(prompt) if reasoning else None, tools.parser(offered) if tools else None
         )
 
-    def _choices(self, request: ChatRequest, generation: Generation) -> list[ChatChoice]:
+    def _make_choices(self, request: ChatRequest, generation: Generation) -> list[ChatChoice]:
         return [
             ChatChoice(
                 self._components.model.tool_format,
@@ -89,7 +96,7 @@ class ChatCompletionsEndpoint(Endpoint):
         ]
 
     async def _whole(self, exchange: HttpExchange, request: ChatRequest, generation: Generation) -> None:
-        choices = self._choices(request, generation)
+        choices = self._make_choices(request, generation)
         parts: list[list[ChoiceDelta]] = [[] for _ in generation.sequences]
         async for delta in generation.deltas():
             parts[delta.index].append(delta)
@@ -109,7 +116,7 @@ class ChatCompletionsEndpoint(Endpoint):
 
     async def _stream(self, exchange: HttpExchange, request: ChatRequest, generation: Generation) -> None:
         envelope = self._envelope("chat.completion.chunk", request, generation)
-        choices = self._choices(request, generation)
+        choices = self._make_choices(request, generation)
 
         def chunk(choice: Json, extra: Json | None = None) -> bytes:
             usage = responses.usage_object(generation.usage) if request.continuous_usage else None
@@ -125,7 +132,7 @@ class ChatCompletionsEndpoint(Endpoint):
             if not bodies and (delta.logprobs or (request.return_token_ids and delta.token_ids)):
                 bodies = [{"content": ""}]
             for i, body in enumerate(bodies):
-                # The tokens come with the first of what was made of them.
+                # The tokens and log-probabilities of a delta go with the first chunk made from it.
                 logprobs = self._logprobs(request, [delta]) if i == 0 else None
                 token_ids = self._token_ids(request, [delta]) if i == 0 else {}
                 frames += chunk(responses.chat_delta(delta.index, body, logprobs) | token_ids)

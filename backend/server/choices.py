@@ -1,4 +1,4 @@
-"""A chat's choice on the wire, from what its parser reads: content, reasoning and tool calls, whole or as deltas."""
+"""A chat choice in OpenAI's format: content, reasoning and tool calls, as a whole message or as stream deltas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from backend.server.sequence import ChoiceDelta
 
 
 class ChatChoice:
-    """`is_named`: the client has named the function to call, which by OpenAI's rule ends an answer with "stop"."""
+    """Accumulates the parser events of one choice.
+
+    `is_named`: the request names the function to call. OpenAI then reports finish reason "stop", not "tool_calls".
+    """
 
     def __init__(self, tools: ToolFormat | None, *, with_reasoning: bool, is_named: bool) -> None:
         self._tools = tools
@@ -19,7 +22,7 @@ class ChatChoice:
         self._calls: list[Json] = []
 
     def take(self, delta: ChoiceDelta) -> list[Json]:
-        """What the client of a stream is told of it: bodies of OpenAI's `delta`."""
+        """Adds a delta to the message and returns it as bodies of OpenAI's stream `delta`."""
         return [body for event in delta.events for body in self._body(event)]
 
     def _body(self, event: OutputEvent) -> list[Json]:
@@ -31,7 +34,7 @@ class ChatChoice:
                 if not self._with_reasoning:
                     return []
                 self._reasoning += text
-                return [_thought(text)]
+                return [_reasoning_fields(text)]
             case ToolCallStart(index, name):
                 assert self._tools is not None
                 function = {"name": name, "arguments": ""}
@@ -44,17 +47,19 @@ class ChatChoice:
 
     @property
     def message(self) -> Json:
+        """The message so far. `content` is null if there are tool calls and no text."""
         body: Json = {"content": None if self._calls and not self._content else self._content}
         if self._reasoning:
-            body |= _thought(self._reasoning)
+            body |= _reasoning_fields(self._reasoning)
         if self._calls:
             body["tool_calls"] = self._calls
         return body
 
     def finish_reason(self, reason: str | None) -> str | None:
+        """Maps the engine's finish reason to OpenAI's: "tool_calls" replaces "stop" after a tool call."""
         return "tool_calls" if reason == "stop" and self._calls and not self._is_named else reason
 
 
-def _thought(text: str) -> Json:
-    """Under the name that most servers give it, and under that which vLLM does since 2026."""
+def _reasoning_fields(text: str) -> Json:
+    """Reasoning text under both names: `reasoning_content` (most servers) and `reasoning` (vLLM since 2026)."""
     return {"reasoning_content": text, "reasoning": text}

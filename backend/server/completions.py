@@ -1,4 +1,8 @@
-"""POST /v1/completions."""
+"""POST /v1/completions: text or token prompts, several at once, with `echo`, `best_of` and `logprobs`.
+
+`task` turns the request into a `GenerationTask`. `_whole` and `_stream` render the deltas of its `Generation` as one
+body or as server-sent events. With `echo`, the text of a choice begins with its prompt (`heads`).
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,16 @@ from backend.server.errors import InvalidRequest
 from backend.server.generation import Generation
 from backend.server.prompts import Prompt, encode_prompts, prompt_text, prompt_truncator, split_prompts
 from backend.server.request_body import decode_body
-from backend.server.requests import MAX_ANSWERS, CompletionRequest
+from backend.server.requests import MAX_CHOICES_TOTAL, CompletionRequest
 from backend.server.responses import Envelope, Json
 from backend.server.sequence import ChoiceDelta, GenerationTask
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 
 
 class CompletionsEndpoint(Endpoint):
+    """Serves OpenAI's text completions, with vLLM's additional fields."""
+
     def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
         self._components = components
         self.closing = closing
@@ -32,20 +38,20 @@ class CompletionsEndpoint(Endpoint):
         request.check()
         self._components.check_model(request.model)
         prompts = split_prompts(request.prompt, "prompt")
-        if len(prompts) * request.num_choices > MAX_ANSWERS:
-            raise InvalidRequest(f"Prompts times choices is more than {MAX_ANSWERS}.", param="prompt")
+        if len(prompts) * request.num_choices > MAX_CHOICES_TOTAL:
+            raise InvalidRequest(f"The number of prompts times choices exceeds {MAX_CHOICES_TOTAL}.", param="prompt")
         task = await self.task(request, prompts, len(body))
-        read = prompts if request.truncate_prompt_tokens is None else task.prompts
+        echoed_prompts = prompts if request.truncate_prompt_tokens is None else task.prompts
         async with Generation(self._components, exchange, task) as generation:
-            # The text that each choice begins with.
-            heads = [self._head(request, prompt) for prompt in read for _ in range(request.num_choices)]
+            # The text that each choice begins with: its prompt with `echo`, else nothing.
+            heads = [self._head(request, prompt) for prompt in echoed_prompts for _ in range(request.num_choices)]
             if request.stream:
                 await self._stream(exchange, request, generation, heads)
             else:
                 await self._whole(exchange, request, generation, heads)
 
     async def task(self, request: CompletionRequest, prompts: list[Prompt], size_bytes: int) -> GenerationTask:
-        """What a body of this size asks of the engine. Raises InvalidRequest."""
+        """Tokenises the prompts and compiles the request's grammar. Raises ApiError. `size_bytes`: of the body."""
         model = self._components.model
         special = request.add_special_tokens is not False
         truncate = prompt_truncator(model, request, model.max_model_len - (request.max_tokens or 1), "left")
@@ -53,7 +59,7 @@ class CompletionsEndpoint(Endpoint):
             size_bytes, lambda: encode_prompts(model, prompts, "prompt", add_special_tokens=special, truncate=truncate)
         )
         grammar: Constraint | None = token_constraint(model, request)
-        if is_constrained(request):  # which may take a second to compile, however small the body
+        if is_constrained(request):  # in a thread: even a small body's grammar can take a second to compile
             grammar = await self._components.in_thread(lambda: text_constraint(model, request))
         longest = max(len(prompt) for prompt in encoded)
         room = model.check_context(longest, request.max_tokens, "prompt")
@@ -99,7 +105,7 @@ class CompletionsEndpoint(Endpoint):
         )
 
     def _best(self, request: CompletionRequest, parts: list[list[ChoiceDelta]], start: int) -> Sequence[int]:
-        """Which of the choices made of one prompt are the answer."""
+        """Indices of the choices of one prompt that are returned: the `n` of best mean log-probability."""
         made = range(start, start + request.num_choices)
         wanted = request.n or 1
         return made if len(made) == wanted else sorted(made, key=lambda i: -_mean_logprob(parts[i]))[:wanted]
@@ -149,7 +155,7 @@ class CompletionsEndpoint(Endpoint):
         return responses.joined_logprobs([*parts, responses.text_logprobs(name, logprobs, offset)])
 
     def _extra(self, request: CompletionRequest, deltas: list[ChoiceDelta], prompt: list[int] | None) -> Json:
-        """vLLM's fields, where they are asked for. `prompt`: None where it has been told before."""
+        """vLLM's fields that the request asks for. `prompt`: None if an earlier chunk has sent it."""
         extra: Json = {}
         if request.return_token_ids:
             extra |= responses.token_ids(deltas) | ({} if prompt is None else {"prompt_token_ids": prompt})
@@ -169,6 +175,6 @@ class CompletionsEndpoint(Endpoint):
 
 
 def _mean_logprob(deltas: list[ChoiceDelta]) -> float:
-    """Per token, which is what OpenAI ranks by. An answer without a token has nothing against it."""
+    """Mean per token, by which OpenAI ranks `best_of`. A choice without tokens scores 0, the best."""
     logprobs = [token.logprob for delta in deltas for token in delta.logprobs]
     return sum(logprobs) / len(logprobs) if logprobs else 0.0

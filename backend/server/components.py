@@ -1,4 +1,4 @@
-"""What all doors share: the model, the engine behind it, and how the engine's refusals read on the wire."""
+"""The components that all endpoints share, and the mapping of engine errors to HTTP errors."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from backend.server.model import ServedModel
 from backend.server.tracing import Tracer
 from backend.server.usage_records import UsageRecords
 
-# Up to this size a body is rendered and tokenised on the event loop: about half a millisecond at most. Above it, in a
-# thread, so that no stream waits for somebody's long prompt.
+# Bodies up to this size are rendered and tokenised on the event loop, which takes about half a millisecond at most.
+# Larger ones are processed in a thread, so that streams of other requests do not stall.
 MAX_INLINE_BYTES = 4096
-MAX_RETRY_AFTER_SECONDS = 120  # clients do not wait longer than this for a retry, they give up
+MAX_RETRY_AFTER_SECONDS = 120  # clients give up rather than wait longer for a retry
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerComponents:
+    """Long-lived objects of one server process, built by `backend.__main__.load`. Used on the event loop only."""
+
     model: ServedModel
     engine: AsyncEngine
     max_num_seqs: int
@@ -40,32 +42,33 @@ class ServerComponents:
     kv_events: KVEventPublisher | None = None
 
     def check_model(self, name: str | None) -> None:
-        """A request that names none asks for the one that there is."""
+        """Raises ModelNotFound for another model's name. None means the served model."""
         if name is not None and name != self.model.name:
             raise ModelNotFound(
-                f"The model `{name}` does not exist; this server has `{self.model.name}`.", param="model"
+                f"The model `{name}` does not exist; this server serves `{self.model.name}`.", param="model"
             )
 
     @property
     def max_sequences(self) -> int:
-        """How many the engine can have at once: a request for more could never be taken."""
+        """Maximum sequences that the engine holds, running and waiting. A request for more can never be accepted."""
         return self.max_num_seqs + self.max_waiting
 
     async def prepare(self, size_bytes: int, work: Callable[[], T]) -> T:
-        """Runs `work`, which renders and tokenises, where it holds nobody up. `size_bytes`: of the request's body."""
+        """Runs `work`, which renders and tokenises a prompt: inline for a small body, in a thread for a large one."""
         return work() if size_bytes <= MAX_INLINE_BYTES else await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
+        """Runs `work` in the tokenizer threads."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, work)
 
     def submit(self, request: Request) -> AsyncIterator[StepOutput]:
-        """Raises the ApiError that tells the client why the engine did not take the request."""
+        """Submits a request to the engine and returns its outputs. Raises ApiError if the engine rejects it."""
         try:
             return self.engine.submit(request)
         except EngineError as error:
-            raise self._refusal(error) from error
+            raise self._api_error(error) from error
 
-    def _refusal(self, error: EngineError) -> ApiError:
+    def _api_error(self, error: EngineError) -> ApiError:
         if isinstance(error, ContextTooLong):
             return ContextLengthError(error.message, param=error.param)
         if isinstance(error, RequestRefused):
@@ -75,10 +78,11 @@ class ServerComponents:
         return EngineDead(self.engine.error or error.message)
 
     def overloaded(self, message: str) -> Overloaded:
-        self.metrics.rejected()
+        """Counts a rejection and returns the 503 error, with an estimate for `retry-after`."""
+        self.metrics.count_rejection()
         return Overloaded(message, retry_after_seconds=self._retry_after_seconds())
 
     def _retry_after_seconds(self) -> int:
-        """About how long those who wait already will take."""
+        """Estimated time until the requests in the queue have been served."""
         rounds = 1 + self.engine.stats().num_waiting / self.max_num_seqs
         return min(MAX_RETRY_AFTER_SECONDS, max(1, math.ceil(rounds * self.metrics.mean_request_seconds)))

@@ -1,4 +1,13 @@
-"""What an answer must look like, as one grammar: a format or schema, tool calls, and reasoning before either."""
+"""Builds the grammar that constrains a model's output: reasoning, then tool calls or text in a required format.
+
+A request can constrain its output by `response_format`, `structured_outputs`, the older `guided_*` fields,
+`tool_choice` and `strict` tools. `chat_constraint` and `text_constraint` combine these into one Lark grammar, which
+llguidance compiles. `token_constraint` is the simpler `allowed_token_ids`. An unusable constraint raises
+InvalidRequest with the name of its field.
+
+Rules of a chat's grammar: `reasoning` and `opening` come from the model's reasoning format, `head` (the marker before
+the first call) and `calls` from its tool format, `answer` is the required format of the text.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +38,9 @@ T = TypeVar("T")
 
 
 def is_constrained(request: GenerationRequest) -> bool:
-    """Whether anything but the model has a say in what the answer looks like."""
+    """Whether the output must follow a grammar."""
     formats = (request.structured_outputs, request.guided_json, request.guided_regex, request.guided_choice)
-    if any(asked is not None for asked in (*formats, request.guided_grammar)):
+    if any(value is not None for value in (*formats, request.guided_grammar)):
         return True
     if not isinstance(request.response_format, TextFormat | None):
         return True
@@ -42,54 +51,65 @@ def is_constrained(request: GenerationRequest) -> bool:
 
 
 def token_constraint(model: ServedModel, request: GenerationRequest) -> TokenSet | None:
-    """The tokens that alone may come, where a request says so. Raises InvalidRequest beside anything else to follow."""
+    """The constraint of `allowed_token_ids`, if given. Raises InvalidRequest together with a grammar."""
     if request.allowed_token_ids is None:
         return None
     if is_constrained(request):
         raise InvalidRequest(
-            "`allowed_token_ids` can not be combined with an answer that follows a grammar.", param="allowed_token_ids"
+            "`allowed_token_ids` cannot be combined with structured output.", param="allowed_token_ids"
         )
     model.check_token_ids(request.allowed_token_ids, "allowed_token_ids")
     return TokenSet(request.allowed_token_ids, model.vocab_size)
 
 
 def text_constraint(model: ServedModel, request: GenerationRequest) -> CompiledGrammar | None:
-    """What a completion must follow. Raises InvalidRequest, naming the field at fault."""
-    asked = _answer(request)
-    if asked is None:
+    """The grammar of a completion, None if it is unconstrained. Raises InvalidRequest."""
+    required = _output_grammar(request)
+    if required is None:
         return None
-    _check_beside(request)
-    return _compile(model, *asked)
+    _check_compatible(request)
+    return _compile(model, *required)
 
 
 def chat_constraint(model: ServedModel, request: ChatRequest, prompt: str) -> CompiledGrammar | None:
-    """The same for a chat. `prompt`: as rendered; it may have begun the reasoning already."""
-    asked = _answer(request)
-    calls = _calls(model, request, or_answer=asked is not None)
-    if asked is None and calls is None:
+    """The grammar of a chat, None if it is unconstrained. Raises InvalidRequest.
+
+    `prompt` is the rendered prompt, which can end inside the reasoning.
+    """
+    required = _output_grammar(request)
+    calls = _call_rules(model, request, or_answer=required is not None)
+    if required is None and calls is None:
         return None
-    _check_beside(request)
-    if asked is not None:
-        alone = _compile(model, *asked)  # so that what is wrong with it is said of it
+    _check_compatible(request)
+    if required is not None:
+        alone = _compile(model, *required)  # alone first, so that an error names the right field
         if calls is None and model.reasoning_format is None:
             return alone
     terminal = _terminals(model)
-    rules = [_reasoning(model.reasoning_format, prompt, terminal), *([calls] if calls else ())]
+    rules = [_reasoning_rules(model.reasoning_format, prompt, terminal), *([calls] if calls else ())]
     if calls is not None and _is_forced(request):
         return _compile(model, grammar.lark("\n".join([*rules, "start: reasoning head calls"])), "tools")
-    if asked is not None:
+    if required is not None:
         start = f"start: reasoning {'(head calls | opening @answer)' if calls else 'opening @answer'}"
-        return _compile(model, grammar.nested("\n".join([*rules, start]), asked[0]), asked[1])
-    return _compile(model, grammar.lark("\n".join([*rules, *_text_or_calls(model.tool_format, terminal)])), "tools")
+        return _compile(model, grammar.nested("\n".join([*rules, start]), required[0]), required[1])
+    return _compile(
+        model, grammar.lark("\n".join([*rules, *_text_or_calls_rules(model.tool_format, terminal)])), "tools"
+    )
 
 
-def _calls(model: ServedModel, request: ChatRequest, *, or_answer: bool) -> str | None:
-    """The rules of calls, where there must be some, or where what is called must be called as it is written."""
+def _call_rules(model: ServedModel, request: ChatRequest, *, or_answer: bool) -> str | None:
+    """The rules of tool calls, None if calls need not be constrained.
+
+    Calls are constrained if one is required, if a tool is `strict`, if parallel calls are disabled, or if the text
+    itself has a grammar (`or_answer`).
+    """
     tools = callable_tools(request)
     must_fit = _is_forced(request) or any(tool.strict for tool in tools)
     if model.tool_format is None and must_fit:
         field = "tool_choice" if _is_forced(request) else "tools"
-        raise InvalidRequest(f"`{field}`: how this model calls tools is not known; see --tool-parser.", param=field)
+        raise InvalidRequest(
+            f"`{field}`: the tool call format of this model is unknown; set --tool-parser.", param=field
+        )
     if model.tool_format is None or not (must_fit or (tools and (or_answer or request.parallel_tool_calls is False))):
         return None
     for tool in tools:
@@ -103,7 +123,7 @@ def _is_forced(request: ChatRequest) -> bool:
 
 
 def callable_tools(request: ChatRequest) -> list[CallableTool]:
-    """Those that the answer may call."""
+    """The tools that the output may call, as `tool_choice` selects them."""
     if request.tool_choice == "none":
         return []
     functions = [tool["function"] for tool in request.tools or ()]
@@ -115,60 +135,61 @@ def callable_tools(request: ChatRequest) -> list[CallableTool]:
     ]
 
 
-def _answer(request: GenerationRequest) -> tuple[str, str] | None:
-    """The grammar of the answer itself, and the field that asks for it."""
-    asked: list[tuple[str, str]] = []
+def _output_grammar(request: GenerationRequest) -> tuple[str, str] | None:
+    """The grammar of the output text and the field that requires it. Raises InvalidRequest if two fields do."""
+    required: list[tuple[str, str]] = []
     format = request.response_format
     if isinstance(format, JsonObjectFormat):
-        asked.append((grammar.json_object(), "response_format"))
+        required.append((grammar.json_object(), "response_format"))
     if isinstance(format, JsonSchemaFormat):
         schema = format.json_schema.schema
         source = grammar.json_object() if schema is None else grammar.json_schema(schema)
-        asked.append((source, "response_format.json_schema.schema"))
+        required.append((source, "response_format.json_schema.schema"))
     guided = StructuredOutputs(
         json=request.guided_json,
         regex=request.guided_regex,
         choice=request.guided_choice,
         grammar=request.guided_grammar,
     )
-    asked += _structured(guided, "guided_")
+    required += _structured_grammars(guided, "guided_")
     if request.structured_outputs is not None:
-        found = _structured(request.structured_outputs, "structured_outputs.")
+        found = _structured_grammars(request.structured_outputs, "structured_outputs.")
         if not found:
-            raise InvalidRequest("`structured_outputs` asks for nothing.", param="structured_outputs")
-        asked += found
-    if len(asked) > 1:
-        fields = " and ".join(f"`{field}`" for _, field in asked)
-        raise InvalidRequest(f"An answer can not follow {fields} at once.", param=asked[1][1])
-    return asked[0] if asked else None
+            raise InvalidRequest("`structured_outputs` has no constraint.", param="structured_outputs")
+        required += found
+    if len(required) > 1:
+        fields = " and ".join(f"`{field}`" for _, field in required)
+        raise InvalidRequest(f"{fields} cannot be combined.", param=required[1][1])
+    return required[0] if required else None
 
 
-def _structured(asked: StructuredOutputs, prefix: str) -> list[tuple[str, str]]:
+def _structured_grammars(constraints: StructuredOutputs, prefix: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
-    if asked.json is not None:
-        schema = _schema(asked.json, f"{prefix}json")
-        found.append((_made(grammar.json_schema, schema, f"{prefix}json"), f"{prefix}json"))
-    if asked.regex is not None:
-        found.append((grammar.regex(asked.regex), f"{prefix}regex"))
-    if asked.choice is not None:
-        choices = " | ".join(quoted(choice) for choice in asked.choice)
+    if constraints.json is not None:
+        schema = _schema(constraints.json, f"{prefix}json")
+        found.append((_build(grammar.json_schema, schema, f"{prefix}json"), f"{prefix}json"))
+    if constraints.regex is not None:
+        found.append((grammar.regex(constraints.regex), f"{prefix}regex"))
+    if constraints.choice is not None:
+        choices = " | ".join(quoted(choice) for choice in constraints.choice)
         found.append((grammar.lark(f"start: {choices}"), f"{prefix}choice"))
-    if asked.grammar is not None:
-        found.append((_made(grammar.lark, asked.grammar, f"{prefix}grammar"), f"{prefix}grammar"))
-    if asked.json_object:
+    if constraints.grammar is not None:
+        found.append((_build(grammar.lark, constraints.grammar, f"{prefix}grammar"), f"{prefix}grammar"))
+    if constraints.json_object:
         found.append((grammar.json_object(), f"{prefix}json_object"))
     return found
 
 
-def _made(make: Callable[[T], str], given: T, field: str) -> str:
+def _build(make: Callable[[T], str], given: T, field: str) -> str:
+    """Builds a grammar. Raises InvalidRequest with the field's name if that fails."""
     try:
         return make(given)
     except GrammarError as error:
-        raise _unfit(field, error) from error
+        raise _grammar_error(field, error) from error
 
 
 def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any] | bool:
-    """vLLM takes a schema as text, too."""
+    """Parses a schema given as text, which vLLM also accepts. Raises InvalidRequest."""
     if not isinstance(given, str):
         return given
     try:
@@ -178,26 +199,26 @@ def _schema(given: dict[str, Any] | str, field: str) -> dict[str, Any] | bool:
     except RecursionError as error:
         raise InvalidRequest(f"`{field}` is nested too deeply.", param=field) from error
     if not isinstance(schema, dict | bool):
-        raise InvalidRequest(f"`{field}` is no JSON schema.", param=field)
+        raise InvalidRequest(f"`{field}` is not a JSON schema.", param=field)
     return schema
 
 
-def _check_beside(request: GenerationRequest) -> None:
-    """What can not be had together with a grammar, which alone says where an answer ends."""
-    for field, asked in (("ignore_eos", request.ignore_eos), ("min_tokens", request.min_tokens)):
-        if asked:
-            raise InvalidRequest(f"`{field}` can not be combined with an answer that follows a grammar.", param=field)
+def _check_compatible(request: GenerationRequest) -> None:
+    """Raises InvalidRequest for fields that contradict a grammar, which alone decides where the output ends."""
+    for field, value in (("ignore_eos", request.ignore_eos), ("min_tokens", request.min_tokens)):
+        if value:
+            raise InvalidRequest(f"`{field}` cannot be combined with structured output.", param=field)
 
 
 def _compile(model: ServedModel, source: str, field: str) -> CompiledGrammar:
     try:
         return model.grammars.compile(source)
     except GrammarError as error:
-        raise _unfit(field, error) from error
+        raise _grammar_error(field, error) from error
 
 
-def _unfit(field: str, error: GrammarError) -> InvalidRequest:
-    return InvalidRequest(f"`{field}` can not be followed: {error}.", param=field)
+def _grammar_error(field: str, error: GrammarError) -> InvalidRequest:
+    return InvalidRequest(f"`{field}` cannot be compiled: {error}.", param=field)
 
 
 def _parameters_field(request: ChatRequest, tool: CallableTool) -> str:
@@ -205,16 +226,16 @@ def _parameters_field(request: ChatRequest, tool: CallableTool) -> str:
     return f"tools[{names.index(tool.name)}].function.parameters"
 
 
-def _reasoning(format: ReasoningFormat | None, prompt: str, terminal: MarkerTerminal) -> str:
+def _reasoning_rules(format: ReasoningFormat | None, prompt: str, terminal: MarkerTerminal) -> str:
     return NO_REASONING_RULES if format is None else format.rules(prompt, terminal)
 
 
-def _text_or_calls(format: ToolFormat | None, terminal: MarkerTerminal) -> Sequence[str]:
-    """An answer that may be text; but what it calls, it calls as it is written."""
+def _text_or_calls_rules(format: ToolFormat | None, terminal: MarkerTerminal) -> Sequence[str]:
+    """Rules of an output that is text or tool calls, where the calls must match the tools' schemas."""
     begins = format.begins if format else ""
-    if not begins:  # a call is told by its first character
+    if not begins:  # the format has no marker: a call is recognised by its first character
         return ["start: reasoning (opening TEXT | head calls)", r"TEXT: /([^{\s](?s:.*))?/"]
-    if terminal(begins) != quoted(begins):  # a special token, which no text contains
+    if terminal(begins) != quoted(begins):  # the marker is a special token, which text cannot contain
         choice = "(opening TEXT | head calls)" if format and format.stands_alone else "opening TEXT (head calls)?"
         return [f"start: reasoning {choice}", f"TEXT: {TEXT}"]
     pattern = re.sub(r"([\[\]|])", r"\\\1", begins)
@@ -226,6 +247,8 @@ def _text_or_calls(format: ToolFormat | None, terminal: MarkerTerminal) -> Seque
 
 
 def _terminals(model: ServedModel) -> MarkerTerminal:
+    """Maps a marker to its Lark terminal: its token id if it is a special token, else its text."""
+
     def terminal(text: str) -> str:
         token_id = model.codec.special_token_id(text)
         return quoted(text) if token_id is None else f"<[{token_id}]>"

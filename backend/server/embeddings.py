@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the mean of the final hidden states, scaled to length 1."""
+"""POST /v1/embeddings: the mean of the final hidden states, normalised to length 1."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from backend.server.request_body import decode_body
 from backend.server.requests import MAX_EMBEDDING_INPUTS, EmbeddingRequest
 from backend.server.sequence import GenerationTask
 
-# Inputs of one request that are in the engine together. The rest wait here, not in the engine's queue before others.
+# Inputs of one request that are in the engine at a time. The rest wait here and so do not fill the engine's queue.
 MAX_INPUTS_IN_ENGINE = 32
 
 
 class EmbeddingsEndpoint(Endpoint):
+    """Serves embeddings of texts and token lists, in waves of at most `MAX_INPUTS_IN_ENGINE` inputs."""
+
     def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
         self._components = components
         self.closing = closing
@@ -34,7 +36,7 @@ class EmbeddingsEndpoint(Endpoint):
             raise InvalidRequest(f"This model's embeddings have {model.hidden_size} dimensions.", param="dimensions")
         inputs = split_prompts(request.input, "input")
         if len(inputs) > MAX_EMBEDDING_INPUTS:
-            raise InvalidRequest(f"More than {MAX_EMBEDDING_INPUTS} inputs.", param="input")
+            raise InvalidRequest(f"`input` has more than {MAX_EMBEDDING_INPUTS} items.", param="input")
         truncate = prompt_truncator(model, request, model.max_model_len, "right")
         special = request.add_special_tokens is not False
         prompts = await self._components.prepare(
@@ -43,7 +45,7 @@ class EmbeddingsEndpoint(Endpoint):
         longest = max(len(prompt) for prompt in prompts)
         if longest > model.max_model_len:
             raise ContextLengthError(
-                f"This model's maximum context length is {model.max_model_len} tokens; an input has {longest}.",
+                f"This model's maximum context length is {model.max_model_len} tokens, but an input has {longest}.",
                 param="input",
             )
         vectors: list[list[float]] = []
@@ -53,13 +55,13 @@ class EmbeddingsEndpoint(Endpoint):
             vectors += await self._embed(exchange, wave, request.priority or 0)
         total = sum(len(prompt) for prompt in prompts)
         encoding = request.encoding_format or "float"
-        reply = {
+        payload = {
             "object": "list",
             "data": [responses.embedding(i, vector, encoding) for i, vector in enumerate(vectors)],
             "model": model.name,
             "usage": {"prompt_tokens": total, "total_tokens": total},
         }
-        await exchange.respond(responses.encode(reply))
+        await exchange.respond(responses.encode(payload))
 
     async def _embed(self, exchange: HttpExchange, prompts: list[list[int]], priority: int) -> list[list[float]]:
         task = GenerationTask(
@@ -73,7 +75,7 @@ class EmbeddingsEndpoint(Endpoint):
         async with Generation(self._components, exchange, task) as generation:
             async for delta in generation.deltas():
                 if delta.embedding is None:
-                    raise EngineFailure("The engine gave no embedding.")
+                    raise EngineFailure("The engine returned no embedding.")
                 vectors[delta.index] = _normalised(delta.embedding)
         return vectors
 

@@ -1,6 +1,7 @@
-"""What the engine counts, read from `AsyncEngine.stats()` whenever somebody asks, under vLLM's names and labels.
+"""Exports the engine's counters as Prometheus metrics, under vLLM's names and labels.
 
-A figure that vLLM has, and that is always zero here, is told where its dashboards add it to others.
+`AsyncEngine.stats()` is read at each scrape. Series that are always zero here are exported if vLLM's dashboards add
+them to others.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from backend.engine.counters import STEP_TOKENS_BOUNDS
 from backend.engine.engine import EngineStats
 
 LABELS = ("model_name", "engine")
-ENGINE = "0"  # vLLM numbers its data-parallel ranks, and this is one of one
+ENGINE = "0"  # vLLM's data-parallel rank; this engine has one
 
 
 class EngineCollector(Collector):
+    """Collector of one engine. Safe to scrape from any thread."""
+
     def __init__(self, engine: AsyncEngine, model_name: str, block_size: int) -> None:
         self._engine = engine
         self._labels = (model_name, ENGINE)
@@ -33,27 +36,30 @@ class EngineCollector(Collector):
         yield self._split(
             CounterMetricFamily,
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that came true, by their place among the drafts.",
+            "Draft tokens accepted, by position in the draft.",
             "position",
             {str(place): accepted for place, accepted in enumerate(stats.accepted_tokens_total)},
         )
         yield self._step_tokens(stats)
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "How the KV cache is cut.", labels=(*LABELS, "block_size", "num_gpu_blocks")
+            "vllm:cache_config_info", "Configuration of the KV cache.", labels=(*LABELS, "block_size", "num_gpu_blocks")
         )
         info.add_metric((*self._labels, str(self._block_size), str(stats.num_blocks)), 1)
         yield info
 
     def _gauges(self, stats: EngineStats) -> Iterator[Metric]:
         gauges = {
-            "vllm:num_requests_running": ("Requests in the batch.", stats.num_running),
-            "vllm:num_requests_waiting": ("Requests that wait for a place in the batch.", stats.num_waiting),
-            "vllm:kv_cache_usage_perc": ("Used share of the KV cache, 0 to 1.", stats.kv_usage),
-            "warmpath:num_free_blocks": ("KV blocks that no request holds.", stats.num_free_blocks),
-            "warmpath:num_host_blocks": ("KV blocks that the host tier has room for.", stats.num_host_blocks),
-            "warmpath:num_host_blocks_used": ("KV blocks in the host tier.", stats.num_host_blocks_used),
-            "warmpath:integrity": ("1 while the block pool's books balance.", int(stats.integrity_ok)),
-            "warmpath:engine_up": ("1 while the engine runs.", int(self._engine.healthy)),
+            "vllm:num_requests_running": ("Sequences in the batch.", stats.num_running),
+            "vllm:num_requests_waiting": ("Sequences waiting for a slot in the batch.", stats.num_waiting),
+            "vllm:kv_cache_usage_perc": ("Fraction of KV blocks in use, 0 to 1.", stats.kv_usage),
+            "warmpath:num_free_blocks": ("KV blocks that no sequence holds.", stats.num_free_blocks),
+            "warmpath:num_host_blocks": ("Capacity of the host tier in KV blocks.", stats.num_host_blocks),
+            "warmpath:num_host_blocks_used": ("KV blocks stored in the host tier.", stats.num_host_blocks_used),
+            "warmpath:integrity": (
+                "1 if the last integrity check of the block pool passed, else 0.",
+                int(stats.integrity_ok),
+            ),
+            "warmpath:engine_up": ("1 while the engine is healthy, else 0.", int(self._engine.healthy)),
         }
         for name, (documentation, value) in gauges.items():
             gauge = GaugeMetricFamily(name, documentation, labels=LABELS)
@@ -62,7 +68,7 @@ class EngineCollector(Collector):
         yield self._split(
             GaugeMetricFamily,
             "vllm:num_requests_waiting_by_reason",
-            "Requests that wait, by what they wait for. Here, it is always capacity.",
+            "Waiting sequences by reason; the reason is always capacity.",
             "reason",
             {"capacity": stats.num_waiting, "deferred": 0},
         )
@@ -70,25 +76,46 @@ class EngineCollector(Collector):
     def _counters(self, stats: EngineStats) -> Iterator[Metric]:
         num_cached, num_accepted = stats.cached_prompt_tokens_total, sum(stats.accepted_tokens_total)
         counters = {
-            "vllm:prompt_tokens": ("Prompt tokens taken in, once for all choices.", stats.prompt_tokens_total),
-            "vllm:prompt_tokens_cached": ("Of these, found cached.", num_cached),
-            "vllm:generation_tokens": ("Tokens generated.", stats.generation_tokens_total),
+            "vllm:prompt_tokens": (
+                "Prompt tokens processed, counted once for all choices of a prompt.",
+                stats.prompt_tokens_total,
+            ),
+            "vllm:prompt_tokens_cached": ("Prompt tokens processed that were in the prefix cache.", num_cached),
+            "vllm:generation_tokens": ("Output tokens generated.", stats.generation_tokens_total),
             "warmpath:unwanted_tokens": (
-                "Of these, computed behind a stop string before that was found, and in no answer.",
+                "Output tokens generated after a stop string and then discarded.",
                 stats.unwanted_tokens_total,
             ),
-            "vllm:prefix_cache_queries": ("Prompt tokens looked up.", stats.prefix_cache_queries_total),
-            "vllm:prefix_cache_hits": ("Prompt tokens found cached.", stats.prefix_cache_hits_total),
-            "vllm:num_preemptions": ("Requests put back to wait, to be recomputed.", stats.preemptions_total),
-            "vllm:spec_decode_num_drafts": ("Times that tokens were drafted.", stats.drafts_total),
-            "vllm:spec_decode_num_draft_tokens": ("Tokens drafted.", stats.draft_tokens_total),
-            "vllm:spec_decode_num_accepted_tokens": ("Drafted tokens that came true.", num_accepted),
-            "warmpath:steps_given_up": ("Steps left for more urgent work.", stats.steps_given_up_total),
+            "vllm:prefix_cache_queries": (
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_cache_queries_total,
+            ),
+            "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.prefix_cache_hits_total),
+            "vllm:num_preemptions": (
+                "Preemptions: sequences returned to the queue for recomputation.",
+                stats.preemptions_total,
+            ),
+            "vllm:spec_decode_num_drafts": (
+                "Drafts: times that tokens were drafted for a sequence.",
+                stats.drafts_total,
+            ),
+            "vllm:spec_decode_num_draft_tokens": ("Draft tokens.", stats.draft_tokens_total),
+            "vllm:spec_decode_num_accepted_tokens": ("Draft tokens accepted.", num_accepted),
+            "warmpath:steps_given_up": (
+                "Steps interrupted for requests of higher priority.",
+                stats.steps_given_up_total,
+            ),
             "warmpath:host_blocks_saved": ("KV blocks copied to the host tier.", stats.host_blocks_saved_total),
-            "warmpath:host_blocks_restored": ("KV blocks that came back.", stats.host_blocks_restored_total),
-            "warmpath:host_blocks_corrupted": ("Of them, with a wrong checksum.", stats.host_blocks_corrupted_total),
-            "warmpath:integrity_checks": ("Times the block pool's books were balanced.", stats.integrity_checks_total),
-            "warmpath:requests_aborted": ("Requests given up before their end.", stats.aborted_total),
+            "warmpath:host_blocks_restored": (
+                "KV blocks restored from the host tier.",
+                stats.host_blocks_restored_total,
+            ),
+            "warmpath:host_blocks_corrupted": (
+                "KV blocks in the host tier whose checksum did not match.",
+                stats.host_blocks_corrupted_total,
+            ),
+            "warmpath:integrity_checks": ("Integrity checks of the block pool.", stats.integrity_checks_total),
+            "warmpath:requests_aborted": ("Sequences aborted before they finished.", stats.aborted_total),
         }
         for name, (documentation, value) in counters.items():
             counter = CounterMetricFamily(name, documentation, labels=LABELS)
@@ -98,7 +125,7 @@ class EngineCollector(Collector):
         yield self._split(
             CounterMetricFamily,
             "vllm:prompt_tokens_by_source",
-            "Prompt tokens by where their keys and values came from.",
+            "Prompt tokens by source of their keys and values.",
             "source",
             {"local_compute": num_computed, "local_cache_hit": num_cached, "external_kv_transfer": 0},
         )
@@ -111,14 +138,14 @@ class EngineCollector(Collector):
         label: str,
         values: dict[str, int],
     ) -> Metric:
-        """One series for each value of a further label."""
+        """A family with one series per value of an additional label."""
         family = kind(name, documentation, labels=(*LABELS, label))
         for value, count in values.items():
             family.add_metric((*self._labels, value), count)
         return family
 
     def _step_tokens(self, stats: EngineStats) -> Metric:
-        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed in a step.", labels=LABELS)
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens computed per step.", labels=LABELS)
         bounds = [*map(floatToGoString, STEP_TOKENS_BOUNDS), "+Inf"]
         buckets = list(zip(bounds, accumulate(stats.steps_total), strict=True))
         family.add_metric(self._labels, buckets, stats.step_tokens_total)

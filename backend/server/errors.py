@@ -1,19 +1,20 @@
-"""Every way in which the server refuses or fails a request, and the one place that renders it.
+"""All errors of the HTTP API, with their status and OpenAI error code, and the JSON they render as.
 
 ApiError
-├── InvalidRequest          400  the body says something we cannot or will not do; `param` names the field
-│   └── ContextLengthError  400  prompt and max_tokens together do not fit the model's context
-├── ModelNotFound           404
-├── UnknownUrl              404
-├── MethodNotAllowed        405
-├── BodyTooSlow             408
-├── BodyTooLarge            413
-├── DeadlineExceeded        504  the client's own `x-request-deadline-ms` is over
-├── EngineFailure           500  the engine failed this request, or died under it
-└── Unavailable             503  nothing was done, and another try may succeed
+├── InvalidRequest          400  the request is invalid or asks for something unsupported; `param` names the field
+│   ├── ContextLengthError  400  prompt and max_tokens do not fit the model's context
+│   ├── ModelNotFound       404
+│   ├── RequestNotFound     404  no usage record has this x-request-id
+│   ├── UnknownUrl          404
+│   ├── MethodNotAllowed    405
+│   ├── BodyTooSlow         408
+│   └── BodyTooLarge        413
+├── DeadlineExceeded        504  the client's `x-request-deadline-ms` has passed
+├── EngineFailure           500  the engine failed this request or stopped while processing it
+└── Unavailable             503  the request was not processed; a retry may succeed
     ├── Overloaded               the waiting queue is full
-    ├── EngineDead               the engine is gone until the process is restarted
-    └── ShuttingDown             the process is about to end
+    ├── EngineDead               the engine has stopped; the process must be restarted
+    └── ShuttingDown             the process is shutting down
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ SERVER_ERROR = "server_error"
 
 
 class ApiError(Exception):
+    """Base of all errors that a client gets. `message` is for people, `code` for programs."""
+
     status: ClassVar[int] = 500
     type: ClassVar[str] = SERVER_ERROR
     code: ClassVar[str | None] = None
@@ -39,10 +42,11 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> Mapping[str, str]:
+        """Headers that the response carries in addition."""
         return {}
 
     def body(self) -> bytes:
-        """OpenAI's error object. Its four keys are all required, null where there is nothing to say."""
+        """OpenAI's error object as JSON. All four keys are required; `param` and `code` may be null."""
         return orjson.dumps(
             {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
         )
@@ -93,7 +97,7 @@ class DeadlineExceeded(ApiError):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        return {"x-should-retry": "false"}  # whoever has no time left has none for another try
+        return {"x-should-retry": "false"}  # the deadline has passed, so a retry is useless
 
 
 class EngineFailure(ApiError):
@@ -101,7 +105,7 @@ class EngineFailure(ApiError):
 
 
 class Unavailable(ApiError):
-    """503. `retry_after_seconds` of 0 says nothing about when to come back."""
+    """503, with a `retry-after` header unless `retry_after_seconds` is 0."""
 
     status = 503
     code = "unavailable"

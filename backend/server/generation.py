@@ -1,11 +1,11 @@
-"""The sequences of one HTTP request on their way through the engine. READ FIRST.
+"""Runs one HTTP request through the engine: one sequence per prompt and choice. Read this first.
 
-    async with Generation(serving, exchange, task) as generation:      submitted, all or none
-        async for delta in generation.deltas():                        text as it comes, of all choices
+    async with Generation(components, exchange, task) as generation:    submits all sequences, or none
+        async for delta in generation.deltas():                         output of all choices, as it arrives
             ...
 
-Leaving the block, however it is left, gives up in the engine what has not ended, counts how every sequence ended,
-and records the request's spans. What is said of one sequence is in sequence.py.
+Leaving the block, on every exit, aborts the sequences that have not finished, counts how each sequence ended, stores
+the request's usage record and exports its spans. `sequence.py` has one sequence: tokens in, text and events out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ from backend.server.usage_records import TokenUsage
 
 
 class Generation:
-    """Raises InvalidRequest for more sequences than the engine ever has."""
+    """All sequences of one request, as an async context manager.
+
+    The constructor raises InvalidRequest if the request needs more sequences than the engine can hold.
+    Entering raises ApiError if the engine rejects a sequence; those already submitted are then aborted.
+    """
 
     def __init__(self, components: ServerComponents, exchange: HttpExchange, task: GenerationTask) -> None:
         self._components = components
@@ -38,12 +42,12 @@ class Generation:
         self._task = task
         self._submitted_ns = 0
         self._deltas: AsyncGenerator[ChoiceDelta] | None = None
-        # A client may send the same x-request-id again, with a retry or a second attempt; the engine's ids are unique.
+        # A client may reuse its x-request-id for a retry, but ids in the engine must be unique.
         self.id = f"{exchange.request_id}-{secrets.token_hex(4)}"
         choices = [(prompt, sampling) for prompt in task.prompts for sampling in task.samplings]
         if len(choices) > components.max_sequences:
             raise InvalidRequest(
-                f"This server takes at most {components.max_sequences} answers at once; {len(choices)} are asked for.",
+                f"This server accepts at most {components.max_sequences} choices, but {len(choices)} were requested.",
                 param="n" if len(task.samplings) > 1 else "prompt",
             )
         self.sequences = [
@@ -73,23 +77,25 @@ class Generation:
         for sequence in self.sequences:
             sequence.close(failed=isinstance(error, ApiError))
         timings = self._timings()
-        # What was cut short goes on until the engine hears of it, and is then what the engine's counters say.
-        self._components.usage_records.add(
-            self._exchange.request_id, self._usage_in_the_end if cut_short else self.usage
-        )
+        # An aborted sequence runs until the engine processes the abort, so its usage is read from the engine later.
+        self._components.usage_records.add(self._exchange.request_id, self._final_usage if cut_short else self.usage)
         if error is None:
             self._measure(timings)
         self._components.tracer.record(self._record(timings, error))
 
     def deltas(self) -> AsyncIterator[ChoiceDelta]:
-        """All that the sequences say, once. Raises EngineFailure if the engine fails one."""
+        """Yields the deltas of all sequences as they arrive. Call it once.
+
+        Raises EngineFailure if the engine fails a sequence, DeadlineExceeded, or Overloaded if more urgent work
+        displaced the request from the queue.
+        """
         first, *others = (sequence.deltas() for sequence in self.sequences)
         self._deltas = _merged([first, *others]) if others else first
         return self._deltas
 
     @property
     def usage(self) -> TokenUsage:
-        """So far. A prompt counts once, whatever the number of choices made from it, and so do its cached tokens."""
+        """Usage so far. A prompt and its cached tokens count once, whatever the number of choices."""
         firsts = self.sequences[:: len(self._task.samplings)]
         return TokenUsage(
             prompt_tokens=sum(len(prompt) for prompt in self._task.prompts),
@@ -98,10 +104,10 @@ class Generation:
             reasoning_tokens=sum(sequence.num_reasoning_tokens for sequence in self.sequences),
         )
 
-    def _usage_in_the_end(self) -> TokenUsage | None:
-        """As `vllm:prompt_tokens` and `vllm:generation_tokens` have counted it; None while the engine works on it.
+    def _final_usage(self) -> TokenUsage | None:
+        """Usage as `vllm:prompt_tokens` and `vllm:generation_tokens` count it. None until the engine has finished.
 
-        A prompt that was not computed to its end has not been counted, whatever was computed of it.
+        A prompt whose prefill did not complete counts zero, even if a part of it was computed.
         """
         if any(sequence.request.status is not RequestStatus.FINISHED for sequence in self.sequences):
             return None
@@ -110,13 +116,13 @@ class Generation:
         counted = [group[0].request for group in groups if any(each.request.timing.first_token for each in group)]
         return TokenUsage(
             prompt_tokens=sum(request.num_prompt_tokens for request in counted),
-            completion_tokens=sum(sequence.num_tokens_in_the_end for sequence in self.sequences),
+            completion_tokens=sum(sequence.final_num_tokens for sequence in self.sequences),
             cached_tokens=sum(request.num_cached_tokens for request in counted),
         )
 
     def _measure(self, timings: EnginePhaseTimings) -> None:
         lengths = [sequence.num_tokens for sequence in self.sequences]
-        self._components.metrics.completed(
+        self._components.metrics.observe_request(
             CompletedRequest(
                 e2e_seconds=(timings.ended_ns - timings.received_ns) / NANOSECONDS,
                 phase_seconds={name: (end - start) / NANOSECONDS for name, start, end in phases(timings)},
@@ -143,13 +149,13 @@ class Generation:
         )
 
     def _timings(self) -> EnginePhaseTimings:
-        """Of several sequences, the stages of all together: the first that began, the last that ended."""
+        """Phase timings of the whole request: from the first sequence that started to the last that ended."""
         timings = [sequence.request.timing for sequence in self.sequences]
         return EnginePhaseTimings(
             received_ns=self._exchange.received_ns,
             submitted_ns=self._submitted_ns,
             scheduled_ns=_earliest_ns([timing.scheduled for timing in timings]),
-            # An embedding is ready when its prompt is: it has neither tokens nor a decode.
+            # An embedding is complete after prefill: it has no output tokens and no decode phase.
             first_token_ns=0 if self._task.pooling else _earliest_ns([timing.first_token for timing in timings]),
             last_token_ns=max(sequence.last_token_ns for sequence in self.sequences),
             ended_ns=time.time_ns(),
@@ -187,7 +193,7 @@ class Generation:
 
 
 async def _merged(sources: Sequence[AsyncGenerator[ChoiceDelta]]) -> AsyncGenerator[ChoiceDelta]:
-    """Items of all sources as they come; the first failure ends it. No more can wait than max_tokens of each."""
+    """Merges the sources. The first failure ends it. The queue holds at most max_tokens items per source."""
     arrived: asyncio.Queue[ChoiceDelta | asyncio.Task[None]] = asyncio.Queue()
 
     async def pump(source: AsyncGenerator[ChoiceDelta]) -> None:
@@ -214,5 +220,6 @@ async def _merged(sources: Sequence[AsyncGenerator[ChoiceDelta]]) -> AsyncGenera
 
 
 def _earliest_ns(seconds: Sequence[float]) -> int:
+    """The earliest time in nanoseconds. Ignores zeros, which mark a phase that was not reached."""
     reached = [moment for moment in seconds if moment]
     return int(min(reached) * NANOSECONDS) if reached else 0

@@ -1,4 +1,4 @@
-"""uvicorn, told to announce itself when it is ready and to end within a bounded time when asked to."""
+"""uvicorn with a ready line and a shutdown of bounded duration, and the listening socket."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import uvicorn
 from starlette.types import ASGIApp
 
 BACKLOG = 2048
-KEEP_ALIVE_SECONDS = 75  # longer than clients' and proxies' pools keep an idle connection, so that they close it first
-CUT_SECONDS = 5  # for replies that were cut at the end of the drain to send their last frame
+KEEP_ALIVE_SECONDS = 75  # longer than the idle timeouts of client and proxy pools, so that the client side closes first
+CUT_SECONDS = 5  # after the drain: time for responses that were cut to send their error
 
 
 class EngineHttpServer(uvicorn.Server):
-    """On SIGTERM or SIGINT: no new connections; running replies have `drain_seconds`, then `closing` ends them."""
+    """uvicorn server that prints a ready line and drains on SIGTERM or SIGINT.
+
+    On the signal it accepts no new connections. Responses in progress have `drain_seconds`; then `closing` is set,
+    which ends them with an error.
+    """
 
     def __init__(
         self, app: ASGIApp, closing: asyncio.Future[None], drain_seconds: float, announcement: str, log_level: str
@@ -54,7 +58,7 @@ class EngineHttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Port 0 takes a free one. Raises OSError."""
+    """Binds a TCP socket. Port 0 takes any free port. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family)
     try:
@@ -68,5 +72,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
+    """The http:// URL of a bound socket, with brackets around an IPv6 address."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

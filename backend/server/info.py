@@ -1,4 +1,4 @@
-"""The small doors: what is served, whether it is well, its metrics, and its tokenizer."""
+"""GET endpoints: models, health, version, metrics, and the usage record of a finished request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JSON = "application/json"
 
 
 class InfoEndpoints:
-    """The doors without a body."""
+    """Handlers of all GET endpoints."""
 
     def __init__(self, components: ServerComponents) -> None:
         self._components = components
@@ -30,18 +30,19 @@ class InfoEndpoints:
         return _json(self._model())
 
     async def request(self, request: Request) -> Response:
-        """What a request that has ended consumed."""
+        """GET /requests/{x-request-id}: usage of a finished request. The gateway reads it after a lost connection."""
         request_id = request.path_params["id"]
         usage = self._components.usage_records.get(request_id)
         if usage is None:
-            raise RequestNotFound(f"There is no record of `{request_id}`: it runs still, is long gone, or never was.")
+            raise RequestNotFound(f"No usage record for `{request_id}`: it is still running, expired or unknown.")
         return _json({"id": request_id, "object": "request", "usage": usage_object(usage)})
 
     async def health(self, request: Request) -> Response:
+        """200 while the engine makes progress, else 503 with the reason."""
         engine = self._components.engine
         if engine.healthy:
             return _json({"status": "ok"})
-        reason = "a step does not come to its end" if engine.stalled else engine.error or "the engine is not running"
+        reason = "an engine step has stalled" if engine.stalled else engine.error or "the engine is not running"
         return _json({"status": "error", "reason": reason}, status=503)
 
     async def version(self, request: Request) -> Response:

@@ -1,16 +1,16 @@
-"""KV events: what can be found in the prefix cache, told to whoever subscribes, in vLLM's wire format.
+"""Publishes changes of the prefix cache as KV events over ZeroMQ, in vLLM's wire format.
 
-Every step that changed the cache publishes one batch on a ZeroMQ PUB socket, as three frames:
+Every step that changed the cache publishes one batch on a PUB socket, as three frames:
 
     topic | sequence number, 8 bytes big-endian, from 0 | msgpack [time, [event, ...], data-parallel rank]
 
-An event is a map with its type under "type" (vLLM since June 2026, SGLang 0.5.23), or, as `array`, the type followed by
-the fields in their order (both before that). Hashes are the low 64 bits of the engine's own, to be taken as opaque ids.
-Stored blocks carry their tokens and the session of the request that computed them: keep the address private.
+An event is a map with its type under "type" (vLLM since June 2026, SGLang 0.5.23) or, with `array` encoding, the type
+followed by the fields in order (both before that). Hashes are the low 64 bits of the engine's hashes; treat them as
+opaque ids. Events of stored blocks contain tokens and session ids, so keep the address private.
 
-PUB drops what a slow subscriber does not take. Who finds a gap in the numbers asks the replay socket, a ROUTER, with
-frames [empty, first number wanted]; it answers [empty, topic, number, batch] for each batch that it still has, and ends
-with number -1. Formats: vLLM 0.32, `vllm/distributed/kv_events.py`.
+PUB drops messages that a slow subscriber does not receive. A subscriber that finds a gap in the numbers asks the
+replay socket, a ROUTER, with frames [empty, first missing number]. The reply is [empty, topic, number, batch] for each
+batch that is still buffered, then number -1. Source of the formats: vLLM 0.32, `vllm/distributed/kv_events.py`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from backend.engine.block_pool import ROOT_HASH, CachedBlock
 
 Encoding = Literal["map", "array"]
 
-REPLAY_BATCHES_MAX = 10_000  # kept for subscribers that missed some
-SEND_QUEUE_MAX = 100_000  # batches that wait for one subscriber before it misses some
+REPLAY_BATCHES_MAX = 10_000  # buffered for subscribers that missed some
+SEND_QUEUE_MAX = 100_000  # batches queued for one subscriber; further ones are dropped
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
-MEDIUM = "GPU"  # vLLM's word for the memory that the engine computes in, on a CPU too
+MEDIUM = "GPU"  # vLLM's name for the memory of the engine's own KV cache, on a CPU too
 
 _HASH_MASK = (1 << 64) - 1
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """A run of blocks, each the child of the one before it; `parent_block_hash` is None at a prompt's beginning."""
+    """A chain of blocks, each the child of the one before. `parent_block_hash` is None at the start of a prompt."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -45,13 +45,13 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: list[tuple[str, ...] | None] | None = None  # one per block: what its hash covers beside tokens
+    extra_keys: list[tuple[str, ...] | None] | None = None  # one per block: what its hash covers besides tokens
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
     ownership: str | None = None
-    session_id: str | None = None  # the x-session-id of the request that computed them
+    session_id: str | None = None  # x-session-id of the request that computed the blocks
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
@@ -67,10 +67,10 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventPublisher:
-    """A `BlockListener`. Told on the engine's thread, which sends; replays are served by a thread of their own.
+    """A `BlockListener` that publishes events. The engine's thread calls and sends; a separate thread serves replays.
 
-    Binds in its constructor, and raises `zmq.ZMQError` where that is not possible. An address may end in `:*` for any
-    free port; `endpoint` and `replay_endpoint` say which it became. `close` it once the engine's thread has ended.
+    The constructor binds the sockets and raises `zmq.ZMQError` if that fails. An address can end in `:*` for any free
+    port; `endpoint` and `replay_endpoint` are the addresses in use. Call `close` after the engine's thread has ended.
     """
 
     def __init__(
@@ -79,30 +79,33 @@ class KVEventPublisher:
         self._topic = topic.encode()
         self._encode = msgspec.msgpack.Encoder().encode
         self._encoding = encoding
-        self._events: list[KvEvent] = []  # of the step under way
+        self._events: list[KvEvent] = []  # of the current step
         self._sequence = 0
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=REPLAY_BATCHES_MAX)
-        self._kept_lock = threading.Lock()
+        self._replay_buffer: deque[tuple[bytes, bytes]] = deque(maxlen=REPLAY_BATCHES_MAX)
+        self._replay_lock = threading.Lock()
         self._context = zmq.Context()
-        self._replayer: threading.Thread | None = None
+        self._replay_thread: threading.Thread | None = None
         try:
-            self._pub = self._bound(zmq.PUB, endpoint, SEND_QUEUE_MAX)
-            self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)
+            self._pub_socket = self._bind(zmq.PUB, endpoint, SEND_QUEUE_MAX)
+            self.endpoint = self._pub_socket.get_string(zmq.LAST_ENDPOINT)
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
-                router = self._bound(zmq.ROUTER, replay_endpoint, REPLAY_BATCHES_MAX + 1)
+                router = self._bind(zmq.ROUTER, replay_endpoint, REPLAY_BATCHES_MAX + 1)
                 self.replay_endpoint = router.get_string(zmq.LAST_ENDPOINT)
-                self._replayer = threading.Thread(target=self._replay, args=(router,), name="kv replay", daemon=True)
-                self._replayer.start()
+                self._replay_thread = threading.Thread(
+                    target=self._replay, args=(router,), name="kv replay", daemon=True
+                )
+                self._replay_thread.start()
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise
 
     def close(self) -> None:
-        self._pub.close(linger=0)
-        self._context.term()  # the replayer's wait ends by this, and closes its socket
-        if self._replayer is not None:
-            self._replayer.join()
+        """Closes the sockets and waits for the replay thread."""
+        self._pub_socket.close(linger=0)
+        self._context.term()  # wakes the replay thread, which closes its socket
+        if self._replay_thread is not None:
+            self._replay_thread.join()
 
     # -- the block pool's listener -------------------------------------------------------------------------------
 
@@ -146,21 +149,21 @@ class KVEventPublisher:
         self._events.append(AllBlocksCleared())
 
     def end_step(self) -> None:
-        """What has been told since the last time is sent, as one batch."""
+        """Publishes the events since the last call as one batch."""
         if not self._events:
             return
-        told, self._events = self._events, []
-        events = told if self._encoding == "map" else [_as_array(event) for event in told]
+        pending, self._events = self._events, []
+        events = pending if self._encoding == "map" else [_as_array(event) for event in pending]
         payload = self._encode((time.time(), events, 0))
         number = self._sequence.to_bytes(8, "big")
         self._sequence += 1
-        with self._kept_lock:
-            self._kept.append((number, payload))
-        self._pub.send_multipart((self._topic, number, payload))
+        with self._replay_lock:
+            self._replay_buffer.append((number, payload))
+        self._pub_socket.send_multipart((self._topic, number, payload))
 
     # -- replays ---------------------------------------------------------------------------------------------------
 
-    def _bound(self, kind: int, endpoint: str, send_queue_max: int) -> zmq.Socket[bytes]:
+    def _bind(self, kind: int, endpoint: str, send_queue_max: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set_hwm(send_queue_max)
         socket.linger = 0
@@ -168,18 +171,19 @@ class KVEventPublisher:
         return socket
 
     def _replay(self, router: zmq.Socket[bytes]) -> None:
+        """Serves replays until the context is closed. Ignores malformed requests."""
         try:
             while True:
                 client, *request = router.recv_multipart()
                 if len(request) == 2 and len(request[1]) == 8:
-                    self._send_kept(router, client, int.from_bytes(request[1], "big"))
+                    self._send_batches(router, client, int.from_bytes(request[1], "big"))
         except zmq.ContextTerminated:
             router.close(linger=0)
 
-    def _send_kept(self, router: zmq.Socket[bytes], client: bytes, first: int) -> None:
-        with self._kept_lock:
-            kept = list(self._kept)
-        for number, payload in kept:
+    def _send_batches(self, router: zmq.Socket[bytes], client: bytes, first: int) -> None:
+        with self._replay_lock:
+            batches = list(self._replay_buffer)
+        for number, payload in batches:
             if int.from_bytes(number, "big") >= first:
                 router.send_multipart((client, b"", self._topic, number, payload))
         router.send_multipart((client, b"", b"", END_OF_REPLAY, b""))

@@ -1,4 +1,4 @@
-"""What a chat is made of: messages, and the tools that their author may be given."""
+"""Chat messages and tool definitions in OpenAI's format, with strict types."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from msgspec import Struct
 
 from backend.server.request_body import validation_error
 
-BREAKPOINT = "cache_control"  # where a hosted cache may cut: ours caches every block, and no template sees it
+BREAKPOINT = "cache_control"  # Anthropic's cache breakpoint: accepted and removed, since every block is cached anyway
 
 
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
     text: str
-    prompt_cache_breakpoint: Any = None  # the same in another vendor's words
+    prompt_cache_breakpoint: Any = None  # OpenAI's breakpoint, accepted like `cache_control`
     cache_control: Any = None
 
 
@@ -30,7 +30,7 @@ class ToolCall(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
     id: str
     function: FunctionCall
     cache_control: Any = None
-    index: int | None = None  # left in by clients that assembled the call from a stream
+    index: int | None = None  # sent by clients that assembled the call from stream deltas
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="role", kw_only=True):
@@ -55,7 +55,7 @@ class UserMessage(_Message, frozen=True, tag="user"):
 
 
 class AssistantMessage(_Message, frozen=True, tag="assistant", kw_only=True):
-    """As an earlier answer came back, so the fields of an answer that say nothing are let in."""
+    """An earlier output that the client sends back. Fields of a response that do not affect the prompt are accepted."""
 
     content: Content | None = None
     tool_calls: list[ToolCall] | None = None
@@ -63,7 +63,7 @@ class AssistantMessage(_Message, frozen=True, tag="assistant", kw_only=True):
     reasoning: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
-    thinking_blocks: list[Any] | None = None  # signed by another vendor, whose alone they are
+    thinking_blocks: list[Any] | None = None  # signed by Anthropic, of no use to other models
     audio: None = None
     function_call: None = None
 
@@ -97,7 +97,7 @@ class NamedToolChoice(Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 def check_tools(tools: list[dict[str, Any]] | None) -> None:
-    """Each is a `Tool`. Raises InvalidRequest."""
+    """Checks that each tool is a valid `ToolDefinition`. Raises InvalidRequest with the field's path."""
     try:
         msgspec.convert(tools, list[ToolDefinition] | None)
     except msgspec.ValidationError as error:

@@ -1,7 +1,7 @@
 """Prometheus metrics under vLLM's names, so that routers and dashboards made for vLLM work unchanged.
 
-What the engine counts is read at scrape time (engine_metrics.py); what only the server knows (how a request ended for
-its client, and when tokens reached it) is observed here.
+Figures that the engine counts are read when metrics are scraped (`engine_metrics.py`). Figures that only the server
+knows are observed here: latencies as a client sees them, and how requests end.
 """
 
 from __future__ import annotations
@@ -24,27 +24,32 @@ TOKEN_COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_
 CHOICES_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTIONS_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 
-QUEUE_FULL = "max_num_queued_reqs"  # vLLM's word for the bound on those who wait
+QUEUE_FULL = "max_num_queued_reqs"  # vLLM's label value for the limit of the waiting queue
 
-# The weight of the newest request in the running mean behind `retry-after`.
+# Weight of the newest request in the exponential moving average that `retry-after` is computed from.
 _NEWEST_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedRequest:
-    """A request that was answered in full."""
+    """Figures of a request that completed without an error."""
 
     e2e_seconds: float
-    phase_seconds: Mapping[str, float]  # of the stages that it reached, by span name
+    phase_seconds: Mapping[str, float]  # of the phases that it reached, by span name
     usage: TokenUsage
-    num_choices: int  # that were made of each prompt
-    max_tokens: int  # for each of them; 0 where none are generated
+    num_choices: int  # generated per prompt
+    max_tokens: int  # per choice; 0 for embeddings
     longest_choice: int  # in tokens
-    later_tokens: int  # but for the first of each choice
+    later_tokens: int  # all except the first of each choice
     num_preemptions: int
 
 
 class ServerMetrics:
+    """The registry of one server process. Used on the event loop only.
+
+    `mean_request_seconds` is a moving average of request durations.
+    """
+
     def __init__(self, engine: AsyncEngine, model_name: str, block_size: int) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engine, model_name, block_size))
@@ -55,62 +60,81 @@ class ServerMetrics:
             made = Histogram(name, documentation, LABELS, registry=self._registry, buckets=buckets)
             return made.labels(model_name, ENGINE)
 
-        self._ttft = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS)
-        self._itl = histogram("vllm:inter_token_latency_seconds", "Between one token and the next.", TOKEN_BUCKETS)
+        self._ttft = histogram(
+            "vllm:time_to_first_token_seconds", "Time from arrival to the first token.", TTFT_BUCKETS
+        )
+        self._itl = histogram("vllm:inter_token_latency_seconds", "Time between consecutive tokens.", TOKEN_BUCKETS)
         self._tpot = histogram(
-            "vllm:request_time_per_output_token_seconds", "A request's mean time per later token.", TOKEN_BUCKETS
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time per output token of a request, without its first token.",
+            TOKEN_BUCKETS,
         )
-        self._e2e = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", REQUEST_BUCKETS)
-        self._queue = histogram("vllm:request_queue_time_seconds", "From submission to first run.", REQUEST_BUCKETS)
+        self._e2e = histogram(
+            "vllm:e2e_request_latency_seconds", "Time from arrival to the end of the response.", REQUEST_BUCKETS
+        )
+        self._queue = histogram(
+            "vllm:request_queue_time_seconds",
+            "Time from submission to the engine until first scheduled.",
+            REQUEST_BUCKETS,
+        )
         self._prefill = histogram(
-            "vllm:request_prefill_time_seconds", "From first run to first token.", REQUEST_BUCKETS
+            "vllm:request_prefill_time_seconds", "Time from first scheduled to the first token.", REQUEST_BUCKETS
         )
-        self._decode = histogram("vllm:request_decode_time_seconds", "From first to last token.", REQUEST_BUCKETS)
+        self._decode = histogram(
+            "vllm:request_decode_time_seconds", "Time from the first to the last token.", REQUEST_BUCKETS
+        )
         self._inference = histogram(
-            "vllm:request_inference_time_seconds", "From first run to last token.", REQUEST_BUCKETS
+            "vllm:request_inference_time_seconds", "Time from first scheduled to the last token.", REQUEST_BUCKETS
         )
         self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKEN_COUNT_BUCKETS)
         self._generation = histogram(
-            "vllm:request_generation_tokens", "Tokens generated for a request.", TOKEN_COUNT_BUCKETS
+            "vllm:request_generation_tokens", "Output tokens of a request.", TOKEN_COUNT_BUCKETS
         )
         self._longest = histogram(
-            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest choice.", TOKEN_COUNT_BUCKETS
+            "vllm:request_max_num_generation_tokens",
+            "Output tokens of a request's longest choice.",
+            TOKEN_COUNT_BUCKETS,
         )
         self._computed = histogram(
-            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", TOKEN_COUNT_BUCKETS
+            "vllm:request_prefill_kv_computed_tokens",
+            "Prompt tokens of a request that were not in the prefix cache.",
+            TOKEN_COUNT_BUCKETS,
         )
-        self._choices = histogram("vllm:request_params_n", "Choices asked for.", CHOICES_BUCKETS)
-        self._max_tokens = histogram("vllm:request_params_max_tokens", "Tokens asked for at most.", TOKEN_COUNT_BUCKETS)
-        self._preemptions = histogram(
-            "vllm:request_num_preemptions", "Times that a request was put back to wait.", PREEMPTIONS_BUCKETS
+        self._choices = histogram("vllm:request_params_n", "Requested choices per prompt (`n`).", CHOICES_BUCKETS)
+        self._max_tokens = histogram(
+            "vllm:request_params_max_tokens", "Requested maximum of output tokens.", TOKEN_COUNT_BUCKETS
         )
+        self._preemptions = histogram("vllm:request_num_preemptions", "Preemptions of a request.", PREEMPTIONS_BUCKETS)
         self._success = Counter(
-            "vllm:request_success", "Ended requests.", (*LABELS, "finished_reason"), registry=self._registry
+            "vllm:request_success",
+            "Finished sequences by finish reason.",
+            (*LABELS, "finished_reason"),
+            registry=self._registry,
         )
         for reason in ("stop", "length", "abort", "error"):
             self._success.labels(model_name, ENGINE, reason)
         self._rejections = Counter(
             "vllm:admission_rejections",
-            "Requests that a full queue had no place for.",
+            "Requests rejected because the queue was full.",
             ("model_name", "reason"),
             registry=self._registry,
         ).labels(model_name, QUEUE_FULL)
 
-    def first_token(self, seconds: float) -> None:
+    def observe_first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 
-    def tokens(self, seconds: float, count: int) -> None:
-        """`count` tokens arrived together, `seconds` after those before them."""
+    def observe_tokens(self, seconds: float, count: int) -> None:
+        """Observes `count` tokens that arrived together, `seconds` after the previous ones."""
         for _ in range(count):
             self._itl.observe(seconds / count)
 
-    def finished(self, reason: str) -> None:
+    def count_finished(self, reason: str) -> None:
         self._success.labels(self._model, ENGINE, reason).inc()
 
-    def rejected(self) -> None:
+    def count_rejection(self) -> None:
         self._rejections.inc()
 
-    def completed(self, request: CompletedRequest) -> None:
+    def observe_request(self, request: CompletedRequest) -> None:
         usage, phase_seconds = request.usage, request.phase_seconds
         self._e2e.observe(request.e2e_seconds)
         self._prompt.observe(usage.prompt_tokens)
@@ -135,4 +159,5 @@ class ServerMetrics:
             self._tpot.observe(phase_seconds["engine.decode"] / request.later_tokens)
 
     def render(self) -> bytes:
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""The one model that a server serves, as far as the wire needs to know it."""
+"""The served model as the API needs it: tokenizer, chat template, limits, sampling defaults and output formats."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from backend.server.requests import GenerationRequest
 from backend.server.templates import ChatTemplate
 from backend.server.tokenizer import TextCodec, load_codec
 
-# What a checkpoint's generation_config.json may recommend, and the field of a request that overrules it.
+# Fields of a checkpoint's generation_config.json that set the default of the request field of the same name.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
+    """One loaded model. Immutable and shared by all endpoints."""
+
     name: str
-    root: str  # where the weights came from
+    root: str  # the value of --model
     codec: TextCodec
     template: ChatTemplate
     max_model_len: int
@@ -38,14 +40,16 @@ class ServedModel:
     grammars: GrammarCompiler
     tool_format: ToolFormat | None
     reasoning_format: ReasoningFormat | None
-    default_max_tokens: int | None = None  # of a chat that asks for none; None: all the room there is
+    default_max_tokens: int | None = None  # of a chat without max_tokens; None: the rest of the context
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_context(
         self, num_prompt_tokens: int, max_tokens: int | None, prompt_field: str, limit_field: str = "max_tokens"
     ) -> int:
-        """How many tokens to generate at most. Raises ContextLengthError if prompt and `max_tokens` do not fit."""
+        """Returns the maximum tokens to generate. Raises ContextLengthError if prompt and `max_tokens` do not fit."""
         room = self.max_model_len - num_prompt_tokens
+        # Do not reword the two messages: the gateway reads the numbers from them for Anthropic's clients
+        # (gateway/doors/messages/overflow.py).
         if room < 1:
             raise ContextLengthError(
                 f"This model's maximum context length is {self.max_model_len} tokens, and the prompt alone has "
@@ -63,20 +67,21 @@ class ServedModel:
         return room if self.default_max_tokens is None else min(room, self.default_max_tokens)
 
     def check_token_ids(self, token_ids: list[int], param: str) -> None:
+        """Raises InvalidRequest if a token id is outside the vocabulary."""
         if token_ids and max(token_ids) >= self.vocab_size:
             raise InvalidRequest(
                 f"`{param}`: token id {max(token_ids)} is outside the vocabulary of {self.vocab_size}.", param=param
             )
 
     def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
-        """As tokens, and as those that they are behind a space, where these are others."""
+        """The token sequences of each word: as it stands and, if they differ, as after a space."""
         found: list[tuple[int, ...]] = []
         for i, word in enumerate(words):
             plain, spaced = (
                 tuple(self.codec.encode(before + word.lstrip(), add_special_tokens=False)) for before in ("", " ")
             )
             if not plain:
-                raise InvalidRequest(f"`bad_words[{i}]` has no tokens.", param=f"bad_words[{i}]")
+                raise InvalidRequest(f"`bad_words[{i}]` encodes to no tokens.", param=f"bad_words[{i}]")
             found.append(plain)
             if spaced[-len(plain) :] != plain:
                 found.append(spaced)
@@ -91,15 +96,18 @@ class ServedModel:
         choice: int,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """`choice`: the sequence's number among the request's, so that a seed gives each its own."""
+        """Sampling parameters of one choice. Raises InvalidRequest.
+
+        `choice` is its index within the request. It is added to the seed, so that choices differ.
+        """
         logit_bias = request.logit_bias or {}
         stop_token_ids = request.stop_token_ids or []
         self.check_token_ids(list(logit_bias), "logit_bias")
         self.check_token_ids(stop_token_ids, "stop_token_ids")
 
         def choose(name: str, neutral: float) -> float:
-            asked = getattr(request, name)
-            return float(self.sampling_defaults.get(name, neutral) if asked is None else asked)
+            value = getattr(request, name)
+            return float(self.sampling_defaults.get(name, neutral) if value is None else value)
 
         try:
             return SamplingParams(
@@ -132,7 +140,11 @@ def load_model(
     tool_parser: str = parsers.AUTO,
     reasoning_parser: str = parsers.AUTO,
 ) -> ServedModel:
-    """Raises `ConfigError`, `UnsupportedModel` or `WeightsError` for files that cannot be read."""
+    """Reads tokenizer, chat template and configuration of a model. The engine reads the weights.
+
+    `tool_parser` and `reasoning_parser` name a format, or are "auto" or "none". Raises `ConfigError`,
+    `UnsupportedModel` or `WeightsError` for files that cannot be read.
+    """
     files = open_model_files(model_dir)
     config, generation = files.config(), files.generation_config()
     text_config = {**config, **config.get("text_config", {})}
@@ -158,13 +170,13 @@ def load_model(
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """A checkpoint that says `do_sample: false` asks to be read greedily, unless a request says otherwise."""
+    """Defaults from generation_config.json. `do_sample: false` means greedy decoding by default."""
     defaults = {key: float(generation[key]) for key in SAMPLING_DEFAULTS if generation.get(key) is not None}
     return defaults | {"temperature": 0.0} if generation.get("do_sample") is False else defaults
 
 
 def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any], codec: TextCodec) -> frozenset[int]:
-    """Every id that ends an answer: what both files name, and the tokenizer's own eos token."""
+    """All ids that end an output: those in both configuration files, and the tokenizer's eos token."""
     ids: set[int] = set()
     for stored in (config.get("eos_token_id"), generation.get("eos_token_id")):
         ids.update(stored if isinstance(stored, list) else [] if stored is None else [stored])

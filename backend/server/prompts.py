@@ -1,4 +1,8 @@
-"""From what a client wrote to the token ids that the model reads."""
+"""Turns the prompt of a request into token ids: chat template, tokenization and truncation.
+
+`chat_prompt` renders messages and encodes the text. `split_prompts` and `encode_prompts` handle the text and token
+prompts of completions and embeddings. `PromptTruncator` implements vLLM's `truncate_prompt_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +22,22 @@ from backend.server.tokenizer import TextCodec
 Prompt = str | list[int]
 Json = dict[str, Any]
 
-# Marks the end of a final message that is to be continued: templates trim messages, and print text behind them in which
-# a short message can be found again.
-_GOES_ON = "<<the answer goes on here>>"
+# Appended to a final message that the model shall continue, to find its end in the rendered text. Searching for the
+# message itself is unsafe: templates trim messages, and a short message can occur again in the text after it.
+_CONTINUE_HERE = "<<the answer goes on here>>"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
+    """A rendered chat and its token ids. `text` is never truncated."""
+
     text: str
     token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTruncator:
-    """How long a prompt may become, and which end of a longer one goes."""
+    """Cuts a prompt to `max_tokens` by removing tokens at `side`."""
 
     max_tokens: int
     side: Literal["left", "right"]
@@ -43,7 +49,10 @@ class PromptTruncator:
 def prompt_truncator(
     model: ServedModel, asked: TruncationFields, room: int, side: Literal["left", "right"]
 ) -> PromptTruncator | None:
-    """`room`: for the longest prompt. `side`: unless asked otherwise. Raises InvalidRequest."""
+    """Returns the truncator that the request asks for, if any. Raises InvalidRequest.
+
+    `room`: tokens available to a prompt. `side`: the default side.
+    """
     field = "truncate_prompt_tokens"
     if asked.truncate_prompt_tokens is None:
         return None
@@ -54,17 +63,23 @@ def prompt_truncator(
 
 
 def chat_prompt(model: ServedModel, request: ChatRequest) -> ChatPrompt:
-    """Raises InvalidRequest for what the template refuses, or would leave out without a word."""
-    if request.tools and request.tool_choice != "none" and not model.template.reads("tools"):
-        raise InvalidRequest("This model's chat template has no `tools`.", param="tools")
+    """Renders and encodes a chat.
+
+    Raises InvalidRequest if the template rejects the messages, or if it would silently ignore `tools`,
+    `reasoning_effort` or `documents`.
+    """
+    if request.tools and request.tool_choice != "none" and not model.template.uses_variable("tools"):
+        raise InvalidRequest("This model's chat template does not support `tools`.", param="tools")
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
-        if not model.template.reads("reasoning_effort"):
-            raise InvalidRequest("This model's chat template has no `reasoning_effort`.", param="reasoning_effort")
+        if not model.template.uses_variable("reasoning_effort"):
+            raise InvalidRequest(
+                "This model's chat template does not support `reasoning_effort`.", param="reasoning_effort"
+            )
         variables["reasoning_effort"] = request.reasoning_effort
     if request.documents:
-        if not model.template.reads("documents"):
-            raise InvalidRequest("This model's chat template has no `documents`.", param="documents")
+        if not model.template.uses_variable("documents"):
+            raise InvalidRequest("This model's chat template does not support `documents`.", param="documents")
         variables["documents"] = request.documents
     text = render_chat(
         model,
@@ -91,35 +106,36 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
-    # Newer models know the developer role; for the others it is OpenAI's later word for the system's.
+    """Renders messages with the model's chat template. Raises InvalidRequest if the template rejects them."""
+    # Templates that do not mention the developer role get it as the system role, which it renamed at OpenAI.
     keeps_developer = model.template.mentions("developer")
     plain = [_plain_message(message, model.template, keeps_developer) for message in messages]
     if continue_final_message:
-        plain[-1]["content"] = _open_ended(plain[-1]["content"])
+        plain[-1]["content"] = _mark_end(plain[-1]["content"])
     offered = [{name: value for name, value in tool.items() if name != BREAKPOINT} for tool in tools or ()]
     try:
         text = model.template.render(plain, offered or None, variables, add_generation_prompt=add_generation_prompt)
     except TemplateError as error:
         raise InvalidRequest(str(error), param="messages") from error
-    return _without_what_follows(text) if continue_final_message else text
+    return _cut_at_mark(text) if continue_final_message else text
 
 
-def _open_ended(content: str | list[Json]) -> str | list[Json]:
+def _mark_end(content: str | list[Json]) -> str | list[Json]:
     if isinstance(content, str):
-        return content + _GOES_ON
-    return [*content[:-1], {**content[-1], "text": content[-1]["text"] + _GOES_ON}]
+        return content + _CONTINUE_HERE
+    return [*content[:-1], {**content[-1], "text": content[-1]["text"] + _CONTINUE_HERE}]
 
 
-def _without_what_follows(text: str) -> str:
-    """Up to the end of the final message, so that the answer goes on in the middle of it."""
-    message, mark, _ = text.rpartition(_GOES_ON)
+def _cut_at_mark(text: str) -> str:
+    """Cuts the text at the end of the final message, so that the model continues it."""
+    message, mark, _ = text.rpartition(_CONTINUE_HERE)
     if not mark:
-        raise InvalidRequest("The chat template does not print the final message.", param="continue_final_message")
+        raise InvalidRequest("The chat template does not render the final message.", param="continue_final_message")
     return message
 
 
 def split_prompts(given: str | list[str | list[int] | int], param: str) -> list[Prompt]:
-    """The four forms that prompts and embedding inputs come in: text, texts, token ids, lists of token ids."""
+    """Normalises the four forms of a prompt: a text, a list of texts, token ids, a list of token id lists."""
     if isinstance(given, str):
         return [given]
     if not given:
@@ -132,7 +148,7 @@ def split_prompts(given: str | list[str | list[int] | int], param: str) -> list[
     lists = [item for item in given if isinstance(item, list)]
     if len(lists) == len(given):
         return list(lists)
-    raise InvalidRequest(f"`{param}` mixes texts and token ids.", param=param)
+    raise InvalidRequest(f"`{param}` cannot mix texts and token ids.", param=param)
 
 
 def encode_prompts(
@@ -143,7 +159,7 @@ def encode_prompts(
     add_special_tokens: bool = True,
     truncate: PromptTruncator | None = None,
 ) -> list[list[int]]:
-    """Raises InvalidRequest for a prompt without any token, which no model can go on from."""
+    """Encodes prompts. Raises InvalidRequest for an empty prompt or an unknown token id."""
     encoded = []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -151,14 +167,14 @@ def encode_prompts(
         else:
             token_ids = truncate(prompt) if truncate else prompt
         if not token_ids:
-            raise InvalidRequest(f"`{param}` has no tokens.", param=param)
+            raise InvalidRequest(f"`{param}` encodes to no tokens.", param=param)
         model.check_token_ids(token_ids, param)
         encoded.append(token_ids)
     return encoded
 
 
 def _encode(codec: TextCodec, text: str, add_special_tokens: bool, truncate: PromptTruncator | None) -> list[int]:
-    """Of a text that is cut, the special tokens around it stay."""
+    """Encodes a text. Truncation keeps the special tokens around it."""
     token_ids = codec.encode(text, add_special_tokens=add_special_tokens)
     if truncate is None or len(token_ids) <= truncate.max_tokens:
         return token_ids
@@ -172,6 +188,7 @@ def _encode(codec: TextCodec, text: str, add_special_tokens: bool, truncate: Pro
 
 
 def prompt_text(codec: TextCodec, prompt: Prompt) -> str:
+    """The text that `echo` returns, with special tokens."""
     return prompt if isinstance(prompt, str) else codec.decode(prompt, skip_special_tokens=False)
 
 
@@ -191,9 +208,9 @@ def _plain_content(content: Content | None, role: str, template: ChatTemplate) -
     if isinstance(content, str):
         return content
     texts = [part.text for part in content or ()]
-    if len(texts) > 1 and template.takes_parts(role):
+    if len(texts) > 1 and template.accepts_parts(role):
         return [{"type": "text", "text": text} for text in texts]
-    return "\n".join(texts)  # as vLLM joins parts for templates that print strings
+    return "\n".join(texts)  # as vLLM does for templates that expect a string
 
 
 def _assistant_extras(message: AssistantMessage) -> Json:
@@ -205,7 +222,7 @@ def _assistant_extras(message: AssistantMessage) -> Json:
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    # Templates print arguments with `tojson`, so a string would come out quoted twice.
+                    # Templates print arguments with `tojson`, so a string would be quoted twice.
                     "arguments": _arguments(call.function.arguments),
                 },
             }
@@ -218,7 +235,7 @@ def _assistant_extras(message: AssistantMessage) -> Json:
 
 
 def _arguments(text: str) -> Json:
-    """None of what is no object: a model wrote that once, and a refusal would end its conversation for good."""
+    """Parses a call's arguments. Invalid JSON becomes `{}`: rejecting it would block the rest of the conversation."""
     try:
         return msgspec.json.decode(text or "{}", type=Json)
     except msgspec.DecodeError:

@@ -1,6 +1,6 @@
-"""POST /v1/chat/completions/render and /v1/completions/render: what a request would ask of the engine, and no more.
+"""POST /v1/chat/completions/render and /v1/completions/render: the tokenised request, without running it.
 
-In the shape of vLLM, which routers ask for the tokens of a prompt: its `GenerateRequest`, one for each prompt.
+The response is vLLM's `GenerateRequest`, one per prompt. Routers made for vLLM use it to get a prompt's tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from backend.server.sequence import GenerationTask
 
 
 class RenderChatEndpoint(Endpoint):
+    """Renders a chat: one `GenerateRequest`."""
+
     def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
         self._components = components
         self._chat = ChatCompletionsEndpoint(components, closing)
@@ -32,11 +34,13 @@ class RenderChatEndpoint(Endpoint):
         request.check()
         self._components.check_model(request.model)
         task = await self._chat.task(request, len(body))
-        (rendered,) = _rendered(f"chatcmpl-{exchange.request_id}", self._components.model.name, request, task)
+        (rendered,) = _generate_requests(f"chatcmpl-{exchange.request_id}", self._components.model.name, request, task)
         await exchange.respond(responses.encode(rendered))
 
 
 class RenderCompletionsEndpoint(Endpoint):
+    """Renders completions: a list of `GenerateRequest`, one per prompt."""
+
     def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
         self._components = components
         self._completions = CompletionsEndpoint(components, closing)
@@ -47,11 +51,12 @@ class RenderCompletionsEndpoint(Endpoint):
         request.check()
         self._components.check_model(request.model)
         task = await self._completions.task(request, split_prompts(request.prompt, "prompt"), len(body))
-        rendered = _rendered(f"cmpl-{exchange.request_id}", self._components.model.name, request, task)
+        rendered = _generate_requests(f"cmpl-{exchange.request_id}", self._components.model.name, request, task)
         await exchange.respond(responses.encode(rendered))
 
 
-def _rendered(request_id: str, model: str, request: GenerationRequest, task: GenerationTask) -> list[Json]:
+def _generate_requests(request_id: str, model: str, request: GenerationRequest, task: GenerationTask) -> list[Json]:
+    """vLLM's `GenerateRequest` for each prompt, with the sampling parameters in effect."""
     sampling = task.samplings[0]
     params = {
         "n": len(task.samplings),

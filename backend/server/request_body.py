@@ -1,11 +1,11 @@
-"""How a JSON body becomes a request of some type, or an InvalidRequest that names the field.
+"""Decodes a JSON body into a request type, or raises an InvalidRequest that names the field.
 
-Nothing is ignored in silence. Every field of a body is one of
-  * a field of the request's type: it is acted upon;
-  * in HARMLESS: it does not ask for anything that would change the answer;
-  * in ONLY: we do the listed values anyway, and refuse any other;
-  * unknown or unsupported: refused by name.
-A field that is null counts as absent, as at OpenAI, if its name is known.
+No field is ignored silently. Every field of a body is one of
+  * a field of the request type: the server acts on it;
+  * in HARMLESS: accepted, because it cannot change the output;
+  * in ONLY: accepted with the listed values, which are what the server does anyway, and rejected with others;
+  * anything else: rejected by name.
+A known field that is null counts as absent, as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from msgspec import Struct
 from backend.server.errors import InvalidRequest
 
 HARMLESS = {
-    "user": "who the end user is: for the caller's records",
-    "safety_identifier": "the same under its newer name",
-    "metadata": "labels for stored completions, and nothing is stored",
-    "prompt_cache_key": "a routing hint; the prefix cache here needs none",
-    "prompt_cache_retention": "a wish about the cache of a hosted service; here the least recently used goes first",
-    "prompt_cache_options": "as prompt_cache_retention: prefixes are always cached, wherever they end",
-    "cache_control": "the same in another vendor's words",
-    "prediction": "a hint for speed; the text does not depend on it",
-    "request_id": "vLLM's field; x-request-id is what names a request here",
-    "session_id": "vLLM's field; x-session-id is what names a session here",
-    "mm_payload": "vLLM's field for what /render tells of images, and there are none",
-    "return_mm_kwargs": "the same under its older name",
+    "user": "the end user, for the caller's records",
+    "safety_identifier": "newer name of `user`",
+    "metadata": "labels for stored completions; this server stores none",
+    "prompt_cache_key": "a routing hint, which this prefix cache does not need",
+    "prompt_cache_retention": "retention in a hosted cache; this cache always evicts the least recently used",
+    "prompt_cache_options": "breakpoints of a hosted cache; this cache caches every prefix",
+    "cache_control": "the same in Anthropic's API",
+    "prediction": "a speed hint that does not change the output",
+    "request_id": "vLLM's field; this server takes the request id from x-request-id",
+    "session_id": "vLLM's field; this server takes the session id from x-session-id",
+    "mm_payload": "vLLM's field for image data from /render; this server has none",
+    "return_mm_kwargs": "older name of `mm_payload`",
 }
 
 _NOTHING: tuple[object, ...] = ([], {})
@@ -81,7 +81,7 @@ R = TypeVar("R", bound=Struct)
 
 
 def decode_body(body: bytes, kind: type[R]) -> R:
-    """The body as a `kind`, its fields checked one by one. Raises InvalidRequest."""
+    """Decodes a body as a `kind` and checks the name of every field. Raises InvalidRequest."""
     try:
         fields = _OBJECT.decode(body)
         _check_names(fields, kind)
@@ -109,9 +109,10 @@ def _check_names(fields: dict[str, msgspec.Raw], kind: type[Struct]) -> None:
 
 
 def validation_error(error: msgspec.ValidationError, prefix: str = "") -> InvalidRequest:
-    """With the field's path; `prefix` is where what was checked stands in the body.
+    """Converts msgspec's error into an InvalidRequest with the field's path.
 
-    msgspec ends its message with the place: "Expected `int`, got `str` - at `$.messages[0].name`".
+    `prefix` is the path of the converted value within the body. msgspec ends its message with the path:
+    "Expected `int`, got `str` - at `$.messages[0].name`".
     """
     message, _, place = str(error).partition(" - at ")
     path = (prefix + place.removeprefix("`key` in ").strip("`").removeprefix("$")).removeprefix(".")

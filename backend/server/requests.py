@@ -1,4 +1,8 @@
-"""The requests that the engine answers, one type for each endpoint: what may be asked, and within which bounds."""
+"""Request types of all POST endpoints: every accepted field with its type and bounds.
+
+`decode_body` in `request_body.py` makes them from JSON. `check` methods test what types cannot express. A field that
+is None was not given, and the model's or OpenAI's default applies.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from backend.server.messages import AssistantMessage, Message, NamedToolChoice, 
 
 MAX_STOP_SEQUENCES = 4
 MAX_CHOICES = 128
-MAX_ANSWERS = 1024  # prompts times choices
+MAX_CHOICES_TOTAL = 1024  # prompts times choices
 MAX_TOP_LOGPROBS = 20
 MAX_EMBEDDING_INPUTS = 2048
-MAX_ENUMERATED = 4096  # texts among which an answer must be one
+MAX_ENUMERATED = 4096  # alternatives of `choice`
 MAX_BAD_WORDS = 128
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -29,7 +33,7 @@ StopSequences = StopSequence | Annotated[list[StopSequence], Meta(max_length=MAX
 class StreamOptions(Struct, forbid_unknown_fields=True, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # padding against traffic analysis; we send none
+    include_obfuscation: bool | None = None  # accepted: padding against traffic analysis, which this server never sends
 
 
 JsonSchema = dict[str, Any]
@@ -40,7 +44,7 @@ class NamedSchema(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     schema: JsonSchema | None = None  # None: any object
     description: str | None = None
-    strict: bool | None = None  # an answer follows its schema in either case
+    strict: bool | None = None  # accepted: the output always follows the schema
 
 
 class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -59,7 +63,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's: exactly one of these."""
+    """vLLM's `structured_outputs`: exactly one constraint, and options."""
 
     json: JsonSchema | str | None = None
     regex: str | None = None
@@ -67,24 +71,26 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: None = None
-    disable_any_whitespace: bool | None = None  # there is none in either case, but behind commas and colons
+    disable_any_whitespace: bool | None = None  # accepted: JSON never has whitespace, except after commas and colons
     disable_additional_properties: bool | None = None
-    disable_fallback: bool | None = None  # there is nothing to fall back to
+    disable_fallback: bool | None = None  # accepted: there is no fallback
     whitespace_pattern: None = None
 
 
 class TruncationFields(Struct, frozen=True, kw_only=True):
-    """What becomes of a prompt that is too long."""
+    """Fields that truncate a prompt that is too long."""
 
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: as many as there is room for
-    truncation_side: Literal["left", "right"] | None = None  # the end that goes; None: the left, of an input the right
-    add_special_tokens: bool | None = None  # None: to a text, but not to a chat, whose template has written them
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = (
+        None  # the end that is cut; None: left for prompts, right for embedding inputs
+    )
+    add_special_tokens: bool | None = None  # None: yes for a text, no for a chat, whose template adds them
 
 
 class GenerationRequest(TruncationFields, frozen=True, kw_only=True):
-    """What chat and completions have in common. None: the model's default, from its generation_config.json."""
+    """Fields of chats and completions. None: the model's default, from its generation_config.json."""
 
-    model: str | None = None  # None: the one that is served
+    model: str | None = None  # None: the served model
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: PositiveInt | None = None
@@ -108,16 +114,16 @@ class GenerationRequest(TruncationFields, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # in log-probabilities, as `token_id:17`
+    return_tokens_as_token_ids: bool | None = None  # name tokens in log-probabilities as `token_id:17`
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | str | None = None  # vLLM's older names for what `structured_outputs` holds
+    guided_json: JsonSchema | str | None = None  # vLLM's older names of the fields of `structured_outputs`
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
-    service_tier: str | None = None  # there is one tier, and an answer to a request that names one says `default`
+    service_tier: str | None = None  # there is one tier: the response says `default` if the request names any
 
     @property
     def stop_sequences(self) -> list[str]:
@@ -134,22 +140,26 @@ class GenerationRequest(TruncationFields, frozen=True, kw_only=True):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def check(self) -> None:
-        """What the types cannot say. Raises InvalidRequest."""
+        """Checks combinations of fields. Raises InvalidRequest."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("`stream_options` needs `stream` to be true.", param="stream_options")
+            raise InvalidRequest("`stream_options` requires `stream` to be true.", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequest("`prompt_logprobs` are not part of a stream.", param="prompt_logprobs")
+            raise InvalidRequest("`prompt_logprobs` cannot be streamed.", param="prompt_logprobs")
         if self.structured_outputs is not None and self.structured_outputs.disable_additional_properties:
             field = "structured_outputs.disable_additional_properties"
-            raise InvalidRequest(f"`{field}` is not supported by this engine; say so in the schema.", param=field)
+            raise InvalidRequest(f"`{field}` is not supported by this engine; set it in the schema.", param=field)
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    """Body of /v1/chat/completions."""
+
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None  # as `Tool`, but kept as the client wrote them: templates print them
+    tools: list[dict[str, Any]] | None = (
+        None  # each a `ToolDefinition`, kept as the client wrote it for the chat template
+    )
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
@@ -161,28 +171,29 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def limit(self) -> int | None:
+        """The requested maximum of output tokens, under either of its names."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("`top_logprobs` needs `logprobs` to be true.", param="top_logprobs")
+            raise InvalidRequest("`top_logprobs` requires `logprobs` to be true.", param="top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise InvalidRequest(
-                "`max_tokens` and `max_completion_tokens` are two names of one limit; give one of them.",
+                "`max_tokens` and `max_completion_tokens` are the same limit; give only one.",
                 param="max_tokens",
             )
         check_tools(self.tools)
         self._check_tool_choice()
         if "chat_template" in (self.chat_template_kwargs or ()):
             raise InvalidRequest(
-                "`chat_template_kwargs` can not bring a `chat_template`.", param="chat_template_kwargs.chat_template"
+                "`chat_template_kwargs` cannot contain a `chat_template`.", param="chat_template_kwargs.chat_template"
             )
         check_final_message(self.continue_final_message, self.add_generation_prompt)
         for i, message in enumerate(self.messages):
             if isinstance(message, AssistantMessage) and message.content is None and not message.tool_calls:
                 raise InvalidRequest(
-                    "An assistant message needs `content` or `tool_calls`.", param=f"messages[{i}].content"
+                    "An assistant message requires `content` or `tool_calls`.", param=f"messages[{i}].content"
                 )
 
     def _check_tool_choice(self) -> None:
@@ -190,22 +201,26 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         if choice in (None, "none", "auto"):
             return
         if not self.tools:
-            raise InvalidRequest("`tool_choice` asks for a call, but there are no `tools`.", param="tool_choice")
+            raise InvalidRequest("`tool_choice` requires a call, but `tools` is empty.", param="tool_choice")
         names = [tool["function"]["name"] for tool in self.tools]
         if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
             raise InvalidRequest(
-                f"`tool_choice` names `{choice.function.name}`, and no tool does.", param="tool_choice.function.name"
+                f"`tool_choice` names `{choice.function.name}`, which is not in `tools`.",
+                param="tool_choice.function.name",
             )
 
 
 def check_final_message(continue_final_message: bool | None, add_generation_prompt: bool | None) -> None:
+    """Raises InvalidRequest if the final message is both continued and followed by a generation prompt."""
     if continue_final_message and add_generation_prompt is not False:
         raise InvalidRequest(
-            "`continue_final_message` needs `add_generation_prompt` to be false.", param="continue_final_message"
+            "`continue_final_message` requires `add_generation_prompt` to be false.", param="continue_final_message"
         )
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    """Body of /v1/completions."""
+
     prompt: str | list[str | list[TokenId] | TokenId]
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     echo: bool | None = None
@@ -214,7 +229,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def num_choices(self) -> int:
-        """How many are made of each prompt; the best `n` of them are the answer."""
+        """Choices generated per prompt. The best `n` of them are returned."""
         return max(self.n or 1, self.best_of or 1)
 
     def check(self) -> None:
@@ -222,9 +237,9 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise InvalidRequest("`best_of` must be at least `n`.", param="best_of")
         if self.stream and self.num_choices > (self.n or 1):
-            raise InvalidRequest("The best of several can not be streamed.", param="best_of")
+            raise InvalidRequest("`best_of` greater than `n` cannot be streamed.", param="best_of")
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise InvalidRequest("`max_tokens` may be 0 only together with `echo`.", param="max_tokens")
+            raise InvalidRequest("`max_tokens` can be 0 only with `echo` or `prompt_logprobs`.", param="max_tokens")
 
 
 class EmbeddingRequest(TruncationFields, frozen=True, kw_only=True):

@@ -1,4 +1,8 @@
-"""The wire out: OpenAI's shapes, field for field. Everything here is a plain function of its arguments."""
+"""Response bodies in OpenAI's format, with vLLM's additional fields. Pure functions of their arguments.
+
+`Envelope.wrap` builds the object around the choices. The other functions build what goes inside: choices, deltas,
+log-probabilities, usage and embeddings. `encode` and `event` turn a body into bytes, whole or as one stream event.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from backend.server.usage_records import TokenUsage
 DONE = b"data: [DONE]\n\n"
 
 Json = dict[str, Any]
-TokenName = Callable[[int], str]  # how a token is called in log-probabilities
+TokenName = Callable[[int], str]  # a token id to the name that log-probabilities report it under
 
 
 def encode(payload: Json | list[Json]) -> bytes:
@@ -28,11 +32,12 @@ def encode(payload: Json | list[Json]) -> bytes:
 
 
 def event(payload: Json) -> bytes:
+    """One server-sent event."""
     return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
 def usage_object(usage: TokenUsage) -> Json:
-    """`cached_tokens` are a part of `prompt_tokens`: those whose keys and values were found in the prefix cache."""
+    """OpenAI's usage object. `cached_tokens` counts the prompt tokens that were found in the prefix cache."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -44,16 +49,16 @@ def usage_object(usage: TokenUsage) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What all pieces of one reply share."""
+    """Fields that the response, or all chunks of a stream, have in common."""
 
     id: str
     object: str
     created: int
     model: str
-    service_tier: str | None  # only where the client asked for one
+    service_tier: str | None  # only if the request names one
 
     def wrap(self, choices: list[Json], usage: Json | None, *, with_usage: bool, extra: Json | None = None) -> Json:
-        """`extra`: fields of vLLM's that a request asked for."""
+        """Adds the common fields to choices. `extra`: vLLM's fields that the request asks for."""
         payload: Json = {
             "id": self.id,
             "object": self.object,
@@ -91,7 +96,7 @@ def text_choice(index: int, text: str, logprobs: Json | None, finish_reason: str
 
 
 def token_namer(codec: TextCodec, request: GenerationRequest) -> TokenName:
-    """By id where asked for, since different tokens may read alike."""
+    """How tokens are named in log-probabilities: by text, or by id if the request asks for it (texts can be equal)."""
     return "token_id:{}".format if request.return_tokens_as_token_ids else codec.token_text
 
 
@@ -111,19 +116,20 @@ def chat_logprobs(codec: TextCodec, name: TokenName, logprobs: Sequence[TokenLog
 
 
 def echoed_logprobs(name: TokenName, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Json:
-    """Of a prompt that is echoed. Nothing comes before its first token, which so has no probability."""
+    """Log-probabilities of an echoed prompt. Its first token has none, because nothing precedes it."""
     first = name(prompt[0])
     rest = text_logprobs(name, logprobs, len(first))
-    nothing: Json = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
-    return {field: [*nothing[field], *rest[field]] for field in nothing}
+    first_entry: Json = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
+    return {field: [*first_entry[field], *rest[field]] for field in first_entry}
 
 
 def joined_logprobs(parts: Sequence[Json]) -> Json:
+    """Concatenates objects of `text_logprobs` field by field."""
     return {name: [value for part in parts for value in part[name]] for name in parts[0]}
 
 
 def prompt_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> list[Json | None]:
-    """vLLM's form: one object per token of the prompt, by token id; null for the first."""
+    """vLLM's `prompt_logprobs`: one object per prompt token, keyed by token id; null for the first token."""
 
     def entry(token_id: int, logprob: float, rank: int) -> Json:
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": codec.token_text(token_id)}
@@ -139,7 +145,7 @@ def prompt_logprobs(codec: TextCodec, logprobs: Sequence[TokenLogprob]) -> list[
 
 
 def text_logprobs(name: TokenName, logprobs: Sequence[TokenLogprob], offset: int) -> Json:
-    """The older form of /v1/completions. `offset`: of the first token, in characters of the choice's text."""
+    """The format of /v1/completions. `offset`: of the first token, in characters of the choice's text."""
     tokens = [name(token.token_id) for token in logprobs]
     offsets = []
     for token in tokens:
@@ -148,7 +154,7 @@ def text_logprobs(name: TokenName, logprobs: Sequence[TokenLogprob], offset: int
     return {
         "tokens": tokens,
         "token_logprobs": [_finite(token.logprob) for token in logprobs],
-        # The token that was chosen is always among them, so there may be one more than was asked for.
+        # The sampled token is always included, so there can be one more entry than requested.
         "top_logprobs": [
             {name(i): _finite(lp) for i, lp in (*token.top, (token.token_id, token.logprob))} for token in logprobs
         ],
@@ -157,6 +163,7 @@ def text_logprobs(name: TokenName, logprobs: Sequence[TokenLogprob], offset: int
 
 
 def embedding(index: int, values: Sequence[float], encoding_format: str) -> Json:
+    """One embedding, as a list of numbers or as base64 for any other `encoding_format` than "float"."""
     return {
         "object": "embedding",
         "index": index,
@@ -165,7 +172,7 @@ def embedding(index: int, values: Sequence[float], encoding_format: str) -> Json
 
 
 def _base64(values: Sequence[float]) -> str:
-    """Little-endian float32, as OpenAI's clients ask for unless told otherwise."""
+    """Little-endian float32, the format that OpenAI's clients request by default."""
     packed = array("f", values)
     if byteorder == "big":
         packed.byteswap()
@@ -173,7 +180,7 @@ def _base64(values: Sequence[float]) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; -9999.0 is OpenAI's word for a token that could not be chosen."""
+    """Replaces -inf, which JSON lacks, by OpenAI's -9999.0 for a token that could not be sampled."""
     return max(logprob, -9999.0)
 
 

@@ -1,9 +1,9 @@
-"""Conversations to token ids, without encoding again what they have said before.
+"""Encodes conversations to token ids and caches the ids of earlier turns.
 
-A tokenizer takes its special tokens out of a text before anything else looks at it, and what stands between two of them
-is encoded for itself. So the ids of a prompt are those of its segments, one after the other, each from one special
-token up to the next; and of a conversation's next turn, all segments but the last few are known. Encoding 8,000 tokens
-takes 5 ms, which is much beside a prefill whose prefix is cached.
+A tokenizer splits a text at its special tokens before any other processing, and encodes the text between two of them
+separately. So the ids of a prompt are the concatenated ids of its segments, where a segment reaches from one special
+token to the next. In the next turn of a conversation all segments but the last few are cached. Encoding 8,000 tokens
+takes 5 ms, a large cost next to a prefill whose prefix is cached.
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ from collections.abc import Iterator
 
 from tokenizers import AddedToken, Tokenizer
 
-MAX_CHARACTERS = 8 * 1024 * 1024  # of segments that are kept: those that were used last
-MIN_CHARACTERS = 16  # what is shorter is encoded sooner than it is found
+MAX_CHARACTERS = 8 * 1024 * 1024  # of cached segments; the least recently used are evicted
+MIN_CHARACTERS = 16  # shorter segments are faster to encode than to look up
 
 
 class SegmentEncoder:
-    """Safe to use from several threads.
+    """Encodes text segment by segment, with a least-recently-used cache. Thread-safe.
 
-    What one `salt` has said is not known to another, so that nobody learns from the time that an answer takes what
-    others have said.
+    Cache entries are separated by `salt`, so that one tenant cannot learn from response times what another has sent.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_characters: int = MAX_CHARACTERS) -> None:
         self._tokenizer = tokenizer
         self._max_characters = max_characters
-        cuts = cutting_tokens(list(tokenizer.get_added_tokens_decoder().values()))
-        self._cut = re.compile("|".join(map(re.escape, cuts))) if cuts else None
-        self._known: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        boundaries = boundary_tokens(list(tokenizer.get_added_tokens_decoder().values()))
+        self._boundary = re.compile("|".join(map(re.escape, boundaries))) if boundaries else None
+        self._cache: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
         self._num_characters = 0
         self._lock = threading.Lock()
 
     @property
     def num_characters(self) -> int:
-        """Of the segments that are kept."""
+        """Total length of the cached segments."""
         return self._num_characters
 
     def encode(self, text: str, salt: str) -> list[int]:
-        """The same ids that the tokenizer gives to the whole text, without special tokens of its own."""
+        """Returns the ids that the tokenizer gives for the whole text without adding special tokens."""
         token_ids: list[int] = []
         for segment in self._segments(text):
             token_ids.extend(self._encode(segment, salt))
@@ -50,50 +49,50 @@ class SegmentEncoder:
 
     def _segments(self, text: str) -> Iterator[str]:
         start = 0
-        for cut in self._cut.finditer(text) if self._cut else ():
-            if cut.start() > start:
-                yield text[start : cut.start()]
-            start = cut.start()
+        for match in self._boundary.finditer(text) if self._boundary else ():
+            if match.start() > start:
+                yield text[start : match.start()]
+            start = match.start()
         yield text[start:]
 
     def _encode(self, segment: str, salt: str) -> array[int]:
         key = (salt, segment)
         with self._lock:
-            if (known := self._known.get(key)) is not None:
-                self._known.move_to_end(key)
-                return known
+            if (cached := self._cache.get(key)) is not None:
+                self._cache.move_to_end(key)
+                return cached
         token_ids = array("I", self._tokenizer.encode(segment, add_special_tokens=False).ids)
         if MIN_CHARACTERS <= len(segment) <= self._max_characters:
-            self._keep(key, token_ids)
+            self._store(key, token_ids)
         return token_ids
 
-    def _keep(self, key: tuple[str, str], token_ids: array[int]) -> None:
+    def _store(self, key: tuple[str, str], token_ids: array[int]) -> None:
         with self._lock:
-            if key in self._known:  # from another thread, meanwhile
+            if key in self._cache:  # another thread has added it meanwhile
                 return
-            self._known[key] = token_ids
+            self._cache[key] = token_ids
             self._num_characters += len(key[1])
             while self._num_characters > self._max_characters:
-                (_, segment), _ = self._known.popitem(last=False)
+                (_, segment), _ = self._cache.popitem(last=False)
                 self._num_characters -= len(segment)
 
 
-def cutting_tokens(added: list[AddedToken]) -> list[str]:
-    """Those before which a text can be cut anywhere without changing any id; the longest first.
+def boundary_tokens(added: list[AddedToken]) -> list[str]:
+    """Contents of the special tokens before which a text can always be split without changing an id, longest first.
 
-    Not one that is looked for in the normalised text, that takes the spaces before it or looks at its neighbours, or
-    whose beginning may belong to another token.
+    Excludes tokens that match the normalised text, absorb the spaces before them or depend on their neighbours, and
+    tokens whose beginning can be part of another token.
     """
     contents = [token.content for token in added]
-    cuts = [
+    boundaries = [
         token.content
         for token in added
         if token.special and not (token.normalized or token.lstrip or token.single_word)
         if token.content and not any(_may_begin_within(token.content, other) for other in contents)
     ]
-    return sorted(cuts, key=len, reverse=True)
+    return sorted(boundaries, key=len, reverse=True)
 
 
 def _may_begin_within(token: str, other: str) -> bool:
-    """Whether an occurrence of `token` can begin behind the first character of one of `other`."""
+    """Whether `token` can begin inside an occurrence of `other`, after its first character."""
     return any(other[i:].startswith(token) or token.startswith(other[i:]) for i in range(1, len(other)))

@@ -1,4 +1,4 @@
-"""OpenTelemetry names, in one place: the GenAI conventions (still in development) and vLLM's latency attributes."""
+"""Names of span attributes: OpenTelemetry's GenAI conventions (in development) and vLLM's latency attributes."""
 
 from typing import Final
 

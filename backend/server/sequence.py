@@ -1,7 +1,8 @@
-"""What a request asks of the engine, and one of the choices that grow from it: tokens in, text and events out.
+"""One sequence of a request: it submits tokens to the engine and turns step outputs into text and parser events.
 
-The engine stops at eos, stop token ids and max_tokens; stop sequences are found here, in the text, and the engine is
-told where in the sequence.
+`GenerationTask` says what a whole request needs from the engine. `LiveSequence` is one prompt and one choice of it,
+and `ChoiceDelta` is what one engine step adds to a choice. The engine stops at eos, stop token ids and max_tokens.
+Stop strings are found here, in the decoded text; the engine is then told how many tokens the choice keeps.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from backend.server.tracing import NANOSECONDS
 
 @dataclass(frozen=True, slots=True)
 class GenerationTask:
-    """What is asked of the engine: every prompt once per member of `samplings`, one for each choice."""
+    """What a request needs from the engine: each prompt is run once per member of `samplings`, one per choice."""
 
-    operation: str  # of the GenAI conventions: chat, text_completion, embeddings
+    operation: str  # OpenTelemetry's gen_ai.operation.name: chat, text_completion, embeddings
     prompts: list[list[int]]
     samplings: list[SamplingParams]
     stop: list[str] = field(default_factory=list)
     grammar: Constraint | None = None
-    make_parser: Callable[[], ChainedParser] | None = None  # for each choice one; None: an answer is text
+    make_parser: Callable[[], ChainedParser] | None = None  # called once per choice; None: the output is plain text
     skip_special_tokens: bool = True
     include_stop_string: bool = False
-    continues_prompt: bool = False  # whether the text of an answer goes on with that of its prompt
+    continues_prompt: bool = False  # whether the output text continues the prompt's text
     cache_salt: str = ""
     priority: int = 0
     pooling: bool = False
@@ -41,21 +42,23 @@ class GenerationTask:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one step added to one choice. The last one of a choice carries `finish_reason`."""
+    """What one engine step added to one choice. The last delta of a choice has a `finish_reason`."""
 
     index: int
     text: str
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: str | None
-    events: tuple[OutputEvent, ...] = ()  # what the text is made of: without a parser, text
-    token_ids: tuple[int, ...] = ()  # those of the step, with the one that ended the answer, which has no text
-    stop_reason: int | str | None = None  # the stop string or token id of the request's own that ended the answer
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with a choice's first, where asked for
+    events: tuple[
+        OutputEvent, ...
+    ] = ()  # the text as content, reasoning and tool calls; without a parser, content only
+    token_ids: tuple[int, ...] = ()  # of this step, including the stop token, which has no text
+    stop_reason: int | str | None = None  # the stop string or token id of the request that ended the choice
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # in the first delta of a choice, if requested
     embedding: tuple[float, ...] | None = None
 
 
 class LiveSequence:
-    """One prompt and the choice that grows from it."""
+    """One prompt in the engine and the choice that is generated from it. Used on the event loop only."""
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class LiveSequence:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.last_token_ns = 0
-        self.finish_reason = ""  # empty: not ended yet
+        self.finish_reason = ""  # empty until the sequence has ended
         self._components = components
         self._received_ns = exchange.received_ns
         self._index = index
@@ -100,9 +103,11 @@ class LiveSequence:
         self._outputs: AsyncIterator[StepOutput] | None = None
 
     def submit(self) -> None:
+        """Raises ApiError if the engine rejects the request."""
         self._outputs = self._components.submit(self.request)
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta]:
+        """Yields deltas until the choice has ended. Raises EngineFailure, DeadlineExceeded or Overloaded."""
         assert self._outputs is not None, "not submitted"
         try:
             async for output in self._outputs:
@@ -112,26 +117,27 @@ class LiveSequence:
                     return
         except EngineError as error:
             raise EngineFailure(error.message) from error
-        raise EngineFailure("The engine ended this request without an answer.")
+        raise EngineFailure("The engine ended this request without a finish reason.")
 
     def close(self, *, failed: bool) -> None:
+        """Aborts the sequence if it has not ended, and counts its finish reason. Call it once."""
         if not self.finish_reason:
             self.finish_reason = FinishReason.ERROR.value if failed else FinishReason.ABORT.value
             self.abort()
-        self._components.metrics.finished(self.finish_reason)
+        self._components.metrics.count_finished(self.finish_reason)
 
     @property
-    def num_tokens_in_the_end(self) -> int:
-        """Those of the last step, too, whose output nobody was there to take."""
+    def final_num_tokens(self) -> int:
+        """Output tokens including those of steps that ran after the client had disconnected."""
         return self.request.num_output_tokens if self.is_cut_short else self.num_tokens
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether there is no answer, or not yet: its client left, its deadline is over, or its place is another's."""
+        """Whether it ended without a complete output: disconnect, deadline, displacement or error."""
         return self.finish_reason not in (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
     def abort(self) -> None:
-        """Safe at any time: the engine shrugs at what has ended, and at what it never had."""
+        """Aborts the sequence in the engine. Does nothing if it has ended or was never submitted."""
         self._components.engine.abort(self.request.request_id)
 
     def _note(self, output: StepOutput) -> None:
@@ -143,9 +149,9 @@ class LiveSequence:
             return
         now_ns = time.time_ns()
         if not self.num_tokens:
-            self._components.metrics.first_token((now_ns - self._received_ns) / NANOSECONDS)
+            self._components.metrics.observe_first_token((now_ns - self._received_ns) / NANOSECONDS)
         else:
-            self._components.metrics.tokens((now_ns - self.last_token_ns) / NANOSECONDS, count)
+            self._components.metrics.observe_tokens((now_ns - self.last_token_ns) / NANOSECONDS, count)
         self.num_tokens += count
         self.last_token_ns = now_ns
 
@@ -153,18 +159,18 @@ class LiveSequence:
         reason = output.finish_reason
         if reason is FinishReason.DEADLINE:
             self.finish_reason = reason.value
-            raise DeadlineExceeded("The request's deadline came before the end of its answer.")
+            raise DeadlineExceeded("The request's deadline passed before its output was complete.")
         if reason is FinishReason.DISPLACED:
             self.finish_reason = reason.value
-            raise self._components.overloaded("The queue is full, and more urgent work has taken this request's place.")
+            raise self._components.overloaded("The queue is full, and a request of higher priority displaced this one.")
         if reason in (FinishReason.ERROR, FinishReason.ABORT):
-            raise EngineFailure(output.error or "The engine gave this request up.")
-        # The token that made the engine stop is told and counted, but its text is not shown unless asked for.
+            raise EngineFailure(output.error or "The engine aborted this request.")
+        # The stop token is reported and counted, but its text is shown only if the request asks for it.
         shown = len(output.new_token_ids) - (reason is FinishReason.STOP and not self._shows_stop)
         before = self._detokenizer.num_tokens
         text = self._detokenizer.push(output.new_token_ids[:shown])
         count = len(output.new_token_ids)
-        if self._detokenizer.stopped:  # what came in the same step behind the stop string would not have come alone
+        if self._detokenizer.stopped:  # tokens of the step after the stop string would not exist without speculation
             count = self._detokenizer.num_tokens - before
         self._count(count)
         if reason is not None:
@@ -186,7 +192,7 @@ class LiveSequence:
         )
 
     def _stop_reason(self, output: StepOutput) -> int | str | None:
-        """None for an answer that the model ended."""
+        """vLLM's `stop_reason`. None if the model ended the output itself with an eos token."""
         if self._detokenizer.stopped or output.finish_reason is not FinishReason.STOP or not output.new_token_ids:
             return self._detokenizer.stop_string
         last = output.new_token_ids[-1]

@@ -1,6 +1,7 @@
-"""A model's chat template: messages in, prompt text out, as transformers' `apply_chat_template` renders it.
+"""Chat templates: renders messages to prompt text as transformers' `apply_chat_template` does.
 
-Templates come with the weights, from strangers, so they run in Jinja's immutable sandbox and see plain JSON values.
+Templates are untrusted code that comes with the weights. They run in Jinja's immutable sandbox and see plain JSON
+values only. `ChatTemplate` also reports what a template supports, by its variables or by rendering a probe.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import jinja2.sandbox
 DEFAULT_NAME = "default"
 TOOL_USE_NAME = "tool_use"
 
-# A template is a program that we did not write: what it expects and the messages lack surfaces as any of these.
+# Errors that a template raises if the messages lack what it expects.
 _TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-# A conversation to be rendered for what becomes of the parts of its last message.
+# A conversation whose last message has two parts, rendered to see whether the template supports parts.
 _PROBES = ("the first part", "and the second")
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
 _EARLIER = (
@@ -34,18 +35,18 @@ _EARLIER = (
 
 
 class TemplateError(Exception):
-    """The template refused the conversation, or there is none that fits."""
+    """The template rejected the messages, or the model has no suitable template."""
 
 
 class ChatTemplate:
-    """The named templates of one model, and the special tokens that they may print."""
+    """The named templates of one model and the special tokens that they can print."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
         self._special_tokens = dict(special_tokens)
         self._sources = dict(sources)
         self._templates = {name: environment.from_string(source) for name, source in sources.items()}
-        self._takes_parts: dict[str, bool] = {}
+        self._accepts_parts: dict[str, bool] = {}
         self._variables = frozenset[str]().union(
             *(jinja2.meta.find_undeclared_variables(environment.parse(source)) for source in sources.values())
         )
@@ -53,33 +54,33 @@ class ChatTemplate:
     def __bool__(self) -> bool:
         return bool(self._templates)
 
-    def reads(self, variable: str) -> bool:
-        """Whether a variable of this name can change the prompt."""
+    def uses_variable(self, variable: str) -> bool:
+        """Whether any template reads this variable, so that setting it can change the prompt."""
         return variable in self._variables
 
     @property
     def text(self) -> str:
-        """All that the templates say, one after the other."""
+        """Source of all templates."""
         return "\n".join(self._sources.values())
 
     def mentions(self, text: str) -> bool:
         return text in self.text
 
-    def takes_parts(self, role: str) -> bool:
-        """Whether the content of a message may be a list of texts, which the template then prints in its own way."""
-        if role not in self._takes_parts:
-            self._takes_parts[role] = self._prints_parts(role)
-        return self._takes_parts[role]
+    def accepts_parts(self, role: str) -> bool:
+        """Whether the template handles content that is a list of text parts, for messages of this role."""
+        if role not in self._accepts_parts:
+            self._accepts_parts[role] = self._prints_each_part(role)
+        return self._accepts_parts[role]
 
-    def _prints_parts(self, role: str) -> bool:
-        probe = [{"type": "text", "text": text} for text in _PROBES]
+    def _prints_each_part(self, role: str) -> bool:
+        parts = [{"type": "text", "text": text} for text in _PROBES]
         earlier = {"system": (), "user": ()}.get(role, _EARLIER)
         try:
-            text = self.render([*earlier, {"role": role, "content": probe, "tool_call_id": _CALL["id"]}])
+            text = self.render([*earlier, {"role": role, "content": parts, "tool_call_id": _CALL["id"]}])
         except TemplateError:
             return False
-        # A template that knows strings only prints the list itself, with its keys, or nothing of it.
-        return all(said in text and f"'{said}'" not in text and f'"{said}"' not in text for said in _PROBES)
+        # A template that expects strings prints the list as Python or JSON, with quoted texts, or omits it.
+        return all(probe in text and f"'{probe}'" not in text and f'"{probe}"' not in text for probe in _PROBES)
 
     def render(
         self,
@@ -89,7 +90,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Raises TemplateError with the template's own words if it refuses."""
+        """Renders messages to prompt text. Raises TemplateError with the template's own message if it rejects them."""
         context = {
             **self._special_tokens,
             "documents": None,
@@ -101,7 +102,7 @@ class ChatTemplate:
         try:
             return self._choose(tools).render(context)
         except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
-            raise TemplateError(f"The model's chat template refused the messages: {error}") from error
+            raise TemplateError(f"The model's chat template rejected the messages: {error}") from error
 
     def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
         if tools and TOOL_USE_NAME in self._templates:
@@ -112,7 +113,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; for a prompt its body is all that counts."""
+    """`{% generation %}` marks assistant text for training. In a prompt it renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it as an instance attribute
 
@@ -138,7 +139,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter sorts keys and escapes HTML, which no model was trained on.
+    # Jinja's own filter sorts keys and escapes HTML, but models are trained on neither.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

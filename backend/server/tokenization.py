@@ -15,7 +15,7 @@ from backend.server.requests import DetokenizeRequest, TokenizeRequest, check_fi
 
 
 class TokenizeEndpoint(Endpoint):
-    """POST /tokenize, as at vLLM: a prompt, or messages by the chat template, to token ids."""
+    """Encodes a prompt, or messages through the chat template."""
 
     def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
         self._components = components
@@ -27,13 +27,13 @@ class TokenizeEndpoint(Endpoint):
         self._components.check_model(request.model)
         tokens = await self._components.prepare(len(body), lambda: self._tokens(request))
         codec = self._components.model.codec
-        reply = {
+        payload = {
             "count": len(tokens),
             "max_model_len": self._components.model.max_model_len,
             "tokens": tokens,
             "token_strs": [codec.token_piece(token) for token in tokens] if request.return_token_strs else None,
         }
-        await exchange.respond(responses.encode(reply))
+        await exchange.respond(responses.encode(payload))
 
     def _tokens(self, request: TokenizeRequest) -> list[int]:
         codec = self._components.model.codec
@@ -50,11 +50,11 @@ class TokenizeEndpoint(Endpoint):
                 continue_final_message=bool(request.continue_final_message),
             )
             return codec.encode(text, add_special_tokens=bool(request.add_special_tokens))
-        raise InvalidRequest("Give one of `prompt` and `messages`.", param="prompt")
+        raise InvalidRequest("Exactly one of `prompt` and `messages` is required.", param="prompt")
 
 
 class DetokenizeEndpoint(Endpoint):
-    """POST /detokenize: token ids to text, special tokens shown."""
+    """Decodes token ids to text, including special tokens."""
 
     def __init__(self, components: ServerComponents, closing: asyncio.Future[None]) -> None:
         self._components = components

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the ids that transformers gives for the same model directory."""
+"""Encodes and decodes text, with the same token ids as transformers for the same model directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 
 @dataclass(frozen=True, slots=True)
 class TextCodec:
-    """A model's tokenizer and the special tokens that its configuration names."""
+    """A model's tokenizer and the special tokens that its configuration names. Thread-safe."""
 
     tokenizer: Tokenizer
     special_tokens: Mapping[str, str]
@@ -30,7 +30,7 @@ class TextCodec:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     def special_token_id(self, text: str) -> int | None:
-        """Of a token that is no text and that decoding leaves out; None if there is none that reads so."""
+        """Id of the special token with this content, which decoding omits. None if there is none."""
         token_id = self.tokenizer.token_to_id(text)
         added = self.tokenizer.get_added_tokens_decoder()
         return token_id if token_id in added and added[token_id].special else None
@@ -39,8 +39,9 @@ class TextCodec:
         return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_chat(self, text: str, salt: str) -> list[int]:
-        """Of a rendered conversation, whose template has already written the special tokens that it wants. What its
-        `salt` has said before is not encoded again.
+        """Encodes a rendered chat without adding special tokens, which the chat template has written.
+
+        Segments that were encoded under the same `salt` before come from a cache.
         """
         return self._segments.encode(text, salt)
 
@@ -48,17 +49,17 @@ class TextCodec:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_piece(self, token_id: int) -> str:
-        """One token as it stands in the vocabulary."""
+        """One token as written in the vocabulary."""
         return self.tokenizer.id_to_token(token_id) or ""
 
     def token_text(self, token_id: int) -> str:
-        """One token as it reads within a text. A part of a character shows as U+FFFD; see `token_bytes`."""
+        """One token as text. A partial character is shown as U+FFFD; see `token_bytes`."""
         text = self.decode([token_id], skip_special_tokens=False)
-        # SentencePiece decoders take the space off the first token, which here would be every token.
+        # SentencePiece decoders strip the space of the first token, and here every token is the first.
         return f" {text}" if self.token_piece(token_id).startswith("▁") and not text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, also where they are only a part of a character."""
+        """The bytes of a token, even if they are only a part of a character."""
         piece = self.tokenizer.id_to_token(token_id)
         if piece is None:
             return b""
@@ -74,7 +75,7 @@ class TextCodec:
 
 
 def load_codec(files: ModelFiles) -> TextCodec:
-    """Raises what the files raise where they have no tokenizer that can be read."""
+    """Reads the tokenizer of a model. Raises `ConfigError` or `WeightsError` if it has none that can be read."""
     stored = files.tokenizer_config()
     special = {name: _text(stored[name]) for name in NAMED_SPECIAL_TOKENS if stored.get(name) is not None}
     return TextCodec(files.tokenizer(), special)
@@ -85,7 +86,7 @@ def _text(token: str | Mapping[str, Any]) -> str:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes, as byte-level BPE vocabularies write them, read backwards."""
+    """Inverse of GPT-2's byte-to-character table, in which byte-level BPE vocabularies are written."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,6 +1,6 @@
-"""The engine's part of a trace: `engine.request` and its stages, built after the reply from times noted on the way.
+"""OpenTelemetry spans of a request: `engine.request` and its phases, built after the response from phase timings.
 
-The stages lie end to end, so their durations add up to the request's:
+The phases are contiguous, so their durations add up to the request's duration:
 
     engine.request      [received .................................................... ended]
       engine.tokenize   [received, submitted]
@@ -9,8 +9,8 @@ The stages lie end to end, so their durations add up to the request's:
       engine.decode                                   [first token, last token]
       engine.detokenize                                            [last token, ended]
 
-A request that ends early has the stages that it reached, and the last of them lasts until the end.
-Building the spans costs the request nothing, and nothing at all is built for a trace that is not sampled.
+A request that ends early has the phases that it reached; the last of them lasts until the end.
+Spans are built after the response, so they add no latency. No spans are built for a trace that is not sampled.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from backend.server import semconv
 
 Attributes = Mapping[str, AttributeValue]
 NANOSECONDS = 1_000_000_000
-MAX_EXPORT_SECONDS = 3.0  # of one batch, retries included; also what an unreachable collector adds to a shutdown
+MAX_EXPORT_SECONDS = 3.0  # per batch with retries; an unreachable collector delays shutdown by as much
 UNSET = Status(StatusCode.UNSET)
 DEFAULT_SERVICE_NAME = "warmpath-engine"
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePhaseTimings:
-    """When a request passed each stage, in nanoseconds since the epoch; 0 for a stage that it never reached."""
+    """Times at which a request entered each phase, in nanoseconds since the epoch. 0: the phase was not reached."""
 
     received_ns: int
     submitted_ns: int
@@ -51,18 +51,18 @@ class EnginePhaseTimings:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """What is told about one finished request."""
+    """Everything that the spans of one finished request contain."""
 
     timings: EnginePhaseTimings
-    headers: Mapping[str, str]
-    attributes: Attributes
+    headers: Mapping[str, str]  # of the HTTP request; `traceparent` names the parent span
+    attributes: Attributes  # of engine.request
     prefill: Attributes
     decode: Attributes
     error: str | None = None
 
 
 class Tracer:
-    """Hands finished spans to `processor`; None: tracing is off."""
+    """Builds the spans of finished requests and passes them to `processor`. None disables tracing."""
 
     def __init__(self, processor: SpanProcessor | None, service_name: str = DEFAULT_SERVICE_NAME) -> None:
         self._processor = processor
@@ -72,6 +72,7 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def record(self, record: RequestTrace) -> None:
+        """Exports the spans of a request, under the caller's trace if it has one. Does nothing if not sampled."""
         if self._processor is None:
             return
         parent = get_current_span(self._propagator.extract(dict(record.headers))).get_span_context()
@@ -100,7 +101,7 @@ class Tracer:
         )
 
     def shutdown(self) -> None:
-        """Sends what is still buffered. Blocks, for as long as the exporter's own time limits allow."""
+        """Exports buffered spans. Blocks for up to the exporter's timeout."""
         if self._processor is not None:
             self._processor.shutdown()
 
@@ -138,31 +139,35 @@ class Tracer:
 
 
 def otlp_tracer(endpoint: str, service_name: str = DEFAULT_SERVICE_NAME) -> Tracer:
-    """Exports over OTLP/HTTP to a collector's base address, such as http://localhost:4318, in batches and a thread."""
+    """Returns a tracer that exports in batches over OTLP/HTTP, from a thread of its own.
+
+    `endpoint` is a collector's base URL, such as http://localhost:4318.
+    """
     path = "/v1/traces"
     base = endpoint.rstrip("/").removesuffix(path)
     return Tracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=base + path, timeout=MAX_EXPORT_SECONDS)), service_name)
 
 
 def phases(timings: EnginePhaseTimings) -> list[tuple[str, int, int]]:
-    """(name, start, end) of every stage that was reached, end to end from `received_ns` to `ended_ns`.
+    """Returns (name, start, end) of each phase that was reached, contiguous from `received_ns` to `ended_ns`.
 
-    Two threads read the clock for the marks, so each mark is held between its neighbours.
+    Two threads take the times, so each time is clamped between its neighbours.
     """
     starts = [("engine.tokenize", timings.received_ns)]
-    for name, mark in (
+    for name, reached_ns in (
         ("engine.queue", timings.submitted_ns),
         ("engine.prefill", timings.scheduled_ns),
         ("engine.decode", timings.first_token_ns),
         ("engine.detokenize", timings.last_token_ns),
     ):
-        if mark:
-            starts.append((name, min(max(mark, starts[-1][1]), timings.ended_ns)))
+        if reached_ns:
+            starts.append((name, min(max(reached_ns, starts[-1][1]), timings.ended_ns)))
     ends = [start for _, start in starts[1:]] + [timings.ended_ns]
     return [(name, start, end) for (name, start), end in zip(starts, ends, strict=True)]
 
 
 def _latencies(timings: EnginePhaseTimings) -> dict[str, float]:
+    """vLLM's latency attributes, in seconds."""
     names = {
         "engine.queue": semconv.LATENCY_TIME_IN_QUEUE,
         "engine.prefill": semconv.LATENCY_TIME_IN_MODEL_PREFILL,

@@ -1,8 +1,8 @@
-"""What recent requests have consumed, by their x-request-id: the word of the one who counted.
+"""Token usage of recent requests by x-request-id, served by GET /requests/{id}.
 
-A gateway whose connection ended before the answer did asks here what the answer had come to (GET /requests/{id}); and
-one that was killed asks when it has started again. So records are kept for an hour, unless there are more of them than
-`RECORDS_MAX` in that time. The id is the caller's secret: whoever does not know it learns nothing.
+A gateway whose connection was lost before the response ended reads here what the request used, and a gateway that was
+killed does so after its restart. So records are kept for an hour, or until there are more than `RECORDS_MAX`. The id is
+the caller's secret: without it, a record cannot be read.
 """
 
 from __future__ import annotations
@@ -12,50 +12,54 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-RECORDS_MAX = 200_000  # some 60 MB; the oldest are forgotten
+RECORDS_MAX = 200_000  # about 60 MB; the oldest are evicted
 RECORD_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
+    """Tokens of one request. `cached_tokens` are part of the prompt, `reasoning_tokens` part of the completion."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    reasoning_tokens: int = 0  # of the completion's
+    reasoning_tokens: int = 0
 
 
+# Reads the usage of a request that the engine still processes. None until it has finished.
 UsageLookup = Callable[[], TokenUsage | None]
 
 
 @dataclass(slots=True)
 class _Record:
     usage: TokenUsage | UsageLookup
-    forget_at: float
+    expires_at: float
 
 
 class UsageRecords:
-    """Of requests that have ended, however they did. A repeated id has its latest request's record."""
+    """Usage of requests that have ended, on any exit. A reused id has the record of its latest request."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._records: OrderedDict[str, _Record] = OrderedDict()
-        self._unread: deque[_Record] = deque()  # those that hold a `Look`, oldest first
+        self._unresolved: deque[_Record] = deque()  # records that still hold a `UsageLookup`, oldest first
 
     def add(self, request_id: str, usage: TokenUsage | UsageLookup) -> None:
-        """Where the engine still works on it: how to look what it has come to, which is None until it is over."""
+        """Adds a record. If the engine has not finished, `usage` is a function that reads the final usage."""
         now = self._clock()
         record = self._records[request_id] = _Record(usage, now + RECORD_SECONDS)
         self._records.move_to_end(request_id)
-        while len(self._records) > RECORDS_MAX or next(iter(self._records.values())).forget_at <= now:
+        while len(self._records) > RECORDS_MAX or next(iter(self._records.values())).expires_at <= now:
             self._records.popitem(last=False)
         if not isinstance(usage, TokenUsage):
-            self._unread.append(record)
-        while self._unread and (_read(self._unread[0]) is not None or self._unread[0].forget_at <= now):
-            self._unread.popleft()  # a request is not held for longer than need be
+            self._unresolved.append(record)
+        while self._unresolved and (_read(self._unresolved[0]) is not None or self._unresolved[0].expires_at <= now):
+            self._unresolved.popleft()  # releases the request that the lookup refers to
 
     def get(self, request_id: str) -> TokenUsage | None:
+        """The usage, None if the id is unknown, expired or not finished."""
         record = self._records.get(request_id)
-        return None if record is None or record.forget_at <= self._clock() else _read(record)
+        return None if record is None or record.expires_at <= self._clock() else _read(record)
 
 
 def _read(record: _Record) -> TokenUsage | None:

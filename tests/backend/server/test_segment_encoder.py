@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from backend.server.segment_encoder import SegmentEncoder, cutting_tokens
+from backend.server.segment_encoder import SegmentEncoder, boundary_tokens
 
 DEMO = Path("backend/demo_model/weights/tokenizer.json")
 OPEN, CLOSE, LEFT, LOUD, PART = "<|open|>", "<|close|>", "<|left|>", "<|loud|>", "x<|op"
@@ -94,7 +94,7 @@ def test_segments_have_the_ids_of_the_whole(which: tuple[str, str], texts: list[
 
 
 def test_which_tokens_a_text_may_be_cut_before() -> None:
-    found = {name: cutting_tokens(ADDED[name]) for name in ADDED}
+    found = {name: boundary_tokens(ADDED[name]) for name in ADDED}
     assert found == {
         "plain": [CLOSE, OPEN],
         "all kinds": [CLOSE, OPEN],

@@ -143,8 +143,8 @@ def test_the_dialect_of_published_templates(checkpoint: Path, tmp_path: Path) ->
         assert template.render(messages, None, variables) == oracle.apply_chat_template(
             messages, chat_template=DIALECT, tokenize=False, add_generation_prompt=True, **variables
         )
-    assert template.reads("mood")
-    assert not template.reads("reasoning_effort")
+    assert template.uses_variable("mood")
+    assert not template.uses_variable("reasoning_effort")
 
 
 def load(directory: Path) -> ChatTemplate:
@@ -169,10 +169,10 @@ def test_templates_are_found_where_models_keep_them(tmp_path: Path) -> None:
     ("source", "words"),
     [
         ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{{ messages[5].content.upper() }}", "refused"),
-        ("{{ messages.append(1) }}", "refused"),
-        ("{{ ''.__class__.__mro__ }}", "refused"),
-        ("{{ 1 / 0 }}", "refused"),
+        ("{{ messages[5].content.upper() }}", "rejected"),
+        ("{{ messages.append(1) }}", "rejected"),
+        ("{{ ''.__class__.__mro__ }}", "rejected"),
+        ("{{ 1 / 0 }}", "rejected"),
     ],
 )
 def test_what_a_template_cannot_do_is_a_template_error(source: str, words: str) -> None:
@@ -213,7 +213,7 @@ PRINTS_PARTS = """{%- for message in messages -%}
     ],
 )
 def test_a_template_that_prints_parts_gets_them(source: str, takes: bool, role: str) -> None:
-    assert ChatTemplate({"default": source}, {}).takes_parts(role) == takes
+    assert ChatTemplate({"default": source}, {}).accepts_parts(role) == takes
 
 
 def test_parts_are_printed_as_the_template_has_it(checkpoint: Path, tmp_path: Path) -> None:

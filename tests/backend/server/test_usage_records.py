@@ -37,10 +37,10 @@ def test_records_are_kept_for_their_time() -> None:
 def test_what_goes_on_has_no_record_until_it_is_over() -> None:
     usage_records, usage = UsageRecords(), list[TokenUsage]()
     usage_records.add("a", lambda: usage[0] if usage else None)
-    assert usage_records.get("a") is None and usage_records._unread
+    assert usage_records.get("a") is None and usage_records._unresolved
     usage.append(TokenUsage(1, 2, 0))
     usage_records.add("b", TokenUsage(0, 0, 0))
-    assert usage_records.get("a") == TokenUsage(1, 2, 0) and not usage_records._unread
+    assert usage_records.get("a") == TokenUsage(1, 2, 0) and not usage_records._unresolved
 
 
 async def test_a_stream_that_was_left_has_what_was_generated_on_record(server: RunningServer) -> None:
