@@ -107,8 +107,8 @@ def measured(body: bytes, watcher: PrefixDiagnosis, rounds: int) -> dict[str, fl
             policy=policies[level], now=0.0, trace=TRACE,
         )  # fmt: skip
 
-    call, marks = phase("safe"), PhaseTimings()
-    marks.end()
+    call, timings = phase("safe"), PhaseTimings()
+    timings.end()
     attempt = Attempt("a", "ok", 1, 2, 1)
     usage = Usage(input_uncached=100, exact=True)
     works: dict[str, Callable[[], object]] = {
@@ -117,7 +117,7 @@ def measured(body: bytes, watcher: PrefixDiagnosis, rounds: int) -> dict[str, fl
         "print": lambda: fingerprint(asked.pieces, 1),
         "phase": lambda: phase("safe"),
         "off": lambda: phase("off"),
-        "note": lambda: watcher.note(call, {}, usage, marks, "a", [attempt]),
+        "note": lambda: watcher.note(call, {}, usage, timings, "a", [attempt]),
     }
     repeat = 2000 if len(body) < 1000 else 500 if len(body) < 50_000 else 10
     least = dict.fromkeys(works, float("inf"))

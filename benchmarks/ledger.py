@@ -101,13 +101,13 @@ COUNTED_CHUNK = CHUNK[:-3] + b',"usage":{"prompt_tokens":100,"total_tokens":109,
 
 
 def a_receipt() -> Receipt:
-    marks = PhaseTimings()
-    marks.first_chunk_ns = marks.ended_ns = time.time_ns()
-    attempt = Attempt("a", "ok", marks.started_ns, marks.ended_ns, span_id=1, status=200)
+    timings = PhaseTimings()
+    timings.first_chunk_ns = timings.ended_ns = time.time_ns()
+    attempt = Attempt("a", "ok", timings.started_ns, timings.ended_ns, span_id=1, status=200)
     deployment = POLICY.deployments[0]
-    bill = bill_of(CALL, USAGE, deployment, arrived_ns=marks.started_ns)
+    bill = bill_of(CALL, USAGE, deployment, arrived_ns=timings.started_ns)
     return make_receipt(
-        CALL, USAGE, outcome=Outcome.COMPLETE, marks=marks, bill=bill, attempts=[attempt], deployment=deployment
+        CALL, USAGE, outcome=Outcome.COMPLETE, timings=timings, bill=bill, attempts=[attempt], deployment=deployment
     )
 
 

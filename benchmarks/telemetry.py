@@ -33,14 +33,14 @@ def a_call(policy: Policy, trace: Trace) -> Call:
 
 
 def a_record(telemetry: Telemetry, call: Call, trace: Trace) -> CallRecord:
-    marks = PhaseTimings()
+    timings = PhaseTimings()
     for phase in PHASES:
-        marks.enter(phase)
-    marks.first_chunk_ns = time.time_ns()
-    marks.end()
-    now = marks.phases[-2][1]
+        timings.enter(phase)
+    timings.first_chunk_ns = time.time_ns()
+    timings.end()
+    now = timings.phases[-2][1]
     return CallRecord(
-        call_id=call.id, trace=trace, server_span_id=telemetry.new_span_id(), marks=marks, method="POST",
+        call_id=call.id, trace=trace, server_span_id=telemetry.new_span_id(), timings=timings, method="POST",
         path="/v1/chat/completions", status=200, operation=Operation.CHAT, principal=call.principal, call=call,
         outcome=Outcome.COMPLETE, cache="miss", route_reason="prefix",
         attempts=(Attempt("a", "ok", now, now, telemetry.new_span_id(), 200),), deployment="a",

@@ -31,7 +31,7 @@ from gateway.billing.ledger.chain import GENESIS, KEPT_AS_LINES, encode_row, seg
 from gateway.billing.ledger.compaction import compact
 from gateway.billing.ledger.reader import UsageLine, summarise
 from gateway.core.ids import new_event_id
-from gateway.core.money import text_of
+from gateway.core.money import atoms_to_text
 from gateway.types import AttemptRow, Receipt
 
 SEGMENT_BYTES = 32 * 1024 * 1024  # as the gateway's
@@ -90,7 +90,7 @@ def _receipt(chance: random.Random, finished: datetime) -> Receipt:
         input_uncached=computed,
         cache_read=cached,
         output=output,
-        cost=text_of((computed * 100 + cached * 10 + output * 400) * 10**6),
+        cost=atoms_to_text((computed * 100 + cached * 10 + output * 400) * 10**6),
         trace_id=f"{bits:032x}",
     )
 

@@ -23,7 +23,7 @@ from backend.server.metrics import ServerMetrics as EngineMetrics
 from gateway.cli import app as warmpath_app
 from gateway.policy import BUILT_IN_CLASSES, Policy
 from gateway.settings import Settings, variable
-from gateway.telemetry import watched
+from gateway.telemetry import observable
 from gateway.telemetry.metrics import Metrics as GatewayMetrics
 
 ROOT = Path(__file__).parents[1]
@@ -286,9 +286,9 @@ class _IdleEngine:
 
 def metrics_page() -> str:
     gateway = GatewayMetrics()
-    for metric in vars(watched).values():
-        if isinstance(metric, watched.Watched):
-            gateway.watch(metric, dict)
+    for metric in vars(observable).values():
+        if isinstance(metric, observable.ObservableMetric):
+            gateway.register(metric, dict)
     engine = EngineMetrics(_IdleEngine(), "demo", 16)  # type: ignore[arg-type]
     return "\n".join(
         [

@@ -60,34 +60,34 @@ async def serve(
     components: Components, endpoint: BodyReader, exchange: Exchange, record: CallRecord, call_id: str
 ) -> None:
     """Answer one request. Raises what could not be answered; everything taken on the way has then been given back."""
-    marks, policy = record.marks, components.policies.current
+    timings, policy = record.timings, components.policies.current
 
-    marks.enter("authenticate")
+    timings.enter("authenticate")
     principal = record.principal = await components.authenticator.authenticate(exchange.headers, policy)
 
-    marks.enter("canonicalise")
+    timings.enter("canonicalise")
     body = await exchange.body()
     call = record.call = await components.canonicaliser.canonicalised(
         endpoint, body, exchange.headers, call_id=call_id, principal=principal, policy=policy,
         now=asyncio.get_running_loop().time(), trace=record.trace,
     )  # fmt: skip
 
-    marks.enter("cache.lookup")
+    timings.enter("cache.lookup")
     task = exchange.watch()
     found = await components.cache.lookup(call)
-    opener = CallOpener(components.call_log, call, marks)
+    opener = CallOpener(components.call_log, call, timings)
     attempts = AttemptLog(
         components.telemetry.new_span_id,
         lambda span: {"x-request-id": opener.request_id, **components.telemetry.outgoing(record.trace, span)},
         task,
         opener,
-        now_ns=marks.now_ns,
+        now_ns=timings.now_ns,
     )
     if isinstance(found, Answer):
         record.cache = found.kind
         priced = call.model.name in policy.cache_prices
         reservation = await components.settler.admit(call, from_cache=True) if priced else UNLIMITED
-        marks.enter("chat")
+        timings.enter("chat")
         account = Settlement(
             call, reservation, UNRECORDED, attempts, exchange, record, components.call_log, components.settler, opener,
             from_cache=True,
@@ -104,7 +104,7 @@ async def serve(
         found.when_abandoned(exchange.leave_if_gone)
 
     with found:
-        marks.enter("admit")
+        timings.enter("admit")
         components.call_log.check()
         reservation = await components.settler.admit(call)
         exchange.reply_headers.update(reservation.headers)
@@ -112,12 +112,12 @@ async def serve(
         async with Settlement(
             call, reservation, found, attempts, exchange, record, components.call_log, components.settler, opener
         ) as account:
-            marks.enter("queue")
+            timings.enter("queue")
             with await components.queue.turn(call) as permit:
-                marks.enter("route")
+                timings.enter("route")
                 async with components.router.open(call, permit, attempts) as upstream:
                     account.answered_by(upstream)
-                    marks.enter("chat")
+                    timings.enter("chat")
                     await relay(call, upstream, account, exchange)
 
 
@@ -177,7 +177,7 @@ async def handle(
     traced = scope["headers"] if b"traceparent" in exchange.headers else ()
     trace = components.telemetry.begin(traced, components.policies.current.tracing.sample)
     record = CallRecord(
-        call_id=call_id, trace=trace, server_span_id=components.telemetry.new_span_id(), marks=PhaseTimings(),
+        call_id=call_id, trace=trace, server_span_id=components.telemetry.new_span_id(), timings=PhaseTimings(),
         method=exchange.method, path=exchange.path, operation=endpoint.operation,
     )  # fmt: skip
     exchange.reply_headers = {"x-request-id": call_id, "x-trace-id": f"{trace.trace_id:032x}"}
@@ -196,12 +196,12 @@ async def handle(
         record.outcome = record.outcome or Outcome.CLIENT_GONE
     finally:
         exchange.close()
-        record.marks.end()
+        record.timings.end()
         record.status = exchange.status or CLIENT_CLOSED_STATUS
         components.telemetry.record(record)
         if record.call is not None and record.usage is not None:
             components.diagnosis.note(
-                record.call, exchange.headers, record.usage, record.marks, record.deployment, record.attempts
+                record.call, exchange.headers, record.usage, record.timings, record.deployment, record.attempts
             )
 
 

@@ -240,7 +240,7 @@ class UpSettings(Settings):
         return value
 
 
-class Account(BaseSettings):
+class ClientSettings(BaseSettings):
     """How a verb that is a client finds its gateway: by the variables that OpenAI's own clients read."""
 
     model_config = SettingsConfigDict(env_ignore_empty=True, extra="forbid", frozen=True, populate_by_name=True)
@@ -254,10 +254,10 @@ class Account(BaseSettings):
     api_key: SecretStr = Field(validation_alias="OPENAI_API_KEY", description="The key to call it with.")
 
 
-def load_account(**options: Any) -> Account:
+def load_client_settings(**options: Any) -> ClientSettings:
     """As `load_settings`."""
     try:
-        return Account(**{name: value for name, value in options.items() if value is not None})
+        return ClientSettings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
         problems = [f"{detail['loc'][0]}: {detail['msg'].lower()}" for detail in error.errors(include_url=False)]
         raise SettingsError("\n".join(problems)) from None
@@ -277,7 +277,7 @@ def variable(name: str) -> str:
     return PREFIX + name.upper()
 
 
-def likely_typos() -> list[str]:
+def misspelled_variables() -> list[str]:
     """Variables that look like one of ours and are none, each with what may have been meant."""
     ours = [variable(name) for name in Settings.model_fields]
     strays = [name for name in os.environ if name.startswith(PREFIX) and name not in ours]
@@ -325,14 +325,14 @@ def _also_known_as(alias: str) -> str:
 
 
 __all__ = [
-    "Account",
+    "ClientSettings",
     "Settings",
     "SettingsError",
     "UpSettings",
-    "likely_typos",
-    "load_account",
+    "load_client_settings",
     "load_settings",
     "missing_secrets",
+    "misspelled_variables",
     "resolve_secret",
     "variable",
 ]

@@ -21,7 +21,7 @@ from gateway.billing.open_calls import CallLog, CallOpener
 from gateway.billing.receipts import Bill, bill_of, make_receipt
 from gateway.billing.settler import Settler
 from gateway.core.errors import BudgetSpent, GatewayError, LedgerUnavailable, UpstreamCut, UpstreamTimeout
-from gateway.core.money import nanos_of
+from gateway.core.money import atoms_to_nanos
 from gateway.deployments.fleet import DeploymentState
 from gateway.endpoints.exchange import Exchange
 from gateway.limits.limiter import UNLIMITED, Reservation
@@ -80,11 +80,11 @@ class Settlement:
                 self._hedge_usage.ask(deployment, self._opener.request_id_at(deployment))
         self.meter.strip_every_usage = upstream.deployment.config.continuous_usage and not self._call.continuous_usage
         self._record.deployment = upstream.deployment.name
-        self._record.chosen = upstream.chosen
+        self._record.route_choice = upstream.chosen
 
     def answer_begins(self) -> None:
         """Its first chunk is here, and is watched next."""
-        self._record.marks.first_chunk_ns = self._record.marks.now_ns()
+        self._record.timings.first_chunk_ns = self._record.timings.now_ns()
 
     def watch(self, chunk: bytes) -> bytes:
         """A chunk is here: what the client gets of it. With the last one the receipt is written.
@@ -108,7 +108,7 @@ class Settlement:
     def _watch_cost(self, chunk: bytes) -> bytes:
         passed_on, budget = self.watch(chunk), self._reservation.stream_budget
         if budget is not None and not self.meter.complete:
-            budget.check(nanos_of(self._bill(self.meter.usage).cost or 0))
+            budget.check(atoms_to_nanos(self._bill(self.meter.usage).cost or 0))
         return passed_on
 
     @property
@@ -122,7 +122,7 @@ class Settlement:
             self._call,
             usage,
             worker.config if worker is not None else None,
-            arrived_ns=self._record.marks.started_ns,
+            arrived_ns=self._record.timings.started_ns,
             service_tier=self.meter.service_tier,
             from_cache=self._from_cache,
         )
@@ -143,10 +143,10 @@ class Settlement:
 
     def _overhead_ms(self) -> str:
         """Milliseconds from the request's arrival to the first attempt, less the time in the queue."""
-        marks = self._record.marks
-        asked_ns = self._attempts.done[0].started_ns if self._attempts.done else marks.now_ns()
-        queued_ns = marks.between("queue", "route")
-        return f"{(asked_ns - marks.started_ns - queued_ns) / 1e6:.2f}"
+        timings = self._record.timings
+        asked_ns = self._attempts.done[0].started_ns if self._attempts.done else timings.now_ns()
+        queued_ns = timings.between("queue", "route")
+        return f"{(asked_ns - timings.started_ns - queued_ns) / 1e6:.2f}"
 
     def write(self, outcome: Outcome) -> None:
         """Put the receipt into the ledger. The first outcome stands. Raises `LedgerUnavailable`."""
@@ -173,7 +173,7 @@ class Settlement:
             self._call,
             record.usage,
             outcome=outcome,
-            marks=record.marks,
+            timings=record.timings,
             bill=bill,
             attempts=self._attempts.done,
             deployment=deployment,
@@ -191,7 +191,7 @@ class Settlement:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None and self._written:
-            self._record.marks.enter("settle")
+            self._record.timings.enter("settle")
         if self._to_be_billed:
             self._exchange.unwatch()  # what the client does now changes nothing any more
         if error is not None:
@@ -223,7 +223,9 @@ class Settlement:
             if error is not None and not self._written:
                 await self._ask_who_worked()
         finally:
-            self._record.marks.enter("settle")  # a server that was asked how far it came has been waited for until here
+            self._record.timings.enter(
+                "settle"
+            )  # a server that was asked how far it came has been waited for until here
             if self._to_be_billed:
                 with contextlib.suppress(LedgerUnavailable):  # the receipt is in the log then
                     self.write(self._outcome(error))
@@ -250,7 +252,7 @@ class Settlement:
             await self._reservation.release()
             return
         tenant = self._call.principal.tenant.name
-        self._settler.settle(self._reservation, self.meter.usage, nanos_of(self._cost), tenant)
+        self._settler.settle(self._reservation, self.meter.usage, atoms_to_nanos(self._cost), tenant)
         await self._reservation.leave()
 
     def _outcome(self, error: BaseException | None) -> Outcome:
@@ -263,7 +265,7 @@ class Settlement:
         timed_out = self._upstream is not None and self._upstream.fault is Fault.TIMEOUT
         if isinstance(error, UpstreamTimeout) or (isinstance(error, UpstreamCut) and timed_out):
             return Outcome.TIMEOUT
-        return Outcome.UPSTREAM_CUT if self._record.marks.first_chunk_ns else Outcome.REFUSED
+        return Outcome.UPSTREAM_CUT if self._record.timings.first_chunk_ns else Outcome.REFUSED
 
 
 def _fault(outcome: Outcome, fault: Fault | None) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from gateway.core.errors import NotCounted
+from gateway.core.errors import TokenCountUnavailable
 from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.endpoints.exchange import Exchange
 from gateway.prompts.reader import BodyReader
@@ -30,23 +30,23 @@ class TokenCounting:
     async def count(
         self, components: Components, reader: BodyReader, exchange: Exchange, record: CallRecord, call_id: str
     ) -> None:
-        """A story, as `serve` is one. Raises `NotCounted` besides."""
+        """A story, as `serve` is one. Raises `TokenCountUnavailable` besides."""
         record.operation = None  # it is no call of a model
-        marks, policy = record.marks, components.policies.current
-        marks.enter("authenticate")
+        timings, policy = record.timings, components.policies.current
+        timings.enter("authenticate")
         principal = record.principal = await components.authenticator.authenticate(exchange.headers, policy)
-        marks.enter("canonicalise")
+        timings.enter("canonicalise")
         body = await exchange.body()
         call = await components.canonicaliser.canonicalised(
             reader, body, exchange.headers, call_id=call_id, principal=principal, policy=policy,
             now=asyncio.get_running_loop().time(), trace=record.trace,
         )  # fmt: skip
         exchange.watch()
-        marks.enter("admit")
+        timings.enter("admit")
         reservation = await components.settler.admit(msgspec.structs.replace(call, max_output_tokens=0))
         exchange.reply_headers.update(reservation.headers)
         try:
-            marks.enter("route")
+            timings.enter("route")
             tokens = await self._counted(call)
         finally:
             await reservation.release()
@@ -57,7 +57,7 @@ class TokenCounting:
         for deployment in self._worth_asking(call):
             if (tokens := await deployment.provider.prompt_tokens_of(call)) is not None:
                 return tokens
-        raise NotCounted(f"no server of the model {call.asked_model!r} tells how many tokens a prompt has")
+        raise TokenCountUnavailable(f"no server of the model {call.asked_model!r} tells how many tokens a prompt has")
 
     def _worth_asking(self, call: Call) -> Iterator[DeploymentState]:
         now = asyncio.get_running_loop().time()

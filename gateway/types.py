@@ -80,7 +80,7 @@ class Call(msgspec.Struct, frozen=True):
     class_rule: int | None  # index of the policy rule that chose the class; None: the default
     deadline: float  # event-loop seconds by which the whole reply must be out
     trace: Trace
-    patience_seconds: float = math.inf  # of the client, for the next bytes of its answer
+    read_timeout_seconds: float = math.inf  # of the client, for the next bytes of its answer
     continuous_usage: bool = False  # the client asked for counts in every chunk, too
     session: str | None = None  # the conversation's name, as its client gave it; salted per tenant
     hints: frozenset[str] = frozenset()  # fields that only advise: a server that can not heed them may go without

@@ -15,7 +15,7 @@ import yaml
 from gateway.policy.file import load_policy
 from gateway.settings import Settings
 from gateway.telemetry import Telemetry
-from gateway.telemetry.watched import (
+from gateway.telemetry.observable import (
     DEPLOYMENT_AVAILABLE,
     DEPLOYMENT_INFLIGHT,
     INFLIGHT,
@@ -186,7 +186,7 @@ def test_the_dashboards_panels_have_a_source_and_do_not_overlap() -> None:
 def gateway_metrics() -> set[str]:
     telemetry = Telemetry()
     for metric in (INFLIGHT, QUEUE_DEPTH, DEPLOYMENT_INFLIGHT, DEPLOYMENT_AVAILABLE, LEDGER_OK, LEDGER_ROWS):
-        telemetry.watch(metric, dict)
+        telemetry.register(metric, dict)
     return exposed(re.findall(r"^# TYPE (\S+) (\w+)", telemetry.render_metrics()[0].decode(), re.MULTILINE))
 
 

@@ -24,7 +24,7 @@ MAX_ASKED = 4  # that wait for the summaries; one more is refused
 RETRY_SECONDS = 5.0
 
 
-class Diagnosis:
+class DiagnosisEndpoint:
     """The summaries in `folder` are read on a thread beside the event loop, for one question at a time."""
 
     def __init__(self, policies: PolicyHolder, folder: Path) -> None:

@@ -21,7 +21,7 @@ from gateway.limits import LIMITS
 from gateway.limits.report import has_limits
 from gateway.policy.file import PolicyHolder
 from gateway.telemetry import Telemetry
-from gateway.telemetry.recent import RECENT_CALLS, ToldCall, Wanted, read_told
+from gateway.telemetry.recent import RECENT_CALLS, RecentCall, RecentCallsQuery, decode_recent_calls
 
 CALLS_SHOWN = 100  # where no limit is given
 
@@ -49,7 +49,9 @@ def view_routes(
         return json_reply(200, {**_in_force(policies), "trace_url": trace_url})
 
     async def calls(request: Request) -> Response:
-        wanted = Wanted(_limit(request), request.query_params.get("class") or None, _flag(request, "troubled"))
+        wanted = RecentCallsQuery(
+            _limit(request), request.query_params.get("class") or None, _flag(request, "troubled")
+        )
         return json_reply(200, _last_calls(await workers.calls(msgspec.json.encode(wanted)), wanted.limit))
 
     return [Route("/admin/metrics", metrics), Route("/admin/policy", policy), Route("/admin/calls", calls)]
@@ -103,12 +105,12 @@ def _flag(request: Request, name: str) -> bool:
 
 def _last_calls(told: Mapping[int, bytes | None], limit: int) -> dict[str, Any]:
     """Of those that ended last over all workers, the one that began last at first."""
-    found = list[ToldCall]()
+    found = list[RecentCall]()
     answered = 0
     for content in told.values():
         if content is not None:
             try:
-                found += read_told(content)
+                found += decode_recent_calls(content)
             except msgspec.MsgspecError:  # of another version: as if it had said nothing
                 continue
             answered += 1

@@ -52,12 +52,12 @@ class LedgerCallLog:
 class CallOpener:
     """Notes in the books, for one call, each server that is about to be asked."""
 
-    __slots__ = ("_call", "_call_log", "_marks", "opened")
+    __slots__ = ("_call", "_call_log", "_timings", "opened")
 
-    def __init__(self, call_log: CallLog, call: Call, marks: PhaseTimings) -> None:
+    def __init__(self, call_log: CallLog, call: Call, timings: PhaseTimings) -> None:
         self._call_log = call_log
         self._call = call
-        self._marks = marks
+        self._timings = timings
         self.opened: list[OpenCall] = []
 
     @property
@@ -70,12 +70,12 @@ class CallOpener:
         return next(each.request_id for each in reversed(self.opened) if each.deployment == deployment.name)
 
     def __call__(self, deployment: DeploymentState) -> None:
-        opened = opened_by(self._call, self._marks, deployment, len(self.opened) + 1)
+        opened = opened_by(self._call, self._timings, deployment, len(self.opened) + 1)
         self._call_log.open_call(opened)
         self.opened.append(opened)
 
 
-def opened_by(call: Call, marks: PhaseTimings, deployment: DeploymentState, attempt: int) -> OpenCall:
+def opened_by(call: Call, timings: PhaseTimings, deployment: DeploymentState, attempt: int) -> OpenCall:
     """The row that says so. `attempt` counts from 1."""
     return OpenCall(  # in the order of the fields: names cost more than the row
         new_event_id(),
@@ -88,7 +88,7 @@ def opened_by(call: Call, marks: PhaseTimings, deployment: DeploymentState, atte
         deployment.config.name,
         call.class_name,
         call.service_tier,
-        rfc3339(marks.started_ns),
+        rfc3339(timings.started_ns),
         call.prompt_tokens_estimate,
         call.policy.hash,
         f"{call.trace.trace_id:032x}",

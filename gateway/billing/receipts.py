@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.core.ids import new_event_id
-from gateway.core.money import text_of
+from gateway.core.money import atoms_to_text
 from gateway.core.times import rfc3339
 from gateway.policy import Deployment, Price
-from gateway.policy.prices import PerToken
+from gateway.policy.prices import TokenPrices
 from gateway.types import Attempt, AttemptRow, Call, Outcome, PhaseTimings, Receipt, UnbilledTokens, Usage
 
-_NO_PRICES = dict.fromkeys([f"price_{bucket}" for bucket in PerToken._fields])
+_NO_PRICES = dict.fromkeys([f"price_{bucket}" for bucket in TokenPrices._fields])
 
 
 class Bill(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ def make_receipt(
     usage: Usage,
     *,
     outcome: Outcome,
-    marks: PhaseTimings,
+    timings: PhaseTimings,
     bill: Bill,
     attempts: Sequence[Attempt] = (),
     deployment: Deployment | None = None,
@@ -84,7 +84,7 @@ def make_receipt(
     row has them that was written when the call was opened, if one was.
     """
     price = bill.price
-    prices = price.texts if price else _NO_PRICES
+    prices = price.receipt_fields if price else _NO_PRICES
     # In the order of the fields: forty names would cost more than all that is done here.
     return Receipt(
         new_event_id(),
@@ -98,9 +98,9 @@ def make_receipt(
         deployment.name if deployment else None,
         call.class_name,
         bill.service_tier,
-        started or rfc3339(marks.started_ns),
-        rfc3339(marks.ended_ns or marks.now_ns()),
-        (marks.first_chunk_ns - marks.started_ns) / 1e9 if marks.first_chunk_ns else None,
+        started or rfc3339(timings.started_ns),
+        rfc3339(timings.ended_ns or timings.now_ns()),
+        (timings.first_chunk_ns - timings.started_ns) / 1e9 if timings.first_chunk_ns else None,
         outcome,
         "cache" if from_cache else "engine" if usage.exact else "estimate",
         usage.exact,
@@ -113,7 +113,7 @@ def make_receipt(
         prices["price_input"],
         prices["price_cached_input"],
         prices["price_output"],
-        None if bill.cost is None else text_of(bill.cost),
+        None if bill.cost is None else atoms_to_text(bill.cost),
         price.currency if price else None,
         tuple(map(_attempt_row, attempts)),
         call.policy.hash,

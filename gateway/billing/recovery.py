@@ -34,8 +34,8 @@ from gateway.billing.metering import Meter
 from gateway.billing.receipts import bill_of, make_receipt
 from gateway.core.errors import LedgerUnavailable, StorageUnavailable
 from gateway.core.ids import new_event_id
-from gateway.core.money import atoms_of, nanos_of
-from gateway.core.times import nanoseconds_of, rfc3339
+from gateway.core.money import atoms_to_nanos, text_to_atoms
+from gateway.core.times import rfc3339, rfc3339_to_ns
 from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.limits.limiter import Limiter
 from gateway.policy import LatencyClass, Model, Policy, Tenant
@@ -112,7 +112,7 @@ class Recovery:
     async def _settle_some(self) -> None:
         while self._closed:
             opened, receipt = self._closed.popleft()
-            cost_nanos = nanos_of(atoms_of(receipt.cost or "0"))
+            cost_nanos = atoms_to_nanos(text_to_atoms(receipt.cost or "0"))
             try:
                 call = await self._with_its_owner(call_of(opened, self._policies.current))
                 await self._limiter.settle_left(call, usage_in(receipt), cost_nanos)
@@ -133,18 +133,20 @@ class Recovery:
         call = call_of(last, policy)
         usage, deployment = await self._ask(call, attempts)
         config = deployment.config if deployment is not None else None
-        marks = PhaseTimings()
-        marks.started_ns = nanoseconds_of(last.started)
-        marks.ended_ns = max(marks.now_ns(), marks.started_ns)  # the clock may have been set back since
-        bill = bill_of(call, usage, config, arrived_ns=marks.started_ns, service_tier=call.service_tier)
+        timings = PhaseTimings()
+        timings.started_ns = rfc3339_to_ns(last.started)
+        timings.ended_ns = max(timings.now_ns(), timings.started_ns)  # the clock may have been set back since
+        bill = bill_of(call, usage, config, arrived_ns=timings.started_ns, service_tier=call.service_tier)
         lost = Outcome.GATEWAY_LOST
-        tried = [Attempt(each.deployment, lost.value, marks.started_ns, marks.ended_ns, span_id=0) for each in attempts]
+        tried = [
+            Attempt(each.deployment, lost.value, timings.started_ns, timings.ended_ns, span_id=0) for each in attempts
+        ]
         receipt = make_receipt(
-            call, usage, outcome=lost, marks=marks, bill=bill, attempts=tried, deployment=config,
+            call, usage, outcome=lost, timings=timings, bill=bill, attempts=tried, deployment=config,
             started=last.started, trace_id=last.trace_id,
         )  # fmt: skip
         self._ledger.append(receipt)
-        await self._charge(call, usage, nanos_of(bill.cost or 0), marks.started_ns / 1e9)
+        await self._charge(call, usage, atoms_to_nanos(bill.cost or 0), timings.started_ns / 1e9)
 
     async def _charge(self, call: Call, usage: Usage, cost_nanos: int, admitted: float) -> None:
         try:

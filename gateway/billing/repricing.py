@@ -17,8 +17,8 @@ from gateway.billing.ledger.reader import TOKENS, Period, standing
 from gateway.billing.ledger.rows import Correction
 from gateway.billing.receipts import cost_of
 from gateway.core.ids import new_event_id
-from gateway.core.money import atoms_of, plain_text, text_of
-from gateway.core.times import nanoseconds_of
+from gateway.core.money import atoms_to_text, plain_text, text_to_atoms
+from gateway.core.times import rfc3339_to_ns
 from gateway.policy import Policy, Price
 from gateway.types import Usage
 
@@ -50,7 +50,7 @@ def corrections(ledger: Path, policy: Policy, period: Period, *, now: str, found
             found.other_currency += 1
             continue
         usage = msgspec.convert({bucket: row[bucket] for bucket in TOKENS}, Usage)
-        before = None if row["cost"] is None else atoms_of(plain_text(row["cost"]))
+        before = None if row["cost"] is None else text_to_atoms(plain_text(row["cost"]))
         difference = cost_of(usage, price) - (before or 0)
         if difference or before is None:
             found.corrected += 1
@@ -81,7 +81,7 @@ def _price(policy: Policy, row: dict[str, Any]) -> Price | None:
         prices = policy.price_lists.get((model.name, row["deployment"]))
     if prices is None:
         return None
-    return prices.price(row["latency_class"], row["service_tier"], nanoseconds_of(row["started"]))
+    return prices.price(row["latency_class"], row["service_tier"], rfc3339_to_ns(row["started"]))
 
 
 def _correction(row: dict[str, Any], price: Price, difference: int, now: str) -> Correction:
@@ -90,13 +90,13 @@ def _correction(row: dict[str, Any], price: Price, difference: int, now: str) ->
         **{
             **same,
             **dict.fromkeys(TOKENS, 0),
-            **price.texts,
+            **price.receipt_fields,
             "event_id": new_event_id(),
             "corrects": row["event_id"],
             "reason": "repriced",
             "corrected": now,
             "price_version": price.version,
-            "cost": text_of(difference),
+            "cost": atoms_to_text(difference),
             "currency": price.currency,
             "attempts": (),
         }

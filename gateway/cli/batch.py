@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gateway.cli.common import MISUSE, PROBLEM, AsJson, fail, say, say_json, verb_app
-from gateway.settings import SettingsError, load_account
+from gateway.settings import SettingsError, load_client_settings
 
 POLL_SECONDS = 0.5
 TIMEOUT_SECONDS = 60.0  # of one request
@@ -75,7 +75,7 @@ def watch(
 
 def _client(url: str | None, key: str | None) -> httpx2.Client:
     try:
-        account = load_account(base_url=url, api_key=key)
+        account = load_client_settings(base_url=url, api_key=key)
     except SettingsError as error:
         fail(str(error), code=MISUSE)
     headers = {"authorization": f"Bearer {account.api_key.get_secret_value()}"}

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from gateway.policy import Check, Policy
 from gateway.policy.file import PolicyError, load_policy
-from gateway.settings import Settings, SettingsError, likely_typos, load_settings
+from gateway.settings import Settings, SettingsError, load_settings, misspelled_variables
 
 PROBLEM = 1
 MISUSE = 2
@@ -86,7 +86,7 @@ def well_formed() -> Iterator[None]:
 
 def settings_or_exit(form: type[Settings] = Settings, **options: Any) -> Settings:
     """The settings; an option that is not None wins over its variable."""
-    for typo in likely_typos():
+    for typo in misspelled_variables():
         warn(typo)
     try:
         return load_settings(form, **options)

@@ -16,7 +16,7 @@ from gateway.billing.repricing import Repriced, corrections, write
 from gateway.cli.common import AsJson, fail, policy_or_exit, say, say_json, settings_or_exit, warn, well_formed
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
 from gateway.core.errors import LedgerUnavailable
-from gateway.core.money import text_of
+from gateway.core.money import atoms_to_text
 from gateway.core.times import rfc3339
 from gateway.policy.fields import parse_duration
 
@@ -55,7 +55,7 @@ def reprice(
                 found = asyncio.run(write(folder, prices, period, now=now))
         except LedgerUnavailable as error:
             fail(error.message)
-    difference = {currency: text_of(atoms) for currency, atoms in found.difference.items()}
+    difference = {currency: atoms_to_text(atoms) for currency, atoms in found.difference.items()}
     if as_json:
         counts = {"receipts": found.looked_at, "corrected": found.corrected, "unpriced": found.unpriced}
         say_json({**counts, "other_currency": found.other_currency, "difference": difference})

@@ -11,7 +11,7 @@ import typer
 
 from gateway.billing.ledger.reader import DIMENSIONS, Period, UnreadableLedger
 from gateway.cli.common import fail, settings_or_exit, well_formed
-from gateway.core.times import nanoseconds_at, rfc3339
+from gateway.core.times import datetime_to_ns, rfc3339
 from gateway.policy.prices import parse_moment
 
 LedgerOption = Annotated[
@@ -22,7 +22,7 @@ LedgerOption = Annotated[
 def _moment(text: str | None) -> str | None:
     """A day, or a time with or without its offset, in the form of the ledger; without one, UTC."""
     with well_formed():
-        return None if text is None else rfc3339(nanoseconds_at(parse_moment(text)))
+        return None if text is None else rfc3339(datetime_to_ns(parse_moment(text)))
 
 
 Since = Annotated[

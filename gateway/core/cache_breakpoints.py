@@ -12,9 +12,9 @@ from typing import Any, Literal
 import msgspec
 
 FIELD = "cache_control"
-MARK = b'"cache_control"'
+FIELD_JSON = b'"cache_control"'
 OPENAI_FIELD = "prompt_cache_breakpoint"  # on parts only
-_OPENAI_MARK = b'"prompt_cache_breakpoint"'
+_OPENAI_FIELD_JSON = b'"prompt_cache_breakpoint"'
 
 Fields = Mapping[str, msgspec.Raw]
 
@@ -32,7 +32,7 @@ _objects = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 _encode = msgspec.json.encode
 
 
-def text_of(part: msgspec.Raw) -> str | None:
+def part_text(part: msgspec.Raw) -> str | None:
     """Of a plain text part, marked or not; None of any other."""
     try:
         return _text_part(part).text
@@ -40,9 +40,9 @@ def text_of(part: msgspec.Raw) -> str | None:
         return None
 
 
-def unmarked(value: bytes) -> bytes:
+def without_breakpoint(value: bytes) -> bytes:
     """A part or a tool, as JSON, without its mark. What is none of these stays as it is."""
-    if value.find(MARK) < 0 and value.find(_OPENAI_MARK) < 0:
+    if value.find(FIELD_JSON) < 0 and value.find(_OPENAI_FIELD_JSON) < 0:
         return value
     try:
         return _encode(_without(_object(value), OPENAI_FIELD))
@@ -50,9 +50,9 @@ def unmarked(value: bytes) -> bytes:
         return value
 
 
-def unmarked_calls(value: bytes) -> bytes:
+def tool_calls_without_breakpoints(value: bytes) -> bytes:
     """Likewise a list of tool calls."""
-    if value.find(MARK) < 0:
+    if value.find(FIELD_JSON) < 0:
         return value
     try:
         return _encode([_without(call) for call in _objects(value)])
@@ -66,7 +66,7 @@ def without_breakpoints(fields: Fields) -> dict[str, msgspec.Raw]:
     """
     rest = {name: value for name, value in fields.items() if name != FIELD}
     for name, of in (("messages", _message), ("tools", _without)):
-        if name in rest and bytes(rest[name]).find(MARK) >= 0:
+        if name in rest and bytes(rest[name]).find(FIELD_JSON) >= 0:
             rest[name] = msgspec.Raw(_encode([of(each) for each in _objects(rest[name])]))
     return rest
 
@@ -74,12 +74,12 @@ def without_breakpoints(fields: Fields) -> dict[str, msgspec.Raw]:
 def _message(message: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
     plain = _without(message)
     content = bytes(plain.get("content", b""))
-    if content.startswith(b"[") and content.find(MARK) >= 0:
+    if content.startswith(b"[") and content.find(FIELD_JSON) >= 0:
         parts = [_without(part) for part in _objects(content)]
         alone = len(parts) == 1 and parts[0].keys() == {"type", "text"}
         plain["content"] = parts[0]["text"] if alone else msgspec.Raw(_encode(parts))
     if "tool_calls" in plain:
-        plain["tool_calls"] = msgspec.Raw(unmarked_calls(bytes(plain["tool_calls"])))
+        plain["tool_calls"] = msgspec.Raw(tool_calls_without_breakpoints(bytes(plain["tool_calls"])))
     return plain
 
 

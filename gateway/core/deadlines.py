@@ -18,7 +18,7 @@ TIMEOUT_HEADERS = (_WHOLE, *_BETWEEN)
 MIN_SECONDS = 0.001
 
 
-def whole_seconds(headers: Mapping[bytes, bytes]) -> float:
+def total_timeout_seconds(headers: Mapping[bytes, bytes]) -> float:
     """For the whole answer; infinite where nothing is said. Raises `BadRequest` where it is no time."""
     value = headers.get(_WHOLE)
     if value is None:
@@ -29,7 +29,7 @@ def whole_seconds(headers: Mapping[bytes, bytes]) -> float:
     return seconds
 
 
-def patience_seconds(headers: Mapping[bytes, bytes]) -> float:
+def read_timeout_seconds(headers: Mapping[bytes, bytes]) -> float:
     """Until the next bytes of the answer; infinite where nothing is said, or nothing that can be read: whoever
     announces it in passing is not refused for it."""
     for name in _BETWEEN:

@@ -11,7 +11,7 @@
     + Conflict                 409 conflict: its state does not allow that
     + BodyTooLarge             413 request_too_large
     + RequestTimeout           408 request_timeout: the body did not arrive
-  x NotCounted                 501 not_counted: no server of the model tells how long a prompt is
+  x TokenCountUnavailable                 501 not_counted: no server of the model tells how long a prompt is
   x Unauthenticated            401 invalid_api_key
   x Forbidden                  403 permission_denied
   x LimitReached               429 rate_limit_exceeded, with the time to wait
@@ -115,7 +115,7 @@ class RequestTimeout(BadRequest):
         super().__init__(message, headers={"connection": "close"})
 
 
-class NotCounted(GatewayError):
+class TokenCountUnavailable(GatewayError):
     """Better than a guess that looks like a count."""
 
     status = 501
@@ -207,7 +207,7 @@ class UpstreamBusy(UpstreamError):
     code = "upstream_busy"
 
 
-class PoisonousRequest(GatewayError):
+class QuarantinedRequest(GatewayError):
     """Whoever works on it dies: nobody is asked any more."""
 
     status = 422

@@ -20,21 +20,21 @@ def atoms_per_token(price: Decimal) -> int:
     return int(price.scaleb(PRICE_DECIMALS))
 
 
-def text_of(atoms: int) -> str:
+def atoms_to_text(atoms: int) -> str:
     """Exact decimal text without exponent or trailing zeros: `0.00000544`, `12`, `0`, `-1.5`."""
     if atoms < 0:
-        return f"-{text_of(-atoms)}"
+        return f"-{atoms_to_text(-atoms)}"
     digits = str(atoms).zfill(ATOM_DECIMALS + 1)
     return f"{digits[:-ATOM_DECIMALS]}.{digits[-ATOM_DECIMALS:]}".rstrip("0").rstrip(".")
 
 
-def nanos_of(atoms: int) -> int:
+def atoms_to_nanos(atoms: int) -> int:
     """Money as storage counts it, in billionths; rounded up, so that a budget is never overspent by rounding."""
     return -(-atoms // _ATOMS_PER_NANO)
 
 
-def atoms_of(text: str) -> int:
-    """What `text_of` has written. Raises `ValueError` for what is no money, or finer than an atom."""
+def text_to_atoms(text: str) -> int:
+    """What `atoms_to_text` has written. Raises `ValueError` for what is no money, or finer than an atom."""
     try:
         return int(Decimal(text).scaleb(ATOM_DECIMALS, _EXACT).to_integral_exact(context=_EXACT))
     except (ArithmeticError, ValueError) as error:

@@ -17,9 +17,9 @@ def rfc3339(time_ns: int) -> str:
     return f"{whole}{_THREE_DIGITS[microseconds // 1000 % 1000]}{_THREE_DIGITS[microseconds % 1000]}Z"
 
 
-def nanoseconds_of(rfc3339: str) -> int:
+def rfc3339_to_ns(rfc3339: str) -> int:
     """Since the epoch: what `rfc3339` was made of, to the microsecond."""
-    return nanoseconds_at(datetime.fromisoformat(rfc3339))
+    return datetime_to_ns(datetime.fromisoformat(rfc3339))
 
 
 def has_passed(rfc3339: str | None) -> bool:
@@ -27,7 +27,7 @@ def has_passed(rfc3339: str | None) -> bool:
     return rfc3339 is not None and datetime.fromisoformat(rfc3339) <= datetime.now(UTC)
 
 
-def nanoseconds_at(moment: datetime) -> int:
+def datetime_to_ns(moment: datetime) -> int:
     """Since the epoch, exact to the microsecond, as `timestamp` alone is not. A moment has its offset from UTC."""
     return int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
 
@@ -51,7 +51,7 @@ def go_duration(seconds: float) -> str:
     return f"{minute}m{text}" if minute else text
 
 
-def seconds_of(go_duration: str) -> float:
+def parse_go_duration(go_duration: str) -> float:
     """What `go_duration` was made of, to the millisecond."""
     written = _GO_DURATION.fullmatch(go_duration)
     assert written is not None, go_duration

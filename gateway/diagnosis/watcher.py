@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from gateway.core.money import text_of
+from gateway.core.money import atoms_to_text
 from gateway.diagnosis.breaks import Break, find_break
 from gateway.diagnosis.journal import Journal, PartRow, Summary
 from gateway.diagnosis.outline import Outline, Part, first_user_digest, parts_of
@@ -38,7 +38,7 @@ class PrefixDiagnosis:
         self._last: dict[Application, str] = {}  # bounded by the outlines, as is what is above
 
     def note(
-        self, call: Call, headers: Headers, usage: Usage, marks: PhaseTimings, deployment: str | None,
+        self, call: Call, headers: Headers, usage: Usage, timings: PhaseTimings, deployment: str | None,
         attempts: Sequence[Attempt],
     ) -> None:  # fmt: skip
         """A call has been answered. Never raises, and keeps nothing of one that is not in the sample."""
@@ -52,11 +52,11 @@ class PrefixDiagnosis:
         if (first_user_digest(parts) & 0xFFFF_FFFF) / 2**32 >= wanted.sample:
             return
         application = (call.principal.tenant.name, call.principal.key_id, _agent(headers), call.model.name)
-        new = Outline(call.id, parts, marks.ended_ns, deployment, usage)
+        new = Outline(call.id, parts, timings.ended_ns, deployment, usage)
         old = self._best(application, parts)
         broken = find_break(old, new, content=wanted.content) if old is not None else None
         self._keep(application, new, old)
-        self._journal.append(_summary(call, application, new, old, broken, marks, attempts))
+        self._journal.append(_summary(call, application, new, old, broken, timings, attempts))
 
     def close(self) -> None:
         self._journal.close()
@@ -98,14 +98,14 @@ def _agent(headers: Headers) -> str:
 
 
 def _summary(
-    call: Call, application: Application, new: Outline, old: Outline | None, broken: Break | None, marks: PhaseTimings,
-    attempts: Sequence[Attempt],
+    call: Call, application: Application, new: Outline, old: Outline | None, broken: Break | None,
+    timings: PhaseTimings, attempts: Sequence[Attempt],
 ) -> Summary:  # fmt: skip
     tenant, key_id, agent, model = application
     usage = new.usage
-    cost, currency = _cost(call, new, broken, marks)
+    cost, currency = _cost(call, new, broken, timings)
     return Summary(
-        time=datetime.fromtimestamp(marks.ended_ns / 1e9, UTC).isoformat(timespec="milliseconds"),
+        time=datetime.fromtimestamp(timings.ended_ns / 1e9, UTC).isoformat(timespec="milliseconds"),
         call_id=call.id,
         tenant=tenant,
         key_id=key_id,
@@ -121,14 +121,14 @@ def _summary(
         parts_in_all=len(new.parts),
         broken=broken,
         against=old.call_id if old is not None else None,
-        lost_seconds=_seconds(call, new, broken, marks, attempts),
+        lost_seconds=_seconds(call, new, broken, timings, attempts),
         lost_cost=cost,
         currency=currency,
     )
 
 
 def _seconds(
-    call: Call, new: Outline, broken: Break | None, marks: PhaseTimings, attempts: Sequence[Attempt]
+    call: Call, new: Outline, broken: Break | None, timings: PhaseTimings, attempts: Sequence[Attempt]
 ) -> float | None:
     """How long computing the lost tokens took: as part of the time to the first chunk where that can be seen, else at
     the speed that the policy gives the server."""
@@ -136,16 +136,16 @@ def _seconds(
         return None
     computed = new.usage.input_uncached + new.usage.cache_write
     asked_ns = next((a.started_ns for a in reversed(attempts) if a.deployment == new.deployment), 0)
-    if call.stream and asked_ns and computed and marks.first_chunk_ns > asked_ns:
-        return round((marks.first_chunk_ns - asked_ns) / 1e9 * min(1.0, broken.lost_tokens / computed), 6)
+    if call.stream and asked_ns and computed and timings.first_chunk_ns > asked_ns:
+        return round((timings.first_chunk_ns - asked_ns) / 1e9 * min(1.0, broken.lost_tokens / computed), 6)
     deployment = call.policy.deployments_by_name.get(new.deployment or "")
     return round(broken.lost_tokens / deployment.prefill_tokens_per_second, 6) if deployment is not None else None
 
 
-def _cost(call: Call, new: Outline, broken: Break | None, marks: PhaseTimings) -> tuple[str | None, str | None]:
+def _cost(call: Call, new: Outline, broken: Break | None, timings: PhaseTimings) -> tuple[str | None, str | None]:
     """What the lost tokens cost more than cached ones would have."""
     prices = call.policy.price_lists.get((call.model.name, new.deployment or ""))
-    price = prices.price(call.class_name, call.service_tier, marks.started_ns) if prices is not None else None
+    price = prices.price(call.class_name, call.service_tier, timings.started_ns) if prices is not None else None
     if broken is None or price is None:
         return None, None
-    return text_of(broken.lost_tokens * (price.atoms.input - price.atoms.cached_input)), price.currency
+    return atoms_to_text(broken.lost_tokens * (price.atoms.input - price.atoms.cached_input)), price.currency

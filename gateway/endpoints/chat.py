@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.core.cache_breakpoints import text_of, unmarked, unmarked_calls
+from gateway.core.cache_breakpoints import part_text, tool_calls_without_breakpoints, without_breakpoint
 from gateway.core.errors import BadRequest
 from gateway.endpoints.base import NativeEndpoint
 from gateway.prompts.reader import Choices, CommonFields, Fields, ParsedBody, TokenCount, decode
@@ -48,7 +48,7 @@ def read_chat(fields: Fields, body: bytes) -> ParsedBody:
     chat = decode(_decoder, body)
     if not chat.messages:
         raise BadRequest("messages: at least one message is needed", param="messages")
-    pieces: list[bytes] = [unmarked(bytes(tool)) for tool in chat.tools or ()]
+    pieces: list[bytes] = [without_breakpoint(bytes(tool)) for tool in chat.tools or ()]
     plain = True
     for message in chat.messages:
         if message.tool_calls is not _NO_CALLS or type(message.content) is not str:
@@ -72,15 +72,15 @@ def read_chat(fields: Fields, body: bytes) -> ParsedBody:
 def _piece(message: Message) -> bytes:
     """A message as a template would lay it out: who speaks, what is said, which tools are called."""
     content, calls = message.content, message.tool_calls
-    if type(content) is list and len(content) == 1 and (text := text_of(content[0])) is not None:
+    if type(content) is list and len(content) == 1 and (text := part_text(content[0])) is not None:
         content = text  # templates lay both out alike
     if content is None:
         said = b""
     elif isinstance(content, str):
         said = content.encode() if content.isascii() else content.encode("utf-8", "surrogatepass")
     else:
-        said = b"".join([unmarked(bytes(part)) for part in content])
-    called = b"" if calls is _NO_CALLS else unmarked_calls(bytes(calls))
+        said = b"".join([without_breakpoint(bytes(part)) for part in content])
+    called = b"" if calls is _NO_CALLS else tool_calls_without_breakpoints(bytes(calls))
     return b"".join((b"\x02", message.role.encode(), b"\x03", said, called))
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Generic, Literal, Self, TypeVar
 import msgspec
 
 from gateway.core.errors import GatewayError
-from gateway.core.money import nanos_of
+from gateway.core.money import atoms_to_nanos
 from gateway.limits.scope import Scope
 from gateway.policy import Limits, Price
 from gateway.storage.base import LeaseCharge, RateCharge, Refused, SpendCharge
@@ -64,7 +64,7 @@ Rates = Sequence[tuple[int, int]]
 
 
 def rates_of(prices: Iterable[Price]) -> Rates:
-    return tuple({price.dearest: None for price in prices})
+    return tuple({price.highest: None for price in prices})
 
 
 def estimate_of(call: Call, now: float, *, rates: Rates | None = None) -> Estimate:
@@ -89,4 +89,4 @@ def dearest_cost_nanos(rates: Rates, input_tokens: int, output_tokens: int) -> i
         cost = input_tokens * per_input + output_tokens * per_output
         if cost > dearest:
             dearest = cost
-    return nanos_of(dearest)
+    return atoms_to_nanos(dearest)

@@ -13,11 +13,11 @@ from gateway.policy.batches import Batches
 from gateway.policy.deployments import Deployment, Model
 from gateway.policy.fields import EnvSecret
 from gateway.policy.findings import Finding, Path, choices
+from gateway.policy.policy import Policy, PolicyNameError
 from gateway.policy.prices import Price
 from gateway.policy.responses import Responses
 from gateway.policy.tenants import Budget, Key, Limits, PartLimits, Rate, StorageOutage, Tenant, TenantLimits
 from gateway.policy.traffic import BUILT_IN_CLASSES, Floor, Hedge, LatencyClass, Match, Rule
-from gateway.policy.whole import Policy, PolicyNameError
 
 Check = Callable[[Policy], Iterable[Finding]]
 """A further judgement on a policy, by a part of the gateway that knows more than its models do."""

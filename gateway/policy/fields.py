@@ -58,7 +58,7 @@ def parse_share(value: Any) -> Any:
     return float(match[1]) / 100
 
 
-def one_is_a_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """`flex` means `[flex]`."""
     return [value] if isinstance(value, str) else value
 
@@ -88,7 +88,7 @@ Share = Annotated[
     Field(ge=0, le=1),
 ]
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]  # some go into headers
-Names = Annotated[tuple[Name, ...], BeforeValidator(one_is_a_list, json_schema_input_type=Name | tuple[Name, ...])]
+Names = Annotated[tuple[Name, ...], BeforeValidator(as_list, json_schema_input_type=Name | tuple[Name, ...])]
 
 
 class Frozen(BaseModel):

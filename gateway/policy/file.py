@@ -58,13 +58,13 @@ def parse_policy(content: bytes, *, file: str, checks: Sequence[Check] = ()) -> 
     """Raises `PolicyError`; `file` is the name that it gives."""
     try:
         located = located_yaml.load(_decode(content, file))
-    except located_yaml.NotYaml as error:
+    except located_yaml.InvalidYaml as error:
         raise PolicyError([_problem(file, error.fault)]) from None
     problems = [_problem(file, fault) for fault in located.faults]
 
     def report(path: Path, message: str) -> None:
         field = ".".join(map(str, path))
-        problems.append(Problem(file, *located.place(path), field, message))
+        problems.append(Problem(file, *located.position(path), field, message))
 
     try:
         policy = Policy.model_validate(located.data)
@@ -107,8 +107,8 @@ def _decode(content: bytes, file: str) -> str:
         raise PolicyError([Problem(file, line, column, "", "is not UTF-8 text")]) from None
 
 
-def _problem(file: str, fault: located_yaml.Fault) -> Problem:
-    return Problem(file, *fault.place, ".".join(map(str, fault.path)), fault.message)
+def _problem(file: str, fault: located_yaml.YamlFault) -> Problem:
+    return Problem(file, *fault.position, ".".join(map(str, fault.path)), fault.message)
 
 
 # What pydantic found, in words for the one who wrote the file. Values are never repeated: some are secrets.

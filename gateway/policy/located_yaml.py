@@ -22,60 +22,60 @@ _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _BOOL = "tag:yaml.org,2002:bool"
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     line: int
     column: int
 
 
-START = Place(1, 1)
+START = Position(1, 1)
 
 
-class Fault(NamedTuple):
-    place: Place
+class YamlFault(NamedTuple):
+    position: Position
     path: Path
     message: str
 
 
-class NotYaml(Exception):
+class InvalidYaml(Exception):
     """The text can not be read at all, from the fault on."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: YamlFault) -> None:
         super().__init__(fault.message)
         self.fault = fault
 
 
 @dataclass
-class Located:
+class LocatedYaml:
     """`data` is complete but for what `faults` names."""
 
     data: Any = None
-    places: dict[Path, Place] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
+    positions: dict[Path, Position] = field(default_factory=dict)
+    faults: list[YamlFault] = field(default_factory=list)
 
-    def place(self, path: Path) -> Place:
+    def position(self, path: Path) -> Position:
         """Of the key or the list item at `path`, or of the nearest thing around it that the file has."""
-        while path and path not in self.places:
+        while path and path not in self.positions:
             path = path[:-1]
-        return self.places.get(path, START)
+        return self.positions.get(path, START)
 
 
-def load(text: str) -> Located:
-    """Raises `NotYaml`."""
+def load(text: str) -> LocatedYaml:
+    """Raises `InvalidYaml`."""
     try:
         _bound_depth(text)
         loader = _Loader(text)
         root = loader.get_single_node()
-        located = Located()
+        located = LocatedYaml()
         if root is not None:
             located.data = _Builder(loader, located).build(root, ())
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         words = ", ".join(part for part in (error.context, error.problem) if part)
-        raise NotYaml(Fault(_place(mark) if mark else START, (), words)) from None
+        raise InvalidYaml(YamlFault(_position(mark) if mark else START, (), words)) from None
     except yaml.reader.ReaderError as error:
         before = text.encode()[: error.position].decode(errors="replace")
-        place = Place(before.count("\n") + 1, len(before) - before.rfind("\n"))
-        raise NotYaml(Fault(place, (), error.reason)) from None
+        position = Position(before.count("\n") + 1, len(before) - before.rfind("\n"))
+        raise InvalidYaml(YamlFault(position, (), error.reason)) from None
     return located
 
 
@@ -92,8 +92,8 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver(_BOOL, re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
-def _place(mark: Any) -> Place:
-    return Place(mark.line + 1, mark.column + 1)
+def _position(mark: Any) -> Position:
+    return Position(mark.line + 1, mark.column + 1)
 
 
 def _bound_depth(text: str) -> None:
@@ -103,13 +103,15 @@ def _bound_depth(text: str) -> None:
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
-                raise NotYaml(Fault(_place(event.start_mark), (), f"nested more than {MAX_DEPTH} levels deep"))
+                raise InvalidYaml(
+                    YamlFault(_position(event.start_mark), (), f"nested more than {MAX_DEPTH} levels deep")
+                )
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
 
 
 class _Builder:
-    def __init__(self, loader: _Loader, located: Located) -> None:
+    def __init__(self, loader: _Loader, located: LocatedYaml) -> None:
         self._loader = loader
         self._located = located
         self._nodes_left = MAX_NODES
@@ -117,7 +119,9 @@ class _Builder:
     def build(self, node: yaml.Node, path: Path) -> Any:
         self._nodes_left -= 1
         if self._nodes_left < 0 or len(path) > MAX_DEPTH:  # an alias that holds itself ends here too
-            raise NotYaml(Fault(_place(node.start_mark), (), "too much, or too deep, once aliases are expanded"))
+            raise InvalidYaml(
+                YamlFault(_position(node.start_mark), (), "too much, or too deep, once aliases are expanded")
+            )
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
@@ -126,7 +130,7 @@ class _Builder:
         return self._scalar(node, path)
 
     def _item(self, node: yaml.Node, path: Path) -> Any:
-        self._located.places[path] = _place(node.start_mark)
+        self._located.positions[path] = _position(node.start_mark)
         return self.build(node, path)
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
@@ -142,10 +146,10 @@ class _Builder:
             if not isinstance(key, str):
                 self._fault(key_node, path, "a key must be text: put quotes around it")
             elif key in own:
-                first = self._located.places[(*path, key)].line
+                first = self._located.positions[(*path, key)].line
                 self._fault(key_node, (*path, key), f"this key stands here twice; first in line {first}")
             else:
-                self._located.places[(*path, key)] = _place(key_node.start_mark)
+                self._located.positions[(*path, key)] = _position(key_node.start_mark)
                 own[key] = self.build(value_node, (*path, key))
         return {**merged, **own}
 
@@ -169,7 +173,7 @@ class _Builder:
             self._fault(node, path, f"is no {node.tag.rpartition(':')[2]}")
 
     def _fault(self, node: yaml.Node, path: Path, message: str) -> None:
-        self._located.faults.append(Fault(_place(node.start_mark), path, message))
+        self._located.faults.append(YamlFault(_position(node.start_mark), path, message))
 
 
-__all__ = ["START", "Fault", "Located", "NotYaml", "Place", "load"]
+__all__ = ["START", "InvalidYaml", "LocatedYaml", "Position", "YamlFault", "load"]

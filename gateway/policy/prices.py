@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.core.money import PRICE_DECIMALS, atoms_per_token
-from gateway.core.times import nanoseconds_at
+from gateway.core.times import datetime_to_ns
 from gateway.policy.fields import Frozen, Names
 
 Amount = Annotated[Decimal, Field(ge=0, max_digits=18, decimal_places=PRICE_DECIMALS)]
@@ -33,7 +33,7 @@ _MomentText = Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}")]
 Moment = Annotated[datetime, BeforeValidator(parse_moment, json_schema_input_type=_MomentText)]
 
 
-class PerToken(NamedTuple):
+class TokenPrices(NamedTuple):
     """What one token of each bucket costs, in `money`'s atoms."""
 
     input: int
@@ -77,7 +77,7 @@ class Price(Frozen):
         return self
 
     @cached_property
-    def atoms(self) -> PerToken:
+    def atoms(self) -> TokenPrices:
         amounts = (
             self.input,
             _or(self.cached_input, self.input),
@@ -88,10 +88,10 @@ class Price(Frozen):
             _or(self.audio_input, self.input),
             _or(self.audio_output, self.output),
         )
-        return PerToken._make(map(atoms_per_token, amounts))
+        return TokenPrices._make(map(atoms_per_token, amounts))
 
     @cached_property
-    def dearest(self) -> tuple[int, int]:
+    def highest(self) -> tuple[int, int]:
         """What a token of the input may cost at most, and one of the output; in atoms."""
         each = self.atoms
         return (
@@ -100,15 +100,15 @@ class Price(Frozen):
         )
 
     @cached_property
-    def texts(self) -> dict[str, str | None]:
+    def receipt_fields(self) -> dict[str, str | None]:
         """The prices as receipts have them, `price_*`, per million tokens and without exponents."""
-        amounts = {f"price_{bucket}": getattr(self, bucket) for bucket in PerToken._fields}
+        amounts = {f"price_{bucket}": getattr(self, bucket) for bucket in TokenPrices._fields}
         return {name: None if amount is None else f"{amount:f}" for name, amount in amounts.items()}
 
     @property
     def period_ns(self) -> tuple[int, int]:
         """From when on it holds, and until before when; since the epoch."""
-        return nanoseconds_at(self.start) if self.start else 0, nanoseconds_at(self.until) if self.until else 1 << 63
+        return datetime_to_ns(self.start) if self.start else 0, datetime_to_ns(self.until) if self.until else 1 << 63
 
     def holds_for(self, class_name: str, service_tier: str | None) -> bool:
         return (self.latency_class is None or class_name in self.latency_class) and (
@@ -151,4 +151,4 @@ class PriceList:
         return None
 
 
-__all__ = ["Moment", "PerToken", "Price", "PriceList", "Prices", "parse_moment"]
+__all__ = ["Moment", "Price", "PriceList", "Prices", "TokenPrices", "parse_moment"]

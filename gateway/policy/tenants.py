@@ -52,14 +52,14 @@ class Limits(Frozen):
     budget: Budget | None = Field(None, description="Money.")
 
 
-class Part(Frozen):
+class PartMatch(Frozen):
     """Which of a tenant's calls; all that is given must hold."""
 
     model: Names | None = Field(None, description="The model is one of these, by name or alias.")
     latency_class: Names | None = Field(None, alias="class", description="The latency class is one of these.")
 
     @model_validator(mode="after")
-    def _some_condition(self) -> Part:
+    def _some_condition(self) -> PartMatch:
         if self.model is None and self.latency_class is None:
             raise ValueError("name a model or a class; what holds for all calls stands in the limits themselves")
         return self
@@ -74,7 +74,7 @@ class Part(Frozen):
 class PartLimits(Limits):
     """Limits that the calls of one part share."""
 
-    match: Part = Field(description="Which calls.")
+    match: PartMatch = Field(description="Which calls.")
 
 
 class TenantLimits(Limits):

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Seconds, Share, one_is_a_list, parse_duration
+from gateway.policy.fields import Count, CountOrZero, Frozen, Name, Names, Seconds, Share, as_list, parse_duration
 
 Percentile = Literal["p50", "p90", "p95", "p99"]
-Endpoint = Literal["chat/completions", "completions", "embeddings"]
+EndpointName = Literal["chat/completions", "completions", "embeddings"]
 Endpoints = Annotated[
-    tuple[Endpoint, ...], BeforeValidator(one_is_a_list, json_schema_input_type=Endpoint | tuple[Endpoint, ...])
+    tuple[EndpointName, ...], BeforeValidator(as_list, json_schema_input_type=EndpointName | tuple[EndpointName, ...])
 ]
 
 
@@ -127,7 +127,7 @@ class CanonicalForm(Frozen):
         return self
 
 
-class CanonicalFormFor(CanonicalForm):
+class CanonicalFormException(CanonicalForm):
     """Another form for some calls. What is left out here is as where nothing is said, and not as for the others."""
 
     tenant: Names | None = Field(None, description="The tenant is one of these.")
@@ -135,7 +135,7 @@ class CanonicalFormFor(CanonicalForm):
 
 
 class Canonicalise(CanonicalForm):
-    exceptions: tuple[CanonicalFormFor, ...] = Field(
+    exceptions: tuple[CanonicalFormException, ...] = Field(
         (), description="Tenants or models with another form; the first that matches decides."
     )
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.core.cache_breakpoints import unmarked
-from gateway.core.deadlines import TIMEOUT_HEADERS, patience_seconds, whole_seconds
+from gateway.core.cache_breakpoints import without_breakpoint
+from gateway.core.deadlines import TIMEOUT_HEADERS, read_timeout_seconds, total_timeout_seconds
 from gateway.core.errors import Forbidden, ModelNotFound
 from gateway.core.ids import random_bytes
 from gateway.policy import Match, Model, Policy, Tenant
@@ -77,7 +77,7 @@ class Canonicaliser:
         """`canonicalise`, after asking the storage for what this process does not know: what the body goes on from, and
         once for each schema."""
         if (
-            context["policy"].keeps_responses
+            context["policy"].stores_responses
             and self._response_store is not None
             and isinstance(endpoint, StoringTranslator)
         ):
@@ -131,7 +131,7 @@ class Canonicaliser:
         patience = whole = math.inf
         session = None
         if common.prompt_cache_key or not _ASKED_BY_HEADERS.isdisjoint(headers):
-            patience, whole = patience_seconds(headers), whole_seconds(headers)
+            patience, whole = read_timeout_seconds(headers), total_timeout_seconds(headers)
             session = _session(common.prompt_cache_key, headers, salt)
         total = latency_class.total
         if whole < total:
@@ -163,7 +163,7 @@ class Canonicaliser:
             canonical_steps=steps,
             class_rule=rule,
             deadline=now + total,
-            patience_seconds=patience,
+            read_timeout_seconds=patience,
             trace=trace,
             session=session,
             hints=asked.hints,
@@ -205,7 +205,7 @@ def in_form(asked: ParsedBody, form: Form) -> ParsedBody:
         return msgspec.structs.replace(asked.reread(form.fields, join(form.fields)), hints=asked.hints)
     if not form.reworded and "tools" not in form.fields:
         return msgspec.structs.replace(asked, fields=form.fields)
-    tools = [unmarked(bytes(tool)) for tool in _list.decode(form.fields.get("tools", b"null")) or ()]
+    tools = [without_breakpoint(bytes(tool)) for tool in _list.decode(form.fields.get("tools", b"null")) or ()]
     pieces = [*tools, *asked.pieces[asked.tools :]]
     for number, message in form.reworded.items():
         pieces[len(tools) + number] = asked.piece_of(message)

@@ -30,7 +30,7 @@ class _Waiting:
 
     def __init__(self, call: Call, now: float, max_wait: float) -> None:
         self.call = call
-        self.due = min(now + min(max_wait, call.patience_seconds), call.deadline)
+        self.due = min(now + min(max_wait, call.read_timeout_seconds), call.deadline)
         self.granted: asyncio.Future[SlotPermit] = asyncio.get_running_loop().create_future()
 
     @property

@@ -13,7 +13,7 @@ import asyncio
 
 import xxhash
 
-from gateway.core.errors import PoisonousRequest
+from gateway.core.errors import QuarantinedRequest
 from gateway.deployments.fleet import DeploymentState
 from gateway.deployments.quarantine import CONVICTED, Quarantine
 from gateway.types import Call
@@ -36,9 +36,9 @@ def after_whole(quarantine: Quarantine, call: Call) -> None:
 
 
 def check(quarantine: Quarantine, call: Call, now: float) -> None:
-    """Raises `PoisonousRequest`. On the way of a call while no server has died, nothing happens here."""
+    """Raises `QuarantinedRequest`. On the way of a call while no server has died, nothing happens here."""
     if quarantine and quarantine.convicted(_digest(call), now):
-        raise PoisonousRequest("a server has died of this very request; it is not sent to another one")
+        raise QuarantinedRequest("a server has died of this very request; it is not sent to another one")
 
 
 def _digest(call: Call) -> int:

@@ -133,7 +133,7 @@ class Router:
         limits, loop = call.latency_class, asyncio.get_running_loop()
         deadline = call.deadline
         if call.stream:  # else the first chunk is there when all is done
-            deadline = min(loop.time() + min(limits.ttft, call.patience_seconds), deadline)
+            deadline = min(loop.time() + min(limits.ttft, call.read_timeout_seconds), deadline)
         budget = self._budgets.get(call.class_name)
         if budget is None:
             budget = self._budgets[call.class_name] = RetryBudget()

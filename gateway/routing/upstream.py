@@ -57,7 +57,7 @@ class Upstream:
         """Give `sink` the chunks behind the first, as `Reply.pour` does, each within the class's time of the last."""
         if self._wait is None:
             limits = self._call.latency_class
-            inter_token = min(limits.inter_token, self._call.patience_seconds)
+            inter_token = min(limits.inter_token, self._call.read_timeout_seconds)
             self._wait = WaitBound(inter_token, self._call.deadline, task=self._task)
         wait, now = self._wait, asyncio.get_running_loop().time
 

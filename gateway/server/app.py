@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway.admin import Admin
-from gateway.admin.diagnosis import Diagnosis
+from gateway.admin.diagnosis import DiagnosisEndpoint
 from gateway.admin.responses import response_routes
 from gateway.admin.views import view_routes
 from gateway.auth.authenticator import Authenticator
@@ -165,7 +165,7 @@ class Gateway:
             state=self._state,
             routes=[
                 *view_routes(policies, self._telemetry, self._worker_group, trace_url=settings.trace_url),
-                Diagnosis(policies, summaries).route(),
+                DiagnosisEndpoint(policies, summaries).route(),
                 *response_routes(self._storage),
                 *_usage_routes(settings),
             ],
@@ -299,16 +299,16 @@ class Gateway:
                     await self._quiet.wait()
 
     def _show_numbers(self) -> None:
-        watch, components = self._telemetry.watch, self.components
-        gauges.show_calls(watch, components, self._policies, lambda: self._in_flight)
-        gauges.show_deployments(watch, self._fleet)
-        gauges.show_reports(watch, self._fleet, self._reports)
+        register, components = self._telemetry.register, self.components
+        gauges.show_calls(register, components, self._policies, lambda: self._in_flight)
+        gauges.show_deployments(register, self._fleet)
+        gauges.show_reports(register, self._fleet, self._reports)
         if self._peers is not None:
-            gauges.show_sharing(watch, self._peers)
-        gauges.show_limits(watch, components.limiter, self._counters)
-        gauges.show_ledger(watch, self._ledger, self._reconciliation)
-        gauges.show_batches(watch, self._batches)
-        gauges.show_stored_responses(watch, self._response_store)
+            gauges.show_sharing(register, self._peers)
+        gauges.show_limits(register, components.limiter, self._counters)
+        gauges.show_ledger(register, self._ledger, self._reconciliation)
+        gauges.show_batches(register, self._batches)
+        gauges.show_stored_responses(register, self._response_store)
 
     async def _state(self) -> dict[str, Any]:
         """Says nothing about other machines' health: a gateway whose servers are down must go on to answer, with the

@@ -17,18 +17,16 @@ from gateway.limits.local_share import OutageFallback
 from gateway.policy.file import PolicyHolder
 from gateway.response_store import ResponseStore
 from gateway.serve import Components
-from gateway.telemetry.watched import (
+from gateway.telemetry.observable import (
     BATCH_LINES,
     BATCHES,
     BATCHES_ENDED,
     BODIES,
-    CALLS_HEARD,
     CUT_STREAMS,
     DEPLOYMENT_AVAILABLE,
     DEPLOYMENT_BREAKER,
     DEPLOYMENT_INFLIGHT,
     DEPLOYMENT_REPORTED,
-    GATEWAYS_HEARD,
     INFLIGHT,
     KV_BLOCKS,
     KV_CALLS,
@@ -39,29 +37,33 @@ from gateway.telemetry.watched import (
     LIMITS_LOCAL,
     LIMITS_LOCAL_CALLS,
     LIMITS_LOST,
+    LIMITS_STORAGE_FAILURES,
+    LIMITS_UNREPORTED,
     LIMITS_UNSETTLED,
-    LIMITS_UNTOLD,
+    PEER_CALLS_LEARNED,
+    PEER_GATEWAYS,
     QUEUE_DEPTH,
-    QUEUE_GAVE_WAY,
-    RESPONSES_KEPT,
-    STORE_FAILURES,
+    QUEUE_SHED,
+    RESPONSES_STORED,
+    ObservableMetric,
     Reading,
-    Watched,
 )
 
-Watch = Callable[[Watched, Callable[[], Reading]], None]
+Register = Callable[[ObservableMetric, Callable[[], Reading]], None]
 
 
-def show_calls(watch: Watch, components: Components, policies: PolicyHolder, in_flight: Callable[[], int]) -> None:
-    watch(INFLIGHT, in_flight)
-    watch(BODIES, lambda: components.bodies.held_bytes)
-    watch(QUEUE_DEPTH, lambda: {(name,): components.queue.depth(name) for name in policies.current.classes})
-    watch(QUEUE_GAVE_WAY, lambda: {(name,): components.queue.gave_way(name) for name in policies.current.classes})
-    watch(CUT_STREAMS, lambda: {(result,): count for result, count in components.router.cut_streams.items()})
+def show_calls(
+    register: Register, components: Components, policies: PolicyHolder, in_flight: Callable[[], int]
+) -> None:
+    register(INFLIGHT, in_flight)
+    register(BODIES, lambda: components.bodies.held_bytes)
+    register(QUEUE_DEPTH, lambda: {(name,): components.queue.depth(name) for name in policies.current.classes})
+    register(QUEUE_SHED, lambda: {(name,): components.queue.gave_way(name) for name in policies.current.classes})
+    register(CUT_STREAMS, lambda: {(result,): count for result, count in components.router.cut_streams.items()})
 
 
-def show_deployments(watch: Watch, fleet: Fleet) -> None:
-    watch(
+def show_deployments(register: Register, fleet: Fleet) -> None:
+    register(
         DEPLOYMENT_BREAKER,
         lambda: {
             (deployment.name, state): float(deployment.breaker.state(_now()) == state)
@@ -69,16 +71,16 @@ def show_deployments(watch: Watch, fleet: Fleet) -> None:
             for state in STATES
         },
     )
-    watch(DEPLOYMENT_INFLIGHT, lambda: {(deployment.name,): deployment.in_flight for deployment in fleet})
-    watch(
+    register(DEPLOYMENT_INFLIGHT, lambda: {(deployment.name,): deployment.in_flight for deployment in fleet})
+    register(
         DEPLOYMENT_AVAILABLE,
         lambda: {(deployment.name,): float(not deployment.cooling(_now())) for deployment in fleet},
     )
 
 
-def show_reports(watch: Watch, fleet: Fleet, reports: Reports) -> None:
+def show_reports(register: Register, fleet: Fleet, reports: Reports) -> None:
     """What servers tell of themselves."""
-    watch(
+    register(
         KV_EVENT_BATCHES,
         lambda: {
             (deployment.name, kind): getattr(reporting.counts, kind)
@@ -87,11 +89,11 @@ def show_reports(watch: Watch, fleet: Fleet, reports: Reports) -> None:
             for kind in ("batches", "gaps", "malformed")
         },
     )
-    watch(
+    register(
         KV_BLOCKS,
         lambda: {(deployment.name,): len(deployment.blocks) for deployment in fleet if deployment.blocks is not None},
     )
-    watch(
+    register(
         KV_CALLS,
         lambda: {
             (deployment.name, known): count
@@ -102,7 +104,7 @@ def show_reports(watch: Watch, fleet: Fleet, reports: Reports) -> None:
             )
         },
     )  # fmt: skip
-    watch(
+    register(
         DEPLOYMENT_REPORTED,
         lambda: {
             (deployment.name, what): getattr(load, what)
@@ -113,34 +115,34 @@ def show_reports(watch: Watch, fleet: Fleet, reports: Reports) -> None:
     )
 
 
-def show_sharing(watch: Watch, peers: PeerReports) -> None:
-    watch(GATEWAYS_HEARD, lambda: peers.others)
-    watch(CALLS_HEARD, lambda: peers.calls_heard)
+def show_sharing(register: Register, peers: PeerReports) -> None:
+    register(PEER_GATEWAYS, lambda: peers.others)
+    register(PEER_CALLS_LEARNED, lambda: peers.calls_heard)
 
 
-def show_limits(watch: Watch, limiter: Limiter, counters: OutageFallback) -> None:
-    watch(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
-    watch(LIMITS_UNSETTLED, lambda: limiter.unsettled)
-    watch(STORE_FAILURES, lambda: limiter.store_failures)
-    watch(LIMITS_LOCAL, lambda: float(counters.is_away))
-    watch(LIMITS_LOCAL_CALLS, lambda: {("granted",): counters.granted_here, ("refused",): counters.refused_here})
-    watch(LIMITS_UNTOLD, lambda: counters.untold)
+def show_limits(register: Register, limiter: Limiter, counters: OutageFallback) -> None:
+    register(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
+    register(LIMITS_UNSETTLED, lambda: limiter.unsettled)
+    register(LIMITS_STORAGE_FAILURES, lambda: limiter.store_failures)
+    register(LIMITS_LOCAL, lambda: float(counters.is_away))
+    register(LIMITS_LOCAL_CALLS, lambda: {("granted",): counters.granted_here, ("refused",): counters.refused_here})
+    register(LIMITS_UNREPORTED, lambda: counters.untold)
 
 
-def show_ledger(watch: Watch, ledger: Ledger, reconciliation: Reconciliation) -> None:
-    watch(LEDGER_ROWS, lambda: ledger.receipts_written)
-    watch(LEDGER_DRIFT, lambda: reconciliation.drift)
-    watch(LEDGER_OK, lambda: float(ledger.ok))
+def show_ledger(register: Register, ledger: Ledger, reconciliation: Reconciliation) -> None:
+    register(LEDGER_ROWS, lambda: ledger.receipts_written)
+    register(LEDGER_DRIFT, lambda: reconciliation.drift)
+    register(LEDGER_OK, lambda: float(ledger.ok))
 
 
-def show_batches(watch: Watch, batches: Batches) -> None:
-    watch(BATCHES, lambda: {(status,): count for status, count in batches.counts().items()})
-    watch(BATCHES_ENDED, lambda: {(status,): count for status, count in batches.ended().items()})
-    watch(BATCH_LINES, lambda: {(state,): count for state, count in batches.lines().items()})
+def show_batches(register: Register, batches: Batches) -> None:
+    register(BATCHES, lambda: {(status,): count for status, count in batches.counts().items()})
+    register(BATCHES_ENDED, lambda: {(status,): count for status, count in batches.ended().items()})
+    register(BATCH_LINES, lambda: {(state,): count for state, count in batches.lines().items()})
 
 
-def show_stored_responses(watch: Watch, response_store: ResponseStore) -> None:
-    watch(RESPONSES_KEPT, lambda: {(outcome,): count for outcome, count in response_store.outcomes.items()})
+def show_stored_responses(register: Register, response_store: ResponseStore) -> None:
+    register(RESPONSES_STORED, lambda: {(outcome,): count for outcome, count in response_store.outcomes.items()})
 
 
 def _now() -> float:

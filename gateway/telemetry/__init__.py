@@ -15,10 +15,10 @@ from gateway.telemetry import propagation
 from gateway.telemetry.export import EXPORT_INTERVAL_SECONDS, SpanQueue
 from gateway.telemetry.logs import access, configure_logging
 from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.observable import SPANS_DROPPED, ObservableMetric, Reading
 from gateway.telemetry.recent import RecentCalls
 from gateway.telemetry.record import CallRecord, Times, phases, times
 from gateway.telemetry.spans import SpanBuilder
-from gateway.telemetry.watched import SPANS_DROPPED, Reading, Watched
 from gateway.types import Trace
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Telemetry:
             if otlp_endpoint
             else None
         )
-        self._metrics.watch(SPANS_DROPPED, lambda: self._spans.dropped if self._spans else 0)
+        self._metrics.register(SPANS_DROPPED, lambda: self._spans.dropped if self._spans else 0)
 
     async def start(self) -> None:
         if self._spans is not None:
@@ -82,18 +82,18 @@ class Telemetry:
             logger.exception("the telemetry of a request failed", extra=_ids(record))
 
     def _record(self, record: CallRecord) -> None:
-        lasted = times(record.marks, record.attempts)
+        lasted = times(record.timings, record.attempts)
         self._metrics.update(record, lasted)
         if record.trace.sampled and self._spans is not None:
-            self._spans.put(self._builder.build(record, phases(record.marks, record.attempts)))
+            self._spans.put(self._builder.build(record, phases(record.timings, record.attempts)))
         if self._recent is not None:
             self._recent.add(record)
         if access.isEnabledFor(logging.INFO):
             access.info("%s %s %d", record.method, record.path, record.status, extra=_access_fields(record, lasted))
 
-    def watch(self, metric: Watched, read: Callable[[], Reading]) -> None:
+    def register(self, metric: ObservableMetric, read: Callable[[], Reading]) -> None:
         """Show a number that another part knows; `read` runs on the event loop. ValueError when the name is taken."""
-        self._metrics.watch(metric, read)
+        self._metrics.register(metric, read)
 
     def policy_loaded(self, policy: Policy) -> None:
         self._metrics.policy_loaded(policy)
@@ -111,7 +111,7 @@ def _ids(record: CallRecord) -> dict[str, object]:
 
 
 def _access_fields(record: CallRecord, lasted: Times) -> dict[str, object]:
-    marks, usage = record.marks, record.usage
+    timings, usage = record.timings, record.usage
     fields = _ids(record) | {
         "method": record.method,
         "path": record.path,
@@ -128,8 +128,8 @@ def _access_fields(record: CallRecord, lasted: Times) -> dict[str, object]:
         fields |= {"model": record.call.model.name, "class": record.call.class_name}
     if record.outcome is not None:
         fields["outcome"] = record.outcome.value
-    if marks.first_chunk_ns:
-        fields["ttft_ms"] = round((marks.first_chunk_ns - marks.started_ns) / 1e6, 3)
+    if timings.first_chunk_ns:
+        fields["ttft_ms"] = round((timings.first_chunk_ns - timings.started_ns) / 1e6, 3)
     if usage is not None:
         fields |= {"input_tokens": usage.input, "cached_tokens": usage.cache_read, "output_tokens": usage.output}
     return fields

@@ -23,8 +23,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from gateway.policy import Policy
 from gateway.telemetry import names
 from gateway.telemetry.aggregates import Count, Histogram, Spread, Tally
+from gateway.telemetry.observable import ObservableCollector, ObservableMetric, Reading
 from gateway.telemetry.record import CallRecord, Times
-from gateway.telemetry.watched import Reading, Watched, Watcher
 from gateway.types import Attempt, Call, Operation, Outcome, Usage
 
 DURATION_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 600)
@@ -140,9 +140,9 @@ class Metrics:
             "warmpath_telemetry_failures", "Requests whose telemetry failed; the log says why.", registry=self._registry
         )
 
-    def watch(self, metric: Watched, read: Callable[[], Reading]) -> None:
+    def register(self, metric: ObservableMetric, read: Callable[[], Reading]) -> None:
         """Raises ValueError when the name is taken."""
-        self._registry.register(Watcher(metric, read))
+        self._registry.register(ObservableCollector(metric, read))
 
     def render(self) -> tuple[bytes, str]:
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
@@ -163,13 +163,13 @@ class Metrics:
             self._unsorted = 0
             for histogram in self._histograms:
                 histogram.sort_in()
-        call, marks = record.call, record.marks
+        call, timings = record.call, record.timings
         model, class_name = (call.model.name, call.class_name) if call else (names.OTHER, names.OTHER)
         series = self._own_series(record.operation, model, class_name, record.status, record.outcome)
         series.requests.total += 1
         series.duration.observe(times.whole / 1e9)
-        if marks.first_chunk_ns:
-            series.ttft.observe((marks.first_chunk_ns - marks.started_ns) / 1e9)
+        if timings.first_chunk_ns:
+            series.ttft.observe((timings.first_chunk_ns - timings.started_ns) / 1e9)
         series.overhead.observe(times.own / 1e9)
         if times.queued is not None:
             series.queue_wait.observe(times.queued / 1e9)

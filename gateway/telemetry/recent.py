@@ -25,7 +25,7 @@ KINDS_MAX = 16  # classes come from the policy, which may change: what is of yet
 _encode = msgspec.json.encode
 
 
-class ToldCall(msgspec.Struct, frozen=True, array_like=True):
+class RecentCall(msgspec.Struct, frozen=True, array_like=True):
     """One call as a worker tells it: `told` is a JSON object."""
 
     ended_ns: int  # since the epoch
@@ -33,7 +33,7 @@ class ToldCall(msgspec.Struct, frozen=True, array_like=True):
     told: msgspec.Raw
 
 
-class Wanted(msgspec.Struct, frozen=True, array_like=True):
+class RecentCallsQuery(msgspec.Struct, frozen=True, array_like=True):
     """Which calls: `limit` of them at most, of one class or of any, and only those that went wrong or all."""
 
     limit: Annotated[int, msgspec.Meta(ge=0)]
@@ -41,8 +41,8 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True):
     troubled: bool = False
 
 
-_told_calls = msgspec.json.Decoder(list[ToldCall])
-_wanted = msgspec.json.Decoder(Wanted)
+_told_calls = msgspec.json.Decoder(list[RecentCall])
+_wanted = msgspec.json.Decoder(RecentCallsQuery)
 
 
 class _Kept(msgspec.Struct):
@@ -50,7 +50,7 @@ class _Kept(msgspec.Struct):
 
     call_id: str
     trace_id: int
-    marks: PhaseTimings
+    timings: PhaseTimings
     path: str
     operation: Operation | None
     status: int
@@ -87,7 +87,7 @@ class RecentCalls:
             kind = self._new_kind(class_name, troubled)
         kind.append(
             _Kept(
-                record.call_id, record.trace.trace_id, record.marks, record.path, record.operation, record.status,
+                record.call_id, record.trace.trace_id, record.timings, record.path, record.operation, record.status,
                 record.outcome, record.error_code,
                 None if principal is None else principal.tenant.name,
                 None if principal is None else principal.key_id,
@@ -103,14 +103,14 @@ class RecentCalls:
         return self._kinds.setdefault(name, deque(maxlen=self._keeps))
 
     def answer(self, wanted: bytes) -> bytes:
-        """`newest`, for the JSON of a `Wanted`; nothing, for what is none."""
+        """`newest`, for the JSON of a `RecentCallsQuery`; nothing, for what is none."""
         try:
             return self.newest(_wanted.decode(wanted))
         except msgspec.MsgspecError:
             return b""
 
-    def newest(self, wanted: Wanted) -> bytes:
-        """JSON, for `read_told`: the call that ended last at first."""
+    def newest(self, wanted: RecentCallsQuery) -> bytes:
+        """JSON, for `decode_recent_calls`: the call that ended last at first."""
         kinds = [reversed(kept) for (_, troubled), kept in self._kinds.items() if troubled or not wanted.troubled]
         found: Iterator[_Kept] = iter(merge(*kinds, key=_ended_ns, reverse=True))
         if wanted.class_name is not None:
@@ -118,22 +118,22 @@ class RecentCalls:
         return b"[%b]" % b",".join([kept.told or self._tell(kept) for kept in islice(found, wanted.limit)])
 
     def _tell(self, kept: _Kept) -> bytes:
-        kept.told = _encode((_ended_ns(kept), kept.marks.started_ns, {**_words(kept), "worker": self._worker}))
+        kept.told = _encode((_ended_ns(kept), kept.timings.started_ns, {**_words(kept), "worker": self._worker}))
         return kept.told
 
 
 def _ended_ns(kept: _Kept) -> int:
-    return max(kept.marks.ended_ns, kept.marks.started_ns)
+    return max(kept.timings.ended_ns, kept.timings.started_ns)
 
 
-def read_told(content: bytes) -> list[ToldCall]:
+def decode_recent_calls(content: bytes) -> list[RecentCall]:
     """What `RecentCalls.newest` has told. Raises `msgspec.MsgspecError` where it is something else."""
     return _told_calls.decode(content)
 
 
 def _words(kept: _Kept) -> dict[str, Any]:
-    marks, attempts, usage = kept.marks, kept.attempts, kept.usage
-    started, lasted = marks.started_ns, times(marks, attempts)
+    timings, attempts, usage = kept.timings, kept.attempts, kept.usage
+    started, lasted = timings.started_ns, times(timings, attempts)
     return {
         "call_id": kept.call_id,
         "trace_id": f"{kept.trace_id:032x}",
@@ -155,7 +155,7 @@ def _words(kept: _Kept) -> dict[str, Any]:
         "duration_ms": _ms(lasted.whole),
         "own_ms": _ms(lasted.own),
         "queued_ms": None if lasted.queued is None else _ms(lasted.queued),
-        "ttft_ms": _ms(marks.first_chunk_ns - started) if marks.first_chunk_ns else None,
+        "ttft_ms": _ms(timings.first_chunk_ns - started) if timings.first_chunk_ns else None,
         "usage": None if usage is None else _usage(usage),
         "predicted_cached_tokens": predicted_cached_tokens(attempts, kept.deployment),
         "phases": [
@@ -165,7 +165,7 @@ def _words(kept: _Kept) -> dict[str, Any]:
                 "end_ms": _ms(phase.end_ns - started),
                 "within_chat": phase.within_chat,
             }
-            for phase in phases(marks, attempts)
+            for phase in phases(timings, attempts)
         ],
         "attempts": [_attempt(attempt, started) for attempt in attempts],
     }
@@ -199,4 +199,4 @@ def _ms(nanoseconds: int) -> float:
     return round(nanoseconds / 1e6, 3)
 
 
-__all__ = ["RECENT_CALLS", "RecentCalls", "ToldCall", "Wanted", "read_told"]
+__all__ = ["RECENT_CALLS", "RecentCall", "RecentCalls", "RecentCallsQuery", "decode_recent_calls"]

@@ -1,4 +1,4 @@
-"""One finished request as telemetry sees it, and how its marks become phases."""
+"""One finished request as telemetry sees it, and how its timings become phases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gateway.telemetry import names
 from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Trace, Usage
 
 
-class Choice(Protocol):
+class RouteChoice(Protocol):
     @property
     def reason(self) -> str:
         """In words, which cost something to make."""
@@ -28,7 +28,7 @@ class CallRecord(msgspec.Struct, kw_only=True):
     call_id: str  # as the client is told it
     trace: Trace
     server_span_id: int
-    marks: PhaseTimings
+    timings: PhaseTimings
     method: str
     path: str  # of the door, never what a client made up: it becomes a span's name
     status: int = 500
@@ -38,7 +38,7 @@ class CallRecord(msgspec.Struct, kw_only=True):
     outcome: Outcome | None = None  # None: refused here, before any upstream was asked
     error_code: str | None = None
     cache: str = "off"  # hit, shared, miss, off
-    chosen: Choice | None = None  # by the router
+    route_choice: RouteChoice | None = None  # by the router
     attempts: Sequence[Attempt] = ()
     deployment: str | None = None  # the one that answered
     usage: Usage | None = None
@@ -49,7 +49,7 @@ class CallRecord(msgspec.Struct, kw_only=True):
     @property
     def route_reason(self) -> str | None:
         """Why that deployment, in the words of the router."""
-        return None if self.chosen is None else self.chosen.reason
+        return None if self.route_choice is None else self.route_choice.reason
 
     @property
     def predicted_cached_tokens(self) -> int:
@@ -85,18 +85,18 @@ class Phase(NamedTuple):
         return (self.end_ns - self.start_ns) / 1e9
 
 
-def phases(marks: PhaseTimings, attempts: Sequence[Attempt]) -> list[Phase]:
-    """The request's time, cut at the marks; those not `within_chat` cover it without gap or overlap.
+def phases(timings: PhaseTimings, attempts: Sequence[Attempt]) -> list[Phase]:
+    """The request's time, cut at the timings; those not `within_chat` cover it without gap or overlap.
 
     The first phase begins with the request and each lasts until the next. `chat` is the whole dialogue with the
     upstreams: from the first attempt, which `route` starts, up to `settle`; whatever is entered meanwhile (the
     queue of a fallback model, say) lies within it. A `chat` mark before any attempt is the replay of an answer.
     """
-    entered = _intervals(marks)
+    entered = _intervals(timings)
     if not attempts or not entered:
         return [_replay(*phase) for phase in entered]
 
-    opened, settled = _chat(marks, entered, attempts)
+    opened, settled = _chat(timings, entered, attempts)
     result = [Phase(names.CHAT_PHASE, opened, settled)]
     for name, start, end in entered:
         if start < opened or (start == opened and name != names.CHAT_PHASE):
@@ -107,20 +107,25 @@ def phases(marks: PhaseTimings, attempts: Sequence[Attempt]) -> list[Phase]:
     return result
 
 
-def times(marks: PhaseTimings, attempts: Sequence[Attempt]) -> Times:
+def times(timings: PhaseTimings, attempts: Sequence[Attempt]) -> Times:
     """The sums over `phases`, for the many requests of which nobody draws a span."""
-    at = dict(marks.phases)
-    if attempts and at.keys() >= _ORDINARY and len(at) == len(marks.phases):  # each was entered, and once
-        started, ended, queue, route = marks.started_ns, marks.ended_ns, at[names.QUEUE_PHASE], at[names.ROUTE_PHASE]
+    at = dict(timings.phases)
+    if attempts and at.keys() >= _ORDINARY and len(at) == len(timings.phases):  # each was entered, and once
+        started, ended, queue, route = (
+            timings.started_ns,
+            timings.ended_ns,
+            at[names.QUEUE_PHASE],
+            at[names.ROUTE_PHASE],
+        )
         opened, settled = attempts[0].started_ns, at[names.SETTLE_PHASE]
         relayed = at[names.CHAT_PHASE]
         if len(attempts) == 1 and started <= queue <= route <= opened < relayed <= settled <= ended:
             waited = route - queue
             return Times(ended - started, opened - started - waited + ended - settled, waited, settled - opened)
-    return _summed(phases(marks, attempts), marks)
+    return _summed(phases(timings, attempts), timings)
 
 
-def _summed(found: Sequence[Phase], marks: PhaseTimings) -> Times:
+def _summed(found: Sequence[Phase], timings: PhaseTimings) -> Times:
     own, queued, chat = 0, None, None
     for phase in found:
         lasted = phase.end_ns - phase.start_ns
@@ -130,11 +135,13 @@ def _summed(found: Sequence[Phase], marks: PhaseTimings) -> Times:
             chat = lasted
         elif phase.name != names.REPLAY_SPAN and not phase.within_chat:
             own += lasted
-    ended = found[-1].end_ns if found else max(marks.ended_ns, marks.started_ns)
-    return Times(ended - marks.started_ns, own, queued, chat)
+    ended = found[-1].end_ns if found else max(timings.ended_ns, timings.started_ns)
+    return Times(ended - timings.started_ns, own, queued, chat)
 
 
-def _chat(marks: PhaseTimings, entered: Sequence[tuple[str, int, int]], attempts: Sequence[Attempt]) -> tuple[int, int]:
+def _chat(
+    timings: PhaseTimings, entered: Sequence[tuple[str, int, int]], attempts: Sequence[Attempt]
+) -> tuple[int, int]:
     """When the dialogue with the upstreams begins and ends."""
     settled, opened = entered[-1][2], None
     for name, start, _ in entered:  # of a phase that was entered twice, the last time counts
@@ -147,13 +154,13 @@ def _chat(marks: PhaseTimings, entered: Sequence[tuple[str, int, int]], attempts
     for attempt in attempts:
         if attempt.started_ns < opened:
             opened = attempt.started_ns
-    return max(marks.started_ns, opened), settled
+    return max(timings.started_ns, opened), settled
 
 
-def _intervals(marks: PhaseTimings) -> list[tuple[str, int, int]]:
+def _intervals(timings: PhaseTimings) -> list[tuple[str, int, int]]:
     """(phase, start, end) as they were entered, each until the next; the clock may have been set back meanwhile."""
     intervals: list[tuple[str, int, int]] = []
-    entered, start = marks.phases, marks.started_ns
+    entered, start = timings.phases, timings.started_ns
     if not entered:
         return intervals
     name = entered[0][0]
@@ -161,7 +168,7 @@ def _intervals(marks: PhaseTimings) -> list[tuple[str, int, int]]:
         end = ns if ns > start else start
         intervals.append((name, start, end))
         name, start = next_name, end
-    intervals.append((name, start, max(marks.ended_ns, start)))
+    intervals.append((name, start, max(timings.ended_ns, start)))
     return intervals
 
 

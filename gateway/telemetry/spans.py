@@ -58,14 +58,14 @@ class SpanBuilder:
 
     def build(self, record: CallRecord, phases: Sequence[Phase]) -> list[bytes]:
         """The request's spans, encoded."""
-        trace, marks = record.trace, record.marks
+        trace, timings = record.trace, record.timings
         span = partial(_span, otlp.trace_fields(trace.trace_id.to_bytes(16), trace.tracestate))
         server_id = record.server_span_id.to_bytes(8)
         server = span(
             server_id,
             f"{record.method} {record.path}",
             trace.parent_span_id.to_bytes(8) if trace.parent_span_id else b"",
-            (marks.started_ns, phases[-1].end_ns if phases else max(marks.started_ns, marks.ended_ns)),
+            (timings.started_ns, phases[-1].end_ns if phases else max(timings.started_ns, timings.ended_ns)),
             _server_attributes(record),
             kind=Span.SPAN_KIND_SERVER,
             remote_parent=bool(trace.parent_span_id),
@@ -97,7 +97,7 @@ class SpanBuilder:
         attributes = _gen_ai_attributes(record, call, interval[0])
         if failed:
             attributes[names.ERROR_TYPE] = _error_type(record)
-        first_chunk_ns = record.marks.first_chunk_ns
+        first_chunk_ns = record.timings.first_chunk_ns
         return span(
             chat_id,
             f"{names.GEN_AI_OPERATIONS[call.operation]} {call.asked_model}",
@@ -235,8 +235,8 @@ def _gen_ai_attributes(record: CallRecord, call: Call, opened_ns: int) -> Attrib
         attributes[names.GEN_AI_RESPONSE_ID] = record.response_id
     if record.finish_reasons:
         attributes[names.GEN_AI_RESPONSE_FINISH_REASONS] = tuple(record.finish_reasons)
-    if record.marks.first_chunk_ns:
-        attributes[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = (record.marks.first_chunk_ns - opened_ns) / 1e9
+    if record.timings.first_chunk_ns:
+        attributes[names.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK] = (record.timings.first_chunk_ns - opened_ns) / 1e9
     if record.usage is not None:
         attributes |= _usage_attributes(record.usage)
     return attributes

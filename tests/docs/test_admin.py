@@ -6,7 +6,7 @@ import json
 import re
 
 from gateway.telemetry import CallRecord, RecentCalls
-from gateway.telemetry.recent import RECENT_CALLS, Wanted, read_told
+from gateway.telemetry.recent import RECENT_CALLS, RecentCallsQuery, decode_recent_calls
 from gateway.types import PhaseTimings, Trace
 from tests.docs.markdown import ROOT, code_spans, section, table_rows
 
@@ -24,9 +24,9 @@ def test_the_admin_api_is_the_one_that_is_served() -> None:
 def test_every_field_of_a_call_is_told() -> None:
     recent = RecentCalls()
     recent.add(
-        CallRecord(call_id="c", trace=Trace(1, 0, False), server_span_id=1, marks=PhaseTimings(), method="", path="")
+        CallRecord(call_id="c", trace=Trace(1, 0, False), server_span_id=1, timings=PhaseTimings(), method="", path="")
     )
-    (call,) = read_told(recent.newest(Wanted(1)))
+    (call,) = decode_recent_calls(recent.newest(RecentCallsQuery(1)))
     said = section(PAGE, "The last calls")
     assert set(json.loads(bytes(call.told))) - {"time", "worker"} <= set(code_spans(said))
     assert f"class {RECENT_CALLS} that" in said and f"{RECENT_CALLS} of the others" in said

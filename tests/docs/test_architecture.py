@@ -51,7 +51,7 @@ def test_every_module_has_its_layer() -> None:
 def test_the_phases_are_in_the_order_of_the_story() -> None:
     told = re.findall(r"^\d+\. \*\*(\w+)\*\*", section(PAGE, "A request's life"), re.MULTILINE)
     story = (ROOT / "gateway" / "serve.py").read_text()
-    entered = [name.rpartition(".")[2] for name in re.findall(r'marks\.enter\("([\w.]+)"\)', story)]
+    entered = [name.rpartition(".")[2] for name in re.findall(r'timings\.enter\("([\w.]+)"\)', story)]
     assert [name for name in told if name in entered] == [name for name in entered if name != "chat"]
 
 

@@ -10,7 +10,7 @@ import gateway
 from gateway.policy import EnvSecret
 from gateway.policy.file import PolicyError, parse_policy
 from gateway.server.policy_checks import IN_SERVICE
-from gateway.settings import Settings, SettingsError, likely_typos, load_settings, resolve_secret, variable
+from gateway.settings import Settings, SettingsError, load_settings, misspelled_variables, resolve_secret, variable
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_a_variable_that_is_nearly_one_of_ours_is_noticed(monkeypatch: pytest.Mo
     monkeypatch.setenv("WARMPATH_POLICE", "p.yaml")
     monkeypatch.setenv("WARMPATH_SERVICE_HOST", "10.0.0.1")  # Kubernetes again
     monkeypatch.setenv("WARMPATH_PORT_8080_TCP_ADDR", "10.0.0.1")
-    assert likely_typos() == ["WARMPATH_POLICE is not a setting; did you mean WARMPATH_POLICY?"]
+    assert misspelled_variables() == ["WARMPATH_POLICE is not a setting; did you mean WARMPATH_POLICY?"]
 
 
 def test_every_setting_has_a_description() -> None:

@@ -274,7 +274,7 @@ async def test_waiting_for_the_engines_count_is_no_time_of_the_gateways_own(tmp_
         told_ns = time.time_ns()
         server.record_may_come.set()
         await in_time(serving)
-        entered = rig.telemetry.records[0].marks.phases
+        entered = rig.telemetry.records[0].timings.phases
         assert [name for name, _ in entered][-2:] == ["chat", "settle"]
         assert entered[-1][1] >= told_ns - CLOCKS_APART_NS
 

@@ -39,7 +39,7 @@ class _Translator(ABC):
 
     def read(self, fields: Fields, body: bytes) -> ParsedBody:
         asked = self._read(fields, body)
-        if body.find(breakpoints.MARK) < 0:
+        if body.find(breakpoints.FIELD_JSON) < 0:
             return asked
         return msgspec.structs.replace(asked, with_breakpoints=partial(self._read, fields, body, with_breakpoints=True))
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-from gateway.core.times import seconds_of
+from gateway.core.times import parse_go_duration
 
 _LIMITS = tuple(
     (tuple(f"x-ratelimit-{figure}-{what}" for figure in ("limit", "remaining", "reset")), f"anthropic-ratelimit-{what}")
@@ -21,7 +21,7 @@ def headers_of(named: Mapping[str, str], request_id: str, now: float) -> dict[st
     told = {"request-id": request_id}
     for (limit, remaining, reset), name in _LIMITS:
         if limit in named:
-            whole_again = datetime.fromtimestamp(math.ceil(now + seconds_of(named[reset])), UTC)
+            whole_again = datetime.fromtimestamp(math.ceil(now + parse_go_duration(named[reset])), UTC)
             told[f"{name}-limit"] = named[limit]
             told[f"{name}-remaining"] = named[remaining]
             told[f"{name}-reset"] = whole_again.strftime("%Y-%m-%dT%H:%M:%SZ")

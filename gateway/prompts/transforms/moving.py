@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.core.cache_breakpoints import FIELD, MARK
+from gateway.core.cache_breakpoints import FIELD, FIELD_JSON
 from gateway.prompts.transforms.base import SYSTEM_ROLES, Message, MessagesTransform, Safety, View
 from gateway.prompts.transforms.volatile import KINDS
 
@@ -122,7 +122,7 @@ def _before_trailing(texts: list[str | None]) -> int:
 
 def _text_of(part: bytes) -> str | None:
     """None for what is no text, or carries a breakpoint."""
-    value: Any = None if MARK in part else _any.decode(part)
+    value: Any = None if FIELD_JSON in part else _any.decode(part)
     text = value.get("text") if isinstance(value, dict) else None
     return text if isinstance(text, str) else None
 

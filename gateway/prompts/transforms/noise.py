@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.core.cache_breakpoints import MARK
+from gateway.core.cache_breakpoints import FIELD_JSON
 from gateway.prompts.transforms.base import SYSTEM_ROLES, Message, MessagesTransform, Safety, View
 
 SIGNATURES: dict[str, str] = {
@@ -77,7 +77,7 @@ def _without_noise(message: dict[str, msgspec.Raw]) -> bytes | None:
 
 def _quiet_part(part: bytes) -> bytes | None:
     """The part without its noise; None where nothing else is in it."""
-    if MARK in part or not any(mark in part for mark in _MARKS):
+    if FIELD_JSON in part or not any(mark in part for mark in _MARKS):
         return part
     value: Any = _any.decode(part)
     text = value.get("text") if isinstance(value, dict) else None

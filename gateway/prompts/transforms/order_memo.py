@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.core.cache_breakpoints import MARK
+from gateway.core.cache_breakpoints import FIELD_JSON
 from gateway.prompts.transforms.base import Context, Safety, ValueTransform
 from gateway.prompts.transforms.memory import NotInMemory
 
@@ -56,7 +56,7 @@ class OrderMemo(ValueTransform):
         return None if firsts == tools else b"[" + b",".join(firsts) + b"]"
 
     def _first_form(self, raw: bytes, context: Context) -> bytes:
-        if MARK in raw:
+        if FIELD_JSON in raw:
             return raw
         meaning = digest(raw)
         if meaning is None:

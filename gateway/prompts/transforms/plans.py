@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from gateway.core.cache_breakpoints import text_of, unmarked
+from gateway.core.cache_breakpoints import part_text, without_breakpoint
 from gateway.prompts.transforms.base import Plan
 from gateway.prompts.transforms.memory import SharedMemory
 from gateway.types import PromptMessage
@@ -107,10 +107,10 @@ def _key_of(tenant: str, model: str, messages: Sequence[PromptMessage]) -> str |
 def _words(content: str | Sequence[msgspec.Raw] | None) -> bytes:
     """The same with a breakpoint, which moves on, and without one."""
     if content is not None and not isinstance(content, str) and len(content) == 1:
-        content = text_of(content[0]) or content
+        content = part_text(content[0]) or content
     if isinstance(content, str):
         return content.encode("utf-8", "surrogatepass")
-    return b"".join([unmarked(bytes(part)) for part in content or ()])
+    return b"".join([without_breakpoint(bytes(part)) for part in content or ()])
 
 
 def _decoded(decoder: msgspec.json.Decoder[Stored], stored: bytes) -> Stored | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.core.cache_breakpoints import MARK
+from gateway.core.cache_breakpoints import FIELD_JSON
 from gateway.prompts.transforms.base import Context, Safety, ValueTransform
 
 _list = msgspec.json.Decoder(list[msgspec.Raw])
@@ -23,7 +23,7 @@ class ToolOrder(ValueTransform):
     fields: ClassVar[tuple[str, ...]] = ("tools", "functions")
 
     def apply(self, raw: bytes, context: Context) -> bytes | None:
-        if MARK in raw:  # what stands before a breakpoint is what it covers
+        if FIELD_JSON in raw:  # what stands before a breakpoint is what it covers
             return None
         tools = [bytes(tool) for tool in _list.decode(raw)]
         in_order = sorted(tools, key=lambda tool: tool_name(_any.decode(tool)))

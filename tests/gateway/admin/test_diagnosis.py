@@ -14,7 +14,7 @@ import yaml
 from starlette.applications import Starlette
 
 from gateway.admin import diagnosis
-from gateway.admin.diagnosis import MAX_ASKED, Diagnosis
+from gateway.admin.diagnosis import MAX_ASKED, DiagnosisEndpoint
 from gateway.endpoints.replies import EXCEPTION_HANDLERS
 from gateway.policy.file import PolicyHolder
 from tests.gateway.cli.conftest import Warmpath, warmpath
@@ -28,7 +28,7 @@ __all__ = ["warmpath"]
 def application(folder: Path, **policy: Any) -> Starlette:
     """By the summaries in `folder/data`."""
     (folder / "policy.yaml").write_text(yaml.safe_dump(policy_of(**policy)))
-    route = Diagnosis(PolicyHolder(folder / "policy.yaml"), folder / "data" / "diagnosis").route()
+    route = DiagnosisEndpoint(PolicyHolder(folder / "policy.yaml"), folder / "data" / "diagnosis").route()
     return Starlette(routes=[route], exception_handlers=EXCEPTION_HANDLERS)
 
 

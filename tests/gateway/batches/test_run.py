@@ -27,7 +27,7 @@ async def test_lines_go_the_way_of_every_call_at_the_class_of_batches(tmp_path: 
         calls = [record.call for record in bench.rig.telemetry.records if record.call]
         assert {call.class_name for call in calls} == {"batch"}
         assert all(call.latency_class.max_wait == call.latency_class.total for call in calls)
-        assert all(record.marks.phases for record in bench.rig.telemetry.records)
+        assert all(record.timings.phases for record in bench.rig.telemetry.records)
 
 
 async def test_lines_with_equal_prefixes_follow_each_other(tmp_path: Path) -> None:

@@ -36,13 +36,13 @@ def test_every_field_of_an_opened_row_is_in_its_place() -> None:
         id="req_1", operation=Operation.EMBEDDING, asked_model="alias", end_user="user_1", service_tier="flex",
         class_name="batch", prompt_tokens_estimate=7, trace=Trace(0xABC, 0, sampled=False),
     )  # fmt: skip
-    marks = PhaseTimings()
-    marks.started_ns = 1_790_000_000_000_001_999
+    timings = PhaseTimings()
+    timings.started_ns = 1_790_000_000_000_001_999
     fleet = Fleet(lambda deployment: Unasked())
     fleet.apply(POLICY)
     first, second = fleet
     noted = Noted()
-    opener = CallOpener(cast(CallLog, noted), call, marks)
+    opener = CallOpener(cast(CallLog, noted), call, timings)
     opener(first)
     opener(second)
     known: dict[str, Any] = {

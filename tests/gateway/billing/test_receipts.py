@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from gateway.billing import receipts as billing
 from gateway.billing.receipts import bill_of, cost_of, make_receipt
-from gateway.core.money import nanos_of, text_of
-from gateway.core.times import nanoseconds_of
+from gateway.core.money import atoms_to_nanos, atoms_to_text
+from gateway.core.times import rfc3339_to_ns
 from gateway.policy import Deployment, Policy, Price
 from gateway.routing.attempts import AttemptLog
 from gateway.types import Attempt, Operation, Outcome, PhaseTimings, Trace, Usage
@@ -57,22 +57,21 @@ money = st.decimals(0, 10**6, places=9)
 def test_cost_loses_no_decimal(usage: Usage, price: Price) -> None:
     cost = cost_of(usage, price)
     with localcontext(Context(prec=100, traps=[Inexact])):
-        assert Decimal(text_of(cost)) * 10**6 == usage.input * price.input + usage.output * price.output
-        assert 0 <= Decimal(nanos_of(cost)).scaleb(-9) - Decimal(text_of(cost)) < Decimal("1e-9")
+        assert Decimal(atoms_to_text(cost)) * 10**6 == usage.input * price.input + usage.output * price.output
+        assert 0 <= Decimal(atoms_to_nanos(cost)).scaleb(-9) - Decimal(atoms_to_text(cost)) < Decimal("1e-9")
 
 
 def test_receipt_of_a_finished_call() -> None:
-    marks = PhaseTimings()
-    marks.started_ns, marks.first_chunk_ns, marks.ended_ns = 1_790_000_000_000_001_999, 1_790_000_000_250_001_999, (
-        1_790_000_001_000_000_000
-    )  # fmt: skip
+    timings = PhaseTimings()
+    timings.started_ns, timings.first_chunk_ns = 1_790_000_000_000_001_999, 1_790_000_000_250_001_999
+    timings.ended_ns = 1_790_000_001_000_000_000
     attempts = [
-        Attempt("unpriced", "status_503", marks.started_ns, marks.first_chunk_ns, span_id=0xF, status=503),
-        Attempt("a", "ok", marks.started_ns, marks.ended_ns, span_id=0x10, status=200, predicted_cached_tokens=64),
+        Attempt("unpriced", "status_503", timings.started_ns, timings.first_chunk_ns, span_id=0xF, status=503),
+        Attempt("a", "ok", timings.started_ns, timings.ended_ns, span_id=0x10, status=200, predicted_cached_tokens=64),
     ]
     receipt = make_receipt(
-        CALL, COUNTED, outcome=Outcome.COMPLETE, marks=marks, attempts=attempts, deployment=PRICED,
-        bill=bill_of(CALL, COUNTED, PRICED, arrived_ns=marks.started_ns),
+        CALL, COUNTED, outcome=Outcome.COMPLETE, timings=timings, attempts=attempts, deployment=PRICED,
+        bill=bill_of(CALL, COUNTED, PRICED, arrived_ns=timings.started_ns),
     )  # fmt: skip
     assert (receipt.tenant, receipt.key_id, receipt.latency_class) == ("acme", "key_1", "realtime")
     assert (receipt.model_asked, receipt.model_served, receipt.deployment) == ("m", "served", "a")
@@ -100,16 +99,17 @@ def test_every_field_of_a_receipt_is_in_its_place() -> None:
         a_call(policy=policy, tenant="acme", key="key_1", operation=Operation.CHAT),
         id="req_1", end_user="user_1", service_tier="flex", trace=Trace(0xABC, 0, sampled=False),
     )  # fmt: skip
-    marks = PhaseTimings()
-    marks.started_ns, marks.first_chunk_ns, marks.ended_ns = 1_790_000_000_000_000_000, 1_790_000_000_500_000_000, (
-        1_790_000_001_000_000_000
-    )  # fmt: skip
+    timings = PhaseTimings()
+    timings.started_ns, timings.first_chunk_ns = 1_790_000_000_000_000_000, 1_790_000_000_500_000_000
+    timings.ended_ns = 1_790_000_001_000_000_000
     usage = Usage(20, 30, 40, 50, 11, exact=True, audio_input=12, audio_output=13, cache_write_1h=14)
     (served,) = policy.deployments
-    attempts = [Attempt("a", "ok", marks.started_ns, marks.ended_ns, span_id=16, status=200, predicted_cached_tokens=9)]
-    bill = bill_of(call, usage, served, arrived_ns=marks.started_ns, service_tier="flex")
+    attempts = [
+        Attempt("a", "ok", timings.started_ns, timings.ended_ns, span_id=16, status=200, predicted_cached_tokens=9)
+    ]
+    bill = bill_of(call, usage, served, arrived_ns=timings.started_ns, service_tier="flex")
     receipt = make_receipt(
-        call, usage, outcome=Outcome.CLIENT_GONE, marks=marks, attempts=attempts, deployment=served, bill=bill
+        call, usage, outcome=Outcome.CLIENT_GONE, timings=timings, attempts=attempts, deployment=served, bill=bill
     )
     assert msgspec.to_builtins(receipt) == {
         "kind": "receipt",
@@ -163,36 +163,40 @@ def test_every_field_of_a_receipt_is_in_its_place() -> None:
         "policy_hash": policy.hash,
         "trace_id": f"{0xABC:032x}",
     }
-    again = make_receipt(call, usage, outcome=Outcome.COMPLETE, marks=marks, bill=bill, started="then", trace_id="it")
+    again = make_receipt(
+        call, usage, outcome=Outcome.COMPLETE, timings=timings, bill=bill, started="then", trace_id="it"
+    )
     assert (again.started, again.trace_id) == ("then", "it")
 
 
 @pytest.mark.parametrize("hours", [-5, 5])
 def test_a_clock_that_is_set_meanwhile_changes_no_duration(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
-    marks = PhaseTimings()
-    attempts = AttemptLog(lambda: 1, lambda span: {}, now_ns=marks.now_ns)
-    monkeypatch.setattr(time, "time_ns", lambda: marks.started_ns + hours * 3600 * 10**9)
+    timings = PhaseTimings()
+    attempts = AttemptLog(lambda: 1, lambda span: {}, now_ns=timings.now_ns)
+    monkeypatch.setattr(time, "time_ns", lambda: timings.started_ns + hours * 3600 * 10**9)
     monkeypatch.setattr(billing, "new_event_id", lambda: "an id")  # the real ones would be hours ahead from now on
     asked_ns = attempts.now_ns()
-    marks.enter("chat")
-    marks.first_chunk_ns = marks.now_ns()
+    timings.enter("chat")
+    timings.first_chunk_ns = timings.now_ns()
     attempts.done.append(Attempt("a", "ok", asked_ns, asked_ns, span_id=1))
     attempts.conclude("cut")
-    bill = bill_of(CALL, COUNTED, PRICED, arrived_ns=marks.started_ns)
+    bill = bill_of(CALL, COUNTED, PRICED, arrived_ns=timings.started_ns)
     for _ in range(2):  # before its end is noted, and after
-        receipt = make_receipt(CALL, COUNTED, outcome=Outcome.COMPLETE, marks=marks, bill=bill, attempts=attempts.done)
+        receipt = make_receipt(
+            CALL, COUNTED, outcome=Outcome.COMPLETE, timings=timings, bill=bill, attempts=attempts.done
+        )
         (attempt,) = receipt.attempts
         times = [receipt.started, attempt.started, attempt.ended, receipt.finished]
         assert times == sorted(times)
-        assert nanoseconds_of(receipt.finished) - nanoseconds_of(receipt.started) < 3600 * 10**9
+        assert rfc3339_to_ns(receipt.finished) - rfc3339_to_ns(receipt.started) < 3600 * 10**9
         assert receipt.ttft_seconds is not None and 0 <= receipt.ttft_seconds < 3600
-        marks.end()
+        timings.end()
 
 
 def costs(usage: Usage, outcome: Outcome, deployment: Deployment | None, from_cache: bool) -> tuple[str, str | None]:
     bill = bill_of(CALL, usage, deployment, arrived_ns=0, from_cache=from_cache)
     receipt = make_receipt(
-        CALL, usage, outcome=outcome, marks=PhaseTimings(), bill=bill, deployment=deployment, from_cache=from_cache
+        CALL, usage, outcome=outcome, timings=PhaseTimings(), bill=bill, deployment=deployment, from_cache=from_cache
     )
     return receipt.source, receipt.cost
 
@@ -221,9 +225,9 @@ def priced(*prices: dict[str, Any], model: dict[str, Any] | None = None, fallbac
 
 def billed(policy: Policy, *, model: str = "m", tier: str | None = None, at: str = "2026-11-20", **changes: Any) -> Any:
     call = msgspec.structs.replace(CALL, policy=policy, model=policy.models_by_name[model], **changes)
-    arrived_ns = nanoseconds_of(f"{at}Z" if "T" in at else f"{at}T00:00:00Z")
+    arrived_ns = rfc3339_to_ns(f"{at}Z" if "T" in at else f"{at}T00:00:00Z")
     bill = bill_of(call, Usage(1_000_000), policy.deployments[0], arrived_ns=arrived_ns, service_tier=tier)
-    return None if bill.cost is None else text_of(bill.cost)
+    return None if bill.cost is None else atoms_to_text(bill.cost)
 
 
 def test_the_first_price_that_fits_holds() -> None:
@@ -257,7 +261,7 @@ def test_a_models_price_holds_where_its_deployment_has_none() -> None:
 def test_an_answer_from_the_cache_costs_what_the_model_says() -> None:
     call = msgspec.structs.replace(CALL, policy=priced(model={"cache_price": {"input": 1, "output": 2}}))
     bill = bill_of(call, Usage(1_000_000, output=1_000_000), None, arrived_ns=0, from_cache=True)
-    assert bill.cost is not None and text_of(bill.cost) == "3"
+    assert bill.cost is not None and atoms_to_text(bill.cost) == "3"
 
 
 def test_every_bucket_has_its_price_or_inherits_one() -> None:
@@ -268,19 +272,19 @@ def test_every_bucket_has_its_price_or_inherits_one() -> None:
     }  # fmt: skip
     own = Price.model_validate(prices)
     expected = 7 * 1 + 3 * 11 + 20 * 2 + 18 * 3 + 12 * 17 + (40 - 5 - 7) * 5 + 5 * 7 + 7 * 13
-    assert text_of(cost_of(usage, own) * 10**6) == str(expected)
+    assert atoms_to_text(cost_of(usage, own) * 10**6) == str(expected)
     inherited = Price.model_validate({"input": 1, "output": 5})
-    assert text_of(cost_of(usage, inherited) * 10**6) == str(60 * 1 + 40 * 5)
+    assert atoms_to_text(cost_of(usage, inherited) * 10**6) == str(60 * 1 + 40 * 5)
     of_any_write = Price.model_validate({"input": 1, "cache_write": 3})
-    assert text_of(cost_of(usage, of_any_write) * 10**6) == str(30 * 1 + 30 * 3)
-    assert own.dearest == (17 * 10**9, 13 * 10**9)
+    assert atoms_to_text(cost_of(usage, of_any_write) * 10**6) == str(30 * 1 + 30 * 3)
+    assert own.highest == (17 * 10**9, 13 * 10**9)
 
 
 def test_the_receipt_says_which_price_held() -> None:
     policy = priced({"input": "0.1", "reasoning": "0.3", "service_tier": "flex", "version": "flex-1"})
     call = msgspec.structs.replace(CALL, policy=policy, service_tier="auto")
     bill = bill_of(call, COUNTED, policy.deployments[0], arrived_ns=0, service_tier="flex")
-    receipt = make_receipt(call, COUNTED, outcome=Outcome.COMPLETE, marks=PhaseTimings(), bill=bill)
+    receipt = make_receipt(call, COUNTED, outcome=Outcome.COMPLETE, timings=PhaseTimings(), bill=bill)
     assert (receipt.service_tier, receipt.price_version) == ("flex", "flex-1")
     assert (receipt.price_input, receipt.price_reasoning, receipt.price_output) == ("0.1", "0.3", "0")
     row = orjson.loads(msgspec.json.encode(receipt))

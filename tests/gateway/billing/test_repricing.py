@@ -12,7 +12,7 @@ from gateway.billing.ledger import Ledger, verify
 from gateway.billing.ledger.reader import EVERYTHING, Period, summarise
 from gateway.billing.repricing import CHAIN, write
 from gateway.core.errors import LedgerUnavailable
-from gateway.core.money import text_of
+from gateway.core.money import atoms_to_text
 from gateway.policy import Policy
 from tests.gateway.billing.ledger.receipts import a_receipt, write_chain
 
@@ -42,9 +42,9 @@ async def test_what_had_no_price_gets_one(tmp_path: Path) -> None:
 async def test_what_was_priced_wrongly_is_corrected_once(tmp_path: Path) -> None:
     write_chain(tmp_path / "replica", [a_receipt(**COUNTS, cost="40")])
     right = policy({"input": 1, "output": 10})
-    assert text_of((await write(tmp_path, right, EVERYTHING, now=NOW)).difference["USD"]) == "-7"
+    assert atoms_to_text((await write(tmp_path, right, EVERYTHING, now=NOW)).difference["USD"]) == "-7"
     assert (await write(tmp_path, right, EVERYTHING, now=NOW)).corrected == 0
-    assert text_of((await write(tmp_path, policy({"input": 1}), EVERYTHING, now=NOW)).difference["USD"]) == "-30"
+    assert atoms_to_text((await write(tmp_path, policy({"input": 1}), EVERYTHING, now=NOW)).difference["USD"]) == "-30"
     assert summarise(tmp_path)[0].cost == {"USD": Decimal(3)}
     assert verify(tmp_path).broken is None and set(verify(tmp_path).heads) == {"replica", CHAIN}
 

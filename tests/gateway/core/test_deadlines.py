@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from gateway.core.deadlines import patience_seconds, whole_seconds
+from gateway.core.deadlines import read_timeout_seconds, total_timeout_seconds
 from gateway.core.errors import BadRequest
 
 
@@ -21,16 +21,16 @@ from gateway.core.errors import BadRequest
     ],
 )
 def test_what_sdks_announce(headers: dict[bytes, bytes], seconds: float) -> None:
-    assert patience_seconds(headers) == seconds
+    assert read_timeout_seconds(headers) == seconds
 
 
 def test_a_time_for_the_whole_answer() -> None:
-    assert whole_seconds({}) == math.inf
-    assert whole_seconds({b"x-warmpath-timeout": b"2.5"}) == 2.5
+    assert total_timeout_seconds({}) == math.inf
+    assert total_timeout_seconds({b"x-warmpath-timeout": b"2.5"}) == 2.5
 
 
 @pytest.mark.parametrize("value", [b"soon", b"0", b"-3", b"nan", b"inf", b""])
 def test_a_time_that_is_none_is_refused_by_name(value: bytes) -> None:
     with pytest.raises(BadRequest, match="x-warmpath-timeout") as refusal:
-        whole_seconds({b"x-warmpath-timeout": value})
+        total_timeout_seconds({b"x-warmpath-timeout": value})
     assert refusal.value.param == "x-warmpath-timeout"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.money import ATOM_DECIMALS, atoms_of, atoms_per_token, nanos_of, plain_text, text_of
+from gateway.core.money import ATOM_DECIMALS, atoms_per_token, atoms_to_nanos, atoms_to_text, plain_text, text_to_atoms
 
 
 @pytest.mark.parametrize(
@@ -20,33 +20,33 @@ from gateway.core.money import ATOM_DECIMALS, atoms_of, atoms_per_token, nanos_o
     ],
 )
 def test_text_is_plain(atoms: int, text: str) -> None:
-    assert text_of(atoms) == text
+    assert atoms_to_text(atoms) == text
 
 
 @given(st.integers(0, 10**40))
 def test_text_loses_nothing(atoms: int) -> None:
     with localcontext(Context(prec=100, traps=[Inexact])):
-        assert Decimal(text_of(atoms)).scaleb(ATOM_DECIMALS) == atoms
+        assert Decimal(atoms_to_text(atoms)).scaleb(ATOM_DECIMALS) == atoms
 
 
 @given(st.decimals(0, 10**9, places=9))
 def test_a_million_tokens_cost_the_price(price: Decimal) -> None:
     with localcontext(Context(prec=100)):
-        assert Decimal(text_of(atoms_per_token(price) * 1_000_000)) == price
+        assert Decimal(atoms_to_text(atoms_per_token(price) * 1_000_000)) == price
 
 
 @given(st.integers(0, 10**30))
 def test_nanos_are_rounded_up(atoms: int) -> None:
-    assert 0 <= nanos_of(atoms) * 10**6 - atoms < 10**6
+    assert 0 <= atoms_to_nanos(atoms) * 10**6 - atoms < 10**6
 
 
 @given(st.integers(-(10**30), 10**30))
 def test_text_is_read_back_to_the_atom(atoms: int) -> None:
-    assert atoms_of(text_of(atoms)) == atoms
-    assert plain_text(Decimal(text_of(atoms))) == text_of(atoms)
+    assert text_to_atoms(atoms_to_text(atoms)) == atoms
+    assert plain_text(Decimal(atoms_to_text(atoms))) == atoms_to_text(atoms)
 
 
 @pytest.mark.parametrize("text", ["", "much", "0.0000000000000001", "NaN"])
 def test_what_is_no_amount_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no amount of money"):
-        atoms_of(text)
+        text_to_atoms(text)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.core.times import go_duration, has_passed, nanoseconds_at, nanoseconds_of, rfc3339, seconds_of
+from gateway.core.times import datetime_to_ns, go_duration, has_passed, parse_go_duration, rfc3339, rfc3339_to_ns
 
 
 @given(st.lists(st.integers(0, 4_102_444_800_000_000_000), min_size=2, max_size=5))
@@ -17,12 +17,12 @@ def test_times_sort_as_text(times_ns: list[int]) -> None:
 
 @given(st.integers(0, 4_102_444_800_000_000_000))
 def test_a_time_is_read_as_it_was_written(time_ns: int) -> None:
-    assert nanoseconds_of(rfc3339(time_ns)) == time_ns // 1000 * 1000
+    assert rfc3339_to_ns(rfc3339(time_ns)) == time_ns // 1000 * 1000
 
 
 @given(st.datetimes(min_value=datetime(1970, 1, 2), timezones=st.timezones()))
 def test_the_offset_of_a_moment_changes_nothing(moment: datetime) -> None:
-    assert nanoseconds_at(moment) == nanoseconds_at(moment.astimezone(UTC))
+    assert datetime_to_ns(moment) == datetime_to_ns(moment.astimezone(UTC))
 
 
 def test_what_has_no_end_never_passes() -> None:
@@ -43,4 +43,4 @@ def test_durations_are_printed_as_go_does(seconds: float, text: str) -> None:
 
 @given(st.integers(0, 100 * 86_400_000))
 def test_a_duration_is_read_as_it_was_printed(milliseconds: int) -> None:
-    assert round(seconds_of(go_duration(milliseconds / 1000)) * 1000) == milliseconds
+    assert round(parse_go_duration(go_duration(milliseconds / 1000)) * 1000) == milliseconds

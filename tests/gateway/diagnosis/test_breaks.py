@@ -52,11 +52,11 @@ class Desk:
             ENDPOINTS[0], json.dumps(body).encode(), {}, call_id=f"c{self.now_ns}", policy=self.policy,
             principal=Principal(self.policy.tenants_by_name[tenant], key), now=0.0, trace=UNTRACED,
         )  # fmt: skip
-        marks = PhaseTimings()
-        marks.started_ns, marks.first_chunk_ns, marks.ended_ns = (self.now_ns + n * 10**9 for n in (0, 2, 3))
+        timings = PhaseTimings()
+        timings.started_ns, timings.first_chunk_ns, timings.ended_ns = (self.now_ns + n * 10**9 for n in (0, 2, 3))
         attempt = Attempt(deployment, "ok", self.now_ns + 10**9, self.now_ns + 3 * 10**9, 1)
         usage = usage or Usage(input_uncached=call.prompt_tokens_estimate, output=5)
-        self.watcher.note(call, {b"user-agent": agent}, usage, marks, deployment, [attempt])
+        self.watcher.note(call, {b"user-agent": agent}, usage, timings, deployment, [attempt])
         self.now_ns += 60 * 10**9
         return call
 

@@ -9,7 +9,7 @@ import pytest
 from gateway.core.errors import BadRequest, Forbidden, ModelNotFound
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
-from gateway.policy.traffic import Endpoint
+from gateway.policy.traffic import EndpointName
 from gateway.prompts.canonicaliser import Canonicaliser, join
 from gateway.types import Call, Operation, Principal
 from tests.gateway.calls import UNTRACED, a_call, a_policy, chat
@@ -137,7 +137,7 @@ def test_the_first_rule_that_matches_gives_the_class() -> None:
 
 
 def test_an_endpoint_may_have_a_class_of_its_own() -> None:
-    assert set(get_args(Endpoint)) == {operation.value for operation in Operation}
+    assert set(get_args(EndpointName)) == {operation.value for operation in Operation}
     policy = a_policy(rules=[{"match": {"endpoint": "embeddings"}, "class": "batch"}])
     embedding = a_call({"model": "m", "input": "x"}, policy, operation=Operation.EMBEDDING)
     completion = a_call({"model": "m", "prompt": "x"}, policy, operation=Operation.COMPLETION)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from gateway.core.errors import PoisonousRequest, UpstreamCut
+from gateway.core.errors import QuarantinedRequest, UpstreamCut
 from gateway.deployments.circuit_breaker import CircuitBreaker
 from gateway.providers.base import Fault, ProviderFailure, Reply
 from gateway.types import Call
@@ -39,7 +39,7 @@ async def test_a_request_that_a_server_dies_of_is_not_sent_to_another() -> None:
     rig = Rig(two_servers(), a=a, b=b)
     for _ in range(2):
         error = await failing(rig)
-        assert isinstance(error, PoisonousRequest) and error.status == 422
+        assert isinstance(error, QuarantinedRequest) and error.status == 422
     assert (a.opened, b.opened) == (1, 0)
 
 
@@ -90,7 +90,7 @@ async def test_a_request_that_a_server_dies_of_in_the_middle_of_its_answer_is_no
     rig = Rig(two_servers(), a=a, b=b)
     assert isinstance(await failing(rig), UpstreamCut)
     a.dead = False  # it has been started again
-    assert isinstance(await failing(rig), PoisonousRequest)
+    assert isinstance(await failing(rig), QuarantinedRequest)
     assert (a.opened, b.opened) == (1, 0)
 
 
@@ -124,7 +124,7 @@ async def test_who_was_answered_in_between_two_deaths_has_nothing_against_it() -
         a.dead, a.steps = False, (TEXT, DONE)
         server(rig, "a").breaker = CircuitBreaker()
         assert await rig.chunks(user="one") == [TEXT, DONE]
-    with pytest.raises(PoisonousRequest):
+    with pytest.raises(QuarantinedRequest):
         await rig.chunks(user="two")
 
 

@@ -73,7 +73,7 @@ def call(policy: Policy) -> Call:
     )
 
 
-def marks(*phases: tuple[str, int], started: int = 0, ended: int, first_chunk: int | None = None) -> PhaseTimings:
+def timings(*phases: tuple[str, int], started: int = 0, ended: int, first_chunk: int | None = None) -> PhaseTimings:
     """Times in microseconds since START_NS."""
     noted = PhaseTimings()
     noted.started_ns = at(started)
@@ -94,7 +94,7 @@ def record(call: Call) -> CallRecord:
         call_id=call.id,
         trace=TRACE,
         server_span_id=0x11,
-        marks=marks(
+        timings=timings(
             ("authenticate", 5),
             ("canonicalise", 20),
             ("cache.lookup", 60),
@@ -114,7 +114,7 @@ def record(call: Call) -> CallRecord:
         call=call,
         outcome=Outcome.COMPLETE,
         cache="miss",
-        chosen=SimpleNamespace(reason="prefix"),
+        route_choice=SimpleNamespace(reason="prefix"),
         attempts=(
             Attempt("a", "connect_error", at(1200), at(1900), 0xA1, predicted_cached_tokens=96),
             Attempt("b", "ok", at(2000), at(50_000), 0xB1, status=200, predicted_cached_tokens=64),

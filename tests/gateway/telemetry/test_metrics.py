@@ -7,9 +7,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.policy import Policy
 from gateway.telemetry import CallRecord, Telemetry, aggregates
 from gateway.telemetry.metrics import UNSORTED_MAX
-from gateway.telemetry.watched import LEDGER_ROWS, QUEUE_DEPTH, Watched
+from gateway.telemetry.observable import LEDGER_ROWS, QUEUE_DEPTH, ObservableMetric
 from gateway.types import Attempt, Outcome
-from tests.gateway.telemetry.conftest import CANARY, TRACE, at, marks
+from tests.gateway.telemetry.conftest import CANARY, TRACE, at, timings
 
 
 def samples(telemetry: Telemetry) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -73,7 +73,7 @@ def test_a_request_refused_at_the_door_has_no_model() -> None:
     telemetry = Telemetry()
     telemetry.record(
         CallRecord(
-            call_id="call-1", trace=TRACE, server_span_id=1, marks=marks(("authenticate", 1), ended=3),
+            call_id="call-1", trace=TRACE, server_span_id=1, timings=timings(("authenticate", 1), ended=3),
             method="POST", path="/v1/chat/completions", status=401, error_code="invalid_api_key",
         )
     )  # fmt: skip
@@ -126,13 +126,13 @@ def test_other_parts_are_read_when_asked() -> None:
     telemetry = Telemetry()
     depth: dict[tuple[str, ...], float] = {("realtime",): 2, ("batch",): 7}
     rows = 0
-    telemetry.watch(QUEUE_DEPTH, lambda: depth)
-    telemetry.watch(LEDGER_ROWS, lambda: rows)
+    telemetry.register(QUEUE_DEPTH, lambda: depth)
+    telemetry.register(LEDGER_ROWS, lambda: rows)
     rows, depth["batch",] = 5, 8
     assert value(telemetry, "warmpath_queue_depth", class_="batch") == 8
     assert value(telemetry, "warmpath_ledger_rows_total") == 5
     with pytest.raises(ValueError, match="warmpath_queue_depth"):
-        telemetry.watch(QUEUE_DEPTH, lambda: depth)
+        telemetry.register(QUEUE_DEPTH, lambda: depth)
 
 
 def test_the_policy_in_force_is_shown_by_its_hash(policy: Policy) -> None:
@@ -159,7 +159,7 @@ def test_a_fault_in_telemetry_is_counted_and_logged_and_hurts_nobody(
 ) -> None:
     telemetry = Telemetry()
     broken: Any = None
-    record.marks = broken
+    record.timings = broken
     with caplog.at_level(logging.ERROR, "gateway.telemetry"):
         telemetry.record(record)
     assert value(telemetry, "warmpath_telemetry_failures_total") == 1
@@ -169,7 +169,7 @@ def test_a_fault_in_telemetry_is_counted_and_logged_and_hurts_nobody(
 def test_each_gateway_has_metrics_of_its_own(record: CallRecord) -> None:
     one, other = Telemetry(), Telemetry()
     one.record(record)
-    one.watch(Watched("extra", "A part's own."), lambda: 1.0)
+    one.register(ObservableMetric("extra", "A part's own."), lambda: 1.0)
     assert value(one, "extra") == 1
     assert value(other, "extra") is None
     assert value(other, "warmpath_cache_total", result="miss") is None

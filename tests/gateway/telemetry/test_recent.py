@@ -10,13 +10,15 @@ import msgspec
 import pytest
 
 from gateway.telemetry import CallRecord, RecentCalls, Telemetry
-from gateway.telemetry.recent import KINDS_MAX, RECENT_CALLS, Wanted, read_told
+from gateway.telemetry.recent import KINDS_MAX, RECENT_CALLS, RecentCallsQuery, decode_recent_calls
 from gateway.types import Call
-from tests.gateway.telemetry.conftest import CANARY, START_NS, TRACE, marks
+from tests.gateway.telemetry.conftest import CANARY, START_NS, TRACE, timings
 
 
 def told(recent: RecentCalls, limit: int = RECENT_CALLS, **wanted: Any) -> list[dict[str, Any]]:
-    return [json.loads(bytes(call.told)) for call in read_told(recent.newest(Wanted(limit, **wanted)))]
+    return [
+        json.loads(bytes(call.told)) for call in decode_recent_calls(recent.newest(RecentCallsQuery(limit, **wanted)))
+    ]
 
 
 def names(recent: RecentCalls, **wanted: Any) -> list[str]:
@@ -28,13 +30,13 @@ def answered(name: str, record: CallRecord, class_name: str, ended: int) -> Call
     assert record.call is not None
     call = msgspec.structs.replace(record.call, class_name=class_name)
     return msgspec.structs.replace(
-        record, call_id=name, call=call, attempts=record.attempts[-1:], marks=marks(("chat", 1), ended=ended)
+        record, call_id=name, call=call, attempts=record.attempts[-1:], timings=timings(("chat", 1), ended=ended)
     )
 
 
 def a_refusal(name: str) -> CallRecord:
     return CallRecord(
-        call_id=name, trace=TRACE, server_span_id=1, marks=marks(("authenticate", 1), ended=3), method="POST",
+        call_id=name, trace=TRACE, server_span_id=1, timings=timings(("authenticate", 1), ended=3), method="POST",
         path="/v1/embeddings", status=401, error_code="invalid_api_key",
     )  # fmt: skip
 
@@ -95,7 +97,7 @@ def test_a_request_that_was_refused_at_the_door_has_no_more_than_that() -> None:
 def test_nothing_of_a_prompt_is_told_and_no_call_is_held(record: CallRecord) -> None:
     recent = RecentCalls()
     recent.add(record)
-    assert CANARY.encode() not in recent.newest(Wanted(1))
+    assert CANARY.encode() not in recent.newest(RecentCallsQuery(1))
 
     def reachable(thing: object, seen: set[int]) -> bool:
         """Whether the garbage collector comes from here to a call, or to the fields of one."""
@@ -118,13 +120,15 @@ def test_the_last_ones_are_kept_and_the_newest_is_first() -> None:
     assert [call["call_id"] for call in told(recent)] == ["c4", "c3", "c2"]
     assert [call["call_id"] for call in told(recent, 1)] == ["c4"]
     assert told(recent) == told(recent), "what was put into words once is told again"
-    assert read_told(recent.newest(Wanted(1)))[0].started_ns == START_NS
+    assert decode_recent_calls(recent.newest(RecentCallsQuery(1)))[0].started_ns == START_NS
 
 
 def test_neither_a_batch_nor_a_busy_hour_pushes_out_what_went_wrong(record: CallRecord) -> None:
     recent = RecentCalls(keeps=3)
     recent.add(answered("r0", record, "realtime", ended=10))
-    recent.add(msgspec.structs.replace(record, call_id="again", marks=marks(("chat", 1), ended=11)))  # at the second
+    recent.add(
+        msgspec.structs.replace(record, call_id="again", timings=timings(("chat", 1), ended=11))
+    )  # at the second
     for number in range(5):
         recent.add(answered(f"b{number}", record, "batch", ended=20 + number))
         recent.add(answered(f"r{number + 1}", record, "realtime", ended=30 + number))
@@ -148,10 +152,10 @@ def test_what_is_no_question_is_not_answered(wanted: bytes) -> None:
     recent = RecentCalls()
     recent.add(a_refusal("r"))
     assert recent.answer(wanted) == b""
-    assert recent.answer(b"[1,null,true]") == recent.newest(Wanted(1))
+    assert recent.answer(b"[1,null,true]") == recent.newest(RecentCallsQuery(1))
 
 
 @pytest.mark.parametrize("content", [b"", b"# HELP x y", b"[[1]]", b'{"object": "list"}'])
 def test_what_is_no_such_list_is_refused(content: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
-        read_told(content)
+        decode_recent_calls(content)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from gateway.telemetry import names
 from gateway.telemetry.record import CallRecord, Phase, phases, times
 from gateway.types import Attempt
-from tests.gateway.telemetry.conftest import at, marks
+from tests.gateway.telemetry.conftest import at, timings
 
 
 def attempt(started: int, ended: int) -> Attempt:
@@ -26,7 +26,7 @@ def assert_covers(found: list[Phase], started: int, ended: int) -> None:
 
 
 def test_chat_begins_with_the_first_attempt_and_ends_with_settle(record: CallRecord) -> None:
-    found = phases(record.marks, record.attempts)
+    found = phases(record.timings, record.attempts)
     assert outline(found) == [
         ("authenticate", 0, 20, False),
         ("canonicalise", 20, 60, False),
@@ -41,14 +41,14 @@ def test_chat_begins_with_the_first_attempt_and_ends_with_settle(record: CallRec
 
 
 def test_without_attempts_the_answer_is_a_replay() -> None:
-    noted = marks(("authenticate", 1), ("cache.lookup", 10), ("chat", 20), ("settle", 30), ended=40)
+    noted = timings(("authenticate", 1), ("cache.lookup", 10), ("chat", 20), ("settle", 30), ended=40)
     found = phases(noted, ())
     assert [phase.name for phase in found] == ["authenticate", "cache.lookup", "replay", "settle"]
     assert_covers(found, 0, 40)
 
 
 def test_a_fallback_models_queue_lies_within_the_chat() -> None:
-    noted = marks(("queue", 1), ("route", 10), ("queue", 30), ("route", 40), ("chat", 60), ("settle", 80), ended=90)
+    noted = timings(("queue", 1), ("route", 10), ("queue", 30), ("route", 40), ("chat", 60), ("settle", 80), ended=90)
     found = phases(noted, (attempt(12, 28), attempt(45, 80)))
     assert outline(found) == [
         ("queue", 0, 10, False),
@@ -62,7 +62,7 @@ def test_a_fallback_models_queue_lies_within_the_chat() -> None:
 
 
 def test_a_call_whose_leader_failed_asks_for_itself() -> None:
-    noted = marks(
+    noted = timings(
         ("cache.lookup", 1), ("chat", 5), ("settle", 20), ("admit", 25), ("route", 30), ("chat", 60), ("settle", 80),
         ended=90,
     )  # fmt: skip
@@ -92,13 +92,13 @@ def test_a_call_whose_leader_failed_asks_for_itself() -> None:
 )
 @pytest.mark.parametrize("tries", [(), (attempt(8, 25),), (attempt(8, 12), attempt(10, 200))])
 def test_phases_always_add_up(names: list[tuple[str, int]], ended: int, tries: tuple[Attempt, ...]) -> None:
-    found = phases(marks(*names, ended=ended), tries)
+    found = phases(timings(*names, ended=ended), tries)
     assert_covers(found, 0, max(ended, *(us for _, us in names)))
     assert all(phase.end_ns >= phase.start_ns for phase in found)
 
 
 def test_a_request_without_phases_has_none() -> None:
-    assert phases(marks(ended=5), ()) == []
+    assert phases(timings(ended=5), ()) == []
 
 
 def test_predicted_tokens_are_those_of_the_deployment_that_answered(record: CallRecord) -> None:
@@ -114,7 +114,7 @@ PHASE_NAMES = ("authenticate", "admit", "queue", "route", "chat")
 def test_times_of_an_ordinary_call_are_the_sums_over_its_phases(steps: list[int], asked: int) -> None:
     names_in_order = ("authenticate", "canonicalise", "cache.lookup", "admit", "queue", "route", "chat", "settle")
     starts = list(itertools.accumulate(steps))
-    noted = marks(*zip(names_in_order, starts, strict=False), ended=starts[-1])
+    noted = timings(*zip(names_in_order, starts, strict=False), ended=starts[-1])
     opened = starts[5 + asked]
     found, summed = phases(noted, [attempt(opened, opened + 1)]), times(noted, [attempt(opened, opened + 1)])
     own = [p for p in found if p.name not in ("queue", "chat") and not p.within_chat]
@@ -131,7 +131,7 @@ def test_times_of_an_ordinary_call_are_the_sums_over_its_phases(steps: list[int]
 def test_times_are_the_sums_over_the_phases(entered: list[tuple[str, int]], attempted: list[int], rest: int) -> None:
     starts = list(itertools.accumulate((seconds for _, seconds in entered), initial=0))
     settled = max(starts[-1], *attempted, 0) + 1
-    noted = marks(
+    noted = timings(
         *((name, start) for (name, _), start in zip(entered, starts, strict=False)),
         ("settle", settled),
         ended=settled + rest,

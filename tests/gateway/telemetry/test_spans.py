@@ -8,7 +8,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from gateway.telemetry import CallRecord, Telemetry
 from gateway.telemetry import export as export_module
 from gateway.types import Attempt, Outcome, Trace
-from tests.gateway.telemetry.conftest import CANARY, TRACE, at, marks
+from tests.gateway.telemetry.conftest import CANARY, TRACE, at, timings
 from tests.otlp_collector import Collector, attributes
 
 
@@ -140,7 +140,7 @@ async def test_an_unsampled_request_has_no_spans(collector: Collector, record: C
 
 
 async def test_a_refused_request_shows_the_phase_that_refused_it(collector: Collector, record: CallRecord) -> None:
-    record.marks = marks(("authenticate", 1), ("canonicalise", 10), ("admit", 20), ("settle", 30), ended=40)
+    record.timings = timings(("authenticate", 1), ("canonicalise", 10), ("admit", 20), ("settle", 30), ended=40)
     record.status, record.error_code, record.outcome = 429, "rate_limit_exceeded", None
     record.attempts, record.usage, record.deployment = (), None, None
     await export(collector, record)
@@ -153,7 +153,7 @@ async def test_a_refused_request_shows_the_phase_that_refused_it(collector: Coll
 
 
 async def test_an_error_without_a_code_is_named_by_its_status(collector: Collector, record: CallRecord) -> None:
-    record.marks = marks(("authenticate", 1), ("canonicalise", 10), ended=40)
+    record.timings = timings(("authenticate", 1), ("canonicalise", 10), ended=40)
     record.status, record.outcome, record.attempts, record.call = 400, None, (), None
     await export(collector, record)
     assert attributes(collector.named("canonicalise")) == {"error.type": "400"}
@@ -163,8 +163,8 @@ async def test_a_request_without_a_valid_key_has_a_span_of_its_own(collector: Co
     await export(
         collector,
         CallRecord(
-            call_id="call-1", trace=TRACE, server_span_id=9, marks=marks(("authenticate", 1), ended=3), method="POST",
-            path="/v1/embeddings", status=401, error_code="invalid_api_key",
+            call_id="call-1", trace=TRACE, server_span_id=9, timings=timings(("authenticate", 1), ended=3),
+            method="POST", path="/v1/embeddings", status=401, error_code="invalid_api_key",
         ),
     )  # fmt: skip
     assert [span.name for span in collector.spans] == ["POST /v1/embeddings", "authenticate"]

@@ -80,7 +80,7 @@ class Policy(Frozen):
         return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()[:16]
 
     @cached_property
-    def keeps_responses(self) -> bool:
+    def stores_responses(self) -> bool:
         """Of any tenant."""
         return any(self.responses_of(tenant).keep != "off" for tenant in self.tenants)
 
