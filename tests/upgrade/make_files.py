@@ -2,10 +2,10 @@
 
     python -m tests.upgrade.make_files SOURCE tests/upgrade/RELEASE
 
-`SOURCE` is a checkout of the release. It is driven only through its command line and HTTP, so this script works for any
-release. For each kind of shared storage it runs a gateway before a scripted deployment, stops it once, and then kills it
-while one call is in flight. What is kept: the policies, the ledger (one segment compacted to Parquet), the SQLite files,
-and every key of Redis as `DUMP` gives it, with its remaining time to live.
+`SOURCE` is a checkout of the release. It is driven only through its command line and HTTP, so this script works for
+any release. For each kind of shared storage it runs a gateway before a scripted deployment, stops it once, and then
+kills it while one call is in flight. It keeps the policies, the ledger, the SQLite files, and every key of Redis as
+`DUMP` gives it, with its remaining time to live.
 """
 
 from __future__ import annotations
