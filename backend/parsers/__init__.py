@@ -1,4 +1,8 @@
-"""What is text, reasoning and tool calls in a model's answer: one file per format, chosen once per server."""
+"""Output parsers: split a model's text into content, reasoning and tool calls, one format per file.
+
+This package is pure text processing: it imports neither the engine, the server, torch nor tokenizers.
+Begin at `base.py` for the interface; the tables below map the names of `--tool-parser` and `--reasoning-parser`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,8 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 }
 
 AUTO, NONE = "auto", "none"
-# By what chat templates print when they show a model its own earlier calls and thoughts; the first that is found.
+# Text in a chat template that reveals the format, because the template prints earlier calls and reasoning in it.
+# The first match wins.
 _TOOL_SIGNS = {
     "<tool_call>": "hermes",
     "[TOOL_CALLS]": "mistral",
@@ -35,13 +40,14 @@ _REASONING_SIGNS = {"</think>": "think", "[/THINK]": "mistral", "<|channel|>anal
 
 
 def tool_format(name: str, template: str) -> ToolFormat | None:
-    """`name`: of a format, "auto" for the one that the chat template suggests, "none" for none."""
-    return TOOL_FORMATS.get(_suggested(_TOOL_SIGNS, template) if name == AUTO else name)
+    """Returns the tool call format. `name` is a format, "auto" to detect it in the chat template, or "none"."""
+    return TOOL_FORMATS.get(_detect(_TOOL_SIGNS, template) if name == AUTO else name)
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
-    return REASONING_FORMATS.get(_suggested(_REASONING_SIGNS, template) if name == AUTO else name)
+    """Returns the reasoning format. `name` as in `tool_format`."""
+    return REASONING_FORMATS.get(_detect(_REASONING_SIGNS, template) if name == AUTO else name)
 
 
-def _suggested(signs: dict[str, str], template: str) -> str:
+def _detect(signs: dict[str, str], template: str) -> str:
     return next((name for sign, name in signs.items() if sign in template), NONE)

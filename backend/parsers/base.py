@@ -1,8 +1,11 @@
-"""The family of formats in which models write tool calls, and what every member promises.
+"""Interface of tool call formats and output parsers, and the events that parsers emit.
 
-A parser reads an answer as it grows. What it has said after some text is a function of that text alone: however the
-text was cut into pieces, the texts, names and arguments of its events come to the same. It never takes back what it
-has said, so it holds back what may still turn out to be something else, and no more than that.
+A parser reads output incrementally. Its events after some text depend on that text alone: they are the same, joined,
+however the text was split into pieces. A parser never retracts an event, so it holds back text that can still turn
+out to be part of a marker or call, and no more than that.
+
+A `ToolFormat` is one model family's way to write tool calls. It provides the parser, and the grammar rules that force
+a model to write calls in that format.
 """
 
 from __future__ import annotations
@@ -14,22 +17,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-MAX_PARALLEL_CALLS = 32  # that a grammar lets a model make in one answer
+MAX_PARALLEL_CALLS = 32  # calls per output that a grammar allows
 
 
 @dataclass(frozen=True, slots=True)
 class ContentText:
+    """A piece of the output's content."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningText:
+    """A piece of the model's reasoning."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """`index`: of the call within the answer, from 0."""
+    """A tool call whose name is known. `index` is its number within the output, from 0."""
 
     index: int
     name: str
@@ -37,7 +44,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """The next piece of a call's arguments, JSON as the model wrote it."""
+    """The next piece of a call's arguments: JSON as the model wrote it."""
 
     index: int
     text: str
@@ -47,53 +54,57 @@ OutputEvent = ContentText | ReasoningText | ToolCallStart | ToolCallArguments
 
 
 class OutputParser(ABC):
-    """Reads one answer."""
+    """Parses the output of one choice incrementally."""
 
     @abstractmethod
     def push(self, text: str) -> list[OutputEvent]:
-        """What is certain now."""
+        """Takes more text and returns the events that are certain now."""
 
     @abstractmethod
     def finish(self) -> list[OutputEvent]:
-        """The rest, when no more text comes."""
+        """Ends the output and returns the remaining events."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
+    """A tool that the output may call."""
+
     name: str
     parameters: Mapping[str, Any] | None = None  # a JSON schema; None: no arguments
     strict: bool = False
 
 
-# A special token or plain text as a terminal of a Lark grammar, whichever the tokenizer has for this marker.
+# Maps a marker to a terminal of a Lark grammar: its special token if the tokenizer has one, else its text.
 MarkerTerminal = Callable[[str], str]
 
 
 class ToolFormat(ABC):
-    """How one family of models writes its calls."""
+    """The way in which one family of models writes tool calls."""
 
-    markers: ClassVar[tuple[str, ...]]  # what stands around calls; special tokens in some vocabularies
-    begins: ClassVar[str]  # the marker before the first call
-    stands_alone: ClassVar[bool] = False  # whether no text can come before it
+    markers: ClassVar[tuple[str, ...]]  # delimiters of calls; special tokens in some vocabularies
+    begins: ClassVar[str]  # marker before the first call; empty if the format has none
+    stands_alone: ClassVar[bool] = False  # whether an output with calls has no text before them
 
     @abstractmethod
-    def parser(self, tools: Sequence[CallableTool]) -> OutputParser: ...
+    def parser(self, tools: Sequence[CallableTool]) -> OutputParser:
+        """Returns a new parser for one output."""
 
     @abstractmethod
     def calls(self, tools: Sequence[CallableTool], terminal: MarkerTerminal, *, parallel: bool) -> str:
-        """Lark rules: `calls` is one call of these tools or more, behind the first marker; `head` is that marker."""
+        """Returns Lark rules: `head` is the first marker, `calls` is one call of these tools or more, after it."""
 
     def new_id(self) -> str:
+        """Returns a random call id that the model's chat template accepts."""
         return f"call_{secrets.token_hex(12)}"
 
 
 def parameters_rule(tool: CallableTool) -> str:
-    """The arguments of one tool, for a Lark rule: JSON with the spaces that models are used to."""
+    """Lark rule for the arguments of a tool: JSON with a space after commas and colons, as models write it."""
     schema = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
     options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def quoted(text: str) -> str:
-    """A literal of a Lark grammar."""
+    """A string literal in a Lark grammar."""
     return json.dumps(text)

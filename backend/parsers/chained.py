@@ -1,4 +1,4 @@
-"""An answer's parsers one behind the other: reasoning first, and tool calls in what is not reasoning."""
+"""Chains the two parsers of an output: reasoning first, then tool calls in the rest."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from backend.parsers.reasoning import ReasoningParser
 
 
 class ChainedParser(OutputParser):
+    """Passes text through a reasoning parser and its content on to a tool call parser. Either can be None."""
+
     def __init__(self, reasoning: ReasoningParser | None, calls: OutputParser | None) -> None:
         self._reasoning = reasoning
         self._calls = calls
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the answer has not begun, so that what has come is thought."""
+        """Whether the output is still inside the reasoning."""
         return self._reasoning is not None and self._reasoning.is_reasoning
 
     def push(self, text: str) -> list[OutputEvent]:
-        return self._through_calls(self._reasoning.push(text) if self._reasoning else [ContentText(text)])
+        return self._parse_calls(self._reasoning.push(text) if self._reasoning else [ContentText(text)])
 
     def finish(self) -> list[OutputEvent]:
-        events = self._through_calls(self._reasoning.finish() if self._reasoning else [])
+        events = self._parse_calls(self._reasoning.finish() if self._reasoning else [])
         return events + (self._calls.finish() if self._calls else [])
 
-    def _through_calls(self, events: list[OutputEvent]) -> list[OutputEvent]:
+    def _parse_calls(self, events: list[OutputEvent]) -> list[OutputEvent]:
         if self._calls is None:
             return [event for event in events if not isinstance(event, ContentText) or event.text]
-        through: list[OutputEvent] = []
+        parsed: list[OutputEvent] = []
         for event in events:
-            through += self._calls.push(event.text) if isinstance(event, ContentText) else [event]
-        return through
+            parsed += self._calls.push(event.text) if isinstance(event, ContentText) else [event]
+        return parsed

@@ -1,6 +1,7 @@
-"""Reasoning between two markers, before the answer.
+"""Reasoning between two markers, such as `<think>` and `</think>`, before the content.
 
-Line breaks next to the markers belong to neither, as chat templates strip them when they print an earlier answer.
+Line breaks next to the markers belong neither to the reasoning nor to the content, because chat templates strip them
+when they render an earlier output.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from backend.parsers.reasoning import NO_REASONING_RULES, ReasoningFormat, Reaso
 
 @dataclass(frozen=True, slots=True)
 class DelimitedReasoningFormat(ReasoningFormat):
+    """Reasoning between the markers `opens` and `closes`."""
+
     opens: str
     closes: str
 
@@ -22,18 +25,18 @@ class DelimitedReasoningFormat(ReasoningFormat):
         return (self.opens, self.closes)
 
     def is_open(self, prompt: str) -> bool:
-        """Whether the prompt ends within reasoning: some templates write the first marker themselves."""
+        """Whether the prompt ends inside the reasoning: some chat templates write the first marker themselves."""
         return prompt.rstrip().endswith(self.opens)
 
-    def is_over(self, prompt: str) -> bool:
-        """Whether the prompt ends with reasoning that is closed already, so that none will come."""
+    def is_closed(self, prompt: str) -> bool:
+        """Whether the prompt ends with a closed reasoning block, so that the output has none."""
         return prompt.rstrip().endswith(self.closes)
 
     def parser(self, prompt: str) -> DelimitedReasoningParser:
         return DelimitedReasoningParser(self, is_open=self.is_open(prompt))
 
     def rules(self, prompt: str, terminal: MarkerTerminal) -> str:
-        if self.is_over(prompt):
+        if self.is_closed(prompt):
             return NO_REASONING_RULES
         body, rule = rule_through(self.closes, terminal)
         reasoning = f"{body} BREAKS" if self.is_open(prompt) else f"({terminal(self.opens)} {body} BREAKS)?"
@@ -41,27 +44,29 @@ class DelimitedReasoningFormat(ReasoningFormat):
 
 
 class DelimitedReasoningParser(ReasoningParser):
+    """Parser of one output. `is_open`: the output begins inside the reasoning."""
+
     def __init__(self, markers: DelimitedReasoningFormat, *, is_open: bool) -> None:
         self._markers = markers
-        self._begun = is_open  # known to be reasoning, or not
-        self._over = False
+        self._started = is_open  # the first marker has been read
+        self._ended = False
         self._rest = ""
-        self._breaks = ""  # said if more reasoning follows
-        self._said = False  # something of the part that is being read
+        self._pending_breaks = ""  # line breaks at the end, emitted only if more reasoning follows
+        self._emitted = False  # whether the current part (reasoning or content) has emitted text
         self._events: list[OutputEvent] = []
 
     @property
     def is_reasoning(self) -> bool:
-        return self._begun and not self._over
+        return self._started and not self._ended
 
     def push(self, text: str) -> list[OutputEvent]:
         self._rest += text
-        if not self._begun and not self._over:
-            self._look_for_reasoning()
-        if self._begun and not self._over:
+        if not self._started and not self._ended:
+            self._find_start()
+        if self._started and not self._ended:
             self._read_reasoning()
-        if self._over:
-            self._read_answer()
+        if self._ended:
+            self._read_content()
         events, self._events = self._events, []
         return events
 
@@ -69,34 +74,36 @@ class DelimitedReasoningParser(ReasoningParser):
         if not self._rest:
             return []
         return (
-            [ReasoningText(self._breaks + self._rest)] if self._begun and not self._over else [ContentText(self._rest)]
+            [ReasoningText(self._pending_breaks + self._rest)]
+            if self._started and not self._ended
+            else [ContentText(self._rest)]
         )
 
-    def _look_for_reasoning(self) -> None:
+    def _find_start(self) -> None:
         stripped = self._rest.lstrip()
         if stripped.startswith(self._markers.opens):
-            self._begun = True
+            self._started = True
             self._rest = stripped[len(self._markers.opens) :]
         elif not self._markers.opens.startswith(stripped):
-            self._over = self._said = True  # there is none, and nothing of the answer is to be stripped
+            self._ended = self._emitted = True  # no reasoning: keep the content unstripped
 
     def _read_reasoning(self) -> None:
         before, found, after = self._rest.partition(self._markers.closes)
         end = len(before) if found else len(before) - partial_marker_length(before, self._markers.closes)
-        text = before[:end] if self._said else before[:end].lstrip("\n")
-        said = (self._breaks + text).rstrip("\n")
-        self._breaks = (self._breaks + text)[len(said) :]
-        self._said = self._said or bool(said)
-        if said:
-            self._events.append(ReasoningText(said))
+        text = before[:end] if self._emitted else before[:end].lstrip("\n")
+        complete = (self._pending_breaks + text).rstrip("\n")
+        self._pending_breaks = (self._pending_breaks + text)[len(complete) :]
+        self._emitted = self._emitted or bool(complete)
+        if complete:
+            self._events.append(ReasoningText(complete))
         self._rest = after if found else before[end:]
         if found:
-            self._over, self._said, self._breaks = True, False, ""
+            self._ended, self._emitted, self._pending_breaks = True, False, ""
 
-    def _read_answer(self) -> None:
-        if not self._said:
+    def _read_content(self) -> None:
+        if not self._emitted:
             self._rest = self._rest.lstrip("\n")
         if self._rest:
-            self._said = True
+            self._emitted = True
             self._events.append(ContentText(self._rest))
             self._rest = ""

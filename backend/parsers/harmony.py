@@ -1,11 +1,13 @@
-"""gpt-oss: an answer is a row of messages, each with a channel: thoughts in `analysis`, calls in `commentary`, the
-answer in `final`. Source: OpenAI's description of its harmony response format.
+"""Harmony, the format of gpt-oss: an output is a sequence of messages, each in a channel.
+
+Reasoning is in channel `analysis`, calls are in `commentary`, and the content is in `final`. Source: OpenAI's
+description of its harmony response format.
 
     <|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.now
     <|constrain|>json<|message|>{}<|call|>
 
-Two parsers share the reading. `Channels` takes the messages apart and lets calls through, each with one and the same
-header whatever the model's own looked like; `HarmonyCalls` reads these.
+Two chained parsers read it. `HarmonyChannelParser` splits the messages and passes calls on as content with one
+normalised header, whatever the model's header looked like. `HarmonyCallParser` reads these.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 ANALYSIS, FINAL = "analysis", "final"
 TO_FUNCTION = f"{CHANNEL}commentary to=functions."
-MAX_HEADER_CHARACTERS = 512  # what goes on longer without a message is text
+MAX_HEADER_CHARACTERS = 512  # a longer header without a message is content
 
-_BEGINS = (START, CHANNEL, " to=")  # of a header; the prompt has written the role of the first
+_BEGINS = (START, CHANNEL, " to=")  # of a header; the first header has no role, because the prompt ends with it
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _MESSAGE_END = re.compile("|".join([*map(re.escape, (END, CALL, RETURN)), f"(?={re.escape(START)})"]))
@@ -44,6 +46,8 @@ _CALL_HEADER = re.compile(rf"([^\s<]+)\s*(?:{re.escape(CONSTRAIN)})?\s*\w*\s*{re
 
 
 class HarmonyReasoningFormat(ReasoningFormat):
+    """Reasoning in the channel `analysis`."""
+
     @property
     def markers(self) -> tuple[str, ...]:
         return MARKERS
@@ -64,47 +68,50 @@ class HarmonyReasoningFormat(ReasoningFormat):
 
 
 class HarmonyChannelParser(ReasoningParser):
-    """A machine whose states are methods: each takes what it can of `_rest`, and says whether it got any further."""
+    """Splits the messages of an output into reasoning and content.
+
+    A state machine whose states are methods, as `MarkerCallParser`.
+    """
 
     def __init__(self) -> None:
         self._state: Callable[[], bool] = self._read_header
-        self._say: Callable[[str], OutputEvent] = ContentText
+        self._make_event: Callable[[str], OutputEvent] = ContentText
         self._is_call = False
-        self._rest = ""  # not yet taken
+        self._rest = ""  # not consumed yet
         self._events: list[OutputEvent] = []
 
     @property
     def is_reasoning(self) -> bool:
-        return self._say is ReasoningText
+        return self._make_event is ReasoningText
 
     def push(self, text: str) -> list[OutputEvent]:
         self._rest += text
         while self._rest and self._state():
             pass
-        return self._told()
+        return self._take_events()
 
     def finish(self) -> list[OutputEvent]:
         if self._state != self._read_header:
-            self._tell(self._rest)
-        elif not _begins_header(self._rest):
+            self._emit_text(self._rest)
+        elif not _can_begin_header(self._rest):
             self._events.append(ContentText(self._rest))
         self._rest = ""
-        return self._told()
+        return self._take_events()
 
     def _read_header(self) -> bool:
-        if not _begins_header(self._rest):
-            self._say, self._state = ContentText, self._read_plain  # a model that keeps to no format
+        if not _can_begin_header(self._rest):
+            self._make_event, self._state = ContentText, self._read_plain  # the model does not follow the format
             return True
         header, found, after = self._rest.partition(MESSAGE)
         if not found:
             if len(header) > MAX_HEADER_CHARACTERS:
-                self._say, self._state = ContentText, self._read_plain
+                self._make_event, self._state = ContentText, self._read_plain
             return len(header) > MAX_HEADER_CHARACTERS
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         self._is_call = recipient is not None
-        self._say = ReasoningText if channel and channel[1] == ANALYSIS and not recipient else ContentText
+        self._make_event = ReasoningText if channel and channel[1] == ANALYSIS and not recipient else ContentText
         if recipient:
-            self._tell(f"{TO_FUNCTION}{recipient[1]} {CONSTRAIN}json{MESSAGE}")
+            self._emit_text(f"{TO_FUNCTION}{recipient[1]} {CONSTRAIN}json{MESSAGE}")
         self._rest, self._state = after, self._read_message
         return True
 
@@ -114,33 +121,33 @@ class HarmonyChannelParser(ReasoningParser):
             sure = len(self._rest) - max(
                 partial_marker_length(self._rest, closer) for closer in (END, CALL, RETURN, START)
             )
-            self._tell(self._rest[:sure])
+            self._emit_text(self._rest[:sure])
             self._rest = self._rest[sure:]
             return False
-        self._tell(self._rest[: end.start()] + (CALL if self._is_call else ""))
+        self._emit_text(self._rest[: end.start()] + (CALL if self._is_call else ""))
         self._rest, self._state = self._rest[end.end() :], self._read_header
         return True
 
     def _read_plain(self) -> bool:
-        self._tell(self._rest)
+        self._emit_text(self._rest)
         self._rest = ""
         return False
 
-    def _tell(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text:
-            self._events.append(self._say(text))
+            self._events.append(self._make_event(text))
 
-    def _told(self) -> list[OutputEvent]:
+    def _take_events(self) -> list[OutputEvent]:
         events, self._events = self._events, []
         return events
 
 
-def _begins_header(text: str) -> bool:
+def _can_begin_header(text: str) -> bool:
     return any(text.startswith(begin) or begin.startswith(text) for begin in _BEGINS)
 
 
 class HarmonyFormat(ToolFormat):
-    """One call to an answer: the token behind it ends the answer."""
+    """Calls in the channel `commentary`. An output has one call at most, because `<|call|>` ends the output."""
 
     markers = MARKERS
     begins = CHANNEL
@@ -160,6 +167,8 @@ class HarmonyFormat(ToolFormat):
 
 
 class HarmonyCallParser(MarkerCallParser):
+    """Reads the calls that `HarmonyChannelParser` passes on, with their normalised headers."""
+
     marker = TO_FUNCTION
 
     def __init__(self) -> None:
@@ -168,12 +177,12 @@ class HarmonyCallParser(MarkerCallParser):
 
     def finish(self) -> list[OutputEvent]:
         if self._state == self._read_arguments:
-            self._tell_arguments(self._rest)
+            self._emit_arguments(self._rest)
             self._rest = ""
             self._close_call()
         return super().finish()
 
-    def _behind_marker(self) -> bool:
+    def _after_marker(self) -> bool:
         header = _CALL_HEADER.match(self._rest)
         if header is None:
             too_late = MESSAGE in self._rest or len(self._rest) > MAX_HEADER_CHARACTERS
@@ -186,22 +195,22 @@ class HarmonyCallParser(MarkerCallParser):
     def _read_arguments(self) -> bool:
         before, found, after = self._rest.partition(CALL)
         end = len(before) if found else len(before) - partial_marker_length(before, CALL)
-        self._tell_arguments(before[:end])
+        self._emit_arguments(before[:end])
         self._rest = after if found else before[end:]
         if found:
             self._close_call()
         return bool(found)
 
-    def _tell_arguments(self, text: str) -> None:
+    def _emit_arguments(self, text: str) -> None:
         if text:
             self._has_arguments = True
             self._emit([ToolCallArguments(self._num_calls - 1, text)])
 
     def _close_call(self) -> None:
         if not self._has_arguments:
-            self._tell_arguments("{}")
-        self._state = self._behind_call
+            self._emit_arguments("{}")
+        self._state = self._after_call
 
-    def _behind_call(self) -> bool:
+    def _after_call(self) -> bool:
         self._state = self._read_text
         return True

@@ -1,4 +1,4 @@
-"""Hermes and Qwen: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, any number of times, within text."""
+"""Hermes and Qwen: `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, repeated, anywhere in the text."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesFormat(ToolFormat):
+    """JSON calls between `<tool_call>` and `</tool_call>`."""
+
     markers = (OPEN, CLOSE)
     begins = OPEN
 
@@ -41,11 +43,11 @@ class HermesFormat(ToolFormat):
 class HermesParser(MarkerCallParser):
     marker = OPEN
 
-    def _behind_marker(self) -> bool:
+    def _after_marker(self) -> bool:
         return self._begin_call()
 
-    def _behind_call(self) -> bool:
-        if not self._skip_spaces():
+    def _after_call(self) -> bool:
+        if not self._skip_whitespace():
             return False
         if CLOSE.startswith(self._rest) and self._rest != CLOSE:
             return False

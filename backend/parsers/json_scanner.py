@@ -1,4 +1,8 @@
-"""JSON that is still being written: where a value ends, and a call as soon as its parts are known."""
+"""Incremental scanners for JSON that a model is still writing.
+
+`JsonValueScanner` finds where a value ends. `JsonCallScanner` reads a tool call and emits its name and arguments as
+soon as they are known. Arguments are passed on as written and never validated.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +20,37 @@ _SCALAR_END = re.compile(r"[,}\]\s]")
 
 
 class JsonValueScanner:
-    """Finds the end of one value, brackets and quotes alone being looked at."""
+    """Finds the end of one JSON value by its brackets and quotes alone."""
 
     def __init__(self) -> None:
         self.done = False
-        self._begun = False
+        self._started_value = False
         self._depth = 0
         self._in_string = False
         self._escaped = False
         self._scalar = False
 
     def feed(self, text: str, start: int) -> int:
-        """How far the value goes in `text`, from its own first character or from where the last piece ended."""
+        """Returns the index in `text` where the value ends, or the length if it continues in the next piece."""
         at = start
         while at < len(text) and not self.done:
-            if not self._begun:
-                self._begun = True
+            if not self._started_value:
+                self._started_value = True
                 self._scalar = text[at] not in '"{['
             if self._scalar:
-                at = self._through_scalar(text, at)
+                at = self._scan_scalar(text, at)
             elif self._in_string:
-                at = self._through_string(text, at)
+                at = self._scan_string(text, at)
             else:
-                at = self._through_structure(text, at)
+                at = self._scan_structure(text, at)
         return at
 
-    def _through_scalar(self, text: str, at: int) -> int:
+    def _scan_scalar(self, text: str, at: int) -> int:
         end = _SCALAR_END.search(text, at)
         self.done = end is not None
         return end.start() if end else len(text)
 
-    def _through_string(self, text: str, at: int) -> int:
+    def _scan_string(self, text: str, at: int) -> int:
         if self._escaped:
             self._escaped = False
             return at + 1
@@ -58,7 +62,7 @@ class JsonValueScanner:
         self.done = not self._in_string and self._depth == 0
         return found.end()
 
-    def _through_structure(self, text: str, at: int) -> int:
+    def _scan_structure(self, text: str, at: int) -> int:
         found = _STRUCTURE.search(text, at)
         if found is None:
             return len(text)
@@ -71,6 +75,8 @@ class JsonValueScanner:
 
 
 class CallStage(Enum):
+    """Position of a `JsonCallScanner` within the call."""
+
     OPENING = auto()  # before the brace
     KEY = auto()  # before a key, or the closing brace
     IN_KEY = auto()
@@ -78,17 +84,17 @@ class CallStage(Enum):
     VALUE = auto()  # before a value
     IN_VALUE = auto()
     DONE = auto()
-    REJECTED = auto()  # this is no call
+    REJECTED = auto()  # not a call
 
 
 class JsonCallScanner:
-    """Reads `{"name": "f", "arguments": {...}}`, in either order, "parameters" being another word for the latter.
+    """Reads `{"name": "f", "arguments": {...}}`, with keys in either order. "parameters" is a synonym of "arguments".
 
-    Once the name is known it is a call, and stays one; what is not JSON, or has no such name, is rejected before.
+    Input without a valid name is rejected. Once the name is known, the input is a call and stays one.
     """
 
     def __init__(self, index: int, names: Container[str] | None = None) -> None:
-        """`names`: the only names that make it a call; None: any."""
+        """`index`: number of the call in its events. `names`: accepted names; None: any."""
         self.stage = CallStage.OPENING
         self.started = False
         self._index = index
@@ -96,7 +102,7 @@ class JsonCallScanner:
         self._scanner = JsonValueScanner()
         self._key = ""
         self._value = ""
-        self._arguments = ""  # read before the name was
+        self._arguments = ""  # read before the name
         self._has_arguments = False
 
     @property
@@ -104,12 +110,12 @@ class JsonCallScanner:
         return self.stage in (CallStage.DONE, CallStage.REJECTED)
 
     def feed(self, text: str) -> tuple[list[OutputEvent], int]:
-        """Events, and how many characters were taken: all, unless the call has ended before."""
+        """Returns events and the number of characters consumed: all, unless the call ends earlier."""
         events: list[OutputEvent] = []
         at = 0
         while at < len(text) and not self.ended:
             at = self._advance(text, at, events)
-        return _joined(events), at
+        return _merged(events), at
 
     def _advance(self, text: str, at: int, events: list[OutputEvent]) -> int:
         character = text[at]
@@ -137,26 +143,26 @@ class JsonCallScanner:
         return at
 
     def _take(self, piece: str, events: list[OutputEvent]) -> None:
-        """A piece of a key or of a value."""
+        """Processes a piece of a key or value."""
         is_arguments = self.stage is CallStage.IN_VALUE and self._key in ("arguments", "parameters")
         self._value += piece
         is_streamed = is_arguments and self._value.startswith("{")
         if is_streamed:
-            self._say_arguments(piece, events)
+            self._emit_arguments(piece, events)
         if not self._scanner.done:
             return
         if self.stage is CallStage.IN_KEY:
-            self._key, self.stage = str(_decoded(self._value)), CallStage.COLON
+            self._key, self.stage = str(_parse_json(self._value)), CallStage.COLON
             return
         self.stage = CallStage.KEY
         if self._key == "name":
-            self._start(_decoded(self._value), events)
+            self._start(_parse_json(self._value), events)
         elif is_arguments and not is_streamed:
-            # Some models write the arguments as a string that holds JSON, and `null` for none.
-            decoded = _decoded(self._value)
-            self._say_arguments(decoded if isinstance(decoded, str) else "{}", events)
+            # Some models write the arguments as a string that contains JSON, or as `null` if there are none.
+            decoded = _parse_json(self._value)
+            self._emit_arguments(decoded if isinstance(decoded, str) else "{}", events)
 
-    def _say_arguments(self, text: str, events: list[OutputEvent]) -> None:
+    def _emit_arguments(self, text: str, events: list[OutputEvent]) -> None:
         self._has_arguments = True
         if self.started:
             events.append(ToolCallArguments(self._index, text))
@@ -180,20 +186,20 @@ class JsonCallScanner:
             events.append(ToolCallArguments(self._index, "{}"))
 
 
-def _decoded(raw: str) -> object:
+def _parse_json(raw: str) -> object:
     try:
         return json.loads(raw)
     except ValueError:
         return None
 
 
-def _joined(events: list[OutputEvent]) -> list[OutputEvent]:
-    """With the pieces of one call's arguments in one event."""
-    joined: list[OutputEvent] = []
+def _merged(events: list[OutputEvent]) -> list[OutputEvent]:
+    """Merges adjacent argument events of one call."""
+    merged: list[OutputEvent] = []
     for event in events:
-        last = joined[-1] if joined else None
+        last = merged[-1] if merged else None
         if isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments) and last.index == event.index:
-            joined[-1] = ToolCallArguments(event.index, last.text + event.text)
+            merged[-1] = ToolCallArguments(event.index, last.text + event.text)
         else:
-            joined.append(event)
-    return joined
+            merged.append(event)
+    return merged

@@ -1,7 +1,7 @@
-"""Llama 3: an answer that is nothing but `{"name": "f", "parameters": {...}}`, or several of them with `;` between.
+"""Llama 3: the whole output is `{"name": "f", "parameters": {...}}`, or several of these with `;` between.
 
-Nothing but its first character tells a call from an answer in JSON, so it is one only if its name is a tool's. With
-`<|python_tag|>` in front, which the larger models write, calls may also follow text.
+Such a call looks like an output in JSON, so it counts as a call only if its name is a tool's. After `<|python_tag|>`,
+which the larger models write, calls can also follow text.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ TAG = "<|python_tag|>"
 
 
 class Llama3Format(ToolFormat):
+    """JSON calls without a marker, or after `<|python_tag|>`."""
+
     markers = (TAG,)
     begins = ""
 
@@ -51,15 +53,15 @@ class Llama3Parser(MarkerCallParser):
         self._state = self._at_start
 
     def _at_start(self) -> bool:
-        if not self._skip_spaces():
+        if not self._skip_whitespace():
             return False
         return self._begin_call(self._names) if self._rest.startswith("{") else self._give_up()
 
-    def _behind_marker(self) -> bool:
+    def _after_marker(self) -> bool:
         return self._begin_call(self._names)
 
-    def _behind_call(self) -> bool:
-        if not self._skip_spaces():
+    def _after_call(self) -> bool:
+        if not self._skip_whitespace():
             return False
         if self._rest[0] in ";,":
             self._tentative += self._rest[0]

@@ -1,4 +1,9 @@
-"""What parsers of tool calls have in common: text up to a marker, and the way back when no call follows it."""
+"""Base class of tool call parsers: text up to a marker, then calls, and back to text if no call follows the marker.
+
+The parser is a state machine. `_rest` is input that has not been consumed. `_tentative` is input that was consumed
+after a marker and becomes content if it turns out not to be a call. A subclass sets `marker` and defines what follows
+a marker and a call; `_read_call` reads calls in JSON with `JsonCallScanner`.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +15,25 @@ from backend.parsers.json_scanner import WHITESPACE, CallStage, JsonCallScanner
 
 
 def partial_marker_length(text: str, marker: str) -> int:
-    """How many of the last characters may be the beginning of the marker."""
+    """Length of the longest suffix of the text that is a proper prefix of the marker."""
     longest = min(len(text), len(marker) - 1)
     return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)
 
 
 class MarkerCallParser(OutputParser):
-    """A machine whose states are methods: each takes what it can of `_rest`, and says whether it got any further.
+    """State machine whose states are methods. A state consumes from `_rest` and returns whether to run the next state.
 
-    Spaces before a call, and at the end behind one, are no part of the text; so they are said when text follows them.
+    Whitespace before a call, and at the end after one, is not part of the content. So it is emitted only when content
+    follows it.
     """
 
     marker: str
 
     def __init__(self) -> None:
         self._state: Callable[[], bool] = self._read_text
-        self._rest = ""  # not yet taken
-        self._spaces = ""  # taken, and said if text follows
-        self._tentative = ""  # taken, and said as text if no call comes of it
+        self._rest = ""  # not consumed yet
+        self._whitespace = ""  # consumed whitespace, emitted if content follows
+        self._tentative = ""  # consumed, emitted as content if it is not a call
         self._num_calls = 0
         self._scanner = JsonCallScanner(0)
         self._events: list[OutputEvent] = []
@@ -42,58 +48,58 @@ class MarkerCallParser(OutputParser):
     def finish(self) -> list[OutputEvent]:
         if self._num_calls and self._is_between_calls:
             self._tentative = self._rest = ""
-        self._say(self._tentative + self._rest)
+        self._emit_content(self._tentative + self._rest)
         self._tentative = self._rest = ""
-        if not self._num_calls and self._spaces:
-            self._events.append(ContentText(self._spaces))
+        if not self._num_calls and self._whitespace:
+            self._events.append(ContentText(self._whitespace))
         events, self._events = self._events, []
         return events
 
     @abstractmethod
-    def _behind_marker(self) -> bool:
-        """The state that follows a marker."""
+    def _after_marker(self) -> bool:
+        """The state after a marker."""
 
     def _read_text(self) -> bool:
         before, found, after = self._rest.partition(self.marker)
         if found:
-            self._say(before)
+            self._emit_content(before)
             self._rest, self._tentative = after, found
-            self._state = self._behind_marker
+            self._state = self._after_marker
             return True
         end = len(before) - partial_marker_length(before, self.marker)
-        self._say(before[:end])
+        self._emit_content(before[:end])
         self._rest = before[end:]
         return False
 
-    def _skip_spaces(self) -> bool:
-        """Whether anything else is left."""
+    def _skip_whitespace(self) -> bool:
+        """Consumes whitespace. Returns whether any other input is left."""
         stripped = self._rest.lstrip(WHITESPACE)
         self._tentative += self._rest[: len(self._rest) - len(stripped)]
         self._rest = stripped
         return bool(stripped)
 
     def _read_call(self) -> bool:
-        """JSON, with a name and arguments."""
+        """Reads a call in JSON, with a name and arguments."""
         events, taken = self._scanner.feed(self._rest)
         self._emit(events)
         if not self._scanner.started:
             self._tentative += self._rest[:taken]
         self._rest = self._rest[taken:]
         if self._scanner.stage is CallStage.DONE:
-            self._state = self._behind_call
+            self._state = self._after_call
         elif self._scanner.stage is CallStage.REJECTED:
             self._give_up()
         return self._scanner.ended
 
     @property
     def _is_between_calls(self) -> bool:
-        return self._state in (self._behind_call, self._behind_marker) or (
+        return self._state in (self._after_call, self._after_marker) or (
             self._state == self._read_call and self._scanner.stage is CallStage.OPENING
         )
 
     @abstractmethod
-    def _behind_call(self) -> bool:
-        """The state that follows a call."""
+    def _after_call(self) -> bool:
+        """The state after a call."""
 
     def _begin_call(self, names: frozenset[str] | None = None) -> bool:
         self._scanner = JsonCallScanner(self._num_calls, names)
@@ -101,9 +107,9 @@ class MarkerCallParser(OutputParser):
         return True
 
     def _give_up(self) -> bool:
-        """It was text after all."""
-        said, self._tentative = self._tentative, ""
-        self._say(said)
+        """Emits the tentative input as content, since it is not a call."""
+        text, self._tentative = self._tentative, ""
+        self._emit_content(text)
         self._state = self._read_text
         return True
 
@@ -111,12 +117,12 @@ class MarkerCallParser(OutputParser):
         for event in events:
             if isinstance(event, ToolCallStart):
                 self._num_calls += 1
-                self._spaces = self._tentative = ""
+                self._whitespace = self._tentative = ""
         self._events += events
 
-    def _say(self, text: str) -> None:
-        text = self._spaces + text
-        said = text.rstrip(WHITESPACE)
-        self._spaces = text[len(said) :]
-        if said:
-            self._events.append(ContentText(said))
+    def _emit_content(self, text: str) -> None:
+        text = self._whitespace + text
+        content = text.rstrip(WHITESPACE)
+        self._whitespace = text[len(content) :]
+        if content:
+            self._events.append(ContentText(content))

@@ -1,6 +1,6 @@
 """Mistral: `[TOOL_CALLS]` before `[{"name": "f", "arguments": {...}}, ...]`, or before each `f[ARGS]{...}`.
 
-The second is what models with the tokenizers from version 11 on write, some of them without `[ARGS]`.
+Models with tokenizer version 11 or later write the second form, some of them without `[ARGS]`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from backend.parsers.json_scanner import JsonValueScanner
 from backend.parsers.marker_calls import MarkerCallParser
 
 OPEN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # its chat templates refuse any other id
+ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # Mistral's chat templates reject any other id
 
 _HEAD = re.compile(r"([A-Za-z0-9_.\-]+)\s*(?:\[CALL_ID\][A-Za-z0-9]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 _MAYBE_HEAD = re.compile(r"[A-Za-z0-9_.\-\s\[\]]*")
@@ -33,6 +33,8 @@ MAX_HEAD_CHARACTERS = 256
 
 
 class MistralFormat(ToolFormat):
+    """A JSON list of calls, or named calls, after `[TOOL_CALLS]`. Its grammar allows the list only."""
+
     markers = (OPEN, ARGUMENTS, CALL_ID)
     begins = OPEN
 
@@ -63,8 +65,8 @@ class MistralParser(MarkerCallParser):
         self._in_list = False
         self._value = JsonValueScanner()
 
-    def _behind_marker(self) -> bool:
-        if not self._skip_spaces():
+    def _after_marker(self) -> bool:
+        if not self._skip_whitespace():
             return False
         self._in_list = self._rest[0] == "["
         if self._in_list:
@@ -94,11 +96,11 @@ class MistralParser(MarkerCallParser):
             self._state = self._read_text
         return self._value.done
 
-    def _behind_call(self) -> bool:
+    def _after_call(self) -> bool:
         if not self._in_list:
             self._state = self._read_text
             return True
-        if not self._skip_spaces():
+        if not self._skip_whitespace():
             return False
         if self._rest[0] == ",":
             self._tentative += ","

@@ -1,4 +1,4 @@
-"""The family of formats in which models think before they answer, and what every member promises."""
+"""Interface of reasoning formats: how models write reasoning before their output's content."""
 
 from __future__ import annotations
 
@@ -6,35 +6,36 @@ from abc import ABC, abstractmethod
 
 from backend.parsers.base import MarkerTerminal, OutputParser
 
-NO_REASONING_RULES = 'reasoning: ""\nopening: ""'  # the rules where none is to be expected
+NO_REASONING_RULES = 'reasoning: ""\nopening: ""'  # the rules if the output has no reasoning
 
 
 def rule_through(closer: str, terminal: MarkerTerminal) -> tuple[str, str]:
-    """(what stands in a Lark rule for any text and the marker behind it, the rule which that needs)."""
+    """Returns a Lark expression for any text up to and including the marker, and the rule that it refers to."""
     if terminal(closer).startswith('"'):
         return "through", f"through[suffix={terminal(closer)}]: /(?s:.*)/"
     return f"within {terminal(closer)}", "within: /(?s:.*)/"
 
 
 class ReasoningParser(OutputParser):
-    """Says what is `Reasoning`, and all else as `Text`: the answer, with the calls that stand in it."""
+    """Splits output into `ReasoningText` and `ContentText`. The content still contains the tool calls."""
 
     @property
     @abstractmethod
     def is_reasoning(self) -> bool:
-        """Whether the answer has not begun, so that what comes next is thought."""
+        """Whether the output is still inside the reasoning."""
 
 
 class ReasoningFormat(ABC):
-    """How one family of models thinks. `prompt` is the one that is answered, as rendered."""
+    """The way in which one family of models writes reasoning. `prompt` is the rendered prompt of the output."""
 
     @property
     @abstractmethod
     def markers(self) -> tuple[str, ...]:
-        """What stands around thoughts; special tokens in some vocabularies."""
+        """Delimiters of the reasoning; special tokens in some vocabularies."""
 
     @abstractmethod
-    def parser(self, prompt: str) -> ReasoningParser: ...
+    def parser(self, prompt: str) -> ReasoningParser:
+        """Returns a new parser for one output."""
 
     @abstractmethod
     def rules(self, prompt: str, terminal: MarkerTerminal) -> str:
