@@ -1,4 +1,8 @@
-"""Where a model comes from: a directory as transformers saves it, or one GGUF file as llama.cpp reads it."""
+"""Readers of models on disk: a directory as transformers saves it, or a GGUF file as llama.cpp reads it.
+
+This package imports `backend.engine.errors` only; the engine and the server read models through it.
+Begin at `base.py` for the interface, which presents every format as transformers' files.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,7 @@ MODEL_FILES = {
 
 
 def open_model_files(path: Path) -> ModelFiles:
-    """By the file's suffix. Of what has none of a member's, a file is taken for GGUF, as Ollama's blobs are called by
-    their digests, and the rest for a directory."""
+    """Returns the reader of a model. Any file is read as GGUF, since Ollama's blobs have no suffix."""
     suffix = GGUF if path.is_file() else path.suffix.lower()
     name = suffix if suffix in MODEL_FILES else DIRECTORY
     return cast("ModelFiles", load_member(MODEL_FILES, name)(path))

@@ -1,3 +1,5 @@
+"""Interface of model readers: configuration, tokenizer, chat templates and weights of a model on disk."""
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -12,14 +14,16 @@ from torch import Tensor
 
 from backend.model_files.mxfp4 import Mxfp4Tensor
 
-TensorReaders = dict[str, Callable[[], Tensor | Mxfp4Tensor]]  # each read when it is called, as it is kept
+TensorReaders = dict[
+    str, Callable[[], Tensor | Mxfp4Tensor]
+]  # by name; each call reads the tensor, in MXFP4 if stored so
 
 
 class ModelFiles(ABC):
-    """A model as it lies on disk, told in the terms of transformers' files, whatever its own are.
+    """A model on disk, presented in the terms of transformers' files.
 
-    What cannot be read raises `ConfigError` or `WeightsError`, and what no model here implements `UnsupportedModel`;
-    the messages name file and field.
+    Methods raise `ConfigError` or `WeightsError` for files that cannot be read, and `UnsupportedModel` for features
+    that no model here implements. The messages name the file and the field.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,28 +31,28 @@ class ModelFiles(ABC):
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """What config.json says."""
+        """Content of config.json."""
 
     @abstractmethod
     def generation_config(self) -> dict[str, Any]:
-        """What generation_config.json says; empty if nothing does."""
+        """Content of generation_config.json; empty if there is none."""
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer:
-        """With the post-processor that decides about a leading bos token, and neither padding nor truncation."""
+        """The tokenizer. Its post-processor adds the bos token, if any; it neither pads nor truncates."""
 
     @abstractmethod
     def tokenizer_config(self) -> dict[str, Any]:
-        """What tokenizer_config.json says of special tokens, by `bos_token` and the like; empty if nothing does."""
+        """Special tokens in tokenizer_config.json by role, such as `bos_token`; empty if there are none."""
 
     @abstractmethod
     def chat_templates(self) -> dict[str, str]:
-        """Jinja sources by name, the usual one as "default"; empty if there is none."""
+        """Jinja sources by name, the main one as "default"; empty if there are none."""
 
     @abstractmethod
     def tensors(self) -> AbstractContextManager[TensorReaders]:
-        """All of them, by the names that transformers gives them. They can be read while the `with` lasts."""
+        """Readers of all tensors under transformers' names. They can be called inside the `with` block only."""
 
     @abstractmethod
     def weights_bytes(self, dtype: torch.dtype) -> int:
-        """The memory that all tensors take in this dtype."""
+        """Memory of all tensors in this dtype."""

@@ -1,4 +1,4 @@
-"""A directory as transformers saves it: JSON files, and safetensors in one file or in the shards of an index."""
+"""Reader of a directory as transformers saves it: JSON files, and safetensors in one file or in indexed shards."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 
 class ModelDirectory(ModelFiles):
+    """A model directory in transformers' layout."""
+
     def config(self) -> dict[str, Any]:
         return _read_object(self.path / "config.json")
 
     def generation_config(self) -> dict[str, Any]:
-        return self._object_if_there("generation_config.json")
+        return self._read_if_present("generation_config.json")
 
     def tokenizer(self) -> Tokenizer:
-        """Of tokenizer.json, whose post-processor it is that decides. `add_bos_token` in tokenizer_config.json does
-        not: transformers 5 drops it, too, where there is a tokenizer.json."""
+        """Reads tokenizer.json. Its post-processor decides whether a bos token is added.
+
+        `add_bos_token` in tokenizer_config.json is ignored, as in transformers 5 if there is a tokenizer.json.
+        """
         path = self.path / "tokenizer.json"
         if not path.exists():
             raise ConfigError(
-                f"{self.path} has no tokenizer.json; only fast tokenizers can be served", param="model_dir"
+                f"{self.path} has no tokenizer.json; only fast tokenizers are supported", param="model_dir"
             )
         tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_padding()
@@ -44,10 +48,10 @@ class ModelDirectory(ModelFiles):
         return tokenizer
 
     def tokenizer_config(self) -> dict[str, Any]:
-        return self._object_if_there("special_tokens_map.json") | self._object_if_there("tokenizer_config.json")
+        return self._read_if_present("special_tokens_map.json") | self._read_if_present("tokenizer_config.json")
 
     def chat_templates(self) -> dict[str, str]:
-        """From `chat_template.jinja` (and `additional_chat_templates/`), else from `tokenizer_config.json`."""
+        """Reads `chat_template.jinja` and `additional_chat_templates/`, or else `tokenizer_config.json`."""
         file = self.path / TEMPLATE_FILE
         extra = sorted((self.path / "additional_chat_templates").glob("*.jinja"))
         if file.exists() or extra:
@@ -55,7 +59,7 @@ class ModelDirectory(ModelFiles):
             if file.exists():
                 sources[DEFAULT_TEMPLATE] = file.read_text(encoding="utf-8")
             return sources
-        stored = self._object_if_there("tokenizer_config.json").get("chat_template") or {}
+        stored = self._read_if_present("tokenizer_config.json").get("chat_template") or {}
         if isinstance(stored, str):
             return {DEFAULT_TEMPLATE: stored}
         return {entry["name"]: entry["template"] for entry in stored}
@@ -75,7 +79,7 @@ class ModelDirectory(ModelFiles):
             return sum(map(math.prod, shapes)) * dtype.itemsize
 
     def _open(self, files: ExitStack) -> dict[str, safe_open]:
-        """Of every tensor, the open file that has it."""
+        """Opens all shards and returns the file of each tensor."""
         sources: dict[str, safe_open] = {}
         try:
             for path in self._paths():
@@ -92,10 +96,10 @@ class ModelDirectory(ModelFiles):
         try:
             weight_map: Mapping[str, str] = json.loads(index.read_bytes())["weight_map"]
         except (ValueError, KeyError) as error:
-            raise WeightsError(f"{index} is not an index of shards: {error!r}") from error
+            raise WeightsError(f"{index} is not a valid index of shards: {error!r}") from error
         return [self.path / name for name in sorted(set(weight_map.values()))]
 
-    def _object_if_there(self, name: str) -> dict[str, Any]:
+    def _read_if_present(self, name: str) -> dict[str, Any]:
         path = self.path / name
         return _read_object(path) if path.exists() else {}
 
@@ -106,5 +110,5 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", param="model_dir") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} does not hold an object", param="model_dir")
+        raise ConfigError(f"{path} is not a JSON object", param="model_dir")
     return value

@@ -1,9 +1,10 @@
-"""GGUF's names, told in transformers': of tensors, and of what config.json says. One more architecture is a row.
+"""Translates GGUF's metadata and tensor names into transformers' names. A new architecture is a new row of a table.
 
-What llama.cpp keeps otherwise than transformers is undone: rows of queries and keys that stand in the order of its
-rotation, norms with their offset already added, experts in one tensor, frequencies that are scaled by a tensor.
-Where GGUF says nothing because llama.cpp derives it, it is derived here alike (`src/llama-model.cpp`, late 2025).
-Raises `UnsupportedModel`, and `BrokenGguf` for metadata that cannot be.
+llama.cpp stores some things differently from transformers, and this module describes how to revert that: rows of
+queries and keys in the order of ggml's rotation, norm weights with their offset added, the experts of a layer in one
+tensor, and rotary frequencies scaled by a tensor. Values that GGUF omits because llama.cpp derives them are derived
+in the same way (`src/llama-model.cpp`, late 2025). Raises `UnsupportedModel`, and `MalformedGguf` for inconsistent
+metadata.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ MODULES = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# Tensors that are no module's: a layer keeps them by their own name.
-PARAMETERS = {"attn_sinks.weight": "self_attn.sinks", "attn_sinks": "self_attn.sinks"}  # the latter Ollama's
+# Tensors that do not belong to a module: the layer has them under a name of their own.
+PARAMETERS = {"attn_sinks.weight": "self_attn.sinks", "attn_sinks": "self_attn.sinks"}  # the second is Ollama's
+# Modules outside the layers.
 OUTER_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 WHOLE = slice(None)
@@ -46,22 +48,26 @@ Fields = Callable[[GgufHeader], dict[str, Any]]
 Rows = Callable[[GgufHeader], dict[str, dict[str, slice]]]
 
 
-def _nothing(_: GgufHeader) -> dict[str, Any]:
+def _none(_: GgufHeader) -> dict[str, Any]:
     return {}
 
 
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
+    """How one GGUF architecture maps to transformers."""
+
     transformers_name: str
-    fields: Fields = _nothing  # of config.json, beside those that all have
-    modules: Mapping[str, str] = field(default_factory=dict)  # where they are called otherwise than in MODULES
-    fused: Rows = _nothing  # modules that are several of transformers': the rows of each
-    interleaved: bool = False  # whether rows of queries and keys stand in the order of ggml's "normal" rotation
-    norm_offset: float = 0.0  # that llama.cpp has added to the weights of norms
+    fields: Fields = _none  # of config.json, in addition to `common_fields`
+    modules: Mapping[str, str] = field(default_factory=dict)  # names that differ from MODULES
+    fused: Rows = _none  # modules that are several in transformers, with the rows of each
+    interleaved: bool = False  # whether rows of queries and keys are in the order of ggml's "normal" rotation
+    norm_offset: float = 0.0  # that llama.cpp has added to norm weights
 
     def names(self, module: str, header: GgufHeader) -> Mapping[str, slice]:
-        """Of a layer's module, what transformers calls it, or the parts of it, and which rows those are. Experts have
-        `{}` for their number. Empty for what no model has."""
+        """Returns transformers' names for a layer's module, each with the rows of the tensor that it has.
+
+        Names of experts contain `{}` for the expert's number. Empty if the module is unknown.
+        """
         if module in (fused := self.fused(header)):
             return fused[module]
         name = {**MODULES, **self.modules}.get(module)
@@ -69,12 +75,12 @@ class GgufArchitecture:
 
 
 def _key(header: GgufHeader, name: str) -> str:
-    """Of a field of the file's architecture."""
+    """Metadata key of a field of the file's architecture."""
     return f"{header.get('general.architecture', '')}.{name}"
 
 
 def _count(header: GgufHeader, name: str, default: int | None = None) -> int:
-    """A field that is a whole number above 0; or a list with one for each layer, as long as all are equal."""
+    """Reads a positive integer. A list with one value per layer is accepted if all values are equal."""
     key = _key(header, name)
     if key not in header:
         if default is None:
@@ -88,22 +94,23 @@ def _count(header: GgufHeader, name: str, default: int | None = None) -> int:
 
 
 def _factor(header: GgufHeader, name: str, default: float = 0.0) -> float:
-    """A field that is a number, above 0 if it is there."""
+    """Reads a positive number, or returns the default."""
     key = _key(header, name)
     return header.get(key, default, above=0) if key in header else default
 
 
 def common_fields(header: GgufHeader) -> dict[str, Any]:
+    """Returns the fields of config.json that all architectures have."""
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        raise UnsupportedModel("there is no matrix token_embd.weight: not a language model")
+        raise UnsupportedModel("token_embd.weight is missing or not a matrix: this is not a language model")
     num_heads, hidden_size = _count(header, "attention.head_count"), _count(header, "embedding_length")
     num_layers = _count(header, "block_count")
     if num_layers > len(header.tensors):
-        raise MalformedGguf(f"{num_layers} layers, and {len(header.tensors)} tensors")
+        raise MalformedGguf(f"{num_layers} layers, but only {len(header.tensors)} tensors")
     head_dim = _count(header, "attention.key_length", max(1, hidden_size // num_heads))
     if _count(header, "attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModel("attention.value_length is not attention.key_length")
+        raise UnsupportedModel("attention.value_length differs from attention.key_length")
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
@@ -143,17 +150,18 @@ def _rope(header: GgufHeader, head_dim: int) -> dict[str, Any]:
             "beta_fast": _factor(header, "rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": _factor(header, "rope.scaling.yarn_beta_slow", 1.0),
         }
-    if scaling not in ("none", "longrope"):  # whose factors are a tensor
+    if scaling not in ("none", "longrope"):  # the factors of longrope are a tensor
         raise UnsupportedModel(f"rope.scaling.type {scaling!r} is not one of linear, yarn and longrope")
     return parameters
 
 
 def original_context(header: GgufHeader) -> int:
+    """The context length before rope scaling, in tokens."""
     return _count(header, "rope.scaling.original_context_length", _count(header, "context_length"))
 
 
 def long_rope(header: GgufHeader, short: list[float], long: list[float]) -> dict[str, Any]:
-    """Frequencies that are divided by factors: Phi-3's, and Llama 3's, which are the same at every length."""
+    """Rope parameters with a factor per frequency: Phi-3's, and Llama 3's, which do not depend on the length."""
     return {
         "rope_type": "longrope",
         "short_factor": short,
@@ -170,7 +178,7 @@ def _experts(header: GgufHeader, num_layers: int) -> dict[str, Any]:
         "num_experts": _count(header, "expert_count"),
         "num_experts_per_tok": _count(header, "expert_used_count"),
         "moe_intermediate_size": _count(header, "expert_feed_forward_length", _count(header, "feed_forward_length")),
-        # All of those that are supported do, and old files do not say.
+        # True for all supported architectures; old files omit it.
         "norm_topk_prob": header.get(_key(header, "expert_weights_norm"), True),
         "mlp_only_layers": [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in header.tensors],
     }
@@ -204,27 +212,29 @@ def _gemma3(header: GgufHeader) -> dict[str, Any]:
 
 
 def _query_scalar(header: GgufHeader, largest: int) -> float:
-    """The head's width; but the 27B models, known by their number of layers, take the hidden state's share."""
+    """The head dimension. The 27B models, recognised by their number of layers, use hidden size per head instead."""
     if _count(header, "block_count") == largest:
         return _count(header, "embedding_length") / _count(header, "attention.head_count")
     return float(_count(header, "attention.key_length"))
 
 
 def _gpt_oss(header: GgufHeader) -> dict[str, Any]:
-    # It was trained with YaRN's bounds as they come; llama.cpp rounds everybody's, so that no field says which.
+    # gpt-oss was trained with YaRN's bounds unrounded. GGUF has no field for that, because llama.cpp always rounds.
     rope = _rope(header, _count(header, "attention.key_length")) | {"truncate": False}
     return {"sliding_window": _count(header, "attention.sliding_window"), "rope_parameters": rope}
 
 
 def _gptoss(header: GgufHeader) -> dict[str, Any]:
-    """Ollama's conversion of the same, which is scaled by YaRN without saying so."""
-    unsaid = {_key(header, "rope.scaling.type"): "yarn"}
-    return _gpt_oss(GgufHeader({**unsaid, **header.metadata}, header.tensors))
+    """Ollama's conversion of gpt-oss. It uses YaRN without the metadata field that says so."""
+    implied = {_key(header, "rope.scaling.type"): "yarn"}
+    return _gpt_oss(GgufHeader({**implied, **header.metadata}, header.tensors))
 
 
 def _gptoss_fused(header: GgufHeader) -> dict[str, dict[str, slice]]:
-    """Made of OpenAI's own files, these are one tensor as there: queries, keys and values one after the other, gate and
-    up in turns. Later conversions have them apart."""
+    """Modules that Ollama's early conversions keep fused as in OpenAI's files.
+
+    Queries, keys and values follow one another; rows of gate and up alternate. Later conversions separate them.
+    """
     head_dim = _count(header, "attention.key_length")
     queries, keys = (head_dim * _count(header, f"attention.{name}") for name in ("head_count", "head_count_kv"))
     return {
@@ -262,8 +272,8 @@ MIXTRAL_MODULES = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
-# By `general.architecture`. Mistral and Mixtral say "llama" too; what tells them apart are their experts.
-ARCHITECTURES = {
+# By `general.architecture`. Mistral and Mixtral are "llama" too; Mixtral is recognised by its experts.
+GGUF_ARCHITECTURES = {
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", _gemma2, GEMMA_MODULES, norm_offset=1.0),
     "gemma3": GgufArchitecture("Gemma3ForCausalLM", _gemma3, GEMMA_MODULES, norm_offset=1.0),
     "gpt-oss": GgufArchitecture("GptOssForCausalLM", _gpt_oss, GPT_OSS_MODULES),
@@ -281,7 +291,8 @@ MIXTRAL = GgufArchitecture("MixtralForCausalLM", modules=MIXTRAL_MODULES, interl
 
 
 def architecture_of(header: GgufHeader) -> GgufArchitecture:
+    """Returns the architecture of a file. Raises `UnsupportedModel`."""
     name = header.get("general.architecture", "")
-    if name not in ARCHITECTURES:
-        raise UnsupportedModel(f"general.architecture {name!r} is not one of {', '.join(ARCHITECTURES)}")
-    return MIXTRAL if name == "llama" and header.get("llama.expert_count", 0) else ARCHITECTURES[name]
+    if name not in GGUF_ARCHITECTURES:
+        raise UnsupportedModel(f"general.architecture {name!r} is not one of {', '.join(GGUF_ARCHITECTURES)}")
+    return MIXTRAL if name == "llama" and header.get("llama.expert_count", 0) else GGUF_ARCHITECTURES[name]

@@ -1,4 +1,9 @@
-"""One GGUF file, or the first of several that llama.cpp has split a model into."""
+"""Reader of a GGUF file, or of the first of several files that llama.cpp has split a model into.
+
+`gguf_header.py` reads the metadata, `gguf_architectures.py` translates names, and `gguf_tokenizer.py` builds the
+tokenizer. Files are memory-mapped while they are open. A tensor is read and dequantized when its reader is called;
+tensors in MXFP4 stay in MXFP4.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +41,7 @@ from backend.model_files.mxfp4 import Mxfp4Tensor, dequantized
 
 SPLIT_NAME = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+(?:\.weight|\.bias)?)")
-# Llama 3's and Phi-3's frequencies are divided by these. They stand in config.json there.
+# Factors that divide the rotary frequencies of Llama 3 and Phi-3. In transformers they are in config.json.
 FREQUENCIES, SHORT_FACTORS, LONG_FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 DERIVED = (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)
 PLAIN = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
@@ -47,13 +52,18 @@ SAMPLING = {
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
+    """One open file."""
+
     data: mmap
     header: GgufHeader
 
 
 class GgufFile(ModelFiles):
-    """Weights are dequantised as they are taken, MXFP4 apart; how the engine then holds them is `quantization`'s to
-    say."""
+    """A model in one or several GGUF files.
+
+    Weights are dequantized when they are read, except those in MXFP4. `--quantization` decides how the engine holds
+    them.
+    """
 
     def config(self) -> dict[str, Any]:
         return dict(self._config)
@@ -90,7 +100,7 @@ class GgufFile(ModelFiles):
         with _errors_name(self.path):
             names = {name: f"{key}.{name}" for name in header.items(f"{key}s", str)} | {DEFAULT_TEMPLATE: key}
             stored = {name: template for name, key in names.items() if (template := header.get(key, ""))}
-        # Ollama's conversions have none: it writes its own prompts.
+        # Ollama's conversions have no template, because Ollama renders prompts itself.
         beside = self.path.with_name(TEMPLATE_FILE)
         return stored or ({DEFAULT_TEMPLATE: beside.read_text(encoding="utf-8")} if beside.is_file() else {})
 
@@ -111,7 +121,7 @@ class GgufFile(ModelFiles):
 
     @cached_property
     def _header(self) -> GgufHeader:
-        """Of the whole model: the metadata stand in the first file, the tensors in all."""
+        """Header of the whole model: metadata from the first file, tensors from all files."""
         with ExitStack() as opened:
             parts = self._open(opened)
             tensors = {name: info for part in parts for name, info in part.header.tensors.items()}
@@ -123,7 +133,7 @@ class GgufFile(ModelFiles):
             return architecture_of(self._header)
 
     def _open(self, opened: ExitStack) -> list[_Shard]:
-        return [_open_part(path, opened) for path in self._paths()]
+        return [_open_shard(path, opened) for path in self._paths()]
 
     def _paths(self) -> list[Path]:
         if (split := SPLIT_NAME.fullmatch(self.path.name)) is None:
@@ -132,12 +142,12 @@ class GgufFile(ModelFiles):
         return [self.path.with_name(f"{stem}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1)]
 
     def _dtype(self) -> str:
-        """What the weights were rounded to before they were quantised is not said; the embeddings show it."""
+        """Dtype of the weights before quantization. GGUF has no field for it, so it is derived from the embeddings."""
         kind = self._header.tensors["token_embd.weight"].kind
         return {GGMLQuantizationType.F32: "float32", GGMLQuantizationType.F16: "float16"}.get(kind, "bfloat16")
 
     def _frequency_factors(self) -> tuple[list[float], list[float]] | None:
-        """For contexts up to the original length, and beyond it."""
+        """Factors for contexts up to the original length, and for longer ones. None if there are none."""
         present = [name for name in DERIVED if name in self._header.tensors]
         if not present:
             return None
@@ -149,24 +159,24 @@ class GgufFile(ModelFiles):
         short = factors.get(SHORT_FACTORS) or factors.get(FREQUENCIES)
         long = factors.get(LONG_FACTORS) or factors.get(FREQUENCIES)
         if short is None or long is None:
-            raise MalformedGguf(f"of {SHORT_FACTORS} and {LONG_FACTORS} there is only one")
+            raise MalformedGguf(f"only one of {SHORT_FACTORS} and {LONG_FACTORS} is present")
         return short, long
 
     def _add(self, sources: TensorReaders, data: mmap, info: TensorInfo) -> None:
         with _errors_name(self.path):
             made = self._sources(data, info)
-            if again := sorted(sources.keys() & made.keys()):
-                raise MalformedGguf(f"{info.name} is {again[0]}, which is there by another name, too")
+            if duplicates := sorted(sources.keys() & made.keys()):
+                raise MalformedGguf(f"{info.name} is {duplicates[0]}, which is also present under another name")
             sources.update(made)
 
     def _sources(self, data: mmap, info: TensorInfo) -> TensorReaders:
-        """One tensor, by the name or names that transformers has for it."""
+        """Returns readers for one tensor, by the name or names that it has in transformers."""
         read = partial(_read_tensor, data, info)
         outer, _, kind = info.name.rpartition(".")
         if outer in OUTER_MODULES:
             return {f"{OUTER_MODULES[outer]}.{kind}": self._undo_conversion(outer, read)}
         if (parts := LAYER_TENSOR.fullmatch(info.name)) is None:
-            return {info.name: read}  # which no model knows, and the checkpoint will say so
+            return {info.name: read}  # unknown to every model; `Checkpoint.finish` reports it
         layer, rest = parts.groups()
         if parameter := PARAMETERS.get(rest):
             return {f"model.layers.{layer}.{parameter}": read}
@@ -175,16 +185,16 @@ class GgufFile(ModelFiles):
         for short_name, rows in self._architecture.names(module, self._header).items():
             name = f"model.layers.{layer}.{short_name}.{kind}"
             if "{}" not in name:
-                sources[name] = self._undo_conversion(module, partial(_rows, read, rows))
+                sources[name] = self._undo_conversion(module, partial(_select_rows, read, rows))
                 continue
             for i in range(info.shape[0]):
-                sources[name.format(i)] = partial(_rows, partial(_read_tensor, data, info, i), rows)
+                sources[name.format(i)] = partial(_select_rows, partial(_read_tensor, data, info, i), rows)
         return sources or {info.name: read}
 
     def _undo_conversion(
         self, module: str, read: Callable[[], Tensor | Mxfp4Tensor]
     ) -> Callable[[], Tensor | Mxfp4Tensor]:
-        """What llama.cpp has changed about a tensor, changed back."""
+        """Returns a reader that reverts what llama.cpp's conversion changed."""
         architecture = self._architecture
         if module.endswith("norm") and architecture.norm_offset:
             return lambda: dequantized(read()) - architecture.norm_offset
@@ -196,16 +206,16 @@ class GgufFile(ModelFiles):
 
 @contextmanager
 def _errors_name(path: Path) -> Iterator[None]:
-    """Says of which file an error speaks."""
+    """Adds the file's path to errors."""
     try:
         yield
     except MalformedGguf as error:
-        raise WeightsError(f"{path} is not a sound GGUF file: {error}") from error
+        raise WeightsError(f"{path} is not a valid GGUF file: {error}") from error
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error.message}") from error
 
 
-def _open_part(path: Path, opened: ExitStack) -> _Shard:
+def _open_shard(path: Path, opened: ExitStack) -> _Shard:
     try:
         file = opened.enter_context(path.open("rb"))
         data = opened.enter_context(mmap(file.fileno(), 0, access=ACCESS_READ))
@@ -216,14 +226,14 @@ def _open_part(path: Path, opened: ExitStack) -> _Shard:
 
 
 def _read_tensor(data: mmap, info: TensorInfo, expert: int | None = None) -> Tensor | Mxfp4Tensor:
-    """All of it, or one expert's; as it is, where there is a form for that."""
+    """Reads a tensor or one expert of it: dequantized, except MXFP4, which is kept."""
     shape, start, num_bytes = info.shape, info.start, info.num_bytes
     if expert is not None:
         shape, num_bytes = shape[1:], num_bytes // shape[0]
         start += expert * num_bytes
     content = data[start : start + num_bytes]
     if info.kind is not GGMLQuantizationType.MXFP4:
-        return _dequantised(content, info, shape)
+        return _dequantize(content, info, shape)
     blocks = torch.from_numpy(np.frombuffer(content, np.uint8).reshape(*shape[:-1], -1, 1 + MXFP4_GROUP // 2).copy())
     codes, exponents = blocks[..., 1:], blocks[..., 0].contiguous()
     return (
@@ -233,11 +243,11 @@ def _read_tensor(data: mmap, info: TensorInfo, expert: int | None = None) -> Ten
     )
 
 
-def _rows(read: Callable[[], Tensor | Mxfp4Tensor], rows: slice) -> Tensor | Mxfp4Tensor:
+def _select_rows(read: Callable[[], Tensor | Mxfp4Tensor], rows: slice) -> Tensor | Mxfp4Tensor:
     return read()[rows]
 
 
-def _dequantised(content: bytes, info: TensorInfo, shape: tuple[int, ...]) -> Tensor:
+def _dequantize(content: bytes, info: TensorInfo, shape: tuple[int, ...]) -> Tensor:
     if info.kind in PLAIN:
         values = np.frombuffer(content, PLAIN[info.kind])
     else:
@@ -245,12 +255,14 @@ def _dequantised(content: bytes, info: TensorInfo, shape: tuple[int, ...]) -> Te
             rows = np.frombuffer(content, np.uint8).reshape(math.prod(shape[:-1]), -1)
             values = dequantize(rows, info.kind)
         except NotImplementedError as error:
-            raise WeightsError(f"tensor {info.name} is quantised as {info.kind.name}, which cannot be read") from error
+            raise WeightsError(f"tensor {info.name} has the unsupported quantization type {info.kind.name}") from error
     return torch.from_numpy(values.reshape(shape).copy())
 
 
 def _to_half_layout(weight: Tensor, num_heads: int) -> Tensor:
-    """ggml's "normal" rotation turns neighbours, ours turns the two halves of a head. llama.cpp's converter has put
-    row i of the first half and row i of the second beside each other."""
+    """Reorders rows from ggml's "normal" rotation of adjacent rows to the rotation of the two halves of a head.
+
+    llama.cpp's converter has interleaved the rows of the two halves.
+    """
     pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)

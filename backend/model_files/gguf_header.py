@@ -1,8 +1,10 @@
-"""What stands before the tensors of a GGUF file: metadata, and where each tensor lies. The format:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""Reads the header of a GGUF file: metadata, and the position and type of each tensor.
 
-The `gguf` package names the types, sizes and formulas. Its own reader makes an array for every string, which takes
-seconds for a vocabulary of 150,000 tokens; this one takes a fraction of one, and says where a broken file is broken.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+
+The `gguf` package provides types, sizes and formulas. Its own reader creates an array for every string, which takes
+seconds for a vocabulary of 150,000 tokens. This one takes a fraction of a second, and its errors say where a file is
+malformed.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from typing import Any, TypeVar, cast
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # 1 had other lengths, and was in use for two months of 2023
-MAX_DIMENSIONS = 4  # ggml's own
-# Ollama's number for MXFP4 before ggml had one, with numbers that follow each other in one byte. To ggml it was Q4_2,
-# which was gone before there were GGUF files.
+VERSIONS = (2, 3)  # version 1 had other field lengths and was in use for two months of 2023
+MAX_DIMENSIONS = 4  # ggml's limit
+# Ollama's type number for MXFP4 from before ggml had one; adjacent numbers share a byte. In ggml it was Q4_2, a type
+# that was removed before GGUF existed.
 OLLAMA_MXFP4 = 4
 SCALARS = {
     GGUFValueType.UINT8: "B", GGUFValueType.INT8: "b", GGUFValueType.UINT16: "H", GGUFValueType.INT16: "h",
@@ -33,27 +35,33 @@ T = TypeVar("T", int, float, str, bool)
 
 
 class MalformedGguf(Exception):
-    """The bytes are not a whole GGUF file, or its metadata contradict themselves."""
+    """The file is truncated or its metadata are inconsistent."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
+    """Position, shape and type of one tensor."""
+
     name: str
-    shape: tuple[int, ...]  # outermost first, as in torch and unlike the file
+    shape: tuple[int, ...]  # outermost first as in torch; the file has the reverse order
     kind: GGMLQuantizationType
-    start: int  # in the file
+    start: int  # offset in the file, in bytes
     num_bytes: int
-    adjacent_pairs: bool = False  # whether it is `MXFP4_OF_NEIGHBOURS`
+    adjacent_pairs: bool = False  # of type `OLLAMA_MXFP4`
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
+    """Metadata and tensors of a file."""
+
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
 
     def get(self, key: str, default: T, *, above: float | None = None) -> T:
-        """A value of the default's type, or the default where there is none. Raises `BrokenGguf` for another type, and
-        for a number that is not above `above`."""
+        """Returns a value of the default's type, or the default if the key is missing.
+
+        Raises `MalformedGguf` for a value of another type and for a number that is not above `above`.
+        """
         value = self.metadata.get(key, default)
         wanted = type(default)
         if wanted is float and type(value) is int:
@@ -65,7 +73,7 @@ class GgufHeader:
         return value
 
     def items(self, key: str, wanted: type[T]) -> list[T]:
-        """An array, or an empty list where there is none. Raises `BrokenGguf` for items of another type."""
+        """Returns an array, empty if the key is missing. Raises `MalformedGguf` for items of another type."""
         value = self.metadata.get(key, [])
         if not isinstance(value, list) or any(type(item) is not wanted for item in value):
             raise MalformedGguf(f"{key} is not a list of type {wanted.__name__}")
@@ -76,20 +84,20 @@ class GgufHeader:
 
 
 def read_header(data: mmap) -> GgufHeader:
-    """Raises `BrokenGguf`. Every tensor that the result names lies within the file."""
+    """Reads the header and checks that every tensor lies within the file. Raises `MalformedGguf`."""
     cursor = _Cursor(data)
     if cursor.take(len(MAGIC)) != MAGIC:
-        raise MalformedGguf("it does not begin with GGUF")
+        raise MalformedGguf("it does not start with GGUF")
     version = cursor.number("I")
     if version not in VERSIONS:
-        raise MalformedGguf(f"its version is {version}, and only {' and '.join(map(str, VERSIONS))} can be read")
+        raise MalformedGguf(f"its version is {version}, but only {' and '.join(map(str, VERSIONS))} are supported")
     num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
     metadata = {}
     for _ in range(num_fields):
         key = cursor.string()
         metadata[key] = cursor.value(key)
-    # Lengths and offsets are checked as they come, so that a wrong count ends at the end of the file.
-    relative = [cursor.tensor() for _ in range(num_tensors)]  # to where the tensors begin
+    # The cursor checks every length, so a wrong count raises an error at the end of the file.
+    relative = [cursor.tensor() for _ in range(num_tensors)]  # offsets are relative to the tensor data
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise MalformedGguf(f"general.alignment is {alignment!r}")
@@ -98,14 +106,16 @@ def read_header(data: mmap) -> GgufHeader:
     for info in relative:
         end = base + info.start + info.num_bytes
         if end > len(data):
-            raise MalformedGguf(f"it is cut off: tensor {info.name} ends at byte {end}, the file at {len(data)}")
+            raise MalformedGguf(f"it is truncated: tensor {info.name} ends at byte {end}, the file at {len(data)}")
         if info.name in tensors:
-            raise MalformedGguf(f"tensor {info.name} is there twice")
+            raise MalformedGguf(f"tensor {info.name} is duplicated")
         tensors[info.name] = replace(info, start=base + info.start)
     return GgufHeader(metadata, tensors)
 
 
 class _Cursor:
+    """Reads values one after another. Raises `MalformedGguf` at the end of the file."""
+
     def __init__(self, data: mmap) -> None:
         self._data = data
         self.position = 0
@@ -113,7 +123,7 @@ class _Cursor:
     def take(self, num_bytes: int) -> bytes:
         end = self.position + num_bytes
         if end > len(self._data):
-            raise MalformedGguf(f"it is cut off: byte {end} is wanted, and the file has {len(self._data)}")
+            raise MalformedGguf(f"it is truncated: byte {end} is missing, the file has {len(self._data)}")
         taken = self._data[self.position : end]
         self.position = end
         return taken
@@ -123,7 +133,7 @@ class _Cursor:
 
     def string(self) -> str:
         text = self.take(self.number("Q"))
-        # A token may be part of a character. The tokenizers that GGUF can hold write such bytes otherwise.
+        # A token can be part of a character. The supported vocabularies write such bytes in another way.
         return text.decode("utf-8", errors="replace")
 
     def value(self, key: str) -> Any:
@@ -144,13 +154,13 @@ class _Cursor:
             raise MalformedGguf(f"tensor {name} has {num_dimensions} dimensions")
         shape = tuple(self.number("Q") for _ in range(num_dimensions))[::-1]
         if 0 in shape:
-            raise MalformedGguf(f"tensor {name} has nothing in it")
+            raise MalformedGguf(f"tensor {name} is empty")
         code = self.number("I")
         adjacent_pairs = code == OLLAMA_MXFP4
         try:
             kind = GGMLQuantizationType.MXFP4 if adjacent_pairs else GGMLQuantizationType(code)
         except ValueError as error:
-            raise MalformedGguf(f"tensor {name} is quantised in a way that is not known, number {code}") from error
+            raise MalformedGguf(f"tensor {name} has the unknown quantization type {code}") from error
         return TensorInfo(name, shape, kind, self.number("Q"), _num_bytes(name, shape, kind), adjacent_pairs)
 
     def _kind(self, key: str) -> GGUFValueType:
@@ -158,11 +168,13 @@ class _Cursor:
         try:
             return GGUFValueType(code)
         except ValueError as error:
-            raise MalformedGguf(f"{key} is of a type that is not known, number {code}") from error
+            raise MalformedGguf(f"{key} has the unknown type {code}") from error
 
 
 def _num_bytes(name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
     block_length, block_bytes = GGML_QUANT_SIZES[kind]
     if shape and shape[-1] % block_length:
-        raise MalformedGguf(f"tensor {name} has rows of {shape[-1]}, which {kind.name} cannot cut into {block_length}")
+        raise MalformedGguf(
+            f"tensor {name} has rows of {shape[-1]}, not a multiple of {kind.name}'s block of {block_length}"
+        )
     return math.prod(shape) // block_length * block_bytes

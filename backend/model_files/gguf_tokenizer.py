@@ -1,4 +1,8 @@
-"""A GGUF file's vocabulary as a tokenizer: byte-level BPE as GPT-2's ("gpt2"), and SentencePiece BPE ("llama")."""
+"""Builds a tokenizer from a GGUF file's vocabulary: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
+
+GGUF names how text is split before merges (`tokenizer.ggml.pre`) but does not store the pattern, so `SPLITS` has the
+patterns. SentencePiece vocabularies store scores instead of merges, from which `_merges_by_score` derives the merges.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,17 @@ from backend.engine.errors import UnsupportedModel
 from backend.model_files.gguf_header import GgufHeader, MalformedGguf
 
 PREFIX = "tokenizer.ggml."
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # of `token_type`
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of `token_type`
 ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# Tokens that end an answer where they are in the vocabulary, whether or not the metadata says so; as llama.cpp does.
+# Tokens that end an output if they are in the vocabulary, even if the metadata omits them; as in llama.cpp.
 TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<end_of_turn>", "<|end_of_text|>")
-BEGINNING = ("llama-bpe", "llama3", "tekken")  # vocabularies with a bos token before every text, unless said otherwise
-# How text is cut, by the file's architecture, where the file does not tell: Ollama's gpt-oss says "default".
-UNTOLD_SPLITS = {"gptoss": "gpt-4o"}
-HARMONY_ENDS = ("<|return|>", "<|call|>")  # beside which `<|end|>` stands between the messages of one answer
+ADDS_BOS = ("llama-bpe", "llama3", "tekken")  # vocabularies that add a bos token by default
+# Split by architecture, for files that do not name it: Ollama's gpt-oss says "default".
+DEFAULT_SPLITS = {"gptoss": "gpt-4o"}
+HARMONY_ENDS = (
+    "<|return|>",
+    "<|call|>",
+)  # if both are present, `<|end|>` separates messages of one output instead of ending it
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -27,16 +34,16 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How text is cut before merges: `tokenizer.ggml.pre` names it."""
+    """How text is split before merges, as named by `tokenizer.ggml.pre`."""
 
     pattern: str
-    single_digits: bool = False  # each apart from what stands beside it, before the pattern
+    single_digits: bool = False  # split off every digit before the pattern applies
     nfc: bool = False
-    ignores_merges: bool = False  # a piece that is in the vocabulary as a whole is taken as it is
+    ignores_merges: bool = False  # a piece that is in the vocabulary is not split
 
 
 def _cased(digits: str, ending: str = "") -> str:
-    """Words end where a capital begins."""
+    """Pattern in which a word ends before a capital letter."""
     upper, lower, before = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[^\r\n\p{L}\p{N}]?"
     words = rf"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -59,7 +66,7 @@ SPLITS = {
 
 
 def make_tokenizer(header: GgufHeader) -> Tokenizer:
-    """Raises `UnsupportedModel` for another kind of vocabulary, `BrokenGguf` for one that contradicts itself."""
+    """Builds the tokenizer. Raises `UnsupportedModel` or, for inconsistent metadata, `MalformedGguf`."""
     kind = header.get(f"{PREFIX}model", "")
     if kind not in ("gpt2", "llama"):
         raise UnsupportedModel(f"{PREFIX}model {kind!r} is not one of gpt2 and llama")
@@ -75,22 +82,22 @@ def make_tokenizer(header: GgufHeader) -> Tokenizer:
             if token_type in (CONTROL, USER_DEFINED)
         ]
     )
-    _add_outer_tokens(tokenizer, header, begins=kind == "llama" or header.get(f"{PREFIX}pre", "") in BEGINNING)
+    _add_bos_and_eos(tokenizer, header, adds_bos=kind == "llama" or header.get(f"{PREFIX}pre", "") in ADDS_BOS)
     return tokenizer
 
 
 def special_tokens(header: GgufHeader) -> dict[str, str]:
-    """By transformers' names."""
+    """Special tokens by role, under transformers' names."""
     tokens = header.items(f"{PREFIX}tokens", str)
     ids = {role: header.get(f"{PREFIX}{name}_token_id", -1) for role, name in ROLES.items()}
     return {role: tokens[i] for role, i in ids.items() if 0 <= i < len(tokens)}
 
 
 def end_token_ids(header: GgufHeader) -> list[int]:
-    """Every token that ends an answer."""
+    """Ids of all tokens that end an output."""
     tokens, types = header.items(f"{PREFIX}tokens", str), header.items(f"{PREFIX}token_type", int)
     named = {header.get(f"{PREFIX}{name}_token_id", -1) for name in ("eos", "eot", "eom")} - {-1}
-    named.update(header.items(f"{PREFIX}eos_token_ids", int))  # Ollama's
+    named.update(header.items(f"{PREFIX}eos_token_ids", int))  # Ollama's field
     control = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == CONTROL}
     ends = set(TURN_ENDS) | set(HARMONY_ENDS)
     if control.keys() >= set(HARMONY_ENDS):
@@ -106,7 +113,7 @@ def _tokens(header: GgufHeader) -> list[str]:
 
 
 def _byte_level(header: GgufHeader, tokens: list[str]) -> Tokenizer:
-    name = UNTOLD_SPLITS.get(header.get("general.architecture", ""), header.get(f"{PREFIX}pre", ""))
+    name = DEFAULT_SPLITS.get(header.get("general.architecture", ""), header.get(f"{PREFIX}pre", ""))
     if name not in SPLITS:
         raise UnsupportedModel(f"{PREFIX}pre {name!r} is not one of {', '.join(SPLITS)}")
     split = SPLITS[name]
@@ -114,7 +121,9 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> Tokenizer:
     merges = [_merge(pair) for pair in header.items(f"{PREFIX}merges", str)]
     for first, second in merges:
         if not {first, second, first + second} <= vocab.keys():
-            raise MalformedGguf(f"{PREFIX}merges joins {first!r} and {second!r}, not all in tokens")
+            raise MalformedGguf(
+                f"{PREFIX}merges joins {first!r} and {second!r}, but {PREFIX}tokens lacks one of the pieces"
+            )
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=split.ignores_merges))
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -130,7 +139,7 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> Tokenizer:
 
 
 def _merge(pair: str) -> tuple[str, str]:
-    cut = pair.find(" ", 1)  # a piece may begin with a space
+    cut = pair.find(" ", 1)  # a piece can begin with a space
     if cut < 0:
         raise MalformedGguf(f"{PREFIX}merges: {pair!r} is not two pieces")
     return pair[:cut], pair[cut + 1 :]
@@ -156,8 +165,10 @@ def _sentence_piece(header: GgufHeader, tokens: list[str], types: list[int]) -> 
 
 
 def _merges_by_score(tokens: list[str], types: list[int], scores: list[float]) -> Iterator[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose whole has the best score: of every piece, each way to make it, the best
-    pieces first."""
+    """Yields the merges that reproduce SentencePiece, which joins the pair whose result has the best score.
+
+    For each piece, best score first, yields every way to split it into two pieces.
+    """
     pieces = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
     for i in sorted(range(len(tokens)), key=lambda i: (-scores[i], i)):
         token = tokens[i]
@@ -170,17 +181,17 @@ def _merges_by_score(tokens: list[str], types: list[int], scores: list[float]) -
 def _vocab(tokens: list[str]) -> dict[str, int]:
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
-        raise MalformedGguf(f"{PREFIX}tokens has the same token twice")
+        raise MalformedGguf(f"{PREFIX}tokens has a duplicate")
     return vocab
 
 
-def _add_outer_tokens(tokenizer: Tokenizer, header: GgufHeader, *, begins: bool) -> None:
+def _add_bos_and_eos(tokenizer: Tokenizer, header: GgufHeader, *, adds_bos: bool) -> None:
     special = special_tokens(header)
-    outer = {
-        "bos_token": header.get(f"{PREFIX}add_bos_token", begins),
+    added = {
+        "bos_token": header.get(f"{PREFIX}add_bos_token", adds_bos),
         "eos_token": header.get(f"{PREFIX}add_eos_token", False),
     }
-    wanted = {role: special[role] for role, is_wanted in outer.items() if is_wanted and role in special}
+    wanted = {role: special[role] for role, is_wanted in added.items() if is_wanted and role in special}
     if wanted:
         template = [wanted.get("bos_token"), "$A", wanted.get("eos_token")]
         tokenizer.post_processor = processors.TemplateProcessing(

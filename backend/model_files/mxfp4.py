@@ -1,6 +1,7 @@
-"""Weights that files keep in four bits: OCP Microscaling's MXFP4, version 1.0, section 5.3.
+"""Tensors in MXFP4, a format of four bits per number: OCP Microscaling Formats, version 1.0, section 5.3.
 
-32 numbers of a row share a power of two. Each has a sign, two bits of exponent and one of mantissa.
+32 adjacent numbers of a row form a group and share a scale, a power of two. Each number has a sign bit, two exponent
+bits and one mantissa bit.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from torch import Tensor
 GROUP = 32
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 SCALE_BIAS = 127
-NO_SCALE = 255  # says that none of a group is a number
+NO_SCALE = 255  # all numbers of the group are NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Tensor:
-    """What stands for a tensor [..., in]."""
+    """A tensor [..., in] in MXFP4."""
 
-    codes: Tensor  # [..., in / 2] uint8: a group's first half in the low four bits of its bytes, its second in the high
+    codes: Tensor  # [..., in / 2] uint8: the first half of a group in the low four bits, the second half in the high
     exponents: Tensor  # [..., in / GROUP] uint8
-    dtype: torch.dtype = torch.float32  # that it is meant for
+    dtype: torch.dtype = torch.float32  # that `dequantize` returns
 
     @classmethod
     def from_adjacent_pairs(cls, blocks: Tensor, exponents: Tensor) -> Mxfp4Tensor:
-        """From blocks in which two numbers that follow each other share a byte: [..., in / GROUP, GROUP / 2]."""
+        """Converts blocks [..., in / GROUP, GROUP / 2] in which adjacent numbers share a byte."""
         codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
         first, second = codes.chunk(2, dim=-1)
         return cls((first | second << 4).flatten(-2), exponents)
@@ -37,31 +38,32 @@ class Mxfp4Tensor:
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
     def __getitem__(self, places: int | slice) -> Mxfp4Tensor:
-        """Along the first dimension."""
+        """Indexes the first dimension."""
         return replace(self, codes=self.codes[places], exponents=self.exponents[places])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Mxfp4Tensor:
         return Mxfp4Tensor(self.codes.to(device), self.exponents.to(device), dtype)
 
     def scales(self, bias: int = SCALE_BIAS) -> Tensor:
-        """The powers of two: [..., in / GROUP] float32."""
+        """Scales of the groups, powers of two: [..., in / GROUP] float32."""
         ones = torch.ones_like(self.exponents, dtype=torch.float32)
         powers = torch.ldexp(ones, self.exponents.to(torch.int32) - bias)
         return powers.masked_fill_(self.exponents == NO_SCALE, torch.nan)
 
     def dequantize(self) -> Tensor:
-        """The tensor, in its dtype."""
+        """Returns the tensor in its dtype."""
         groups = self.codes.reshape(*self.codes.shape[:-1], -1, GROUP // 2)
         numbers = torch.tensor(NUMBERS, device=groups.device)[torch.cat((groups & 15, groups >> 4), dim=-1).int()]
         return numbers.mul_(self.scales()[..., None]).to(self.dtype).flatten(-2)
 
 
 def dequantized(tensor: Tensor | Mxfp4Tensor) -> Tensor:
+    """Dequantizes a tensor in MXFP4 and returns any other unchanged."""
     return tensor.dequantize() if isinstance(tensor, Mxfp4Tensor) else tensor
 
 
 def concatenated(parts: Sequence[Tensor | Mxfp4Tensor]) -> Tensor | Mxfp4Tensor:
-    """One behind the other along the first dimension."""
+    """Concatenates along the first dimension. The result is in MXFP4 only if all parts are."""
     packed = [part for part in parts if isinstance(part, Mxfp4Tensor)]
     if len(packed) < len(parts):
         return torch.cat([dequantized(part) for part in parts])

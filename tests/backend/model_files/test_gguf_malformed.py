@@ -32,22 +32,22 @@ def load(content: bytes, directory: Path) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "named"),
+    ("corrupt", "named"),
     [
         (lambda whole: b"", "cannot be read"),
-        (lambda whole: b"GGML" + whole[4:], "does not begin with GGUF"),
-        (lambda whole: whole[:4] + struct.pack("<I", 1) + whole[8:], "its version is 1, and only 2 and 3"),
+        (lambda whole: b"GGML" + whole[4:], "does not start with GGUF"),
+        (lambda whole: whole[:4] + struct.pack("<I", 1) + whole[8:], "its version is 1, but only 2 and 3"),
         (lambda whole: whole[:4] + whole[7:3:-1] + whole[8:], "its version is 50331648"),
-        (lambda whole: whole[:100], "cut off: byte .* is wanted, and the file has 100"),
-        (lambda whole: whole[:-1], "cut off: tensor .* ends at byte"),
-        (lambda whole: whole[:8] + struct.pack("<Q", 2**60) + whole[16:], "cut off|not known|dimensions|twice"),
-        (lambda whole: whole[:16] + struct.pack("<Q", 2**60) + whole[24:], "cut off|not known"),
-        (lambda whole: whole[:24] + struct.pack("<Q", 2**60) + whole[32:], "cut off"),
+        (lambda whole: whole[:100], "truncated: byte .* is missing, the file has 100"),
+        (lambda whole: whole[:-1], "truncated: tensor .* ends at byte"),
+        (lambda whole: whole[:8] + struct.pack("<Q", 2**60) + whole[16:], "truncated|unknown|dimensions|duplicated"),
+        (lambda whole: whole[:16] + struct.pack("<Q", 2**60) + whole[24:], "truncated|unknown"),
+        (lambda whole: whole[:24] + struct.pack("<Q", 2**60) + whole[32:], "truncated"),
     ],
 )
-def test_a_broken_file_is_named(spoil: Any, named: str, whole: bytes, tmp_path: Path) -> None:
+def test_a_broken_file_is_named(corrupt: Any, named: str, whole: bytes, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=named) as caught:
-        load(spoil(whole), tmp_path)
+        load(corrupt(whole), tmp_path)
     assert "model.gguf" in caught.value.message
 
 
@@ -73,17 +73,17 @@ def replaced(whole: bytes, name: str, kind: int) -> bytes:
 
 
 def test_an_unknown_quantisation_is_named(whole: bytes, tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"tensor blk\.0\.ffn_up\.weight is quantised .* not known, number 99"):
+    with pytest.raises(WeightsError, match=r"tensor blk\.0\.ffn_up\.weight has the unknown quantization type 99"):
         load(replaced(whole, "blk.0.ffn_up.weight", 99), tmp_path)
 
 
 def test_a_type_that_does_not_fit_the_rows_is_named(whole: bytes, tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"rows of 64, which Q6_K cannot cut into 256"):
+    with pytest.raises(WeightsError, match=r"rows of 64, not a multiple of Q6_K's block of 256"):
         load(replaced(whole, "blk.0.ffn_up.weight", Kind.Q6_K), tmp_path)
 
 
 def test_integers_are_no_weights(whole: bytes, tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"blk\.0\.ffn_up\.weight is quantised as I8, which cannot be read"):
+    with pytest.raises(WeightsError, match=r"blk\.0\.ffn_up\.weight has the unsupported quantization type I8"):
         load(replaced(whole, "blk.0.ffn_up.weight", Kind.I8), tmp_path)
 
 
@@ -96,7 +96,7 @@ def write(tmp_path: Path, model: str = "qwen3", **fields: Any) -> Path:
     ("fields", "named"),
     [
         ({"qwen3__rope__scaling__type": "su"}, "rope.scaling.type 'su'"),
-        ({"qwen3__attention__value_length": 8}, "value_length is not"),
+        ({"qwen3__attention__value_length": 8}, "value_length differs from"),
         ({"qwen3__rope__scaling__type": "yarn", "qwen3__rope__scaling__attn_factor": 2.0}, "attn_factor is not supp"),
         ({"qwen3__rope__scaling__type": "yarn", "qwen3__rope__scaling__yarn_attn_factor": 2.0}, "yarn_attn_factor is"),
         ({"qwen3__feed_forward_length": [96, 64]}, "feed_forward_length differs from layer to layer"),

@@ -164,7 +164,7 @@ def test_a_broken_gguf_file_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     result = run("--model", str(tmp_path / "m.gguf"))
     assert result.returncode == 1
-    assert "m.gguf is not a sound GGUF file: it is cut off" in result.stderr
+    assert "m.gguf is not a valid GGUF file: it is truncated" in result.stderr
     assert "Traceback" not in result.stderr
 
 
