@@ -47,7 +47,7 @@ from gateway.deployments.fleet import Fleet
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter, Reservation
 from gateway.policy import Policy
-from gateway.providers.base import Unasked
+from gateway.providers.base import OfflineProvider
 from gateway.server.listener import GC_THRESHOLDS
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Principal, Receipt, Trace, Usage
@@ -89,7 +89,7 @@ CALL = Call(
     trace=Trace(trace_id=1 << 100, parent_span_id=0, sampled=False),
 )
 USAGE = Usage(input_uncached=36, cache_read=64, output=3, exact=True)
-FLEET = Fleet(lambda deployment: Unasked())
+FLEET = Fleet(lambda deployment: OfflineProvider())
 FLEET.apply(POLICY)
 (SERVER,) = FLEET
 MARKS = PhaseTimings()

@@ -26,7 +26,7 @@ from gateway.limits.limiter import Limiter
 from gateway.limits.local_share import OutageFallback
 from gateway.policy import Limits, Policy, StorageOutage
 from gateway.storage import open_storage
-from gateway.storage.base import Charge, LeaseCharge, RateCharge, SpendCharge, Storage
+from gateway.storage.base import Charge, RateCharge, SlotCharge, SpendCharge, Storage
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Call, Operation, Principal, Trace, Usage
 
@@ -73,7 +73,7 @@ def storage_alone() -> Work:
     charges: list[Charge] = [
         RateCharge("t/requests", 1, 10**9, 60.0),
         RateCharge("t/tokens", 164, 10**9, 60.0),
-        LeaseCharge("t/concurrency", 10**6),
+        SlotCharge("t/concurrency", 10**6),
         SpendCharge("t/budget/2026-11", 228_000, 10**15, 62 * 86_400.0),
     ]
     start = time.time()

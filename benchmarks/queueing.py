@@ -23,7 +23,7 @@ from pathlib import Path
 from gateway.core.errors import GatewayError
 from gateway.deployments.fleet import Fleet, SlotPermit
 from gateway.policy import LatencyClass, Model, Policy
-from gateway.providers.base import Unasked
+from gateway.providers.base import OfflineProvider
 from gateway.queueing.lines import Lines
 
 ROUNDS = 5
@@ -73,7 +73,7 @@ class Round:
                 "tenants": [{"name": "t"}],
             }
         )
-        self.fleet, chance = Fleet(lambda deployment: Unasked()), random.Random(waiting)
+        self.fleet, chance = Fleet(lambda deployment: OfflineProvider()), random.Random(waiting)
         self.fleet.apply(policy)
         self.lines: Lines[Waiting] = Lines(self.fleet, waiting_max=waiting + more)
         limits, (model,) = policy.classes["realtime"], policy.models

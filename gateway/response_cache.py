@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from gateway.core.errors import GatewayError, StorageUnavailable
-from gateway.storage.base import Blobs
+from gateway.storage.base import BlobCache
 from gateway.types import Call
 
 # What an answer does not depend on. The key holds everything else, known or not.
@@ -166,7 +166,7 @@ class Answer:
         """Raises `LeaderFailed` where there is none."""
         return await anext(self._chunks)
 
-    async def pour(self, sink: Callable[[bytes], bool]) -> bool:
+    async def stream_to(self, sink: Callable[[bytes], bool]) -> bool:
         """Give `sink` the chunks behind the first. True at the end, False when it wants no more for now."""
         async for chunk in self._chunks:
             if not sink(chunk):
@@ -193,7 +193,7 @@ UNRECORDED = Unrecorded()
 class ResponseCache:
     """`lookup` gives an `Answer`, or what the caller is to record its own answer with."""
 
-    def __init__(self, blobs: Blobs) -> None:
+    def __init__(self, blobs: BlobCache) -> None:
         self._blobs = blobs
         self._flights: dict[Flight, Recording] = {}  # bounded by the calls in flight
 

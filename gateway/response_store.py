@@ -14,7 +14,7 @@ from typing import Protocol
 
 from gateway.core.errors import Overloaded, StorageUnavailable, retry_after
 from gateway.policy import Policy, Responses, Tenant
-from gateway.storage.base import Document, Documents
+from gateway.storage.base import Document, DocumentStore
 
 ROOM_RETRY_SECONDS = 1.0  # when what found no room may: calls end all the time
 STORAGE_RETRY_SECONDS = 1.0
@@ -33,7 +33,7 @@ class Room(Protocol):
 class ResponseStore:
     """Those of all tenants. What is read from them for a call is held in `room` until the call is over."""
 
-    def __init__(self, documents: Documents, room: Room) -> None:
+    def __init__(self, documents: DocumentStore, room: Room) -> None:
         self.documents = documents
         self.room = room
         self.outcomes = {"kept": 0, "too_large": 0, "storage_away": 0}

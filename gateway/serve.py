@@ -144,7 +144,7 @@ async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exch
         await exchange.start(200, STREAM_TYPE, account.reply_headers())
         await exchange.send(passed_on, last=meter.complete)
         while not meter.complete:
-            ended = await chunks.pour(take)
+            ended = await chunks.stream_to(take)
             await exchange.drained()
             if ended:
                 break

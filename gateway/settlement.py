@@ -235,11 +235,11 @@ class Settlement:
         deployment = self._attempts.asked
         if deployment is None or not self._opener.opened:
             return
-        if (told := await deployment.provider.usage_of(self._opener.request_id_at(deployment))) is not None:
+        if (told := await deployment.provider.recorded_usage(self._opener.request_id_at(deployment))) is not None:
             self.meter.watch_record(self._upstream.as_one(told) if self._upstream is not None else told)
             self._recorded_at = deployment
         elif self._exchange.client_gone and self.meter.estimates:  # nobody waits for this
-            tokens = await deployment.provider.prompt_tokens_of(self._call)
+            tokens = await deployment.provider.count_prompt_tokens(self._call)
             if tokens is not None:
                 self.meter.watch_prompt(tokens)
 

@@ -55,7 +55,7 @@ class TokenCounting:
 
     async def _counted(self, call: Call) -> int:
         for deployment in self._worth_asking(call):
-            if (tokens := await deployment.provider.prompt_tokens_of(call)) is not None:
+            if (tokens := await deployment.provider.count_prompt_tokens(call)) is not None:
                 return tokens
         raise TokenCountUnavailable(f"no server of the model {call.asked_model!r} tells how many tokens a prompt has")
 

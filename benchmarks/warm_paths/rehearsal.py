@@ -45,7 +45,7 @@ from gateway.prefix.events.base import Removed, Stored
 from gateway.prefix.events.blocks import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_BYTES, text_bytes_of
 from gateway.prompts.canonicaliser import Canonicaliser
-from gateway.providers.base import Unasked
+from gateway.providers.base import OfflineProvider
 from gateway.queueing import Queue
 from gateway.routing import STRATEGIES
 from gateway.routing.attempts import AttemptLog
@@ -88,7 +88,7 @@ class _Jump(selectors.SelectSelector):
         return super().select(0)
 
 
-class RehearsedEngine(Unasked):
+class RehearsedEngine(OfflineProvider):
     """The bundled engine without its model, as a provider of the gateway's. Tells `blocks` what it would publish."""
 
     def __init__(
@@ -184,7 +184,7 @@ class RehearsedReply:
             raise StopAsyncIteration
         return chunk
 
-    async def pour(self, sink: Callable[[bytes], bool]) -> bool:
+    async def stream_to(self, sink: Callable[[bytes], bool]) -> bool:
         async for chunk in self:
             if not sink(chunk):
                 return False
@@ -301,7 +301,7 @@ class Rehearsal:
             async with self._router.open(call, place, attempts) as upstream:
                 ttft_seconds = loop.time() - sent_at
                 output = 1
-                while not await upstream.pour(lambda chunk: False):
+                while not await upstream.stream_to(lambda chunk: False):
                     output += 1
         reply = upstream.reply
         assert isinstance(reply, RehearsedReply)

@@ -9,16 +9,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.endpoints.replies import json_reply
-from gateway.storage.base import DELETED_AT_ONCE, Documents
+from gateway.storage.base import DELETE_BATCH_SIZE, DocumentStore
 
 
-def response_routes(documents: Documents) -> list[Route]:
+def response_routes(documents: DocumentStore) -> list[Route]:
     """To be mounted behind the admin key."""
 
     async def delete(request: Request) -> Response:
         tenant = request.path_params["tenant"]
         deleted = some = await documents.delete_some_documents(tenant)
-        while some == DELETED_AT_ONCE:
+        while some == DELETE_BATCH_SIZE:
             some = await documents.delete_some_documents(tenant)
             deleted += some
         return json_reply(200, {"tenant": tenant, "deleted": deleted})

@@ -21,7 +21,7 @@ from gateway.core.api_keys import hash_key, parse_key, verify
 from gateway.core.errors import StorageUnavailable, Unauthenticated
 from gateway.core.times import has_passed
 from gateway.policy import Limits, Policy, Tenant
-from gateway.storage.base import KeyRecord, Keys
+from gateway.storage.base import KeyRecord, KeyStore
 from gateway.types import Principal
 
 REMEMBER_SECONDS = 1.0
@@ -41,7 +41,7 @@ class _Read(msgspec.Struct, frozen=True):
 
 
 class Authenticator:
-    def __init__(self, keys: Keys, pepper: str) -> None:
+    def __init__(self, keys: KeyStore, pepper: str) -> None:
         self._keys = keys
         self._pepper = pepper
         self._remembered: OrderedDict[str, _Read] = OrderedDict()

@@ -18,7 +18,7 @@ from gateway.core.api_keys import hash_key, new_id, new_key
 from gateway.core.errors import BadRequest, Conflict, NotFound
 from gateway.core.times import has_passed
 from gateway.policy import Limits, Policy, choices
-from gateway.storage.base import KeyRecord, Keys
+from gateway.storage.base import KeyRecord, KeyStore
 
 OVERLAP_SECONDS = 86_400.0  # for which a rotated key's old secret is still good, unless somebody says otherwise
 OVERLAP_SECONDS_MAX = 30 * 86_400.0
@@ -27,7 +27,7 @@ CHANGE_ATTEMPTS = 5  # of one who was overtaken each time
 
 
 class Keyring:
-    def __init__(self, keys: Keys, pepper: str, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, keys: KeyStore, pepper: str, *, clock: Callable[[], float] = time.time) -> None:
         self._keys = keys
         self._pepper = pepper
         self._pepper_check = PepperCheck(keys, pepper)

@@ -14,7 +14,7 @@ import hmac
 import secrets
 from datetime import UTC, datetime
 
-from gateway.storage.base import KeyRecord, Keys
+from gateway.storage.base import KeyRecord, KeyStore
 
 CHECK_ID = "/pepper"  # no key's: see `gateway.core.api_keys.ID_PATTERN`
 SALT_BYTES = 16
@@ -26,7 +26,7 @@ ANOTHER_PEPPER = "WARMPATH_KEY_PEPPER is not the one that the keys of this stora
 
 
 class PepperCheck:
-    def __init__(self, keys: Keys, pepper: str) -> None:
+    def __init__(self, keys: KeyStore, pepper: str) -> None:
         self._keys = keys
         self._pepper = pepper
 

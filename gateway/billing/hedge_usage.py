@@ -27,8 +27,8 @@ class HedgeUsage:
 
     def ask(self, deployment: DeploymentState, request_id: str) -> None:
         """`request_id` is that under which it got the call."""
-        if deployment.provider.keeps_records:
-            asking = deployment.provider.usage_of(request_id)  # which takes a bounded time, and never raises
+        if deployment.provider.has_usage_records:
+            asking = deployment.provider.recorded_usage(request_id)  # which takes a bounded time, and never raises
             self._records[deployment.name] = asyncio.create_task(asking, name="loser's record")
 
     def told(self, attempts: list[Attempt]) -> list[Attempt]:

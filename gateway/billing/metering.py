@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.providers.usage import Counts, usage_of
+from gateway.providers.usage import RawUsage, normalize_usage
 from gateway.types import Call, Usage
 
 BYTES_PER_TOKEN = 4  # of English text, for answers whose engine did not count
@@ -43,7 +43,7 @@ class _Choice(msgspec.Struct):
 class _Part(msgspec.Struct):
     """What some events wrap: `response` of OpenAI's responses, `message` of Anthropic's messages."""
 
-    usage: Counts | None = None
+    usage: RawUsage | None = None
     service_tier: str | None = None
 
 
@@ -52,7 +52,7 @@ class _Event(msgspec.Struct):
 
     object: str | None = None
     choices: list[_Choice] | None = None
-    usage: Counts | None = None
+    usage: RawUsage | None = None
     service_tier: str | None = None
     error: Any = None
     response: _Part | str | None = None  # a text in Ollama's answers, and in some servers' errors
@@ -63,11 +63,11 @@ class _Event(msgspec.Struct):
     x_groq: _Part | None = None  # Groq's, which has its usage here
 
     @property
-    def counts(self) -> Counts | None:
+    def counts(self) -> RawUsage | None:
         if self.usage is not None:
             return self.usage
         if self.prompt_eval_count is not None or self.eval_count is not None:
-            return Counts(prompt_eval_count=self.prompt_eval_count, eval_count=self.eval_count)
+            return RawUsage(prompt_eval_count=self.prompt_eval_count, eval_count=self.eval_count)
         part = self.response or self.message or self.warmpath or self.x_groq
         return part.usage if isinstance(part, _Part) else None
 
@@ -90,7 +90,7 @@ class _Uncounted(msgspec.Struct):
 _decode_strictly = msgspec.json.Decoder(_Event).decode
 _decode_leniently = msgspec.json.Decoder(_Event, strict=False).decode
 _decode_uncounted = msgspec.json.Decoder(_Uncounted).decode
-_decode_counts = msgspec.json.Decoder(Counts, strict=False).decode
+_decode_counts = msgspec.json.Decoder(RawUsage, strict=False).decode
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -143,7 +143,7 @@ class Meter:
         self._stream = call.stream
         self._strip = not call.include_usage
         self._prompt_tokens_estimate = call.prompt_tokens_estimate
-        self._counts: Counts | None = None
+        self._counts: RawUsage | None = None
         self._unread: bytes | None = None  # newer counts, as JSON
         self._counted: Usage | None = None  # the newest in buckets, once somebody has asked
         self._uncounted = 0  # output tokens, estimated, since the engine last said how many there were
@@ -204,9 +204,9 @@ class Meter:
                 self._counts = _decode_counts(unread)
             except (msgspec.MsgspecError, RecursionError):
                 self._uncounted += 1  # what is no count leaves the one before, and is a token more by estimate
-        return usage_of(self._counts) if self._counts is not None else None
+        return normalize_usage(self._counts) if self._counts is not None else None
 
-    def _learn(self, counts: Counts) -> None:
+    def _learn(self, counts: RawUsage) -> None:
         """The engine's newest word on how much there is."""
         if self._unread is None and self._counts is not None:
             counts = self._counts.updated(counts)

@@ -190,15 +190,17 @@ class Recovery:
                 (deployments[each.deployment], each) for each in reversed(attempts) if each.deployment in deployments
             ]
             for deployment, opened in asked:
-                if (record := await deployment.provider.usage_of(opened.request_id)) is not None:
+                if (record := await deployment.provider.recorded_usage(opened.request_id)) is not None:
                     meter = Meter(call)
                     meter.watch_record(record)
                     return meter.usage, deployment
-            if time.monotonic() >= deadline or not any(deployment.provider.keeps_records for deployment, _ in asked):
+            if time.monotonic() >= deadline or not any(
+                deployment.provider.has_usage_records for deployment, _ in asked
+            ):
                 break
             await asyncio.sleep(ASK_AGAIN_SECONDS)
         for deployment, _ in asked:
-            if deployment.provider.keeps_records and await deployment.provider.healthy():
+            if deployment.provider.has_usage_records and await deployment.provider.healthy():
                 return Usage(), deployment
         return Usage(input_uncached=call.prompt_tokens_estimate), asked[0][0] if asked else None
 

@@ -93,7 +93,7 @@ async def _story(
         seconds = time.perf_counter() - started
         candidates = router.order(call)
         if not candidates:
-            refusal = next(filter(None, (s.provider.refusal_of(call) for s in fleet.deployments_of(call.model))))
+            refusal = next(filter(None, (s.provider.unsupported_error(call) for s in fleet.deployments_of(call.model))))
             fail(f"it is refused with {refusal.status}: {refusal}")
         candidates[0].deployment.cache.add(call.fingerprint)
     untouched = policy.model_copy(update={"canonicalise": Canonicalise(level="off")})

@@ -27,7 +27,7 @@ from gateway.deployments.fleet import DeploymentState, Fleet, SentCall
 from gateway.prefix.estimate import NO_OTHERS, Others
 from gateway.prefix.events.blocks import Ended
 from gateway.prefix.fingerprint import text_bytes_of
-from gateway.storage.base import NOTICES_AT_ONCE, Notices
+from gateway.storage.base import PEER_MESSAGES_PER_READ, PeerMessages
 
 EXCHANGE_SECONDS = 0.1
 BEAT_SECONDS = 1.0  # after which a load that has not changed is told again
@@ -157,7 +157,7 @@ class PeerReports:
 class ReplicaSync:
     """Run as a task beside the gateway."""
 
-    def __init__(self, peers: PeerReports, notices: Notices) -> None:
+    def __init__(self, peers: PeerReports, notices: PeerMessages) -> None:
         self._peers = peers
         self._notices = notices
         self._after = ""
@@ -176,7 +176,7 @@ class ReplicaSync:
         while more:
             self._unsent = self._unsent or self._peers.notice(loop.time())
             try:
-                heard, self._after = await self._notices.exchange(self._unsent, self._after)
+                heard, self._after = await self._notices.publish_and_read(self._unsent, self._after)
             except StorageUnavailable as error:
                 if not self._is_away:
                     log.warning("other gateways are not heard of: %s", error.message)
@@ -188,7 +188,7 @@ class ReplicaSync:
             for one in heard:  # a notice is work for a millisecond or so
                 self._peers.hear(one, loop.time())
                 await asyncio.sleep(0)
-            more = len(heard) == NOTICES_AT_ONCE
+            more = len(heard) == PEER_MESSAGES_PER_READ
         self._peers.forget_silent(loop.time())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.core.errors import UpstreamCut
-from gateway.providers.usage import Counts
+from gateway.providers.usage import RawUsage
 
 _ABSENT = msgspec.Raw(b"null")
 
@@ -114,7 +114,7 @@ class Answer(msgspec.Struct):
         raise UpstreamCut("the server's answer has no message in it")
 
     @property
-    def counts(self) -> Counts | None:
+    def counts(self) -> RawUsage | None:
         """None where the server has not counted, or not in numbers."""
         usage = self.warmpath.usage if self.warmpath is not None and self.usage is _ABSENT else self.usage
         try:
@@ -152,7 +152,7 @@ class _InParts(msgspec.Struct):
 
 _in_parts = msgspec.json.Decoder(_InParts)
 _decoder = msgspec.json.Decoder(Answer)
-_counts: msgspec.json.Decoder[Counts | None] = msgspec.json.Decoder(Counts | None, strict=False)
+_counts: msgspec.json.Decoder[RawUsage | None] = msgspec.json.Decoder(RawUsage | None, strict=False)
 
 
 def read_answer(data: bytes) -> Answer:

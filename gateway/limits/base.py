@@ -12,7 +12,7 @@ from gateway.core.errors import GatewayError
 from gateway.core.money import atoms_to_nanos
 from gateway.limits.scope import Scope
 from gateway.policy import Limits, Price
-from gateway.storage.base import LeaseCharge, RateCharge, Refused, SpendCharge
+from gateway.storage.base import RateCharge, Rejection, SlotCharge, SpendCharge
 from gateway.types import Call, Operation, Usage
 
 
@@ -26,7 +26,7 @@ class Estimate(msgspec.Struct, frozen=True):
     now: float
 
 
-ChargeType = TypeVar("ChargeType", RateCharge, LeaseCharge, SpendCharge)
+ChargeType = TypeVar("ChargeType", RateCharge, SlotCharge, SpendCharge)
 
 
 class Limit(ABC, Generic[ChargeType]):
@@ -54,7 +54,7 @@ class Limit(ABC, Generic[ChargeType]):
         """What it used in the end, in the unit of the charge."""
 
     @abstractmethod
-    def refuse(self, charge: ChargeType, refused: Refused) -> GatewayError:
+    def refuse(self, charge: ChargeType, refused: Rejection) -> GatewayError:
         """The refusal names the limit and its scope."""
 
 

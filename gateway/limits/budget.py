@@ -9,7 +9,7 @@ from gateway.limits.base import Estimate, Limit
 from gateway.limits.scope import Scope
 from gateway.policy import Budget as BudgetOfPolicy
 from gateway.policy import Limits
-from gateway.storage.base import MAX_AMOUNT, Refused, SpendCharge
+from gateway.storage.base import MAX_AMOUNT, Rejection, SpendCharge
 from gateway.types import Usage
 
 MINUTE_SECONDS = 60
@@ -55,7 +55,7 @@ class Budget(Limit[SpendCharge]):
     def actual(self, usage: Usage, cost_nanos: int) -> int:
         return cost_nanos
 
-    def refuse(self, charge: SpendCharge, refused: Refused) -> GatewayError:
+    def refuse(self, charge: SpendCharge, refused: Rejection) -> GatewayError:
         left = f"{self._words()}; {nanos_text(refused.remaining)} is "
         needed = f"and this request may cost {nanos_text(charge.amount)}"
         if refused.retry_after_seconds is None:

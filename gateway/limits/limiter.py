@@ -25,7 +25,7 @@ from gateway.limits.headers import Shown, shown_of, tightest_headers
 from gateway.limits.scope import scopes_of_call, tenant_part
 from gateway.limits.stream_budget import StreamBudget
 from gateway.policy import Limits, Policy, Tenant
-from gateway.storage.base import Charge, Counters, Granted, Refused, SpendCharge
+from gateway.storage.base import Charge, Grant, Rejection, ReservationStore, SpendCharge
 from gateway.types import Call, Usage
 
 LEASE_SECONDS = 30.0  # after a crash without return, places and money are held so long
@@ -110,7 +110,7 @@ class Limiter:
     """Start and stop it with the application. The numbers are for telemetry."""
 
     def __init__(
-        self, counters: Counters, family: Sequence[type[Limit[Any]]], *, clock: Callable[[], float] = time.time
+        self, counters: ReservationStore, family: Sequence[type[Limit[Any]]], *, clock: Callable[[], float] = time.time
     ) -> None:
         self._counters = counters
         self._family = family
@@ -159,7 +159,7 @@ class Limiter:
         charges = [limit.charge(estimate) for limit in limits]
         name = plan.names_begin + call.id
         verdict = await self._reserve(name, charges, now)
-        if isinstance(verdict, Refused):
+        if isinstance(verdict, Rejection):
             raise _refusal(limits, charges, verdict)
         return Reservation(
             self,
@@ -183,7 +183,7 @@ class Limiter:
         charges = [budget.charge(estimate) for budget in budgets]
         name = f"{plan.names_begin}{call.id}+hit"  # the call may yet have to ask for itself
         verdict = await self._reserve(name, charges, now)
-        if isinstance(verdict, Refused):
+        if isinstance(verdict, Rejection):
             raise _refusal(budgets, charges, verdict)
         return Reservation(self, name, budgets, {}, charges=charges)
 
@@ -199,7 +199,7 @@ class Limiter:
             name += "+lost"
         if plan.budgets and not settled:
             charges = [budget.of_amount(cost_nanos, admitted) for budget in plan.budgets]
-            await self._counters.adopt(name, charges, lease_seconds=LEASE_SECONDS, now=now)
+            await self._counters.force_reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
             await self._counters.settle(name, [cost_nanos] * len(charges), now=now)
 
     async def settle_left(self, call: Call, usage: Usage, cost_nanos: int) -> bool | None:
@@ -213,7 +213,7 @@ class Limiter:
         except ValueError:
             return None
 
-    async def _reserve(self, name: str, charges: Sequence[Charge], now: float) -> Granted | Refused:
+    async def _reserve(self, name: str, charges: Sequence[Charge], now: float) -> Grant | Rejection:
         """What is granted is kept alive from here on."""
         try:
             verdict = await self._counters.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
@@ -229,7 +229,7 @@ class Limiter:
         if self._is_refusing:
             self._is_refusing = False
             log.warning("the storage answers again: calls that have limits are taken")
-        if isinstance(verdict, Granted):
+        if isinstance(verdict, Grant):
             self._open[name] = now
         return verdict
 
@@ -264,7 +264,7 @@ class Limiter:
     def _stream_budget(self, call: Call, budgets: Sequence[Budget], name: str, estimate: Estimate) -> StreamBudget:
         """More money for a stream is a reservation of its own, which holds it until the stream's end."""
 
-        async def reserve(number: int, nanos: int) -> Granted | Refused:
+        async def reserve(number: int, nanos: int) -> Grant | Rejection:
             charges = [budget.of_amount(nanos, estimate.now) for budget in budgets]
             return await self._reserve(f"{name}+{number}", charges, self._clock())
 
@@ -279,7 +279,7 @@ class Limiter:
     async def leave(self, name: str) -> None:
         """For `Reservation.leave`."""
         try:
-            await self._counters.leave(name, now=self._clock())
+            await self._counters.release_slots(name, now=self._clock())
         except StorageUnavailable:  # settling frees it
             self.store_failures += 1
 
@@ -308,7 +308,9 @@ class Limiter:
             return
         name, now = f"{name}+lost", self._clock()
         try:
-            await self._counters.adopt(name, [charge for charge, _ in spent], lease_seconds=LEASE_SECONDS, now=now)
+            await self._counters.force_reserve(
+                name, [charge for charge, _ in spent], lease_seconds=LEASE_SECONDS, now=now
+            )
             await self._counters.settle(name, [amount for _, amount in spent], now=now)
         except StorageUnavailable:
             self.store_failures += 1
@@ -347,7 +349,7 @@ class Limiter:
         due = [name for name, since in self._open.items() if now >= since + EXTEND_SECONDS or now < since]
         for start in range(0, len(due), MAX_AT_ONCE):
             some = due[start : start + MAX_AT_ONCE]
-            extend = partial(self._counters.extend, lease_seconds=LEASE_SECONDS, now=now)
+            extend = partial(self._counters.extend_lease, lease_seconds=LEASE_SECONDS, now=now)
             held = await self._all([partial(extend, name) for name in some])
             for name, answer in zip(some, held, strict=True):
                 if answer and name in self._open:
@@ -364,7 +366,7 @@ class Limiter:
         return answers
 
 
-def _refusal(limits: Sequence[Limit[Any]], charges: Sequence[Charge], refused: Refused) -> GatewayError:
+def _refusal(limits: Sequence[Limit[Any]], charges: Sequence[Charge], refused: Rejection) -> GatewayError:
     return limits[refused.index].refuse(charges[refused.index], refused)
 
 

@@ -30,12 +30,12 @@ from gateway.policy import StorageOutage
 from gateway.storage.base import (
     HELD_RETRY_SECONDS,
     Charge,
-    Counters,
-    Granted,
-    LeaseCharge,
+    Grant,
     RateCharge,
-    Refused,
-    first_part,
+    Rejection,
+    ReservationStore,
+    SlotCharge,
+    tenant_of,
 )
 
 RETRY_SECONDS = 1.0
@@ -67,15 +67,15 @@ class _Untold(msgspec.Struct):
 
 
 class OutageFallback:
-    """The storage's counters or, while it is away, a share of them: a `Counters` like any other.
+    """The storage's counters or, while it is away, a share of them: a `ReservationStore` like any other.
 
     `make_local` makes an empty store in memory. Start and stop it with the application. The numbers are for telemetry.
     """
 
     def __init__(
         self,
-        store: Counters,
-        make_local: Callable[[], Counters],
+        store: ReservationStore,
+        make_local: Callable[[], ReservationStore],
         outage: Callable[[], StorageOutage],
         *,
         clock: Callable[[], float] = time.time,
@@ -84,7 +84,7 @@ class OutageFallback:
         self._make_local = make_local
         self._outage = outage
         self._clock = clock
-        self._local: Counters | None = None  # while the storage is away
+        self._local: ReservationStore | None = None  # while the storage is away
         self._heard: dict[str, _Heard] = {}
         self._primed: set[str] = set()
         self._untold: dict[str, _Untold] = {}
@@ -123,7 +123,7 @@ class OutageFallback:
 
     def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
-    ) -> Coroutine[Any, Any, Granted | Refused]:
+    ) -> Coroutine[Any, Any, Grant | Rejection]:
         if self._local is None and self._outage().limits == "refuse":
             return self._store.reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
         return self._reserve(reservation_id, charges, lease_seconds, now)
@@ -133,38 +133,40 @@ class OutageFallback:
             return self._store.settle(reservation_id, actual, now=now)
         return self._settle(reservation_id, actual, now)
 
-    async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
+    async def extend_lease(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
         if self._local is not None:
             self._must_be_of_here(reservation_id)
-            return await self._local.extend(reservation_id, lease_seconds=lease_seconds, now=now)
+            return await self._local.extend_lease(reservation_id, lease_seconds=lease_seconds, now=now)
         if reservation_id in self._untold:
             return True  # the storage is about to be told
-        return await self._store.extend(reservation_id, lease_seconds=lease_seconds, now=now)
+        return await self._store.extend_lease(reservation_id, lease_seconds=lease_seconds, now=now)
 
-    async def leave(self, reservation_id: str, *, now: float) -> bool:
+    async def release_slots(self, reservation_id: str, *, now: float) -> bool:
         if self._local is not None:
             self._must_be_of_here(reservation_id)
-            return await self._local.leave(reservation_id, now=now)
-        return await self._store.leave(reservation_id, now=now)
+            return await self._local.release_slots(reservation_id, now=now)
+        return await self._store.release_slots(reservation_id, now=now)
 
-    async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
-        await self._store.adopt(reservation_id, charges, lease_seconds=lease_seconds, now=now)
+    async def force_reserve(
+        self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
+    ) -> None:
+        await self._store.force_reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
 
-    async def left(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
+    async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
         """Of the whole, or of this gateway's share."""
         if self._local is None:
-            return await self._store.left(charges, now=now)
-        return await self._local.left([await self._share(charge, self._local) for charge in charges], now=now)
+            return await self._store.remaining(charges, now=now)
+        return await self._local.remaining([await self._share(charge, self._local) for charge in charges], now=now)
 
-    async def release_owner(self, owner: str, *, now: float) -> int:
-        return await self._store.release_owner(owner, now=now)
+    async def expire_leases(self, owner: str, *, now: float) -> int:
+        return await self._store.expire_leases(owner, now=now)
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
         return await self._store.count_replicas(alive_seconds=alive_seconds, now=now)
 
     async def _reserve(
         self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float
-    ) -> Granted | Refused:
+    ) -> Grant | Rejection:
         if self._local is None:
             try:
                 verdict = await self._store.reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
@@ -176,21 +178,21 @@ class OutageFallback:
                 everything = tuple(range(len(charges)))
                 self._untold[reservation_id] = _Untold(charges, now, [0] * len(charges), everything)
             else:
-                if isinstance(verdict, Granted):
+                if isinstance(verdict, Grant):
                     self._hear(charges, verdict.remaining, now)
                 return verdict
         return await self._reserve_here(reservation_id, charges, lease_seconds, now)
 
     async def _reserve_here(
         self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float
-    ) -> Granted | Refused:
+    ) -> Grant | Rejection:
         local = self._local
         assert local is not None
         if len(self._untold) >= MAX_UNTOLD:
             raise StorageUnavailable(f"the storage is away, and is to be told of {MAX_UNTOLD} calls already")
         shares = [await self._share(charge, local) for charge in charges]
         verdict = await local.reserve(reservation_id, shares, lease_seconds=lease_seconds, now=now)
-        if isinstance(verdict, Granted):
+        if isinstance(verdict, Grant):
             self.granted_here += 1
             unheard = reservation_id in self._untold
             self._untold[reservation_id] = _Untold(charges, now, whole=unheard)
@@ -229,18 +231,18 @@ class OutageFallback:
             self._local = self._make_local()
             self._primed.clear()
 
-    async def _share(self, charge: Charge, local: Counters) -> Charge:
+    async def _share(self, charge: Charge, local: ReservationStore) -> Charge:
         """This gateway's part of a charge; with what had been used of it, where that was heard."""
         replicas = self.replicas
         share = share_of(charge, replicas)
         if charge.key not in self._primed:
             self._primed.add(charge.key)
             heard = self._heard.get(charge.key)
-            if heard is not None and not isinstance(share, LeaseCharge):
+            if heard is not None and not isinstance(share, SlotCharge):
                 used = -(-max(0, charge.limit - heard.left) // replicas)
-                name = f"{first_part(charge.key)}/heard-{next(self._numbers)}"
+                name = f"{tenant_of(charge.key)}/heard-{next(self._numbers)}"
                 before = msgspec.structs.replace(share, amount=used)
-                await local.adopt(name, [before], lease_seconds=LEASE_SECONDS, now=heard.at)
+                await local.force_reserve(name, [before], lease_seconds=LEASE_SECONDS, now=heard.at)
                 await local.settle(name, [used], now=heard.at)
         return share
 
@@ -280,7 +282,7 @@ class OutageFallback:
         if untold.adopted is None:
             matters = tuple(i for i, charge in enumerate(untold.charges) if _still_matters(charge, untold, now))
             charges = [untold.charges[i] for i in matters]
-            await self._store.adopt(name, charges, lease_seconds=LEASE_SECONDS, now=now)
+            await self._store.force_reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
             untold.adopted = matters
         if untold.actual is not None:
             await self._store.settle(name, [untold.actual[i] for i in untold.adopted], now=now)
@@ -302,4 +304,4 @@ def _still_matters(charge: Charge, untold: _Untold, now: float) -> bool:
         return True
     if isinstance(charge, RateCharge):
         return now - untold.at < charge.period_seconds
-    return not isinstance(charge, LeaseCharge)
+    return not isinstance(charge, SlotCharge)

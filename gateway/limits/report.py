@@ -9,14 +9,14 @@ from gateway.limits.base import Estimate, Limit
 from gateway.limits.budget import nanos_text
 from gateway.limits.scope import Scope, key_scope, weighed
 from gateway.policy import Limits, Tenant
-from gateway.storage.base import Charge, Counters, RateCharge, SpendCharge
+from gateway.storage.base import Charge, RateCharge, ReservationStore, SpendCharge
 
 
 async def what_is_left(
     tenant: Tenant,
     keys: Mapping[str, Limits],
     family: Sequence[type[Limit[Any]]],
-    counters: Counters,
+    counters: ReservationStore,
     *,
     now: float,
 ) -> list[dict[str, Any]]:
@@ -24,7 +24,7 @@ async def what_is_left(
     nothing = Estimate(0, 0, False, 0, now)
     limits = [limit for scope, own in _scopes(tenant, keys) for kind in family if (limit := kind.of(own, scope))]
     charges: list[Charge] = [limit.charge(nothing) for limit in limits]
-    left = await counters.left(charges, now=now)
+    left = await counters.remaining(charges, now=now)
     return [_entry(*each) for each in zip(limits, charges, left, strict=True)]
 
 

@@ -6,7 +6,7 @@ from gateway.limits.base import Estimate, Limit
 from gateway.limits.headers import ratelimit_headers
 from gateway.limits.scope import Scope
 from gateway.policy import Limits
-from gateway.storage.base import RateCharge, Refused
+from gateway.storage.base import RateCharge, Rejection
 from gateway.types import Usage
 
 
@@ -31,7 +31,7 @@ class Requests(Limit[RateCharge]):
     def actual(self, usage: Usage, cost_nanos: int) -> int:
         return 1
 
-    def refuse(self, charge: RateCharge, refused: Refused) -> GatewayError:
+    def refuse(self, charge: RateCharge, refused: Rejection) -> GatewayError:
         assert refused.retry_after_seconds is not None  # one is never too many
         return LimitReached(
             f"rate limit reached: {self.scope} may make {charge.limit} requests per "

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from gateway.core.errors import BudgetSpent, StorageUnavailable
 from gateway.limits.budget import Budget
-from gateway.storage.base import Granted, Refused
+from gateway.storage.base import Grant, Rejection
 
 ASK_AGAIN_SECONDS = 1.0  # while the storage is away: the stream goes on
 MAX_SLICES = 1_000  # of one stream, so that it can not ask for ever
@@ -25,7 +25,7 @@ class StreamBudget:
         self,
         reserved_nanos: int,
         slice_nanos: int,
-        reserve: Callable[[int, int], Awaitable[Granted | Refused]],
+        reserve: Callable[[int, int], Awaitable[Grant | Rejection]],
         give_back: Callable[[int], None],
         limits: Sequence[Budget],
     ) -> None:
@@ -63,10 +63,10 @@ class StreamBudget:
         try:
             wanted = missing_nanos + self._slice
             verdict = await self._try(wanted)
-            if isinstance(verdict, Refused) and verdict.remaining >= missing_nanos:
+            if isinstance(verdict, Rejection) and verdict.remaining >= missing_nanos:
                 wanted = verdict.remaining
                 verdict = await self._try(wanted)
-            if isinstance(verdict, Granted):
+            if isinstance(verdict, Grant):
                 self._may_cost += wanted
             else:
                 self._spent = self._limits[verdict.index].cut()
@@ -75,11 +75,11 @@ class StreamBudget:
         finally:
             self._asking = None
 
-    async def _try(self, nanos: int) -> Granted | Refused:
+    async def _try(self, nanos: int) -> Grant | Rejection:
         self._asked += 1
         if self._asked > MAX_SLICES:
-            return Refused(0, 0, None)
+            return Rejection(0, 0, None)
         verdict = await self._reserve(self._asked, nanos)
-        if isinstance(verdict, Granted):
+        if isinstance(verdict, Grant):
             self._slices.append(self._asked)
         return verdict

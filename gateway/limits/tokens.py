@@ -9,7 +9,7 @@ from gateway.limits.base import Estimate, Limit
 from gateway.limits.headers import ratelimit_headers
 from gateway.limits.scope import Scope
 from gateway.policy import Limits, Rate
-from gateway.storage.base import RateCharge, Refused
+from gateway.storage.base import RateCharge, Rejection
 from gateway.types import Usage
 
 WHOLE = 1_000_000  # what a weight is a share of: sums stay integers
@@ -47,7 +47,7 @@ class _TokenRate(Limit[RateCharge]):
         """Input tokens; cached ones count as the policy weighs them, rounded up."""
         return usage.input - usage.cache_read * self._free_share // WHOLE if self._free_share else usage.input
 
-    def refuse(self, charge: RateCharge, refused: Refused) -> GatewayError:
+    def refuse(self, charge: RateCharge, refused: Rejection) -> GatewayError:
         allowed = f"{charge.limit} {self.named} per {go_duration(charge.period_seconds)}"
         if refused.retry_after_seconds is None:
             return BadRequest(

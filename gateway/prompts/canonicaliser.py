@@ -23,7 +23,7 @@ from gateway.prefix.fingerprint import BYTES_PER_TOKEN, Fingerprints, seed_of
 from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, ParsedBody, read_fields
 from gateway.prompts.transforms import VERSION, Canon, Form, NotInMemory, Plan, SharedMemory
 from gateway.response_store import ResponseStore, StoringTranslator
-from gateway.storage.base import Blobs
+from gateway.storage.base import BlobCache
 from gateway.types import Call, Operation, Principal, Trace
 
 Headers = Mapping[bytes, bytes]
@@ -57,7 +57,9 @@ class _Known(msgspec.Struct, frozen=True):
 class Canonicaliser:
     """`secret` keys the tenants' salts, so that nobody can compute another tenant's."""
 
-    def __init__(self, secret: bytes, blobs: Blobs | None = None, response_store: ResponseStore | None = None) -> None:
+    def __init__(
+        self, secret: bytes, blobs: BlobCache | None = None, response_store: ResponseStore | None = None
+    ) -> None:
         """`blobs` is where replicas agree on forms; without it, this process decides alone. `response_store` has the
         stored responses that bodies refer to; without it, nothing is stored.
         """

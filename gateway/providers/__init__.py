@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 
 from gateway.policy import Deployment, EnvSecret
-from gateway.providers.base import Fault, Provider, ProviderFailure, Reply
+from gateway.providers.base import Fault, Provider, ProviderFailure, UpstreamResponse
 from gateway.providers.transport import HTTPTransport
 
 # name in a policy -> module:class, imported when a policy first names it
@@ -20,7 +20,7 @@ PROVIDERS = {
     "warmpath": "gateway.providers.vllm:Warmpath",
 }
 
-SALTED = frozenset(
+CACHE_SALT_PROVIDERS = frozenset(
     {"sglang", "vllm", "warmpath"}
 )  # those that keep the prefix caches of tenants apart, by `cache_salt`
 
@@ -43,4 +43,13 @@ def make_provider(
     return provider
 
 
-__all__ = ["PROVIDERS", "SALTED", "Fault", "Provider", "ProviderFailure", "Reply", "UnknownProvider", "make_provider"]
+__all__ = [
+    "CACHE_SALT_PROVIDERS",
+    "PROVIDERS",
+    "Fault",
+    "Provider",
+    "ProviderFailure",
+    "UnknownProvider",
+    "UpstreamResponse",
+    "make_provider",
+]

@@ -38,15 +38,15 @@ class ProviderFailure(Exception):
         body: bytes = b"",
         content_type: str = "application/json",
         retry_after_seconds: float | None = None,
-        for_log: str | None = None,
-        says: str = "",
+        log_message: str | None = None,
+        upstream_message: str = "",
     ) -> None:
-        """`says` are the server's own words, for the client whom nobody else answers; `for_log` is the message without
-        them: they may repeat what is in a prompt.
+        """`upstream_message` is the deployment's own error text. Only the client may see it: it may quote the prompt.
+        `log_message` is the message without it.
         """
         super().__init__(message)
-        self.for_log = for_log or message
-        self.says = says
+        self.log_message = log_message or message
+        self.upstream_message = upstream_message
         self.fault = fault
         self.status = status
         self.body = body
@@ -58,7 +58,7 @@ Sink = Callable[[bytes], bool]
 """Takes a chunk; False: no more for now. It must not wait, and what it raises ends the pouring."""
 
 
-class Reply(Protocol):
+class UpstreamResponse(Protocol):
     """An opened answer with a good status; `anext` gives its chunks. Whoever opened it closes it.
 
     `aclose` closes the connection at once when the answer is not at its end, which is how an engine learns that
@@ -70,7 +70,7 @@ class Reply(Protocol):
 
     async def __anext__(self) -> bytes: ...
 
-    async def pour(self, sink: Sink) -> bool:
+    async def stream_to(self, sink: Sink) -> bool:
         """Give `sink` the chunks that are still to come. True at the end of the answer, False when it wants no more.
 
         A provider that can do so calls `sink` in the very callback in which the bytes arrived: waking a task for
@@ -88,15 +88,15 @@ class Provider(Protocol):
     """One deployment, spoken to in its dialect. Lives as long as the policy that names it."""
 
     @property
-    def keeps_records(self) -> bool:
-        """Whether `usage_of` can ever know something."""
+    def has_usage_records(self) -> bool:
+        """Whether `recorded_usage` can ever know something."""
 
     @property
-    def continues_messages(self) -> bool:
+    def continues_final_message(self) -> bool:
         """Whether it goes on in the middle of an answer where the last message is its beginning, and the body says so
         (`continue_final_message`)."""
 
-    def refusal_of(self, call: Call) -> ProviderFailure | None:
+    def unsupported_error(self, call: Call) -> ProviderFailure | None:
         """What the client is told if no server but such a one can be asked; None where it may be asked. By what can be
         seen at a glance: the operation, and top-level fields."""
 
@@ -106,7 +106,7 @@ class Provider(Protocol):
         Raises `ProviderFailure` where the call can not be said in its dialect.
         """
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
         """Send the call; return as soon as a good status is in. `headers` carry the trace context and request id.
 
         Time limits are the caller's: it cancels. Cancelling closes the connection.
@@ -115,13 +115,13 @@ class Provider(Protocol):
     async def healthy(self) -> bool:
         """Whether the server answers its health or model endpoint with a good status, within a named bound."""
 
-    async def usage_of(self, call_id: str) -> bytes | None:
+    async def recorded_usage(self, call_id: str) -> bytes | None:
         """What the server itself counted for a call whose answer ended early: an answer's JSON with its `usage`.
 
         None where it keeps no record, or does not tell within a named bound. Never raises.
         """
 
-    async def prompt_tokens_of(self, call: Call) -> int | None:
+    async def count_prompt_tokens(self, call: Call) -> int | None:
         """How long the call's prompt is by the server's own tokenizer: for a call that ended early and of which there
         is no record. None as above.
         """
@@ -130,28 +130,28 @@ class Provider(Protocol):
         """None as above."""
 
 
-class Unasked:
+class OfflineProvider:
     """A provider for what only reasons about servers and sends nothing: asking it is a mistake of the program."""
 
-    keeps_records = False
-    continues_messages = False
+    has_usage_records = False
+    continues_final_message = False
 
-    def refusal_of(self, call: Call) -> ProviderFailure | None:
+    def unsupported_error(self, call: Call) -> ProviderFailure | None:
         return None
 
     def render(self, call: Call) -> bytes:
         raise AssertionError("nothing is sent here")
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
         raise AssertionError("nothing is sent here")
 
     async def healthy(self) -> bool:
         return False
 
-    async def usage_of(self, call_id: str) -> bytes | None:
+    async def recorded_usage(self, call_id: str) -> bytes | None:
         return None
 
-    async def prompt_tokens_of(self, call: Call) -> int | None:
+    async def count_prompt_tokens(self, call: Call) -> int | None:
         return None
 
     async def token_counters(self) -> TokenCounters | None:

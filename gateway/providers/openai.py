@@ -11,19 +11,19 @@ import msgspec
 
 from gateway.core.cache_breakpoints import FIELD, without_breakpoints
 from gateway.policy import Deployment, EnvSecret
-from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
-from gateway.providers.refusals import MAX_ERROR_BYTES, failure_told, status_failure
+from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
 from gateway.providers.sse import (
     MAX_FRAME_BYTES,
     FrameSplitter,
     FrameTooLong,
-    broken_at,
     ends_stream,
-    error_in,
-    error_of,
-    is_one_object,
+    error_value,
+    find_error,
+    first_malformed_at,
+    is_single_object_event,
 )
-from gateway.providers.transport import Answer, HTTPTransport, header_lines
+from gateway.providers.transport import HTTPResponse, HTTPTransport, header_lines
+from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body, status_failure
 from gateway.types import Call, Operation, TokenCounters
 
 MAX_JSON_BYTES = 64 * 1024 * 1024  # of an answer that does not stream: embeddings are the long ones
@@ -49,8 +49,8 @@ _TRUE = msgspec.Raw(b"true")
 class OpenAI:
     """One deployment of any server that answers as OpenAI does."""
 
-    keeps_records = False
-    continues_messages = False
+    has_usage_records = False
+    continues_final_message = False
 
     knows_deadlines: ClassVar[bool] = False  # and stops working when the call's has passed
     own_headers: ClassVar[tuple[tuple[bytes, bytes], ...]] = ()  # that its dialect wants with every request
@@ -69,7 +69,7 @@ class OpenAI:
         if deployment.api_key is not None:
             headers.append((b"authorization", b"Bearer " + resolve_secret(deployment.api_key).encode()))
         self._transport = transport
-        self._origin = transport.origin(base_url)
+        self._origin = transport.pool(base_url)
         self._base_path = base_url.raw_path.rstrip(b"/")
         self._header_lines = header_lines(headers)
         self._heads = {
@@ -92,7 +92,7 @@ class OpenAI:
         """Behind the base URL."""
         return operation.value.encode()
 
-    def refusal_of(self, call: Call) -> ProviderFailure | None:
+    def unsupported_error(self, call: Call) -> ProviderFailure | None:
         return None  # what such a server can not do, it says itself
 
     def render(self, call: Call) -> bytes:
@@ -116,7 +116,7 @@ class OpenAI:
             fields["messages"] = without_signed(fields["messages"])
         return fields
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
         body = self.render(call)
         named = [*map(": ".join, headers.items())]
         if "\n" in (text := "".join(named)) or "\r" in text:
@@ -141,8 +141,8 @@ class OpenAI:
             raise
         return self.reply(call, answer)
 
-    def reply(self, call: Call, answer: Answer) -> Reply:
-        return EventStreamReply(answer) if call.stream else JSONReply(answer)
+    def reply(self, call: Call, answer: HTTPResponse) -> UpstreamResponse:
+        return EventStreamResponse(answer) if call.stream else JSONResponse(answer)
 
     def in_our_words(self, failure: ProviderFailure) -> ProviderFailure:
         """A bad status, with its body in the doors' dialect."""
@@ -151,10 +151,10 @@ class OpenAI:
     async def healthy(self) -> bool:
         return await self._get(self.health_path) is not None
 
-    async def usage_of(self, call_id: str) -> bytes | None:
+    async def recorded_usage(self, call_id: str) -> bytes | None:
         return None  # this dialect has no such question
 
-    async def prompt_tokens_of(self, call: Call) -> int | None:
+    async def count_prompt_tokens(self, call: Call) -> int | None:
         return None
 
     async def token_counters(self) -> TokenCounters | None:
@@ -181,10 +181,10 @@ class OpenAI:
         return told if 200 <= answer.status < 300 else None
 
 
-class JSONReply(Reply):
+class JSONResponse(UpstreamResponse):
     """An answer that does not stream: its whole body as the one chunk."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: HTTPResponse) -> None:
         self._answer = answer
         self._given = False
 
@@ -209,12 +209,12 @@ class JSONReply(Reply):
         await self._answer.aclose()
 
 
-class EventStreamReply(Reply):
+class EventStreamResponse(UpstreamResponse):
     """A streamed answer: whole event frames, byte for byte, up to and including `[DONE]`."""
 
     end: ClassVar[str] = "[DONE]"
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: HTTPResponse) -> None:
         self._answer = answer
         self._splitter = FrameSplitter(MAX_FRAME_BYTES)
         self._begun = False  # something of the answer was passed on
@@ -241,7 +241,7 @@ class EventStreamReply(Reply):
             given = self.checked(frames) if frames else b""
         return given
 
-    async def pour(self, sink: Sink) -> bool:
+    async def stream_to(self, sink: Sink) -> bool:
         if self._failure is not None:
             raise self._failure
         if self._ended:
@@ -257,7 +257,7 @@ class EventStreamReply(Reply):
             return wants_more and not self._ended and self._failure is None
 
         try:
-            body_ended = await self._answer.pour(pass_on)
+            body_ended = await self._answer.stream_to(pass_on)
         except httpx2.TransportError as error:
             raise _failure(error) from error
         except FrameTooLong as error:
@@ -274,17 +274,17 @@ class EventStreamReply(Reply):
 
     def checked(self, frames: bytes) -> bytes:
         """The frames up to an error that the server tells of, which is raised when they are through."""
-        if is_one_object(frames):
+        if is_single_object_event(frames):
             self._begun = True
             return frames
-        if (offset := broken_at(frames)) is not None:
+        if (offset := first_malformed_at(frames)) is not None:
             self._failure = ProviderFailure(Fault.MALFORMED, "an event of the stream is not JSON")
             if offset == 0:
                 raise self._failure
             return frames[:offset]
-        if (error_at := error_in(frames)) is not None:
+        if (error_at := find_error(frames)) is not None:
             offset, error = error_at
-            self._failure = failure_told(error, begun=self._begun or offset > 0)
+            self._failure = failure_in_body(error, begun=self._begun or offset > 0)
             if offset == 0:
                 raise self._failure
             return frames[:offset]
@@ -330,14 +330,14 @@ def with_options(options: msgspec.Raw | None, **ours: msgspec.Raw) -> msgspec.Ra
 def _check_said(body: bytes) -> None:
     """Raises where a body tells of a failure, or is no JSON."""
     try:
-        error = error_of(body)
+        error = error_value(body)
     except (msgspec.MsgspecError, RecursionError):
         raise ProviderFailure(Fault.MALFORMED, "the answer is not a JSON object") from None
     if error:
-        raise failure_told(error, begun=False)
+        raise failure_in_body(error, begun=False)
 
 
-async def _check(answer: Answer, media_type: bytes) -> None:
+async def _check(answer: HTTPResponse, media_type: bytes) -> None:
     """Raises unless the answer is what was asked for."""
     content_type = answer.header(b"content-type")
     if answer.status >= 300:

@@ -67,7 +67,7 @@ def ends_stream(frames: bytes) -> bool:
     return frames.find(b"[DONE]", -_LONGEST_DONE_BYTES) >= 0 and _DONE.search(frames) is not None
 
 
-def error_in(frames: bytes) -> tuple[int, Any] | None:
+def find_error(frames: bytes) -> tuple[int, Any] | None:
     """Where the server says that it failed, as an offset, and what it says. Servers send such an event after a 200,
     some with a choice beside it.
     """
@@ -77,7 +77,7 @@ def error_in(frames: bytes) -> tuple[int, Any] | None:
         if line[1].find(_ERROR) < 0:
             continue
         try:
-            error = error_of(line[1])
+            error = error_value(line[1])
         except _UNREADABLE:
             error = "unreadable"
         if error:
@@ -85,7 +85,7 @@ def error_in(frames: bytes) -> tuple[int, Any] | None:
     return None
 
 
-def error_of(data: bytes) -> Any:
+def error_value(data: bytes) -> Any:
     """What a JSON object says of a failure, in whatever form, where it is no answer. Raises `msgspec.MsgspecError`, or
     `RecursionError` for what is too deep.
     """
@@ -127,7 +127,7 @@ _failed = msgspec.json.Decoder(_Failed).decode
 _DATA_LINE = re.compile(rb"(?:\A|[\r\n])data: ?([^\r\n]*)")
 
 
-def data_of(frames: bytes) -> list[bytes]:
+def event_data(frames: bytes) -> list[bytes]:
     """The data of each event in them, in order; empty for what is only a comment."""
     found: list[bytes] = []
     data: list[bytes] = []
@@ -174,7 +174,7 @@ _UNREADABLE = (msgspec.MsgspecError, RecursionError)  # no JSON, or too deep
 _BLANK_LINE = re.compile(rb"(?:\r\n|\n|\r){2}")
 
 
-def is_one_object(frames: bytes) -> bool:
+def is_single_object_event(frames: bytes) -> bool:
     """Whether this is one event, of one JSON object on one line, and that no error: as nearly all that servers write,
     an event at a time. For half a microsecond; what is not is to be looked at closely, by the others here.
     """
@@ -193,7 +193,7 @@ def is_one_object(frames: bytes) -> bool:
     return True
 
 
-def broken_at(frames: bytes) -> int | None:
+def first_malformed_at(frames: bytes) -> int | None:
     """Where the first event begins whose data is neither a JSON object nor `[DONE]`; None where there is none."""
     begin = 0
     for end in [*(blank.end() for blank in _BLANK_LINE.finditer(frames)), len(frames)]:

@@ -51,7 +51,7 @@ class VLLM(OpenAI):
     # Fields by which a client would reach past the gateway: into other tenants' caches, ahead of their requests, and,
     # as `kv_transfer_params` names hosts to fetch KV blocks from, into the network.
     reserved: ClassVar[tuple[str, ...]] = ("cache_salt", "priority", "kv_transfer_params")
-    continues_messages = True
+    continues_final_message = True
 
     def __init__(
         self, deployment: Deployment, transport: HTTPTransport, resolve_secret: Callable[[EnvSecret], str]
@@ -68,7 +68,7 @@ class VLLM(OpenAI):
         """Where the server has what is not OpenAI's: beside /v1."""
         return self._base_path.removesuffix(b"/v1")
 
-    async def prompt_tokens_of(self, call: Call) -> int | None:
+    async def count_prompt_tokens(self, call: Call) -> int | None:
         """By /tokenize, which takes a call's own words for its prompt."""
         heard = self.heard(call)
         body = msgspec.json.encode({name: heard[name] for name in ("model", *_PROMPT) if name in heard})
@@ -119,7 +119,7 @@ class Warmpath(VLLM):
     for a while, so that one that ended early is billed by the engine's own count.
     """
 
-    keeps_records = True
+    has_usage_records = True
     knows_deadlines = True
 
     def __init__(
@@ -137,7 +137,7 @@ class Warmpath(VLLM):
             fields["chat_template_kwargs"] = msgspec.Raw(_encode({"reasoning_effort": effort, **options}))
         return fields
 
-    async def usage_of(self, call_id: str) -> bytes | None:
+    async def recorded_usage(self, call_id: str) -> bytes | None:
         path = b"%b/requests/%b" % (self.root_path, call_id.encode())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RECORD_MAX_SECONDS):

@@ -15,7 +15,7 @@ from gateway.core.timers import WaitBound
 from gateway.deployments.fleet import DeploymentState, SentCall
 from gateway.deployments.quarantine import Quarantine
 from gateway.policy import Floor
-from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.providers.sse import count_events, ends_stream, has_output
 from gateway.routing import poison
 from gateway.routing.attempts import GIVEN_UP, OUT_OF_TIME, TOO_SLOW, AttemptLog
@@ -63,7 +63,7 @@ class AttemptRunner:
             return None  # meanwhile it has failed others, or one of them has become its probe
         attempts.ask(deployment)
         span_id, started_ns = attempts.new_span_id(), attempts.now_ns()
-        reply: Reply | None = None
+        reply: UpstreamResponse | None = None
         deployment.breaker.allows(started)
         deployment.asked_at = started
         sent = deployment.send(call, started, streams=call.stream, believed=candidate.believed)
@@ -89,8 +89,10 @@ class AttemptRunner:
         except StopAsyncIteration:
             outcome, why = CUT, "the answer ended before it had begun"
         except ProviderFailure as failure:
-            outcome, status, why = _outcome(failure), failure.status, failure.for_log
-            attempts.last_words = f"{deployment.name} says: {failure.says}" if failure.says else ""
+            outcome, status, why = _outcome(failure), failure.status, failure.log_message
+            attempts.last_words = (
+                f"{deployment.name} says: {failure.upstream_message}" if failure.upstream_message else ""
+            )
             if failure.fault is not Fault.CUT:
                 attempts.asked = None
             if failure.fault is Fault.REFUSED:
@@ -127,7 +129,7 @@ class AttemptRunner:
             self._hedging.note(call.model.name, call.stream, now - started)
 
 
-async def _whole_opening(first: bytes, reply: Reply, floor: Floor | None) -> bytes:
+async def _whole_opening(first: bytes, reply: UpstreamResponse, floor: Floor | None) -> bytes:
     """`first` and what follows, up to the first output; where there is a floor, as many events as it says.
 
     Raises `TimeoutError` where they do not come as fast as the floor wants.

@@ -108,15 +108,15 @@ class ResumedStream(Upstream):
         else:
             self.deployment.breaker.completed()
 
-    async def pour(self, sink: Sink) -> bool:
+    async def stream_to(self, sink: Sink) -> bool:
         try:
-            return await super().pour(self._noting(sink))
+            return await super().stream_to(self._noting(sink))
         except UpstreamCut as cut:
             if self.fault is None or self._rest is not None:  # not the server's fault; or it has gone on before
                 raise
             rest = await self._go_on(cut)
         begun = rest.rewritten(self.begins_with)
-        return (not begun or sink(begun)) and await self.pour(sink)
+        return (not begun or sink(begun)) and await self.stream_to(sink)
 
     def _noting(self, sink: Sink) -> Sink:
         so_far, rest = self._so_far, self._rest

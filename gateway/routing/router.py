@@ -101,7 +101,7 @@ class Router:
         return [
             deployment
             for deployment in self._fleet.deployments_of(model)
-            if deployment.provider.refusal_of(call) is None
+            if deployment.provider.unsupported_error(call) is None
         ]
 
     def open(self, call: Call, permit: SlotPermit, attempts: AttemptLog) -> _HeldOpen:
@@ -115,7 +115,7 @@ class Router:
 
         def deployments() -> list[DeploymentState]:
             known = self._fleet.deployments_of(call.model)
-            return [s for s in known if s.provider.continues_messages or call.operation is Operation.COMPLETION]
+            return [s for s in known if s.provider.continues_final_message or call.operation is Operation.COMPLETION]
 
         async def open_next(rest: Call) -> Upstream:
             result = "given_up"
@@ -230,7 +230,7 @@ def _soonest(candidates: list[Candidate]) -> float:
 def _raise_refusal(call: Call, deployments: Sequence[DeploymentState]) -> None:
     """What the first of them says of a call that none of them has words for."""
     for deployment in deployments:
-        if (refusal := deployment.provider.refusal_of(call)) is not None:
+        if (refusal := deployment.provider.unsupported_error(call)) is not None:
             raise UpstreamRefused(refusal.status or 400, refusal.body, refusal.content_type)
 
 

@@ -9,7 +9,7 @@ from gateway.core.errors import UpstreamCut
 from gateway.core.timers import WaitBound
 from gateway.deployments.fleet import SentCall
 from gateway.deployments.quarantine import Quarantine
-from gateway.providers.base import Fault, ProviderFailure, Reply, Sink
+from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
 from gateway.routing.base import Candidate
 from gateway.routing.poison import after_cut, after_whole
 from gateway.types import Call
@@ -23,7 +23,7 @@ class Upstream:
         call: Call,
         chosen: Candidate,
         sent: SentCall,
-        reply: Reply,
+        reply: UpstreamResponse,
         first: bytes,
         task: asyncio.Task[Any] | None,
         quarantine: Quarantine,
@@ -53,8 +53,8 @@ class Upstream:
         """An engine's record of the call, as the usage of all that came from here."""
         return record
 
-    async def pour(self, sink: Sink) -> bool:
-        """Give `sink` the chunks behind the first, as `Reply.pour` does, each within the class's time of the last."""
+    async def stream_to(self, sink: Sink) -> bool:
+        """Give `sink` the chunks after the first. Each must arrive within the class's inter-token time of the last."""
         if self._wait is None:
             limits = self._call.latency_class
             inter_token = min(limits.inter_token, self._call.read_timeout_seconds)
@@ -67,10 +67,10 @@ class Upstream:
 
         wait.begin()
         try:
-            return await self.reply.pour(taking)
+            return await self.reply.stream_to(taking)
         except ProviderFailure as failure:
             wait.end()
-            self._broke_off(failure.fault, failure.for_log, now())
+            self._broke_off(failure.fault, failure.log_message, now())
             if failure.fault is Fault.CUT:
                 self.deployment.note_cut(now())
                 self.died_of_it = await after_cut(self._quarantine, self.deployment, self._call)

@@ -88,7 +88,7 @@ class Gateway:
         self._storage = open_storage(settings.storage, owner=settings.replica)
         self._counters = OutageFallback(self._storage, MemoryStorage, lambda: policies.current.storage_outage)
         self._transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
-        told = untold() if self._storage.has_others else None
+        told = untold() if self._storage.is_shared else None
         self._fleet = Fleet(
             lambda deployment: make_provider(deployment, self._transport, resolve_secret), worker.share_of, told
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gateway.policy import Check, Finding, Policy, choices
-from gateway.providers import PROVIDERS, SALTED
+from gateway.providers import CACHE_SALT_PROVIDERS, PROVIDERS
 from gateway.settings import missing_secrets
 
 
@@ -20,7 +20,7 @@ def shared_caches(policy: Policy) -> Iterator[Finding]:
     """Where tenants could learn of each other's prompts. It may be meant so."""
     if len({tenant.cache_group or ("alone", tenant.name) for tenant in policy.tenants}) > 1:
         for i, deployment in enumerate(policy.deployments):
-            if deployment.provider not in SALTED:
+            if deployment.provider not in CACHE_SALT_PROVIDERS:
                 message = "this dialect does not salt all calls: tenants can tell by time and counts what others sent"
                 yield ("deployments", i, "provider"), message
 

@@ -19,7 +19,7 @@ from gateway.deployments.replica_sync import EXCHANGE_SECONDS, PeerReports, unto
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.providers.base import Unasked
+from gateway.providers.base import OfflineProvider
 from gateway.queueing.lines import Lines
 from gateway.queueing.queue import HELD_LOOK_SECONDS
 from gateway.routing.base import Strategy
@@ -109,7 +109,7 @@ class _Gateway:
 
     def __init__(self, site: Site, strategy: Strategy, on_free: Callable[[_Gateway], None]) -> None:
         told = untold() if site.gateways > 1 and site.share else None
-        self.fleet = Fleet(lambda deployment: Unasked(), told=told)
+        self.fleet = Fleet(lambda deployment: OfflineProvider(), told=told)
         self.fleet.apply(site.policy)
         self.fleet.on_free = partial(on_free, self)
         self.deployments = self.fleet.deployments_of(site.policy.models[0])

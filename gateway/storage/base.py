@@ -1,12 +1,15 @@
-"""Ports of the shared state: what must be atomic, and what may be relied on.
+"""Ports of the storage that gateways share: reservations, cached blobs, documents, API keys and peer messages.
 
-A storage engine is one file with one class that offers all ports; the contract suite runs over every engine.
-Amounts are integers (requests, tokens, or billionths of a currency unit), times are seconds since the epoch.
-An engine that can not be reached raises `StorageUnavailable` within `OPERATION_TIMEOUT_SECONDS`; nothing waits longer.
-Whether the operation took place is then unknown.
+A storage engine is one class that implements all ports. The contract suite runs over every engine. Each method is one
+atomic operation, as seen by every process that uses the same store. An engine belongs to one event loop.
 
-The keys of a reservation's charges and its id have the same first part, `tenant/...`: a clustered store keeps what
-begins alike on one node.
+* Amounts are integers: requests, tokens, slots, or billionths of a currency unit. Times are seconds since the epoch.
+* An operation raises `StorageUnavailable` after at most `OPERATION_TIMEOUT_SECONDS` if the store does not answer.
+  Whether the operation took effect is then unknown.
+* A reservation is a lease. If its gateway dies, the lease ends by itself, or by `expire_leases` when a gateway with the
+  same owner name starts.
+* A reservation's id and the keys of its charges begin with the same tenant, `tenant/...`. A cluster stores keys of one
+  tenant on one node, so one atomic operation can change all of them.
 """
 
 from __future__ import annotations
@@ -18,26 +21,26 @@ from typing import Any, ClassVar, Protocol, final
 import msgspec
 
 OPERATION_TIMEOUT_SECONDS = 0.25
-HELD_RETRY_SECONDS = 1.0  # nobody knows when a call ends: what is held by others is worth asking for again so soon
-REMEMBER_SECONDS = 3600.0
-LEASE_SECONDS_MAX = 3600.0  # one that lasts longer by now was given by a clock that has been set back since: it is over
-CLOCK_STEP_SECONDS = 5.0  # callers' times may be out of order by less; what is further back is a clock that was set
+HELD_RETRY_SECONDS = 1.0  # when a call ends is unknown, so amounts held by other calls are worth a retry this soon
+REMEMBER_SECONDS = 3600.0  # how long after its lease ended a reservation can still be settled
+LEASE_SECONDS_MAX = 3600.0  # a lease with more time left dates from before the clock was set back: treated as expired
+CLOCK_STEP_SECONDS = 5.0  # callers' times may be out of order by less; a larger step means the clock was set back
 MAX_AMOUNT = 2**63 - 1
 DEFAULT_BLOB_BYTES = 128 * 2**20
 DEFAULT_DOCUMENT_BYTES = 128 * 2**20  # in memory
 DISK_DOCUMENT_BYTES = 8 * 2**30
-DELETED_AT_ONCE = 100  # documents: others wait for the operation
-NOTICES_KEPT = 1000  # about: an engine may forget a hundred later
-NOTICES_AT_ONCE = 64
+DELETE_BATCH_SIZE = 100  # documents per operation: other operations wait for it
+PEER_MESSAGES_KEPT = 1000  # approximately: an engine may keep a hundred more
+PEER_MESSAGES_PER_READ = 64
 
 
 @final
 class RateCharge(msgspec.Struct, frozen=True, tag=True):
-    """`amount` of a limit that refills steadily: at most `limit` at once, `limit` per `period_seconds` in the long run.
+    """`amount` of a rate limit: at most `limit` in a burst, and `limit` per `period_seconds` in the long run.
 
-    A generic cell rate algorithm (see `bucket`). Settling returns what was not used, as far as it has not refilled
-    meanwhile; or takes what was used beyond it, and may so drive the state into debt: later calls then wait for it.
-    An amount above `limit` can never be granted.
+    The limit refills steadily, by the generic cell rate algorithm (see `leaky_bucket`). Settling returns the unused
+    part of `amount`, as far as it has not refilled meanwhile. If more was used than reserved, settling takes the
+    difference and can leave the limit in debt, which later calls wait for. An amount above `limit` is always rejected.
     """
 
     key: str
@@ -47,8 +50,11 @@ class RateCharge(msgspec.Struct, frozen=True, tag=True):
 
 
 @final
-class LeaseCharge(msgspec.Struct, frozen=True, tag=True):
-    """One of at most `limit` places that are held until settled, or until the lease runs out."""
+class SlotCharge(msgspec.Struct, frozen=True, tag="LeaseCharge"):
+    """One of `limit` concurrency slots. Held until `release_slots`, `settle` or the end of the lease.
+
+    The tag is the name under which SQLite files store it.
+    """
 
     amount: ClassVar[int] = 1
 
@@ -58,10 +64,10 @@ class LeaseCharge(msgspec.Struct, frozen=True, tag=True):
 
 @final
 class SpendCharge(msgspec.Struct, frozen=True, tag=True):
-    """`amount` of an account that only fills up: spent + held may not pass `limit`.
+    """`amount` of a budget: what is spent plus what is held by open reservations never exceeds `limit`.
 
-    The key names its calendar period, so that a new period is a new account; it is forgotten `keep_seconds` after
-    its last change (`math.inf`: never). Exact to the last unit below 2**63.
+    A budget never refills. Its key names the calendar period, so a new period is a new account. An account is deleted
+    `keep_seconds` after its last change (`math.inf`: never). Sums are exact below 2**63.
     """
 
     key: str
@@ -70,22 +76,22 @@ class SpendCharge(msgspec.Struct, frozen=True, tag=True):
     keep_seconds: float
 
 
-Charge = RateCharge | LeaseCharge | SpendCharge
+Charge = RateCharge | SlotCharge | SpendCharge
 
 
 @final
-class Granted(msgspec.Struct, frozen=True):
-    """All charges are reserved. `remaining[i]` is what is left of charge i now."""
+class Grant(msgspec.Struct, frozen=True):
+    """All charges are reserved. `remaining[i]` is what is left of the limit of charge i."""
 
     remaining: tuple[int, ...]
 
 
 @final
-class Refused(msgspec.Struct, frozen=True):
-    """Nothing was reserved and nothing was written: `index` is the first charge that did not fit.
+class Rejection(msgspec.Struct, frozen=True):
+    """Nothing was reserved, because the charge at `index` (the first such one) exceeds its limit.
 
-    `retry_after_seconds` is None where waiting does not help (a spent account, an amount above the limit). Where
-    others hold what is missing, it is `HELD_RETRY_SECONDS`.
+    `remaining` is what is left of that limit. `retry_after_seconds` is None if waiting does not help: the budget is
+    spent, or the amount is above the limit. It is `HELD_RETRY_SECONDS` if other reservations hold the missing amount.
     """
 
     index: int
@@ -93,55 +99,67 @@ class Refused(msgspec.Struct, frozen=True):
     retry_after_seconds: float | None
 
 
-class Counters(Protocol):
+class ReservationStore(Protocol):
+    """Reservations of limits: atomic over all their charges, and leased, so that a dead gateway's amounts return.
+
+    Life of a reservation: `reserve`, `extend_lease` while the call runs, `release_slots` when the call has ended, and
+    `settle` once its actual usage is known. A lease that is not extended ends by itself.
+    """
+
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
-    ) -> Granted | Refused:
-        """Take all charges or none, in one atomic step, as seen by every process on the same store.
+    ) -> Grant | Rejection:
+        """Take all charges, or none.
 
-        The reservation is a lease: when it is neither settled nor extended for `lease_seconds`, its places and its
-        held money return by themselves (a rate has no such part: it refills anyway).
-        ValueError where the id is open already, or a key stands twice in the charges.
+        If the reservation is neither settled nor extended within `lease_seconds`, its slots and its held budget return
+        by themselves. Rates refill anyway.
+        Raises `ValueError` if the id is already reserved, or if a key occurs twice in the charges.
         """
 
-    async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
-        """Hold what was granted elsewhere, whether it fits or not. A reservation that is open stays as it is."""
+    async def force_reserve(
+        self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
+    ) -> None:
+        """Take all charges, even beyond their limits: for calls that were admitted without the store.
 
-    async def left(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
-        """What could be reserved now of each, whatever their amounts. Reserves nothing. All are of one tenant."""
+        Does nothing if the reservation exists.
+        """
 
-    async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
-        """Keep a reservation alive. False when it is gone, by settling or by running out."""
+    async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
+        """What is left of each charge's limit. Ignores the charges' amounts, reserves nothing. One tenant per call."""
 
-    async def leave(self, reservation_id: str, *, now: float) -> bool:
-        """The work is over, its bill not yet settled: free its places (`LeaseCharge`), and hold on to all else.
+    async def extend_lease(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
+        """Let the lease end `lease_seconds` from now. False if it has ended, or the reservation was settled."""
 
-        True for the one call that freed them.
+    async def release_slots(self, reservation_id: str, *, now: float) -> bool:
+        """Free the slots of a call that has ended but is not billed yet. Its other charges stay reserved.
+
+        True for the one call that freed slots.
         """
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
-        """Replace each reserved amount by the actual one (ignored for leases) and end the reservation.
+        """Replace each reserved amount by the actual one and end the reservation. Amounts of slots are ignored.
 
-        True for the one call that ended it; False for every later call, which changes nothing. A reservation that
-        ran out is settled like any other for another `REMEMBER_SECONDS`: what was used in the meantime is not lost.
+        Idempotent: True for the one call that ended it, False for every later call. If the lease has ended, usage
+        is still counted for another `REMEMBER_SECONDS`.
         """
 
-    async def release_owner(self, owner: str, *, now: float) -> int:
-        """Let every lease of this owner run out at once, and say how many did.
+    async def expire_leases(self, owner: str, *, now: float) -> int:
+        """End all leases of a gateway that died, so that its reserved amounts return at once. Returns how many ended.
 
-        For a process that starts under the name of one that was killed; `open` does it for the engine's own owner.
-        A reservation that the other one settles after all, still counts: it merely ran out.
+        `open` calls this for the engine's own owner, whose previous process may have been killed. If that process is
+        still alive and settles a reservation later, its usage is counted, as for any lease that has ended.
         """
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
-        """Say that the engine's owner lives; how many owners have said so in the last `alive_seconds`, itself included.
+        """Report the engine's owner as alive, and count the owners reported within the last `alive_seconds`.
 
-        Without an owner: how many others. Memory knows of its own process alone.
+        The count includes the engine's own owner. An engine without an owner reports nothing. Memory only knows its
+        own process.
         """
 
 
-class Blobs(Protocol):
-    """A bounded cache of byte strings. Anything may be gone at any time; what is returned is what was put."""
+class BlobCache(Protocol):
+    """A bounded cache of byte strings. Any entry may be evicted at any time. A value is never altered."""
 
     async def get(self, key: str) -> bytes | None: ...
 
@@ -149,40 +167,39 @@ class Blobs(Protocol):
 
 
 class Document(msgspec.Struct, frozen=True):
-    """The head is read again and again, with those of other documents; the body seldom, and alone."""
+    """A stored document. The head is read often, and in groups. The body is read seldom, and alone."""
 
     head: bytes
     body: bytes
 
 
-class Documents(Protocol):
-    """What tenants keep for a time, under names of their own. Unlike a blob it is in nobody's way: what is put is there
-    until its time is over, or it is deleted. Only where a tenant's together have more bytes than it may have, the
-    oldest make room; and where those of all have more than the engine holds, the oldest of the tenant that has most.
-    (Redis holds what its memory does.)
+class DocumentStore(Protocol):
+    """Documents that tenants store for a time, by name.
+
+    Unlike a blob, a document is kept until it expires or is deleted, with two exceptions. If a tenant's documents
+    exceed its bytes, its oldest are deleted. If all documents exceed the engine's bytes, the oldest of the tenant with
+    the most bytes are deleted. (Redis is bounded by its own memory.)
     """
 
     async def put_document(
         self, tenant: str, name: str, document: Document, *, ttl_seconds: float, max_bytes: int
     ) -> bool:
-        """Whole or not at all; False where it alone has more bytes than there may be. `max_bytes` is the tenant's."""
+        """Store or replace a document. False if it alone exceeds `max_bytes`, the bound of the tenant's documents."""
 
     async def get_document(self, tenant: str, name: str) -> Document | None: ...
 
     async def get_heads(self, tenant: str, names: Sequence[str]) -> list[bytes | None]:
-        """In the order of the names, by one operation."""
+        """The heads in the order of `names`, read by one operation. None for a document that does not exist."""
 
     async def delete_document(self, tenant: str, name: str) -> bool:
-        """False where there was none."""
+        """False if the document does not exist."""
 
     async def delete_some_documents(self, tenant: str) -> int:
-        """As many of the tenant's as one operation should take, at most `DELETED_AT_ONCE`: how many. Fewer: it had no
-        more.
-        """
+        """Delete up to `DELETE_BATCH_SIZE` of a tenant's documents. Returns how many; fewer means none are left."""
 
 
 class KeyRecord(msgspec.Struct, frozen=True):
-    """An API key as it is kept: never the secret. A hash is `hmac-sha256:<hex>` (see `gateway.core.api_keys`)."""
+    """An API key as it is stored: never the secret. A hash is `hmac-sha256:<hex>` (see `gateway.core.api_keys`)."""
 
     id: str
     tenant: str
@@ -192,41 +209,49 @@ class KeyRecord(msgspec.Struct, frozen=True):
     revoked: bool = False
     models: tuple[str, ...] | None = None  # None: all models
     classes: tuple[str, ...] | None = None  # None: all latency classes
-    limits: dict[str, Any] | None = None  # as a policy has them, in JSON's types
+    limits: dict[str, Any] | None = None  # in the policy's form, as JSON types
     old_hash: str | None = None  # of the secret before the last rotation ...
     old_expires: str | None = None  # ... which is valid until then
     revision: int = 0  # counts the changes
 
 
-class Keys(Protocol):
+class KeyStore(Protocol):
+    """API keys that are managed at run time. They never expire from the store."""
+
     async def put_key(self, record: KeyRecord) -> None:
-        """Add a key or replace the one of the same id."""
+        """Add a key, or replace the one with the same id."""
 
     async def change_key(self, record: KeyRecord) -> bool:
-        """Replace the revision before this one, or add the key where this is revision 0; False where that is not what
-        is kept: somebody else was faster, or the id is taken."""
+        """Compare and set: replace the previous revision, or add the key if `record` is revision 0.
+
+        False if the stored revision is not the previous one, or a new key's id is taken.
+        """
 
     async def get_key(self, key_id: str) -> KeyRecord | None: ...
 
     async def list_keys(self) -> list[KeyRecord]:
-        """All keys, revoked ones too, by id."""
+        """All keys, including revoked ones, ordered by id."""
 
 
-class Notices(Protocol):
-    """What processes tell each other, at best: nobody's answer may depend on it."""
+class PeerMessages(Protocol):
+    """Messages between the gateways on one store, at best effort. No request's outcome may depend on them."""
 
-    has_others: ClassVar[bool]  # whether other processes can use the same store at all
+    is_shared: ClassVar[bool]  # whether other processes can use the same store
 
-    async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
-        """Tell all others, where the notice is not empty, and hear what was told after that mark; `""` is before all
-        that is kept. In order, one's own included; at most `NOTICES_AT_ONCE` of them, and the mark to go on from. Of
-        more than `NOTICES_KEPT`, the oldest are forgotten. Memory has nobody to tell, and hears nothing."""
+    async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
+        """Publish a message, unless it is empty, and read those published after the position `after`.
+
+        `""` is the position before the oldest message kept. Returns at most `PEER_MESSAGES_PER_READ` messages, oldest
+        first, and the position to read from next. They include the engine's own. Only the last `PEER_MESSAGES_KEPT`
+        are kept. Memory has no peers and returns no messages.
+        """
 
 
-class Storage(Counters, Blobs, Documents, Keys, Notices, Protocol):
-    """One engine, made by `engine(url, owner=...)`. `open` before use, `close` after; both are safe to call twice.
+class Storage(ReservationStore, BlobCache, DocumentStore, KeyStore, PeerMessages, Protocol):
+    """One engine, constructed as `engine(url, owner=...)`. `open` before use, `close` after; both are idempotent.
 
-    `owner` names the process to `release_owner`, and is the same after a restart; no two live processes share one.
+    `owner` is this process's name for `expire_leases` and `count_replicas`. It is the same after a restart, and no two
+    live processes share one.
     """
 
     async def open(self) -> None: ...
@@ -235,28 +260,33 @@ class Storage(Counters, Blobs, Documents, Keys, Notices, Protocol):
 
 
 def check_charges(reservation_id: str, charges: Sequence[Charge]) -> None:
-    """What every engine relies on; ValueError where a caller broke it."""
-    _check_keys(first_part(reservation_id), tuple([charge.key for charge in charges]))
+    """Check what every engine relies on: one tenant, no key twice, amounts in range. Raises `ValueError`."""
+    _check_keys(tenant_of(reservation_id), tuple([charge.key for charge in charges]))
     amounts = [charge.amount for charge in charges]
     if amounts and not (min(amounts) >= 0 and max(amounts) <= MAX_AMOUNT):
         raise ValueError(f"an amount is outside 0..2**63-1: {', '.join(map(repr, charges))}")
 
 
-@lru_cache(maxsize=10_000)  # a caller comes with the same ones again and again
+@lru_cache(maxsize=10_000)  # each tenant's calls have the same keys
 def _check_keys(tenant: str, keys: tuple[str, ...]) -> None:
     for key in keys:
-        if first_part(key) != tenant:
-            raise ValueError(f"the charge {key!r} and the reservation, of {tenant!r}, begin with different tenants")
+        if tenant_of(key) != tenant:
+            raise ValueError(f"the charge {key!r} belongs to another tenant than its reservation ({tenant!r})")
     if len(set(keys)) != len(keys):
-        raise ValueError(f"a key stands twice in the charges: {', '.join(keys)}")
+        raise ValueError(f"a key occurs twice in the charges: {', '.join(keys)}")
 
 
 def check_actual(reservation_id: str, actual: Sequence[int], *, charges: int | None = None) -> None:
+    """Check the amounts that a reservation is settled with, and their number if `charges` is given.
+
+    Raises `ValueError`.
+    """
     if charges is not None and len(actual) != charges:
-        raise ValueError(f"{reservation_id} has {charges} charges, and is settled with {len(actual)} amounts")
+        raise ValueError(f"{reservation_id} has {charges} charges, but is settled with {len(actual)} amounts")
     if actual and not (min(actual) >= 0 and max(actual) <= MAX_AMOUNT):
         raise ValueError(f"{reservation_id} is settled with an amount outside 0..2**63-1: {actual}")
 
 
-def first_part(key: str) -> str:
+def tenant_of(key: str) -> str:
+    """The tenant that a reservation's id or a charge's key begins with."""
     return key.partition("/")[0]

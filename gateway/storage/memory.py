@@ -17,17 +17,17 @@ from gateway.storage.base import (
     REMEMBER_SECONDS,
     Charge,
     Document,
-    Granted,
+    Grant,
     KeyRecord,
     RateCharge,
-    Refused,
+    Rejection,
     SpendCharge,
     check_actual,
     check_charges,
 )
-from gateway.storage.bucket import Bucket
+from gateway.storage.evaluation import evaluate_account, evaluate_rate, room_before
+from gateway.storage.leaky_bucket import LeakyBucket
 from gateway.storage.memory_documents import MemoryDocuments
-from gateway.storage.verdict import account_verdict, rate_verdict, room_of
 
 LOOK_AGAIN_SECONDS = 1.0  # after which a bucket that may be empty by now is looked at; a busy one would be all the time
 SPARE_SWEEPS = 256  # of reservations that were settled before their lease was over; twice as many as of live ones, too
@@ -43,7 +43,7 @@ class _Account:
 
 
 _UNUSED = _Account()  # what is not known has not been used
-_NEW = Bucket()
+_NEW = LeakyBucket()
 
 
 class _Reservation(msgspec.Struct):
@@ -60,7 +60,7 @@ class _Reservation(msgspec.Struct):
 class MemoryStorage:
     """`clock` only ages blobs and documents; all else is told the time by its caller."""
 
-    has_others: ClassVar[bool] = False
+    is_shared: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class MemoryStorage:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._owner = owner
-        self._buckets: dict[str, Bucket] = {}
+        self._buckets: dict[str, LeakyBucket] = {}
         self._accounts: dict[str, _Account] = {}
         self._reservations: dict[str, _Reservation] = {}
         self._keys: dict[str, KeyRecord] = {}
@@ -94,34 +94,36 @@ class MemoryStorage:
 
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
-    ) -> Granted | Refused:
+    ) -> Grant | Rejection:
         check_charges(reservation_id, charges)
         if self._sweeps and self._sweeps[0][0] <= now:
             self._sweep(now)
         if reservation_id in self._reservations:
-            raise ValueError(f"the reservation {reservation_id} is open already")
+            raise ValueError(f"reservation {reservation_id} is already open")
         verdict = self._take(reservation_id, charges, lease_seconds, now)
-        return verdict if type(verdict) is Refused else Granted(verdict)
+        return verdict if type(verdict) is Rejection else Grant(verdict)
 
-    async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
+    async def force_reserve(
+        self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
+    ) -> None:
         check_charges(reservation_id, charges)
         self._sweep(now)
         if reservation_id not in self._reservations:
             self._take(reservation_id, charges, lease_seconds, now, fitting=False)
 
-    async def left(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
+    async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
         self._sweep(now)
-        return tuple([room_of(charge, self._verdict(0, charge, now)) for charge in charges])
+        return tuple([room_before(charge, self._verdict(0, charge, now)) for charge in charges])
 
-    def _verdict(self, index: int, charge: Charge, now: float) -> int | Refused:
+    def _verdict(self, index: int, charge: Charge, now: float) -> int | Rejection:
         if type(charge) is RateCharge:
-            return rate_verdict(index, charge, self._buckets.get(charge.key, _NEW), now)
+            return evaluate_rate(index, charge, self._buckets.get(charge.key, _NEW), now)
         account = self._accounts.get(charge.key, _UNUSED)
-        return account_verdict(index, charge, account.spent, account.held)
+        return evaluate_account(index, charge, account.spent, account.held)
 
     def _take(
         self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, *, fitting: bool = True
-    ) -> tuple[int, ...] | Refused:
+    ) -> tuple[int, ...] | Rejection:
         """What is left of each. `fitting`: all or none. Each is taken before it is known whether it fits, and given
         back where one does not: so it is looked at once, and only a refusal costs more.
         """
@@ -148,7 +150,7 @@ class MemoryStorage:
             if left < 0 and fitting:
                 self._give_back(reservation)
                 refused = self._verdict(len(remaining), charge, now)
-                assert type(refused) is Refused
+                assert type(refused) is Rejection
                 return refused
             remaining.append(int(left))
         self._reservations[reservation_id] = reservation
@@ -164,7 +166,7 @@ class MemoryStorage:
             if type(charge) is RateCharge:
                 self._buckets[charge.key].unpour(charge)
 
-    async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
+    async def extend_lease(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
         self._sweep(now)
         reservation = self._reservations.get(reservation_id)
         if reservation is None or not reservation.holding:
@@ -173,7 +175,7 @@ class MemoryStorage:
         reservation.forget_at = reservation.expires_at + REMEMBER_SECONDS
         return True
 
-    async def leave(self, reservation_id: str, *, now: float) -> bool:
+    async def release_slots(self, reservation_id: str, *, now: float) -> bool:
         if self._sweeps and self._sweeps[0][0] <= now:
             self._sweep(now)
         reservation = self._reservations.get(reservation_id)
@@ -203,7 +205,7 @@ class MemoryStorage:
                 self._account(charge.key, now + charge.keep_seconds).spent += used
         return True
 
-    async def release_owner(self, owner: str, *, now: float) -> int:
+    async def expire_leases(self, owner: str, *, now: float) -> int:
         self._sweep(now)
         held = [r for r in self._reservations.values() if r.owner == owner and r.holding]
         for reservation in held:
@@ -221,8 +223,8 @@ class MemoryStorage:
             for account, amount in reservation.money:
                 account.held -= amount
 
-    def _new_bucket(self, key: str, now: float) -> Bucket:
-        bucket = self._buckets[key] = Bucket()
+    def _new_bucket(self, key: str, now: float) -> LeakyBucket:
+        bucket = self._buckets[key] = LeakyBucket()
         heapq.heappush(self._sweeps, (now + LOOK_AGAIN_SECONDS, "bucket", key))
         return bucket
 
@@ -332,5 +334,5 @@ class MemoryStorage:
     async def list_keys(self) -> list[KeyRecord]:
         return [self._keys[key_id] for key_id in sorted(self._keys)]
 
-    async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
+    async def publish_and_read(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
         return [], after

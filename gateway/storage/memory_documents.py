@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from gateway.storage.base import DELETED_AT_ONCE, Document
+from gateway.storage.base import DELETE_BATCH_SIZE, Document
 
 SWEEP_SECONDS = 10.0
 
@@ -80,7 +80,7 @@ class MemoryDocuments:
 
     def delete_some(self, tenant: str) -> int:
         shelf = self._shelves.get(tenant)
-        names = list(islice(shelf.documents, DELETED_AT_ONCE)) if shelf is not None else []
+        names = list(islice(shelf.documents, DELETE_BATCH_SIZE)) if shelf is not None else []
         for name in names:
             self.delete(tenant, name)
         return len(names)

@@ -1,5 +1,5 @@
 -- The counters in Redis: one call of this script is one atomic step. `storage/base.py` says what is promised,
--- `storage/bucket.py` teaches the buckets, `storage/verdict.py` says the same as `verdict` here.
+-- `storage/leaky_bucket.py` teaches the buckets, `storage/evaluation.py` says the same as `verdict` here.
 --
 -- KEYS[1] is a tenant's prefix, wp:{tenant}. Everything below begins with it, so one hash slot holds it all:
 --   :bucket:<key>       string  msgpack {level, time, troughs = {time, level, time, level...}}

@@ -32,23 +32,23 @@ from gateway.core.errors import StorageUnavailable
 from gateway.storage.base import (
     DEFAULT_BLOB_BYTES,
     DEFAULT_DOCUMENT_BYTES,
-    DELETED_AT_ONCE,
+    DELETE_BATCH_SIZE,
     HELD_RETRY_SECONDS,
-    NOTICES_AT_ONCE,
-    NOTICES_KEPT,
     OPERATION_TIMEOUT_SECONDS,
+    PEER_MESSAGES_KEPT,
+    PEER_MESSAGES_PER_READ,
     Charge,
     Document,
-    Granted,
+    Grant,
     KeyRecord,
-    LeaseCharge,
     RateCharge,
-    Refused,
+    Rejection,
+    SlotCharge,
     check_actual,
     check_charges,
-    first_part,
+    tenant_of,
 )
-from gateway.storage.coalesce import Coalescer
+from gateway.storage.micro_batcher import MicroBatcher
 
 MAX_PIPELINES = 4  # connections, too
 MAX_TOLD_TENANTS = 10_000
@@ -87,7 +87,7 @@ class RedisStorage:
     `blob_bytes` bounds one blob, `document_bytes` one document; all together are bounded by the server's `maxmemory`.
     """
 
-    has_others: ClassVar[bool] = True
+    is_shared: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class RedisStorage:
         self._document_bytes = document_bytes
         self._callers_clock = clock == "caller"
         self._told_tenants: OrderedDict[str, float] = OrderedDict()  # when they were last told, oldest first
-        self._pipelines: Coalescer[_Command] = Coalescer(
+        self._pipelines: MicroBatcher[_Command] = MicroBatcher(
             self._run, max_in_flight=MAX_PIPELINES, timeout_seconds=timeout_seconds, store="Redis"
         )
 
@@ -124,7 +124,7 @@ class RedisStorage:
         except StorageUnavailable as error:  # the address and the reason are for the operator, not for clients
             raise StorageUnavailable(f"{error.message}: {error.__cause__}") from error
         if self._owner:
-            await self.release_owner(self._owner, now=0.0)
+            await self.expire_leases(self._owner, now=0.0)
 
     async def close(self) -> None:
         await self._pipelines.drain()
@@ -162,33 +162,35 @@ class RedisStorage:
 
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
-    ) -> Granted | Refused:
+    ) -> Grant | Rejection:
         check_charges(reservation_id, charges)
-        tenant = first_part(reservation_id)
+        tenant = tenant_of(reservation_id)
         if self._owner:
             await self._tell_tenant(tenant)
         arguments = [part for charge in charges for part in _arguments(charge, lease_seconds)]
         answer = await self._script("reserve", reservation_id, tenant, now, lease_seconds, self._owner, *arguments)
         match answer:
             case [b"granted", *remaining]:
-                return Granted(tuple(remaining))
+                return Grant(tuple(remaining))
             case [b"refused", index, remaining, retry]:
-                return Refused(index, remaining, _retry_after_seconds(retry))
+                return Rejection(index, remaining, _retry_after_seconds(retry))
             case _:
-                raise ValueError(f"the reservation {reservation_id} is open already")
+                raise ValueError(f"reservation {reservation_id} is already open")
 
-    async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
+    async def force_reserve(
+        self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
+    ) -> None:
         check_charges(reservation_id, charges)
-        tenant = first_part(reservation_id)
+        tenant = tenant_of(reservation_id)
         if self._owner:
             await self._tell_tenant(tenant)
         arguments = [part for charge in charges for part in _arguments(charge, lease_seconds)]
         await self._script("adopt", reservation_id, tenant, now, lease_seconds, self._owner, *arguments)
 
-    async def left(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
+    async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
         if not charges:
             return ()
-        tenant = first_part(charges[0].key)
+        tenant = tenant_of(charges[0].key)
         arguments = [part for charge in charges for part in _arguments(charge, 0.0)]
         return tuple(await self._script("left", tenant, tenant, now, "", "", *arguments))
 
@@ -197,7 +199,7 @@ class RedisStorage:
         return replicas
 
     async def _tell_tenant(self, tenant: str) -> None:
-        """So that `release_owner` knows where to look: once an hour, in a set that outlives two of them."""
+        """So that `expire_leases` knows where to look: once an hour, in a set that outlives two of them."""
         now = asyncio.get_running_loop().time()
         if now < self._told_tenants.get(tenant, -math.inf) + TELL_TENANT_SECONDS:
             return
@@ -211,21 +213,21 @@ class RedisStorage:
         if len(self._told_tenants) > MAX_TOLD_TENANTS:
             self._told_tenants.popitem(last=False)
 
-    async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
-        tenant = first_part(reservation_id)
+    async def extend_lease(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
+        tenant = tenant_of(reservation_id)
         return bool(await self._script("extend", reservation_id, tenant, now, lease_seconds))
 
-    async def leave(self, reservation_id: str, *, now: float) -> bool:
-        return bool(await self._script("leave", reservation_id, first_part(reservation_id), now))
+    async def release_slots(self, reservation_id: str, *, now: float) -> bool:
+        return bool(await self._script("leave", reservation_id, tenant_of(reservation_id), now))
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
         check_actual(reservation_id, actual)
-        answer = await self._script("settle", reservation_id, first_part(reservation_id), now, *actual)
+        answer = await self._script("settle", reservation_id, tenant_of(reservation_id), now, *actual)
         if isinstance(answer, list):
-            raise ValueError(f"{reservation_id} has {answer[1]} charges, and is settled with {len(actual)} amounts")
+            raise ValueError(f"{reservation_id} has {answer[1]} charges, but is settled with {len(actual)} amounts")
         return bool(answer)
 
-    async def release_owner(self, owner: str, *, now: float) -> int:
+    async def expire_leases(self, owner: str, *, now: float) -> int:
         tenants = await self._pipelines.submit(("SMEMBERS", _tenants_key(owner)))
         released = await asyncio.gather(
             *(self._script("release_owner", owner, str(tenant, "utf-8"), now) for tenant in tenants)
@@ -268,7 +270,7 @@ class RedisStorage:
         return bool(await self._document("delete", tenant, name))
 
     async def delete_some_documents(self, tenant: str) -> int:
-        return int(await self._document("delete_some", tenant, "", DELETED_AT_ONCE))
+        return int(await self._document("delete_some", tenant, "", DELETE_BATCH_SIZE))
 
     async def put_key(self, record: KeyRecord) -> None:
         await self._pipelines.submit(("HSET", KEYS_KEY, record.id, msgspec.json.encode(record)))
@@ -286,10 +288,10 @@ class RedisStorage:
         records = await self._pipelines.submit(("HVALS", KEYS_KEY))
         return sorted((_decode_key(record) for record in records), key=lambda record: record.id)
 
-    async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
-        hear = self._pipelines.submit(("XREAD", "COUNT", NOTICES_AT_ONCE, "STREAMS", NOTICES_KEY, after or "0"))
+    async def publish_and_read(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
+        hear = self._pipelines.submit(("XREAD", "COUNT", PEER_MESSAGES_PER_READ, "STREAMS", NOTICES_KEY, after or "0"))
         if notice:
-            tell = self._pipelines.submit(("XADD", NOTICES_KEY, "MAXLEN", "~", NOTICES_KEPT, "*", "n", notice))
+            tell = self._pipelines.submit(("XADD", NOTICES_KEY, "MAXLEN", "~", PEER_MESSAGES_KEPT, "*", "n", notice))
             _, streams = await asyncio.gather(tell, hear)
         else:
             streams = await hear
@@ -302,7 +304,7 @@ class RedisStorage:
 def _arguments(charge: Charge, lease_seconds: float) -> tuple[object, ...]:
     if isinstance(charge, RateCharge):
         return "rate", charge.key, charge.amount, charge.limit, charge.period_seconds
-    if isinstance(charge, LeaseCharge):
+    if isinstance(charge, SlotCharge):
         return "lease", charge.key, 1, charge.limit, 2 * lease_seconds
     keep_seconds = -1 if math.isinf(charge.keep_seconds) else charge.keep_seconds
     return "spend", charge.key, charge.amount, charge.limit, keep_seconds

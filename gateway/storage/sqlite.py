@@ -22,17 +22,17 @@ from gateway.storage.base import (
     CLOCK_STEP_SECONDS,
     DEFAULT_BLOB_BYTES,
     DISK_DOCUMENT_BYTES,
-    NOTICES_AT_ONCE,
-    NOTICES_KEPT,
     OPERATION_TIMEOUT_SECONDS,
+    PEER_MESSAGES_KEPT,
+    PEER_MESSAGES_PER_READ,
     Charge,
     Document,
-    Granted,
+    Grant,
     KeyRecord,
-    Refused,
+    Rejection,
     check_charges,
 )
-from gateway.storage.coalesce import Coalescer
+from gateway.storage.micro_batcher import MicroBatcher
 from gateway.storage.sqlite_file import SqliteFile, in_transaction
 
 BUSY_SHARE = 0.8  # of an operation's time is spent on waiting for other writers: less than all, to tell the reason
@@ -74,7 +74,7 @@ class SqliteStorage:
     """`sqlite:///relative.db` or `sqlite:////absolute.db`. `clock` only ages blobs and documents, and dates the
     opening."""
 
-    has_others: ClassVar[bool] = True
+    is_shared: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -102,13 +102,13 @@ class SqliteStorage:
         )
         self._next_sweep = 0.0
         self._next_document_sweep = 0.0
-        self._transactions: Coalescer[_Work] = Coalescer(
+        self._transactions: MicroBatcher[_Work] = MicroBatcher(
             self._run, max_in_flight=1, timeout_seconds=timeout_seconds, store="the SQLite file"
         )
 
     async def open(self) -> None:
         if await self._file.open() and self._owner:
-            await self.release_owner(self._owner, now=self._clock())
+            await self.expire_leases(self._owner, now=self._clock())
 
     async def close(self) -> None:
         await self._transactions.drain()
@@ -133,44 +133,48 @@ class SqliteStorage:
 
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
-    ) -> Granted | Refused:
+    ) -> Grant | Rejection:
         check_charges(reservation_id, charges)
-        verdict: Granted | Refused = await self._transactions.submit(
+        verdict: Grant | Rejection = await self._transactions.submit(
             partial(self._reserve, reservation_id, charges, lease_seconds, now)
         )
         return verdict
 
     def _reserve(
         self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, db: sqlite3.Connection
-    ) -> Granted | Refused:
+    ) -> Grant | Rejection:
         if not self._next_sweep - SWEEP_SECONDS <= now < self._next_sweep:
             self._sweep(now, db)
         return reservations.reserve(reservation_id, charges, self._owner, lease_seconds, now, db)
 
-    async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
+    async def force_reserve(
+        self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
+    ) -> None:
         check_charges(reservation_id, charges)
         await self._transactions.submit(
-            partial(reservations.adopt, reservation_id, charges, self._owner, lease_seconds, now)
+            partial(reservations.force_reserve, reservation_id, charges, self._owner, lease_seconds, now)
         )
 
-    async def left(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
-        rooms: tuple[int, ...] = await self._transactions.submit(partial(reservations.left, charges, now))
+    async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
+        rooms: tuple[int, ...] = await self._transactions.submit(partial(reservations.remaining, charges, now))
         return rooms
 
-    async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
-        held: bool = await self._transactions.submit(partial(reservations.extend, reservation_id, lease_seconds, now))
+    async def extend_lease(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
+        held: bool = await self._transactions.submit(
+            partial(reservations.extend_lease, reservation_id, lease_seconds, now)
+        )
         return held
 
-    async def leave(self, reservation_id: str, *, now: float) -> bool:
-        left: bool = await self._transactions.submit(partial(reservations.leave, reservation_id, now))
+    async def release_slots(self, reservation_id: str, *, now: float) -> bool:
+        left: bool = await self._transactions.submit(partial(reservations.release_slots, reservation_id, now))
         return left
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
         ended: bool = await self._transactions.submit(partial(reservations.settle, reservation_id, actual, now))
         return ended
 
-    async def release_owner(self, owner: str, *, now: float) -> int:
-        released: int = await self._transactions.submit(partial(reservations.release_owner, owner, now))
+    async def expire_leases(self, owner: str, *, now: float) -> int:
+        released: int = await self._transactions.submit(partial(reservations.expire_leases, owner, now))
         return released
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
@@ -237,7 +241,7 @@ class SqliteStorage:
         rows = await self._transactions.submit(lambda db: db.execute(query).fetchall())
         return [_decode_key(record) for (record,) in rows]
 
-    async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
+    async def publish_and_read(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
         rows: list[tuple[int, bytes]] = await self._transactions.submit(partial(_exchange, notice, int(after or 0)))
         return [body for _, body in rows], str(rows[-1][0]) if rows else after
 
@@ -252,9 +256,9 @@ def _count_replicas(owner: str, since: float, now: float, db: sqlite3.Connection
 def _exchange(notice: bytes, after: int, db: sqlite3.Connection) -> list[tuple[int, bytes]]:
     if notice:
         number = db.execute("INSERT INTO notices (body) VALUES (?)", (notice,)).lastrowid or 0
-        db.execute("DELETE FROM notices WHERE number <= ?", (number - NOTICES_KEPT,))
+        db.execute("DELETE FROM notices WHERE number <= ?", (number - PEER_MESSAGES_KEPT,))
     query = "SELECT number, body FROM notices WHERE number > ? ORDER BY number LIMIT ?"
-    return db.execute(query, (after, NOTICES_AT_ONCE)).fetchall()
+    return db.execute(query, (after, PEER_MESSAGES_PER_READ)).fetchall()
 
 
 def _change_key(record: KeyRecord, db: sqlite3.Connection) -> bool:

@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gateway.storage.base import DELETED_AT_ONCE, Document
+from gateway.storage.base import DELETE_BATCH_SIZE, Document
 
 TABLES = """
 CREATE TABLE documents (
@@ -86,10 +86,10 @@ def delete(tenant: str, name: str, now: float, db: sqlite3.Connection) -> bool:
 
 def delete_some(tenant: str, db: sqlite3.Connection) -> int:
     some = "SELECT number FROM documents WHERE tenant = ? LIMIT ?"
-    return db.execute(f"DELETE FROM documents WHERE number IN ({some})", (tenant, DELETED_AT_ONCE)).rowcount
+    return db.execute(f"DELETE FROM documents WHERE number IN ({some})", (tenant, DELETE_BATCH_SIZE)).rowcount
 
 
 def sweep(now: float, db: sqlite3.Connection) -> None:
     """What is over is ignored wherever it is read, and is to be nowhere soon after."""
     over = "SELECT number FROM documents WHERE expires_at <= ? LIMIT ?"
-    db.execute(f"DELETE FROM documents WHERE number IN ({over})", (now, DELETED_AT_ONCE))
+    db.execute(f"DELETE FROM documents WHERE number IN ({over})", (now, DELETE_BATCH_SIZE))

@@ -1,7 +1,8 @@
-"""What a reservation does to the tables, inside of a transaction; for SQLite what `redis.lua` is for Redis.
+"""The reservations in a SQLite file: what each operation does to the tables, inside a transaction.
 
-What the functions without an underscore do, `Counters` in `gateway.storage.base` says. While a reservation is open its
-charges against places and accounts are rows of `holds`; rates have been poured into their buckets.
+The SQLite counterpart of `redis.lua`. Functions without an underscore implement the method of the same name in
+`gateway.storage.base.ReservationStore`. While a reservation is open, its slots and its budget are rows of `holds`, and
+its rates have been poured into their buckets.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from gateway.storage.base import (
     LEASE_SECONDS_MAX,
     REMEMBER_SECONDS,
     Charge,
-    Granted,
-    LeaseCharge,
+    Grant,
     RateCharge,
-    Refused,
+    Rejection,
+    SlotCharge,
     SpendCharge,
     check_actual,
 )
-from gateway.storage.bucket import Bucket, State
-from gateway.storage.verdict import account_verdict, rate_verdict, room_of
+from gateway.storage.evaluation import evaluate_account, evaluate_rate, room_before
+from gateway.storage.leaky_bucket import LeakyBucket, State
 
 
 class _Taken(msgspec.Struct, array_like=True):
@@ -40,31 +41,31 @@ _decode_taken = msgspec.msgpack.Decoder(list[_Taken]).decode
 
 def reserve(
     reservation_id: str, charges: Sequence[Charge], owner: str, lease_seconds: float, now: float, db: sqlite3.Connection
-) -> Granted | Refused:
+) -> Grant | Rejection:
     if _is_open(reservation_id, db):
-        raise ValueError(f"the reservation {reservation_id} is open already")
+        raise ValueError(f"reservation {reservation_id} is already open")
     remaining: list[int] = []
     for index, charge in enumerate(charges):
         left = _verdict(index, charge, now, db)
-        if isinstance(left, Refused):
+        if isinstance(left, Rejection):
             return left
         remaining.append(left)
     _hold(reservation_id, charges, owner, lease_seconds, now, db)
-    return Granted(tuple(remaining))
+    return Grant(tuple(remaining))
 
 
-def adopt(
+def force_reserve(
     reservation_id: str, charges: Sequence[Charge], owner: str, lease_seconds: float, now: float, db: sqlite3.Connection
 ) -> None:
     if not _is_open(reservation_id, db):
         _hold(reservation_id, charges, owner, lease_seconds, now, db)
 
 
-def left(charges: Sequence[Charge], now: float, db: sqlite3.Connection) -> tuple[int, ...]:
-    return tuple([room_of(charge, _verdict(0, charge, now, db)) for charge in charges])
+def remaining(charges: Sequence[Charge], now: float, db: sqlite3.Connection) -> tuple[int, ...]:
+    return tuple([room_before(charge, _verdict(0, charge, now, db)) for charge in charges])
 
 
-def extend(reservation_id: str, lease_seconds: float, now: float, db: sqlite3.Connection) -> bool:
+def extend_lease(reservation_id: str, lease_seconds: float, now: float, db: sqlite3.Connection) -> bool:
     query = "SELECT charges FROM reservations WHERE id = ? AND expires_at > ?"
     row = db.execute(query, (reservation_id, now)).fetchone()
     if row is None:
@@ -80,12 +81,12 @@ def extend(reservation_id: str, lease_seconds: float, now: float, db: sqlite3.Co
     return True
 
 
-def leave(reservation_id: str, now: float, db: sqlite3.Connection) -> bool:
+def release_slots(reservation_id: str, now: float, db: sqlite3.Connection) -> bool:
     query = "SELECT charges FROM reservations WHERE id = ? AND expires_at > ?"
     row = db.execute(query, (reservation_id, now)).fetchone()
     taken = [] if row is None else _decode_taken(row[0])
     query = "DELETE FROM holds WHERE key = ? AND reservation = ?"
-    places = [each.charge.key for each in taken if isinstance(each.charge, LeaseCharge)]
+    places = [each.charge.key for each in taken if isinstance(each.charge, SlotCharge)]
     return sum(db.execute(query, (key, reservation_id)).rowcount for key in places) > 0
 
 
@@ -110,7 +111,7 @@ def settle(reservation_id: str, actual: Sequence[int], now: float, db: sqlite3.C
     return True
 
 
-def release_owner(owner: str, now: float, db: sqlite3.Connection) -> int:
+def expire_leases(owner: str, now: float, db: sqlite3.Connection) -> int:
     query = "SELECT id, charges FROM reservations WHERE owner = ? AND expires_at > ?"
     rows = db.execute(query, (owner, now)).fetchall()
     for reservation_id, charges in rows:
@@ -124,13 +125,13 @@ def _is_open(reservation_id: str, db: sqlite3.Connection) -> bool:
     return db.execute("SELECT 1 FROM reservations WHERE id = ?", (reservation_id,)).fetchone() is not None
 
 
-def _verdict(index: int, charge: Charge, now: float, db: sqlite3.Connection) -> int | Refused:
+def _verdict(index: int, charge: Charge, now: float, db: sqlite3.Connection) -> int | Rejection:
     if isinstance(charge, RateCharge):
-        return rate_verdict(index, charge, _bucket(charge.key, db), now)
+        return evaluate_rate(index, charge, _bucket(charge.key, db), now)
     account = db.execute("SELECT spent FROM accounts WHERE key = ? AND forget_at > ?", (charge.key, now)).fetchone()
     query = "SELECT coalesce(sum(amount), 0) FROM holds WHERE key = ? AND expires_at > ? AND expires_at <= ?"
     (held,) = db.execute(query, (charge.key, now, now + LEASE_SECONDS_MAX)).fetchone()
-    return account_verdict(index, charge, 0 if account is None else account[0], held)
+    return evaluate_account(index, charge, 0 if account is None else account[0], held)
 
 
 def _hold(
@@ -167,10 +168,10 @@ def _held_keys(charges: bytes) -> list[str]:
     return [taken.charge.key for taken in _decode_taken(charges) if not isinstance(taken.charge, RateCharge)]
 
 
-def _bucket(key: str, db: sqlite3.Connection) -> Bucket:
+def _bucket(key: str, db: sqlite3.Connection) -> LeakyBucket:
     row = db.execute("SELECT state FROM buckets WHERE key = ?", (key,)).fetchone()
-    return Bucket() if row is None else Bucket(*_decode_bucket(row[0]))
+    return LeakyBucket() if row is None else LeakyBucket(*_decode_bucket(row[0]))
 
 
-def _save_bucket(key: str, bucket: Bucket, db: sqlite3.Connection) -> None:
+def _save_bucket(key: str, bucket: LeakyBucket, db: sqlite3.Connection) -> None:
     db.execute("REPLACE INTO buckets VALUES (?, ?, ?)", (key, _encode(bucket.state), bucket.empty_at))

@@ -115,7 +115,7 @@ class SpanQueue:
         """What went wrong; empty where nothing did."""
         head = self._head + b"content-length: %d\r\n" % len(body)
         try:
-            answer = await transport.send(transport.origin(self._url), head, body)
+            answer = await transport.send(transport.pool(self._url), head, body)
             try:
                 async for _ in answer:
                     pass

@@ -10,7 +10,7 @@ import sys
 import time
 
 from gateway.core.errors import StorageUnavailable
-from gateway.storage.base import Charge, Granted, LeaseCharge, RateCharge, SpendCharge, Storage
+from gateway.storage.base import Charge, Grant, RateCharge, SlotCharge, SpendCharge, Storage
 from gateway.storage.redis import RedisStorage
 from gateway.storage.sqlite import SqliteStorage
 
@@ -39,14 +39,14 @@ async def contend(storage: Storage, owner: str) -> str:
             )
         except StorageUnavailable:
             return False
-        return isinstance(verdict, Granted)
+        return isinstance(verdict, Grant)
 
     return str(sum(await asyncio.gather(*(call(number) for number in range(CALLS)))))
 
 
 async def hold(storage: Storage, owner: str) -> str:
     """Take the only place and all the money, and keep them."""
-    charges: list[Charge] = [LeaseCharge("t/concurrency", 1), SpendCharge("t/budget/total", 50, 50, FOREVER_SECONDS)]
+    charges: list[Charge] = [SlotCharge("t/concurrency", 1), SpendCharge("t/budget/total", 50, 50, FOREVER_SECONDS)]
     verdict = await storage.reserve(f"t/{owner}", charges, lease_seconds=LEASE_SECONDS, now=time.time())
     return type(verdict).__name__
 

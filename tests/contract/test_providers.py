@@ -11,7 +11,15 @@ import msgspec
 import pytest
 
 from gateway.policy import Deployment, EnvSecret, Policy
-from gateway.providers import PROVIDERS, Fault, Provider, ProviderFailure, Reply, UnknownProvider, make_provider
+from gateway.providers import (
+    PROVIDERS,
+    Fault,
+    Provider,
+    ProviderFailure,
+    UnknownProvider,
+    UpstreamResponse,
+    make_provider,
+)
 from gateway.providers.transport import HTTPTransport
 from gateway.types import Call, Operation, Principal, Trace
 from tests.gateway.providers.scripted import (
@@ -30,7 +38,7 @@ from tests.gateway.providers.wires import TEXT, Wire, data, timeless, wire_of
 DEEP = b"[" * 10_000 + b"]" * 10_000  # too deep for any reader
 VERBATIM = sorted(kind for kind in PROVIDERS if wire_of(kind).verbatim)  # what such servers send, their clients get
 
-Open = Callable[..., "asyncio.Future[Reply]"]
+Open = Callable[..., "asyncio.Future[UpstreamResponse]"]
 
 
 def call(fields: bytes = b"{}", *, operation: Operation = Operation.CHAT, stream: bool = False) -> Call:
@@ -84,10 +92,10 @@ async def transport() -> AsyncIterator[HTTPTransport]:
         yield transport
 
 
-class PouredReply(Reply):
-    """A reply read through `pour`, one chunk at a time."""
+class PouredReply(UpstreamResponse):
+    """A reply read through `stream_to`, one chunk at a time."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: UpstreamResponse) -> None:
         self._reply = reply
         self._failure: ProviderFailure | None = None
 
@@ -101,7 +109,7 @@ class PouredReply(Reply):
             return False
 
         try:
-            ended = await self._reply.pour(enough)
+            ended = await self._reply.stream_to(enough)
         except ProviderFailure as failure:
             if not taken:
                 raise
@@ -117,7 +125,7 @@ class PouredReply(Reply):
 
 
 class Pouring:
-    """A provider whose replies are read through `pour`."""
+    """A provider whose replies are read through `stream_to`."""
 
     def __init__(self, provider: Provider) -> None:
         self._provider = provider
@@ -125,7 +133,7 @@ class Pouring:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._provider, name)
 
-    async def open(self, asked: Call, *, headers: Mapping[str, str]) -> Reply:
+    async def open(self, asked: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
         return PouredReply(await self._provider.open(asked, headers=headers))
 
 
@@ -216,7 +224,7 @@ async def test_each_operation_has_its_path(provider_for: ProviderFor, wire: Wire
     """Or it is refused, by name, and before anything is sent: the router can ask another server."""
     async with ScriptedServer(answering(json_answer(wire.answer))) as server:
         provider, asked = provider_for(server.base_url), call(operation=operation)
-        refusal = provider.refusal_of(asked)
+        refusal = provider.unsupported_error(asked)
         if operation in wire.operations:
             assert refusal is None
             await answer(provider, asked)
@@ -310,8 +318,8 @@ async def test_what_is_poured_needs_no_task_for_a_chunk(kind: str, wire: Wire, t
     async with ScriptedServer(script) as server, asyncio.timeout(TIMEOUT_SECONDS):
         deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
         reply = await make_provider(deployment, transport, resolve_nothing).open(call(stream=True), headers={})
-        assert await reply.pour(take)
-        assert await reply.pour(take), "the end stays the end"
+        assert await reply.stream_to(take)
+        assert await reply.stream_to(take), "the end stays the end"
         await reply.aclose()
     assert came == [wire.opened + wire.tokened, *[wire.tokened] * 4, wire.ended]
     assert in_callbacks == came[1:]
@@ -330,7 +338,7 @@ async def test_what_a_sink_raises_ends_the_pouring(kind: str, wire: Wire, transp
             deployment = Deployment(name="d", provider=kind, base_url=server.base_url, model="m")
             reply = await make_provider(deployment, transport, resolve_nothing).open(call(stream=True), headers={})
             with pytest.raises(Full):
-                await reply.pour(refuse)
+                await reply.stream_to(refuse)
             await reply.aclose()
             await server.until_the_client_closed()
 
@@ -481,7 +489,7 @@ async def test_an_error_in_the_stream_is_a_cut(provider_for: ProviderFor, wire: 
                 chunks.append(chunk)
         await reply.aclose()
     assert raised.value.fault is Fault.CUT
-    assert "out of memory" not in raised.value.for_log  # it may repeat what is in a prompt
+    assert "out of memory" not in raised.value.log_message  # it may repeat what is in a prompt
     assert timeless(b"".join(chunks)) == (wire.opened + wire.tokened if begun else b"")
 
 
@@ -502,16 +510,16 @@ async def test_an_error_in_the_place_of_an_answer_is_none(
     body = msgspec.json.encode({"error": error})
     async with ScriptedServer(answering(json_answer(body))) as server:
         failed = await failure(provider_for(server.base_url), call())
-    assert (failed.fault, failed.status, failed.says) == (fault, status, "out of memory")
+    assert (failed.fault, failed.status, failed.upstream_message) == (fault, status, "out of memory")
     assert failed.body == (body if status else b"")
-    assert "out of memory" not in failed.for_log
+    assert "out of memory" not in failed.log_message
 
 
 async def test_an_older_form_of_the_same(provider_for: ProviderFor) -> None:
     body = b'{"object": "error", "message": "too long", "type": "BadRequestError", "param": null, "code": 400}'
     async with ScriptedServer(answering(json_answer(body))) as server:
         failed = await failure(provider_for(server.base_url), call())
-    assert (failed.fault, failed.status, failed.says) == (Fault.REFUSED, 400, "too long")
+    assert (failed.fault, failed.status, failed.upstream_message) == (Fault.REFUSED, 400, "too long")
     assert msgspec.json.decode(failed.body)["error"]["type"] == "BadRequestError"
 
 
@@ -519,7 +527,7 @@ async def test_an_error_in_the_place_of_an_answer_says_nothing_of_our_key(provid
     body = b'{"error": {"message": "Incorrect key: secret-in", "code": 401}}'
     async with ScriptedServer(answering(json_answer(body))) as server:
         failed = await failure(provider_for(server.base_url), call())
-    assert (failed.fault, failed.status, failed.body, failed.says) == (Fault.STATUS, 401, b"", "")
+    assert (failed.fault, failed.status, failed.body, failed.upstream_message) == (Fault.STATUS, 401, b"", "")
 
 
 @pytest.mark.parametrize("kind", VERBATIM)
@@ -531,7 +539,7 @@ async def test_an_error_as_the_first_event_may_judge_the_request(
     async with ScriptedServer(answering(STREAM_HEAD + coded(stream) + STREAM_END)) as server:
         failed = await failure(provider_for(server.base_url), call(stream=True))
     assert (failed.fault, failed.status) == ((Fault.CUT, None) if begun else (Fault.REFUSED, 400))
-    assert failed.says == "no such image"
+    assert failed.upstream_message == "no such image"
 
 
 async def test_text_about_errors_is_none(provider_for: ProviderFor, wire: Wire) -> None:

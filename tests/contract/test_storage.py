@@ -15,18 +15,18 @@ import pytest
 
 from gateway.storage import open_storage
 from gateway.storage.base import (
-    DELETED_AT_ONCE,
+    DELETE_BATCH_SIZE,
     HELD_RETRY_SECONDS,
-    NOTICES_AT_ONCE,
-    NOTICES_KEPT,
+    PEER_MESSAGES_KEPT,
+    PEER_MESSAGES_PER_READ,
     REMEMBER_SECONDS,
     Charge,
     Document,
-    Granted,
+    Grant,
     KeyRecord,
-    LeaseCharge,
     RateCharge,
-    Refused,
+    Rejection,
+    SlotCharge,
     SpendCharge,
     Storage,
 )
@@ -80,7 +80,7 @@ def tenant() -> str:
 
 async def reserve(
     storage: Storage, name: str, *charges: Charge, now: float = NOW, lease_seconds: float = LEASE_SECONDS
-) -> Granted | Refused:
+) -> Grant | Rejection:
     return await storage.reserve(name, charges, lease_seconds=lease_seconds, now=now)
 
 
@@ -96,56 +96,56 @@ def spend(tenant: str, amount: int, *, limit: int = 100) -> SpendCharge:
     return SpendCharge(f"{tenant}/budget/2026-11", amount, limit, 86_400.0)
 
 
-def place(tenant: str, *, limit: int = 2) -> LeaseCharge:
-    return LeaseCharge(f"{tenant}/concurrency", limit)
+def place(tenant: str, *, limit: int = 2) -> SlotCharge:
+    return SlotCharge(f"{tenant}/concurrency", limit)
 
 
 class TestRate:
     async def test_at_most_the_limit_at_once(self, storage: Storage, tenant: str) -> None:
-        assert await reserve(storage, f"{tenant}/a", rate(tenant, 60)) == Granted((40,))
+        assert await reserve(storage, f"{tenant}/a", rate(tenant, 60)) == Grant((40,))
         refused = await reserve(storage, f"{tenant}/b", rate(tenant, 50))
-        assert refused == Refused(0, 40, about(10.0))
-        assert await reserve(storage, f"{tenant}/c", rate(tenant, 40)) == Granted((0,))
+        assert refused == Rejection(0, 40, about(10.0))
+        assert await reserve(storage, f"{tenant}/c", rate(tenant, 40)) == Grant((0,))
 
     async def test_refills_steadily(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", rate(tenant, 100))
-        assert isinstance(await reserve(storage, f"{tenant}/b", rate(tenant, 26), now=NOW + 25), Refused)
-        assert await reserve(storage, f"{tenant}/c", rate(tenant, 25), now=NOW + 25) == Granted((0,))
-        assert await reserve(storage, f"{tenant}/d", rate(tenant, 1), now=NOW + 1000) == Granted((99,))
+        assert isinstance(await reserve(storage, f"{tenant}/b", rate(tenant, 26), now=NOW + 25), Rejection)
+        assert await reserve(storage, f"{tenant}/c", rate(tenant, 25), now=NOW + 25) == Grant((0,))
+        assert await reserve(storage, f"{tenant}/d", rate(tenant, 1), now=NOW + 1000) == Grant((99,))
 
     async def test_waiting_as_told_is_enough(self, storage: Storage, tenant: str) -> None:
         charge = rate(tenant, 1, limit=7, period_seconds=60.0)
         for number in range(7):
             await reserve(storage, f"{tenant}/{number}", charge)
         refused = await reserve(storage, f"{tenant}/x", charge)
-        assert isinstance(refused, Refused) and refused.retry_after_seconds is not None
+        assert isinstance(refused, Rejection) and refused.retry_after_seconds is not None
         assert isinstance(
-            await reserve(storage, f"{tenant}/y", charge, now=NOW + refused.retry_after_seconds - 0.001), Refused
+            await reserve(storage, f"{tenant}/y", charge, now=NOW + refused.retry_after_seconds - 0.001), Rejection
         )
-        assert isinstance(await reserve(storage, f"{tenant}/z", charge, now=NOW + refused.retry_after_seconds), Granted)
+        assert isinstance(await reserve(storage, f"{tenant}/z", charge, now=NOW + refused.retry_after_seconds), Grant)
 
     async def test_more_than_the_limit_is_never_granted(self, storage: Storage, tenant: str) -> None:
-        assert await reserve(storage, f"{tenant}/a", rate(tenant, 101)) == Refused(0, 100, None)
+        assert await reserve(storage, f"{tenant}/a", rate(tenant, 101)) == Rejection(0, 100, None)
 
     async def test_what_was_not_used_comes_back(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", rate(tenant, 100))
         assert await storage.settle(f"{tenant}/a", [30], now=NOW)
-        assert await reserve(storage, f"{tenant}/b", rate(tenant, 70)) == Granted((0,))
+        assert await reserve(storage, f"{tenant}/b", rate(tenant, 70)) == Grant((0,))
 
     async def test_what_was_used_beyond_is_owed(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", rate(tenant, 50))
         assert await storage.settle(f"{tenant}/a", [170], now=NOW)
         refused = await reserve(storage, f"{tenant}/b", rate(tenant, 1))
-        assert refused == Refused(0, 0, about(71.0))
+        assert refused == Rejection(0, 0, about(71.0))
 
     async def test_what_has_refilled_does_not_come_back_again(self, storage: Storage, tenant: str) -> None:
         """A naive refund would let 198 through in one instant: see `bucket`."""
         await reserve(storage, f"{tenant}/a", rate(tenant, 100), lease_seconds=200.0)
         later = NOW + 99
-        assert await reserve(storage, f"{tenant}/b", rate(tenant, 98), now=later) == Granted((1,))
+        assert await reserve(storage, f"{tenant}/b", rate(tenant, 98), now=later) == Grant((1,))
         assert await storage.settle(f"{tenant}/a", [0], now=later)
-        assert await reserve(storage, f"{tenant}/c", rate(tenant, 3), now=later) == Refused(0, 2, about(1.0))
-        assert isinstance(await reserve(storage, f"{tenant}/d", rate(tenant, 2), now=later), Granted)
+        assert await reserve(storage, f"{tenant}/c", rate(tenant, 3), now=later) == Rejection(0, 2, about(1.0))
+        assert isinstance(await reserve(storage, f"{tenant}/d", rate(tenant, 2), now=later), Grant)
 
     async def test_a_bucket_that_was_never_empty_gives_everything_back(self, storage: Storage, tenant: str) -> None:
         """A call longer than the period, at saturation: nothing of its unused share is lost."""
@@ -153,10 +153,10 @@ class TestRate:
         await reserve(storage, f"{tenant}/0", rate(tenant, 50))
         for step in range(1, 21):
             now = NOW + 10 * step
-            assert await reserve(storage, f"{tenant}/{step}", rate(tenant, 10), now=now) == Granted((0,))
-            assert await storage.extend(f"{tenant}/long", lease_seconds=LEASE_SECONDS, now=now)
+            assert await reserve(storage, f"{tenant}/{step}", rate(tenant, 10), now=now) == Grant((0,))
+            assert await storage.extend_lease(f"{tenant}/long", lease_seconds=LEASE_SECONDS, now=now)
         assert await storage.settle(f"{tenant}/long", [0], now=NOW + 200)
-        assert await reserve(storage, f"{tenant}/next", rate(tenant, 50), now=NOW + 200) == Granted((0,))
+        assert await reserve(storage, f"{tenant}/next", rate(tenant, 50), now=NOW + 200) == Grant((0,))
 
     async def test_refunds_out_of_order(self, storage: Storage, tenant: str) -> None:
         """Had neither a nor x used anything, the bucket would have been empty before b: only b's 10 are in it."""
@@ -165,96 +165,96 @@ class TestRate:
             granted = await reserve(
                 storage, f"{tenant}/{name}", rate(tenant, amount), now=NOW + after, lease_seconds=200.0
             )
-            assert isinstance(granted, Granted)
+            assert isinstance(granted, Grant)
         assert await storage.settle(f"{tenant}/a", [0], now=NOW + 80)
         assert await storage.settle(f"{tenant}/x", [0], now=NOW + 80)
-        assert await reserve(storage, f"{tenant}/c", rate(tenant, 1), now=NOW + 80) == Granted((89,))
+        assert await reserve(storage, f"{tenant}/c", rate(tenant, 1), now=NOW + 80) == Grant((89,))
 
 
 class TestLease:
     async def test_at_most_so_many_places(self, storage: Storage, tenant: str) -> None:
-        assert await reserve(storage, f"{tenant}/a", place(tenant)) == Granted((1,))
-        assert await reserve(storage, f"{tenant}/b", place(tenant)) == Granted((0,))
-        assert await reserve(storage, f"{tenant}/c", place(tenant)) == Refused(0, 0, HELD_RETRY_SECONDS)
+        assert await reserve(storage, f"{tenant}/a", place(tenant)) == Grant((1,))
+        assert await reserve(storage, f"{tenant}/b", place(tenant)) == Grant((0,))
+        assert await reserve(storage, f"{tenant}/c", place(tenant)) == Rejection(0, 0, HELD_RETRY_SECONDS)
         assert await storage.settle(f"{tenant}/a", [0], now=NOW)
-        assert await reserve(storage, f"{tenant}/d", place(tenant)) == Granted((0,))
+        assert await reserve(storage, f"{tenant}/d", place(tenant)) == Grant((0,))
 
     async def test_a_place_returns_when_its_lease_is_over(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", place(tenant, limit=1))
         before, after = NOW + LEASE_SECONDS - 0.001, NOW + LEASE_SECONDS
-        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1), now=before), Refused)
-        assert isinstance(await reserve(storage, f"{tenant}/c", place(tenant, limit=1), now=after), Granted)
+        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1), now=before), Rejection)
+        assert isinstance(await reserve(storage, f"{tenant}/c", place(tenant, limit=1), now=after), Grant)
 
     async def test_extending_keeps_it(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", place(tenant, limit=1), spend(tenant, 60))
-        assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + 20)
-        assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + 40)
-        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1), now=NOW + 69), Refused)
-        assert isinstance(await reserve(storage, f"{tenant}/c", spend(tenant, 41), now=NOW + 69), Refused)
-        assert isinstance(await reserve(storage, f"{tenant}/d", place(tenant, limit=1), now=NOW + 70), Granted)
+        assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + 20)
+        assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + 40)
+        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1), now=NOW + 69), Rejection)
+        assert isinstance(await reserve(storage, f"{tenant}/c", spend(tenant, 41), now=NOW + 69), Rejection)
+        assert isinstance(await reserve(storage, f"{tenant}/d", place(tenant, limit=1), now=NOW + 70), Grant)
 
     async def test_what_is_gone_can_not_be_extended(self, storage: Storage, tenant: str) -> None:
-        assert not await storage.extend(f"{tenant}/never", lease_seconds=LEASE_SECONDS, now=NOW)
+        assert not await storage.extend_lease(f"{tenant}/never", lease_seconds=LEASE_SECONDS, now=NOW)
         await reserve(storage, f"{tenant}/a", place(tenant))
-        assert not await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + LEASE_SECONDS)
+        assert not await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + LEASE_SECONDS)
         await reserve(storage, f"{tenant}/b", place(tenant))
         await storage.settle(f"{tenant}/b", [0], now=NOW)
-        assert not await storage.extend(f"{tenant}/b", lease_seconds=LEASE_SECONDS, now=NOW)
+        assert not await storage.extend_lease(f"{tenant}/b", lease_seconds=LEASE_SECONDS, now=NOW)
 
     async def test_who_has_left_holds_money_and_no_place(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", place(tenant, limit=1), spend(tenant, 60), rate(tenant, 60))
-        assert await storage.leave(f"{tenant}/a", now=NOW)
-        assert not await storage.leave(f"{tenant}/a", now=NOW)
-        assert isinstance(await reserve(storage, f"{tenant}/b", spend(tenant, 41)), Refused)
-        assert isinstance(await reserve(storage, f"{tenant}/b", rate(tenant, 41)), Refused)
-        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1)), Granted)
+        assert await storage.release_slots(f"{tenant}/a", now=NOW)
+        assert not await storage.release_slots(f"{tenant}/a", now=NOW)
+        assert isinstance(await reserve(storage, f"{tenant}/b", spend(tenant, 41)), Rejection)
+        assert isinstance(await reserve(storage, f"{tenant}/b", rate(tenant, 41)), Rejection)
+        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1)), Grant)
         # Its extension takes no place back, and neither its end nor its running out frees another's.
-        assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW)
+        assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW)
         assert await storage.settle(f"{tenant}/a", [1, 20, 20], now=NOW)
-        assert isinstance(await reserve(storage, f"{tenant}/c", place(tenant, limit=1)), Refused)
-        assert await reserve(storage, f"{tenant}/d", spend(tenant, 80), rate(tenant, 80)) == Granted((0, 0))
+        assert isinstance(await reserve(storage, f"{tenant}/c", place(tenant, limit=1)), Rejection)
+        assert await reserve(storage, f"{tenant}/d", spend(tenant, 80), rate(tenant, 80)) == Grant((0, 0))
 
     async def test_who_has_left_and_runs_out_frees_no_place_of_another(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", place(tenant, limit=1))
-        assert await storage.leave(f"{tenant}/a", now=NOW)
+        assert await storage.release_slots(f"{tenant}/a", now=NOW)
         later = NOW + LEASE_SECONDS - 1
-        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1), now=later), Granted)
-        assert isinstance(await reserve(storage, f"{tenant}/c", place(tenant, limit=1), now=later + 2), Refused)
+        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1), now=later), Grant)
+        assert isinstance(await reserve(storage, f"{tenant}/c", place(tenant, limit=1), now=later + 2), Rejection)
 
     async def test_leaving_without_a_place_changes_nothing(self, storage: Storage, tenant: str) -> None:
-        assert not await storage.leave(f"{tenant}/unknown", now=NOW)
+        assert not await storage.release_slots(f"{tenant}/unknown", now=NOW)
         await reserve(storage, f"{tenant}/a", spend(tenant, 60))
-        assert not await storage.leave(f"{tenant}/a", now=NOW)
+        assert not await storage.release_slots(f"{tenant}/a", now=NOW)
         assert await storage.settle(f"{tenant}/a", [60], now=NOW)
 
 
 class TestSpend:
     async def test_spent_and_held_stay_within_the_limit(self, storage: Storage, tenant: str) -> None:
-        assert await reserve(storage, f"{tenant}/a", spend(tenant, 60)) == Granted((40,))
-        assert await reserve(storage, f"{tenant}/b", spend(tenant, 50)) == Refused(0, 40, HELD_RETRY_SECONDS)
+        assert await reserve(storage, f"{tenant}/a", spend(tenant, 60)) == Grant((40,))
+        assert await reserve(storage, f"{tenant}/b", spend(tenant, 50)) == Rejection(0, 40, HELD_RETRY_SECONDS)
         assert await storage.settle(f"{tenant}/a", [55], now=NOW)
-        assert await reserve(storage, f"{tenant}/c", spend(tenant, 46)) == Refused(0, 45, None)
-        assert await reserve(storage, f"{tenant}/d", spend(tenant, 45)) == Granted((0,))
+        assert await reserve(storage, f"{tenant}/c", spend(tenant, 46)) == Rejection(0, 45, None)
+        assert await reserve(storage, f"{tenant}/d", spend(tenant, 45)) == Grant((0,))
 
     async def test_what_is_held_returns_when_its_lease_is_over(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", spend(tenant, 60))
-        assert await reserve(storage, f"{tenant}/b", spend(tenant, 100), now=NOW + LEASE_SECONDS) == Granted((0,))
+        assert await reserve(storage, f"{tenant}/b", spend(tenant, 100), now=NOW + LEASE_SECONDS) == Grant((0,))
 
     async def test_what_ran_out_is_still_paid(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", spend(tenant, 60))
         assert await storage.settle(f"{tenant}/a", [60], now=NOW + LEASE_SECONDS + REMEMBER_SECONDS - 1)
-        assert await reserve(storage, f"{tenant}/b", spend(tenant, 41), now=NOW + 60) == Refused(0, 40, None)
+        assert await reserve(storage, f"{tenant}/b", spend(tenant, 41), now=NOW + 60) == Rejection(0, 40, None)
 
     async def test_forgotten_in_the_end(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", spend(tenant, 60))
         assert not await storage.settle(f"{tenant}/a", [60], now=NOW + LEASE_SECONDS + REMEMBER_SECONDS)
-        assert await reserve(storage, f"{tenant}/b", spend(tenant, 100), now=NOW + 60) == Granted((0,))
+        assert await reserve(storage, f"{tenant}/b", spend(tenant, 100), now=NOW + 60) == Grant((0,))
 
     async def test_nothing_reserved_can_still_be_spent(self, storage: Storage, tenant: str) -> None:
         """A call without a price reserves nothing; a zero is a text of its own in Redis."""
-        assert await reserve(storage, f"{tenant}/a", spend(tenant, 0)) == Granted((100,))
+        assert await reserve(storage, f"{tenant}/a", spend(tenant, 0)) == Grant((100,))
         assert await storage.settle(f"{tenant}/a", [120], now=NOW)
-        assert await reserve(storage, f"{tenant}/b", spend(tenant, 0)) == Refused(0, 0, None)
+        assert await reserve(storage, f"{tenant}/b", spend(tenant, 0)) == Rejection(0, 0, None)
 
     async def test_exact_where_a_double_is_not(self, storage: Storage, tenant: str) -> None:
         limit = 2**54 + 4
@@ -263,28 +263,28 @@ class TestSpend:
             await reserve(storage, f"{tenant}/{number}", charge)
             await storage.settle(f"{tenant}/{number}", [amount], now=NOW)
         charge = SpendCharge(f"{tenant}/budget/total", 1, limit, math.inf)
-        assert await reserve(storage, f"{tenant}/x", charge) == Refused(0, 0, None)
+        assert await reserve(storage, f"{tenant}/x", charge) == Rejection(0, 0, None)
 
 
 class TestReservation:
     async def test_all_or_none(self, storage: Storage, tenant: str) -> None:
         charges = rate(tenant, 10), place(tenant), spend(tenant, 60)
-        assert await reserve(storage, f"{tenant}/a", *charges) == Granted((90, 1, 40))
+        assert await reserve(storage, f"{tenant}/a", *charges) == Grant((90, 1, 40))
         for number in range(5):
-            assert await reserve(storage, f"{tenant}/no{number}", *charges) == Refused(2, 40, HELD_RETRY_SECONDS)
-        assert await reserve(storage, f"{tenant}/b", rate(tenant, 1), place(tenant)) == Granted((89, 0))
+            assert await reserve(storage, f"{tenant}/no{number}", *charges) == Rejection(2, 40, HELD_RETRY_SECONDS)
+        assert await reserve(storage, f"{tenant}/b", rate(tenant, 1), place(tenant)) == Grant((89, 0))
 
     async def test_the_first_that_does_not_fit_is_named(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", place(tenant, limit=1), spend(tenant, 100))
         refused = await reserve(storage, f"{tenant}/b", rate(tenant, 1), spend(tenant, 1), place(tenant, limit=1))
-        assert refused == Refused(1, 0, HELD_RETRY_SECONDS)
+        assert refused == Rejection(1, 0, HELD_RETRY_SECONDS)
 
     async def test_settled_by_exactly_one_of_many(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", rate(tenant, 60), place(tenant, limit=1), spend(tenant, 60))
         ended = await asyncio.gather(*(storage.settle(f"{tenant}/a", [50, 0, 40], now=NOW) for _ in range(20)))
         assert sorted(ended) == [False] * 19 + [True]
         left = await reserve(storage, f"{tenant}/b", rate(tenant, 1), place(tenant, limit=1), spend(tenant, 1))
-        assert left == Granted((49, 0, 59))
+        assert left == Grant((49, 0, 59))
 
     async def test_concurrent_calls_share_one_limit(self, storage: Storage, tenant: str) -> None:
         """A known gateway once granted 663 tokens on a limit of 100, to calls that came all at once."""
@@ -292,28 +292,28 @@ class TestReservation:
         verdicts = await asyncio.gather(
             *(reserve(storage, f"{tenant}/{number}", rate(tenant, amount)) for number, amount in enumerate(amounts))
         )
-        granted = sum(amount for amount, verdict in zip(amounts, verdicts, strict=True) if isinstance(verdict, Granted))
+        granted = sum(amount for amount, verdict in zip(amounts, verdicts, strict=True) if isinstance(verdict, Grant))
         assert 93 < granted <= 100
 
     async def test_tenants_do_not_share(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", rate(tenant, 100), place(tenant, limit=1), spend(tenant, 100))
         other = f"{tenant}%7D%7B"
         mine = rate(other, 100), place(other, limit=1), spend(other, 100)
-        assert await reserve(storage, f"{other}/a", *mine) == Granted((0, 0, 0))
+        assert await reserve(storage, f"{other}/a", *mine) == Grant((0, 0, 0))
 
     async def test_no_charges(self, storage: Storage, tenant: str) -> None:
-        assert await reserve(storage, f"{tenant}/a") == Granted(())
+        assert await reserve(storage, f"{tenant}/a") == Grant(())
         assert await storage.settle(f"{tenant}/a", [], now=NOW)
 
     async def test_callers_mistakes(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", place(tenant))
-        with pytest.raises(ValueError, match="open already"):
+        with pytest.raises(ValueError, match="already open"):
             await reserve(storage, f"{tenant}/a", place(tenant))
-        with pytest.raises(ValueError, match="stands twice"):
+        with pytest.raises(ValueError, match="occurs twice"):
             await reserve(storage, f"{tenant}/b", place(tenant), place(tenant))
-        with pytest.raises(ValueError, match="different tenants"):
+        with pytest.raises(ValueError, match="another tenant"):
             await reserve(storage, f"{tenant}/b", place("another"))
-        with pytest.raises(ValueError, match="1 charges, and is settled with 2"):
+        with pytest.raises(ValueError, match="1 charges, but is settled with 2"):
             await storage.settle(f"{tenant}/a", [0, 0], now=NOW)
         with pytest.raises(ValueError, match="outside"):
             await storage.settle(f"{tenant}/a", [-1], now=NOW)
@@ -324,14 +324,14 @@ class TestReservation:
     async def test_an_owner_s_leases_run_out_at_once(self, storage: Storage, tenant: str) -> None:
         charges = rate(tenant, 60), place(tenant, limit=1), spend(tenant, 60)
         await reserve(storage, f"{tenant}/a", *charges)
-        assert await storage.release_owner("somebody else", now=NOW) == 0
-        assert await storage.release_owner("me", now=NOW) == 1
-        assert await storage.release_owner("me", now=NOW) == 0
-        assert not await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW)
+        assert await storage.expire_leases("somebody else", now=NOW) == 0
+        assert await storage.expire_leases("me", now=NOW) == 1
+        assert await storage.expire_leases("me", now=NOW) == 0
+        assert not await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW)
         left = await reserve(storage, f"{tenant}/b", rate(tenant, 1), place(tenant, limit=1), spend(tenant, 1))
-        assert left == Granted((39, 0, 99))
+        assert left == Grant((39, 0, 99))
         assert await storage.settle(f"{tenant}/a", [10, 0, 10], now=NOW)  # the other one was only draining
-        assert await reserve(storage, f"{tenant}/c", rate(tenant, 1), spend(tenant, 1)) == Granted((88, 88))
+        assert await reserve(storage, f"{tenant}/c", rate(tenant, 1), spend(tenant, 1)) == Grant((88, 88))
 
 
 class TestBlobs:
@@ -408,11 +408,11 @@ class TestDocuments:
         assert await names_of(storage, tenant, ["a", "b"]) == ["b"]
 
     async def test_all_of_a_tenant_are_deleted_in_steps(self, storage: Storage, tenant: str) -> None:
-        names = [f"d{number}" for number in range(DELETED_AT_ONCE + 5)]
+        names = [f"d{number}" for number in range(DELETE_BATCH_SIZE + 5)]
         for name in names:
             await put(storage, tenant, name, len(name) + 1)
         await put(storage, f"{tenant} too", "a")
-        assert [await storage.delete_some_documents(tenant) for _ in range(3)] == [DELETED_AT_ONCE, 5, 0]
+        assert [await storage.delete_some_documents(tenant) for _ in range(3)] == [DELETE_BATCH_SIZE, 5, 0]
         assert await names_of(storage, tenant, names) == []
         assert await put(storage, tenant, "a", 900) and await names_of(storage, tenant, ["a"]) == ["a"]
         assert await names_of(storage, f"{tenant} too", ["a"]) == ["a"]
@@ -496,7 +496,7 @@ class TestKeys:
 
 async def test_open_and_close_twice(storage: Storage, tenant: str) -> None:
     await storage.open()
-    assert isinstance(await reserve(storage, f"{tenant}/a", place(tenant)), Granted)
+    assert isinstance(await reserve(storage, f"{tenant}/a", place(tenant)), Grant)
     await storage.close()
     await storage.close()
 
@@ -524,39 +524,39 @@ async def test_what_was_granted_elsewhere_is_held_whether_it_fits_or_not(storage
     tenant = next(_tenants)
     charges: list[Charge] = [
         RateCharge(f"{tenant}/tokens", 15, 10, 100.0),
-        LeaseCharge(f"{tenant}/places", 1),
+        SlotCharge(f"{tenant}/places", 1),
         SpendCharge(f"{tenant}/budget", 70, 50, 1e6),
     ]
     for name in ("a", "b", "b"):  # a second time changes nothing
-        await storage.adopt(f"{tenant}/{name}", charges, lease_seconds=LEASE_SECONDS, now=NOW)
-    assert await storage.left(charges, now=NOW) == (0, 0, 0)
+        await storage.force_reserve(f"{tenant}/{name}", charges, lease_seconds=LEASE_SECONDS, now=NOW)
+    assert await storage.remaining(charges, now=NOW) == (0, 0, 0)
     assert await storage.settle(f"{tenant}/a", [2, 0, 20], now=NOW)
     assert await storage.settle(f"{tenant}/b", [2, 0, 20], now=NOW)
     assert not await storage.settle(f"{tenant}/b", [2, 0, 20], now=NOW)
-    assert await storage.left(charges, now=NOW) == (6, 1, 10)
+    assert await storage.remaining(charges, now=NOW) == (6, 1, 10)
 
 
 async def test_what_is_adopted_is_a_lease(storage: Storage) -> None:
     tenant = next(_tenants)
-    place = LeaseCharge(f"{tenant}/places", 1)
-    await storage.adopt(f"{tenant}/a", [place], lease_seconds=LEASE_SECONDS, now=NOW)
-    assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + 20)
-    assert await storage.left([place], now=NOW + LEASE_SECONDS) == (0,)
-    assert await storage.left([place], now=NOW + 20 + LEASE_SECONDS) == (1,)
+    place = SlotCharge(f"{tenant}/places", 1)
+    await storage.force_reserve(f"{tenant}/a", [place], lease_seconds=LEASE_SECONDS, now=NOW)
+    assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + 20)
+    assert await storage.remaining([place], now=NOW + LEASE_SECONDS) == (0,)
+    assert await storage.remaining([place], now=NOW + 20 + LEASE_SECONDS) == (1,)
 
 
 async def test_looking_at_what_is_left_takes_nothing(storage: Storage) -> None:
     tenant = next(_tenants)
     charges: list[Charge] = [
         RateCharge(f"{tenant}/tokens", 3, 10, 100.0),
-        LeaseCharge(f"{tenant}/places", 2),
+        SlotCharge(f"{tenant}/places", 2),
         SpendCharge(f"{tenant}/budget", 8, 50, 1e6),
     ]
-    assert await storage.left(charges, now=NOW) == (10, 2, 50)
+    assert await storage.remaining(charges, now=NOW) == (10, 2, 50)
     await storage.reserve(f"{tenant}/a", charges, lease_seconds=LEASE_SECONDS, now=NOW)
     for _ in range(2):
-        assert await storage.left(charges, now=NOW) == (7, 1, 42)
-    assert await storage.left([], now=NOW) == ()
+        assert await storage.remaining(charges, now=NOW) == (7, 1, 42)
+    assert await storage.remaining([], now=NOW) == ()
 
 
 async def test_replicas_are_counted_while_they_live(storage: Storage) -> None:
@@ -582,28 +582,30 @@ async def heard(storage: Storage, after: str) -> tuple[list[bytes], str]:
     """All notices after that mark."""
     notices: list[bytes] = []
     while True:
-        some, after = await storage.exchange(b"", after)
+        some, after = await storage.publish_and_read(b"", after)
         if not some:
             return notices, after
-        assert len(some) <= NOTICES_AT_ONCE
+        assert len(some) <= PEER_MESSAGES_PER_READ
         notices += some
 
 
 async def test_notices_are_heard_in_order_and_once(storage: Storage) -> None:
-    await asyncio.gather(*(storage.exchange(b"%d" % number, "") for number in range(NOTICES_AT_ONCE + 3)))
+    await asyncio.gather(
+        *(storage.publish_and_read(b"%d" % number, "") for number in range(PEER_MESSAGES_PER_READ + 3))
+    )
     notices, mark = await heard(storage, "")
-    assert notices == ([b"%d" % number for number in range(NOTICES_AT_ONCE + 3)] if storage.has_others else [])
-    assert await storage.exchange(b"", mark) == ([], mark)
-    await storage.exchange(b"later", mark)
-    assert (await heard(storage, mark))[0] == ([b"later"] if storage.has_others else [])
+    assert notices == ([b"%d" % number for number in range(PEER_MESSAGES_PER_READ + 3)] if storage.is_shared else [])
+    assert await storage.publish_and_read(b"", mark) == ([], mark)
+    await storage.publish_and_read(b"later", mark)
+    assert (await heard(storage, mark))[0] == ([b"later"] if storage.is_shared else [])
 
 
 async def test_old_notices_are_forgotten(storage: Storage) -> None:
     for _ in range(6):
-        await asyncio.gather(*(storage.exchange(b"n", "") for _ in range(NOTICES_KEPT // 4)))
+        await asyncio.gather(*(storage.publish_and_read(b"n", "") for _ in range(PEER_MESSAGES_KEPT // 4)))
     notices, _ = await heard(storage, "")
-    assert len(notices) <= NOTICES_KEPT * 1.11
-    assert not storage.has_others or len(notices) >= NOTICES_KEPT
+    assert len(notices) <= PEER_MESSAGES_KEPT * 1.11
+    assert not storage.is_shared or len(notices) >= PEER_MESSAGES_KEPT
 
 
 async def test_a_call_for_nothing_may_outlive_the_account_it_fell_under(storage: Storage) -> None:
@@ -612,9 +614,9 @@ async def test_a_call_for_nothing_may_outlive_the_account_it_fell_under(storage:
     free = SpendCharge(f"{tenant}/budget", 0, 50, keep_seconds=10.0)
     await storage.reserve(f"{tenant}/a", [free], lease_seconds=LEASE_SECONDS, now=NOW)
     for seconds in (20.0, 40.0, 60.0):
-        assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + seconds)
+        assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + seconds)
     assert await storage.settle(f"{tenant}/a", [5], now=NOW + 80)
-    assert await storage.left([free], now=NOW + 80) == (45,)
+    assert await storage.remaining([free], now=NOW + 80) == (45,)
 
 
 @pytest.mark.parametrize("back_seconds", [60.0, 5 * 3600.0])
@@ -622,12 +624,12 @@ async def test_a_rate_refills_after_the_clock_was_set_back(storage: Storage, bac
     tenant, now = next(_tenants), NOW - back_seconds
     await reserve(storage, f"{tenant}/a", rate(tenant, 60))
     await reserve(storage, f"{tenant}/b", rate(tenant, 40), now=NOW + 10)
-    assert await storage.left([rate(tenant, 0)], now=now) == (10,)
+    assert await storage.remaining([rate(tenant, 0)], now=now) == (10,)
     assert await storage.settle(f"{tenant}/b", [0], now=now)
-    (left,) = await storage.left([rate(tenant, 0)], now=now)
+    (left,) = await storage.remaining([rate(tenant, 0)], now=now)
     assert 10 <= left <= 50  # how much of it had leaked already is not known any more
-    assert isinstance(await reserve(storage, f"{tenant}/c", rate(tenant, 10), now=now), Granted)
-    assert await storage.left([rate(tenant, 0)], now=now + 100) == (100,)
+    assert isinstance(await reserve(storage, f"{tenant}/c", rate(tenant, 10), now=now), Grant)
+    assert await storage.remaining([rate(tenant, 0)], now=now + 100) == (100,)
 
 
 async def test_a_lease_ends_after_the_clock_was_set_back(storage: Storage) -> None:
@@ -636,14 +638,14 @@ async def test_a_lease_ends_after_the_clock_was_set_back(storage: Storage) -> No
     await reserve(storage, f"{tenant}/a", *charges)
     if isinstance(storage, MemoryStorage):  # of which nobody is killed but the whole: what lives settles
         assert await storage.settle(f"{tenant}/a", [0, 0], now=now)
-    assert await storage.left(charges, now=now) == (1, 100)
+    assert await storage.remaining(charges, now=now) == (1, 100)
 
 
 async def test_a_call_that_lives_is_held_on_to_after_the_clock_was_set_back(storage: Storage) -> None:
     tenant, now = next(_tenants), NOW - 5 * 3600
     charges: list[Charge] = [place(tenant, limit=1), spend(tenant, 60)]
     await reserve(storage, f"{tenant}/a", *charges)
-    assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=now)
-    assert await storage.left(charges, now=now + 1) == (0, 40)
+    assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=now)
+    assert await storage.remaining(charges, now=now + 1) == (0, 40)
     assert await storage.settle(f"{tenant}/a", [0, 7], now=now + 2)
-    assert await storage.left(charges, now=now + 2) == (1, 93)
+    assert await storage.remaining(charges, now=now + 2) == (1, 93)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.storage.base import REMEMBER_SECONDS, Charge, Granted, LeaseCharge, RateCharge, SpendCharge, Storage
+from gateway.storage.base import REMEMBER_SECONDS, Charge, Grant, RateCharge, SlotCharge, SpendCharge, Storage
 from gateway.storage.memory import MemoryStorage
 from gateway.storage.redis import RedisStorage
 from gateway.storage.sqlite import SqliteStorage
@@ -73,7 +73,7 @@ class BookKeeper:
             for held in self.held.values()
             if held.expires > now
             for each in held.charges
-            if each.key == charge.key and not (held.left and isinstance(each, LeaseCharge))
+            if each.key == charge.key and not (held.left and isinstance(each, SlotCharge))
         ]
         return charge.limit - self.spent[charge.key] - sum(holding)
 
@@ -112,7 +112,7 @@ class BookKeeper:
         held = self.held.get(name)
         if held is None or held.expires <= now or held.left:
             return False
-        held.left = any(isinstance(charge, LeaseCharge) for charge in held.charges)
+        held.left = any(isinstance(charge, SlotCharge) for charge in held.charges)
         return held.left
 
     def extend(self, name: str, now: float) -> bool:
@@ -209,7 +209,7 @@ def charges(tenant: str, asked: Reserve) -> list[Charge]:
             if asked.tokens is not None:
                 found.append(RateCharge(f"{prefix}tokens", asked.tokens, scope.tokens, PERIOD_SECONDS))
             if asked.place:
-                found.append(LeaseCharge(f"{prefix}concurrency", scope.places))
+                found.append(SlotCharge(f"{prefix}concurrency", scope.places))
             if asked.money is not None:
                 found.append(SpendCharge(f"{prefix}budget/total", asked.money, scope.budget, NEVER_SECONDS))
     return found
@@ -229,14 +229,14 @@ async def play(storage: Storage, tenant: str, history: list[Step]) -> None:
             case Reserve(granted_elsewhere=True):
                 name, asked = f"{tenant}/{len(made)}", charges(tenant, step)
                 book.hold(name, asked, now)
-                await storage.adopt(name, asked, lease_seconds=LEASE_SECONDS, now=now)
+                await storage.force_reserve(name, asked, lease_seconds=LEASE_SECONDS, now=now)
                 made.append((name, asked))
             case Reserve():
                 name, asked = f"{tenant}/{len(made)}", charges(tenant, step)
                 expected = book.reserve(name, asked, now)
                 verdict = await storage.reserve(name, asked, lease_seconds=LEASE_SECONDS, now=now)
-                assert (list(verdict.remaining) if isinstance(verdict, Granted) else None) == expected
-                if isinstance(verdict, Granted):
+                assert (list(verdict.remaining) if isinstance(verdict, Grant) else None) == expected
+                if isinstance(verdict, Grant):
                     made.append((name, asked))
             case Settle(which, tokens, money) if which < len(made):
                 name, asked = made[-1 - which]
@@ -244,15 +244,15 @@ async def play(storage: Storage, tenant: str, history: list[Step]) -> None:
                 assert await storage.settle(name, actual, now=now) == book.settle(name, actual, now)
             case Extend(which) if which < len(made):
                 name, _ = made[-1 - which]
-                extended = await storage.extend(name, lease_seconds=LEASE_SECONDS, now=now)
+                extended = await storage.extend_lease(name, lease_seconds=LEASE_SECONDS, now=now)
                 assert extended == book.extend(name, now)
             case Leave(which) if which < len(made):
                 name, _ = made[-1 - which]
-                assert await storage.leave(name, now=now) == book.leave(name, now)
+                assert await storage.release_slots(name, now=now) == book.leave(name, now)
             case Wait(quarters):
                 now += quarters / 4
             case Crash():
-                assert await storage.release_owner("me", now=now) == book.crash(now)
+                assert await storage.expire_leases("me", now=now) == book.crash(now)
     await nothing_sticks(storage, tenant, book, now + 1000 * PERIOD_SECONDS)
 
 
@@ -260,7 +260,7 @@ async def nothing_sticks(storage: Storage, tenant: str, book: BookKeeper, much_l
     """All that was not really spent is there again, whole, to the last unit."""
     everything = charges(tenant, Reserve(0, True, 0, frozenset(SCOPES)))
     expected = [max(0, charge.limit - book.spent[charge.key]) for charge in everything]
-    assert list(await storage.left(everything, now=much_later)) == expected
+    assert list(await storage.remaining(everything, now=much_later)) == expected
 
 
 @pytest.mark.parametrize(("engine", "examples"), [("memory", 600), ("sqlite", 150), ("redis", 100)])
@@ -281,7 +281,7 @@ def test_any_history_is_as_the_book_keeper_says(
         @given(histories)
         def check(history: list[Step]) -> None:
             # The owner's reservations of an earlier example are not this one's.
-            runner.run(storage.release_owner("me", now=START))
+            runner.run(storage.expire_leases("me", now=START))
             runner.run(play(storage, f"{engine}{next(numbers)}", history))
 
         check()

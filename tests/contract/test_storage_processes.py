@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.storage.base import Charge, Granted, LeaseCharge, Refused, SpendCharge
+from gateway.storage.base import Charge, Grant, Rejection, SlotCharge, SpendCharge
 from tests.contract.storage_worker import FOREVER_SECONDS, LIMIT, TOKENS, patient, tokens
 from tests.redis_server import RedisServer, redis_server
 
@@ -69,7 +69,7 @@ async def test_two_replicas_never_grant_more_than_the_limit(url: str) -> None:
     storage = patient(url, "")
     await storage.open()
     more = 0
-    while isinstance(await storage.reserve(f"t/more{more}", [tokens()], lease_seconds=9.0, now=time.time()), Granted):
+    while isinstance(await storage.reserve(f"t/more{more}", [tokens()], lease_seconds=9.0, now=time.time()), Grant):
         more += 1
     await storage.close()
     # Nothing was lost either: whatever was not granted then, is now. A call may have been granted unheard.
@@ -78,18 +78,18 @@ async def test_two_replicas_never_grant_more_than_the_limit(url: str) -> None:
 
 async def test_what_a_killed_replica_held_is_free_once_it_is_back(url: str) -> None:
     charges: list[Charge] = [
-        LeaseCharge("t/concurrency", 1),
+        SlotCharge("t/concurrency", 1),
         SpendCharge("t/budget/total", 50, 50, FOREVER_SECONDS),
     ]
     with worker(url, "replica/1", "hold") as one:
         one.go()
-        assert one.says() == "Granted"
+        assert one.says() == "Grant"
         one.kill()
     other = patient(url, "replica/2")
     await other.open()
-    assert isinstance(await other.reserve("t/a", charges, lease_seconds=9.0, now=time.time()), Refused)
+    assert isinstance(await other.reserve("t/a", charges, lease_seconds=9.0, now=time.time()), Rejection)
     returned = patient(url, "replica/1")
     await returned.open()
-    assert isinstance(await other.reserve("t/b", charges, lease_seconds=9.0, now=time.time()), Granted)
+    assert isinstance(await other.reserve("t/b", charges, lease_seconds=9.0, now=time.time()), Grant)
     await returned.close()
     await other.close()

@@ -33,14 +33,14 @@ from gateway.limits.limiter import Limiter
 from gateway.policy import Deployment
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import Canonicaliser
-from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.queueing import Queue
 from gateway.response_cache import ResponseCache
 from gateway.response_store import ResponseStore
 from gateway.routing import STRATEGIES
 from gateway.routing.router import Router
 from gateway.serve import Components, handle
-from gateway.storage.base import Charge, Document, Granted, Refused
+from gateway.storage.base import Charge, Document, Grant, Rejection
 from gateway.storage.memory import MemoryStorage
 from gateway.telemetry import CallRecord, Telemetry
 from gateway.types import Call, Operation, Receipt
@@ -100,7 +100,7 @@ def answer(text: str = "hi", **more: Any) -> bytes:
 _numbers = itertools.count()  # of replies, in the order in which they were opened
 
 
-class Told(Reply):
+class Told(UpstreamResponse):
     """A reply that says what it is told, when it is told."""
 
     def __init__(self, call: Call) -> None:
@@ -132,8 +132,8 @@ class Told(Reply):
 class Scripted:
     """A provider. `script` is what its replies say of themselves; without one, the test tells each what to say."""
 
-    keeps_records = True
-    continues_messages = True
+    has_usage_records = True
+    continues_final_message = True
 
     def __init__(self) -> None:
         self.script: tuple[bytes | Exception | None, ...] = ()
@@ -144,13 +144,13 @@ class Scripted:
         self.asked_for: list[str] = []  # by which ids
         self.record_may_come: asyncio.Event | None = None
 
-    def refusal_of(self, call: Call) -> ProviderFailure | None:
+    def unsupported_error(self, call: Call) -> ProviderFailure | None:
         return None
 
     def render(self, call: Call) -> bytes:
         return b""
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
         reply = Told(call)
         self.replies.append(reply)
         reply.say(*self.script)
@@ -159,14 +159,14 @@ class Scripted:
     async def healthy(self) -> bool:
         return True
 
-    async def usage_of(self, call_id: str) -> bytes | None:
+    async def recorded_usage(self, call_id: str) -> bytes | None:
         self.asked_for_records.set()
         self.asked_for.append(call_id)
         if self.record_may_come is not None:
             await self.record_may_come.wait()
         return self.record
 
-    async def prompt_tokens_of(self, call: Call) -> int | None:
+    async def count_prompt_tokens(self, call: Call) -> int | None:
         return self.prompt_tokens
 
 
@@ -252,14 +252,16 @@ class CountingStorage(MemoryStorage):
 
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
-    ) -> Granted | Refused:
+    ) -> Grant | Rejection:
         verdict = await super().reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
-        if isinstance(verdict, Granted):
+        if isinstance(verdict, Grant):
             self.granted.add(reservation_id)
         return verdict
 
-    async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
-        await super().adopt(reservation_id, charges, lease_seconds=lease_seconds, now=now)
+    async def force_reserve(
+        self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
+    ) -> None:
+        await super().force_reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
         self.granted.add(reservation_id)
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:

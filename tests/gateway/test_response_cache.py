@@ -8,7 +8,7 @@ import pytest
 from gateway.core.errors import StorageUnavailable, UpstreamCut
 from gateway.response_cache import Answer, LeaderFailed, Recording, ResponseCache, Unrecorded, cache_key
 from gateway.storage import open_storage
-from gateway.storage.base import Blobs
+from gateway.storage.base import BlobCache
 from tests.gateway.calls import a_call, a_policy, chat
 
 
@@ -34,7 +34,7 @@ async def read(answer: Answer | Recording | Unrecorded) -> list[bytes]:
         chunks.append(chunk)
         return True
 
-    assert await answer.pour(keep)
+    assert await answer.stream_to(keep)
     return chunks
 
 
@@ -123,7 +123,7 @@ async def test_a_long_answer_is_not_kept() -> None:
 
 
 async def test_a_store_that_is_away_costs_the_cache_and_nothing_else() -> None:
-    away: Blobs = Away()
+    away: BlobCache = Away()
     cache = ResponseCache(away)
     recording = await cache.lookup(a_call(certain()))
     assert isinstance(recording, Recording)

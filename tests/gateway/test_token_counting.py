@@ -68,7 +68,7 @@ async def test_a_client_that_leaves_waits_for_nobody(tmp_path: Path) -> None:
             asked.set()
             await asyncio.Event().wait()
 
-        rig.servers["a"].prompt_tokens_of = never  # type: ignore[method-assign]
+        rig.servers["a"].count_prompt_tokens = never  # type: ignore[method-assign]
         client = Client(json.dumps({"model": "m", "messages": [HELLO]}).encode())
         counting = asyncio.create_task(count(rig, client))
         await in_time(asked.wait())

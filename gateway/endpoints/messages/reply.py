@@ -18,8 +18,8 @@ import msgspec
 
 from gateway.core.errors import UpstreamCut
 from gateway.endpoints.chat_answers import Answer, Choice, Said, ToolCall, read_answer
-from gateway.providers.sse import data_of
-from gateway.providers.usage import Counts, usage_of
+from gateway.providers.sse import event_data
+from gateway.providers.usage import RawUsage, normalize_usage
 from gateway.types import Usage
 
 MAX_HELD_CHARACTERS = 2**24  # of the arguments of calls: far above any model's
@@ -149,13 +149,13 @@ class Events:
         self._growing: list[_Call] = []  # the first one's block is open, the others are held back
         self._held_characters = 0  # of their arguments
         self._end = _End()
-        self._counts: Counts | None = None
+        self._counts: RawUsage | None = None
         self.untold: list[bytes] = []  # what came in one chunk with what can not be read
 
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
         """Raises `UpstreamCut` for what can not be read."""
         events = self.untold
-        for data in data_of(chunk):
+        for data in event_data(chunk):
             if not data:
                 events.append(PING)
             elif data != b"[DONE]":
@@ -318,8 +318,8 @@ def _thought_block(kind: str, thinking: str = "", signature: str = "", data: str
     return {"type": kind, "thinking": thinking, "signature": signature}
 
 
-def _counted(counts: Counts | None) -> Usage:
-    return (usage_of(counts) if counts is not None else None) or Usage()
+def _counted(counts: RawUsage | None) -> Usage:
+    return (normalize_usage(counts) if counts is not None else None) or Usage()
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

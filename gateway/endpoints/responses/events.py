@@ -11,7 +11,7 @@ from gateway.core.errors import GatewayError
 from gateway.core.ids import random_bytes
 from gateway.endpoints.chat_answers import read_answer
 from gateway.endpoints.responses.response import Response
-from gateway.providers.sse import data_of
+from gateway.providers.sse import event_data
 
 Json = dict[str, Any]
 PADDED_TO_CHARACTERS = 32  # a delta and its padding, or a multiple of it: its length says little then
@@ -33,7 +33,7 @@ class EventStream:
     def frames(self, chunk: bytes, *, last: bool) -> bytes:
         """Raises `UpstreamCut`."""
         told = self._untold
-        for data in data_of(chunk):
+        for data in event_data(chunk):
             if not data:
                 told.append(KEEP_ALIVE)  # a comment, and that is what servers send it for
             elif data != DONE:

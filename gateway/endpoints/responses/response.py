@@ -14,7 +14,7 @@ from gateway.endpoints.responses import logprobs
 from gateway.endpoints.responses.body import ResponsesRequest
 from gateway.endpoints.responses.output import Events, Output
 from gateway.endpoints.responses.reading import is_given
-from gateway.providers.usage import usage_of
+from gateway.providers.usage import normalize_usage
 
 Json = dict[str, Any]
 TEXT_FORMAT = {"type": "text"}
@@ -155,7 +155,7 @@ def _logprobs(choice: Choice) -> list[TokenLogprob]:
 def _usage(answer: Answer) -> Json | None:
     """None where the server has not counted."""
     counts = answer.counts
-    usage = None if counts is None else usage_of(counts)
+    usage = None if counts is None else normalize_usage(counts)
     if usage is None:
         return None
     return {

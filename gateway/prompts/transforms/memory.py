@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from gateway.core.errors import StorageUnavailable
-from gateway.storage.base import Blobs
+from gateway.storage.base import BlobCache
 
 MAX_BYTES = 16 * 2**20
 ENTRY_BYTES = 200  # what an entry costs beside its key and value, about
@@ -32,7 +32,7 @@ class NotInMemory(Exception):
 
 
 class SharedMemory:
-    def __init__(self, blobs: Blobs | None = None, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, blobs: BlobCache | None = None, *, max_bytes: int = MAX_BYTES) -> None:
         self._blobs = blobs
         self._max_bytes = max_bytes
         self._bytes = 0
@@ -85,7 +85,7 @@ class SharedMemory:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _share(self, blobs: Blobs, key: str, value: bytes, first_wins: bool) -> None:
+    async def _share(self, blobs: BlobCache, key: str, value: bytes, first_wins: bool) -> None:
         with contextlib.suppress(StorageUnavailable):  # then it is this replica's own
             earlier = await blobs.get(key) if first_wins else None
             if earlier is None:

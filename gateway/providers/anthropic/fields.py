@@ -36,7 +36,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-class Unsaid(Exception):
+class UnsupportedField(Exception):
     """A call that Messages have no words for. `param` is the field."""
 
     def __init__(self, message: str, param: str) -> None:
@@ -50,14 +50,14 @@ def reads(kind: type[Value] | Any) -> Callable[[msgspec.Raw], Any]:
 
 
 def read(fields: Fields, name: str, decode: Callable[[msgspec.Raw], Any]) -> Any:
-    """A field's value; None where it is not given. Raises `Unsaid` where it is of another type."""
+    """A field's value; None where it is not given. Raises `UnsupportedField` where it is of another type."""
     if name not in fields:
         return None
     try:
         return decode(fields[name])
     except msgspec.ValidationError as problem:
         message, _, path = str(problem).partition(" - at `$")
-        raise Unsaid(message, f"{name}{path.rstrip('`')}") from None
+        raise UnsupportedField(message, f"{name}{path.rstrip('`')}") from None
 
 
 _temperature = reads(float)
@@ -65,15 +65,15 @@ _type = reads(dict[str, Any])
 
 
 def check(fields: Fields) -> None:
-    """Raises `Unsaid` for the first field that can not be honoured."""
+    """Raises `UnsupportedField` for the first field that can not be honoured."""
     for name in fields.keys() - _SAID - _LEFT_OUT:
         value = msgspec.json.decode(fields[name])
         if value is not None and value not in _NEUTRAL.get(name, ()):
             what = "this value can not be honoured" if name in _NEUTRAL else "is not known"
-            raise Unsaid(f"{what} by the server of this model, which speaks Anthropic's Messages", name)
+            raise UnsupportedField(f"{what} by the server of this model, which speaks Anthropic's Messages", name)
     temperature = read(fields, "temperature", _temperature)
     if temperature is not None and not 0 <= temperature <= TEMPERATURE_MAX:
-        raise Unsaid(f"the server of this model takes 0 to {TEMPERATURE_MAX:g}", "temperature")
+        raise UnsupportedField(f"the server of this model takes 0 to {TEMPERATURE_MAX:g}", "temperature")
     form = read(fields, "response_format", _type)
     if form is not None and form.get("type") not in ("text", "json_schema"):
-        raise Unsaid("the server of this model takes text and json_schema", "response_format.type")
+        raise UnsupportedField("the server of this model takes text and json_schema", "response_format.type")

@@ -8,13 +8,20 @@ from typing import ClassVar
 import msgspec
 
 from gateway.policy import Deployment, EnvSecret
-from gateway.providers.anthropic.fields import Fields, Unsaid, check
-from gateway.providers.anthropic.reply import ChatStream, Unreadable, chat_error, ends_stream, error_body, whole_chat
+from gateway.providers.anthropic.fields import Fields, UnsupportedField, check
 from gateway.providers.anthropic.request import message_request
-from gateway.providers.base import Fault, ProviderFailure, Reply
-from gateway.providers.openai import EventStreamReply, JSONReply, OpenAI
-from gateway.providers.refusals import MAX_ERROR_BYTES, failure_told
-from gateway.providers.transport import Answer, HTTPTransport
+from gateway.providers.anthropic.response import (
+    MalformedMessage,
+    MessageStreamTranslator,
+    chat_completion,
+    ends_stream,
+    error_body,
+    openai_error,
+)
+from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
+from gateway.providers.openai import EventStreamResponse, JSONResponse, OpenAI
+from gateway.providers.transport import HTTPResponse, HTTPTransport
+from gateway.providers.upstream_errors import MAX_ERROR_BYTES, failure_in_body
 from gateway.types import Call, Operation
 
 VERSION = b"2026-10-21"
@@ -44,12 +51,12 @@ class Anthropic(OpenAI):
     def path_of(self, operation: Operation) -> bytes:
         return b"messages"
 
-    def refusal_of(self, call: Call) -> ProviderFailure | None:
+    def unsupported_error(self, call: Call) -> ProviderFailure | None:
         if call.operation is not Operation.CHAT:
             return _refused(_NOT_A_CHAT.format(call.operation.value), None)
         try:
             check(self._said(call))
-        except Unsaid as problem:
+        except UnsupportedField as problem:
             return _refused(str(problem), problem.param)
         return None
 
@@ -58,7 +65,7 @@ class Anthropic(OpenAI):
             raise _refused(_NOT_A_CHAT.format(call.operation.value), None)
         try:
             request = message_request(self._said(call), self._served, self._default_max_tokens)
-        except Unsaid as problem:
+        except UnsupportedField as problem:
             raise _refused(str(problem), problem.param) from None
         if call.stream:
             request["stream"] = True
@@ -69,19 +76,19 @@ class Anthropic(OpenAI):
             return {name: value for name, value in call.fields.items() if name not in self._left_out}
         return call.fields
 
-    def reply(self, call: Call, answer: Answer) -> Reply:
-        return MessageStreamReply(answer) if call.stream else MessageReply(answer)
+    def reply(self, call: Call, answer: HTTPResponse) -> UpstreamResponse:
+        return MessageStreamResponse(answer) if call.stream else MessageResponse(answer)
 
     def in_our_words(self, failure: ProviderFailure) -> ProviderFailure:
         if failure.status == OVERLOADED_STATUS:
             failure.status = 503
-        failure.body = chat_error(failure.body)
+        failure.body = openai_error(failure.body)
         return failure
 
-    async def prompt_tokens_of(self, call: Call) -> int | None:
+    async def count_prompt_tokens(self, call: Call) -> int | None:
         try:
             request = message_request(self._said(call), self._served, self._default_max_tokens)
-        except Unsaid:
+        except UnsupportedField:
             return None
         body = msgspec.json.encode({name: request[name] for name in _COUNTED if name in request})
         told = await self._post(self._base_path + b"/messages/count_tokens", body, MAX_ERROR_BYTES)
@@ -91,21 +98,21 @@ class Anthropic(OpenAI):
             return None
 
 
-class MessageReply(JSONReply):
+class MessageResponse(JSONResponse):
     async def __anext__(self) -> bytes:
         body = await super().__anext__()
         try:
-            return whole_chat(body)
-        except Unreadable as problem:
+            return chat_completion(body)
+        except MalformedMessage as problem:
             raise ProviderFailure(Fault.MALFORMED, str(problem)) from None
 
 
-class MessageStreamReply(EventStreamReply):
+class MessageStreamResponse(EventStreamResponse):
     end = "message_stop"
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: HTTPResponse) -> None:
         super().__init__(answer)
-        self._chat = ChatStream()
+        self._chat = MessageStreamTranslator()
 
     def ends_with(self, frames: bytes) -> bool:
         return ends_stream(frames)
@@ -113,11 +120,11 @@ class MessageStreamReply(EventStreamReply):
     def checked(self, frames: bytes) -> bytes:
         try:
             chunks = self._chat.feed(frames)
-        except Unreadable as problem:
+        except MalformedMessage as problem:
             raise ProviderFailure(Fault.MALFORMED, str(problem)) from None
         self._ended = self._chat.ended
         if self._chat.failure is not None:
-            self._failure = failure_told(self._chat.failure, begun=True)
+            self._failure = failure_in_body(self._chat.failure, begun=True)
             if not chunks:
                 raise self._failure
         return chunks
@@ -125,5 +132,5 @@ class MessageStreamReply(EventStreamReply):
 
 def _refused(message: str, param: str | None) -> ProviderFailure:
     body = error_body(message, param=param, code="unsupported_parameter" if param else "unsupported_operation")
-    for_log = f"Messages have no words for {param or 'what is asked for'}"
-    return ProviderFailure(Fault.REFUSED, message, status=400, body=body, for_log=for_log)
+    log_message = f"Messages have no words for {param or 'what is asked for'}"
+    return ProviderFailure(Fault.REFUSED, message, status=400, body=body, log_message=log_message)

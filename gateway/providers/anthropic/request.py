@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.providers.anthropic.fields import Fields, Unsaid, check, read, reads
+from gateway.providers.anthropic.fields import Fields, UnsupportedField, check, read, reads
 from gateway.providers.anthropic.turns import (
     BREAKPOINT,
     NOTHING,
@@ -100,7 +100,7 @@ _AS_THEY_ARE = ("temperature", "top_p", "top_k", "thinking", "cache_control")
 
 
 def message_request(fields: Fields, model: str, default_max_tokens: int) -> dict[str, Any]:
-    """Raises `Unsaid`."""
+    """Raises `UnsupportedField`."""
     check(fields)
     system, turns = conversation(read(fields, "messages", _messages) or [])
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(read(fields, "tools", _tools) or [])]
@@ -128,7 +128,7 @@ def _one_of(known: Mapping[str, str], value: str, param: str) -> str:
     try:
         return known[value]
     except KeyError:
-        raise Unsaid(f"{value!r} is none of {', '.join(known)}", param) from None
+        raise UnsupportedField(f"{value!r} is none of {', '.join(known)}", param) from None
 
 
 def _max_tokens(fields: Fields, default: int) -> int:
@@ -154,7 +154,7 @@ def _say_how_to_answer(fields: Fields, request: dict[str, Any]) -> None:
     form = read(fields, "response_format", _format)
     if form is not None and form.type == "json_schema":
         if form.json_schema is None or not is_given(form.json_schema.schema):
-            raise Unsaid("a schema is needed", "response_format.json_schema.schema")
+            raise UnsupportedField("a schema is needed", "response_format.json_schema.schema")
         config["format"] = {"type": "json_schema", "schema": form.json_schema.schema}
     if config:
         request["output_config"] = config
@@ -166,7 +166,7 @@ def _say_how_to_answer(fields: Fields, request: dict[str, Any]) -> None:
 def _tool(tool: _Tool, where: str) -> Block:
     function = tool.function
     if tool.type != "function" or function is None:
-        raise Unsaid(f"tools of the type {tool.type!r} can not be offered, functions can", f"{where}.type")
+        raise UnsupportedField(f"tools of the type {tool.type!r} can not be offered, functions can", f"{where}.type")
     schema = function.parameters if is_given(function.parameters) else _NO_SCHEMA
     block: Block = {"name": function.name, "input_schema": schema}
     if function.description:
@@ -182,7 +182,7 @@ def _tool_choice(fields: Fields) -> Block | None:
     one_at_a_time = read(fields, "parallel_tool_calls", _yes) is False
     if isinstance(given, _NamedTool):
         if given.type != "function" or given.function is None:
-            raise Unsaid(f"a choice of the type {given.type!r} can not be made", "tool_choice.type")
+            raise UnsupportedField(f"a choice of the type {given.type!r} can not be made", "tool_choice.type")
         choice: Block = {"type": "tool", "name": given.function.name}
     elif given is None and not one_at_a_time:
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.providers.anthropic.fields import Unsaid
+from gateway.providers.anthropic.fields import UnsupportedField
 
 Block = dict[str, Any]
 
@@ -116,7 +116,7 @@ def _said(message: Message, where: str) -> tuple[str, list[Block]]:
     elif message.role == "user":
         role = "user"
     else:
-        raise Unsaid(f"the role {message.role!r} is not known here", f"{where}.role")
+        raise UnsupportedField(f"the role {message.role!r} is not known here", f"{where}.role")
     if blocks and blocks[-1]["type"] not in THOUGHTS:
         with_breakpoint(blocks[-1], message.cache_control)
     return role, blocks
@@ -125,7 +125,7 @@ def _said(message: Message, where: str) -> tuple[str, list[Block]]:
 def _answer(message: Message, blocks: list[Block], where: str) -> list[Block]:
     for name, value in (("function_call", message.function_call), ("audio", message.audio)):
         if is_given(value):
-            raise Unsaid("can not be sent back to this server", f"{where}.{name}")
+            raise UnsupportedField("can not be sent back to this server", f"{where}.{name}")
     thoughts = [block for thought in message.thinking_blocks or () if (block := _thought(thought))]
     refusal = [_text_block(message.refusal)] if message.refusal else []
     calls = [_tool_use(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(message.tool_calls or ())]
@@ -142,12 +142,12 @@ def _thought(thought: _Thought) -> Block | None:
 
 def _tool_use(call: _ToolCall, where: str) -> Block:
     if call.type != "function" or call.function is None:
-        raise Unsaid(f"calls of the type {call.type!r} can not be sent to this server", f"{where}.type")
+        raise UnsupportedField(f"calls of the type {call.type!r} can not be sent to this server", f"{where}.type")
     arguments = call.function.arguments or "{}"
     try:
         _object(arguments)
     except (msgspec.MsgspecError, RecursionError):
-        raise Unsaid("must be a JSON object", f"{where}.function.arguments") from None
+        raise UnsupportedField("must be a JSON object", f"{where}.function.arguments") from None
     block: Block = {
         "type": "tool_use",
         "id": _NO_ID.sub("_", call.id),
@@ -159,7 +159,7 @@ def _tool_use(call: _ToolCall, where: str) -> Block:
 
 def _tool_result(message: Message, where: str) -> Block:
     if message.tool_call_id is None:
-        raise Unsaid("a tool's message names the call that it answers", f"{where}.tool_call_id")
+        raise UnsupportedField("a tool's message names the call that it answers", f"{where}.tool_call_id")
     block: Block = {"type": "tool_result", "tool_use_id": _NO_ID.sub("_", message.tool_call_id)}
     content = _content(message.content, f"{where}.content", _PARTS)
     if content:
@@ -178,7 +178,9 @@ def _content(content: str | list[_Part] | None, where: str, known: _Parts) -> li
     for number, part in enumerate(content):
         place = f"{where}[{number}]"
         if part.type not in known:
-            raise Unsaid(f"parts of the type {part.type!r} can not be sent to this server here", f"{place}.type")
+            raise UnsupportedField(
+                f"parts of the type {part.type!r} can not be sent to this server here", f"{place}.type"
+            )
         if (block := known[part.type](part, place)) is not None:
             theirs = BREAKPOINT if is_given(part.prompt_cache_breakpoint) else NOTHING  # OpenAI's name for it
             blocks.append(with_breakpoint(block, part.cache_control or theirs))
@@ -199,13 +201,13 @@ def _refusal_part(part: _Part, where: str) -> Block | None:
 
 def _image_part(part: _Part, where: str) -> Block:
     if part.image_url is None:
-        raise Unsaid("is missing", f"{where}.image_url")
+        raise UnsupportedField("is missing", f"{where}.image_url")
     return {"type": "image", "source": _source(part.image_url.url, f"{where}.image_url.url")}
 
 
 def _file_part(part: _Part, where: str) -> Block:
     if part.file is None or part.file.file_data is None:
-        raise Unsaid("a file is sent to this server as its data", f"{where}.file.file_data")
+        raise UnsupportedField("a file is sent to this server as its data", f"{where}.file.file_data")
     block: Block = {"type": "document", "source": _source(part.file.file_data, f"{where}.file.file_data")}
     if part.file.filename:
         block["title"] = part.file.filename
@@ -217,7 +219,7 @@ def _source(url: str, where: str) -> Block:
         return {"type": "base64", "media_type": data[1], "data": data[2]}
     if url.startswith(("https://", "http://")):
         return {"type": "url", "url": url}
-    raise Unsaid("is neither an http address nor data in base64", where)
+    raise UnsupportedField("is neither an http address nor data in base64", where)
 
 
 _Parts = Mapping[str, Callable[[_Part, str], Block | None]]

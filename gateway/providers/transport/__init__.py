@@ -16,6 +16,6 @@ What may be relied on:
 HEAD, upgrades, proxies and redirects are not spoken; request bodies are read whole before they are sent.
 """
 
-from gateway.providers.transport.client import Answer, HTTPTransport, header_lines
+from gateway.providers.transport.client import HTTPResponse, HTTPTransport, header_lines
 
-__all__ = ["Answer", "HTTPTransport", "header_lines"]
+__all__ = ["HTTPResponse", "HTTPTransport", "header_lines"]

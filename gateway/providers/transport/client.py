@@ -1,4 +1,4 @@
-"""The face of the transport: a request goes out by `send`, and its `Answer` is read piece by piece."""
+"""The face of the transport: a request goes out by `send`, and its `HTTPResponse` is read piece by piece."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import MappingProxyType
 import httpx2
 
 from gateway.providers.transport.connection import Connection
-from gateway.providers.transport.origin import Origin
+from gateway.providers.transport.origin_pool import OriginPool
 
 MAX_CONNECTIONS_PER_ORIGIN = 16_384  # a backstop: deployments have their own, smaller `max_concurrency`
 POOL_TIMEOUT_SECONDS = 1.0
@@ -41,7 +41,7 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         self._pool_timeout_seconds = pool_timeout_seconds
         self._keepalive_seconds = keepalive_seconds
         self._ssl_context = ssl_context
-        self._origins: dict[tuple[str, str, int | None], Origin] = {}
+        self._origins: dict[tuple[str, str, int | None], OriginPool] = {}
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """For whoever comes with httpx2's objects. They cost more than the exchange itself: see `send`."""
@@ -50,12 +50,12 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         head = b"%b %b HTTP/1.1\r\n" % (request.method.encode("ascii"), request.url.raw_path)
         head += header_lines(request.headers.raw)
         timeouts = request.extensions.get("timeout", NO_TIMEOUTS)
-        answer = await self.send(self.origin(request.url), head, await request.aread(), timeouts)
+        answer = await self.send(self.pool(request.url), head, await request.aread(), timeouts)
         return httpx2.Response(answer.status, headers=answer.headers, stream=answer)
 
     async def send(
-        self, origin: Origin, head: bytes, body: bytes, timeouts: Mapping[str, float | None] = NO_TIMEOUTS
-    ) -> Answer:
+        self, origin: OriginPool, head: bytes, body: bytes, timeouts: Mapping[str, float | None] = NO_TIMEOUTS
+    ) -> HTTPResponse:
         """One exchange, up to the head of the answer; the caller closes it.
 
         `head` is the request line and the header lines, each with its CRLF, `host` and `content-length` among them.
@@ -67,7 +67,7 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
                 asked_at = reused.loop.time()
                 try:
                     await reused.exchange(head, body, read_timeout_seconds)
-                    return Answer(reused, origin, read_timeout_seconds)
+                    return HTTPResponse(reused, origin, read_timeout_seconds)
                 except httpx2.ReadError:
                     # A server that closes later may have begun to work: to ask once more is then another attempt, with
                     # a bill of its own, and the caller's to make (RFC 9110, 9.2.2).
@@ -76,12 +76,12 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
                         raise
             fresh = await origin.connect(timeouts.get("connect", self._connect_timeout_seconds))
             await fresh.exchange(head, body, read_timeout_seconds)
-            return Answer(fresh, origin, read_timeout_seconds)
+            return HTTPResponse(fresh, origin, read_timeout_seconds)
         except BaseException:  # cancellation too: the slot is given back on every way out
             origin.give_slot()
             raise
 
-    def origin(self, url: httpx2.URL) -> Origin:
+    def pool(self, url: httpx2.URL) -> OriginPool:
         """Where a URL leads. The same object for the same scheme, host and port, as long as the transport lives."""
         key = (url.scheme, url.host, url.port)
         if (origin := self._origins.get(key)) is None:
@@ -89,7 +89,7 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
                 raise httpx2.UnsupportedProtocol(f"not an http or https URL: {url}")
             if url.scheme == "https" and self._ssl_context is None:
                 self._ssl_context = ssl.create_default_context()
-            origin = self._origins[key] = Origin(
+            origin = self._origins[key] = OriginPool(
                 url.host,
                 url.port or (443 if url.scheme == "https" else 80),
                 self._ssl_context if url.scheme == "https" else None,
@@ -105,13 +105,13 @@ class HTTPTransport(httpx2.AsyncBaseTransport):
         await asyncio.sleep(0)  # in which the event loop closes their sockets
 
 
-class Answer(httpx2.AsyncByteStream):
+class HTTPResponse(httpx2.AsyncByteStream):
     """An answer whose head is in. Iterating gives the body as the pieces in which it came.
 
     At its end, or when it is closed, connection and slot are given back.
     """
 
-    def __init__(self, connection: Connection, origin: Origin, read_timeout_seconds: float | None) -> None:
+    def __init__(self, connection: Connection, origin: OriginPool, read_timeout_seconds: float | None) -> None:
         self.status = connection.status
         self.headers = connection.headers
         self._connection = connection
@@ -126,7 +126,7 @@ class Answer(httpx2.AsyncByteStream):
                 return value
         return b""
 
-    def __aiter__(self) -> Answer:
+    def __aiter__(self) -> HTTPResponse:
         return self
 
     async def __anext__(self) -> bytes:
@@ -157,12 +157,12 @@ class Answer(httpx2.AsyncByteStream):
             raise
         return b"".join(parts)[:max_bytes]
 
-    async def pour(self, sink: Callable[[bytes], bool]) -> bool:
-        """Give `sink` the rest of the body, as `Connection.pour` does. False when `sink` wanted no more for now."""
+    async def stream_to(self, sink: Callable[[bytes], bool]) -> bool:
+        """Give `sink` the rest of the body, as `Connection.stream_to` does. False if `sink` returned False."""
         if self._closed:
             return True
         try:
-            ended = await self._connection.pour(sink, self._read_timeout_seconds)
+            ended = await self._connection.stream_to(sink, self._read_timeout_seconds)
         except BaseException:
             self._close()
             raise

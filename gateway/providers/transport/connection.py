@@ -17,7 +17,7 @@ MAX_BUFFERED_BYTES = 256 * 1024  # received but not yet asked for; beyond it the
 ONE_WRITE_BYTES = 64 * 1024  # up to here it is cheaper to copy head and body together than to write twice
 
 
-class Keeper(Protocol):
+class ConnectionPool(Protocol):
     """Whose connections they are."""
 
     def keep(self, connection: Connection) -> None:
@@ -34,7 +34,7 @@ class Connection(asyncio.Protocol):
     then `read` until it gives nothing. One waits at a time, so one future is enough.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, keeper: Keeper) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, keeper: ConnectionPool) -> None:
         self.loop = loop
         self._keeper = keeper
         self._parts: list[bytes] = []  # of the body, not yet asked for
@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
             await self._wait(timeout_seconds)
         return self._take()
 
-    async def pour(self, sink: Callable[[bytes], bool], timeout_seconds: float | None) -> bool:
+    async def stream_to(self, sink: Callable[[bytes], bool], timeout_seconds: float | None) -> bool:
         """Give `sink` the rest of the body, each piece in the callback in which it came; no task is woken for it.
 
         True at the end of the body, False when `sink` returned False. What `sink` raises is raised here.
@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
         try:
             if not sink(self._take()):
                 self._sink = None
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where it can be answered: in `pour`
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where it can be answered: in `stream_to`
             self._sink_failure = error
             self.abort()
         if self._sink is None or self.complete or self._sink_failure is not None:

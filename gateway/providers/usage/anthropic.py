@@ -6,15 +6,15 @@ told once more by how long it is kept, five minutes or an hour, which have price
 
 from __future__ import annotations
 
-from gateway.providers.usage.base import CacheCreation, Counts, OutputDetails, in_bounds
+from gateway.providers.usage.base import CacheCreation, OutputDetails, RawUsage, bounded_usage
 from gateway.types import Usage
 
 
-def spoken_in(counts: Counts) -> bool:
+def matches(counts: RawUsage) -> bool:
     return counts.input_tokens is not None or counts.output_tokens is not None
 
 
-def usage_of(counts: Counts) -> Usage:
+def normalize(counts: RawUsage) -> Usage:
     uncached, cache_read = counts.input_tokens or 0, counts.cache_read_input_tokens or 0
     kept = counts.cache_creation or CacheCreation()
     for_minutes, for_an_hour = kept.ephemeral_5m_input_tokens or 0, kept.ephemeral_1h_input_tokens or 0
@@ -22,7 +22,7 @@ def usage_of(counts: Counts) -> Usage:
     if cache_write is None:
         cache_write = for_minutes + for_an_hour
     thinking = (counts.output_tokens_details or OutputDetails()).thinking_tokens or 0
-    return in_bounds(
+    return bounded_usage(
         prompt=uncached + cache_read + cache_write,
         output=counts.output_tokens or 0,
         cache_read=cache_read,

@@ -26,7 +26,7 @@ class CacheCreation(msgspec.Struct):
     ephemeral_1h_input_tokens: int | None = None
 
 
-class Counts(msgspec.Struct):
+class RawUsage(msgspec.Struct):
     """A `usage` object; and of Ollama's answers, which have none, the counts that stand in the answer itself."""
 
     # OpenAI: chat, completions, embeddings
@@ -51,7 +51,7 @@ class Counts(msgspec.Struct):
     prompt_eval_count: int | None = None
     eval_count: int | None = None
 
-    def updated(self, later: Counts) -> Counts:
+    def updated(self, later: RawUsage) -> RawUsage:
         """With what `later` says anew: a stream may count its input at the beginning and its output at the end."""
         told = {name: value for name in self.__struct_fields__ if (value := getattr(later, name)) is not None}
         return msgspec.structs.replace(self, **told)
@@ -60,14 +60,14 @@ class Counts(msgspec.Struct):
 class Dialect(Protocol):
     """A module of this family."""
 
-    def spoken_in(self, counts: Counts) -> bool:
+    def matches(self, counts: RawUsage) -> bool:
         """Whether the names are this dialect's."""
 
-    def usage_of(self, counts: Counts) -> Usage:
-        """By `in_bounds`."""
+    def normalize(self, counts: RawUsage) -> Usage:
+        """By `bounded_usage`."""
 
 
-def in_bounds(
+def bounded_usage(
     *,
     prompt: int,
     output: int,

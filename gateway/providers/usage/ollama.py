@@ -5,15 +5,15 @@ What its cache held is not told apart.
 
 from __future__ import annotations
 
-from gateway.providers.usage.base import Counts, in_bounds
+from gateway.providers.usage.base import RawUsage, bounded_usage
 from gateway.types import Usage
 
 
-def spoken_in(counts: Counts) -> bool:
+def matches(counts: RawUsage) -> bool:
     return counts.prompt_eval_count is not None or counts.eval_count is not None
 
 
-def usage_of(counts: Counts) -> Usage:
+def normalize(counts: RawUsage) -> Usage:
     # Without a count of the prompt it was not evaluated anew, and how long it is stays unknown.
     told = counts.prompt_eval_count is not None
-    return in_bounds(prompt=counts.prompt_eval_count or 0, output=counts.eval_count or 0, agree=told)
+    return bounded_usage(prompt=counts.prompt_eval_count or 0, output=counts.eval_count or 0, agree=told)

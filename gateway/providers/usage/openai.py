@@ -6,13 +6,13 @@ output. A chat that was translated from Anthropic's Messages tells besides how l
 
 from __future__ import annotations
 
-from gateway.providers.usage.base import CacheCreation, Counts, InputDetails, OutputDetails, in_bounds
+from gateway.providers.usage.base import CacheCreation, InputDetails, OutputDetails, RawUsage, bounded_usage
 from gateway.types import Usage
 
 _NO_INPUT_DETAILS, _NO_OUTPUT_DETAILS, _NO_CREATION = InputDetails(), OutputDetails(), CacheCreation()
 
 
-def spoken_in(counts: Counts) -> bool:
+def matches(counts: RawUsage) -> bool:
     of_a_response = counts.total_tokens is not None or counts.input_tokens_details is not None
     return (
         counts.prompt_tokens is not None
@@ -21,7 +21,7 @@ def spoken_in(counts: Counts) -> bool:
     )
 
 
-def usage_of(counts: Counts) -> Usage:
+def normalize(counts: RawUsage) -> Usage:
     if counts.input_tokens is None or counts.prompt_tokens is not None:
         prompt, output = counts.prompt_tokens or 0, counts.completion_tokens or 0
         of_input, of_output = counts.prompt_tokens_details, counts.completion_tokens_details
@@ -37,7 +37,7 @@ def usage_of(counts: Counts) -> Usage:
     elif total is not None and total > prompt + output and of_output is _NO_OUTPUT_DETAILS:
         reasoning = total - prompt - output  # or tell of it in the total alone: what else it may be, nobody knows
         output += reasoning
-    return in_bounds(
+    return bounded_usage(
         prompt=prompt,
         output=output,
         cache_read=of_input.cached_tokens or counts.cached_tokens or counts.prompt_cache_hit_tokens or 0,

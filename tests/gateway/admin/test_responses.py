@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from gateway.admin.responses import response_routes
 from gateway.core.errors import StorageUnavailable
 from gateway.endpoints.replies import EXCEPTION_HANDLERS
-from gateway.storage.base import DELETED_AT_ONCE, Document
+from gateway.storage.base import DELETE_BATCH_SIZE, Document
 from gateway.storage.memory import MemoryStorage
 
 
@@ -21,11 +21,11 @@ async def delete(storage: MemoryStorage, tenant: str) -> httpx2.Response:
 
 async def test_all_of_a_tenants_go_and_nobody_elses() -> None:
     storage = MemoryStorage()
-    for tenant, count in (("a/b", 2 * DELETED_AT_ONCE), ("a", 3), ("c", 1)):
+    for tenant, count in (("a/b", 2 * DELETE_BATCH_SIZE), ("a", 3), ("c", 1)):
         for number in range(count):
             document = Document(b"said", b"told")
             await storage.put_document(tenant, f"resp_{number}", document, ttl_seconds=60.0, max_bytes=10**6)
-    for tenant, count in (("a/b", 2 * DELETED_AT_ONCE), ("a/b", 0), ("a", 3), ("nobody", 0)):
+    for tenant, count in (("a/b", 2 * DELETE_BATCH_SIZE), ("a/b", 0), ("a", 3), ("nobody", 0)):
         reply = await delete(storage, tenant)
         assert (reply.status_code, reply.json()) == (200, {"tenant": tenant, "deleted": count})
     assert await storage.get_document("c", "resp_0") is not None

@@ -57,10 +57,10 @@ async def test_a_loser_is_cancelled_at_once_and_its_record_is_in_the_receipt(tmp
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("keeps_records", [True, False])
-async def test_without_a_record_it_is_an_estimate(tmp_path: Path, keeps_records: bool) -> None:
+@pytest.mark.parametrize("has_usage_records", [True, False])
+async def test_without_a_record_it_is_an_estimate(tmp_path: Path, has_usage_records: bool) -> None:
     async with a_rig(tmp_path, **HEDGED) as rig:
-        rig.servers["a"].keeps_records = keeps_records
+        rig.servers["a"].has_usage_records = has_usage_records
         serving = rig.begin(Client(chat(stream=True)))
         await until_both_are_asked(rig)
         rig.servers["b"].replies[0].say(delta("one"))
@@ -71,7 +71,7 @@ async def test_without_a_record_it_is_an_estimate(tmp_path: Path, keeps_records:
         assert call is not None
         estimate = {"input": call.prompt_tokens_estimate, "output": 0, "exact": False}
         assert attempts(rig)[0]["unbilled"] == estimate
-        assert bool(rig.servers["a"].asked_for) is keeps_records
+        assert bool(rig.servers["a"].asked_for) is has_usage_records
 
 
 async def test_nobody_waits_for_a_record(tmp_path: Path) -> None:

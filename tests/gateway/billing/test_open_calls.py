@@ -10,7 +10,7 @@ from gateway.billing.ledger import OpenCall
 from gateway.billing.open_calls import CallLog, CallOpener
 from gateway.deployments.fleet import Fleet
 from gateway.policy import Policy
-from gateway.providers.base import Unasked
+from gateway.providers.base import OfflineProvider
 from gateway.types import Operation, PhaseTimings, Trace
 from tests.gateway.calls import a_call
 
@@ -38,7 +38,7 @@ def test_every_field_of_an_opened_row_is_in_its_place() -> None:
     )  # fmt: skip
     timings = PhaseTimings()
     timings.started_ns = 1_790_000_000_000_001_999
-    fleet = Fleet(lambda deployment: Unasked())
+    fleet = Fleet(lambda deployment: OfflineProvider())
     fleet.apply(POLICY)
     first, second = fleet
     noted = Noted()

@@ -10,11 +10,11 @@ from gateway.billing.ledger.engine_counters import FILE, Mark, read_marks
 from gateway.billing.reconciliation import Reconciliation
 from gateway.deployments.fleet import Fleet
 from gateway.policy import Deployment, Policy
-from gateway.providers.base import Unasked
+from gateway.providers.base import OfflineProvider
 from gateway.types import TokenCounters, Usage
 
 
-class Telling(Unasked):
+class Telling(OfflineProvider):
     def __init__(self, deployment: Deployment) -> None:
         self.counted = TokenCounters(1000, 100) if deployment.name == "a" else None
 

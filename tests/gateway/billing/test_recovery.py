@@ -192,7 +192,7 @@ async def test_a_server_that_keeps_records_and_has_none_was_never_reached(tmp_pa
 async def test_without_records_the_prompt_is_estimated(tmp_path: Path) -> None:
     await left_behind(tmp_path, opened())
     async with a_rig(tmp_path) as rig:
-        rig.servers["a"].keeps_records = False
+        rig.servers["a"].has_usage_records = False
         (receipt,) = await recover(rig)
         assert (receipt["source"], receipt["exact"]) == ("estimate", False)
         assert (receipt["input_uncached"], receipt["output"], receipt["cost"]) == (9, 0, "0.000009")

@@ -17,7 +17,7 @@ from gateway.deployments.engine_reports import Reports
 from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.policy import EnvSecret, Policy
 from gateway.prefix.fingerprint import fingerprint
-from gateway.providers.base import Unasked
+from gateway.providers.base import OfflineProvider
 from gateway.providers.transport import HTTPTransport
 from tests.gateway.calls import a_call, a_policy
 
@@ -59,7 +59,7 @@ def policy_with(**fields: Any) -> Policy:
 
 @asynccontextmanager
 async def reporting(policy: Policy) -> AsyncIterator[tuple[Fleet, DeploymentState]]:
-    fleet, transport = Fleet(lambda deployment: Unasked()), HTTPTransport()
+    fleet, transport = Fleet(lambda deployment: OfflineProvider()), HTTPTransport()
     fleet.apply(policy)
 
     def secret_of(secret: EnvSecret) -> str:

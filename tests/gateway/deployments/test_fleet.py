@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from gateway.deployments.fleet import PEAK_SECONDS, DeploymentState, Fleet, SlotPermit
 from gateway.policy import Deployment, Policy
 from gateway.prefix.estimate import Load
-from gateway.providers.base import Provider, Unasked
+from gateway.providers.base import OfflineProvider, Provider
 from tests.gateway.calls import a_policy
 
 
@@ -16,7 +16,7 @@ def test_a_provider_is_made_anew_only_for_what_has_changed() -> None:
 
     def make(deployment: Deployment) -> Provider:
         made.append(deployment.name)
-        return Unasked()
+        return OfflineProvider()
 
     policy = a_policy()
     known = Fleet(make)
@@ -29,7 +29,7 @@ def test_a_provider_is_made_anew_only_for_what_has_changed() -> None:
 
 
 def test_a_model_has_the_servers_of_the_policy_that_is_in_force() -> None:
-    known, policy = Fleet(lambda deployment: Unasked()), a_policy()
+    known, policy = Fleet(lambda deployment: OfflineProvider()), a_policy()
     (model,) = policy.models
     known.apply(policy)
     assert [server.name for server in known.deployments_of(model)] == list(model.deployments) == ["a", "b"]
@@ -42,7 +42,7 @@ def test_a_model_has_the_servers_of_the_policy_that_is_in_force() -> None:
 def test_the_least_busy_by_share_gives_its_place_first() -> None:
     policy = a_policy().model_dump(by_alias=True)
     policy["deployments"][0]["max_concurrency"] = 4
-    known = Fleet(lambda deployment: Unasked())
+    known = Fleet(lambda deployment: OfflineProvider())
     known.apply(Policy.model_validate(policy))
     servers = list(known)
     places = [known.take(servers, 0.0) for _ in range(6)]
@@ -60,7 +60,7 @@ def test_the_least_busy_by_share_gives_its_place_first() -> None:
 def with_four_places() -> tuple[Fleet, DeploymentState]:
     policy = a_policy().model_dump(by_alias=True)
     policy["deployments"][0]["max_concurrency"] = 4
-    known = Fleet(lambda deployment: Unasked())
+    known = Fleet(lambda deployment: OfflineProvider())
     known.apply(Policy.model_validate(policy))
     return known, next(iter(known))
 
@@ -121,7 +121,7 @@ def test_background_moves_with_its_place() -> None:
 
 
 def test_what_was_believed_counts_for_as_long_as_it_is_so() -> None:
-    known = Fleet(lambda deployment: Unasked())
+    known = Fleet(lambda deployment: OfflineProvider())
     known.apply(a_policy())
     server, now = next(iter(known)), 1.0
     call = SimpleNamespace(fingerprint=(1, 2, 3), prompt_tokens_estimate=200, session=None, may_be_held=False)

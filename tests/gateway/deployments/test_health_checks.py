@@ -18,11 +18,11 @@ from gateway.deployments.health_checks import (
 )
 from gateway.policy import Deployment
 from gateway.prefix.working_set import WorkingSet
-from gateway.providers.base import Unasked
+from gateway.providers.base import OfflineProvider
 from tests.gateway.calls import a_policy
 
 
-class Patient(Unasked):
+class Patient(OfflineProvider):
     def __init__(self) -> None:
         self.well = True
         self.asked = 0

@@ -23,9 +23,9 @@ from gateway.deployments.replica_sync import (
 )
 from gateway.policy import Policy
 from gateway.prefix.estimate import NO_OTHERS, Others
-from gateway.providers.base import Unasked
+from gateway.providers.base import OfflineProvider
 from gateway.routing.prefix_affinity import PrefixAffinity
-from gateway.storage.base import Notices, Storage
+from gateway.storage.base import PeerMessages, Storage
 from gateway.storage.memory import MemoryStorage
 from gateway.storage.redis import RedisStorage
 from gateway.storage.sqlite import SqliteStorage
@@ -43,7 +43,7 @@ class One:
 
     def __init__(self, policy: Policy | None = None) -> None:
         told = untold()
-        self.fleet = Fleet(lambda deployment: Unasked(), told=told)
+        self.fleet = Fleet(lambda deployment: OfflineProvider(), told=told)
         self.fleet.apply(policy or a_policy())
         self.a, self.b = self.fleet
         self.peers = PeerReports(self.fleet, told)
@@ -251,11 +251,11 @@ async def test_through_a_storage(stores: list[Storage]) -> None:
 
 
 class Away:
-    has_others = True
+    is_shared = True
     asked = 0
     is_back = False
 
-    async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
+    async def publish_and_read(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
         self.asked += 1
         if self.is_back:
             return [], after
@@ -290,13 +290,13 @@ async def test_it_goes_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     class Store(MemoryStorage):
         count = 0
 
-        async def exchange(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
+        async def publish_and_read(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
             self.count += 1
             if self.count == 3:
                 exchanged.set()
-            return await super().exchange(notice, after)
+            return await super().publish_and_read(notice, after)
 
-    store: Notices = Store()
+    store: PeerMessages = Store()
     task = asyncio.create_task(ReplicaSync(One().peers, store).run())
     async with asyncio.timeout(20):
         await exchanged.wait()

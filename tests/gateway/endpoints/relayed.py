@@ -14,8 +14,8 @@ from gateway.core.errors import UpstreamCut
 from gateway.endpoints.base import Endpoint
 from gateway.prompts.reader import read_fields
 from gateway.providers.base import ProviderFailure, Sink
-from gateway.providers.openai import EventStreamReply
-from gateway.providers.transport import Answer
+from gateway.providers.openai import EventStreamResponse
+from gateway.providers.transport import HTTPResponse
 from gateway.types import Usage
 from tests.gateway.calls import a_call
 
@@ -31,7 +31,7 @@ class Pieces:
             return piece
         raise StopAsyncIteration
 
-    async def pour(self, sink: Sink) -> bool:
+    async def stream_to(self, sink: Sink) -> bool:
         return all(sink(piece) for piece in self._pieces)
 
 
@@ -46,13 +46,16 @@ def cut_at(stream: bytes, places: Sequence[int]) -> list[bytes]:
 
 
 def relayed(
-    endpoint: Endpoint, body: dict[str, Any], pieces: Sequence[bytes], speaks: type[EventStreamReply] = EventStreamReply
+    endpoint: Endpoint,
+    body: dict[str, Any],
+    pieces: Sequence[bytes],
+    speaks: type[EventStreamResponse] = EventStreamResponse,
 ) -> Relayed:
     return asyncio.run(_relayed(endpoint, body, pieces, speaks))
 
 
 async def _relayed(
-    endpoint: Endpoint, body: dict[str, Any], pieces: Sequence[bytes], speaks: type[EventStreamReply]
+    endpoint: Endpoint, body: dict[str, Any], pieces: Sequence[bytes], speaks: type[EventStreamResponse]
 ) -> Relayed:
     raw = json.dumps(body).encode()
     translator, meter, sent = endpoint.translator("req_abc"), Meter(a_call(raw, endpoint=endpoint)), list[bytes]()
@@ -66,7 +69,7 @@ async def _relayed(
         return not meter.complete
 
     try:
-        await speaks(cast(Answer, Pieces(pieces))).pour(take)
+        await speaks(cast(HTTPResponse, Pieces(pieces))).stream_to(take)
         if not meter.complete:
             raise UpstreamCut("the answer ended before its end")
     except ProviderFailure as failure:

@@ -50,7 +50,7 @@ def test_a_body_is_refused_by_name_or_can_be_asked_of_every_server(
         assert refusal.param or "not valid JSON" in refusal.message
         return
     for server in SERVERS:
-        refused = server.refusal_of(call)
+        refused = server.unsupported_error(call)
         try:
             assert json.loads(server.render(call))["model"] == "served" and refused is None
         except ProviderFailure as failure:

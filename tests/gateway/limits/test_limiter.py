@@ -17,7 +17,7 @@ from gateway.limits.budget import Budget
 from gateway.limits.limiter import EXTEND_SECONDS, LEASE_SECONDS, UNLIMITED, Limiter
 from gateway.limits.scope import Scope, scopes_of_call
 from gateway.policy import Limits
-from gateway.storage.base import Charge, Granted, Refused
+from gateway.storage.base import Charge, Grant, Rejection
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Call, Usage
 from tests.gateway.calls import a_call, a_policy
@@ -48,7 +48,7 @@ class Store(MemoryStorage):
 
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
-    ) -> Granted | Refused:
+    ) -> Grant | Rejection:
         await self._meet("reserve")
         verdict = await super().reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
         await self._answer()
@@ -60,9 +60,9 @@ class Store(MemoryStorage):
         await self._answer()
         return ended
 
-    async def extend(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
-        await self._meet("extend")
-        return await super().extend(reservation_id, lease_seconds=lease_seconds, now=now)
+    async def extend_lease(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
+        await self._meet("extend_lease")
+        return await super().extend_lease(reservation_id, lease_seconds=lease_seconds, now=now)
 
 
 class Components:
@@ -123,7 +123,7 @@ async def test_what_a_killed_gateway_s_call_cost_is_charged_although_its_model_i
     await components.limiter.charge_lost(gone, Usage(output=5), 8, admitted=NOW)
     (budget,) = [Budget.of(scope_limits, scope) for scope, scope_limits in _scopes(call)]
     assert budget is not None
-    assert await components.store.left([budget.of_amount(0, NOW)], now=NOW) == (2,)
+    assert await components.store.remaining([budget.of_amount(0, NOW)], now=NOW) == (2,)
 
 
 def _scopes(call: Call) -> Iterable[tuple[Scope, Limits]]:
@@ -223,23 +223,23 @@ async def test_long_calls_keep_their_leases(components: Components) -> None:
         components.now += EXTEND_SECONDS
         await components.limiter.extend_due()
         assert not await components.is_free()
-    assert components.store.asked.count("extend") == 10
+    assert components.store.asked.count("extend_lease") == 10
     await reservation.release()
     components.now += EXTEND_SECONDS
     await components.limiter.extend_due()
-    assert components.store.asked.count("extend") == 10
+    assert components.store.asked.count("extend_lease") == 10
 
 
 async def test_a_clock_that_is_set_back_extends_what_is_open(components: Components) -> None:
     reservation = await components.limiter.admit(components.call())
     components.now -= 5 * 3600
     await components.limiter.extend_due()
-    assert components.store.asked.count("extend") == 1
+    assert components.store.asked.count("extend_lease") == 1
     await components.limiter.extend_due()
-    assert components.store.asked.count("extend") == 1
+    assert components.store.asked.count("extend_lease") == 1
     components.now += EXTEND_SECONDS
     await components.limiter.extend_due()
-    assert components.store.asked.count("extend") == 2
+    assert components.store.asked.count("extend_lease") == 2
     await reservation.release()
     assert await components.is_free()
 
@@ -277,7 +277,7 @@ async def test_short_calls_are_not_extended(components: Components) -> None:
     await components.limiter.admit(components.call())
     components.now += EXTEND_SECONDS - 0.1
     await components.limiter.extend_due()
-    assert "extend" not in components.store.asked
+    assert "extend_lease" not in components.store.asked
 
 
 async def test_extending_is_tried_again_until_the_lease_is_over(components: Components) -> None:
@@ -306,7 +306,7 @@ async def test_the_keeper_does_both_by_itself(components: Components, monkeypatc
     await components.limiter.start()
     await components.limiter.start()
     async with asyncio.timeout(10):
-        while components.limiter.unsettled or "extend" not in components.store.asked:
+        while components.limiter.unsettled or "extend_lease" not in components.store.asked:
             await asyncio.sleep(0)
     components.store.away = True
     await long.release()

@@ -14,7 +14,7 @@ from gateway.limits import LIMITS, local_share
 from gateway.limits.limiter import Limiter
 from gateway.limits.local_share import OutageFallback, share_of
 from gateway.policy import StorageOutage
-from gateway.storage.base import Charge, Granted, LeaseCharge, RateCharge, Refused, SpendCharge
+from gateway.storage.base import Charge, Grant, RateCharge, Rejection, SlotCharge, SpendCharge
 from gateway.storage.memory import MemoryStorage
 from gateway.storage.redis import RedisStorage
 from gateway.types import Usage
@@ -47,15 +47,17 @@ class Store(MemoryStorage):
 
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
-    ) -> Granted | Refused:
+    ) -> Grant | Rejection:
         self.meet("reserve")
         verdict = await super().reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
         self.answer()
         return verdict
 
-    async def adopt(self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float) -> None:
-        self.meet("adopt")
-        await super().adopt(reservation_id, charges, lease_seconds=lease_seconds, now=now)
+    async def force_reserve(
+        self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
+    ) -> None:
+        self.meet("force_reserve")
+        await super().force_reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
         self.answer()
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
@@ -82,7 +84,7 @@ class Components:
         self.number += 1
         name = f"t/{self.number}"
         verdict = await self.shared.reserve(name, charges, lease_seconds=30.0, now=self.now)
-        return name if isinstance(verdict, Granted) else None
+        return name if isinstance(verdict, Grant) else None
 
     async def many(self, times: int, *charges: Charge) -> list[str]:
         return [name for _ in range(times) if (name := await self.ask(*charges))]
@@ -90,8 +92,8 @@ class Components:
     async def settle(self, name: str, *actual: int) -> None:
         assert await self.shared.settle(name, actual, now=self.now)
 
-    async def left(self, *charges: Charge) -> tuple[int, ...]:
-        return await self.store.left(charges, now=self.now)
+    async def remaining(self, *charges: Charge) -> tuple[int, ...]:
+        return await self.store.remaining(charges, now=self.now)
 
 
 @pytest.fixture
@@ -109,7 +111,7 @@ def money(amount: int, limit: int = 1000) -> SpendCharge:
     return SpendCharge("t/budget/2026-11", amount, limit, 1e6)
 
 
-PLACE = LeaseCharge("t/concurrency", 8)
+PLACE = SlotCharge("t/concurrency", 8)
 
 
 async def test_each_grants_its_share_and_no_more(components: Components) -> None:
@@ -158,17 +160,17 @@ def test_shares_add_up_to_the_limit_and_its_rate(limit: int, replicas: int) -> N
     assert isinstance(share, RateCharge)
     assert share.limit == max(1, limit // replicas)
     assert replicas * share.limit / share.period_seconds == pytest.approx(limit / MINUTE_SECONDS)
-    assert replicas * share_of(LeaseCharge("t/concurrency", limit), replicas).limit <= limit
+    assert replicas * share_of(SlotCharge("t/concurrency", limit), replicas).limit <= limit
 
 
 async def test_a_share_s_refusal_is_one_to_come_back_from(components: Components) -> None:
     """80 tokens of 100 are more than half of them: that is no reason to say that it will never fit."""
     components.store.away = True
     verdict = await components.shared.reserve("t/a", [rate(80)], lease_seconds=30.0, now=components.now)
-    assert isinstance(verdict, Refused)
+    assert isinstance(verdict, Rejection)
     assert verdict.retry_after_seconds is not None
     verdict = await components.shared.reserve("t/b", [rate(101)], lease_seconds=30.0, now=components.now)
-    assert isinstance(verdict, Refused)
+    assert isinstance(verdict, Rejection)
     assert verdict.retry_after_seconds is None
 
 
@@ -184,9 +186,9 @@ async def test_the_storage_is_told_of_what_was_used(components: Components) -> N
     await components.shared.tend()
     assert not components.shared.is_away
     assert components.shared.untold == 0
-    assert await components.left(rate(), PLACE, money(0)) == (100 - 4 - 4 - 10, 7, 1000 - 30 - 30 - 100)
+    assert await components.remaining(rate(), PLACE, money(0)) == (100 - 4 - 4 - 10, 7, 1000 - 30 - 30 - 100)
     await components.settle(names[2], 4, 0, 30)  # it began in the outage, and ends in the storage
-    assert await components.left(rate(), PLACE, money(0)) == (100 - 4 - 4 - 4, 8, 1000 - 90)
+    assert await components.remaining(rate(), PLACE, money(0)) == (100 - 4 - 4 - 4, 8, 1000 - 90)
 
 
 async def test_rates_that_have_refilled_since_are_not_told(components: Components) -> None:
@@ -196,7 +198,7 @@ async def test_rates_that_have_refilled_since_are_not_told(components: Component
     components.now += MINUTE_SECONDS
     components.store.away = False
     await components.shared.tend()
-    assert await components.left(rate(), money(0)) == (100, 970)
+    assert await components.remaining(rate(), money(0)) == (100, 970)
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -211,10 +213,10 @@ async def test_what_was_reserved_unheard_is_not_held_twice(components: Component
     components.store.deaf = False
     await components.shared.tend()
     assert components.shared.untold == 0
-    assert await components.left(rate(), money(0)) == ((100, 950) if fits else (100, 1000))
+    assert await components.remaining(rate(), money(0)) == ((100, 950) if fits else (100, 1000))
 
 
-@pytest.mark.parametrize("deaf_at", ["adopt", "settle"])
+@pytest.mark.parametrize("deaf_at", ["force_reserve", "settle"])
 async def test_nothing_is_told_twice(components: Components, deaf_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     components.store.away = True
     for name in await components.many(3, money(10)):
@@ -235,7 +237,7 @@ async def test_nothing_is_told_twice(components: Components, deaf_at: str, monke
         await components.shared.tend()
     assert components.shared.untold == 0
     assert len(heard) == 3
-    assert await components.left(money(0)) == (1000 - 21,)
+    assert await components.remaining(money(0)) == (1000 - 21,)
 
 
 async def test_what_is_to_be_told_is_bounded(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +269,7 @@ async def test_calls_of_before_are_settled_when_the_storage_is_back(components: 
     await limiter.retry_unsettled()
     assert limiter.unsettled == 0
     budget = SpendCharge("t/budget/2026-11", 0, 1000, 1e6)
-    assert await components.left(LeaseCharge("t/concurrency", 2), budget) == (2, 100)
+    assert await components.remaining(SlotCharge("t/concurrency", 2), budget) == (2, 100)
 
 
 async def test_the_keeper_finds_the_storage_back(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +282,7 @@ async def test_the_keeper_finds_the_storage_back(components: Components, monkeyp
         while components.shared.is_away or components.shared.untold:
             await asyncio.sleep(0)
     await components.shared.stop()
-    assert await components.left(money(0)) == (990,)
+    assert await components.remaining(money(0)) == (990,)
 
 
 class Replica:
@@ -342,7 +344,7 @@ async def test_two_replicas_and_a_redis_that_goes(own_redis_server: RedisServer,
             while replica.shared.is_away or replica.shared.untold or replica.limiter.unsettled:
                 await replica.shared.tend()
                 await replica.limiter.retry_unsettled()
-    (left,) = await one.shared.left([SpendCharge(_account(), 0, 100, 1e6)], now=0.0)
+    (left,) = await one.shared.remaining([SpendCharge(_account(), 0, 100, 1e6)], now=0.0)
     assert left == 100 - 40 - granted
     assert await one.spend(100) + await two.spend(100) == left
     for replica in (one, two):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.core.errors import StorageUnavailable
 from gateway.limits.local_share import OutageFallback
 from gateway.policy import StorageOutage
-from gateway.storage.base import Charge, Granted, LeaseCharge, RateCharge, SpendCharge
+from gateway.storage.base import Charge, Grant, RateCharge, SlotCharge, SpendCharge
 from gateway.storage.memory import MemoryStorage
 
 BUDGET, PLACES, TOKENS, PERIOD_SECONDS = 100, 4, 40, 8.0
@@ -87,7 +87,7 @@ class Call:
 def charges(amount: int) -> list[Charge]:
     return [
         RateCharge("t/tokens", amount, TOKENS, PERIOD_SECONDS),
-        LeaseCharge("t/concurrency", PLACES),
+        SlotCharge("t/concurrency", PLACES),
         SpendCharge("t/budget/total", amount, BUDGET, 1e9),
     ]
 
@@ -110,7 +110,7 @@ async def play(history: Sequence[Step]) -> None:
             case Reserve(replica, amount):
                 gateway, call = gateways[replica], Call(replica, f"t/{number}")
                 verdict = await gateway.reserve(call.name, charges(amount), lease_seconds=LEASE_SECONDS, now=now)
-                if isinstance(verdict, Granted):
+                if isinstance(verdict, Grant):
                     going_on.append(call)
                     assert min(verdict.remaining) >= 0
             case Settle(which, cost) if which < len(going_on):
@@ -133,7 +133,7 @@ async def play(history: Sequence[Step]) -> None:
         await settle(*unsettled.pop())
     account = store.kept._accounts["t/budget/total"]
     assert (account.spent, account.held) == (costs, 0)
-    assert await store.kept.left(charges(0), now=now + 1000 * PERIOD_SECONDS) == (
+    assert await store.kept.remaining(charges(0), now=now + 1000 * PERIOD_SECONDS) == (
         TOKENS,
         PLACES,
         max(0, BUDGET - costs),
@@ -155,7 +155,7 @@ async def outage_of(fresh: bool, calls: int) -> int:
         name = f"t/before-{number}"
         asked: list[Charge] = [SpendCharge("t/budget/total", 1, BUDGET, 1e9)]
         assert isinstance(
-            await gateways[number % REPLICAS].reserve(name, asked, lease_seconds=LEASE_SECONDS, now=START), Granted
+            await gateways[number % REPLICAS].reserve(name, asked, lease_seconds=LEASE_SECONDS, now=START), Grant
         )
     store.state = "away"
     granted = 0
@@ -163,7 +163,7 @@ async def outage_of(fresh: bool, calls: int) -> int:
         asked = [SpendCharge("t/budget/total", 1, BUDGET, 1e9)]
         gateway = gateways[number % REPLICAS]
         verdict = await gateway.reserve(f"t/{number}", asked, lease_seconds=LEASE_SECONDS, now=START)
-        granted += isinstance(verdict, Granted)
+        granted += isinstance(verdict, Grant)
     return granted
 
 

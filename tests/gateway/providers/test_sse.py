@@ -10,10 +10,10 @@ from gateway.providers.sse import (
     MAX_FRAME_BYTES,
     FrameSplitter,
     FrameTooLong,
-    broken_at,
     ends_stream,
-    error_in,
-    is_one_object,
+    find_error,
+    first_malformed_at,
+    is_single_object_event,
 )
 
 _pieces = st.lists(st.sampled_from([b"\n", b"\r", b"\r\n", b"a", b"data: x", b"\n\n", b"\r\n\r\n", b""]))
@@ -88,7 +88,7 @@ def test_ends_stream(frames: bytes, ends: bool) -> None:
     ],
 )
 def test_error_in(frames: bytes, error: tuple[int, Any] | None) -> None:
-    assert error_in(frames) == error
+    assert find_error(frames) == error
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_error_in(frames: bytes, error: tuple[int, Any] | None) -> None:
     ],
 )
 def test_is_one_object(frames: bytes, one: bool) -> None:
-    assert is_one_object(frames) is one
+    assert is_single_object_event(frames) is one
 
 
 _PARTS = [b"data: ", b'{"a":1}', b'{"error":"x"}', b"[DONE]", b"{", b"}", b'"a":', b"1", b"\n", b"\r", b"\n\n", b" "]
@@ -119,5 +119,5 @@ _PARTS = [b"data: ", b'{"a":1}', b'{"error":"x"}', b"[DONE]", b"{", b"}", b'"a":
 @given(st.lists(st.sampled_from(_PARTS), max_size=8))
 def test_one_object_is_whole_and_neither_error_nor_end(parts: list[bytes]) -> None:
     frames = b"".join([b'data: {"a":', *parts, b"\n\n"])
-    if is_one_object(frames):
-        assert broken_at(frames) is None and error_in(frames) is None and not ends_stream(frames)
+    if is_single_object_event(frames):
+        assert first_malformed_at(frames) is None and find_error(frames) is None and not ends_stream(frames)

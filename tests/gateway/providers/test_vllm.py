@@ -125,7 +125,7 @@ async def test_a_prompt_is_counted_by_the_servers_tokenizer(answer: bytes, expec
     async with HTTPTransport() as transport, ScriptedServer(answering(answer)) as server:
         deployment = Deployment(name="d", provider="vllm", base_url=server.base_url, model="m")
         provider = make_provider(deployment, transport, resolve_nothing)
-        assert await provider.prompt_tokens_of(call(fields)) == expected
+        assert await provider.count_prompt_tokens(call(fields)) == expected
     (received,) = server.requests
     assert received.head == "POST /tokenize HTTP/1.1"
     assert msgspec.json.decode(received.body) == {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -134,5 +134,5 @@ async def test_a_prompt_is_counted_by_the_servers_tokenizer(answer: bytes, expec
 async def test_what_other_servers_are_not_asked() -> None:
     deployment = Deployment(name="d", provider="openai", base_url="http://127.0.0.1:9/v1", model="m")
     provider = make_provider(deployment, HTTPTransport(), resolve_nothing)
-    assert await provider.prompt_tokens_of(call()) is None
+    assert await provider.count_prompt_tokens(call()) is None
     assert await provider.token_counters() is None

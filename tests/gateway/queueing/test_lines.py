@@ -17,7 +17,7 @@ from gateway.core.errors import GatewayError, Overloaded
 from gateway.deployments.fleet import Fleet, SlotPermit
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.prefix.working_set import WorkingSet
-from gateway.providers.base import Unasked
+from gateway.providers.base import OfflineProvider
 from gateway.queueing.lines import Lines
 from tests.gateway.calls import a_policy
 
@@ -74,7 +74,7 @@ class Pool:
             models=[{"name": "m", "deployments": ["a"]}, {"name": "n", "deployments": ["b"]}],
             classes=self.classes,
         )
-        self.fleet = Fleet(lambda deployment: Unasked())
+        self.fleet = Fleet(lambda deployment: OfflineProvider())
         self.fleet.apply(self.policy)
         self.lines: Lines[Waiting] = Lines(self.fleet, waiting_max=self.waiting_max)
         self.taken = [place for model in self.policy.models for place in self.take(model)]

@@ -8,14 +8,14 @@ from gateway.core.errors import Overloaded
 from gateway.deployments.fleet import Fleet, SlotPermit
 from gateway.policy import Policy
 from gateway.prefix import working_set
-from gateway.providers.base import Unasked
+from gateway.providers.base import OfflineProvider
 from gateway.queueing import Queue
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
 
 
 def a_queue(policy: Policy) -> tuple[Queue, Fleet]:
-    fleet = Fleet(lambda deployment: Unasked())
+    fleet = Fleet(lambda deployment: OfflineProvider())
     queue = Queue(fleet)
     fleet.apply(policy)
     return queue, fleet

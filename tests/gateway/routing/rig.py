@@ -10,7 +10,7 @@ import pytest
 from gateway.core.errors import GatewayError
 from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.policy import Deployment, Policy
-from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.queueing import Queue
 from gateway.routing import STRATEGIES
 from gateway.routing.attempts import AttemptLog
@@ -35,7 +35,7 @@ class Script:
         self.refusal: ProviderFailure | None = None
         self.headers: Mapping[str, str] = {}
 
-    def refusal_of(self, call: Call) -> ProviderFailure | None:
+    def unsupported_error(self, call: Call) -> ProviderFailure | None:
         return self.refusal
 
     def render(self, call: Call) -> bytes:
@@ -44,10 +44,10 @@ class Script:
     async def healthy(self) -> bool:
         return True
 
-    async def usage_of(self, call_id: str) -> bytes | None:
+    async def recorded_usage(self, call_id: str) -> bytes | None:
         return None
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
         self.opened += 1
         self.headers = headers
         if isinstance(self.opener, ProviderFailure):
@@ -57,7 +57,7 @@ class Script:
         return ScriptedReply(self)
 
 
-class ScriptedReply(Reply):
+class ScriptedReply(UpstreamResponse):
     def __init__(self, script: Script) -> None:
         self._script = script
         self._steps = iter(script.steps)
@@ -82,7 +82,7 @@ class Turns(Script):
         super().__init__()
         self.turns = list(turns)
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
         self.opened += 1
         turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
         return await turn.open(call, headers=headers)
@@ -108,7 +108,7 @@ class Rig:
         with await self.queue.turn(call) as place:
             async with self.router.open(call, place, tried) as upstream:
                 chunks = [await upstream.first()]
-                assert await upstream.pour(lambda chunk: chunks.append(chunk) is None)
+                assert await upstream.stream_to(lambda chunk: chunks.append(chunk) is None)
                 upstream.completed()
                 return chunks
 

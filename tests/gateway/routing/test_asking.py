@@ -74,7 +74,9 @@ async def test_a_client_in_a_hurry_is_answered_in_its_time_and_blames_nobody() -
 
 async def test_where_nobody_answers_the_client_hears_what_the_last_server_said() -> None:
     silent = ProviderFailure(Fault.CUT, "reset")
-    told = ProviderFailure(Fault.CUT, "the server says: out of memory", for_log="it failed", says="out of memory")
+    told = ProviderFailure(
+        Fault.CUT, "the server says: out of memory", log_message="it failed", upstream_message="out of memory"
+    )
     assert (await failing(Rig(two_servers(), a=Script(silent), b=Script(told)))).message.endswith(
         "(cut); b says: out of memory"
     )

@@ -92,7 +92,7 @@ async def test_a_completion_goes_on_behind_its_prompt(tmp_path: Path) -> None:
 
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].script = (*text("one", " two"), cut())
-        rig.servers["b"].continues_messages = False
+        rig.servers["b"].continues_final_message = False
         rig.servers["b"].script = (*text(" three"), *text("", finish="stop"), DONE)
         body = json.dumps({"model": "m", "prompt": "zero ", "stream": True}).encode()
         client = await ask(rig, body, "completions")
@@ -187,7 +187,7 @@ async def test_a_models_own_word_counts_before_its_class(tmp_path: Path, allowed
 
 async def test_not_at_a_server_that_would_answer_anew(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
-        rig.servers["a"].continues_messages = rig.servers["b"].continues_messages = False
+        rig.servers["a"].continues_final_message = rig.servers["b"].continues_final_message = False
         rig.servers["a"].script = tuple(begun("one"))
         client = await ask(rig, chat(stream=True))
         assert events(client)[-1]["error"]["code"] == "upstream_cut" and not rig.servers["b"].replies

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.core.errors import QuarantinedRequest, UpstreamCut
 from gateway.deployments.circuit_breaker import CircuitBreaker
-from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.types import Call
 from tests.gateway.routing.rig import DONE, TEXT, Rig, Script, Turns, failing, one_server, server, two_servers
 
@@ -24,7 +24,7 @@ class Mortal(Script):
     async def healthy(self) -> bool:
         return not self.dead
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
         self.opened += 1
         if self.dead:
             raise ProviderFailure(Fault.CONNECT, "refused")
@@ -65,12 +65,12 @@ class MortalLater(Script):
     async def healthy(self) -> bool:
         return not self.dead
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
         return DyingReply(self, await super().open(call, headers=headers))
 
 
-class DyingReply(Reply):
-    def __init__(self, server: MortalLater, reply: Reply) -> None:
+class DyingReply(UpstreamResponse):
+    def __init__(self, server: MortalLater, reply: UpstreamResponse) -> None:
         self._server = server
         self._reply = reply
 
@@ -130,7 +130,7 @@ async def test_who_was_answered_in_between_two_deaths_has_nothing_against_it() -
 
 async def test_an_answer_does_not_go_on_at_the_server_that_has_died_of_it() -> None:
     rig = Rig(one_server(continue_cut_streams=True), a=(a := MortalLater(TEXT, DIES)))
-    a.continues_messages = True
+    a.continues_final_message = True
     assert isinstance(await failing(rig), UpstreamCut)
     assert a.opened == 1
 

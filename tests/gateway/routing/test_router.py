@@ -10,7 +10,7 @@ import pytest
 
 from gateway.core.errors import UpstreamCut, UpstreamError, UpstreamRefused, UpstreamTimeout
 from gateway.deployments.circuit_breaker import FAILURES_TO_OPEN
-from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.routing.router import MAX_ATTEMPTS
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat
@@ -127,7 +127,7 @@ async def test_a_slow_reader_is_not_a_stalled_stream() -> None:
     with await rig.queue.turn(call) as place:
         async with rig.router.open(call, place, rig.attempts) as upstream:
             read = [await upstream.first()]
-            while not await upstream.pour(lambda chunk: read.append(chunk) is not None):
+            while not await upstream.stream_to(lambda chunk: read.append(chunk) is not None):
                 await asyncio.sleep(0.05)
     assert read == [b"1", b"2", b"3"]
 
@@ -160,7 +160,7 @@ async def test_a_client_that_waits_for_less_than_the_class_does_not_count_agains
     with await rig.queue.turn(call) as place:
         async with rig.router.open(call, place, rig.attempts) as upstream:
             with pytest.raises(UpstreamCut, match=r"a sent nothing for 0\.02 s"):
-                await upstream.pour(lambda chunk: True)
+                await upstream.stream_to(lambda chunk: True)
     assert not server(rig, "a").breaker.cooling(asyncio.get_running_loop().time())
 
 
@@ -171,7 +171,7 @@ async def test_a_stream_that_goes_on_for_too_long_is_not_said_to_be_silent() -> 
             return b"more"
 
     class Talker(Script):
-        async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+        async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
             return Endless(self)
 
     rig = Rig(one_server(total="50ms"), a=Talker())
@@ -228,14 +228,14 @@ async def test_a_closed_answer_is_watched_no_more() -> None:
     call = a_call(chat(stream=True), rig.policy, now=asyncio.get_running_loop().time())
     with await rig.queue.turn(call) as place:
         async with rig.router.open(call, place, rig.attempts) as upstream:
-            await upstream.pour(lambda chunk: True)
+            await upstream.stream_to(lambda chunk: True)
             assert upstream._wait is not None and upstream._wait._ticker is not None
     assert upstream._wait._ticker is None
 
 
 async def test_a_bug_in_a_provider_is_not_blamed_on_the_client() -> None:
     class Broken(Script):
-        async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+        async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
             raise ZeroDivisionError
 
     rig = Rig(a=Broken(), b=Script())

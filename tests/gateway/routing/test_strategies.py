@@ -6,7 +6,7 @@ from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.prefix.events.base import Stored
 from gateway.prefix.events.blocks import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.providers.base import Unasked
+from gateway.providers.base import OfflineProvider
 from gateway.routing.least_busy import LeastBusy
 from gateway.routing.prefix_affinity import EVICTION_WEIGHT, PIN_SECONDS, PrefixAffinity
 from gateway.routing.round_robin import RoundRobin
@@ -17,7 +17,7 @@ LONG = chat("All the world is a stage, and all the men and women merely players.
 
 
 def servers() -> tuple[DeploymentState, DeploymentState]:
-    fleet = Fleet(lambda deployment: Unasked())
+    fleet = Fleet(lambda deployment: OfflineProvider())
     fleet.apply(a_policy())
     a, b = fleet
     return a, b

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from gateway.core.errors import Overloaded, UpstreamBusy, UpstreamError
-from gateway.providers.base import Fault, ProviderFailure, Reply
+from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.routing.retries import RetryBudget
 from gateway.types import Call
 from tests.gateway.calls import a_policy
@@ -126,6 +126,6 @@ class Failing(Script):
         super().__init__()
         self.when = when
 
-    async def open(self, call: Call, *, headers: Mapping[str, str]) -> Reply:
+    async def open(self, call: Call, *, headers: Mapping[str, str]) -> UpstreamResponse:
         await self.when.wait()
         raise ProviderFailure(Fault.CONNECT, "gone")

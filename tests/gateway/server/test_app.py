@@ -297,7 +297,7 @@ async def test_the_shutdown_waits_for_calls_that_were_cut_off_to_settle(tmp_path
             return None
 
         (known,) = app.gateway._fleet
-        known.provider.usage_of = record_comes_late  # type: ignore[method-assign]
+        known.provider.recorded_usage = record_comes_late  # type: ignore[method-assign]
         client = Client(chat(stream=True))
         serving = app.begin(client)
         await in_time(client.first_bytes.wait())

@@ -16,11 +16,11 @@ from gateway.storage.base import (
     OPERATION_TIMEOUT_SECONDS,
     Charge,
     Document,
-    Granted,
+    Grant,
     KeyRecord,
-    LeaseCharge,
     RateCharge,
-    Refused,
+    Rejection,
+    SlotCharge,
     SpendCharge,
 )
 from gateway.storage.redis import RedisStorage
@@ -48,12 +48,12 @@ def all_kinds(tenant: str) -> list[Charge]:
     return [
         RateCharge(f"{tenant}/requests", 1, 1000, 60.0),
         RateCharge(f"{tenant}/tokens", 100, 1_000_000, 60.0),
-        LeaseCharge(f"{tenant}/concurrency", 1000),
+        SlotCharge(f"{tenant}/concurrency", 1000),
         SpendCharge(f"{tenant}/budget/2026-11", 100, 10**9, 5_000_000.0),
     ]
 
 
-async def reserve(storage: RedisStorage, name: str, *charges: Charge, now: float = 0.0) -> Granted | Refused:
+async def reserve(storage: RedisStorage, name: str, *charges: Charge, now: float = 0.0) -> Grant | Rejection:
     return await storage.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
 
 
@@ -61,17 +61,17 @@ async def test_a_refusal_writes_nothing(redis_server: RedisServer) -> None:
     """Whichever of its charges does not fit."""
     full = [
         RateCharge("refusing/requests", 1, 1, 60.0),
-        LeaseCharge("refusing/concurrency", 1),
+        SlotCharge("refusing/concurrency", 1),
         SpendCharge("refusing/budget/2026-11", 1, 1, 5_000_000.0),
     ]
     fits = RateCharge("refusing/tokens", 1, 100, 60.0)
     async with opened(redis_server) as storage:
-        assert isinstance(await reserve(storage, "refusing/first", *full, fits), Granted)
+        assert isinstance(await reserve(storage, "refusing/first", *full, fits), Grant)
         with redis_server.client() as client:
             keys = sorted(client.scan_iter("wp:{refusing}*"))
             before = {key: client.dump(key) for key in keys}
             for number, charge in enumerate(full):
-                assert isinstance(await reserve(storage, f"refusing/{number}", fits, charge), Refused)
+                assert isinstance(await reserve(storage, f"refusing/{number}", fits, charge), Rejection)
             assert {key: client.dump(key) for key in sorted(client.scan_iter("wp:{refusing}*"))} == before != {}
 
 
@@ -96,8 +96,8 @@ async def test_the_server_s_clock_decides(redis_server: RedisServer) -> None:
     charge = RateCharge("skewed/tokens", 100, 100, 3600.0)
     async with opened(redis_server) as storage:
         now = time.time()
-        assert isinstance(await reserve(storage, "skewed/a", charge, now=now), Granted)
-        assert isinstance(await reserve(storage, "skewed/b", charge, now=now + 3600), Refused)
+        assert isinstance(await reserve(storage, "skewed/a", charge, now=now), Grant)
+        assert isinstance(await reserve(storage, "skewed/b", charge, now=now + 3600), Rejection)
 
 
 async def test_nothing_is_kept_for_ever(redis_server: RedisServer) -> None:
@@ -107,7 +107,7 @@ async def test_nothing_is_kept_for_ever(redis_server: RedisServer) -> None:
             for number in range(3):
                 await reserve(storage, f"tidy/{number}", *all_kinds("tidy"))
             await storage.settle("tidy/0", [1, 2, 0, 4], now=0.0)
-            await storage.extend("tidy/1", lease_seconds=LEASE_SECONDS, now=0.0)
+            await storage.extend_lease("tidy/1", lease_seconds=LEASE_SECONDS, now=0.0)
             await storage.put("blob", b"x", ttl_seconds=60.0)
             await storage.put_document("tidy", "d", Document(b"head", b"body"), ttl_seconds=60.0, max_bytes=1000)
         keys: list[bytes] = client.keys("*")
@@ -136,7 +136,7 @@ async def test_an_account_and_its_leases_expire_together(redis_server: RedisServ
 
 
 async def test_a_shorter_lease_does_not_forget_a_longer_one(redis_server: RedisServer) -> None:
-    place = LeaseCharge("mixed/concurrency", 2)
+    place = SlotCharge("mixed/concurrency", 2)
     async with opened(redis_server) as storage:
         await storage.reserve("mixed/long", [place], lease_seconds=600.0, now=0.0)
         await storage.reserve("mixed/short", [place], lease_seconds=1.0, now=0.0)
@@ -147,7 +147,7 @@ async def test_a_shorter_lease_does_not_forget_a_longer_one(redis_server: RedisS
 
 async def test_frozen_it_is_unavailable_within_the_bound_and_thawed_it_is_back(own_redis_server: RedisServer) -> None:
     async with opened(own_redis_server, timeout_seconds=OPERATION_TIMEOUT_SECONDS) as storage:
-        place = LeaseCharge("t/concurrency", 1)
+        place = SlotCharge("t/concurrency", 1)
         own_redis_server.freeze()
         outcomes = await asyncio.wait_for(
             asyncio.gather(*(reserve(storage, f"t/{n}", place) for n in range(20)), return_exceptions=True),
@@ -157,20 +157,20 @@ async def test_frozen_it_is_unavailable_within_the_bound_and_thawed_it_is_back(o
         with pytest.raises(StorageUnavailable):
             await storage.get("anything")
         own_redis_server.thaw()
-        assert await eventually(storage, "t/after", RateCharge("t/requests", 1, 10, 60.0)) == Granted((9,))
+        assert await eventually(storage, "t/after", RateCharge("t/requests", 1, 10, 60.0)) == Grant((9,))
 
 
 async def test_what_a_frozen_one_did_unheard_can_be_settled(own_redis_server: RedisServer) -> None:
     """The limiter settles with zero whatever it could not hear of: then nothing is held by it."""
     async with opened(own_redis_server, timeout_seconds=OPERATION_TIMEOUT_SECONDS) as storage:
-        place = LeaseCharge("t/concurrency", 1)
+        place = SlotCharge("t/concurrency", 1)
         own_redis_server.freeze()
         with pytest.raises(StorageUnavailable):
             await reserve(storage, "t/unheard", place)
         own_redis_server.thaw()
         await eventually(storage, "t/other", RateCharge("t/requests", 1, 10, 60.0))
         await storage.settle("t/unheard", [0], now=0.0)
-        assert isinstance(await reserve(storage, "t/after", place), Granted)
+        assert isinstance(await reserve(storage, "t/after", place), Grant)
 
 
 async def test_killed_and_started_again_it_goes_on_where_it_was(own_redis_server: RedisServer) -> None:
@@ -189,7 +189,7 @@ async def test_killed_and_started_again_it_goes_on_where_it_was(own_redis_server
             await reserve(storage, "t/b", charge)
         own_redis_server.start()
         assert await storage.get_key("id") == record
-        assert await reserve(storage, "t/c", charge) == Refused(0, 40, None)
+        assert await reserve(storage, "t/c", charge) == Rejection(0, 40, None)
 
 
 async def test_a_script_that_was_forgotten_is_taught_again(own_redis_server: RedisServer) -> None:
@@ -198,7 +198,7 @@ async def test_a_script_that_was_forgotten_is_taught_again(own_redis_server: Red
             client.script_flush()
         charge = RateCharge("t/requests", 1, 10, 60.0)
         verdicts = await asyncio.gather(*(reserve(storage, f"t/{n}", charge) for n in range(3)))
-        assert verdicts == [Granted((9,)), Granted((8,)), Granted((7,))]
+        assert verdicts == [Grant((9,)), Grant((8,)), Grant((7,))]
 
 
 async def test_a_full_one_is_unavailable(own_redis_server: RedisServer) -> None:
@@ -235,20 +235,20 @@ def cluster() -> Iterator[RedisServer]:
 async def test_a_tenant_s_keys_lie_in_one_slot(cluster: RedisServer) -> None:
     async with opened(cluster, owner="me") as storage:
         for tenant in ("t", "u%7D", "%7B"):
-            assert isinstance(await reserve(storage, f"{tenant}/a", *all_kinds(tenant)), Granted)
-            assert await storage.extend(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=0.0)
-            assert len(await storage.left(all_kinds(tenant), now=0.0)) == 4
+            assert isinstance(await reserve(storage, f"{tenant}/a", *all_kinds(tenant)), Grant)
+            assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=0.0)
+            assert len(await storage.remaining(all_kinds(tenant), now=0.0)) == 4
             assert await storage.settle(f"{tenant}/a", [1, 2, 0, 4], now=0.0)
-            await storage.adopt(f"{tenant}/b", all_kinds(tenant), lease_seconds=LEASE_SECONDS, now=0.0)
-            assert await storage.leave(f"{tenant}/b", now=0.0)
+            await storage.force_reserve(f"{tenant}/b", all_kinds(tenant), lease_seconds=LEASE_SECONDS, now=0.0)
+            assert await storage.release_slots(f"{tenant}/b", now=0.0)
         assert await storage.count_replicas(alive_seconds=9.0, now=0.0) == 1
-        assert await storage.release_owner("me", now=0.0) == 3
+        assert await storage.expire_leases("me", now=0.0) == 3
         with cluster.client() as client:
             keys: list[bytes] = client.keys("wp:{t}*")
             assert len({client.execute_command("CLUSTER KEYSLOT", key) for key in keys}) == 1
 
 
-async def eventually(storage: RedisStorage, name: str, charge: Charge) -> Granted | Refused:
+async def eventually(storage: RedisStorage, name: str, charge: Charge) -> Grant | Rejection:
     """As soon as the server answers again."""
     deadline = time.monotonic() + 20
     while True:

@@ -11,15 +11,15 @@ import pytest
 
 from gateway.core.errors import StorageUnavailable
 from gateway.storage.base import (
-    DELETED_AT_ONCE,
+    DELETE_BATCH_SIZE,
     OPERATION_TIMEOUT_SECONDS,
     Charge,
     Document,
-    Granted,
+    Grant,
     KeyRecord,
-    LeaseCharge,
     RateCharge,
-    Refused,
+    Rejection,
+    SlotCharge,
     SpendCharge,
 )
 from gateway.storage.sqlite import SCHEMAS, SWEEP_SECONDS, SqliteStorage, _statements
@@ -44,7 +44,7 @@ async def test_budgets_keys_and_answers_survive_a_restart(tmp_path: Path) -> Non
     await first.close()
     second = storage_in(tmp_path)
     await second.open()
-    assert await second.reserve("t/b", [charge], lease_seconds=30.0, now=NOW) == Refused(0, 40, None)
+    assert await second.reserve("t/b", [charge], lease_seconds=30.0, now=NOW) == Rejection(0, 40, None)
     assert await second.list_keys() == [record]
     assert await second.get("blob") == b"value"
     await second.close()
@@ -65,14 +65,14 @@ async def test_a_group_of_calls_is_one_transaction(tmp_path: Path) -> None:
 async def test_a_file_that_another_one_writes_to_for_long_is_unavailable(tmp_path: Path) -> None:
     storage = storage_in(tmp_path, timeout_seconds=OPERATION_TIMEOUT_SECONDS)
     await storage.open()
-    place = LeaseCharge("t/concurrency", 2)  # what was not answered may yet have been done
+    place = SlotCharge("t/concurrency", 2)  # what was not answered may yet have been done
     other = sqlite3.connect(tmp_path / "deep" / "state.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(StorageUnavailable, match=r"locked|did not answer"):
         await storage.reserve("t/a", [place], lease_seconds=30.0, now=NOW)
     other.execute("ROLLBACK")
     other.close()
-    assert isinstance(await storage.reserve("t/b", [place], lease_seconds=30.0, now=NOW), Granted)
+    assert isinstance(await storage.reserve("t/b", [place], lease_seconds=30.0, now=NOW), Grant)
     await storage.close()
 
 
@@ -84,9 +84,9 @@ async def test_a_mistake_does_not_spoil_the_transaction_it_is_in(tmp_path: Path)
         *(storage.reserve(name, [charge], lease_seconds=30.0, now=NOW) for name in ("t/a", "t/a", "t/b")),
         return_exceptions=True,
     )
-    assert outcomes[0] == Granted((9,))
+    assert outcomes[0] == Grant((9,))
     assert isinstance(outcomes[1], ValueError)
-    assert outcomes[2] == Granted((8,))
+    assert outcomes[2] == Grant((8,))
     await storage.close()
 
 
@@ -96,7 +96,7 @@ async def test_what_is_over_leaves_the_file(tmp_path: Path) -> None:
     await storage.open()
     charges: list[Charge] = [
         RateCharge("t/requests", 1, 10, 60.0),
-        LeaseCharge("t/concurrency", 9),
+        SlotCharge("t/concurrency", 9),
         SpendCharge("t/budget/2026-11-20", 5, 100, 86_400.0),
     ]
     await storage.reserve("t/a", charges, lease_seconds=30.0, now=now)
@@ -167,13 +167,13 @@ async def test_documents_whose_time_is_over_leave_the_file_whatever_is_asked_for
     path = tmp_path / "state.db"
     storage = SqliteStorage(f"sqlite:///{path}", timeout_seconds=60.0, clock=lambda: now)
     await storage.open()
-    for number in range(DELETED_AT_ONCE + 1):
+    for number in range(DELETE_BATCH_SIZE + 1):
         await storage.put_document("t", f"short{number}", Document(b"head", b"body"), ttl_seconds=5.0, max_bytes=9999)
     await storage.put_document("t", "long", Document(b"head", b"body"), ttl_seconds=60.0, max_bytes=9999)
     with closing(sqlite3.connect(path)) as db:
         for left in (2, 1):
             now += SWEEP_SECONDS
-            await storage.exchange(b"", "")
+            await storage.publish_and_read(b"", "")
             assert db.execute("SELECT count(*) FROM documents").fetchone() == (left,)
         assert db.execute("SELECT * FROM document_bytes").fetchall() == [("t", len("longheadbody"))]
     await storage.close()

@@ -220,7 +220,7 @@ async def test_a_server_that_does_not_heed_them_counts_without_them() -> None:
 
     async with ScriptedServer(tokenize) as server, HTTPTransport() as transport:
         deployment = Deployment(name="d", provider="vllm", base_url=server.base_url, model="served")
-        assert await make_provider(deployment, transport, resolve_secret).prompt_tokens_of(call) == 7
+        assert await make_provider(deployment, transport, resolve_secret).count_prompt_tokens(call) == 7
         asked = json.loads(server.requests[0].body)
     assert asked["messages"] == [{"role": "user", "content": "hi"}]
     assert "cache_control" not in asked["tools"][0] and asked["model"] == "served"

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gateway.endpoints.messages import MessagesEndpoint
 from gateway.endpoints.messages.reply import Wording, message_of
-from gateway.providers.anthropic.provider import MessageStreamReply
-from gateway.providers.anthropic.reply import whole_chat
+from gateway.providers.anthropic.provider import MessageStreamResponse
+from gateway.providers.anthropic.response import chat_completion
 from tests.gateway.endpoints.messages.test_reply import folded, parsed
 from tests.gateway.endpoints.relayed import cut_at, relayed
 from tests.gateway.providers.wires import (
@@ -93,7 +93,7 @@ def test_a_stream_comes_through_both_borders_as_it_was(
     answer: tuple[list[dict[str, Any]], str, str | None], data: st.DataObject, places: list[int]
 ) -> None:
     stream = streamed(data.draw, *answer)
-    told = parsed(relayed(MessagesEndpoint(), BODY, cut_at(stream, places), MessageStreamReply).content)
+    told = parsed(relayed(MessagesEndpoint(), BODY, cut_at(stream, places), MessageStreamResponse).content)
     theirs, ours = folded(parsed(stream)).to_dict(), folded(told).to_dict()
     assert {**ours, "id": theirs["id"]} == theirs
     assert told[0]["message"]["usage"]["input_tokens"] == PROMPT["input_tokens"], "its beginning says how long it is"
@@ -105,7 +105,7 @@ def test_a_whole_answer_comes_through_them_too(answer: tuple[list[dict[str, Any]
     """A chat has all thoughts before all text, and that before all calls."""
     content, reason, sequence = answer
     theirs = message(content, PROMPT | OUTPUT, stop_reason=reason, stop_sequence=sequence)
-    ours = json.loads(message_of(whole_chat(json.dumps(theirs).encode()), Wording("msg_1")))
+    ours = json.loads(message_of(chat_completion(json.dumps(theirs).encode()), Wording("msg_1")))
     said = "".join(block["text"] for block in content if block["type"] == "text")
     in_order = [block for block in content if "thinking" in block["type"]]
     in_order += [{"type": "text", "text": said}] if said else []

@@ -91,7 +91,7 @@ async def test_a_call_without_words_is_not_sent(provider_at: ProviderAt) -> None
         failed = await failure(provider_at(server), messages=[{"role": "user", "content": [{"type": "input_audio"}]}])
     assert (failed.fault, failed.status, server.requests) == (Fault.REFUSED, 400, [])
     assert json.loads(failed.body)["error"]["param"] == "messages[0].content[0].type"
-    assert "input_audio" not in failed.for_log
+    assert "input_audio" not in failed.log_message
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ async def test_prompts_are_counted_by_its_own_tokenizer(
 ) -> None:
     async with answering(body, status) as server:
         call = a_call(chat(max_tokens=5, stream=True, temperature=0.5, reasoning_effort="low"))
-        assert await provider_at(server).prompt_tokens_of(call) == tokens
+        assert await provider_at(server).count_prompt_tokens(call) == tokens
     (request,) = server.requests
     assert request.head == "POST /v1/messages/count_tokens HTTP/1.1"
     assert json.loads(request.body).keys() == {"model", "messages", "thinking", "output_config"}
@@ -111,5 +111,5 @@ async def test_prompts_are_counted_by_its_own_tokenizer(
 
 async def test_a_prompt_without_words_is_not_counted(provider_at: ProviderAt) -> None:
     async with answering(b'{"input_tokens": 12}') as server:
-        assert await provider_at(server).prompt_tokens_of(a_call(chat(seed=1))) is None
+        assert await provider_at(server).count_prompt_tokens(a_call(chat(seed=1))) is None
     assert server.requests == []

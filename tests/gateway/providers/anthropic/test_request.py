@@ -46,7 +46,7 @@ def rendered(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
 def sent(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
     said = list(messages) or [{"role": "user", "content": "hi"}]
     call = a_call({"model": "m", "messages": said, **fields})
-    assert provider().refusal_of(call) is None
+    assert provider().unsupported_error(call) is None
     return read_request(provider().render(call))
 
 
@@ -307,15 +307,15 @@ def test_what_can_not_be_honoured_is_refused_by_name(fields: dict[str, Any]) -> 
 
 def test_the_policy_may_leave_a_field_out() -> None:
     lenient, call = provider(leave_out=["seed"]), a_call({"model": "m", "messages": [user()], "seed": 7})
-    assert lenient.refusal_of(call) is None
+    assert lenient.unsupported_error(call) is None
     assert "seed" not in read_request(lenient.render(call))
 
 
 def test_what_can_be_seen_at_a_glance_another_server_is_asked_for() -> None:
-    refusal = provider().refusal_of(a_call({"model": "m", "messages": [user()], "seed": 7}))
+    refusal = provider().unsupported_error(a_call({"model": "m", "messages": [user()], "seed": 7}))
     assert json.loads(refusal.body)["error"]["param"] == "seed"
     for operation, body in ((Operation.COMPLETION, {"prompt": "x"}), (Operation.EMBEDDING, {"input": "x"})):
-        refusal = provider().refusal_of(a_call({"model": "m", **body}, operation=operation))
+        refusal = provider().unsupported_error(a_call({"model": "m", **body}, operation=operation))
         assert operation.value in json.loads(refusal.body)["error"]["message"]
 
 
@@ -393,7 +393,7 @@ def test_whatever_a_door_lets_in_is_rendered_or_refused_by_name(
         call = a_call({"model": "m", "messages": messages, **fields})
     except BadRequest:
         return
-    refusal = PROVIDER.refusal_of(call)
+    refusal = PROVIDER.unsupported_error(call)
     try:
         request = json.loads(PROVIDER.render(call))
     except ProviderFailure as failure:

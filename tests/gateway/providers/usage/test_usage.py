@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.providers.usage import Counts, usage_of
+from gateway.providers.usage import RawUsage, normalize_usage
 from gateway.types import Usage
 
 
 def read(counts: dict[str, Any]) -> Usage | None:
-    return usage_of(msgspec.json.decode(orjson.dumps(counts), type=Counts))
+    return normalize_usage(msgspec.json.decode(orjson.dumps(counts), type=RawUsage))
 
 
 OPENAI_CHAT = {
@@ -101,8 +101,8 @@ def test_sound_that_was_cached_is_cached() -> None:
 
 
 def test_later_counts_add_to_earlier_ones() -> None:
-    begun = Counts(input_tokens=21, cache_read_input_tokens=5, output_tokens=1)
-    assert usage_of(begun.updated(Counts(output_tokens=9))) == Usage(21, 5, output=9, exact=True)
+    begun = RawUsage(input_tokens=21, cache_read_input_tokens=5, output_tokens=1)
+    assert normalize_usage(begun.updated(RawUsage(output_tokens=9))) == Usage(21, 5, output=9, exact=True)
 
 
 number = st.none() | st.integers(-5, 50)
@@ -115,12 +115,12 @@ details = st.none() | st.fixed_dictionaries(
     st.fixed_dictionaries(
         {},
         optional={
-            **{name: number for name in Counts.__struct_fields__ if name.endswith(("_tokens", "_count"))},
+            **{name: number for name in RawUsage.__struct_fields__ if name.endswith(("_tokens", "_count"))},
             "cache_creation": st.none()
             | st.fixed_dictionaries(
                 {}, optional=dict.fromkeys(("ephemeral_5m_input_tokens", "ephemeral_1h_input_tokens"), number)
             ),
-            **{name: details for name in Counts.__struct_fields__ if name.endswith("_details")},
+            **{name: details for name in RawUsage.__struct_fields__ if name.endswith("_details")},
         },
     )
 )

@@ -13,7 +13,12 @@ from openai.lib.streaming._deltas import accumulate_delta
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from gateway.billing.metering import Meter
-from gateway.providers.anthropic.reply import ChatStream, Unreadable, chat_error, whole_chat
+from gateway.providers.anthropic.response import (
+    MalformedMessage,
+    MessageStreamTranslator,
+    chat_completion,
+    openai_error,
+)
 from gateway.providers.sse import MAX_FRAME_BYTES, FrameSplitter
 from gateway.types import Usage
 from tests.gateway.calls import a_call, chat
@@ -82,7 +87,7 @@ WHOLE = message(
 
 
 def chunks_of(stream: bytes, *cuts: int) -> bytes:
-    splitter, chat, given = FrameSplitter(MAX_FRAME_BYTES), ChatStream(), b""
+    splitter, chat, given = FrameSplitter(MAX_FRAME_BYTES), MessageStreamTranslator(), b""
     places = [0, *sorted(cut % len(stream) for cut in cuts), len(stream)]
     for begin, end in itertools.pairwise(places):
         given += chat.feed(splitter.feed(stream[begin:end]))
@@ -132,7 +137,7 @@ def test_every_chunk_is_one_of_openais() -> None:
 
 def test_a_stream_says_what_a_whole_answer_says() -> None:
     chunks = read(chunks_of(STREAM))
-    whole = json.loads(whole_chat(json.dumps(WHOLE).encode()))
+    whole = json.loads(chat_completion(json.dumps(WHOLE).encode()))
     ChatCompletion.model_validate(whole, strict=True)
     (choice,) = whole["choices"]
     said = folded(chunks)
@@ -156,7 +161,7 @@ def test_a_stream_says_what_a_whole_answer_says() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_is_billed(stream: bool) -> None:
     meter = Meter(a_call(chat(stream=stream)))
-    meter.watch(chunks_of(STREAM) if stream else whole_chat(json.dumps(WHOLE).encode()))
+    meter.watch(chunks_of(STREAM) if stream else chat_completion(json.dumps(WHOLE).encode()))
     assert meter.complete
     assert meter.usage == BILLED
     assert meter.service_tier == "default"
@@ -165,7 +170,7 @@ def test_what_is_billed(stream: bool) -> None:
 def test_of_a_call_that_is_given_up_the_prompt_is_billed_as_it_was_counted() -> None:
     meter = Meter(a_call(chat(stream=True)))
     text = STREAM.index(b"event: content_block_start", STREAM.index(b"I look"))
-    given = ChatStream().feed(STREAM[:text])
+    given = MessageStreamTranslator().feed(STREAM[:text])
     assert b'"usage"' not in meter.watch(given).replace(b'"warmpath":{"usage"', b"")
     assert (meter.usage.input_uncached, meter.usage.cache_read, meter.usage.cache_write) == (10, 100, 20)
     assert meter.usage.cache_write_1h == 15
@@ -189,7 +194,7 @@ def test_of_a_call_that_is_given_up_the_prompt_is_billed_as_it_was_counted() -> 
 )
 def test_counts(counted: dict[str, Any], billed: Usage) -> None:
     meter = Meter(a_call())
-    meter.watch(whole_chat(json.dumps(message([], counted)).encode()))
+    meter.watch(chat_completion(json.dumps(message([], counted)).encode()))
     assert meter.usage == billed
 
 
@@ -202,7 +207,7 @@ def test_counts(counted: dict[str, Any], billed: Usage) -> None:
     ],
 )  # fmt: skip
 def test_why_it_finished(stop_reason: str, finish: str) -> None:
-    whole = json.loads(whole_chat(json.dumps(message([], stop_reason=stop_reason)).encode()))
+    whole = json.loads(chat_completion(json.dumps(message([], stop_reason=stop_reason)).encode()))
     assert whole["choices"][0]["finish_reason"] == finish
     streamed = read(chunks_of(message_start() + message_delta(stop_reason) + MESSAGE_STOP))
     assert streamed[-2]["choices"][0]["finish_reason"] == finish
@@ -254,18 +259,18 @@ def test_what_is_new_is_passed_over() -> None:
     ],
 )
 def test_what_is_no_stream_of_messages(stream: bytes) -> None:
-    with pytest.raises(Unreadable):
-        ChatStream().feed(stream)
+    with pytest.raises(MalformedMessage):
+        MessageStreamTranslator().feed(stream)
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"type": "message"}', b'{"choices": []}', pytest.param(DEEP, id="too deep")])
 def test_what_is_no_message(body: bytes) -> None:
-    with pytest.raises(Unreadable):
-        whole_chat(body)
+    with pytest.raises(MalformedMessage):
+        chat_completion(body)
 
 
 def test_an_error_ends_the_stream() -> None:
-    chat = ChatStream()
+    chat = MessageStreamTranslator()
     error = event(**messages_error("overloaded_error", "Overloaded"))
     given = chat.feed(message_start() + error + MESSAGE_STOP)
     assert (chat.failure, chat.ended) == ("overloaded_error: Overloaded", False)
@@ -280,10 +285,10 @@ def test_an_error_ends_the_stream() -> None:
     ],
 )
 def test_errors_are_in_openais_form(said: str, code: str | None) -> None:
-    error = json.loads(chat_error(json.dumps(messages_error("invalid_request_error", said)).encode()))
+    error = json.loads(openai_error(json.dumps(messages_error("invalid_request_error", said)).encode()))
     assert error == {"error": {"message": said, "type": "invalid_request_error", "param": None, "code": code}}
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]"])
 def test_what_is_no_error_of_anthropics_stays_as_it_is(body: bytes) -> None:
-    assert chat_error(body) == body
+    assert openai_error(body) == body

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.providers.sse import data_of
+from gateway.providers.sse import event_data
 
 _FINISH = {
     "max_tokens": "length",
@@ -35,7 +35,7 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 
 
-class Unreadable(ValueError):
+class MalformedMessage(ValueError):
     """Not what a server of this dialect says."""
 
 
@@ -140,12 +140,12 @@ def finish_reason(stop_reason: str) -> str:
     return _FINISH.get(stop_reason, "stop")
 
 
-def whole_chat(body: bytes) -> bytes:
-    """A message as a chat completion. Raises `Unreadable`."""
+def chat_completion(body: bytes) -> bytes:
+    """A message as a chat completion. Raises `MalformedMessage`."""
     try:
         said = _message(body)
     except (msgspec.MsgspecError, RecursionError) as problem:
-        raise Unreadable(f"the answer is no message: {problem}") from None
+        raise MalformedMessage(f"the answer is no message: {problem}") from None
     text = "".join(block.text for block in said.content if block.type == "text")
     thinking = "".join(block.thinking for block in said.content if block.type == "thinking")
     thoughts = [thought for block in said.content if (thought := _thought(block))]
@@ -186,7 +186,7 @@ def _thought(block: _Block) -> Mapping[str, str] | None:
     return None
 
 
-def chat_error(body: bytes) -> bytes:
+def openai_error(body: bytes) -> bytes:
     """A refusal in OpenAI's form; as it came where it is none of Anthropic's."""
     try:
         error = _refusal(body).error
@@ -203,12 +203,12 @@ def error_body(message: str, *, code: str | None, kind: str = REFUSED, param: st
 def ends_stream(frames: bytes) -> bool:
     """Whether one of these events ends the answer."""
     try:
-        return any(_event(data).type == _END for data in data_of(frames) if data)
+        return any(_event(data).type == _END for data in event_data(frames) if data)
     except (msgspec.MsgspecError, RecursionError):
         return False
 
 
-class ChatStream:
+class MessageStreamTranslator:
     """Events in, chunks out. `ended` once the server has said so; `failure` is what it said instead."""
 
     def __init__(self) -> None:
@@ -221,14 +221,14 @@ class ChatStream:
         self._thoughts: dict[int, int] = {}  # likewise of thoughts
 
     def feed(self, frames: bytes) -> bytes:
-        """Raises `Unreadable`. What comes behind a failure is left out."""
+        """Raises `MalformedMessage`. What comes behind a failure is left out."""
         chunks = []
-        for data in filter(None, data_of(frames)):
+        for data in filter(None, event_data(frames)):
             try:
                 event = _event(data)
                 chunks.append(self._said(event))
             except (msgspec.MsgspecError, RecursionError) as problem:
-                raise Unreadable(f"an event of the stream is none of Anthropic's: {problem}") from None
+                raise MalformedMessage(f"an event of the stream is none of Anthropic's: {problem}") from None
             if self.ended or self.failure is not None:
                 break
         return b"".join(chunks)
@@ -305,6 +305,6 @@ class ChatStream:
 
     def _chunk(self, choices: bytes, **more: Any) -> bytes:
         if not self._head:
-            raise Unreadable("the stream did not begin with message_start")
+            raise MalformedMessage("the stream did not begin with message_start")
         also = b",%b}" % _encode(more)[1:-1] if more else b"}"
         return b'data: %b,"choices":%b%b\n\n' % (self._head, choices, also)

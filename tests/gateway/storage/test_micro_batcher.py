@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from gateway.core.errors import StorageUnavailable
-from gateway.storage import coalesce
-from gateway.storage.coalesce import Coalescer
+from gateway.storage import micro_batcher
+from gateway.storage.micro_batcher import MicroBatcher
 
 PATIENT_SECONDS = 60.0
 
@@ -31,7 +31,7 @@ class Recorder:
 
 async def test_one_tick_is_one_batch() -> None:
     recorder = Recorder()
-    coalescer = Coalescer(recorder.run, max_in_flight=4, timeout_seconds=PATIENT_SECONDS, store="the store")
+    coalescer = MicroBatcher(recorder.run, max_in_flight=4, timeout_seconds=PATIENT_SECONDS, store="the store")
     assert await asyncio.gather(*(coalescer.submit(number) for number in range(100))) == list(range(0, 200, 2))
     assert recorder.batches == [list(range(100))]
 
@@ -39,7 +39,7 @@ async def test_one_tick_is_one_batch() -> None:
 async def test_what_comes_while_all_are_under_way_is_the_next_batch() -> None:
     recorder = Recorder()
     recorder.gate.clear()
-    coalescer = Coalescer(recorder.run, max_in_flight=1, timeout_seconds=PATIENT_SECONDS, store="the store")
+    coalescer = MicroBatcher(recorder.run, max_in_flight=1, timeout_seconds=PATIENT_SECONDS, store="the store")
     first = asyncio.create_task(coalescer.submit(1))
     await recorder.begun.wait()
     others = [asyncio.create_task(coalescer.submit(number)) for number in (2, 3)]
@@ -50,7 +50,7 @@ async def test_what_comes_while_all_are_under_way_is_the_next_batch() -> None:
 
 
 async def test_a_mistake_is_its_own_caller_s() -> None:
-    coalescer = Coalescer(Recorder().run, max_in_flight=1, timeout_seconds=PATIENT_SECONDS, store="the store")
+    coalescer = MicroBatcher(Recorder().run, max_in_flight=1, timeout_seconds=PATIENT_SECONDS, store="the store")
     answers = await asyncio.gather(coalescer.submit(1), coalescer.submit(-1), return_exceptions=True)
     assert answers[0] == 2
     assert isinstance(answers[1], ValueError)
@@ -60,7 +60,7 @@ async def test_a_failed_batch_fails_all_of_it() -> None:
     async def run(batch: Sequence[int]) -> Sequence[Any]:
         raise StorageUnavailable("gone")
 
-    coalescer = Coalescer(run, max_in_flight=1, timeout_seconds=PATIENT_SECONDS, store="the store")
+    coalescer = MicroBatcher(run, max_in_flight=1, timeout_seconds=PATIENT_SECONDS, store="the store")
     answers = await asyncio.gather(coalescer.submit(1), coalescer.submit(2), return_exceptions=True)
     assert [str(answer) for answer in answers] == ["gone", "gone"]
 
@@ -68,7 +68,7 @@ async def test_a_failed_batch_fails_all_of_it() -> None:
 async def test_nobody_waits_longer_than_the_bound() -> None:
     recorder = Recorder()
     recorder.gate.clear()
-    coalescer = Coalescer(recorder.run, max_in_flight=1, timeout_seconds=0.05, store="the store")
+    coalescer = MicroBatcher(recorder.run, max_in_flight=1, timeout_seconds=0.05, store="the store")
     with pytest.raises(StorageUnavailable, match="the store did not answer"):
         await coalescer.submit(1)
     with pytest.raises(StorageUnavailable):  # still waiting for its turn: never run at all
@@ -80,10 +80,10 @@ async def test_nobody_waits_longer_than_the_bound() -> None:
 
 
 async def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coalesce, "MAX_WAITING", 2)
+    monkeypatch.setattr(micro_batcher, "MAX_WAITING", 2)
     recorder = Recorder()
     recorder.gate.clear()
-    coalescer = Coalescer(recorder.run, max_in_flight=1, timeout_seconds=PATIENT_SECONDS, store="the store")
+    coalescer = MicroBatcher(recorder.run, max_in_flight=1, timeout_seconds=PATIENT_SECONDS, store="the store")
     first = asyncio.create_task(coalescer.submit(0))
     await recorder.begun.wait()
     waiting = [asyncio.create_task(coalescer.submit(number)) for number in (1, 2)]

@@ -15,7 +15,7 @@ import httpx2
 from gateway.providers.transport.connection import Connection
 
 
-class Origin:
+class OriginPool:
     """The connections to one scheme, host and port: the idle ones, and a bound on those in use."""
 
     def __init__(

@@ -34,7 +34,7 @@ State = tuple[float, float, float, list[Trough]]
 """A bucket as it is stored: the arguments that make it."""
 
 
-class Bucket:
+class LeakyBucket:
     __slots__ = ("empty_at", "level", "time", "troughs")
 
     def __init__(

@@ -12,7 +12,7 @@ import httpx2
 import msgspec
 
 from gateway.providers.base import Fault, ProviderFailure
-from gateway.providers.transport import Answer
+from gateway.providers.transport import HTTPResponse
 
 MAX_ERROR_BYTES = 64 * 1024  # of the body of a refusal; the rest is left out
 MAX_MESSAGE_CHARACTERS = 300  # of a server's own words inside a failure's message
@@ -26,7 +26,7 @@ _RETRY_DELAY = re.compile(rb'"retryDelay"\s*:\s*"(\d{1,9}(?:\.\d{1,9})?)s"')  # 
 _list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-async def status_failure(answer: Answer, content_type: str) -> ProviderFailure:
+async def status_failure(answer: HTTPResponse, content_type: str) -> ProviderFailure:
     status = answer.status
     if status < 400:
         return ProviderFailure(Fault.MALFORMED, f"status {status}: redirects are not followed", status=status)
@@ -48,7 +48,7 @@ async def status_failure(answer: Answer, content_type: str) -> ProviderFailure:
     )
 
 
-def failure_told(error: Any, *, begun: bool) -> ProviderFailure:
+def failure_in_body(error: Any, *, begun: bool) -> ProviderFailure:
     """Of an error in an answer with a good status, as servers tell of it that have begun to work. Where nothing of the
     answer has been passed on (`begun`), a code that judges the request or asks for patience is as good as a status.
     """
@@ -59,9 +59,14 @@ def failure_told(error: Any, *, begun: bool) -> ProviderFailure:
         if code in _OUR_FAULT_STATUSES:
             return _key_refused(code)
         fault, status, body = _fault_of(code), code, msgspec.json.encode({"error": error})
-    for_log = "the server reported an error in its answer"
+    log_message = "the server reported an error in its answer"
     return ProviderFailure(
-        fault, f"the server says: {message}", status=status, body=body, for_log=for_log, says=message
+        fault,
+        f"the server says: {message}",
+        status=status,
+        body=body,
+        log_message=log_message,
+        upstream_message=message,
     )
 
 
@@ -84,7 +89,7 @@ def _one_object(body: bytes) -> bytes:
     return bytes(error)
 
 
-def _retry_after_seconds(answer: Answer, body: bytes) -> float | None:
+def _retry_after_seconds(answer: HTTPResponse, body: bytes) -> float | None:
     """`retry-after-ms`, else `retry-after` in seconds or as an HTTP date, else the body's; None where none is there."""
     if _NUMBER.fullmatch(milliseconds := answer.header(b"retry-after-ms").decode("latin-1")):
         return float(milliseconds) / 1000

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.storage.base import RateCharge
-from gateway.storage.bucket import MAX_TROUGHS, Bucket, State
+from gateway.storage.leaky_bucket import MAX_TROUGHS, LeakyBucket, State
 
 LIMIT, PERIOD_SECONDS = 16, 4.0
 pours = st.tuples(st.just("pour"), st.integers(1, LIMIT), st.integers(0, 8))
@@ -31,7 +31,7 @@ def level_of(history: list[tuple[float, int]], now: float) -> Fraction:
 @settings(max_examples=500, derandomize=True, database=None)
 @given(st.lists(pours | settles, min_size=5, max_size=MAX_TROUGHS))
 def test_a_refund_is_as_if_only_the_truth_had_been_asked_for(steps: list[tuple[str, int, int]]) -> None:
-    bucket, now = Bucket(), 1000.0
+    bucket, now = LeakyBucket(), 1000.0
     history: list[tuple[float, int]] = []
     open_pours: list[tuple[int, float]] = []  # index in the history, and what the bucket called its time
     for what, amount, number in steps:
@@ -56,7 +56,7 @@ def test_a_refund_is_as_if_only_the_truth_had_been_asked_for(steps: list[tuple[s
 
 def test_troughs_are_bounded_and_merging_them_only_makes_refunds_smaller() -> None:
     """Levels that rise at every pouring, so that none is undercut."""
-    bucket, big = Bucket(), 10_000
+    bucket, big = LeakyBucket(), 10_000
     bucket.pour(100, RateCharge("t/x", 100, big, 1000.0), 0.0)
     first = bucket.time
     for second in range(1, 100):
@@ -70,7 +70,7 @@ def test_troughs_are_bounded_and_merging_them_only_makes_refunds_smaller() -> No
 
 
 def test_who_is_a_little_late_refills_nothing() -> None:
-    bucket = Bucket()
+    bucket = LeakyBucket()
     bucket.pour(LIMIT, charge(LIMIT), 1000.0)
     assert int(bucket.room(charge(1), 996.0)) == 0
     bucket.pour(1, charge(1), 996.0)
@@ -79,7 +79,7 @@ def test_who_is_a_little_late_refills_nothing() -> None:
 
 @pytest.mark.parametrize("back", [10.0, 5 * 3600.0])
 def test_a_clock_that_is_set_back_goes_on_from_there(back: float) -> None:
-    now, bucket = 1e6 - back, Bucket()
+    now, bucket = 1e6 - back, LeakyBucket()
     bucket.pour(LIMIT, charge(LIMIT), 1e6)
     assert int(bucket.room(charge(1), now)) == 0
     assert int(bucket.room(charge(1), now + 1.0)) == LIMIT // 4
@@ -89,7 +89,7 @@ def test_a_clock_that_is_set_back_goes_on_from_there(back: float) -> None:
 
 
 def test_what_was_poured_by_the_later_clock_comes_back_once() -> None:
-    bucket = Bucket()
+    bucket = LeakyBucket()
     bucket.pour(LIMIT, charge(LIMIT), 1e6)
     first = bucket.time
     bucket.pour(0, charge(0), 1e6 + 1.0)  # after a quarter has leaked
@@ -100,13 +100,13 @@ def test_what_was_poured_by_the_later_clock_comes_back_once() -> None:
 
 
 def test_a_changed_limit_keeps_what_was_used() -> None:
-    bucket = Bucket()
+    bucket = LeakyBucket()
     bucket.pour(10, charge(10), 1000.0)
     assert int(bucket.room(RateCharge("tenant/tokens", 1, 100, 100.0), 1000.0)) == 90
 
 
 def test_survives_being_stored() -> None:
-    bucket = Bucket()
+    bucket = LeakyBucket()
     bucket.pour(3, charge(3), 1000.5)
     stored = msgspec.msgpack.encode(bucket.state)
-    assert Bucket(*msgspec.msgpack.decode(stored, type=State)).state == bucket.state
+    assert LeakyBucket(*msgspec.msgpack.decode(stored, type=State)).state == bucket.state

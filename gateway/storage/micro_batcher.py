@@ -20,7 +20,7 @@ MAX_WAITING = 10_000
 Operation = TypeVar("Operation")
 
 
-class Coalescer(Generic[Operation]):
+class MicroBatcher(Generic[Operation]):
     """`run` takes a batch and returns one answer per operation, in order; an answer that is an exception is raised.
 
     When `run` raises, every operation of the batch fails with that. An operation whose caller gave up before its
