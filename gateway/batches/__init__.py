@@ -1,4 +1,9 @@
-"""The Batch API: files of calls, worked through behind everybody else. `run.py` is the life of one batch."""
+"""The Batch API: files of requests, processed behind interactive traffic. Begin at `run.py`, which runs one batch.
+
+`api.py` serves /v1/files and /v1/batches. `uploads.py` and `lines.py` check an uploaded file. `worker.py` claims and
+runs batches, `line_call.py` runs one line as a call without a socket, and `result_writer.py` writes results and
+receipts. `stores/` is the storage port with its engines. May import everything below `gateway.server`.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +11,27 @@ from dataclasses import replace
 
 from gateway.auth.authenticator import Authenticator
 from gateway.batches.api import BatchApi
-from gateway.batches.records import OVER, Status
-from gateway.batches.store import open_store
+from gateway.batches.records import ENDED, BatchStatus
+from gateway.batches.runtime import BatchRuntime
+from gateway.batches.stores import open_store
 from gateway.batches.worker import BatchWorker
-from gateway.batches.workshop import Workshop
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.serve import Components
 from gateway.settings import Settings
 
 
-class Batches:
-    """The Batch API's parts, put together. Lines run with the gateway's own `components`, except for the authenticator
-    and the canonicaliser given besides: see `inside`.
+class BatchService:
+    """The Batch API of one gateway: its store, worker and routes.
+
+    Lines run with the gateway's own `components`, except for `authenticator` and `canonicaliser`: see `line_call`.
     """
 
     def __init__(
         self, settings: Settings, components: Components, *, authenticator: Authenticator, canonicaliser: Canonicaliser
     ) -> None:
         self._store = open_store(settings.storage, settings.data_dir)
-        inside = replace(components, authenticator=authenticator, canonicaliser=canonicaliser)
-        self._worker = BatchWorker(Workshop(inside, self._store, settings.ledger_dir, settings.replica))
+        line_components = replace(components, authenticator=authenticator, canonicaliser=canonicaliser)
+        self._worker = BatchWorker(BatchRuntime(line_components, self._store, settings.ledger_dir, settings.replica))
         api = BatchApi(
             components.authenticator,
             components.policies,
@@ -37,27 +43,29 @@ class Batches:
         self.routes = api.routes()
 
     def counts(self) -> dict[str, int]:
-        """Batches in the store that are not over, by status."""
-        return {status.value: self._worker.open_batches[status] for status in Status if status not in OVER}
+        """Open batches in the store, by status. Counts those of all gateways."""
+        return {status.value: self._worker.open_batches[status] for status in BatchStatus if status not in ENDED}
 
     def ended(self) -> dict[str, int]:
-        """Batches that were ended here, by status."""
-        return {status.value: self._worker.ended[status] for status in Status if status in OVER}
+        """Batches that this gateway has ended since its start, by status."""
+        return {status.value: self._worker.ended[status] for status in BatchStatus if status in ENDED}
 
     def lines(self) -> dict[str, int]:
-        """Of the batches that are worked on here."""
+        """Lines of the batches that this gateway runs: waiting and in flight."""
         waiting, running = self._worker.lines
         return {"waiting": waiting, "running": running}
 
     async def open(self) -> None:
+        """Open the store, write the receipts that a killed predecessor left, and start the worker."""
         await self._store.open()
-        await self._worker.take_over()
+        await self._worker.recover()
         self._worker.start()
 
     def drain(self) -> None:
-        """Lines in flight may end, and no others begin."""
+        """Let lines in flight finish, and start no others."""
         self._worker.drain()
 
     async def close(self) -> None:
+        """Cancel the lines in flight, and close the store."""
         await self._worker.close()
         await self._store.close()

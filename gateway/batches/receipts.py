@@ -1,4 +1,4 @@
-"""Which receipts of a killed gateway came into the ledger: looked up by whoever takes its batches over."""
+"""Looks up which receipts are already in the ledger, for a gateway that takes over batches of a killed one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from pathlib import Path
 
 from gateway.billing.ledger.chain import chains, segments
 
-CLOCK_SLACK_SECONDS = 60.0  # between the clock of a batch and that of the files
+CLOCK_SLACK_SECONDS = 60.0  # tolerated difference between the clock of a batch and that of the file system
 
 
 async def events_in_ledger(ledger: Path, event_ids: Collection[str], *, since: float) -> set[str]:
-    """Those that stand in a segment which was written after `since`, of any chain on this machine."""
+    """Return the event ids that are in a ledger segment on this machine, of any chain, written after `since`.
+
+    `since` is in seconds since the epoch; older segments are skipped by their modification time.
+    """
     found: set[str] = set()
     if not event_ids:
         return found
@@ -22,12 +25,12 @@ async def events_in_ledger(ledger: Path, event_ids: Collection[str], *, since: f
             if segment.stat().st_mtime < since - CLOCK_SLACK_SECONDS:
                 continue
             if segment.suffix == ".parquet":
-                compaction = importlib.import_module("gateway.billing.ledger.compaction")  # brings DuckDB
+                compaction = importlib.import_module("gateway.billing.ledger.compaction")  # late: imports DuckDB
                 found |= await asyncio.to_thread(compaction.events_in, segment, event_ids)
                 continue
             rows = await asyncio.to_thread(segment.read_bytes)
             for event_id in event_ids:
                 if event_id.encode() in rows:
                     found.add(event_id)
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # a search through a large segment must not block the event loop
     return found

@@ -1,10 +1,12 @@
-"""What the Batch API keeps: files, batches, and the results of lines. All frozen; a change is a new value.
+"""Records of the Batch API: files, batches, and the results of lines. All are frozen; a change makes a new value.
 
-A batch goes this way, and no other; each status that it has entered has its time:
+A batch makes only these transitions, and records the time of each status that it enters:
 
-  validating -> in_progress -> finalizing -> completed | expired | failed, where its input file is gone
+  validating -> in_progress -> finalizing -> completed | expired | failed (if its input file was deleted)
   validating -> failed
   validating | in_progress -> cancelling -> cancelled
+
+Stores save `File` and `Batch` as msgpack maps: renaming a field would make stored records unreadable.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ DAY_SECONDS = 86_400
 INPUT_PURPOSE = "batch"
 
 
-class Status(Enum):
+class BatchStatus(Enum):
+    """OpenAI's statuses of a batch. The module's docstring has the transitions."""
+
     VALIDATING = "validating"
     FAILED = "failed"
     IN_PROGRESS = "in_progress"
@@ -32,21 +36,24 @@ class Status(Enum):
     CANCELLED = "cancelled"
 
 
-OVER = frozenset({Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED})
-TIMED = tuple(status for status in Status if status is not Status.VALIDATING)  # that one's time is `created_at`
+ENDED = frozenset({BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED})
+# Statuses that have a time field of their own; that of `validating` is `created_at`.
+TIMED = tuple(status for status in BatchStatus if status is not BatchStatus.VALIDATING)
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
+    """An uploaded input file, or an output or error file of a batch. Its content is stored under the same id."""
+
     id: str
     tenant: str
     filename: str
-    purpose: str  # batch or batch_output
+    purpose: str  # `batch` or `batch_output`
     bytes: int
-    created_at: int  # seconds since the epoch, as all times here
+    created_at: int  # seconds since the epoch, like all times in this module
     expires_at: int
 
-    def shown(self) -> dict[str, Any]:
-        """OpenAI's file object."""
+    def to_json(self) -> dict[str, Any]:
+        """Return OpenAI's file object."""
         return {
             "id": self.id,
             "object": "file",
@@ -60,7 +67,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """What is wrong with a line of an input file; without a number, with the file."""
+    """An error in one line of an input file, or in the whole file if `line` is None."""
 
     code: str
     message: str
@@ -68,14 +75,16 @@ class LineError(msgspec.Struct, frozen=True):
     param: str | None = None
 
 
-class Tokens(msgspec.Struct, frozen=True):
+class TokenTotals(msgspec.Struct, frozen=True):
+    """Tokens used by the lines of a batch. `cached` is a part of `input`, and `reasoning` a part of `output`."""
+
     input: int = 0
     cached: int = 0
     output: int = 0
     reasoning: int = 0
 
-    def __add__(self, other: Tokens) -> Tokens:
-        return Tokens(
+    def __add__(self, other: TokenTotals) -> TokenTotals:
+        return TokenTotals(
             self.input + other.input,
             self.cached + other.cached,
             self.output + other.output,
@@ -84,7 +93,11 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """`owner` works on it until `leased_until`, unless the lease is extended. Nobody else may write its results."""
+    """A batch and its lease. Only the gateway named `owner` may run it and write its results, until `leased_until`.
+
+    The owner extends its lease while it works. The methods that return a `Batch` are the allowed changes; each returns
+    the next value, or None if the change is not allowed now.
+    """
 
     id: str
     tenant: str
@@ -95,15 +108,15 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     expires_at: int
     metadata: dict[str, str] | None = None
-    output_expires_seconds: int | None = None  # after the output files' creation
-    status: Status = Status.VALIDATING
-    ending: Status = Status.COMPLETED  # what `finalizing` leads to
-    times: dict[str, int] = {}  # by the status that was entered
-    model: str | None = None  # where all lines name the same
+    output_expires_seconds: int | None = None  # lifetime of the output files, from their creation
+    status: BatchStatus = BatchStatus.VALIDATING
+    ending: BatchStatus = BatchStatus.COMPLETED  # the status that follows `finalizing` or `cancelling`
+    times: dict[str, int] = {}  # seconds since the epoch, by the name of the status that was entered
+    model: str | None = None  # only if all lines name the same model
     total: int = 0
     completed: int = 0
     failed: int = 0
-    tokens: Tokens = Tokens()
+    tokens: TokenTotals = TokenTotals()
     errors: tuple[LineError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -111,11 +124,11 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     leased_until: float = 0.0
 
     @property
-    def over(self) -> bool:
-        return self.status in OVER
+    def has_ended(self) -> bool:
+        return self.status in ENDED
 
-    def shown(self) -> dict[str, Any]:
-        """OpenAI's batch object. What is not there yet is left out or null, as the published schema has it."""
+    def to_json(self) -> dict[str, Any]:
+        """Return OpenAI's batch object. Fields without a value are omitted or null, as the published schema says."""
         shown: dict[str, Any] = {
             "id": self.id,
             "object": "batch",
@@ -144,45 +157,47 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         }
         return shown | {name: value for name, value in optional.items() if value and (name != "errors" or self.errors)}
 
-    # Changes: each is what the batch is next, or None where it is not to be changed so.
+    # Changes
 
-    def entered(self, status: Status, now: float, **more: Any) -> Batch:
+    def entered(self, status: BatchStatus, now: float, **more: Any) -> Batch:
+        """Enter a status at `now`, and replace the fields in `more`."""
         times = {**self.times, status.value: int(now)}
         return msgspec.structs.replace(self, status=status, times=times, **more)
 
     def claimed(self, owner: str, now: float, lease_seconds: float) -> Batch | None:
-        """None where it is over, or another's lease still runs."""
-        if self.over or (self.owner not in ("", owner) and now < self.leased_until):
+        """Take the lease. None if the batch has ended, or another owner's lease is still valid."""
+        if self.has_ended or (self.owner not in ("", owner) and now < self.leased_until):
             return None
         return msgspec.structs.replace(self, owner=owner, leased_until=now + lease_seconds)
 
     def extended(self, owner: str, now: float, lease_seconds: float) -> Batch | None:
-        """None where it has another owner by now."""
-        if self.owner != owner or self.over:
+        """Extend the lease. None if the batch has ended or has another owner."""
+        if self.owner != owner or self.has_ended:
             return None
         return msgspec.structs.replace(self, leased_until=now + lease_seconds)
 
     def released(self, owner: str) -> Batch | None:
+        """Give up the lease, so that any gateway can claim the batch at once. None if it has another owner."""
         return msgspec.structs.replace(self, owner="", leased_until=0.0) if self.owner == owner else None
 
     def cancelling(self, now: float) -> Batch | None:
-        """None where it is too late for that, or has been asked already."""
-        if self.status not in (Status.VALIDATING, Status.IN_PROGRESS):
+        """Begin cancellation. None if the batch is being finalized or cancelled, or has ended."""
+        if self.status not in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
             return None
-        return self.entered(Status.CANCELLING, now, ending=Status.CANCELLED)
+        return self.entered(BatchStatus.CANCELLING, now, ending=BatchStatus.CANCELLED)
 
 
-class Result(msgspec.Struct, frozen=True):
-    """A line that is done. `receipt` is what has to stand in the ledger for it; empty where nothing was used."""
+class LineResult(msgspec.Struct, frozen=True):
+    """The result of one finished line. `receipt` is the encoded receipt for the ledger; empty if nothing was used."""
 
     line: int
     ok: bool
-    content: bytes  # the line of the output or error file, without its end
+    content: bytes  # the line for the output or error file, without the newline
     receipt: bytes = b""
-    tokens: Tokens = Tokens()
+    tokens: TokenTotals = TokenTotals()
 
 
 def new_id(kind: str, now: float | None = None) -> str:
-    """`file-` or `batch_` and 24 hex digits that sort by their time of making."""
+    """Return `kind` (`file-` or `batch_`) with 24 hex digits that sort by creation time; `now` is in epoch seconds."""
     milliseconds = int((time.time() if now is None else now) * 1000)
     return f"{kind}{milliseconds:012x}{random_bytes(6).hex()}"

@@ -1,7 +1,9 @@
-"""The life of one batch, in the hands of the gateway that has its lease: validate, work, finish.
+"""Runs one batch, in the gateway that owns its lease: validate, process the lines, write the output files.
 
-Every step begins with what the store says, so that a gateway that takes a batch over goes on where the last one was
-killed. `results` has what then holds of answers and bills.
+Each step starts from the state in the store, so a gateway that takes a batch over continues where the last owner was
+killed. A run reads the whole input file once to validate it and to order its lines by prompt prefix. Then
+`batches.concurrency` tasks call the lines that have no result, in that order. `result_writer` guarantees that no answer
+is lost or billed twice. At the end, `output_files` writes the results to files, and one update ends the batch.
 """
 
 from __future__ import annotations
@@ -13,30 +15,30 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from gateway.batches.finish import answer_line, unanswered_line, write_files
-from gateway.batches.inside import Reply, call
-from gateway.batches.lines import ENDPOINTS, ERRORS_TOLD_MAX, Line, LineSplitter, judge, read_line
-from gateway.batches.records import Batch, File, LineError, Result, Status
-from gateway.batches.results import Results, result_of
-from gateway.batches.store import CHUNK_BYTES, Change
-from gateway.batches.workshop import LeaseLost, Workshop
+from gateway.batches.line_call import LineReply, call_line
+from gateway.batches.lines import ENDPOINTS, ERRORS_MAX, LineSplitter, RequestLine, read_line, validate_line
+from gateway.batches.output_files import response_line, unanswered_line, write_files
+from gateway.batches.records import Batch, BatchStatus, File, LineError, LineResult
+from gateway.batches.result_writer import ResultWriter, result_of
+from gateway.batches.runtime import BatchRuntime, LeaseLost
+from gateway.batches.stores.base import CHUNK_BYTES, Change
 from gateway.core.errors import RETRY_AFTER_MAX_SECONDS
 from gateway.core.ids import random_bytes
 
-WAIT_STATUSES = frozenset({429, 503})  # no room yet: waiting for that is no failed try
+WAIT_STATUSES = frozenset({429, 503})  # no capacity yet: to wait for it does not count as a failed attempt
 BACKOFF_FIRST_SECONDS = 0.5
 BACKOFF_MAX_SECONDS = 30.0
-INPUT_GONE = LineError("invalid_file", "the input file is gone", param="input_file_id")
-TURN_SECONDS = 0.002  # spent on lines of a file before others on the event loop get their turn
+INPUT_GONE = LineError("invalid_file", "the input file was deleted", param="input_file_id")
+TURN_SECONDS = 0.002  # time spent on the lines of a file before the event loop runs other tasks
 
 
-class _Later(Exception):
-    """The gateway drains: what is not done is for the next one."""
+class _Draining(Exception):
+    """The gateway drains. The next owner of the batch calls the lines that have no result."""
 
 
 @dataclass
-class _Judged:
-    """What a reading of the whole input file has shown."""
+class _InputScan:
+    """What one pass over the whole input file has found."""
 
     errors: list[LineError] = field(default_factory=list)
     input_gone: bool = False
@@ -44,53 +46,65 @@ class _Judged:
     lines: list[tuple[bytes, int, int, int]] = field(default_factory=list)  # prefix key, number, offset, bytes
 
 
-class Run:
-    def __init__(self, shop: Workshop, batch: Batch) -> None:
-        self.batch = batch
-        self._shop = shop
-        self._store = shop.store
-        self._judged: _Judged | None = None
-        self._draining = False
-        self.lines_running = 0  # that are called now
-        self._ending: Status | None = None  # why the work is stopped before its end
-        self._lanes: asyncio.Task[None] | None = None
-        self.results = Results(shop, batch.id, self._update)
-        self._resume_at = 0.0  # event-loop seconds: a limit or a queue has said when there may be room
+class BatchRun:
+    """One batch from its claim to its end. Every write fails with `LeaseLost` if another gateway owns the batch."""
 
-    async def live(self) -> None:
-        """Until the batch is over, or somebody else's. Raises `LeaseLost` or `StorageUnavailable`, maybe in a group."""
-        if self.batch.status is Status.VALIDATING:
+    def __init__(self, runtime: BatchRuntime, batch: Batch) -> None:
+        self.batch = batch
+        self._runtime = runtime
+        self._store = runtime.store
+        self._input_scan: _InputScan | None = None  # from validation until the lines are ordered
+        self._draining = False
+        self.lines_running = 0  # lines in flight
+        self._ending: BatchStatus | None = None  # why the lines are stopped early
+        self._lines_task: asyncio.Task[None] | None = None
+        self.results = ResultWriter(runtime, batch.id, self._update)
+        self._resume_at = 0.0  # event-loop seconds: a limit or a queue said when capacity may be free
+
+    async def run(self) -> None:
+        """Run until the batch ends or the gateway drains.
+
+        Raises `LeaseLost` if another gateway owns the batch, or `StorageUnavailable`, maybe in an exception group.
+        """
+        if self.batch.status is BatchStatus.VALIDATING:
             await self._validate()
-        await self.results.take_over(since=self.batch.created_at)
-        if self.batch.status is Status.IN_PROGRESS and self._ending is None:
-            await self._work()
-        if self.batch.over or self._draining:
+        await self.results.recover(since=self.batch.created_at)
+        if self.batch.status is BatchStatus.IN_PROGRESS and self._ending is None:
+            await self._process_lines()
+        if self.batch.has_ended or self._draining:
             return
         await self._finish()
 
-    def stop(self, ending: Status) -> None:
-        """No more lines: it has been cancelled, its window is over, or its input file is gone."""
+    def stop(self, ending: BatchStatus) -> None:
+        """Cancel all lines: the batch is cancelled, its window has ended, or its input file was deleted.
+
+        The first `ending` wins.
+        """
         if self._ending is None:
             self._ending = ending
-            if self._lanes is not None:
-                self._lanes.cancel()
+            if self._lines_task is not None:
+                self._lines_task.cancel()
 
     def drain(self) -> None:
-        """Lines in flight may end, and no others begin."""
+        """Let lines in flight finish, and start no others."""
         self._draining = True
 
     @property
     def lines_waiting(self) -> int:
-        """That are neither done nor called now."""
+        """Number of lines that neither have a result nor are in flight."""
         batch = self.batch
-        if batch.status is not Status.IN_PROGRESS:
+        if batch.status is not BatchStatus.IN_PROGRESS:
             return 0
         return batch.total - batch.completed - batch.failed - self.results.unwritten - self.lines_running
 
     async def _update(
-        self, change: Change, results: Sequence[Result] = (), paid: Sequence[int] = (), files: Sequence[File] = ()
+        self,
+        change: Change,
+        results: Sequence[LineResult] = (),
+        recorded: Sequence[int] = (),
+        files: Sequence[File] = (),
     ) -> None:
-        after = await self._store.update(self.batch.id, change, results=results, paid=paid, files=files)
+        after = await self._store.update(self.batch.id, change, results=results, recorded=recorded, files=files)
         if after is None:
             raise LeaseLost(self.batch.id)
         self.batch = after
@@ -98,47 +112,47 @@ class Run:
     # Validation
 
     async def _validate(self) -> None:
-        judged = await self._judge()
+        scan = await self._read_input()
 
         def next_status(batch: Batch) -> Batch | None:
-            if batch.owner != self._shop.owner:
+            if batch.owner != self._runtime.owner:
                 return None
-            if batch.status is not Status.VALIDATING:  # it has been cancelled
-                return msgspec.structs.replace(batch, total=len(judged.lines))
-            now = self._shop.clock()
-            if judged.errors:
-                return batch.entered(Status.FAILED, now, errors=tuple(judged.errors))
-            model = next(iter(judged.models)) if len(judged.models) == 1 else None
-            return batch.entered(Status.IN_PROGRESS, now, total=len(judged.lines), model=model)
+            if batch.status is not BatchStatus.VALIDATING:  # it was cancelled meanwhile
+                return msgspec.structs.replace(batch, total=len(scan.lines))
+            now = self._runtime.clock()
+            if scan.errors:
+                return batch.entered(BatchStatus.FAILED, now, errors=tuple(scan.errors))
+            model = next(iter(scan.models)) if len(scan.models) == 1 else None
+            return batch.entered(BatchStatus.IN_PROGRESS, now, total=len(scan.lines), model=model)
 
         await self._update(next_status)
 
-    async def _judge(self) -> _Judged:
-        """Of a batch that is worked on already, only `lines` and `input_gone` still matter."""
-        judged = _Judged()
-        policy = self._shop.components.policies.current
-        principal = await self._shop.components.authenticator.principal_of(self.batch.key_id, policy)
+    async def _read_input(self) -> _InputScan:
+        """Read and validate all lines. After validation, only `lines` and `input_gone` of the result still matter."""
+        scan = _InputScan()
+        policy = self._runtime.components.policies.current
+        principal = await self._runtime.components.authenticator.principal_of(self.batch.key_id, policy)
         if principal is None:
-            judged.errors.append(LineError("invalid_api_key", "the key that created the batch is not valid any more"))
-            if self.batch.status is Status.VALIDATING:
-                return judged
+            scan.errors.append(LineError("invalid_api_key", "the API key that created the batch is no longer valid"))
+            if self.batch.status is BatchStatus.VALIDATING:
+                return scan
         async for number, offset, raw in self._scan():
-            verdict = judge(number, raw, self.batch, principal, policy)
-            if verdict.error is not None and len(judged.errors) < ERRORS_TOLD_MAX:
-                judged.errors.append(verdict.error)
-            if verdict.model:
-                judged.models.add(verdict.model)
-            judged.lines.append((verdict.prefix, number, offset, len(raw)))
-        # A file goes with its content: as long as it is there, what was read was all of it.
-        judged.input_gone = await self._store.file(self.batch.input_file_id) is None
-        if judged.input_gone:
-            judged.errors.insert(0, INPUT_GONE)
-        self._judged = judged
-        return judged
+            found = validate_line(number, raw, self.batch, principal, policy)
+            if found.error is not None and len(scan.errors) < ERRORS_MAX:
+                scan.errors.append(found.error)
+            if found.model:
+                scan.models.add(found.model)
+            scan.lines.append((found.prefix, number, offset, len(raw)))
+        # A file is deleted together with its content. If the file still exists now, the pass has read all of it.
+        scan.input_gone = await self._store.file(self.batch.input_file_id) is None
+        if scan.input_gone:
+            scan.errors.insert(0, INPUT_GONE)
+        self._input_scan = scan
+        return scan
 
     async def _scan(self) -> AsyncIterator[tuple[int, int, bytes]]:
-        """(number, offset, line) of the whole input file; others on the event loop get their turns between."""
-        splitter = LineSplitter(self._shop.components.max_body_bytes)
+        """Yield (number, offset, line) of the whole input file, and let the event loop run other tasks in between."""
+        splitter = LineSplitter(self._runtime.components.max_body_bytes)
         offset, turn = 0, time.perf_counter()
         while chunk := await self._store.read(self.batch.input_file_id, offset, CHUNK_BYTES):
             offset += len(chunk)
@@ -150,50 +164,52 @@ class Run:
         for found in splitter.end():
             yield found
 
-    # Work
+    # Processing
 
-    async def _work(self) -> None:
-        """Every line that has no result, until all have, or the work is stopped."""
-        lanes = self._lanes = asyncio.create_task(self._all_lines(), name=f"lines of {self.batch.id}")
-        left_seconds = max(0.0, self.batch.expires_at - self._shop.clock())
-        expiry = asyncio.get_running_loop().call_later(left_seconds, self.stop, Status.EXPIRED)
+    async def _process_lines(self) -> None:
+        """Call every line that has no result, until all have one, the window ends, or `stop` is called."""
+        lines_task = self._lines_task = asyncio.create_task(self._all_lines(), name=f"lines of {self.batch.id}")
+        left_seconds = max(0.0, self.batch.expires_at - self._runtime.clock())
+        expiry = asyncio.get_running_loop().call_later(left_seconds, self.stop, BatchStatus.EXPIRED)
         try:
-            await lanes
+            await lines_task
         except asyncio.CancelledError:
-            if self._ending is None:
+            if self._ending is None:  # this task was cancelled, and not only the lines
                 raise
         finally:
             expiry.cancel()
-            lanes.cancel()
-            await asyncio.wait([lanes])
-            await self.results.all_written()
+            lines_task.cancel()
+            await asyncio.wait([lines_task])
+            await self.results.flush_all()
 
     async def _all_lines(self) -> None:
-        judged = self._judged or await self._judge()
-        if judged.input_gone:
-            self.stop(Status.FAILED)
+        scan = self._input_scan or await self._read_input()
+        if scan.input_gone:
+            self.stop(BatchStatus.FAILED)
             return
-        done = set(await self._store.done(self.batch.id))
-        in_order = sorted(judged.lines)
-        left = iter([(number, offset, length) for _, number, offset, length in in_order if number not in done])
-        self._judged = None
-        async with asyncio.TaskGroup() as lanes:
-            for _ in range(self._shop.concurrency):
-                lanes.create_task(self._lane(left))
+        finished = set(await self._store.finished_lines(self.batch.id))
+        # Sorted by prefix key, so that prompts with a common prefix follow each other while it is cached.
+        in_order = sorted(scan.lines)
+        left = iter([(number, offset, length) for _, number, offset, length in in_order if number not in finished])
+        self._input_scan = None
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self._runtime.concurrency):
+                tasks.create_task(self._call_lines(left))
 
-    async def _lane(self, left: Iterator[tuple[int, int, int]]) -> None:
+    async def _call_lines(self, left: Iterator[tuple[int, int, int]]) -> None:
+        """Call lines taken from the iterator `left`, which all tasks of the batch share."""
         for number, offset, length in left:
             raw = await self._line_at(offset, length)
             line = read_line(number, raw)
-            if isinstance(line, LineError):  # it was none when the batch was validated
-                self.stop(Status.FAILED)
+            if isinstance(line, LineError):  # valid at validation: the input file was deleted since
+                self.stop(BatchStatus.FAILED)
                 return
             try:
                 result = await self._answer(number, line)
-            except _Later:
+            except _Draining:
                 return
             self.results.add(result)
-            await self.results.written()
+            await self.results.flush()
 
     async def _line_at(self, offset: int, length: int) -> bytes:
         parts = [
@@ -202,8 +218,11 @@ class Run:
         ]
         return b"".join(parts)
 
-    async def _answer(self, number: int, line: Line) -> Result:
-        """Call until there is an answer to keep. Raises `_Later` where that is not to be here and now."""
+    async def _answer(self, number: int, line: RequestLine) -> LineResult:
+        """Call a line until its reply is final, or `batches.attempts` attempts have failed.
+
+        Raises `_Draining` if the gateway drains first.
+        """
         failures = 0
         while not self._draining:
             if (wait := self._resume_at - asyncio.get_running_loop().time()) > 0:
@@ -214,56 +233,65 @@ class Run:
             failures += reply.status not in WAIT_STATUSES
             if (
                 reply.headers.get("x-should-retry") != "true"
-                or failures >= self._shop.components.policies.current.batches.attempts
+                or failures >= self._runtime.components.policies.current.batches.attempts
             ):
                 return _result(number, line, call_id, reply)
-            self._shop.components.call_log.abandon(call_id)
+            self._runtime.components.call_log.abandon(call_id)
             if reply.status in WAIT_STATUSES:
                 self._resume_at = asyncio.get_running_loop().time() + _retry_after_seconds(reply)
             else:
                 await asyncio.sleep(min(BACKOFF_FIRST_SECONDS * 2 ** (failures - 1), BACKOFF_MAX_SECONDS))
-        raise _Later
+        raise _Draining
 
-    async def _call(self, number: int, line: Line, call_id: str) -> Reply:
-        reply, endpoint = Reply(), ENDPOINTS[line.url]
+    async def _call(self, number: int, line: RequestLine, call_id: str) -> LineReply:
+        reply, endpoint = LineReply(), ENDPOINTS[line.url]
         try:
-            async with self._shop.slots:
+            async with self._runtime.slots:
                 self.lines_running += 1
                 try:
-                    key_id = self.batch.key_id
-                    await call(self._shop.components, endpoint, bytes(line.body), reply, key_id=key_id, call_id=call_id)
+                    await call_line(
+                        self._runtime.components,
+                        endpoint,
+                        bytes(line.body),
+                        reply,
+                        key_id=self.batch.key_id,
+                        call_id=call_id,
+                    )
                 finally:
                     self.lines_running -= 1
         except asyncio.CancelledError:
-            if self._ending is not None and reply.receipt is not None:  # nobody will call it again
+            # If the batch ends, the line is not called again, so the tokens generated so far are billed.
+            if self._ending is not None and reply.receipt is not None:
                 content = unanswered_line(line.custom_id, call_id, self._ending)
                 self.results.add(result_of(number, False, content, reply.receipt))
             else:
-                self._shop.components.call_log.abandon(call_id)
+                self._runtime.components.call_log.abandon(call_id)
             raise
         return reply
 
     # The end
 
     async def _finish(self) -> None:
+        """Write the files, and end the batch with the status in `ending`."""
+
         def finalizing(batch: Batch) -> Batch | None:
-            if batch.owner != self._shop.owner:
+            if batch.owner != self._runtime.owner:
                 return None
-            if batch.status is not Status.IN_PROGRESS:  # cancelling, or it was finalizing when its owner was killed
+            if batch.status is not BatchStatus.IN_PROGRESS:  # cancelling, or its last owner was killed while finalizing
                 return batch
-            ending = self._ending or Status.COMPLETED
-            errors = (INPUT_GONE,) if ending is Status.FAILED else ()
-            return batch.entered(Status.FINALIZING, self._shop.clock(), ending=ending, errors=errors)
+            ending = self._ending or BatchStatus.COMPLETED
+            errors = (INPUT_GONE,) if ending is BatchStatus.FAILED else ()
+            return batch.entered(BatchStatus.FINALIZING, self._runtime.clock(), ending=ending, errors=errors)
 
         await self._update(finalizing)
-        await self.results.all_paid()
-        now, keep = self._shop.clock(), self._shop.components.policies.current.batches.keep
+        await self.results.record_all_receipts()
+        now, keep = self._runtime.clock(), self._runtime.components.policies.current.batches.keep
         written = await write_files(self._store, self.batch, self._scan(), now=now, keep_seconds=keep)
 
         def ended(batch: Batch) -> Batch | None:
-            if batch.owner != self._shop.owner:
+            if batch.owner != self._runtime.owner:
                 return None
-            total = max(written.lines, batch.total)  # of an input file that is gone, no lines are there any more
+            total = max(written.lines, batch.total)  # a deleted input file has no lines to count
             return batch.entered(
                 batch.ending,
                 now,
@@ -276,11 +304,11 @@ class Run:
         await self._update(ended, files=[file for file in (written.output, written.errors) if file is not None])
 
 
-def _result(number: int, line: Line, call_id: str, reply: Reply) -> Result:
-    content = answer_line(line.custom_id, call_id, reply.status, reply.body)
+def _result(number: int, line: RequestLine, call_id: str, reply: LineReply) -> LineResult:
+    content = response_line(line.custom_id, call_id, reply.status, reply.body)
     return result_of(number, reply.status == 200, content, reply.receipt)
 
 
-def _retry_after_seconds(reply: Reply) -> float:
-    told = reply.headers.get("retry-after-ms", "")
-    return min(int(told) / 1000, RETRY_AFTER_MAX_SECONDS) if told.isdigit() else BACKOFF_FIRST_SECONDS
+def _retry_after_seconds(reply: LineReply) -> float:
+    header = reply.headers.get("retry-after-ms", "")
+    return min(int(header) / 1000, RETRY_AFTER_MAX_SECONDS) if header.isdigit() else BACKOFF_FIRST_SECONDS

@@ -1,6 +1,8 @@
-"""POST /v1/files: a multipart form whose file goes into the store as it comes, a chunk at a time.
+"""POST /v1/files: parses a multipart form, and writes its file to the store chunk by chunk while it arrives.
 
-What is held of it in memory is a chunk, a line, and the ids of its lines.
+`receive` reads the request and feeds python-multipart, whose callbacks in `_FormReader` collect the fields and the
+file's bytes. Each full chunk of the file passes the `FileCheck` and goes to the store. Memory holds one chunk, one
+line, and the custom ids of the lines.
 """
 
 from __future__ import annotations
@@ -16,35 +18,35 @@ from starlette.requests import ClientDisconnect, Request
 
 from gateway.batches.lines import FileCheck
 from gateway.batches.records import INPUT_PURPOSE
-from gateway.batches.store import CHUNK_BYTES, Store
+from gateway.batches.stores.base import CHUNK_BYTES, BatchStore
 from gateway.core.errors import BadRequest, BodyTooLarge, RequestTimeout
 from gateway.endpoints.exchange import DISCARD_MAX_BYTES, STALL_SECONDS
 
-FIELD_MAX_BYTES = 1024  # of what is no file
+FIELD_MAX_BYTES = 1024  # of one field other than the file
 FIELDS_MAX = 16
-FORM_MAX_BYTES = 64 * 1024  # of the form around the file
+FORM_MAX_BYTES = 64 * 1024  # of the form, in addition to the file
 FILENAME_MAX_CHARACTERS = 255
 _NOT_IN_NAMES = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass
-class Form:
-    """The form's fields, and what has come of its file and is not in the store yet."""
+class UploadForm:
+    """The form's fields, and the bytes of its file that have arrived and are not in the store yet."""
 
     fields: dict[str, str] = field(default_factory=dict)
     filename: str | None = None
     pending: bytearray = field(default_factory=bytearray)
 
 
-class _Reader:
-    """python-multipart's callbacks: they say where parts begin, and give their bytes."""
+class _FormReader:
+    """Collects the form from python-multipart's callbacks, which announce parts and deliver their bytes."""
 
     def __init__(self, boundary: bytes) -> None:
-        self.form = Form()
+        self.form = UploadForm()
         self.ended = False
         self._header, self._value = b"", b""
         self._disposition = b""
-        self._field: str | None = None  # None: in the file
+        self._field: str | None = None  # the name of the current field, or None inside the file
         self._content = bytearray()
         self.parser = MultipartParser(
             boundary,
@@ -80,15 +82,15 @@ class _Reader:
         name = options.get(b"name", b"").decode("utf-8", "replace")
         if b"filename" in options or name == "file":
             if name != "file" or self.form.filename is not None:
-                raise BadRequest("the form must have one file, named `file`", param="file")
+                raise BadRequest("the form must have exactly one file, in the field `file`", param="file")
             filename = options.get(b"filename", b"").decode("utf-8", "replace")
-            if "purpose" in self.form.fields:  # before the file is judged as what it is not meant to be
+            if "purpose" in self.form.fields:  # checked before a file for another purpose is read as lines
                 check_purpose(self.form.fields["purpose"])
             self.form.filename = _NOT_IN_NAMES.sub("", filename)[:FILENAME_MAX_CHARACTERS] or "file"
             self._field = None
             return
         if len(self.form.fields) >= FIELDS_MAX or name in self.form.fields:
-            raise BadRequest(f"the form has the field {name[:100]!r} twice, or more than {FIELDS_MAX} fields")
+            raise BadRequest(f"the form has the field {name[:100]!r} twice, or has more than {FIELDS_MAX} fields")
         self._field = name
 
     def _data(self, data: bytes, start: int, end: int) -> None:
@@ -109,60 +111,61 @@ class _Reader:
 
 
 def check_purpose(purpose: str) -> None:
+    """Raise `BadRequest` unless the purpose is `batch`, the only one supported."""
     if purpose != INPUT_PURPOSE:
-        raise BadRequest(f"purpose: it must be {INPUT_PURPOSE}, not {purpose[:50]!r}", param="purpose")
+        raise BadRequest(f"purpose: must be {INPUT_PURPOSE}, not {purpose[:50]!r}", param="purpose")
 
 
 async def receive(
-    request: Request, store: Store, content: str, check: FileCheck, *, max_bytes: int
-) -> tuple[Form, int]:
-    """Put the form's file into the store under `content`. Returns the form, and the bytes of its file.
+    request: Request, store: BatchStore, content: str, check: FileCheck, *, max_bytes: int
+) -> tuple[UploadForm, int]:
+    """Write the form's file to the store under the id `content`. Returns the form, and the size of its file in bytes.
 
-    Raises `BadRequest`, `BodyTooLarge` or `RequestTimeout`; what is in the store by then is the caller's to drop.
+    Raises `BadRequest`, `BodyTooLarge` or `RequestTimeout`. The caller must then delete the content from the store.
     """
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or b"boundary" not in options:
-        raise BadRequest("a file is uploaded as multipart/form-data with the fields `purpose` and `file`")
+        raise BadRequest("upload a file as multipart/form-data with the fields `purpose` and `file`")
     chunks = _chunks(request)
     try:
         return await _store(chunks, _reader(options[b"boundary"]), store, content, check, max_bytes)
     except BadRequest:
-        await _discard(chunks)  # a client that is still writing does not read its refusal
+        await _discard(chunks)  # a client that is still sending does not read an error
         raise
 
 
-def _reader(boundary: bytes) -> _Reader:
+def _reader(boundary: bytes) -> _FormReader:
     try:
-        return _Reader(boundary)
+        return _FormReader(boundary)
     except FormParserError as problem:
-        raise BadRequest(f"the multipart boundary can not be used: {problem}") from None
+        raise BadRequest(f"the multipart boundary is invalid: {problem}") from None
 
 
 async def _store(
-    chunks: AsyncIterator[bytes], reader: _Reader, store: Store, content: str, check: FileCheck, max_bytes: int
-) -> tuple[Form, int]:
-    form, came, stored = reader.form, 0, 0
+    chunks: AsyncIterator[bytes], reader: _FormReader, store: BatchStore, content: str, check: FileCheck, max_bytes: int
+) -> tuple[UploadForm, int]:
+    form, received, stored = reader.form, 0, 0
     async for chunk in chunks:
-        came += len(chunk)
-        if came > max_bytes + FORM_MAX_BYTES:
-            raise BodyTooLarge(f"a file may have {max_bytes} bytes", param="file")
+        received += len(chunk)
+        if received > max_bytes + FORM_MAX_BYTES:
+            raise BodyTooLarge(f"a file may have at most {max_bytes} bytes", param="file")
         try:
             reader.parser.write(chunk)
         except FormParserError as problem:
-            raise BadRequest(f"the form can not be read: {problem}") from None
+            raise BadRequest(f"the form is not valid multipart data: {problem}") from None
         while len(form.pending) >= CHUNK_BYTES:
             stored += await _put(bytes(form.pending[:CHUNK_BYTES]), form, store, content, check)
     if not reader.ended or form.filename is None:
-        raise BadRequest("the form has no file, or ends before its end", param="file")
+        raise BadRequest("the form has no file, or is incomplete", param="file")
     if form.pending:
         stored += await _put(bytes(form.pending), form, store, content, check)
     if stored > max_bytes:
-        raise BodyTooLarge(f"a file may have {max_bytes} bytes", param="file")
+        raise BodyTooLarge(f"a file may have at most {max_bytes} bytes", param="file")
     check.end()
     return form, stored
 
 
-async def _put(chunk: bytes, form: Form, store: Store, content: str, check: FileCheck) -> int:
+async def _put(chunk: bytes, form: UploadForm, store: BatchStore, content: str, check: FileCheck) -> int:
     check.feed(chunk)
     await store.append(content, chunk)
     del form.pending[: len(chunk)]
@@ -170,7 +173,7 @@ async def _put(chunk: bytes, form: Form, store: Store, content: str, check: File
 
 
 async def _chunks(request: Request) -> AsyncIterator[bytes]:
-    """The body as it comes; a client that sends nothing for `STALL_SECONDS`, or leaves, is given up."""
+    """Yield the body as it arrives. Raises if the client sends nothing for `STALL_SECONDS`, or disconnects."""
     stream = request.stream()
     while True:
         try:
@@ -179,18 +182,19 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
         except StopAsyncIteration:
             return
         except TimeoutError:
-            raise RequestTimeout(f"nothing of the file came for {STALL_SECONDS:g} s") from None
+            raise RequestTimeout(f"no data of the file arrived for {STALL_SECONDS:g} s") from None
         except ClientDisconnect:
-            raise BadRequest("the client left before the file's end") from None
+            raise BadRequest("the client disconnected before the end of the file") from None
         yield chunk
 
 
 async def _discard(chunks: AsyncIterator[bytes]) -> None:
+    """Read and drop the rest of the body, up to `DISCARD_MAX_BYTES`."""
     dropped = 0
     try:
         async for chunk in chunks:
             dropped += len(chunk)
             if dropped > DISCARD_MAX_BYTES:
                 return
-    except BadRequest:  # it left, or stalls
+    except BadRequest:  # the client disconnected
         return

@@ -24,8 +24,8 @@ from gateway.admin.views import view_routes
 from gateway.auth.authenticator import Authenticator
 from gateway.auth.keyring import Keyring
 from gateway.auth.pepper import ANOTHER_PEPPER, PepperCheck
-from gateway.batches import Batches
-from gateway.batches.inside import AtBatchClass, KeyById
+from gateway.batches import BatchService
+from gateway.batches.line_call import BatchCanonicaliser, KeyIdAuthenticator
 from gateway.billing.ledger import Ledger
 from gateway.billing.ledger.compacting import Compactor
 from gateway.billing.ledger.shipping import Shipper
@@ -140,11 +140,11 @@ class Gateway:
             every_seconds=settings.reconcile_seconds,
             leads=worker.number == 0,
         )
-        self._batches = Batches(
+        self._batches = BatchService(
             settings,
             self.components,
-            authenticator=KeyById(self._storage, pepper),
-            canonicaliser=AtBatchClass(pepper.encode(), self._storage, self._response_store),
+            authenticator=KeyIdAuthenticator(self._storage, pepper),
+            canonicaliser=BatchCanonicaliser(pepper.encode(), self._storage, self._response_store),
         )
         counting = TokenCounting(self._fleet)
         self._endpoints: dict[str, tuple[Endpoint, RequestHandler]] = {

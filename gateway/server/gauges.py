@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from gateway.batches import Batches
+from gateway.batches import BatchService
 from gateway.billing.ledger import Ledger
 from gateway.billing.reconciliation import Reconciliation
 from gateway.deployments.circuit_breaker import STATES
@@ -135,7 +135,7 @@ def show_ledger(register: Register, ledger: Ledger, reconciliation: Reconciliati
     register(LEDGER_OK, lambda: float(ledger.ok))
 
 
-def show_batches(register: Register, batches: Batches) -> None:
+def show_batches(register: Register, batches: BatchService) -> None:
     register(BATCHES, lambda: {(status,): count for status, count in batches.counts().items()})
     register(BATCHES_ENDED, lambda: {(status,): count for status, count in batches.ended().items()})
     register(BATCH_LINES, lambda: {(state,): count for state, count in batches.lines().items()})

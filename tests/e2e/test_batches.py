@@ -1,4 +1,4 @@
-"""The Batch API through real processes: OpenAI's own client, and gateways that are killed in the middle."""
+"""The Batch API through real processes: OpenAI's client, and gateways that are killed in the middle of a batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.e2e
 
-OVER = ("completed", "failed", "expired", "cancelled")
+ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +59,11 @@ def submit(client: openai.OpenAI, lines: list[dict[str, Any]], **fields: Any) ->
 
 
 def wait(client: openai.OpenAI, batch_id: str) -> Any:
-    return until(lambda: (batch := client.batches.retrieve(batch_id)).status in OVER and batch)
+    return until(lambda: (batch := client.batches.retrieve(batch_id)).status in ENDED and batch)
 
 
 def answers(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
-    """The lines of an output or error file, by their ids; no id stands twice."""
+    """The lines of an output or error file, by their custom ids. Checks that no id occurs twice."""
     if file_id is None:
         return {}
     rows = [json.loads(row) for row in client.files.content(file_id).text.splitlines()]
@@ -71,7 +71,7 @@ def answers(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
     return {row["custom_id"]: row for row in rows}
 
 
-def test_a_batch_by_the_clients_own_means(front: Gateway, validate: Validate) -> None:
+def test_openais_client_runs_a_batch(front: Gateway, validate: Validate) -> None:
     with front.client() as client:
         lines = [line(number) for number in range(8)]
         lines.append(line(8, **{**chat(), "messages": "no list"}))
@@ -115,7 +115,7 @@ def test_lines_may_be_responses(front: Gateway, validate: Validate) -> None:
     )
 
 
-def test_files_are_the_tenants_own_and_listed_in_pages(front: Gateway, validate: Validate) -> None:
+def test_files_are_visible_to_their_tenant_only_and_listed_in_pages(front: Gateway, validate: Validate) -> None:
     with front.client("other") as client, front.client() as stranger:
         content = jsonl([line(1)])
         files = [client.files.create(file=(f"{number}.jsonl", content), purpose="batch") for number in range(3)]
@@ -137,28 +137,26 @@ def test_files_are_the_tenants_own_and_listed_in_pages(front: Gateway, validate:
 
 
 @pytest.mark.parametrize(
-    ("content", "purpose", "told"),
+    ("content", "purpose", "errors"),
     [
         (b'{"custom_id": "a"}\nnot json\n', "batch", ["line 1: ", "line 2: "]),
-        (jsonl([line(1), line(2), line(1)]), "batch", ["line 3: custom_id: 'c-1' is that of line 1, too"]),
-        (jsonl([line(1, url="/v1/nothing")]), "batch", ["line 1: url: '/v1/nothing' is none of"]),
-        (jsonl([{**line(1), "method": "GET"}]), "batch", ["line 1: method: it must be POST"]),
-        (jsonl([{**line(1), "body": "text"}]), "batch", ["line 1: body: it must be a JSON object"]),
+        (jsonl([line(1), line(2), line(1)]), "batch", ["line 3: custom_id: 'c-1' is already the id of line 1"]),
+        (jsonl([line(1, url="/v1/nothing")]), "batch", ["line 1: url: must be one of /v1/chat/completions"]),
+        (jsonl([{**line(1), "method": "GET"}]), "batch", ["line 1: method: must be POST"]),
+        (jsonl([{**line(1), "body": "text"}]), "batch", ["line 1: body: must be a JSON object"]),
         (b"\n\n", "batch", ["the file has no lines"]),
-        (jsonl([line(1)]), "fine-tune", ["purpose: it must be batch, not 'fine-tune'"]),
+        (jsonl([line(1)]), "fine-tune", ["purpose: must be batch, not 'fine-tune'"]),
     ],
 )
-def test_a_file_that_can_not_be_used_is_refused_by_line(
-    front: Gateway, content: bytes, purpose: Any, told: list[str]
+def test_an_invalid_file_is_rejected_with_line_numbers(
+    front: Gateway, content: bytes, purpose: Any, errors: list[str]
 ) -> None:
-    with front.client() as client, pytest.raises(openai.BadRequestError) as refused:
+    with front.client() as client, pytest.raises(openai.BadRequestError) as rejected:
         client.files.create(file=("in.jsonl", content), purpose=purpose)
-    assert all(words in refused.value.message for words in told)
+    assert all(error in rejected.value.message for error in errors)
 
 
-def test_what_only_the_batch_can_tell_fails_it_with_the_numbers_of_its_lines(
-    front: Gateway, validate: Validate
-) -> None:
+def test_lines_that_are_invalid_for_their_batch_fail_it_with_line_numbers(front: Gateway, validate: Validate) -> None:
     with front.client() as client:
         strange = line(2, **{**chat(), "model": "nobody"})
         other = line(3, url="/v1/completions", model=DEMO, prompt="a")
@@ -183,7 +181,7 @@ def test_other_endpoints(front: Gateway, endpoint: str) -> None:
         assert row["response"]["body"]["usage"]["prompt_tokens"] > 0
 
 
-def test_a_batch_is_cancelled_and_keeps_what_it_has(front: Gateway, validate: Validate) -> None:
+def test_a_cancelled_batch_keeps_its_finished_lines(front: Gateway, validate: Validate) -> None:
     with front.client() as client:
         long = [line(number, **chat(f"Count to {number}.", max_tokens=500, ignore_eos=True)) for number in range(40)]
         batch = submit(client, [line(99), *long])
@@ -208,7 +206,7 @@ def test_a_batch_is_cancelled_and_keeps_what_it_has(front: Gateway, validate: Va
             client.batches.cancel(done.id)
 
 
-def test_a_window_that_is_too_short_ends_as_expired(front: Gateway, validate: Validate) -> None:
+def test_a_batch_expires_if_its_window_is_too_short(front: Gateway, validate: Validate) -> None:
     with front.client() as client:
         long = [line(number, **chat(f"Count to {number}.", max_tokens=500, ignore_eos=True)) for number in range(40)]
         ended = wait(client, submit(client, [line(99), *long], window="2s").id)
@@ -219,8 +217,8 @@ def test_a_window_that_is_too_short_ends_as_expired(front: Gateway, validate: Va
         assert len(answers(client, ended.output_file_id)) + len(errors) == 41
 
 
-def worked(front: Gateway) -> list[dict[str, Any]]:
-    """The rows that say what servers have done."""
+def usage_rows(front: Gateway) -> list[dict[str, Any]]:
+    """The ledger rows that record what deployments have generated, billed or not."""
     return [*front.rows(kind="receipt"), *front.rows(kind="unbilled")]
 
 
@@ -228,8 +226,8 @@ LINES = 60
 KILLS = 4
 
 
-def check_books(batch_id: str, receipts: list[dict[str, Any]], done: Mapping[str, Any]) -> None:
-    """Every line was answered once, and billed once, for the very answer that is in the output file."""
+def check_receipts(batch_id: str, receipts: list[dict[str, Any]], done: Mapping[str, Any]) -> None:
+    """Check that every line was answered once, and billed once, for the answer that is in the output file."""
     events = defaultdict(set)
     for receipt in receipts:
         if receipt["call_id"].startswith(batch_id):
@@ -240,7 +238,7 @@ def check_books(batch_id: str, receipts: list[dict[str, Any]], done: Mapping[str
     assert billed == {row["response"]["request_id"] for row in done.values()}
 
 
-def test_killed_again_and_again_it_loses_no_line_and_bills_none_twice(tmp_path: Path, local_engine: Running) -> None:
+def test_repeated_kills_lose_no_line_and_bill_none_twice(tmp_path: Path, local_engine: Running) -> None:
     policy = simple_policy(local_engine.url, batches={"concurrency": 6})
     chance, port, batch_id = random.Random(8), free_port(), ""
     generated = local_engine.metric("vllm:generation_tokens_total")
@@ -255,22 +253,22 @@ def test_killed_again_and_again_it_loses_no_line_and_bills_none_twice(tmp_path: 
                 break
             enough = kill * LINES // KILLS
             until(lambda: client.batches.retrieve(batch_id).request_counts.completed >= enough)  # noqa: B023
-            time.sleep(chance.random() * 0.05)  # at any moment of what follows
+            time.sleep(chance.random() * 0.05)  # to kill it at a random moment after that
             front.kill()
     with gateway(tmp_path, policy, port=port) as front, front.client() as client:
         assert ended.request_counts.to_dict() == {"total": LINES, "completed": LINES, "failed": 0}
         receipts = front.receipts(outcome="complete")
         assert len({receipt["event_id"] for receipt in receipts}) == len(receipts)
-        check_books(batch_id, receipts, answers(client, ended.output_file_id))
-        # What the engine did for calls that were lost is in the ledger, too, and nobody is billed for it.
+        check_receipts(batch_id, receipts, answers(client, ended.output_file_id))
+        # The ledger also has what the engine generated for lost calls, as unbilled.
         generated = local_engine.metric("vllm:generation_tokens_total") - generated
-        until(lambda: sum(row["output"] for row in worked(front)) == generated)
+        until(lambda: sum(row["output"] for row in usage_rows(front)) == generated)
         assert sum(receipt["output"] for receipt in receipts) == ended.usage.output_tokens
     verified = warmpath("usage", "verify", "--json", cwd=tmp_path, data_dir=str(tmp_path / "data"))
     assert verified.returncode == 0, verified.stderr
 
 
-def test_another_replica_takes_over_from_a_killed_one(
+def test_another_replica_takes_over_the_batch_of_a_killed_one(
     tmp_path: Path, local_engine: Running, redis_server: RedisServer
 ) -> None:
     policy = simple_policy(local_engine.url, batches={"concurrency": 4})
@@ -289,10 +287,10 @@ def test_another_replica_takes_over_from_a_killed_one(
         assert (ended.status, ended.request_counts.completed) == ("completed", LINES)
         receipts = [receipt for front in fronts for receipt in front.receipts(outcome="complete")]
         assert fronts[1 - owner].receipts(outcome="complete")
-        check_books(batch_id, receipts, answers(clients[1 - owner], ended.output_file_id))
+        check_receipts(batch_id, receipts, answers(clients[1 - owner], ended.output_file_id))
 
 
-def test_the_command_submits_watches_and_fetches(front: Gateway, tmp_path: Path) -> None:
+def test_the_batch_command_submits_watches_and_fetches(front: Gateway, tmp_path: Path) -> None:
     where = ("--url", f"{front.url}/v1", "--key", "wp-dev-0123456789abcdef")
     (tmp_path / "prompts.txt").write_text("What is a token?\n\nWhat is a KV cache?\n")
     submit_prompts = ("batch", "submit", "prompts.txt", "--model", DEMO, *where)

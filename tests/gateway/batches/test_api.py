@@ -11,11 +11,11 @@ from starlette.applications import Starlette
 
 from gateway.batches import uploads as uploads_module
 from gateway.batches.api import BatchApi
-from gateway.batches.store import CHUNK_BYTES
+from gateway.batches.stores.base import CHUNK_BYTES
 from gateway.batches.worker import BatchWorker
 from gateway.endpoints.replies import EXCEPTION_HANDLERS
+from tests.gateway.batches.bench import Bench, a_bench
 from tests.gateway.batches.test_lines import raw
-from tests.gateway.batches.workshops import Bench, a_bench
 from tests.gateway.harness import KEY, PATIENCE_SECONDS
 
 MAX_FILE_BYTES = 3 * CHUNK_BYTES
@@ -23,11 +23,11 @@ MAX_FILE_BYTES = 3 * CHUNK_BYTES
 
 @asynccontextmanager
 async def an_api(directory: Path, **changes: Any) -> AsyncIterator[tuple[httpx2.AsyncClient, Bench]]:
-    """The routes, and nobody who works on the batches."""
+    """A client of the routes. No worker runs the batches."""
     async with a_bench(directory, **changes) as bench:
         components = bench.rig.components
         api = BatchApi(
-            components.authenticator, components.policies, bench.store, BatchWorker(bench.shop),
+            components.authenticator, components.policies, bench.store, BatchWorker(bench.runtime),
             max_file_bytes=MAX_FILE_BYTES, max_line_bytes=components.max_body_bytes,
         )  # fmt: skip
         app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
@@ -46,7 +46,7 @@ def message(reply: httpx2.Response) -> tuple[int, str]:
     return reply.status_code, reply.json()["error"]["message"]
 
 
-async def test_a_file_goes_to_the_disk_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_is_written_to_the_store_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with an_api(tmp_path) as (client, bench):
         sizes: list[int] = []
         append = bench.store.append
@@ -66,49 +66,49 @@ async def test_a_file_goes_to_the_disk_in_pieces(tmp_path: Path, monkeypatch: py
         assert (await client.get(f"files/{shown['id']}/content")).content == content
 
 
-async def test_what_is_refused_is_not_kept(tmp_path: Path) -> None:
+async def test_a_rejected_file_is_not_stored(tmp_path: Path) -> None:
     async with an_api(tmp_path, batches={"max_lines": 5, "max_stored_bytes": "1k"}) as (client, bench):
         too_big = raw() + b"\n" + b"\n" * (MAX_FILE_BYTES + 2 * 65536)
-        assert message(await upload(client, too_big)) == (413, f"a file may have {MAX_FILE_BYTES} bytes")
-        status, told = message(await upload(client, b"\n".join([raw()] * 6)))
-        assert (status, told) == (400, "line 6: a file may have 5 lines")
+        assert message(await upload(client, too_big)) == (413, f"a file may have at most {MAX_FILE_BYTES} bytes")
+        status, error = message(await upload(client, b"\n".join([raw()] * 6)))
+        assert (status, error) == (400, "line 6: a file may have at most 5 lines")
         assert (await upload(client, raw())).status_code == 200
-        status, told = message(await upload(client, raw(custom_id="b" * 900)))
-        assert (status, "may have 1000 bytes together" in told) == (413, True)
+        status, error = message(await upload(client, raw(custom_id="b" * 900)))
+        assert (status, "may have at most 1000 bytes in total" in error) == (413, True)
         assert len((await client.get("files")).json()["data"]) == 1
-        kept = [row async for row in contents(bench)]
-        assert len(kept) == 1
+        stored = [row async for row in contents(bench)]
+        assert len(stored) == 1
 
 
 async def contents(bench: Bench) -> AsyncIterator[str]:
-    """The ids under which anything is stored."""
+    """Yield the ids of all contents in the store."""
     for (file,) in await bench.store._do(lambda db: db.execute("SELECT DISTINCT file FROM contents").fetchall()):
         yield file
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message_part"),
     [
-        ({"purpose": "vision"}, "purpose: it must be batch"),
-        ({"colour": "red"}, "the form's field 'colour' is not known"),
+        ({"purpose": "vision"}, "purpose: must be batch"),
+        ({"colour": "red"}, "the form has an unknown field 'colour'"),
         ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "5"}, "seconds must be from 3600"),
         ({"expires_after[seconds]": "5000"}, "the anchor must be created_at"),
         ({"long": "x" * 5000}, "the field 'long' is too long"),
     ],
 )
-async def test_the_forms_fields_are_checked_by_name(tmp_path: Path, fields: dict[str, str], told: str) -> None:
+async def test_form_fields_are_checked_by_name(tmp_path: Path, fields: dict[str, str], message_part: str) -> None:
     async with an_api(tmp_path) as (client, _):
-        status, said = message(await upload(client, raw(), **fields))
-        assert (status, told in said) == (400, True), said
+        status, error = message(await upload(client, raw(), **fields))
+        assert (status, message_part in error) == (400, True), error
 
 
-async def test_a_file_for_another_purpose_is_not_judged_as_calls(tmp_path: Path) -> None:
+async def test_a_file_for_another_purpose_is_rejected_before_its_lines_are_read(tmp_path: Path) -> None:
     async with an_api(tmp_path) as (client, _):
-        told = message(await upload(client, b'{"messages": []}\n', purpose="fine-tune"))
-        assert told == (400, "purpose: it must be batch, not 'fine-tune'")
+        error = message(await upload(client, b'{"messages": []}\n', purpose="fine-tune"))
+        assert error == (400, "purpose: must be batch, not 'fine-tune'")
 
 
-async def test_what_is_no_form_is_refused(tmp_path: Path) -> None:
+async def test_an_invalid_form_is_rejected(tmp_path: Path) -> None:
     async with an_api(tmp_path) as (client, _):
         kind = {"content-type": "multipart/form-data; boundary=b"}
         for content, headers in [
@@ -121,7 +121,7 @@ async def test_what_is_no_form_is_refused(tmp_path: Path) -> None:
             assert reply.status_code == 400, reply.text
 
 
-async def test_an_upload_that_stalls_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stalled_upload_is_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads_module, "STALL_SECONDS", 0.01)
 
     async def stalls() -> AsyncIterator[bytes]:
@@ -134,7 +134,7 @@ async def test_an_upload_that_stalls_is_given_up(tmp_path: Path, monkeypatch: py
         assert reply.status_code == 408
 
 
-async def test_a_files_own_date_counts(tmp_path: Path) -> None:
+async def test_a_file_may_set_its_own_expiry(tmp_path: Path) -> None:
     async with an_api(tmp_path) as (client, _):
         given = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "7200"}
         shown = (await upload(client, raw(), **given)).json()
@@ -152,22 +152,22 @@ async def test_a_files_own_date_counts(tmp_path: Path) -> None:
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
     ],
 )
-async def test_a_batch_that_can_not_be_is_refused_by_the_name_of_its_field(
+async def test_an_invalid_batch_is_rejected_with_the_name_of_its_field(
     tmp_path: Path, changes: dict[str, Any], param: str
 ) -> None:
     async with an_api(tmp_path) as (client, _):
         file = (await upload(client, raw())).json()
-        asked = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-        reply = await client.post("batches", content=json.dumps({**asked, **changes}).encode())
+        wanted = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        reply = await client.post("batches", content=json.dumps({**wanted, **changes}).encode())
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
-async def test_a_tenant_has_so_many_batches_and_no_more(tmp_path: Path) -> None:
+async def test_a_tenant_may_have_at_most_max_open_batches(tmp_path: Path) -> None:
     async with an_api(tmp_path, batches={"max_open": 1}) as (client, _):
         file = (await upload(client, raw())).json()
-        asked = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-        first = await client.post("batches", json=asked)
-        assert (first.status_code, (await client.post("batches", json=asked)).status_code) == (200, 409)
+        wanted = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        first = await client.post("batches", json=wanted)
+        assert (first.status_code, (await client.post("batches", json=wanted)).status_code) == (200, 409)
         assert (await client.delete(f"files/{file['id']}")).status_code == 409
         assert (await client.post(f"batches/{first.json()['id']}/cancel")).json()["status"] == "cancelling"
         for path in ("batches?limit=0", "batches?limit=101", "files?order=up", "files?limit=x"):

@@ -6,18 +6,18 @@ import msgspec
 import pytest
 
 from gateway.batches import run as run_module
-from gateway.batches.records import Status
-from gateway.batches.run import Run
+from gateway.batches.records import BatchStatus
+from gateway.batches.run import BatchRun
 from gateway.providers.base import Fault, ProviderFailure
-from tests.gateway.batches.workshops import a_bench, ask, reply_of, run_to_its_end
+from tests.gateway.batches.bench import a_bench, ask, reply_of, run_to_end
 from tests.gateway.harness import answer, chat, in_time, tenant
 
 
-async def test_lines_go_the_way_of_every_call_at_the_class_of_batches(tmp_path: Path) -> None:
+async def test_lines_run_as_calls_of_the_batch_latency_class(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         bench.rig.script(answer("hi"))
-        batch = await run_to_its_end(bench, [ask("one"), ask("two"), ask("three")])
-        assert (batch.status, batch.completed, batch.failed, batch.total) == (Status.COMPLETED, 3, 0, 3)
+        batch = await run_to_end(bench, [ask("one"), ask("two"), ask("three")])
+        assert (batch.status, batch.completed, batch.failed, batch.total) == (BatchStatus.COMPLETED, 3, 0, 3)
         assert (batch.tokens.input, batch.tokens.output) == (30, 6)
         output = await bench.lines(batch.id, "output")
         assert [row["response"]["status_code"] for row in output.values()] == [200] * 3
@@ -35,16 +35,16 @@ async def test_lines_with_equal_prefixes_follow_each_other(tmp_path: Path) -> No
     bodies = [ask(families[number % 3] + str(number)) for number in range(9)]
     async with a_bench(tmp_path, batches={"concurrency": 1}) as bench:
         bench.rig.script(answer())
-        await run_to_its_end(bench, bodies)
-        asked = [
+        await run_to_end(bench, bodies)
+        sent = [
             bytes(record.call.fields["messages"]) for record in bench.rig.telemetry.records if record.call is not None
         ]
-        first_letters = [content.split(b'"content":')[1].strip(b' "')[:1] for content in asked]
+        first_letters = [content.split(b'"content":')[1].strip(b' "')[:1] for content in sent]
         changes = sum(one != other for one, other in itertools.pairwise(first_letters))
         assert (len(first_letters), changes) == (9, 2)
 
 
-async def test_a_server_that_fails_is_tried_again_and_billed_for_its_answer_only(
+async def test_a_failed_attempt_is_retried_and_only_the_answer_is_billed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_module, "BACKOFF_FIRST_SECONDS", 0.0)
@@ -53,7 +53,7 @@ async def test_a_server_that_fails_is_tried_again_and_billed_for_its_answer_only
             server.script = (ProviderFailure(Fault.CUT, "cut"),)
         batch = await bench.add([ask("one")])
         run = await bench.claim(batch)
-        live = asyncio.create_task(run.live())
+        live = asyncio.create_task(run.run())
         for _ in range(1000):
             if bench.rig.telemetry.records:
                 break
@@ -64,130 +64,130 @@ async def test_a_server_that_fails_is_tried_again_and_billed_for_its_answer_only
         assert [row["outcome"] for row in bench.rig.receipts()] == ["complete"]
 
 
-async def test_a_line_that_can_not_be_answered_is_in_the_error_file_with_what_was_said(
+async def test_a_line_that_fails_is_in_the_error_file_with_its_reply(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_module, "BACKOFF_FIRST_SECONDS", 0.0)
     async with a_bench(tmp_path, batches={"attempts": 1}) as bench:
         bench.rig.script(ProviderFailure(Fault.CONNECT, "no"))
-        batch = await run_to_its_end(bench, [ask("one"), chat(messages="none")])
+        batch = await run_to_end(bench, [ask("one"), chat(messages="none")])
         errors = await bench.lines(batch.id, "error")
-        assert (batch.status, batch.completed, batch.failed) == (Status.COMPLETED, 0, 2)
+        assert (batch.status, batch.completed, batch.failed) == (BatchStatus.COMPLETED, 0, 2)
         assert errors["c-1"]["response"]["status_code"] == 502
         assert errors["c-2"]["response"]["body"]["error"]["param"] == "messages"
         assert batch.output_file_id is None
 
 
-async def test_a_limit_is_waited_for_and_is_no_failed_try(tmp_path: Path) -> None:
+async def test_waiting_for_a_limit_does_not_count_as_a_failed_attempt(tmp_path: Path) -> None:
     tenants = [tenant(requests={"amount": 1, "period": 0.2})]
     async with a_bench(tmp_path, tenants=tenants, batches={"attempts": 1}) as bench:
         bench.rig.script(answer())
-        batch = await run_to_its_end(bench, [ask("one"), ask("two"), ask("three")])
+        batch = await run_to_end(bench, [ask("one"), ask("two"), ask("three")])
         assert (batch.completed, batch.failed) == (3, 0)
 
 
-async def test_a_draining_gateway_ends_what_it_has_begun_and_leaves_the_rest(tmp_path: Path) -> None:
+async def test_a_draining_gateway_finishes_lines_in_flight_and_leaves_the_rest(tmp_path: Path) -> None:
     async with a_bench(tmp_path, batches={"concurrency": 1}) as bench:
         batch = await bench.add([ask("one"), ask("two")])
         run = await bench.claim(batch)
-        live = asyncio.create_task(run.live())
-        told = await reply_of(bench, 0)
+        live = asyncio.create_task(run.run())
+        reply = await reply_of(bench, 0)
         run.drain()
-        told.say(answer())
+        reply.say(answer())
         await in_time(live)
-        assert len(await bench.store.done(batch.id)) == 1
-        assert await bench.status(batch.id) is Status.IN_PROGRESS
+        assert len(await bench.store.finished_lines(batch.id)) == 1
+        assert await bench.status(batch.id) is BatchStatus.IN_PROGRESS
         bench.rig.script(answer())
-        again = Run(bench.shop, run.batch)
-        await in_time(again.live())
-        assert (again.batch.status, again.batch.completed) == (Status.COMPLETED, 2)
+        again = BatchRun(bench.runtime, run.batch)
+        await in_time(again.run())
+        assert (again.batch.status, again.batch.completed) == (BatchStatus.COMPLETED, 2)
         assert len(bench.rig.receipts()) == 2
 
 
-async def test_a_broken_off_line_leaves_nothing_behind_and_is_called_again(tmp_path: Path) -> None:
+async def test_a_cancelled_line_leaves_no_result_and_is_called_again(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         batch = await bench.add([ask("one")])
         run = await bench.claim(batch)
-        live = asyncio.create_task(run.live())
+        live = asyncio.create_task(run.run())
         await reply_of(bench, 0)
         live.cancel()
         await asyncio.wait([live])
         assert live.cancelled()
-        assert (await bench.store.done(batch.id), bench.rig.receipts()) == ([], [])
+        assert (await bench.store.finished_lines(batch.id), bench.rig.receipts()) == ([], [])
         bench.rig.script(answer())
-        await in_time(Run(bench.shop, run.batch).live())
-        assert await bench.status(batch.id) is Status.COMPLETED
+        await in_time(BatchRun(bench.runtime, run.batch).run())
+        assert await bench.status(batch.id) is BatchStatus.COMPLETED
 
 
-async def test_cancelled_lines_are_billed_for_what_was_done(tmp_path: Path) -> None:
+async def test_lines_in_flight_of_a_cancelled_batch_are_billed_for_the_tokens_they_used(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         batch = await bench.add([ask("one")])
         run = await bench.claim(batch)
-        live = asyncio.create_task(run.live())
+        live = asyncio.create_task(run.run())
         await reply_of(bench, 0)
         await bench.store.update(batch.id, lambda each: each.cancelling(bench.now))
-        run.stop(Status.CANCELLED)
+        run.stop(BatchStatus.CANCELLED)
         await in_time(live)
         errors = await bench.lines(batch.id, "error")
-        assert (run.batch.status, run.batch.failed) == (Status.CANCELLED, 1)
+        assert (run.batch.status, run.batch.failed) == (BatchStatus.CANCELLED, 1)
         assert errors["c-1"]["error"]["code"] == "batch_cancelled"
         assert len(bench.rig.receipts()) == 1
 
 
-async def test_a_batch_whose_window_is_over_expires(tmp_path: Path) -> None:
+async def test_a_batch_expires_when_its_completion_window_ends(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         bench.now += 10_000
-        batch = await run_to_its_end(bench, [ask("one"), ask("two")])
-        assert (batch.status, batch.failed, batch.total) == (Status.EXPIRED, 2, 2)
+        batch = await run_to_end(bench, [ask("one"), ask("two")])
+        assert (batch.status, batch.failed, batch.total) == (BatchStatus.EXPIRED, 2, 2)
         assert {row["error"]["code"] for row in (await bench.lines(batch.id, "error")).values()} == {"batch_expired"}
 
 
-async def test_a_key_that_was_revoked_ends_its_batches(tmp_path: Path) -> None:
+async def test_a_batch_fails_if_its_key_was_revoked(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         batch = await bench.add([ask("one")])
-        await bench.store.update(batch.id, lambda each: msgspec.structs.replace(each, key_id="nobody"))
+        await bench.store.update(batch.id, lambda each: msgspec.structs.replace(each, key_id="unknown"))
         run = await bench.claim(batch)
-        await in_time(run.live())
-        assert (run.batch.status, run.batch.errors[0].code) == (Status.FAILED, "invalid_api_key")
+        await in_time(run.run())
+        assert (run.batch.status, run.batch.errors[0].code) == (BatchStatus.FAILED, "invalid_api_key")
 
 
-async def test_a_key_that_is_revoked_while_nobody_works_ends_its_lines_and_not_in_a_loop(tmp_path: Path) -> None:
+async def test_lines_get_401_once_if_the_key_is_revoked_while_no_gateway_runs_the_batch(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         batch = await bench.add([ask("one"), ask("two")])
         await bench.store.update(
             batch.id,
-            lambda each: msgspec.structs.replace(each.entered(Status.IN_PROGRESS, 0.0, total=2), key_id="nobody"),
+            lambda each: msgspec.structs.replace(each.entered(BatchStatus.IN_PROGRESS, 0.0, total=2), key_id="unknown"),
         )
         run = await bench.claim(batch)
-        await in_time(run.live())
-        assert (run.batch.status, run.batch.total, run.batch.failed) == (Status.COMPLETED, 2, 2)
+        await in_time(run.run())
+        assert (run.batch.status, run.batch.total, run.batch.failed) == (BatchStatus.COMPLETED, 2, 2)
         errors = await bench.lines(batch.id, "error")
         assert {row["response"]["status_code"] for row in errors.values()} == {401}
         assert bench.rig.replies == []
 
 
 @pytest.mark.parametrize("when", ["before it is read again", "between two lines"])
-async def test_an_input_file_that_is_gone_fails_the_batch_and_no_answer_is_lost(tmp_path: Path, when: str) -> None:
+async def test_a_deleted_input_file_fails_the_batch_and_keeps_the_answers(tmp_path: Path, when: str) -> None:
     async with a_bench(tmp_path, batches={"concurrency": 1}) as bench:
         batch = await bench.add([ask("one"), ask("two"), ask("three")])
         file = await bench.store.file(batch.input_file_id)
         assert file is not None
         run = await bench.claim(batch)
-        live = asyncio.create_task(run.live())
-        told = await reply_of(bench, 0)
+        live = asyncio.create_task(run.run())
+        reply = await reply_of(bench, 0)
         if when == "between two lines":
             await bench.store.delete_file(file)
-            told.say(answer())
+            reply.say(answer())
         else:
             run.drain()
-            told.say(answer())
+            reply.say(answer())
             await in_time(live)
             await bench.store.delete_file(file)
-            run = Run(bench.shop, run.batch)
-            live = asyncio.create_task(run.live())
+            run = BatchRun(bench.runtime, run.batch)
+            live = asyncio.create_task(run.run())
         await in_time(live)
         ended = run.batch
-        assert (ended.status, ended.errors[0].code) == (Status.FAILED, "invalid_file")
+        assert (ended.status, ended.errors[0].code) == (BatchStatus.FAILED, "invalid_file")
         assert (ended.total, ended.completed, ended.failed) == (3, 1, 2)
         assert list(await bench.lines(batch.id, "output")) == ["c-1"]
         assert len(bench.rig.receipts()) == 1

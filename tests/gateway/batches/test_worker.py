@@ -4,42 +4,42 @@ from pathlib import Path
 import pytest
 
 from gateway.batches import worker as worker_module
-from gateway.batches.records import Batch, Status
+from gateway.batches.records import Batch, BatchStatus
 from gateway.batches.worker import LEASE_SECONDS, BatchWorker
 from gateway.core.errors import StorageUnavailable
+from tests.gateway.batches.bench import Bench, a_bench, ask
 from tests.gateway.batches.test_run import reply_of
-from tests.gateway.batches.workshops import Bench, a_bench, ask
 from tests.gateway.harness import answer
 
 
-async def until_status(bench: Bench, batch_id: str, *wanted: Status) -> None:
+async def until_status(bench: Bench, batch_id: str, *wanted: BatchStatus) -> None:
     for _ in range(2000):
         if await bench.status(batch_id) in wanted:
             return
         await asyncio.sleep(0.001)
-    raise AssertionError(f"it stays {await bench.status(batch_id)}")
+    raise AssertionError(f"the batch is still {await bench.status(batch_id)}")
 
 
-async def test_batches_are_found_worked_on_and_ended(tmp_path: Path) -> None:
+async def test_open_batches_are_found_and_run_to_their_end(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         bench.rig.script(answer())
-        worker = BatchWorker(bench.shop)
+        worker = BatchWorker(bench.runtime)
         worker.start()
         batches = [await bench.add([ask(f"{number}")]) for number in range(3)]
         worker.wake()
         for batch in batches:
-            await until_status(bench, batch.id, Status.COMPLETED)
+            await until_status(bench, batch.id, BatchStatus.COMPLETED)
         await worker.close()
         assert worker.runs == 0
 
 
-async def test_an_outage_of_the_store_stands_in_the_log_once_with_its_end(
+async def test_an_outage_of_the_store_is_logged_once_and_its_end_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([StorageUnavailable("away"), StorageUnavailable("away"), None, None])
     over = asyncio.Event()
     async with a_bench(tmp_path) as bench:
-        worker = BatchWorker(bench.shop)
+        worker = BatchWorker(bench.runtime)
         there = bench.store.open_batches
 
         async def open_batches() -> list[Batch]:
@@ -56,33 +56,33 @@ async def test_an_outage_of_the_store_stands_in_the_log_once_with_its_end(
         await asyncio.wait_for(over.wait(), 20)
         await worker.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "the batches can not be looked after: away",
-        "the batches are looked after again",
+        "batch storage is unavailable, batches are paused: away",
+        "batch storage is available again",
     ]
 
 
-async def test_it_knows_how_far_its_batches_are(tmp_path: Path) -> None:
+async def test_the_worker_counts_lines_waiting_and_in_flight(tmp_path: Path) -> None:
     async with a_bench(tmp_path, batches={"concurrency": 1}) as bench:
-        worker = BatchWorker(bench.shop)
+        worker = BatchWorker(bench.runtime)
         batch = await bench.add([ask("one"), ask("two"), ask("three")])
         worker.start()
         reply = await reply_of(bench, 0)
         assert worker.lines == (2, 1) and worker.open_batches.total() == 1
         bench.rig.script(answer())
         reply.say(answer())
-        await until_status(bench, batch.id, Status.COMPLETED)
+        await until_status(bench, batch.id, BatchStatus.COMPLETED)
         worker.wake()
         for _ in range(1000):
             if not worker.runs and not worker.open_batches:
                 break
             await asyncio.sleep(0.001)
-        assert worker.lines == (0, 0) and worker.ended == {Status.COMPLETED: 1} and not worker.open_batches
+        assert worker.lines == (0, 0) and worker.ended == {BatchStatus.COMPLETED: 1} and not worker.open_batches
         await worker.close()
 
 
-async def test_what_a_gateway_had_when_it_closed_is_free_for_others_at_once(tmp_path: Path) -> None:
+async def test_a_closing_gateway_releases_its_leases_at_once(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
-        worker = BatchWorker(bench.shop)
+        worker = BatchWorker(bench.runtime)
         batch = await bench.add([ask("one")])
         worker.start()
         await reply_of(bench, 0)
@@ -90,9 +90,9 @@ async def test_what_a_gateway_had_when_it_closed_is_free_for_others_at_once(tmp_
         assert await bench.store.update(batch.id, lambda each: each.claimed("other", bench.now, 10.0))
 
 
-async def test_a_lease_is_kept_while_the_work_goes_on_and_a_cancelled_batch_is_stopped(tmp_path: Path) -> None:
+async def test_a_lease_is_extended_while_a_batch_runs_and_a_cancelled_batch_is_stopped(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
-        worker = BatchWorker(bench.shop)
+        worker = BatchWorker(bench.runtime)
         batch = await bench.add([ask("one")])
         worker.start()
         await reply_of(bench, 0)
@@ -107,14 +107,14 @@ async def test_a_lease_is_kept_while_the_work_goes_on_and_a_cancelled_batch_is_s
         assert extended.leased_until == bench.now + LEASE_SECONDS
         await bench.store.update(batch.id, lambda each: each.cancelling(bench.now))
         worker.wake()
-        await until_status(bench, batch.id, Status.CANCELLED)
+        await until_status(bench, batch.id, BatchStatus.CANCELLED)
         await worker.close()
 
 
 async def test_tenants_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "RUNS_MAX", 2)
     async with a_bench(tmp_path) as bench:
-        worker = BatchWorker(bench.shop)
+        worker = BatchWorker(bench.runtime)
         first = await bench.add([ask("first")])
         worker.start()
         await reply_of(bench, 0)
@@ -127,18 +127,18 @@ async def test_tenants_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         await worker.close()
 
 
-async def test_what_was_kept_long_enough_is_deleted_but_no_input_of_an_open_batch(tmp_path: Path) -> None:
+async def test_expired_files_are_deleted_except_inputs_of_open_batches(tmp_path: Path) -> None:
     async with a_bench(tmp_path) as bench:
         bench.rig.script(answer())
-        worker = BatchWorker(bench.shop)
+        worker = BatchWorker(bench.runtime)
         done = await bench.add([ask("one")])
         worker.start()
-        await until_status(bench, done.id, Status.COMPLETED)
+        await until_status(bench, done.id, BatchStatus.COMPLETED)
         await worker.close()
         bench.now += 90 * 86_400
         bench.rig.script()
         held = await bench.add([ask("two")], expires_at=int(bench.now + 3600))
-        again = BatchWorker(bench.shop)
+        again = BatchWorker(bench.runtime)
         again.start()
         await reply_of(bench, 1)
         for _ in range(1000):

@@ -1,8 +1,11 @@
-"""A line's call: the very story of `gateway.serve`, without a socket.
+"""Runs one line of a batch as a call: the same phases of `gateway.serve`, without a socket.
 
-Three parts of the house are others for it. The key that created the batch stands for the client, whose secret is not
-kept. The class is the policy's for batches, whatever its rules say. And the receipt is held back, to be recorded with
-the line's result in one step: a killed gateway must not have billed a line whose answer it has lost.
+Three of the gateway's components are replaced for a line:
+
+* The authenticator. The id of the key that created the batch stands for the client, because the secret is not stored.
+* The canonicaliser. The latency class is always `batches.latency_class` of the policy, whatever its rules say.
+* The call log. The receipt is deferred, and stored in one step with the line's result: a killed gateway must not have
+  billed a line whose answer it has lost.
 """
 
 from __future__ import annotations
@@ -25,30 +28,33 @@ from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.serve import Components, handle
 from gateway.types import Call, Principal, Receipt
 
-KEY_HEADER = b"batch-key"  # the id of a key; only in requests that are made here
+KEY_HEADER = b"batch-key"  # carries the id of a key; only requests built in this module have it
 
 
-class KeyById(Authenticator):
-    """Finds the key that a batch was created with, as it is now: one that was revoked meanwhile is refused."""
+class KeyIdAuthenticator(Authenticator):
+    """Authenticates a line by the id of the key that created its batch, as the key is now: not if it was revoked."""
 
     async def authenticate(self, headers: Mapping[bytes, bytes], policy: Policy) -> Principal:
         principal = await self.principal_of(headers[KEY_HEADER].decode(), policy)
         if principal is None:
-            raise Unauthenticated("the API key that created the batch is not valid any more")
+            raise Unauthenticated("the API key that created the batch is no longer valid")
         return principal
 
 
-class AtBatchClass(Canonicaliser):
-    """Every call is of the batches' latency class, and waits for its turn as long as it may last at all: nobody is
-    there who could do something better than wait."""
+class BatchCanonicaliser(Canonicaliser):
+    """Gives every call the batches' latency class, with a queue wait as long as the call itself may last.
 
-    _patient: tuple[LatencyClass, LatencyClass] | None = None  # the policy's class, and what is made of it here
+    No client waits for the answer, so to wait in the queue is always better than to fail.
+    """
+
+    # The policy's class, and the class with a longer `max_wait` that was derived from it.
+    _patient: tuple[LatencyClass, LatencyClass] | None = None
 
     def canonicalise(self, *given: Any, policy: Policy, now: float, **named: Any) -> Call:
         call = super().canonicalise(*given, policy=policy, now=now, **named)
         name = policy.batches.latency_class
         known = policy.classes[name]
-        if self._patient is None or self._patient[0] is not known:
+        if self._patient is None or self._patient[0] is not known:  # a reload makes new objects
             self._patient = (known, known.model_copy(update={"max_wait": known.total}))
         limits = self._patient[1]
         return msgspec.structs.replace(
@@ -56,8 +62,8 @@ class AtBatchClass(Canonicaliser):
         )
 
 
-class Held:
-    """The books of one line: the receipt waits here."""
+class DeferredCallLog:
+    """Call log of one line. Keeps the receipt instead of writing it; everything else goes to the real call log."""
 
     def __init__(self, call_log: CallLog) -> None:
         self._call_log = call_log
@@ -67,7 +73,7 @@ class Held:
         self._call_log.check()
 
     def open_call(self, opened: OpenCall) -> None:
-        """Nobody is billed for what is opened here, unless the receipt closes it."""
+        """Open the call as `held`: recovery bills it only if its receipt closes it."""
         self._call_log.open_call(msgspec.structs.replace(opened, held=True))
 
     def append(self, receipt: Receipt) -> None:
@@ -78,8 +84,11 @@ class Held:
 
 
 @dataclass
-class Reply:
-    """The far end of the gateway's `Wire`, and what came there; the receipt also of a call that was cancelled."""
+class LineReply:
+    """The client's side of a line's call: implements `Wire`, and collects the reply and the receipt.
+
+    The receipt is set even if the call was cancelled.
+    """
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -87,7 +96,7 @@ class Reply:
     receipt: Receipt | None = None
 
     def whole_body(self) -> bytes | None:
-        """It is received, as any."""
+        """Return None: the request body comes by `receive`."""
         return None
 
     def begin(self, status: int, lines: bytes, *, length: int | None, close: bool) -> bool:
@@ -101,13 +110,13 @@ class Reply:
         return True
 
     def when_gone(self, tell: Callable[[], None] | None) -> None:
-        """It does not leave."""
+        """Do nothing: this client never disconnects."""
 
 
-async def call(
-    components: Components, endpoint: Endpoint, body: bytes, reply: Reply, *, key_id: str, call_id: str
+async def call_line(
+    components: Components, endpoint: Endpoint, body: bytes, reply: LineReply, *, key_id: str, call_id: str
 ) -> None:
-    """One request from its beginning to its end. Cancelled, it gives back what it held, as any call."""
+    """Run one request through all phases, and fill `reply`. If cancelled, it releases what it holds, like any call."""
     wire: Wire = reply
     scope = {
         "type": "http",
@@ -120,12 +129,12 @@ async def call(
     async def receive() -> Message:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    held = Held(components.call_log)
+    call_log = DeferredCallLog(components.call_log)
     try:
-        await handle(replace(components, call_log=held), endpoint, scope, receive, _never, call_id=call_id)
+        await handle(replace(components, call_log=call_log), endpoint, scope, receive, _never_send, call_id=call_id)
     finally:
-        reply.receipt = held.receipt
+        reply.receipt = call_log.receipt
 
 
-async def _never(message: Message) -> NoReturn:
-    raise AssertionError(f"the wire takes everything, and {message['type']} was sent beside it")
+async def _never_send(message: Message) -> NoReturn:
+    raise AssertionError(f"the wire accepts everything, but {message['type']} was sent beside it")

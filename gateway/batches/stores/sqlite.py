@@ -1,7 +1,7 @@
-"""What the Batch API keeps, in one SQLite file, which several processes of one machine may share.
+"""Batch API storage in one SQLite file, which several processes of one machine may share.
 
-Unlike the counters of `gateway.storage.sqlite`, results are worth an fsync each time: a power cut loses nothing either.
-Callers gather what they write.
+Unlike the counters in `gateway.storage.sqlite`, every write is followed by an fsync, because a lost result would have
+to be computed again: results survive a power cut, too. Callers batch their writes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.batches.records import Batch, File, Result, new_id
-from gateway.batches.store import CHUNK_BYTES, UNFINISHED_SECONDS, Change
+from gateway.batches.records import Batch, File, LineResult, new_id
+from gateway.batches.stores.base import CHUNK_BYTES, UNFINISHED_SECONDS, Change
 from gateway.storage.sqlite_file import Answer, SqliteFile, in_transaction
 
-BUSY_SECONDS = 5.0  # until another process has ended its transaction
+BUSY_SECONDS = 5.0  # how long to wait for the transaction of another process
 
 SCHEMA = (
     """CREATE TABLE contents (
@@ -45,11 +45,14 @@ _batch = msgspec.msgpack.Decoder(Batch).decode
 _file = msgspec.msgpack.Decoder(File).decode
 
 
-class SqliteStore:
+class SqliteBatchStore:
+    """`BatchStore` in the SQLite file at `path`."""
+
     def __init__(self, path: Path) -> None:
         self._file = SqliteFile(path, "batches", (SCHEMA,), synchronous="FULL", busy_seconds=BUSY_SECONDS)
 
     async def open(self) -> None:
+        """Open the file, and delete the contents that killed uploads left behind."""
         if await self._file.open():
             unfinished = new_id("file-", time.time() - UNFINISHED_SECONDS)
             query = "DELETE FROM contents WHERE file < ? AND file NOT IN (SELECT id FROM files)"
@@ -73,12 +76,13 @@ class SqliteStore:
 
     async def read(self, content: str, offset: int, length: int) -> bytes:
         query = "SELECT start, bytes FROM contents WHERE file = ? AND start > ? AND start < ? ORDER BY start"
+        # A stored chunk has at most CHUNK_BYTES, so one that starts earlier cannot reach `offset`.
         bounds = (content, offset - CHUNK_BYTES, offset + length)
         rows = await self._do(lambda db: db.execute(query, bounds).fetchall(), writes=False)
         parts = (part[max(0, offset - start) : offset + length - start] for start, part in rows)
         return b"".join(parts)
 
-    async def drop(self, content: str) -> None:
+    async def delete_content(self, content: str) -> None:
         await self._do(lambda db: db.execute("DELETE FROM contents WHERE file = ?", (content,)).rowcount)
 
     # Files
@@ -158,8 +162,8 @@ class SqliteStore:
         batch_id: str,
         change: Change,
         *,
-        results: Sequence[Result] = (),
-        paid: Sequence[int] = (),
+        results: Sequence[LineResult] = (),
+        recorded: Sequence[int] = (),
         files: Sequence[File] = (),
     ) -> Batch | None:
         def work(db: sqlite3.Connection) -> Batch | None:
@@ -171,32 +175,32 @@ class SqliteStore:
             rows = [(batch_id, each.line, each.ok, each.content, each.receipt or None) for each in results]
             db.executemany("INSERT INTO results VALUES (?, ?, ?, ?, ?)", rows)
             db.executemany(
-                "UPDATE results SET owed = NULL WHERE batch = ? AND line = ?", [(batch_id, line) for line in paid]
+                "UPDATE results SET owed = NULL WHERE batch = ? AND line = ?", [(batch_id, line) for line in recorded]
             )
             for file in files:
                 _insert_file(file, db)
-            if after.over:
+            if after.has_ended:
                 db.execute("DELETE FROM results WHERE batch = ?", (batch_id,))
             return after
 
         return await self._do(work)
 
-    async def forget(self, batch: Batch) -> None:
+    async def delete_batch(self, batch: Batch) -> None:
         await self._do(lambda db: db.execute("DELETE FROM batches WHERE id = ? AND over = 1", (batch.id,)).rowcount)
 
-    async def done(self, batch_id: str) -> list[int]:
+    async def finished_lines(self, batch_id: str) -> list[int]:
         query = "SELECT line FROM results WHERE batch = ?"
         rows = await self._do(lambda db: db.execute(query, (batch_id,)).fetchall(), writes=False)
         return [line for (line,) in rows]
 
-    async def owed(self, batch_id: str) -> dict[int, bytes]:
+    async def unrecorded_receipts(self, batch_id: str) -> dict[int, bytes]:
         query = "SELECT line, owed FROM results WHERE batch = ? AND owed IS NOT NULL"
         return dict(await self._do(lambda db: db.execute(query, (batch_id,)).fetchall(), writes=False))
 
-    async def results(self, batch_id: str, *, after_line: int, limit: int) -> list[Result]:
+    async def results(self, batch_id: str, *, after_line: int, limit: int) -> list[LineResult]:
         query = "SELECT line, ok, content FROM results WHERE batch = ? AND line > ? ORDER BY line LIMIT ?"
         rows = await self._do(lambda db: db.execute(query, (batch_id, after_line, limit)).fetchall(), writes=False)
-        return [Result(line, bool(ok), content) for line, ok, content in rows]
+        return [LineResult(line, bool(ok), content) for line, ok, content in rows]
 
 
 def _insert_file(file: File, db: sqlite3.Connection) -> None:
@@ -210,4 +214,4 @@ def _load_batch(batch_id: str, db: sqlite3.Connection) -> Batch | None:
 
 
 def _save_batch(batch: Batch, db: sqlite3.Connection) -> None:
-    db.execute("REPLACE INTO batches VALUES (?, ?, ?, ?)", (batch.id, batch.tenant, batch.over, _encode(batch)))
+    db.execute("REPLACE INTO batches VALUES (?, ?, ?, ?)", (batch.id, batch.tenant, batch.has_ended, _encode(batch)))

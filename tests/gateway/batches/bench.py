@@ -1,4 +1,4 @@
-"""A workshop on a rig of real parts: scripted servers, a store in a file, and batches that are put into it by hand."""
+"""A batch runtime on a `Rig` of real components: scripted deployments, a SQLite store, and batches added by hand."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gateway.batches.inside import AtBatchClass, KeyById
-from gateway.batches.records import Batch, File, Status, new_id
-from gateway.batches.run import Run
-from gateway.batches.sqlite_store import SqliteStore
-from gateway.batches.store import CHUNK_BYTES
-from gateway.batches.workshop import Workshop
+from gateway.batches.line_call import BatchCanonicaliser, KeyIdAuthenticator
+from gateway.batches.records import Batch, BatchStatus, File, new_id
+from gateway.batches.run import BatchRun
+from gateway.batches.runtime import BatchRuntime
+from gateway.batches.stores.base import CHUNK_BYTES
+from gateway.batches.stores.sqlite import SqliteBatchStore
 from tests.gateway.harness import PEPPER, Rig, Told, a_rig, chat, in_time, settle
 
 NOW = 1_000_000.0
@@ -23,19 +23,21 @@ OWNER = "me"
 
 
 class Bench:
-    """`clock` is the time of the workshop; `claim` gives the batch to a run of its own."""
+    """A store and a batch runtime. `now` is the time of the runtime's clock, in seconds since the epoch."""
 
-    def __init__(self, rig: Rig, store: SqliteStore) -> None:
+    def __init__(self, rig: Rig, store: SqliteBatchStore) -> None:
         self.rig = rig
         self.store = store
         self.now = NOW
         components = replace(
-            rig.components, authenticator=KeyById(rig.storage, PEPPER), canonicaliser=AtBatchClass(b"secret")
+            rig.components,
+            authenticator=KeyIdAuthenticator(rig.storage, PEPPER),
+            canonicaliser=BatchCanonicaliser(b"secret"),
         )
-        self.shop = Workshop(components, store, rig.ledger_directory.parent, OWNER, clock=lambda: self.now)
+        self.runtime = BatchRuntime(components, store, rig.ledger_directory.parent, OWNER, clock=lambda: self.now)
 
     async def add(self, bodies: list[bytes], **fields: Any) -> Batch:
-        """A batch that is to be validated, with a line for each body: c-1, c-2, ..."""
+        """Add a batch in status validating, with a line for each body: c-1, c-2, ..."""
         lines = [
             {"custom_id": f"c-{number}", "method": "POST", "url": "/v1/chat/completions", "body": json.loads(body)}
             for number, body in enumerate(bodies, 1)
@@ -56,13 +58,14 @@ class Bench:
         await self.store.add_batch(batch, max_open=99)
         return batch
 
-    async def claim(self, batch: Batch) -> Run:
+    async def claim(self, batch: Batch) -> BatchRun:
+        """Claim the batch for this runtime, and return a run of it."""
         claimed = await self.store.update(batch.id, lambda each: each.claimed(OWNER, self.now, 10.0))
         assert claimed is not None
-        return Run(self.shop, claimed)
+        return BatchRun(self.runtime, claimed)
 
     async def lines(self, batch_id: str, which: str) -> dict[str, Any]:
-        """Of the output or the error file, by their ids."""
+        """Return the decoded lines of the `output` or `error` file, by their custom ids."""
         batch = await self.store.batch(batch_id)
         assert batch is not None
         file_id = getattr(batch, f"{which}_file_id")
@@ -70,7 +73,7 @@ class Bench:
         rows = [json.loads(row) for row in content.splitlines()]
         return {row["custom_id"]: row for row in rows}
 
-    async def status(self, batch_id: str) -> Status:
+    async def status(self, batch_id: str) -> BatchStatus:
         batch = await self.store.batch(batch_id)
         assert batch is not None
         return batch.status
@@ -79,7 +82,7 @@ class Bench:
 @asynccontextmanager
 async def a_bench(directory: Path, **changes: Any) -> AsyncIterator[Bench]:
     async with a_rig(directory, **changes) as rig:
-        store = SqliteStore(directory / "batches.db")
+        store = SqliteBatchStore(directory / "batches.db")
         await store.open()
         try:
             yield Bench(rig, store)
@@ -88,20 +91,23 @@ async def a_bench(directory: Path, **changes: Any) -> AsyncIterator[Bench]:
 
 
 def ask(content: str, **fields: Any) -> bytes:
+    """Return the body of a chat request with one user message."""
     return chat(messages=[{"role": "user", "content": content}], **fields)
 
 
-async def run_to_its_end(bench: Bench, bodies: list[bytes], **fields: int) -> Batch:
+async def run_to_end(bench: Bench, bodies: list[bytes], **fields: int) -> Batch:
+    """Add a batch, run it until it ends, and return it."""
     batch = await bench.add(bodies, **fields)
     run = await bench.claim(batch)
-    await in_time(run.live())
+    await in_time(run.run())
     return run.batch
 
 
 async def reply_of(bench: Bench, number: int) -> Told:
+    """Wait until request `number` has reached a deployment, and return its reply, which the test feeds."""
     for _ in range(1000):
         if len(bench.rig.replies) > number:
             await settle()
             return bench.rig.replies[number]
         await asyncio.sleep(0.001)
-    raise AssertionError("no server was asked")
+    raise AssertionError("no deployment received a request")

@@ -1,6 +1,7 @@
-"""The end of a batch: its results become an output file and an error file, in the order of its lines.
+"""Writes a batch's output file and error file, in the order of its lines.
 
-A result has been billed: it comes into its file, whatever has become of the rest and of the input file.
+A stored result has been billed. It is therefore written to its file in any case, even if the batch failed or its input
+file was deleted.
 """
 
 from __future__ import annotations
@@ -11,24 +12,26 @@ from typing import NamedTuple
 import msgspec
 
 from gateway.batches.lines import read_line
-from gateway.batches.records import Batch, File, LineError, Result, Status, new_id
-from gateway.batches.store import CHUNK_BYTES, Store
+from gateway.batches.records import Batch, BatchStatus, File, LineError, LineResult, new_id
+from gateway.batches.stores.base import CHUNK_BYTES, BatchStore
 
 RESULTS_PER_PAGE = 200
+# OpenAI's error code and message for a line without an answer, by how its batch ended.
 UNANSWERED = {
-    Status.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request was answered."),
-    Status.EXPIRED: ("batch_expired", "This request could not be answered before the completion window ended."),
-    Status.FAILED: ("batch_failed", "The batch failed before this request was answered."),
+    BatchStatus.CANCELLED: ("batch_cancelled", "The batch was cancelled before this request was answered."),
+    BatchStatus.EXPIRED: ("batch_expired", "This request could not be answered before the completion window ended."),
+    BatchStatus.FAILED: ("batch_failed", "The batch failed before this request was answered."),
 }
 
 
-def answer_line(custom_id: str, call_id: str, status: int, body: bytes) -> bytes:
-    """A line with a reply, whatever it says; `body` is JSON, and loses its line ends."""
+def response_line(custom_id: str, call_id: str, status: int, body: bytes) -> bytes:
+    """Return the line of a request that got a reply with any status. `body` is JSON; its newlines are removed."""
     response = {"status_code": status, "request_id": call_id, "body": msgspec.Raw(_one_line(body))}
     return msgspec.json.encode({"id": _result_id(call_id), "custom_id": custom_id, "response": response, "error": None})
 
 
-def unanswered_line(custom_id: str, call_id: str, ending: Status) -> bytes:
+def unanswered_line(custom_id: str, call_id: str, ending: BatchStatus) -> bytes:
+    """Return the error line of a request that got no reply, because its batch ended with `ending`."""
     code, message = UNANSWERED[ending]
     error = {"code": code, "message": message}
     return msgspec.json.encode({"id": _result_id(call_id), "custom_id": custom_id, "response": None, "error": error})
@@ -42,10 +45,10 @@ def _one_line(body: bytes) -> bytes:
     return msgspec.json.format(body, indent=-1) if b"\n" in body or b"\r" in body else body
 
 
-class _Writer:
-    """One of the two files; it comes to be with its first line."""
+class _FileWriter:
+    """Writes one of the two files in chunks. The file exists only if it has a line."""
 
-    def __init__(self, store: Store, batch: Batch, name: str) -> None:
+    def __init__(self, store: BatchStore, batch: Batch, name: str) -> None:
         self._store = store
         self._batch = batch
         self._name = name
@@ -79,17 +82,23 @@ class _Writer:
         )
 
 
-class Written(NamedTuple):
+class OutputFiles(NamedTuple):
+    """The files that were written, None for an empty one, and the number of lines in the input file."""
+
     output: File | None
     errors: File | None
     lines: int
 
 
 async def write_files(
-    store: Store, batch: Batch, lines: AsyncIterator[tuple[int, int, bytes]], *, now: float, keep_seconds: float
-) -> Written:
-    """The contents of the files are in the store then. `lines` are those of the input file."""
-    output, errors = _Writer(store, batch, "output"), _Writer(store, batch, "error")
+    store: BatchStore, batch: Batch, lines: AsyncIterator[tuple[int, int, bytes]], *, now: float, keep_seconds: float
+) -> OutputFiles:
+    """Write the contents of both files to the store; the caller adds the files when it ends the batch.
+
+    `lines` are (number, offset, line) of the input file. A line without a result becomes an error line. `now` is in
+    seconds since the epoch.
+    """
+    output, errors = _FileWriter(store, batch, "output"), _FileWriter(store, batch, "error")
     results = _all_results(store, batch.id)
     result = await anext(results, None)
     count = 0
@@ -102,13 +111,14 @@ async def write_files(
         line = read_line(number, raw)
         custom_id = "" if isinstance(line, LineError) else line.custom_id
         await errors.put(unanswered_line(custom_id, f"{batch.id}-{number}", batch.ending))
+    # Results are left only if the input file was deleted, and its lines could not be read.
     while result is not None:
         await (output if result.ok else errors).put(result.content)
         result = await anext(results, None)
-    return Written(await output.end(now, keep_seconds), await errors.end(now, keep_seconds), count)
+    return OutputFiles(await output.end(now, keep_seconds), await errors.end(now, keep_seconds), count)
 
 
-async def _all_results(store: Store, batch_id: str) -> AsyncIterator[Result]:
+async def _all_results(store: BatchStore, batch_id: str) -> AsyncIterator[LineResult]:
     after = 0
     while page := await store.results(batch_id, after_line=after, limit=RESULTS_PER_PAGE):
         for result in page:

@@ -1,0 +1,26 @@
+"""Storage of the Batch API: a family of engines behind the port in `base`, chosen by the gateway's storage URL."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from gateway.batches.stores.base import BatchStore
+
+REDIS_SCHEMES = frozenset({"redis", "rediss", "unix"})
+STORES = {
+    "redis": "gateway.batches.stores.redis:RedisBatchStore",
+    "sqlite": "gateway.batches.stores.sqlite:SqliteBatchStore",
+}
+
+
+def open_store(storage: str, data_dir: Path) -> BatchStore:
+    """Return the store for the storage URL: Redis if the URL names one, else a SQLite file in `data_dir`.
+
+    The caller must await `open()` before the first use.
+    """
+    is_redis = storage.partition("://")[0] in REDIS_SCHEMES
+    # Members are imported on first use, so that a gateway without Redis does not load its client.
+    module, _, name = STORES["redis" if is_redis else "sqlite"].partition(":")
+    store: BatchStore = getattr(import_module(module), name)(storage if is_redis else data_dir / "batches.db")
+    return store
