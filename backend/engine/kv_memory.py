@@ -14,7 +14,7 @@ from backend.engine.config import ResolvedConfig
 from backend.engine.errors import ConfigError
 from backend.huge_pages import HugePages
 from backend.kv_cache import create_kv_format
-from backend.layers.step import LayerCache
+from backend.layers.forward_context import LayerCache
 
 PART_BYTES = 1 << 30  # of RAM that is asked for at once: torch takes a power of two, where it pins any
 

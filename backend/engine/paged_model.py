@@ -14,8 +14,8 @@ from backend.engine.batch import Batch
 from backend.engine.config import ResolvedConfig
 from backend.engine.decode_programs import DecodePrograms
 from backend.engine.kv_memory import KvMemory
+from backend.layers.forward_context import ForwardContext
 from backend.layers.loader import LayerLoader
-from backend.layers.step import Step
 from backend.models import architecture
 from backend.models.weights import Checkpoint
 from backend.native.recording import Recorder, StopCheck, raise_if_interrupted
@@ -66,7 +66,7 @@ class PagedModel:
 
     def _forward(self, batch: Batch, is_interrupted: StopCheck | None) -> Tensor:
         embedded, rotations = self._model.embedded(batch.input_ids), self._model.rotations(batch.positions)
-        step = Step(rotations, batch.slot_mapping, self._prepared(batch.attention, is_interrupted))
+        step = ForwardContext(rotations, batch.slot_mapping, self._prepared(batch.attention, is_interrupted))
         last = step
         if tail := batch.tail:
             last = replace(step, attend=self._prepared(tail.attention, is_interrupted), rows=tail.rows)

@@ -1,1 +1,5 @@
-"""Parts that the models arrange. Each is loaded whole from a checkpoint: there is no layer without its weights."""
+"""Layers that the models are built from: attention, MLPs, norms and rotary embeddings, with their weights.
+
+This package imports `attention`, `kv_cache`, `ops`, `quantization`, `model_files` and the configuration in `models`.
+Begin at `forward_context.py`, what a layer gets in each step, then `loader.py`, which creates layers from a checkpoint.
+"""

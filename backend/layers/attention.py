@@ -1,20 +1,24 @@
+"""Attention layer: query, key and value projections, rotary embedding, KV cache and output projection."""
+
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
 from backend.attention.base import AttentionVariant
+from backend.layers.forward_context import ForwardContext, LayerCache
 from backend.layers.loader import LayerLoader
 from backend.layers.norm import RmsNorm
-from backend.layers.step import LayerCache, Step
 from backend.models.config import LayerConfig, ModelConfig
 from backend.ops.base import HeadNorms
 
 
 class PagedAttention:
-    """Projections, rotation and the paged cache around `Attention`. What a family has of its own, it says by the
-    arguments: `qk_norm` is a norm of each query and key "head", or of all heads as one vector ("all"); `packed` is
-    the name under which a checkpoint keeps the three projections as one."""
+    """One attention layer over the paged KV cache.
+
+    `qk_norm` is "head" for a norm of each query and key head, "all" for a norm over all heads as one vector, or None.
+    `packed` is the checkpoint's name for the three projections if it stores them as one tensor.
+    """
 
     def __init__(
         self,
@@ -53,37 +57,37 @@ class PagedAttention:
             else:
                 self._head_norms = RmsNorm.of_heads(query_norm, key_norm)
 
-    def __call__(self, hidden: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """hidden: [T, hidden_size] -> [W, hidden_size], of the tokens that go on."""
+    def __call__(self, hidden: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
+        """hidden: [T, hidden_size] -> [W, hidden_size], for the W tokens that `context.select_rows` keeps."""
         qkv = self._qkv(hidden)
-        rope = self._rotation(qkv, step)
+        rope = self._rotation(qkv, context)
         if self._whole_norms is None:
             caches = (cache.key, cache.value)
-            query = self._ops.norm_rope_store(qkv, self._head_norms, rope, caches, step.slot_mapping, cache.form)
+            query = self._ops.norm_rope_store(qkv, self._head_norms, rope, caches, context.slot_mapping, cache.form)
         else:
-            query = self._enter_whole(qkv, *self._whole_norms, rope, cache, step)
-        return self._output(step.attend(step.going_on(query), cache.key, cache.value, self._span).flatten(1))
+            query = self._norm_whole_rope_store(qkv, *self._whole_norms, rope, cache, context)
+        return self._output(context.attend(context.select_rows(query), cache.key, cache.value, self._span).flatten(1))
 
-    def _enter_whole(
+    def _norm_whole_rope_store(
         self,
         qkv: Tensor,
         query_norm: RmsNorm,
         key_norm: RmsNorm,
         rope: tuple[Tensor, Tensor],
         cache: LayerCache,
-        step: Step,
+        context: ForwardContext,
     ) -> Tensor:
-        """As `Ops.norm_rope_store`, with norms over all heads together."""
+        """As `Ops.norm_rope_store`, but with norms over all heads as one vector."""
         query, key, value = torch.split(qkv, [self._q_size, self._kv_size, self._kv_size], dim=-1)
         query, key, value = (
             part.view(len(qkv), -1, self._head_dim) for part in (query_norm(query), key_norm(key), value)
         )  # [T, H, D]
-        cache.store(self._ops, self._ops.rope(key, *rope), value, step.slot_mapping)
+        cache.store(self._ops, self._ops.rope(key, *rope), value, context.slot_mapping)
         return self._ops.rope(query, *rope)
 
-    def _rotation(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Where a layer has no positions, of none of the dimensions."""
+    def _rotation(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the layer's rotation. With no dimensions if the layer has no rotary embedding."""
         if self._rope_index is not None:
-            return step.rope[self._rope_index]
+            return context.rope[self._rope_index]
         none = qkv.new_empty((len(qkv), 0), dtype=torch.float32)
         return none, none

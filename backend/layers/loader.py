@@ -1,3 +1,5 @@
+"""Creates layers from the tensors of a checkpoint, in the selected quantization."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,36 +18,38 @@ from backend.quantization.none import PlainLinear
 
 @dataclass(frozen=True, slots=True)
 class LayerLoader:
-    """Makes layers from the tensors below `prefix`."""
+    """Creates layers from the tensors whose names start with `prefix`. Raises `WeightsError`."""
 
     checkpoint: Checkpoint
     ops: Ops
     quantization: Quantization
     prefix: str = ""
-    norm_offset: float = 0.0  # that a family adds to the weights of its norms
+    norm_offset: float = 0.0  # added to norm weights, for checkpoints that store the difference from an offset
 
-    def of_family(self, *, norm_offset: float) -> LayerLoader:
+    def with_norm_offset(self, norm_offset: float) -> LayerLoader:
+        """A loader that adds `norm_offset` to norm weights."""
         return replace(self, norm_offset=norm_offset)
 
     def below(self, name: str) -> LayerLoader:
+        """A loader for the submodule `name`."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def linear(
         self, outs: Sequence[tuple[str, int]], in_features: int, *, bias: bool = False, gate: str | None = None
     ) -> Linear:
-        """One product for all the named (name, out_features) that share an input: one read of it, one launch."""
+        """One fused linear layer of several (name, out_features) with the same input: one read of it, one launch."""
         weights = [self.checkpoint.take_packed(f"{self.prefix}{name}.weight", out, in_features) for name, out in outs]
         biases = [self.tensor(f"{name}.bias", out) for name, out in outs] if bias else []
         return self.quantization.linear(concatenated(weights), torch.cat(biases) if bias else None, gate)
 
     def router(self, name: str, num_experts: int, in_features: int, *, bias: bool = False) -> Linear:
-        """As the checkpoint has it: it is small, and what it decides is not a little off but another expert's."""
+        """The router of experts, never quantized: it is small, and a rounding error can select another expert."""
         weight = self.tensor(f"{name}.weight", num_experts, in_features)
         return PlainLinear(self.ops, weight, self.tensor(f"{name}.bias", num_experts) if bias else None, None)
 
     def rms_norm(self, name: str, size: int, eps: float) -> RmsNorm:
         if self.norm_offset:
-            # Added in float32: near one, bfloat16 has no room for what the checkpoint says of the difference.
+            # Added in float32, because bfloat16 is too coarse near one to represent the stored difference.
             weight = self.checkpoint.take(f"{self.prefix}{name}.weight", size, dtype=torch.float32) + self.norm_offset
         else:
             weight = self.tensor(f"{name}.weight", size)

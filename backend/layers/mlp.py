@@ -1,3 +1,5 @@
+"""MLPs: gated, and a mixture of experts."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ PLAIN_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 class Mlp:
-    """down(gate_up(x)), the first of which ends with a gate."""
+    """down(gate_up(x)). The gate is applied at the end of the first product."""
 
     needs_host_sync: ClassVar[bool] = False
 
@@ -25,7 +27,7 @@ class Mlp:
 
     @property
     def weights(self) -> tuple[LinearWeight, LinearWeight] | None:
-        """As `Expert` has it."""
+        """As in `Expert`."""
         gate_up, down = self._gate_up.held, self._down.held
         return (gate_up, down) if gate_up and down else None
 
@@ -34,8 +36,10 @@ class Mlp:
 
 
 class GatedMlp(Mlp):
-    """down(activation(gate(x)) * up(x)). `names` are the checkpoint's for the three; where it keeps gate and up as one,
-    there are two."""
+    """down(activation(gate(x)) * up(x)).
+
+    `names` are the checkpoint's names of gate, up and down, or two names if it stores gate and up as one tensor.
+    """
 
     def __init__(
         self, config: ModelConfig, loader: LayerLoader, inner_size: int, names: tuple[str, ...] = PLAIN_NAMES
@@ -49,7 +53,7 @@ class GatedMlp(Mlp):
 
 
 class SparseMlp:
-    """A router and many small MLPs, of which each token visits a few."""
+    """Mixture of experts: a router that selects a few of many small MLPs for each token."""
 
     def __init__(self, ops: Ops, experts: ExpertsConfig, router: Linear, mlps: Sequence[Expert]) -> None:
         self._ops = ops
@@ -59,7 +63,7 @@ class SparseMlp:
 
     @property
     def needs_host_sync(self) -> bool:
-        """As `MixtureOfExperts` has it."""
+        """As in `MixtureOfExperts`."""
         return self._mixture.needs_host_sync
 
     def __call__(self, hidden: Tensor) -> Tensor:

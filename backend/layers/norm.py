@@ -1,3 +1,5 @@
+"""RMS norm."""
+
 from __future__ import annotations
 
 from torch import Tensor
@@ -6,6 +8,8 @@ from backend.ops.base import HeadNorms, Ops
 
 
 class RmsNorm:
+    """Root mean square norm over the last dimension."""
+
     def __init__(self, ops: Ops, weight: Tensor, eps: float) -> None:
         self._ops = ops
         self._weight = weight
@@ -16,11 +20,11 @@ class RmsNorm:
 
     @staticmethod
     def of_heads(query: RmsNorm, key: RmsNorm) -> HeadNorms:
-        """For `Ops.norm_rope_store`."""
+        """Both norms in the form that `Ops.norm_rope_store` takes."""
         return HeadNorms(query._weight, key._weight, query._eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and the new residual."""
+        """Returns norm(x + residual) and x + residual, the new residual. A residual of None counts as zero."""
         if residual is None:
             return self(x), x
         return self._ops.add_rms_norm(x, residual, self._weight, self._eps)

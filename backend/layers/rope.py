@@ -1,4 +1,4 @@
-"""Rotary position embedding: the angles, as a table over positions. `Ops.rope` applies them."""
+"""Rotary position embeddings: tables of cosines and sines by position, and the scaling methods for long contexts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from backend.ops.base import Ops
 
 
 class RopeTable:
+    """Cosines and sines of all positions up to `num_positions`. `Ops.rope` applies them."""
+
     def __init__(self, config: RopeConfig, num_positions: int, device: torch.device, ops: Ops) -> None:
         self._ops = ops
         frequencies, scale = inverse_frequencies(config, num_positions)
@@ -25,13 +27,13 @@ class RopeTable:
 
 
 def inverse_frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor, float]:
-    """The frequencies, [dim / 2], and what the rotated vectors are multiplied with.
+    """Returns the frequencies, [dim / 2], and the factor for the rotated vectors.
 
-    To the bit those that models were trained with, in the order of transformers' operations: at a position of 100,000
-    the last bit of a frequency turns a pair by a hundredth of a radian.
+    The frequencies equal those of training to the bit, because operations run in transformers' order. At position
+    100,000 the last bit of a frequency rotates a pair by a hundredth of a radian.
     """
     dim = config.dim
-    # In positions: how many turn a pair by one radian.
+    # Positions per radian of each pair.
     spans = config.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     frequencies = 1.0 / spans
     match config.scaling:
@@ -48,8 +50,10 @@ def inverse_frequencies(config: RopeConfig, num_positions: int) -> tuple[Tensor,
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Wavelengths that fit often into the original context stay, those that hardly fit are stretched by `factor`,
-    and between `low_freq_factor` and `high_freq_factor` fits the two are blended."""
+    """Llama 3.1's scaling, by how many wavelengths of a frequency fit into the original context.
+
+    At least `high_freq_factor`: unchanged. At most `low_freq_factor`: divided by `factor`. Between: blended linearly.
+    """
     num_fits = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
     blend = (num_fits - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
@@ -57,17 +61,22 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _long_rope(spans: Tensor, scaling: LongRopeScaling, num_positions: int) -> tuple[Tensor, float]:
-    """One factor for each frequency, from one of two lists: which, is decided by how long a context may become, once
-    for all requests, since what is cached was rotated by the same list (as vLLM does; transformers changes over when
-    a sequence grows past the original context, and then reads a cache that was rotated otherwise)."""
+    """Phi-3's scaling: a factor per frequency from one of two lists.
+
+    The maximum context length selects the list, once for all requests, because cached keys must be rotated alike. vLLM
+    does the same. transformers switches lists when a sequence outgrows the original context, and then reads cached keys
+    with the other rotation.
+    """
     long = num_positions > scaling.original_max_position_embeddings
     factors = torch.tensor(scaling.long_factor if long else scaling.short_factor, dtype=torch.float32)
     return 1.0 / (factors * spans), scaling.attention_factor
 
 
 def _yarn(spans: Tensor, scaling: YarnScaling, config: RopeConfig) -> Tensor:
-    """Dimensions that turn more than `beta_fast` times within the original context stay, those that turn less than
-    `beta_slow` times are stretched, and between them it goes over evenly (arXiv 2309.00071, section 3.2)."""
+    """YaRN (arXiv 2309.00071, section 3.2), by the rotations of a dimension within the original context.
+
+    More than `beta_fast`: unchanged. Fewer than `beta_slow`: divided by `factor`. Between: a linear ramp.
+    """
 
     def dimension(turns: float) -> float:
         turn_length = scaling.original_max_position_embeddings / (turns * 2 * math.pi)

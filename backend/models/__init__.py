@@ -1,4 +1,8 @@
-"""Architectures by the name that a checkpoint's config.json gives them. One more is a row here and a file beside."""
+"""Model architectures, by the name in a checkpoint's config.json. A new one is a row of this table and a file.
+
+This package imports `layers`, `model_files`, `ops` and `quantization`.
+Begin at `decoder.py`, which all architectures share; the other files say where one differs.
+"""
 
 from __future__ import annotations
 
@@ -27,4 +31,5 @@ ARCHITECTURES = {
 
 
 def architecture(name: str) -> type[Decoder]:
+    """Imports and returns the class of an architecture."""
     return cast("type[Decoder]", load_member(ARCHITECTURES, name))

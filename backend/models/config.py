@@ -1,7 +1,8 @@
-"""A checkpoint's config.json, read into what the models here act upon.
+"""Reads a checkpoint's config.json into a `ModelConfig`.
 
-Whatever would change the arithmetic and is not implemented is refused by name: a model that answers nonsense is
-worse than one that does not load.
+Settings that change the arithmetic and are not implemented raise `UnsupportedModel` with their name: a model that does
+not load is better than one that produces wrong output. `_layer_types`, `_experts` and `read_ropes` (rope_config.py)
+resolve settings that differ between layers, with each architecture's defaults for fields that config.json omits.
 """
 
 from __future__ import annotations
@@ -27,35 +28,37 @@ from backend.models.rope_config import (
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by the checkpoints' names
 GPT_OSS = "GptOssForCausalLM"
-SWIGLU_LIMIT = 7.0  # as the gate of its experts has it (backend/ops)
-# Architectures whose heads are tied where config.json does not say: it leaves out what is the default.
+SWIGLU_LIMIT = 7.0  # the constant in the gate of gpt-oss's experts (backend/ops)
+# Architectures with tied embeddings by default: config.json omits fields with their default value.
 TIED = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM", "SmolLM3ForCausalLM"})
-NORMALISED = frozenset({GPT_OSS, "MixtralForCausalLM"})  # whose experts' shares add up to one
-# Every so many layers one sees everything, where layer_types is left out.
+NORMALISED = frozenset({GPT_OSS, "MixtralForCausalLM"})  # whose expert weights are normalised to sum to one
+# Period of the layers with full attention, if config.json has no layer_types.
 GEMMA2_PATTERN, GPT_OSS_PATTERN, GEMMA3_PATTERN = 2, 2, 6
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """A mixture of experts in place of the MLP."""
+    """Settings of a mixture of experts that replaces the MLP."""
 
     num_experts: int
     num_per_token: int
     intermediate_size: int
-    normalise: bool  # whether the chosen experts' shares are made to add up to one
+    normalise: bool  # whether the weights of the selected experts are normalised to sum to one
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """Where one layer differs from the next."""
+    """Settings that differ between layers."""
 
-    window: int | None  # how many tokens it sees, itself included; None: all
-    rope_index: int | None  # which of the model's rotations; None: it has no positions
+    window: int | None  # attention window in tokens, including the token itself; None: full attention
+    rope_index: int | None  # index into `ModelConfig.ropes`; None: no rotary embedding
     experts: ExpertsConfig | None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
+    """Settings of a model, with all defaults resolved."""
+
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -74,17 +77,17 @@ class ModelConfig:
     ropes: tuple[RopeConfig, ...]
     attention_scale: float
     attention_softcap: float | None
-    attention_sinks: bool  # whether each head may look at nothing, by a score that it has learnt
+    attention_sinks: bool  # whether each head has a learnt attention sink
     logits_softcap: float | None
     embedding_scale: float
     residual_scale: float
     logits_scale: float
-    dtype: str  # of the checkpoint, as it says itself
+    dtype: str  # of the checkpoint, from config.json
     eos_token_ids: frozenset[int]
 
     @classmethod
     def load(cls, model_dir: Path) -> ModelConfig:
-        """Raises `ConfigError` if the model's files cannot be read, `UnsupportedModel` if they ask for too much."""
+        """Reads a model's configuration. Raises `ConfigError` or `UnsupportedModel`."""
         files = open_model_files(model_dir)
         raw, generation = files.config(), files.generation_config()
         try:
@@ -94,6 +97,7 @@ class ModelConfig:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> ModelConfig:
+        """Parses the content of config.json. Raises `UnsupportedModel`, or KeyError for a missing field."""
         name = " and ".join(raw.get("architectures") or ["(none named)"])
         if name not in ARCHITECTURES:
             raise UnsupportedModel(f"architecture {name} is not one of {', '.join(sorted(ARCHITECTURES))}")
@@ -150,10 +154,12 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if (activation := _activation(raw)) not in ACTIVATIONS:
         raise UnsupportedModel(f"hidden_act {activation!r} is not one of {', '.join(ACTIVATIONS)}")
     if (limit := raw.get("swiglu_limit", SWIGLU_LIMIT)) != SWIGLU_LIMIT:
-        raise UnsupportedModel(f"swiglu_limit {limit} is not {SWIGLU_LIMIT}, as every published gpt-oss has it")
+        raise UnsupportedModel(
+            f"swiglu_limit {limit} is not supported, only {SWIGLU_LIMIT}, the value of every published gpt-oss"
+        )
     quantised = raw.get("quantization_config")
     if quantised and not (quantised.get("quant_method") == "mxfp4" and raw["architectures"] == [GPT_OSS]):
-        raise UnsupportedModel("quantization_config: checkpoints that are already quantised are not supported")
+        raise UnsupportedModel("quantization_config: quantized checkpoints are not supported")
     if raw.get("use_bidirectional_attention"):
         raise UnsupportedModel("use_bidirectional_attention is not supported")
     if (dtype := raw.get("dtype") or raw.get("torch_dtype") or "float32") not in DTYPES:
@@ -163,13 +169,13 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def _layer_types(architecture: str, raw: Mapping[str, Any]) -> list[str]:
-    """What each layer sees, as the architectures derive it where config.json does not list it."""
+    """Attention type of each layer, derived as the architecture does if config.json does not list it."""
     num_layers = raw["num_hidden_layers"]
     if raw.get("sliding_window") is None or not raw.get("use_sliding_window", True):
         return ["full_attention"] * num_layers
     if raw.get("layer_types"):
         return list(raw["layer_types"])
-    first, pattern = 0, 0  # from which layer on they slide, and every how many one does not
+    first, pattern = 0, 0  # first sliding layer, and period of the full ones after it
     match architecture:
         case "Gemma2ForCausalLM":
             pattern = GEMMA2_PATTERN

@@ -1,7 +1,8 @@
-"""The decoder that Llama and its relatives share: rotary attention over a paged cache, a gated MLP, and norms.
+"""The decoder that all architectures share: paged attention with rotary embeddings, gated MLPs and RMS norms.
 
-A family member says where it differs, by the marks at the top of `Decoder` and by the kind of its layers: each is one
-of `backend.models.layers`.
+An architecture is a subclass. It sets the class attributes at the top of `Decoder` where it differs, and its
+`layer_kind` is one of `backend.models.layers`. `forward` runs all layers and the final norm; `logits` and
+`greedy_tokens` apply the head, separately because only the last token of most sequences needs it.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ import torch
 from torch import Tensor
 
 from backend.layers.attention import PagedAttention
+from backend.layers.forward_context import ForwardContext, LayerCache
 from backend.layers.loader import LayerLoader
 from backend.layers.mlp import PLAIN_NAMES, GatedMlp, SparseMlp
 from backend.layers.rope import RopeTable
-from backend.layers.step import LayerCache, Step
 from backend.models.config import ExpertsConfig, LayerConfig, ModelConfig
 from backend.models.layers import DecoderLayer, PreNormLayer
 
 
 class Decoder:
-    """Weights and how they are arranged. `forward` is all layers and the final norm; `logits` is separate, since only
-    the last token of each request needs them."""
+    """A loaded model. Stateless apart from its weights: the KV cache is passed to `forward`.
+
+    The constructor takes all tensors that it needs from the loader's checkpoint and raises `WeightsError`.
+    """
 
     layer_kind: ClassVar[type[DecoderLayer]] = PreNormLayer
-    qk_norm: ClassVar[str | None] = None  # a norm on every query and key "head" before rotation, or on "all" of them
+    qk_norm: ClassVar[str | None] = None  # norm before rotation: of each query and key "head", or over "all" heads
     norm_offset: ClassVar[float] = 0.0
-    packed_qkv: ClassVar[str | None] = None  # the checkpoint's name for the three projections, where they are one
+    packed_qkv: ClassVar[str | None] = None  # the checkpoint's name of a fused query, key and value projection
     mlp_names: ClassVar[tuple[str, ...]] = PLAIN_NAMES
     expert_names: ClassVar[tuple[str, ...]] = PLAIN_NAMES
     sparse_name: ClassVar[str] = "mlp"
@@ -46,13 +49,15 @@ class Decoder:
         return config.embedding_scale
 
     def __init__(self, config: ModelConfig, loader: LayerLoader, max_model_len: int, device: torch.device) -> None:
-        loader = loader.of_family(norm_offset=self.norm_offset)
+        loader = loader.with_norm_offset(self.norm_offset)
         model = loader.below("model")
         self._config = config
         self._ops = loader.ops
         self._embedding = model.tensor("embed_tokens.weight", config.vocab_size, config.hidden_size)
         scale = self.embedding_scale(config)
-        self._embedding_scale = torch.tensor(scale, dtype=self._embedding.dtype).item()  # rounded, as in training
+        self._embedding_scale = torch.tensor(
+            scale, dtype=self._embedding.dtype
+        ).item()  # rounded to the model's dtype, as in training
         self._layers = [
             self.layer_kind(config, model.below(f"layers.{i}"), *self._sublayers(config, layer, model, i))
             for i, layer in enumerate(config.layers)
@@ -98,32 +103,37 @@ class Decoder:
 
     @property
     def needs_host_sync(self) -> bool:
-        """As `MixtureOfExperts` has it, of any layer's experts."""
+        """As in `MixtureOfExperts`, of any layer's experts."""
         return any(layer.needs_host_sync for layer in self._layers)
 
     def embedded(self, input_ids: Tensor) -> Tensor:
-        """[T] -> what the layers begin with: [T, hidden_size]."""
+        """Token embeddings: [T] -> [T, hidden_size]."""
         embedded = self._ops.embedding(input_ids, self._embedding)
         return embedded if self._embedding_scale == 1.0 else self._ops.scale(embedded, self._embedding_scale)
 
     def rotations(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """[T] -> for each of the model's tables cos and sin: [T, dim / 2]."""
+        """Cosines and sines for each of the model's rope tables: [T] -> [T, dim / 2]."""
         return tuple(rope(positions) for rope in self._ropes)
 
-    def forward(self, embedded: Tensor, cache: list[LayerCache], step: Step, last: Step) -> Tensor:
-        """embedded: [T, hidden_size] -> final hidden states: [W, hidden_size], of the tokens that go on in `last`. That
-        is the step as the last layer has it: of the others, nobody needs more than keys and values."""
+    def forward(
+        self, embedded: Tensor, cache: list[LayerCache], context: ForwardContext, last: ForwardContext
+    ) -> Tensor:
+        """embedded: [T, hidden_size] -> final hidden states of the tokens that `last` selects: [W, hidden_size].
+
+        `last` is the context of the last layer. It can select fewer tokens than `context`, because of the others only
+        keys and values are needed there.
+        """
         delta, residual = embedded, None
-        steps = chain(repeat(step, len(self._layers) - 1), (last,))
-        for layer, layer_cache, layer_step in zip(self._layers, cache, steps, strict=True):
-            delta, residual = layer(delta, residual, layer_cache, layer_step)
+        contexts = chain(repeat(context, len(self._layers) - 1), (last,))
+        for layer, layer_cache, layer_context in zip(self._layers, cache, contexts, strict=True):
+            delta, residual = layer(delta, residual, layer_cache, layer_context)
         hidden, _ = self._norm.add(delta, residual)
         return hidden
 
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
-        """The tokens of the largest logits. hidden: [N, hidden_size] -> [N] int64."""
+        """Tokens with the largest logits. hidden: [N, hidden_size] -> [N] int64."""
         if self._config.logits_scale == 1.0 and self._config.logits_softcap is None:
-            return self._ops.argmax(self._lm_head(hidden))  # which need not be made float32 to be compared
+            return self._ops.argmax(self._lm_head(hidden))  # no float32 needed for a comparison
         return self._ops.argmax(self.logits(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,3 +1,5 @@
+"""Gemma 2 and 3."""
+
 from __future__ import annotations
 
 from backend.models.config import ModelConfig
@@ -6,8 +8,10 @@ from backend.models.layers import SandwichNormLayer
 
 
 class Gemma2ForCausalLM(Decoder):
-    """Norms whose weights are kept as their difference from one, on both sides of each sublayer; embeddings as long as
-    their width asks for. Soft caps, windows and the scale of attention stand in config.json."""
+    """Norms on both sides of each sublayer, stored as the difference from one; embeddings scaled by sqrt(hidden_size).
+
+    Soft caps, windows and the attention scale come from config.json.
+    """
 
     layer_kind = SandwichNormLayer
     norm_offset = 1.0
@@ -18,4 +22,6 @@ class Gemma2ForCausalLM(Decoder):
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    """Gemma 2 with norms of query and key heads."""
+
     qk_norm = "head"

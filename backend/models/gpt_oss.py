@@ -1,3 +1,5 @@
+"""gpt-oss."""
+
 from __future__ import annotations
 
 import torch
@@ -13,20 +15,23 @@ ACTIVATION = "swiglu_oai"
 
 
 class GptOssForCausalLM(Decoder):
-    """Experts with biases and a clamped gate. A directory keeps a layer's as one tensor, with rows of gate and up in
-    turns; of a GGUF file each comes for itself. Sinks, windows and rotation stand in config.json."""
+    """Experts with biases and a clamped gate.
+
+    A directory stores a layer's experts as one tensor in which rows of gate and up alternate. A GGUF reader provides
+    each expert separately. Attention sinks, windows and rotary embeddings come from config.json.
+    """
 
     @classmethod
     def sparse_mlp(cls, config: ModelConfig, experts: ExpertsConfig, layer: LayerLoader) -> SparseMlp:
         loader = layer.below("mlp")
         kept = loader.below("experts")
-        apart = f"{kept.prefix}0.{PLAIN_NAMES[-1]}.weight" in kept.checkpoint
-        mlps = (_experts_apart if apart else _experts_stacked)(kept, experts, config.hidden_size)
+        are_separate = f"{kept.prefix}0.{PLAIN_NAMES[-1]}.weight" in kept.checkpoint
+        mlps = (_separate_experts if are_separate else _stacked_experts)(kept, experts, config.hidden_size)
         router = loader.router("router", experts.num_experts, config.hidden_size, bias=True)
         return SparseMlp(loader.ops, experts, router, mlps)
 
 
-def _experts_apart(loader: LayerLoader, experts: ExpertsConfig, size: int) -> list[Mlp]:
+def _separate_experts(loader: LayerLoader, experts: ExpertsConfig, size: int) -> list[Mlp]:
     inner = experts.intermediate_size
     *gate_up, down = PLAIN_NAMES
     return [
@@ -38,7 +43,7 @@ def _experts_apart(loader: LayerLoader, experts: ExpertsConfig, size: int) -> li
     ]
 
 
-def _experts_stacked(loader: LayerLoader, experts: ExpertsConfig, size: int) -> list[Mlp]:
+def _stacked_experts(loader: LayerLoader, experts: ExpertsConfig, size: int) -> list[Mlp]:
     inner = experts.intermediate_size
     gate_up = _stacked(loader, "gate_up_proj", experts.num_experts, size, 2 * inner)
     gate_up_bias = loader.tensor("gate_up_proj_bias", experts.num_experts, 2 * inner)
@@ -46,21 +51,21 @@ def _experts_stacked(loader: LayerLoader, experts: ExpertsConfig, size: int) -> 
     down_bias = loader.tensor("down_proj_bias", experts.num_experts, size)
     linear = loader.quantization.linear
     return [
-        # Rows of gate and up one after the other, as in every other family.
+        # All rows of gate, then all rows of up, as in all other architectures.
         Mlp(
-            linear(_in_turn(gate_up[i]), dequantized(_in_turn(gate_up_bias[i])), ACTIVATION),
+            linear(_deinterleaved(gate_up[i]), dequantized(_deinterleaved(gate_up_bias[i])), ACTIVATION),
             linear(down[i], down_bias[i]),
         )
         for i in range(experts.num_experts)
     ]
 
 
-def _in_turn(rows: Tensor | Mxfp4Tensor) -> Tensor | Mxfp4Tensor:
+def _deinterleaved(rows: Tensor | Mxfp4Tensor) -> Tensor | Mxfp4Tensor:
     return concatenated((rows[0::2], rows[1::2]))
 
 
 def _stacked(loader: LayerLoader, name: str, num_experts: int, ins: int, outs: int) -> Tensor | Mxfp4Tensor:
-    """[num_experts, outs, ins]: in MXFP4, or of what transformers saves, which is [num_experts, ins, outs]."""
+    """Reads [num_experts, outs, ins] from MXFP4, or from transformers' layout [num_experts, ins, outs]."""
     checkpoint, whole = loader.checkpoint, f"{loader.prefix}{name}"
     if whole in checkpoint:
         return checkpoint.take(whole, num_experts, ins, outs).transpose(1, 2).contiguous()

@@ -1,3 +1,5 @@
+"""Granite."""
+
 from __future__ import annotations
 
 from backend.models.decoder import Decoder
@@ -5,6 +7,6 @@ from backend.models.layers import ScaledLayer
 
 
 class GraniteForCausalLM(Decoder):
-    """Llama with four factors: on embeddings, attention scores, what a sublayer adds, and logits."""
+    """Llama with four scaling factors: for embeddings, attention scores, sublayer outputs and logits."""
 
     layer_kind = ScaledLayer

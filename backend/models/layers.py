@@ -1,7 +1,7 @@
-"""Where the norms of a layer stand: before its sublayers, after them, or both.
+"""Decoder layers, which differ in where their norms are: before the sublayers, after them, or both.
 
-A layer takes and gives its predecessor's last result apart from the residual, so that each sum is fused with a norm
-where a norm follows.
+A layer takes and returns the last sublayer's output (`delta`) separately from the residual. So each addition can be
+fused with the norm that follows it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from backend.layers.attention import PagedAttention
+from backend.layers.forward_context import ForwardContext, LayerCache
 from backend.layers.loader import LayerLoader
 from backend.layers.mlp import GatedMlp, SparseMlp
 from backend.layers.norm import RmsNorm
-from backend.layers.step import LayerCache, Step
 from backend.models.config import ModelConfig
 
 
 class DecoderLayer(ABC):
+    """Attention and an MLP with norms and residual connections."""
+
     def __init__(
         self, config: ModelConfig, loader: LayerLoader, attention: PagedAttention, mlp: GatedMlp | SparseMlp
     ) -> None:
@@ -29,16 +31,20 @@ class DecoderLayer(ABC):
 
     @property
     def needs_host_sync(self) -> bool:
-        """As `MixtureOfExperts` has it."""
+        """As in `MixtureOfExperts`."""
         return self._mlp.needs_host_sync
 
     @abstractmethod
     def _load_norms(self, config: ModelConfig, loader: LayerLoader) -> None: ...
 
     @abstractmethod
-    def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
-        """delta, residual: [T, hidden_size] -> [W, hidden_size], of the tokens that go on. The first layer has no
-        residual yet."""
+    def __call__(
+        self, delta: Tensor, residual: Tensor | None, cache: LayerCache, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """delta, residual: [T, hidden_size] -> [W, hidden_size], for the tokens that `context.select_rows` keeps.
+
+        `residual` is None in the first layer.
+        """
 
 
 def _norm(config: ModelConfig, loader: LayerLoader, name: str) -> RmsNorm:
@@ -52,24 +58,28 @@ class PreNormLayer(DecoderLayer):
         self._input_norm = _norm(config, loader, "input_layernorm")
         self._mlp_norm = _norm(config, loader, "post_attention_layernorm")
 
-    def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, delta: Tensor, residual: Tensor | None, cache: LayerCache, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         normed, residual = self._input_norm.add(delta, residual)
-        delta = self._attention(normed, cache, step)
-        normed, residual = self._mlp_norm.add(delta, step.going_on(residual))
+        delta = self._attention(normed, cache, context)
+        normed, residual = self._mlp_norm.add(delta, context.select_rows(residual))
         return self._mlp(normed), residual
 
 
 class ScaledLayer(PreNormLayer):
-    """Granite's: what a sublayer adds is scaled."""
+    """Granite's: as Llama's, with the output of each sublayer scaled."""
 
     def _load_norms(self, config: ModelConfig, loader: LayerLoader) -> None:
         super()._load_norms(config, loader)
         self._scale = config.residual_scale
 
-    def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, delta: Tensor, residual: Tensor | None, cache: LayerCache, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         normed, residual = self._input_norm.add(delta, residual)
-        delta = self._ops.scale(self._attention(normed, cache, step), self._scale)
-        normed, residual = self._mlp_norm.add(delta, step.going_on(residual))
+        delta = self._ops.scale(self._attention(normed, cache, context), self._scale)
+        normed, residual = self._mlp_norm.add(delta, context.select_rows(residual))
         return self._ops.scale(self._mlp(normed), self._scale), residual
 
 
@@ -82,10 +92,12 @@ class SandwichNormLayer(DecoderLayer):
         self._mlp_norm = _norm(config, loader, "pre_feedforward_layernorm")
         self._output_norm = _norm(config, loader, "post_feedforward_layernorm")
 
-    def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, delta: Tensor, residual: Tensor | None, cache: LayerCache, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         normed, residual = self._input_norm.add(delta, residual)
-        delta = self._attention_norm(self._attention(normed, cache, step))
-        normed, residual = self._mlp_norm.add(delta, step.going_on(residual))
+        delta = self._attention_norm(self._attention(normed, cache, context))
+        normed, residual = self._mlp_norm.add(delta, context.select_rows(residual))
         return self._output_norm(self._mlp(normed)), residual
 
 
@@ -96,8 +108,10 @@ class PostNormLayer(DecoderLayer):
         self._attention_norm = _norm(config, loader, "post_attention_layernorm")
         self._output_norm = _norm(config, loader, "post_feedforward_layernorm")
 
-    def __call__(self, delta: Tensor, residual: Tensor | None, cache: LayerCache, step: Step) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, delta: Tensor, residual: Tensor | None, cache: LayerCache, context: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         residual = delta if residual is None else self._ops.add(delta, residual)
-        attended = self._attention_norm(self._attention(residual, cache, step))
-        residual = self._ops.add(step.going_on(residual), attended)
+        attended = self._attention_norm(self._attention(residual, cache, context))
+        residual = self._ops.add(context.select_rows(residual), attended)
         return self._output_norm(self._mlp(residual)), residual

@@ -1,3 +1,5 @@
+"""Qwen 2."""
+
 from __future__ import annotations
 
 from backend.models.config import ModelConfig
@@ -5,7 +7,7 @@ from backend.models.decoder import Decoder
 
 
 class Qwen2ForCausalLM(Decoder):
-    """A bias on queries, keys and values, always; config.json does not mention it."""
+    """Llama with a bias on queries, keys and values, always: config.json has no field for it."""
 
     @staticmethod
     def has_qkv_bias(config: ModelConfig) -> bool:

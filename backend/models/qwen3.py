@@ -1,9 +1,11 @@
+"""Qwen 3, dense and as a mixture of experts."""
+
 from __future__ import annotations
 
 from backend.models.decoder import Decoder
 
 
 class Qwen3ForCausalLM(Decoder):
-    """Dense, and as a mixture of experts."""
+    """Llama with norms of query and key heads."""
 
     qk_norm = "head"

@@ -1,4 +1,8 @@
-"""How config.json describes rotations: one for all layers, or one for those that slide and one for the others."""
+"""Reads the rotary embeddings of a config.json: one for all layers, or one per attention type.
+
+`read_ropes` returns the distinct embeddings and the index of each layer's. `_parameters` bridges the field names of
+different versions of transformers; `_scaling` reads the scaling methods, which `backend/layers/rope.py` computes.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,14 @@ DEFAULT_THETA = 10_000.0
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
+    """All frequencies divided by `factor`."""
+
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's stretching of the low frequencies; the names are the checkpoint's."""
+    """Llama 3.1's scaling of low frequencies, with config.json's field names."""
 
     factor: float
     low_freq_factor: float
@@ -29,7 +35,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """Phi-3's: a factor for each frequency, in two lists."""
+    """Phi-3's scaling: a factor per frequency, for short and for long contexts."""
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -39,6 +45,8 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
+    """YaRN (arXiv 2309.00071), with config.json's field names."""
+
     factor: float
     beta_fast: float
     beta_slow: float
@@ -52,6 +60,8 @@ Scaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
+    """One rotary embedding. `dim` is the number of rotated dimensions of a head."""
+
     dim: int
     theta: float
     scaling: Scaling | None
@@ -60,18 +70,21 @@ class RopeConfig:
 def read_ropes(
     raw: Mapping[str, Any], layer_types: Sequence[str], head_dim: int
 ) -> tuple[tuple[RopeConfig, ...], list[int | None]]:
-    """The model's rotations, and of each layer the index of its own; None where it has none."""
+    """Returns the distinct rotary embeddings, and the index of each layer's; None for a layer without one."""
     by_type = {kind: _read(parameters, raw, head_dim) for kind, parameters in _parameters(raw, layer_types).items()}
     ropes = tuple(dict.fromkeys(by_type.values()))
-    rotated = raw.get("no_rope_layers") or [1] * len(layer_types)  # SmolLM3 marks those that are rotated with a 1
+    rotated = raw.get("no_rope_layers") or [1] * len(layer_types)  # despite the name, 1 marks a layer with rope
     return ropes, [
         ropes.index(by_type[kind]) if wanted else None for kind, wanted in zip(layer_types, rotated, strict=True)
     ]
 
 
 def longest_context(raw: Mapping[str, Any], ropes: Sequence[RopeConfig]) -> int:
-    """In tokens. YaRN stretches an original context, and config.json may still name that, as Qwen's users are told to
-    leave it; the other kinds are made for the context that it names."""
+    """Maximum context length in tokens.
+
+    With YaRN, config.json can still contain the length before scaling, as Qwen instructs its users to leave it. With
+    the other methods it contains the scaled length.
+    """
     stretched = (
         int(rope.scaling.factor * rope.scaling.original_max_position_embeddings)
         for rope in ropes
@@ -120,12 +133,12 @@ def _scaling(parameters: Mapping[str, Any], raw: Mapping[str, Any]) -> Scaling |
         case "longrope" | "su":
             longest, original = raw["max_position_embeddings"], original or raw["max_position_embeddings"]
             stretch = parameters.get("factor") or longest / original
-            by_default = 1.0 if stretch <= 1.0 else math.sqrt(1.0 + math.log(stretch) / math.log(original))
+            default_factor = 1.0 if stretch <= 1.0 else math.sqrt(1.0 + math.log(stretch) / math.log(original))
             return LongRopeScaling(
                 short_factor=tuple(parameters["short_factor"]),
                 long_factor=tuple(parameters["long_factor"]),
                 original_max_position_embeddings=original,
-                attention_factor=parameters.get("attention_factor") or by_default,
+                attention_factor=parameters.get("attention_factor") or default_factor,
             )
         case "yarn":
             return _yarn(parameters, original or raw["max_position_embeddings"])
@@ -139,12 +152,12 @@ def _yarn(parameters: Mapping[str, Any], original: int) -> YarnScaling:
     if parameters.get("mscale") or parameters.get("mscale_all_dim"):
         raise UnsupportedModel("rope mscale is not supported")
     factor = parameters["factor"]
-    by_default = 1.0 if factor <= 1.0 else 0.1 * math.log(factor) + 1.0
+    default_factor = 1.0 if factor <= 1.0 else 0.1 * math.log(factor) + 1.0
     return YarnScaling(
         factor=factor,
         beta_fast=parameters.get("beta_fast") or 32.0,
         beta_slow=parameters.get("beta_slow") or 1.0,
         original_max_position_embeddings=original,
-        attention_factor=parameters.get("attention_factor") or by_default,
+        attention_factor=parameters.get("attention_factor") or default_factor,
         truncate=parameters.get("truncate", True),
     )

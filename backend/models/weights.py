@@ -1,4 +1,4 @@
-"""A checkpoint's tensors, each to be taken exactly once: what is missing and what is left over are both errors."""
+"""A checkpoint's tensors, each taken exactly once: missing and unused tensors are errors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ MAX_NAMES_SHOWN = 8
 
 
 class Checkpoint:
-    """Opens the files of a model for as long as the `with` lasts. Tensors are converted to `dtype` on `device` when
-    they are taken. Raises `WeightsError`."""
+    """The open files of a model, as a context manager. Methods raise `WeightsError`.
+
+    Tensors are converted to `dtype` on `device` when they are taken.
+    """
 
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._model_dir = model_dir
@@ -40,29 +42,31 @@ class Checkpoint:
         return name in self._sources
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """In the checkpoint's target dtype, or another. Raises `WeightsError` if there is no such tensor, or not of
-        this shape."""
+        """Takes a tensor, in `dtype` or else the checkpoint's target dtype.
+
+        Raises `WeightsError` if it is missing or has another shape.
+        """
         return dequantized(self.take_packed(name, *shape, dtype=dtype))
 
     def take_packed(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | Mxfp4Tensor:
-        """The same, but for what the files keep in four bits, which stays so."""
+        """As `take`, but a tensor stored in MXFP4 stays in MXFP4."""
         if name not in self._sources:
-            raise WeightsError(f"tensor {name} is missing from {self._model_dir}; not taken so far: {self._left()}")
+            raise WeightsError(f"tensor {name} is missing from {self._model_dir}; unused tensors: {self._unused()}")
         tensor = self._sources.pop(name)()
         if tuple(tensor.shape) != shape:
-            raise WeightsError(f"tensor {name} has shape {tuple(tensor.shape)}, and {shape} is expected")
+            raise WeightsError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {shape}")
         return tensor.to(self._device, dtype or self.dtype)
 
     def skip(self, name: str) -> None:
-        """Leaves a tensor out on purpose. Skipping what is not there is safe and does nothing."""
+        """Marks a tensor as unused on purpose. Does nothing if there is no such tensor."""
         self._sources.pop(name, None)
 
     def finish(self) -> None:
-        """Raises `WeightsError` unless everything has been taken or skipped."""
+        """Raises `WeightsError` unless all tensors have been taken or skipped."""
         if self._sources:
-            raise WeightsError(f"{self._model_dir} has tensors that the model does not know: {self._left()}")
+            raise WeightsError(f"{self._model_dir} has tensors that the model does not use: {self._unused()}")
 
-    def _left(self) -> str:
+    def _unused(self) -> str:
         names = sorted(self._sources)
         more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
         return (", ".join(names[:MAX_NAMES_SHOWN]) or "nothing") + more

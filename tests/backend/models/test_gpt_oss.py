@@ -84,5 +84,5 @@ def test_other_architectures_in_mxfp4_are_refused(checkpoint_dir: Callable[[str]
 
 def test_another_limit_than_the_published_one_is_refused(checkpoint_dir: Callable[[str], Path]) -> None:
     raw = json.loads((checkpoint_dir("gpt-oss") / "config.json").read_text())
-    with pytest.raises(UnsupportedModel, match=r"swiglu_limit 6.0 is not 7.0"):
+    with pytest.raises(UnsupportedModel, match=r"swiglu_limit 6.0 is not supported, only 7.0"):
         ModelConfig.parse(raw | {"swiglu_limit": 6.0})

@@ -1,0 +1,43 @@
+"""What all layers share during one step: rotations, KV slots and attention, and the KV cache of each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from backend.attention.base import StepAttention
+from backend.kv_cache.base import KvFormat
+from backend.kv_cache.plain import PLAIN
+from backend.ops.base import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """The KV cache of one layer."""
+
+    key: Tensor  # [num_blocks, block_size, Hkv, W], W is the format's width for head dimension D
+    value: Tensor
+    form: KvFormat = PLAIN
+
+    def store(self, ops: Ops, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Encodes and stores keys and values [T, Hkv, D] in slots [T], which count over all blocks."""
+        ops.store_kv(self.form.encode(key), self.form.encode(value), self.key, self.value, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Inputs of every layer in one step. T is the number of tokens of the step, over all requests.
+
+    In the last layer, most prompt tokens need keys and values only. `rows` then lists the W tokens whose attention
+    and MLP output is still computed.
+    """
+
+    rope: tuple[tuple[Tensor, Tensor], ...]  # (cos, sin) of each of the model's rope tables, [T, dim / 2] float32
+    slot_mapping: Tensor  # [T] int64: slot of each token's key and value
+    attend: StepAttention  # attention of the W tokens
+    rows: Tensor | None = None  # [W] int64; None: all
+
+    def select_rows(self, values: Tensor) -> Tensor:
+        """Selects the tokens that the layer continues with: [T, ...] -> [W, ...]."""
+        return values if self.rows is None else values.index_select(0, self.rows)
