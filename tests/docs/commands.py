@@ -106,7 +106,7 @@ def is_a_target(stack: Stack, block: Block) -> None:
 def check_without_running(stack: Stack, block: Block) -> None:
     """Its syntax, and that the options and files which it names exist."""
     subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
-    for line in block.text.splitlines():
+    for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line)
         if "warmpath" in words:
             verb, *rest = words[words.index("warmpath") + 1 :]
@@ -119,7 +119,7 @@ def check_without_running(stack: Stack, block: Block) -> None:
 
 
 def subverb(verb: str, rest: list[str]) -> list[str]:
-    return rest[:1] if verb == "keys" else []
+    return rest[:1] if verb in ("batch", "keys", "usage") and not rest[0].startswith("-") else []
 
 
 def check_docker(stack: Stack, block: Block) -> None:
@@ -187,6 +187,8 @@ RUNNERS: dict[str, Callable[[Stack, Block], None]] = {
     "runs this test": is_a_target,
     "needs the network": check_without_running,
     "needs a GPU": check_without_running,
+    "needs Redis": check_without_running,
+    "needs traffic": check_without_running,
     "needs Docker": check_docker,
     "serves until stopped": serves,
     "spans of a call": are_the_spans,

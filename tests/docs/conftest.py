@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from tests.docs.markdown import ROOT, Block, blocks
-from tests.e2e.processes import PATIENCE_SECONDS, clean_environment, free_port, running
+from tests.e2e.processes import PATIENCE_SECONDS, chat, clean_environment, free_port, running
 from tests.otlp_collector import Collector, collecting
 
 README = ROOT / "README.md"
+TUTORIAL = ROOT / "docs" / "tutorial.md"
 KEY = next(iter(re.findall(r"^export OPENAI_API_KEY=(\S+)$", README.read_text(), re.MULTILINE)))
 ADMIN_KEY = next(iter(re.findall(r"#key=(wpa-\w+)$", README.read_text(), re.MULTILINE)))
 NOT_IN_A_CHECKOUT = {".git", ".venv", ".warmpath", "policies"}
@@ -41,14 +43,12 @@ class Stack:
         return re.sub(r"--port \d+", "--port 0", text)
 
     def bash(self, block: Block, command: str) -> subprocess.CompletedProcess[str]:
-        """Run it as if the blocks before had been typed into the same shell."""
-        exports = [
-            line
-            for earlier in blocks(block.page)
-            if earlier.language == "bash" and earlier.line < block.line
-            for line in earlier.text.splitlines()
-            if line.startswith("export ")
-        ]
+        """Run it in a shell with the exports of the blocks before it; a how-to page has the tutorial's, too."""
+        before = [earlier for earlier in blocks(block.page) if earlier.line < block.line]
+        if block.page.parent.name == "how-to":
+            before = [*blocks(TUTORIAL), *before]
+        lines = [line for earlier in before if earlier.language == "bash" for line in earlier.text.splitlines()]
+        exports = [line for line in lines if line.startswith("export ")]
         script = self.here("\n".join([*exports, command]))
         finished = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
@@ -80,6 +80,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         with running(recipe, checkout, r"base URL +(\S+)/v1", env) as up:
             found = re.search(r"dashboard +(http://[\d.:]+)/#key=", (checkout / "stdout").read_text())
             assert found
+            headers = {"authorization": f"Bearer {KEY}"}  # one request, so that there is a bill to read
+            httpx2.post(f"{up.url}/v1/chat/completions", json=chat(max_tokens=4), headers=headers).raise_for_status()
             yield Stack(up.url, engine_url, found[1], checkout, collector)
 
 

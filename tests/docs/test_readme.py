@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-from pathlib import Path
-
 import pytest
 
 from gateway.cli import VERBS
@@ -15,17 +12,9 @@ from tests.docs.markdown import Block, blocks, section, table_rows
 pytestmark = pytest.mark.e2e
 
 BLOCKS = blocks(README)
-JAVASCRIPT = [block for block in BLOCKS if (block.mark or block.language) == "js"]
 
 
-@pytest.mark.parametrize("block", JAVASCRIPT, ids=str)
-def test_javascript(stack: Stack, node_project: Path, block: Block) -> None:
-    example = node_project / "example.mjs"
-    example.write_text(block.text)
-    assert stack.bash(block, f"node {shlex.quote(str(example))}").stdout.strip()
-
-
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block not in JAVASCRIPT], ids=str)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_block(stack: Stack, block: Block) -> None:
     commands.run(stack, block)
 
