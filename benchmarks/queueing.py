@@ -1,10 +1,9 @@
-"""What waiting for a turn costs: microseconds of CPU to join a line, to have a turn, and to leave, by how many wait.
+"""CPU cost of the queue, in microseconds: to join it, to be granted a slot, and to leave it, by how many calls wait.
 
     python benchmarks/queueing.py [--calls 2000] [--result FILE]
 
-The lines of `gateway.queueing` before one server with one place; a hundred tenants, lengths and deadlines drawn by
-chance. A turn is all that happens when the place comes free. The first row is a call that finds it free, beside which
-nobody waits.
+One deployment with one slot, and a hundred tenants with random call lengths and deadlines. A "turn" is all work done
+when the slot is released. The first row is a call that finds the slot free while no call is queued.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gateway.core.errors import GatewayError
 from gateway.deployments.fleet import Fleet, SlotPermit
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.providers.base import OfflineProvider
-from gateway.queueing.lines import Lines
+from gateway.queueing.scheduler import QueueScheduler
 
 ROUNDS = 5
 WAITING = (100, 1_000, 10_000, 100_000)
@@ -32,8 +31,8 @@ TENANTS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the lines have to know of a call."""
+class QueuedCall:
+    """A call with only the fields that the queue reads."""
 
     tenant_name: str
     tokens_estimate: int
@@ -48,21 +47,21 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    call: Asked
+    call: QueuedCall
     due: float
-    gone: bool = False
-    place: SlotPermit | None = None
+    done: bool = False
+    permit: SlotPermit | None = None
 
-    def grant(self, place: SlotPermit) -> None:
-        self.place = place
-        place.release()  # it is done at once
+    def grant(self, permit: SlotPermit) -> None:
+        self.permit = permit
+        permit.release()  # the call ends at once
 
-    def refuse(self, error: GatewayError) -> None:
+    def reject(self, error: GatewayError) -> None:
         raise AssertionError(error.message)
 
 
 class Round:
-    """Lines in which `waiting` calls stand, and `more` that are still to come."""
+    """A scheduler with `waiting` queued calls, and `more` calls that are not queued yet."""
 
     def __init__(self, waiting: int, more: int) -> None:
         policy = Policy.model_validate(
@@ -75,35 +74,37 @@ class Round:
         )
         self.fleet, chance = Fleet(lambda deployment: OfflineProvider()), random.Random(waiting)
         self.fleet.apply(policy)
-        self.lines: Lines[Waiting] = Lines(self.fleet, waiting_max=waiting + more)
+        self.scheduler: QueueScheduler[Waiting] = QueueScheduler(self.fleet, waiting_max=waiting + more)
         limits, (model,) = policy.classes["realtime"], policy.models
         calls = [
-            Waiting(Asked(f"t{chance.randrange(TENANTS)}", chance.randrange(10, 4000), limits, model), chance.random())
+            Waiting(
+                QueuedCall(f"t{chance.randrange(TENANTS)}", chance.randrange(10, 4000), limits, model), chance.random()
+            )
             for _ in range(waiting + more)
         ]
         self.coming = calls[waiting:]
         for each in calls[:waiting]:
-            self.lines.join(each, 0.0)
+            self.scheduler.add(each, 0.0)
         chance.shuffle(calls)
         self.leaving = calls
 
     def at_once(self) -> None:
         for each in self.coming:
-            place = self.lines.at_once(each.call, 0.0)
-            assert place is not None
-            place.release()
+            permit = self.scheduler.take_now(each.call, 0.0)
+            assert permit is not None
+            permit.release()
 
     def join(self) -> None:
         for each in self.coming:
-            self.lines.join(each, 0.0)
+            self.scheduler.add(each, 0.0)
 
     def turn(self) -> None:
-        """The place is free: one call after the other has it."""
-        self.lines.serve(0.0)
+        """The slot is free: grant it to all calls, one after the other."""
+        self.scheduler.grant_free_slots(0.0)
 
     def leave(self) -> None:
         for each in self.leaving[: len(self.coming)]:
-            self.lines.leave(each)
+            self.scheduler.remove(each)
 
 
 def micros_of(work: Callable[[], None], count: int) -> float:
@@ -113,14 +114,14 @@ def micros_of(work: Callable[[], None], count: int) -> float:
 
 
 def measure(calls: int) -> dict[str, dict[str, float]]:
-    """The best of some rounds: what others do on the machine only adds."""
-    rows = {"nobody waits": {"at once": min(micros_of(Round(0, calls).at_once, calls) for _ in range(ROUNDS))}}
+    """The minimum over the rounds, since other work on the machine only adds time."""
+    rows = {"0 wait": {"at once": min(micros_of(Round(0, calls).at_once, calls) for _ in range(ROUNDS))}}
     for waiting in WAITING:
         found: dict[str, float] = {}
         for _ in range(ROUNDS):
             each = Round(waiting, calls)
             joined, left = micros_of(each.join, calls), micros_of(each.leave, calls)
-            turns = each.lines.waiting
+            turns = each.scheduler.waiting
             for name, micros in (("join", joined), ("leave", left), ("turn", micros_of(each.turn, turns))):
                 found[name] = min(micros, found.get(name, micros))
         rows[f"{waiting} wait"] = found
@@ -130,7 +131,7 @@ def measure(calls: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=2000)
-    parser.add_argument("--result", type=Path, help="Write the figures there, as JSON.")
+    parser.add_argument("--result", type=Path, help="Write the figures to this file, as JSON.")
     options = parser.parse_args()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     rows = measure(options.calls)

@@ -113,7 +113,7 @@ async def serve(
             call, reservation, found, attempts, exchange, record, components.call_log, components.settler, opener
         ) as account:
             timings.enter("queue")
-            with await components.queue.turn(call) as permit:
+            with await components.queue.acquire_slot(call) as permit:
                 timings.enter("route")
                 async with components.router.open(call, permit, attempts) as upstream:
                     account.answered_by(upstream)

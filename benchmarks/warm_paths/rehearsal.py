@@ -297,7 +297,7 @@ class Rehearsal:
         token_ids = self._token_ids[call_id] = self._texts.ids_of(messages)
         attempts = AttemptLog(lambda: next(self._spans), lambda span: {}, asyncio.current_task())
         sent_at = loop.time()
-        with await self._queue.turn(call) as place:
+        with await self._queue.acquire_slot(call) as place:
             async with self._router.open(call, place, attempts) as upstream:
                 ttft_seconds = loop.time() - sent_at
                 output = 1

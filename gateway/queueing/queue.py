@@ -1,13 +1,16 @@
-"""Phase 5: waiting for one's turn.
+"""Phase 5: waits for a concurrency slot at one of the model's deployments.
 
-A call that finds a free place and nobody before it does not wait at all. Waiting costs one future: no thread, no
-upstream connection. It ends with a place, or after the class's `max_wait`, at the call's own deadline, when its client
-has lost patience, or because more urgent calls have come than may wait (`gateway.queueing.lines`).
+A call that finds a free slot, with no call queued before it, does not wait. A call that waits costs one future: no
+thread and no upstream connection. The wait ends when
 
-More calls than can be served would make a line in which everybody who is served has waited nearly `max_wait`. So once a
-call has waited in vain, those that come after it wait a quarter as long, until the line has been empty: no fewer are
-served, but sooner, and the others are told sooner (Maurer, "Fail at Scale", 2015, of CoDel). Calls that may be held are
-there to wait, and do.
+* the call gets a slot,
+* the class's `max_wait`, the call's deadline or its client's announced timeout (`gateway.core.deadlines`) passes, or
+* the call is shed, because more calls are queued than the bounds allow (`gateway.queueing.scheduler`).
+
+If more calls arrive than can be served, every call that is served would have waited for almost `max_wait`. So once a
+call has timed out in a queue, the calls that come after it wait only for a quarter of `max_wait`, until the queue has
+been empty. The same number of calls is served, but sooner, and the others are rejected sooner (Maurer, "Fail at Scale",
+2015, on CoDel). Calls that may be held are exempt: they are expected to wait.
 """
 
 from __future__ import annotations
@@ -16,15 +19,15 @@ import asyncio
 
 from gateway.core.errors import GatewayError, Overloaded, shutting_down
 from gateway.deployments.fleet import Fleet, SlotPermit
-from gateway.queueing.lines import Lines, nowhere_to_go
+from gateway.queueing.scheduler import QueueScheduler, no_deployment_error
 from gateway.types import Call
 
-IN_VAIN_SHARE = 0.25  # of `max_wait`, while calls wait in vain
-HELD_LOOK_SECONDS = 1.0  # how often it is looked whether those that are held may go: conversations end in silence
+OVERLOADED_WAIT_SHARE = 0.25  # of `max_wait`, while the call's queue is overloaded
+HELD_RECHECK_SECONDS = 1.0  # how often held calls are tried again: a conversation ends without an event
 
 
-class _Waiting:
-    """A call whose caller waits for `granted`."""
+class _WaitingCall:
+    """A queued call whose caller awaits `granted`."""
 
     __slots__ = ("call", "due", "granted")
 
@@ -34,88 +37,92 @@ class _Waiting:
         self.granted: asyncio.Future[SlotPermit] = asyncio.get_running_loop().create_future()
 
     @property
-    def gone(self) -> bool:
+    def done(self) -> bool:
         return self.granted.done()
 
     def grant(self, permit: SlotPermit) -> None:
         self.granted.set_result(permit)
 
-    def refuse(self, error: GatewayError) -> None:
+    def reject(self, error: GatewayError) -> None:
         if not self.granted.done():
             self.granted.set_exception(error)
 
     def decline(self) -> None:
-        """Give back a place that was granted in the very moment in which the caller stopped waiting."""
+        """Give back the slot, if it was granted just when the caller stopped waiting."""
         if self.granted.done() and not self.granted.cancelled() and self.granted.exception() is None:
             self.granted.result().release()
 
 
 class Queue:
-    """The waiting calls of a running gateway."""
+    """The queued calls of a running gateway. Belongs to one event loop."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._lines: Lines[_Waiting] = Lines(fleet)
-        self._look: asyncio.TimerHandle | None = None
+        self._scheduler: QueueScheduler[_WaitingCall] = QueueScheduler(fleet)
+        self._recheck_timer: asyncio.TimerHandle | None = None
         self._closed = False
-        fleet.on_free = self._serve_waiting
+        fleet.on_free = self._grant_free_slots
 
     def depth(self, class_name: str) -> int:
-        """How many calls of a class wait now."""
-        return self._lines.depth(class_name)
+        """How many calls of a class are queued now."""
+        return self._scheduler.depth(class_name)
 
-    def gave_way(self, class_name: str) -> int:
-        """How many calls of a class were refused because more had come than may wait."""
-        return self._lines.gave_way[class_name]
+    def shed_calls(self, class_name: str) -> int:
+        """How many calls of a class were shed since the start, because a bound on queued calls was reached."""
+        return self._scheduler.shed[class_name]
 
-    async def turn(self, call: Call) -> SlotPermit:
-        """A place at one of the model's servers, waited for if need be; `with` gives it back. Raises `Overloaded`."""
+    async def acquire_slot(self, call: Call) -> SlotPermit:
+        """Return a slot at one of the model's deployments, queueing for it if necessary. `with` releases it.
+
+        Raises `Overloaded` if the call is shed, if its wait times out, or if the gateway is shutting down.
+        """
         if self._closed:
             raise shutting_down()
         now = asyncio.get_running_loop().time()
-        return self._lines.at_once(call, now) or await self._wait(call, now)
+        return self._scheduler.take_now(call, now) or await self._wait(call, now)
 
     async def _wait(self, call: Call, now: float) -> SlotPermit:
         if not self._fleet.deployments_of(call.model):
-            raise nowhere_to_go(call.model)
+            raise no_deployment_error(call.model)
         max_wait = call.latency_class.max_wait
-        if self._lines.in_vain(call) and not call.may_be_held:
-            max_wait *= IN_VAIN_SHARE
-        waiter = _Waiting(call, now, max_wait)
-        self._lines.join(waiter, now)
+        if self._scheduler.is_overloaded(call) and not call.may_be_held:
+            max_wait *= OVERLOADED_WAIT_SHARE
+        waiter = _WaitingCall(call, now, max_wait)
+        self._scheduler.add(waiter, now)
         if call.may_be_held:
-            self._serve_waiting()
+            # All calls queued before this one may be held, so that a slot is free for it.
+            self._grant_free_slots()
         try:
             async with asyncio.timeout_at(waiter.due):
                 return await waiter.granted
         except TimeoutError:
             waiter.decline()
-            if waiter.due >= now + max_wait:  # and not the call's own deadline or patience
-                self._lines.note_in_vain(call)
+            if waiter.due >= now + max_wait:  # not if the call's own deadline or patience was shorter
+                self._scheduler.note_timeout(call)
             raise Overloaded(
-                f"no server of {call.model.name} became free within {waiter.due - now:g} s",
-                retry_after_seconds=self._lines.retry_after_seconds(call, waiter.due),
+                f"no deployment of {call.model.name} had a free slot within {waiter.due - now:g} s",
+                retry_after_seconds=self._scheduler.retry_after_seconds(call, waiter.due),
             ) from None
         except asyncio.CancelledError:
             waiter.decline()
             raise
         finally:
-            self._lines.leave(waiter)
+            self._scheduler.remove(waiter)
 
-    def _serve_waiting(self) -> None:
-        if self._closed or not self._lines.waiting:
+    def _grant_free_slots(self) -> None:
+        if self._closed or not self._scheduler.waiting:
             return
         loop = asyncio.get_running_loop()
-        self._lines.serve(loop.time())
-        if self._lines.someone_is_held and self._look is None:
-            self._look = loop.call_later(HELD_LOOK_SECONDS, self._look_again)
+        self._scheduler.grant_free_slots(loop.time())
+        if self._scheduler.has_held_calls and self._recheck_timer is None:
+            self._recheck_timer = loop.call_later(HELD_RECHECK_SECONDS, self._recheck_held)
 
-    def _look_again(self) -> None:
-        self._look = None
-        self._serve_waiting()
+    def _recheck_held(self) -> None:
+        self._recheck_timer = None
+        self._grant_free_slots()
 
     def close(self) -> None:
-        """Refuse whoever waits or comes: the gateway is shutting down."""
+        """Reject all queued calls and all later ones: the gateway is shutting down."""
         self._closed = True
-        for waiter in self._lines:
-            waiter.refuse(shutting_down())
+        for waiter in self._scheduler:
+            waiter.reject(shutting_down())

@@ -20,8 +20,8 @@ from gateway.policy import LatencyClass, Model, Policy
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import OfflineProvider
-from gateway.queueing.lines import Lines
-from gateway.queueing.queue import HELD_LOOK_SECONDS
+from gateway.queueing.queue import HELD_RECHECK_SECONDS
+from gateway.queueing.scheduler import QueueScheduler
 from gateway.routing.base import Strategy
 from gateway.simulator.baselines import Truth
 from gateway.simulator.servers import SimulatedServer, Work
@@ -85,13 +85,13 @@ class _Running:
     served: Served
     permit: SlotPermit | None = None
     sent: SentCall | None = None
-    gone: bool = False  # nobody leaves here
+    done: bool = False  # nobody leaves here
     due: float = 0.0  # who came first goes first
 
     def grant(self, permit: SlotPermit) -> None:
         self.replay.wake(self, permit)
 
-    def refuse(self, error: GatewayError) -> None:
+    def reject(self, error: GatewayError) -> None:
         raise AssertionError(error.message)
 
 
@@ -113,7 +113,7 @@ class _Gateway:
         self.fleet.apply(site.policy)
         self.fleet.on_free = partial(on_free, self)
         self.deployments = self.fleet.deployments_of(site.policy.models[0])
-        self.lines: Lines[_Running] = Lines(self.fleet)
+        self.scheduler: QueueScheduler[_Running] = QueueScheduler(self.fleet)
         self.strategy = strategy
         self.peers = None if told is None else PeerReports(self.fleet, told)
         self.looking = False
@@ -189,18 +189,18 @@ class Replay:
         )
         gateway = next(self._in_turn)
         running = _Running(self, gateway, session, turn, call, Served(session.urgent, request.prompt_tokens, now))
-        permit = gateway.lines.at_once(call, now)
+        permit = gateway.scheduler.take_now(call, now)
         if permit is not None:
             self._granted(running, permit, now)
         else:
-            gateway.lines.join(running, now)
+            gateway.scheduler.add(running, now)
             self._serve(gateway, now)
 
     def _serve(self, gateway: _Gateway, now: float) -> None:
-        gateway.lines.serve(now)
-        if gateway.lines.someone_is_held and not gateway.looking:
+        gateway.scheduler.grant_free_slots(now)
+        if gateway.scheduler.has_held_calls and not gateway.looking:
             gateway.looking = True
-            self._at(now + HELD_LOOK_SECONDS, partial(self._look_again, gateway))
+            self._at(now + HELD_RECHECK_SECONDS, partial(self._look_again, gateway))
 
     def _look_again(self, gateway: _Gateway, now: float) -> None:
         gateway.looking = False

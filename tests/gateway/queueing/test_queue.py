@@ -1,3 +1,5 @@
+"""Calls wait for a slot on the event loop: order, timeouts, cancellation, shedding, held calls and reloads."""
+
 from __future__ import annotations
 
 import asyncio
@@ -21,7 +23,7 @@ def a_queue(policy: Policy) -> tuple[Queue, Fleet]:
     return queue, fleet
 
 
-def one_place(**realtime: object) -> Policy:
+def one_slot(**realtime: object) -> Policy:
     return a_policy(
         deployments=[{"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "max_concurrency": 1}],
         models=[{"name": "m", "deployments": ["a"]}],
@@ -41,28 +43,28 @@ async def settle() -> None:
 
 
 async def hold(queue: Queue, call: Call, order: list[str], name: str, leave: asyncio.Event) -> None:
-    with await queue.turn(call):
+    with await queue.acquire_slot(call):
         order.append(name)
         await leave.wait()
 
 
-async def test_a_free_place_is_taken_at_once_and_given_back() -> None:
+async def test_a_free_slot_is_taken_without_queueing_and_released() -> None:
     policy = a_policy()
     queue, fleet = a_queue(policy)
-    with await queue.turn(call_now(policy)):
-        assert sum(server.slots_taken for server in fleet) == 1
-    assert sum(server.slots_taken for server in fleet) == 0
+    with await queue.acquire_slot(call_now(policy)):
+        assert sum(deployment.slots_taken for deployment in fleet) == 1
+    assert sum(deployment.slots_taken for deployment in fleet) == 0
 
 
-async def test_places_are_spread_over_the_least_busy_servers() -> None:
+async def test_slots_are_taken_at_the_least_busy_deployment() -> None:
     policy = a_policy()
     queue, fleet = a_queue(policy)
-    with await queue.turn(call_now(policy)), await queue.turn(call_now(policy)):
-        assert [server.slots_taken for server in fleet] == [1, 1]
+    with await queue.acquire_slot(call_now(policy)), await queue.acquire_slot(call_now(policy)):
+        assert [deployment.slots_taken for deployment in fleet] == [1, 1]
 
 
 async def test_realtime_goes_before_batch_that_came_earlier() -> None:
-    policy = one_place()
+    policy = one_slot()
     queue, fleet = a_queue(policy)
     order: list[str] = []
     leave = asyncio.Event()
@@ -76,13 +78,13 @@ async def test_realtime_goes_before_batch_that_came_earlier() -> None:
     leave.set()
     await asyncio.gather(first, batch, realtime)
     assert order == ["first", "realtime", "batch"]
-    assert [server.slots_taken for server in fleet] == [0]
+    assert [deployment.slots_taken for deployment in fleet] == [0]
     assert queue.depth("batch") == queue.depth("realtime") == 0
 
 
-async def test_nobody_jumps_the_line() -> None:
-    """A place that comes free goes to who waits, not to who comes in that moment."""
-    policy = one_place()
+async def test_a_queued_call_goes_before_one_that_arrives_when_the_slot_is_released() -> None:
+    """A released slot is granted to the queued call, not to one that arrives at the same moment."""
+    policy = one_slot()
     queue, _ = a_queue(policy)
     order: list[str] = []
     leave_first, leave = asyncio.Event(), asyncio.Event()
@@ -97,51 +99,53 @@ async def test_nobody_jumps_the_line() -> None:
     assert order == ["first", "waiting", "late"]
 
 
-async def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
-    policy = one_place(max_queue=0)
+async def test_a_full_queue_rejects_with_a_retry_after_header() -> None:
+    policy = one_slot(max_queue=0)
     queue, fleet = a_queue(policy)
-    full = pytest.raises(Overloaded, match="0 realtime calls already wait")
-    with await queue.turn(call_now(policy)), full as refusal:
-        await queue.turn(call_now(policy))
-    assert refusal.value.status == 503
-    assert int(refusal.value.headers["retry-after"]) >= 1
-    assert [server.slots_taken for server in fleet] == [0]
+    full = pytest.raises(Overloaded, match="0 realtime calls are already queued")
+    with await queue.acquire_slot(call_now(policy)), full as rejection:
+        await queue.acquire_slot(call_now(policy))
+    assert rejection.value.status == 503
+    assert int(rejection.value.headers["retry-after"]) >= 1
+    assert [deployment.slots_taken for deployment in fleet] == [0]
 
 
-async def test_a_wait_ends_when_it_has_lasted_too_long() -> None:
-    policy = one_place(max_wait="20ms")
+async def test_a_wait_times_out_after_max_wait() -> None:
+    policy = one_slot(max_wait="20ms")
     queue, fleet = a_queue(policy)
-    with await queue.turn(call_now(policy)):
+    with await queue.acquire_slot(call_now(policy)):
         with pytest.raises(Overloaded, match=r"within 0\.02 s"):
-            await queue.turn(call_now(policy))
+            await queue.acquire_slot(call_now(policy))
         assert queue.depth("realtime") == 0
-    assert [server.slots_taken for server in fleet] == [0]
+    assert [deployment.slots_taken for deployment in fleet] == [0]
 
 
-async def test_where_calls_wait_in_vain_later_ones_wait_less_until_nobody_waits() -> None:
-    policy = one_place(max_wait="400ms")
+async def test_after_a_timeout_later_calls_wait_less_until_the_queue_is_empty() -> None:
+    policy = one_slot(max_wait="400ms")
     queue, _ = a_queue(policy)
 
-    async def wait_in_vain(call: Call) -> str:
-        with pytest.raises(Overloaded) as refused:
-            await queue.turn(call)
-        return refused.value.message.rpartition("within ")[2]
+    async def time_out(call: Call) -> str:
+        with pytest.raises(Overloaded) as rejection:
+            await queue.acquire_slot(call)
+        return rejection.value.message.rpartition("within ")[2]
 
-    with await queue.turn(call_now(policy)):
-        patient = asyncio.create_task(wait_in_vain(call_now(policy)))
-        batch = asyncio.create_task(wait_in_vain(call_now(policy, service_tier="flex")))
+    with await queue.acquire_slot(call_now(policy)):
+        patient = asyncio.create_task(time_out(call_now(policy)))
+        batch = asyncio.create_task(time_out(call_now(policy, service_tier="flex")))
         await asyncio.sleep(0.2)
-        behind = asyncio.create_task(wait_in_vain(call_now(policy)))  # so that somebody waits when the first gives up
+        behind = asyncio.create_task(
+            time_out(call_now(policy))
+        )  # keeps the queue from being empty when the first one times out
         assert await patient == "0.4 s"
-        assert await wait_in_vain(call_now(policy)) == "0.1 s"
+        assert await time_out(call_now(policy)) == "0.1 s"
         assert await behind == "0.4 s"
-        assert await wait_in_vain(call_now(policy)) == "0.4 s"  # nobody waited any more
+        assert await time_out(call_now(policy)) == "0.4 s"  # the queue was empty before it
         batch.cancel()
         await asyncio.wait([batch])
 
 
-async def test_who_waits_may_be_refused_for_a_tenant_that_has_fewer() -> None:
-    policy = one_place(max_queue=2)
+async def test_a_queued_call_is_shed_for_a_tenant_with_fewer_calls() -> None:
+    policy = one_slot(max_queue=2)
     queue, fleet = a_queue(policy)
     order: list[str] = []
     leave = asyncio.Event()
@@ -152,54 +156,54 @@ async def test_who_waits_may_be_refused_for_a_tenant_that_has_fewer() -> None:
     other = a_call(chat(), policy, tenant="u", now=asyncio.get_running_loop().time())
     alone = asyncio.create_task(hold(queue, other, order, "u", leave))
     await settle()
-    with pytest.raises(Overloaded, match="2 realtime calls already wait") as refusal:
+    with pytest.raises(Overloaded, match="2 realtime calls are already queued") as rejection:
         await many[1]
-    assert refusal.value.status == 503 and int(refusal.value.headers["retry-after"]) >= 1
+    assert rejection.value.status == 503 and int(rejection.value.headers["retry-after"]) >= 1
     leave.set()
     await asyncio.gather(first, many[0], alone)
-    assert sorted(order) == ["first", "t0", "u"] and queue.gave_way("realtime") == 1
-    assert [server.slots_taken for server in fleet] == [0]
+    assert sorted(order) == ["first", "t0", "u"] and queue.shed_calls("realtime") == 1
+    assert [deployment.slots_taken for deployment in fleet] == [0]
 
 
-async def test_nobody_waits_longer_than_the_client_does() -> None:
-    policy = one_place(max_wait="60s")
+async def test_a_call_waits_no_longer_than_its_client() -> None:
+    policy = one_slot(max_wait="60s")
     queue, _ = a_queue(policy)
     now = asyncio.get_running_loop().time()
-    hurried = a_call(chat(stream=True), policy, headers={b"x-stainless-read-timeout": b"0.02"}, now=now)
-    with await queue.turn(call_now(policy)), pytest.raises(Overloaded, match=r"within 0\.02 s"):
-        await queue.turn(hurried)
+    impatient = a_call(chat(stream=True), policy, headers={b"x-stainless-read-timeout": b"0.02"}, now=now)
+    with await queue.acquire_slot(call_now(policy)), pytest.raises(Overloaded, match=r"within 0\.02 s"):
+        await queue.acquire_slot(impatient)
 
 
-async def test_a_caller_that_leaves_while_waiting_leaves_the_line() -> None:
-    policy = one_place()
+async def test_a_cancelled_call_is_removed_from_the_queue() -> None:
+    policy = one_slot()
     queue, fleet = a_queue(policy)
-    with await queue.turn(call_now(policy)):
+    with await queue.acquire_slot(call_now(policy)):
         waiting = asyncio.create_task(hold(queue, call_now(policy), [], "", asyncio.Event()))
         await settle()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert queue.depth("realtime") == 0
-    assert [server.slots_taken for server in fleet] == [0]
+    assert [deployment.slots_taken for deployment in fleet] == [0]
 
 
-async def test_a_place_granted_in_the_moment_of_leaving_is_not_lost() -> None:
-    policy = one_place()
+async def test_a_slot_granted_just_before_cancellation_is_released() -> None:
+    policy = one_slot()
     queue, fleet = a_queue(policy)
-    place = fleet.take(list(fleet), 0.0)
-    assert place is not None
+    permit = fleet.take(list(fleet), 0.0)
+    assert permit is not None
     waiting = asyncio.create_task(hold(queue, call_now(policy), [], "", asyncio.Event()))
     await settle()
-    place.release()  # grants it to `waiting`, which has not run since
+    permit.release()  # grants it to `waiting`, which has not run since
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert [server.slots_taken for server in fleet] == [0]
+    assert [deployment.slots_taken for deployment in fleet] == [0]
 
 
-async def test_a_model_that_lost_its_servers_keeps_nobody_waiting() -> None:
-    policy = one_place()
+async def test_queued_calls_are_rejected_if_a_reload_removes_their_deployments() -> None:
+    policy = one_slot()
     queue, fleet = a_queue(policy)
-    place = fleet.take(list(fleet), 0.0)
-    assert place is not None
+    permit = fleet.take(list(fleet), 0.0)
+    assert permit is not None
     waiting = asyncio.create_task(hold(queue, call_now(policy), [], "", asyncio.Event()))
     await settle()
     fleet.apply(a_policy(deployments=[{"name": "z", "base_url": "http://z.invalid", "model": "served"}],
@@ -207,30 +211,30 @@ async def test_a_model_that_lost_its_servers_keeps_nobody_waiting() -> None:
     with pytest.raises(Overloaded, match="no deployment any more"):
         await waiting
     with pytest.raises(Overloaded, match="no deployment any more"):
-        await queue.turn(call_now(policy))
-    place.release()
+        await queue.acquire_slot(call_now(policy))
+    permit.release()
 
 
-async def test_who_waits_takes_a_server_that_a_reload_brought() -> None:
-    policy = one_place()
+async def test_a_queued_call_gets_a_slot_at_a_deployment_that_a_reload_adds() -> None:
+    policy = one_slot()
     queue, fleet = a_queue(policy)
-    place, leave = fleet.take(list(fleet), 0.0), asyncio.Event()
-    assert place is not None
+    permit, leave = fleet.take(list(fleet), 0.0), asyncio.Event()
+    assert permit is not None
     order: list[str] = []
     waiting = asyncio.create_task(hold(queue, call_now(policy), order, "moved", leave))
     await settle()
     moved = policy.model_dump(by_alias=True)
-    moved["deployments"][0]["base_url"] = "http://elsewhere.invalid/v1"
+    moved["deployments"][0]["base_url"] = "http://moved.invalid/v1"
     fleet.apply(Policy.model_validate(moved))
     await settle()
     assert order == ["moved"]
     leave.set()
     await waiting
-    place.release()
+    permit.release()
 
 
-async def test_closing_refuses_who_waits_and_who_comes() -> None:
-    policy = one_place()
+async def test_closing_rejects_queued_and_new_calls() -> None:
+    policy = one_slot()
     queue, _ = a_queue(policy)
     leave = asyncio.Event()
     first = asyncio.create_task(hold(queue, call_now(policy), [], "", leave))
@@ -241,38 +245,38 @@ async def test_closing_refuses_who_waits_and_who_comes() -> None:
     with pytest.raises(Overloaded, match="shutting down"):
         await waiting
     with pytest.raises(Overloaded, match="shutting down"):
-        await queue.turn(call_now(policy))
+        await queue.acquire_slot(call_now(policy))
     leave.set()
     await first
 
 
-async def test_a_place_moves_only_where_there_is_room() -> None:
+async def test_a_permit_moves_only_to_a_deployment_with_a_free_slot() -> None:
     policy = a_policy()
     _, fleet = a_queue(policy)
     a, b = fleet
     full = [SlotPermit(fleet, b), SlotPermit(fleet, b)]
-    place = SlotPermit(fleet, a)
-    assert not place.move_to(b)
+    permit = SlotPermit(fleet, a)
+    assert not permit.move_to(b)
     assert (a.slots_taken, b.slots_taken) == (1, 2)
     full[0].release()
-    assert place.move_to(b)
+    assert permit.move_to(b)
     assert (a.slots_taken, b.slots_taken) == (0, 2)
-    place.release()
-    place.release()
+    permit.release()
+    permit.release()
     assert (a.slots_taken, b.slots_taken) == (0, 1)
 
 
-async def test_a_reload_keeps_what_is_known_of_servers_that_stay() -> None:
+async def test_a_reload_keeps_the_state_of_unchanged_deployments() -> None:
     policy = a_policy()
     queue, fleet = a_queue(policy)
     a, b = fleet
     a.cache.add([1, 2, 3])
-    with await queue.turn(call_now(policy)):
+    with await queue.acquire_slot(call_now(policy)):
         moved = policy.model_dump(by_alias=True)
-        moved["deployments"][1]["base_url"] = "http://elsewhere.invalid/v1"
+        moved["deployments"][1]["base_url"] = "http://moved.invalid/v1"
         moved["deployments"][0]["max_concurrency"] = 9
         fleet.apply(Policy.model_validate(moved))
-        after = {server.name: server for server in fleet}
+        after = {deployment.name: deployment for deployment in fleet}
         assert after["a"] is a
         assert after["a"].cache.match([1, 2, 3]) == 3
         assert after["a"].config.max_concurrency == 9
@@ -283,7 +287,7 @@ PROMPT = "All the world is a stage, and all the men and women merely players. " 
 
 
 def small_caches() -> Policy:
-    """Two servers whose caches hold a prompt of some 380 tokens once, and not twice."""
+    """Two deployments whose caches hold one prompt of some 380 tokens, but not two."""
     return a_policy(
         deployments=[
             {"name": name, "base_url": f"http://{name}.invalid/v1", "model": "served", "cache_tokens": 600}
@@ -294,17 +298,17 @@ def small_caches() -> Policy:
 
 
 def converse(fleet: Fleet, policy: Policy, text: str, now: float) -> None:
-    """Two turns of a conversation, on the server where there is room for it."""
+    """Send two turns of a conversation to the deployment whose cache has room for it."""
     for turn in (text, text + " And then?"):
         call = call_now(policy, messages=[{"role": "user", "content": turn}], service_tier="flex")
-        homes = [server.estimate for server in fleet]
+        homes = [deployment.estimate for deployment in fleet]
         assert fleet.working_set.admit(call, homes, now)
         known = fleet.working_set.of(call, homes)
         assert known is not None
-        next(server for server in fleet if server.estimate is known.home).send(call, now).end(now)
+        next(deployment for deployment in fleet if deployment.estimate is known.home).send(call, now).end(now)
 
 
-async def test_a_conversation_that_does_not_fit_waits_although_there_are_places(
+async def test_a_conversation_that_does_not_fit_the_caches_is_held_although_slots_are_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policy = small_caches()
@@ -312,27 +316,27 @@ async def test_a_conversation_that_does_not_fit_waits_although_there_are_places(
     now = asyncio.get_running_loop().time()
     converse(fleet, policy, "One. " + PROMPT, now)
     converse(fleet, policy, "Two. " + PROMPT, now)
-    monkeypatch.setattr("gateway.queueing.queue.HELD_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("gateway.queueing.queue.HELD_RECHECK_SECONDS", 0.001)
     third = call_now(policy, messages=[{"role": "user", "content": "Three. " + PROMPT}], service_tier="flex")
     leave, order = asyncio.Event(), list[str]()
     leave.set()
     waiting = asyncio.create_task(hold(queue, third, order, "third", leave))
     await settle()
     assert queue.depth("batch") == 1
-    going_on = call_now(
+    continuing = call_now(
         policy, messages=[{"role": "user", "content": "Two. " + PROMPT + " And then? Really?"}], service_tier="flex"
     )
-    await hold(queue, going_on, order, "going on", leave)
+    await hold(queue, continuing, order, "continuing", leave)
     realtime = call_now(policy, messages=[{"role": "user", "content": "Four. " + PROMPT}])
     await hold(queue, realtime, order, "realtime", leave)
-    assert order == ["going on", "realtime"]
-    monkeypatch.setattr(working_set, "IDLE_SECONDS", 0.0)  # the others have ended
+    assert order == ["continuing", "realtime"]
+    monkeypatch.setattr(working_set, "IDLE_SECONDS", 0.0)  # the other conversations have ended
     await asyncio.wait_for(waiting, 5.0)
-    assert order[-1] == "third" and not any(server.slots_taken for server in fleet)
+    assert order[-1] == "third" and not any(deployment.slots_taken for deployment in fleet)
 
 
-async def test_batch_prompts_that_begin_alike_go_one_after_the_other() -> None:
-    policy = one_place()
+async def test_batch_prompts_with_a_common_prefix_are_served_together() -> None:
+    policy = one_slot()
     queue, _ = a_queue(policy)
     leave, order = asyncio.Event(), list[str]()
     first = asyncio.create_task(hold(queue, call_now(policy), order, "first", leave))

@@ -105,7 +105,7 @@ class Rig:
     async def chunks(self, attempts: AttemptLog | None = None, **fields: object) -> list[bytes]:
         call = a_call(chat(stream=True, **fields), self.policy, now=asyncio.get_running_loop().time())
         tried = self.attempts if attempts is None else attempts
-        with await self.queue.turn(call) as place:
+        with await self.queue.acquire_slot(call) as place:
             async with self.router.open(call, place, tried) as upstream:
                 chunks = [await upstream.first()]
                 assert await upstream.stream_to(lambda chunk: chunks.append(chunk) is None)

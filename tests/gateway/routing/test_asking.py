@@ -65,7 +65,7 @@ async def test_a_client_in_a_hurry_is_answered_in_its_time_and_blames_nobody() -
     rig = Rig(policy, a=Script(asyncio.Event()), b=Script(asyncio.Event()))
     now = asyncio.get_running_loop().time()
     call = a_call(chat(stream=True), policy, headers={b"x-stainless-read-timeout": b"0.05"}, now=now)
-    with pytest.raises(UpstreamTimeout), await rig.queue.turn(call) as place:
+    with pytest.raises(UpstreamTimeout), await rig.queue.acquire_slot(call) as place:
         async with rig.router.open(call, place, rig.attempts):
             pass
     assert rig.outcomes == [("a", "out_of_time")]

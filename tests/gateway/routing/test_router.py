@@ -124,7 +124,7 @@ async def test_a_slow_reader_is_not_a_stalled_stream() -> None:
     policy = a_policy(classes={"realtime": {"inter_token": "20ms"}})
     rig = Rig(policy, a=Script(b"1", b"2", b"3"), b=Script())
     call = a_call(chat(stream=True), policy, now=asyncio.get_running_loop().time())
-    with await rig.queue.turn(call) as place:
+    with await rig.queue.acquire_slot(call) as place:
         async with rig.router.open(call, place, rig.attempts) as upstream:
             read = [await upstream.first()]
             while not await upstream.stream_to(lambda chunk: read.append(chunk) is not None):
@@ -157,7 +157,7 @@ async def test_a_client_that_waits_for_less_than_the_class_does_not_count_agains
         now=asyncio.get_running_loop().time(),
         headers={b"x-stainless-read-timeout": b"0.02"},
     )
-    with await rig.queue.turn(call) as place:
+    with await rig.queue.acquire_slot(call) as place:
         async with rig.router.open(call, place, rig.attempts) as upstream:
             with pytest.raises(UpstreamCut, match=r"a sent nothing for 0\.02 s"):
                 await upstream.stream_to(lambda chunk: True)
@@ -226,7 +226,7 @@ async def test_fallback_models_are_asked_last() -> None:
 async def test_a_closed_answer_is_watched_no_more() -> None:
     rig = Rig(a=Script(b"1"), b=Script())
     call = a_call(chat(stream=True), rig.policy, now=asyncio.get_running_loop().time())
-    with await rig.queue.turn(call) as place:
+    with await rig.queue.acquire_slot(call) as place:
         async with rig.router.open(call, place, rig.attempts) as upstream:
             await upstream.stream_to(lambda chunk: True)
             assert upstream._wait is not None and upstream._wait._ticker is not None

@@ -1,7 +1,8 @@
-"""A list that stays sorted while entries come and go anywhere in it.
+"""A list that stays sorted while entries are added and removed anywhere in it.
 
-It is kept in pieces, so that putting in and taking out compare O(log n) entries and move at most `PIECE_MAX`. A heap
-would be enough to serve from; but who gives way is the last one, and who stops waiting stands anywhere.
+The entries are kept in pieces, so that adding and removing compare O(log n) entries and move at most `PIECE_MAX`. A
+heap would be enough to take the first entry, but a full queue sheds its last entry, and a caller that stops waiting can
+stand anywhere.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any, Generic, TypeVar
 
 E = TypeVar("E", bound=tuple[Any, ...])
 
-PIECE_MAX = 512  # entries, beyond which a piece becomes two
+PIECE_MAX = 512  # entries; a longer piece is split in two
 
 
-class Ordered(Generic[E]):
-    """No two entries are equal."""
+class SortedList(Generic[E]):
+    """A sorted list of tuples, no two of them equal."""
 
     __slots__ = ("_length", "_pieces")
 
@@ -29,14 +30,16 @@ class Ordered(Generic[E]):
         return self._length
 
     def __iter__(self) -> Iterator[E]:
-        """In order. What changes meanwhile ends it."""
+        """Iterate in order. A change of the list makes the iterator invalid."""
         return chain.from_iterable(self._pieces)
 
     @property
     def last(self) -> E:
+        """The greatest entry. Raises `IndexError` if the list is empty."""
         return self._pieces[-1][-1]
 
     def add(self, entry: E) -> None:
+        """Insert an entry that is not in the list."""
         self._length += 1
         if not self._pieces:
             self._pieces.append([entry])
@@ -48,7 +51,7 @@ class Ordered(Generic[E]):
             self._pieces[at : at + 1] = [piece[: PIECE_MAX // 2], piece[PIECE_MAX // 2 :]]
 
     def remove(self, entry: E) -> None:
-        """One that is there."""
+        """Remove an entry. It must be in the list."""
         at = self._piece_of(entry)
         piece = self._pieces[at]
         del piece[bisect_left(piece, entry)]
@@ -57,7 +60,7 @@ class Ordered(Generic[E]):
             del self._pieces[at]
 
     def _piece_of(self, entry: E) -> int:
-        """The first that does not end before it."""
+        """The index of the first piece whose last entry is not less than `entry`."""
         return bisect_left(self._pieces, entry, key=_end)
 
 

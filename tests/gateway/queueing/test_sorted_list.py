@@ -1,12 +1,14 @@
+"""`SortedList` against a plain sorted list, and the bound on what an operation moves."""
+
 from __future__ import annotations
 
 import random
 
-from gateway.queueing.ordered import PIECE_MAX, Ordered
+from gateway.queueing.sorted_list import PIECE_MAX, SortedList
 
 
-def test_it_is_as_a_sorted_list() -> None:
-    chance, ordered, plain = random.Random(7), Ordered[tuple[float, int]](), list[tuple[float, int]]()
+def test_it_equals_a_sorted_list() -> None:
+    chance, ordered, plain = random.Random(7), SortedList[tuple[float, int]](), list[tuple[float, int]]()
     for number in range(6 * PIECE_MAX):
         entry = (chance.choice([chance.random(), 0.5]), number)
         ordered.add(entry)
@@ -22,8 +24,8 @@ def test_it_is_as_a_sorted_list() -> None:
     assert not ordered and list(ordered) == []
 
 
-def test_it_moves_no_more_than_a_piece() -> None:
-    ordered = Ordered[tuple[int]]()
+def test_pieces_stay_within_their_bound() -> None:
+    ordered = SortedList[tuple[int]]()
     for number in range(20 * PIECE_MAX):
         ordered.add((number,))
     assert max(map(len, ordered._pieces)) <= PIECE_MAX

@@ -1,0 +1,245 @@
+"""Orders queued calls and grants them slots. Has no event loop, so that the simulator runs this code too.
+
+There is one `FairQueue` per class and model. The class with the lower `priority` number goes first. A class with a
+`min_share` is guaranteed that share of what its model's calls are granted while it has queued calls, in estimated
+tokens: as long as it has had less, it goes before all other classes. `gateway.queueing.fair_queue` orders the calls
+within a queue.
+
+Calls of a class with `hold: true` in the policy, such as batch, may be held: they wait although slots are free,
+
+* while `gateway.prefix.working_set` says that their conversation does not fit into the prefix caches beside the running
+  conversations, and
+* while a deployment has no more slots than the other classes took lately at their busiest (`Background` in
+  `gateway.deployments.fleet`).
+
+Two bounds limit queued calls: `max_queue` for each queue, and `WAITING_MAX` for all of them. A call beyond a bound is
+queued like the others, and then one call is shed: the last one of that queue, or of the longest queue of the least
+urgent class. It may be the new call itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from typing import Generic
+
+from gateway.core.errors import RETRY_AFTER_MAX_SECONDS, Overloaded
+from gateway.deployments.fleet import Fleet, SlotPermit
+from gateway.policy import Model
+from gateway.queueing.fair_queue import FairQueue, QueueableCall, W
+
+WAITING_MAX = 10_000  # queued calls of one gateway: each has its connection, and its body in memory
+CREDIT_MAX_TOKENS = 1_000_000.0  # of a class that was held below its share, so that it does not take all turns later
+RETRY_AFTER_MIN_SECONDS = 1.0
+RETRY_AFTER_UNKNOWN_MAX_SECONDS = 30.0  # if the queue's pace is unknown
+
+Key = tuple[int, str, str]  # priority, class, model
+
+
+class _ShareCredit:
+    """Tokens that a class with a minimum share is still owed before its model's other classes.
+
+    Negative if the class has had more than its share.
+    """
+
+    __slots__ = ("share", "tokens")
+
+    def __init__(self) -> None:
+        self.share = 0.0  # the `min_share` that the newest call of the class carries
+        self.tokens = 0.0
+
+
+class QueueScheduler(Generic[W]):
+    """All queued calls of one gateway. Not thread-safe. Times are those of one clock, which the caller reads."""
+
+    def __init__(self, fleet: Fleet, *, waiting_max: int = WAITING_MAX) -> None:
+        self._fleet = fleet
+        self._waiting_max = waiting_max
+        self._queues: dict[Key, FairQueue[W]] = {}  # none of them empty
+        self._credits: dict[Key, _ShareCredit] = {}  # of models with queued calls
+        self.waiting = 0
+        self.shed = Counter[str]()  # calls since the start, by class
+        self.has_held_calls = False  # after the last `grant_free_slots`: a call waits although a slot is free
+
+    def __iter__(self) -> Iterator[W]:
+        """All waiters, in no particular order. The queues may change meanwhile."""
+        return chain.from_iterable(list(queue) for queue in list(self._queues.values()))
+
+    def depth(self, class_name: str) -> int:
+        """How many calls of a class are queued now."""
+        return sum(len(queue) for (_, name, _), queue in self._queues.items() if name == class_name)
+
+    def take_now(self, call: QueueableCall, now: float) -> SlotPermit | None:
+        """Take a free slot for a call without queueing it. None if there is none, or if queued calls go first.
+
+        A call that may be held overtakes the calls of its own queue if its conversation is running, since the
+        conversations of those calls are not.
+        """
+        if not self._queues:
+            return self._take_slot(call, now)
+        priority, model = call.latency_class.priority, call.model.name
+        before = [queued for queued, _, name in self._queues if queued <= priority and name == model]
+        if before and not (call.may_be_held and min(before) == priority):
+            return None
+        permit = self._take_slot(call, now, running_only=bool(before))
+        if permit is not None:
+            self._charge(call, now)
+        return permit
+
+    def _take_slot(self, call: QueueableCall, now: float, *, running_only: bool = False) -> SlotPermit | None:
+        """`running_only`: only if the call's conversation is running, so that it has its room in the caches."""
+        deployments, background = self._fleet.deployments_of(call.model), call.may_be_held
+        if background:
+            credit = self._credits.get(_key(call))
+            if credit is not None and credit.tokens > 0:
+                deployments = [deployment for deployment in deployments if deployment.has_slot]
+            else:
+                deployments = [deployment for deployment in deployments if deployment.has_room_for_background(now)]
+            homes = [deployment.estimate for deployment in deployments]
+            if not homes or not self._fleet.working_set.admit(call, homes, now, goes_on=running_only):
+                return None
+        return self._fleet.take(deployments, now, background=background)
+
+    def add(self, waiter: W, now: float) -> None:
+        """Queue a waiter. If a bound is exceeded, a call is shed, which may be this one.
+
+        Grants nothing: call `grant_free_slots` if a slot may be free.
+        """
+        call, key = waiter.call, _key(waiter.call)
+        limits, known = call.latency_class, None
+        if call.may_be_held:
+            homes = [deployment.estimate for deployment in self._fleet.deployments_of(call.model)]
+            known = self._fleet.working_set.of(call, homes)
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = FairQueue()
+        if limits.min_share or key in self._credits:
+            self._credits.setdefault(key, _ShareCredit()).share = limits.min_share
+        queue.add(waiter, known.started if known is not None else None, now)
+        self.waiting += 1
+        if len(queue) > limits.max_queue:
+            why = f"{limits.max_queue} {call.class_name} calls are already queued for {call.model.name}"
+            self._shed(queue, now, why)
+        elif self.waiting > self._waiting_max:
+            least_urgent = max(self._queues, key=lambda each: (each[0], len(self._queues[each])))
+            queue = self._queues[least_urgent]
+            self._shed(queue, now, f"{self._waiting_max} calls are already queued, and others go before this one")
+
+    def _shed(self, queue: FairQueue[W], now: float, why: str) -> None:
+        last = queue.next_to_shed
+        seconds = self.retry_after_seconds(last.call, now)
+        self.remove(last)
+        self.shed[last.call.class_name] += 1
+        last.reject(Overloaded(why, retry_after_seconds=seconds))
+
+    def retry_after_seconds(self, call: QueueableCall, now: float) -> float:
+        """When a rejected call may try again: once the calls queued now have had their turns, at the newest pace.
+
+        At most the class's `max_wait`, since no call waits longer. If the pace is unknown, that bound is the answer, up
+        to `RETRY_AFTER_UNKNOWN_MAX_SECONDS`.
+        """
+        queue, max_wait = self._queues.get(_key(call)), call.latency_class.max_wait
+        known = math.inf if queue is None else queue.drain_seconds(now)
+        most = RETRY_AFTER_UNKNOWN_MAX_SECONDS if known == math.inf else RETRY_AFTER_MAX_SECONDS
+        return max(min(known, max_wait, most), RETRY_AFTER_MIN_SECONDS)
+
+    def remove(self, waiter: W) -> None:
+        """Remove a waiter. Does nothing if it is not queued any more."""
+        key = _key(waiter.call)
+        queue = self._queues.get(key)
+        if queue is None:
+            return
+        self.waiting -= len(queue)
+        queue.remove(waiter)
+        self.waiting += len(queue)
+        if not queue:
+            del self._queues[key]
+            if self._credits and not any(model == key[2] for _, _, model in self._queues):
+                self._credits = {each: credit for each, credit in self._credits.items() if each[2] != key[2]}
+
+    def is_overloaded(self, call: QueueableCall) -> bool:
+        """Whether a call of this call's queue has timed out since the queue was last empty."""
+        queue = self._queues.get(_key(call))
+        return queue is not None and queue.is_overloaded
+
+    def note_timeout(self, call: QueueableCall) -> None:
+        """A call has waited for its class's whole `max_wait`: its queue is overloaded."""
+        queue = self._queues.get(_key(call))
+        if queue is not None:
+            queue.is_overloaded = True
+
+    def grant_free_slots(self, now: float) -> None:
+        """Grant free slots to queued calls, in order.
+
+        To be called when a slot is released, when a call that may be held is queued, and when the policy changes; and
+        from time to time while `has_held_calls`.
+        """
+        self.has_held_calls = False
+        held: set[W] = set()
+        exhausted: set[Key] = set()  # queues in which no other call can get a slot now
+        while self._grant_in_order(now, held, exhausted):
+            pass
+
+    def _grant_in_order(self, now: float, held: set[W], exhausted: set[Key]) -> bool:
+        """True if the queues must be ordered again, because a turn may have changed which class is owed one."""
+        for key in sorted(self._queues, key=self._precedence) if self._credits else sorted(self._queues):
+            queue = self._queues[key]
+            while key not in exhausted:
+                if not self._grant_next(queue, now, held):
+                    exhausted.add(key)
+                elif self._credits:
+                    return True
+        return False
+
+    def _precedence(self, key: Key) -> tuple[bool, Key]:
+        """Sorts the classes that are owed a turn before the others."""
+        credit = self._credits.get(key)
+        return credit is None or credit.tokens <= 0, key
+
+    def _grant_next(self, queue: FairQueue[W], now: float, held: set[W]) -> bool:
+        """Whether a call was removed from the queue. `held` collects the calls that are known to be held."""
+        for waiter in queue.candidates():
+            if waiter in held:
+                continue
+            deployments = self._fleet.deployments_of(waiter.call.model)
+            if not deployments:
+                waiter.reject(no_deployment_error(waiter.call.model))
+            elif not waiter.done:
+                permit = self._take_slot(waiter.call, now)
+                if permit is None:
+                    if not (waiter.call.may_be_held and any(deployment.has_slot for deployment in deployments)):
+                        return False
+                    self.has_held_calls = True
+                    held.add(waiter)
+                    continue
+                self._charge(waiter.call, now)
+                waiter.grant(permit)
+            self.remove(waiter)
+            return True
+        return False
+
+    def _charge(self, call: QueueableCall, now: float) -> None:
+        """Count a turn that was granted while other calls are queued: for its tenant, and for the classes' shares."""
+        key, tokens = _key(call), max(1, call.tokens_estimate)
+        queue = self._queues.get(key)
+        if queue is not None:
+            queue.charge(call, now)
+        for each, credit in self._credits.items():
+            if each[2] == key[2]:
+                credit.tokens += credit.share * tokens - (tokens if each == key else 0)
+                # A class without queued calls wants nothing, so it saves no credit up.
+                credit.tokens = min(credit.tokens, CREDIT_MAX_TOKENS if each in self._queues else 0.0)
+
+
+def _key(call: QueueableCall) -> Key:
+    return call.latency_class.priority, call.class_name, call.model.name
+
+
+def no_deployment_error(model: Model) -> Overloaded:
+    """The error for a queued call whose model has lost its deployments by a reload of the policy."""
+    return Overloaded(
+        f"the policy has changed, and {model.name} has no deployment any more",
+        retry_after_seconds=RETRY_AFTER_MIN_SECONDS,
+    )
