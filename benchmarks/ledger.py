@@ -40,7 +40,7 @@ from gateway.billing.ledger import Ledger, verify
 from gateway.billing.ledger.chain import GENESIS, encode_row
 from gateway.billing.ledger.reader import summarise
 from gateway.billing.metering import Meter
-from gateway.billing.open_calls import opened_by
+from gateway.billing.open_calls import make_open_call
 from gateway.billing.receipts import bill_of, make_receipt
 from gateway.billing.settler import Settler
 from gateway.deployments.fleet import Fleet
@@ -119,18 +119,18 @@ def cpu_us(work: Callable[[], object], times: int) -> float:
 
 
 def one_call(ledger: Ledger) -> None:
-    ledger.open_call(opened_by(CALL, MARKS, SERVER, 1))
+    ledger.open_call(make_open_call(CALL, MARKS, SERVER, 1))
     ledger.append(a_receipt())
 
 
 def make_rows() -> None:
-    opened_by(CALL, MARKS, SERVER, 1)
+    make_open_call(CALL, MARKS, SERVER, 1)
     a_receipt()
 
 
 def writing_alone(directory: Path, times: int) -> tuple[float, float]:
     """CPU microseconds for the bytes of a call's rows: written to a file, copied into mapped memory."""
-    opened, receipt = (encode_row(row, GENESIS)[0] for row in (opened_by(CALL, MARKS, SERVER, 1), a_receipt()))
+    opened, receipt = (encode_row(row, GENESIS)[0] for row in (make_open_call(CALL, MARKS, SERVER, 1), a_receipt()))
     with (directory / "bytes").open("wb+", buffering=0) as file:
 
         def write() -> None:

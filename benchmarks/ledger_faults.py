@@ -36,8 +36,8 @@ import redis
 
 from gateway.billing.ledger import verify
 from gateway.billing.ledger.chain import chains, segments
-from gateway.billing.ledger.collecting import collect
-from gateway.billing.ledger.rows import OpenCall, left_open
+from gateway.billing.ledger.collector import collect
+from gateway.billing.ledger.rows import OpenCall, attempts_left_open
 from gateway.billing.ledger.rows import decode as decode_row
 from gateway.limits.limiter import LEASE_SECONDS
 from tests.e2e.processes import (
@@ -313,7 +313,7 @@ def open_attempts(ledger: Path) -> int:
             opened.setdefault(row.call_id, []).append(row)
         elif getattr(row, "call_id", None) in opened:
             by = "unbilled" if type(row).__name__ == "UnbilledWork" else "receipt"
-            opened[row.call_id] = left_open(
+            opened[row.call_id] = attempts_left_open(
                 opened[row.call_id], by=by, attempt=getattr(row, "attempt", 0), deployment=row.deployment
             )
     return sum(map(len, opened.values()))

@@ -23,7 +23,7 @@ import msgspec
 
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
-from gateway.limits.local_share import OutageFallback
+from gateway.limits.outage_fallback import OutageFallback
 from gateway.policy import Limits, Policy, StorageOutage
 from gateway.storage import open_storage
 from gateway.storage.base import Charge, RateCharge, SlotCharge, SpendCharge, Storage
@@ -92,7 +92,7 @@ def limiter_on(storage: Storage, calls: list[Call]) -> Work:
 
     async def work(number: int) -> None:
         reservation = await limiter.admit(calls[number])
-        await reservation.leave()
+        await reservation.release_slot()
         await reservation.settle(USAGE, 150_000)
 
     return work

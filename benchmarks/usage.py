@@ -27,7 +27,7 @@ from typing import Any
 import duckdb
 import msgspec
 
-from gateway.billing.ledger.chain import GENESIS, KEPT_AS_LINES, encode_row, segment_name
+from gateway.billing.ledger.chain import GENESIS, UNCOMPACTED_SEGMENTS, encode_row, segment_name
 from gateway.billing.ledger.compaction import compact
 from gateway.billing.ledger.reader import UsageLine, summarise
 from gateway.core.ids import new_event_id
@@ -123,7 +123,7 @@ def measure(ledger: Path, count: int) -> dict[str, Any]:
     done, result["compact_seconds"] = timed(lambda: compact(ledger, before=math.inf))
     result["parquet_mib"] = room_mib(ledger)
     print(f"compacted in {result['compact_seconds']:.0f} s: {len(done)} segments, {result['parquet_mib']} MiB")
-    print(f"as Parquet (but the newest {KEPT_AS_LINES} segments)")
+    print(f"as Parquet (but the newest {UNCOMPACTED_SEGMENTS} segments)")
     result["parquet_seconds"], found = ask(ledger, *QUESTIONS)
     assert found[ASKED_OF_LINES] == expected[ASKED_OF_LINES], "the sums differ"
     return result

@@ -77,7 +77,7 @@ class Settlement:
         if self._attempts.lost_hedges:
             self._hedge_usage = HedgeUsage(self._call)
             for deployment in self._attempts.lost_hedges:
-                self._hedge_usage.ask(deployment, self._opener.request_id_at(deployment))
+                self._hedge_usage.fetch_record(deployment, self._opener.request_id_at(deployment))
         self.meter.strip_every_usage = upstream.deployment.config.continuous_usage and not self._call.continuous_usage
         self._record.deployment = upstream.deployment.name
         self._record.route_choice = upstream.chosen
@@ -162,7 +162,7 @@ class Settlement:
             if self._attempts.done:
                 self._attempts.conclude("ok" if self.meter.complete else _fault(outcome, upstream.fault))
         if self._attempts.lost_hedges:
-            self._attempts.done = (self._hedge_usage or HedgeUsage(self._call)).told(self._attempts.done)
+            self._attempts.done = (self._hedge_usage or HedgeUsage(self._call)).with_usage(self._attempts.done)
         record.outcome = outcome
         record.attempts = self._attempts.done
         record.usage = self.meter.usage
@@ -236,12 +236,12 @@ class Settlement:
         if deployment is None or not self._opener.opened:
             return
         if (told := await deployment.provider.recorded_usage(self._opener.request_id_at(deployment))) is not None:
-            self.meter.watch_record(self._upstream.as_one(told) if self._upstream is not None else told)
+            self.meter.read_record(self._upstream.as_one(told) if self._upstream is not None else told)
             self._recorded_at = deployment
-        elif self._exchange.client_gone and self.meter.estimates:  # nobody waits for this
+        elif self._exchange.client_gone and self.meter.lacks_engine_counts:  # nobody waits for this
             tokens = await deployment.provider.count_prompt_tokens(self._call)
             if tokens is not None:
-                self.meter.watch_prompt(tokens)
+                self.meter.set_prompt_tokens(tokens)
 
     async def settle(self) -> None:
         """Give its place back, and have the truth paid as soon as the receipt is durable. The first time counts."""
@@ -253,7 +253,7 @@ class Settlement:
             return
         tenant = self._call.principal.tenant.name
         self._settler.settle(self._reservation, self.meter.usage, atoms_to_nanos(self._cost), tenant)
-        await self._reservation.leave()
+        await self._reservation.release_slot()
 
     def _outcome(self, error: BaseException | None) -> Outcome:
         if error is None:

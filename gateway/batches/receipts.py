@@ -26,7 +26,7 @@ async def events_in_ledger(ledger: Path, event_ids: Collection[str], *, since: f
                 continue
             if segment.suffix == ".parquet":
                 compaction = importlib.import_module("gateway.billing.ledger.compaction")  # late: imports DuckDB
-                found |= await asyncio.to_thread(compaction.events_in, segment, event_ids)
+                found |= await asyncio.to_thread(compaction.find_event_ids, segment, event_ids)
                 continue
             rows = await asyncio.to_thread(segment.read_bytes)
             for event_id in event_ids:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from gateway.billing.ledger.engine_counters import Mark, note
+from gateway.billing.ledger.engine_counters import CounterSample, append_samples
 from gateway.core.times import rfc3339
 from gateway.deployments.fleet import DeploymentState
 from gateway.types import TokenCounters
@@ -28,7 +28,7 @@ class _Noted(NamedTuple):
     billed: TokenCounters
 
 
-class Reconciliation:
+class DriftMonitor:
     """Run as a task beside the gateway. `drift` is by deployment and kind of token, of the last span between two notes:
     the engine's count less what this gateway has billed. One that does not `lead` leaves the engine's count, and the
     notes, to another one.
@@ -46,10 +46,10 @@ class Reconciliation:
 
     async def run(self) -> None:
         while True:
-            await self.note()
+            await self.record()
             await asyncio.sleep(self._every_seconds - time.time() % self._every_seconds)  # on the hour
 
-    async def note(self) -> None:
+    async def record(self) -> None:
         noted = await read_counters(self._deployments)
         self.drift = {}
         for name, now in noted.items():
@@ -64,7 +64,7 @@ class Reconciliation:
         if not self._leads:
             return
         try:
-            note(self._folder, marks_of(noted))
+            append_samples(self._folder, samples_of(noted))
         except OSError as error:
             log.warning("what the engines counted can not be noted in %s: %s", self._folder, error.strerror)
 
@@ -81,6 +81,6 @@ async def read_counters(deployments: Iterable[DeploymentState]) -> dict[str, _No
     }
 
 
-def marks_of(noted: dict[str, _Noted]) -> list[Mark]:
+def samples_of(noted: dict[str, _Noted]) -> list[CounterSample]:
     at = rfc3339(time.time_ns())
-    return [Mark(at, name, one.deployment.config.model, *one.counted) for name, one in noted.items()]
+    return [CounterSample(at, name, one.deployment.config.model, *one.counted) for name, one in noted.items()]

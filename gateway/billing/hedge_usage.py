@@ -25,13 +25,13 @@ class HedgeUsage:
         self._call = call
         self._records: dict[str, asyncio.Task[bytes | None]] = {}
 
-    def ask(self, deployment: DeploymentState, request_id: str) -> None:
+    def fetch_record(self, deployment: DeploymentState, request_id: str) -> None:
         """`request_id` is that under which it got the call."""
         if deployment.provider.has_usage_records:
             asking = deployment.provider.recorded_usage(request_id)  # which takes a bounded time, and never raises
             self._records[deployment.name] = asyncio.create_task(asking, name="loser's record")
 
-    def told(self, attempts: list[Attempt]) -> list[Attempt]:
+    def with_usage(self, attempts: list[Attempt]) -> list[Attempt]:
         """The attempts for the receipt, those of losers with what is known of their work. Nobody is asked any more."""
         attempts = [
             msgspec.structs.replace(attempt, unbilled=self._usage_at(attempt.deployment))
@@ -47,7 +47,7 @@ class HedgeUsage:
         asking = self._records.get(deployment)
         if asking is not None and asking.done() and (record := asking.result()) is not None:
             meter = Meter(self._call)
-            meter.watch_record(record)
+            meter.read_record(record)
             if meter.usage.exact:
                 return meter.usage
         return Usage(input_uncached=self._call.prompt_tokens_estimate)

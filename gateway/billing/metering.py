@@ -213,15 +213,15 @@ class Meter:
         self._counts, self._unread, self._counted, self._uncounted = counts, None, None, 0
 
     @property
-    def estimates(self) -> bool:
+    def lacks_engine_counts(self) -> bool:
         """Whether there is output, and the engine has not said how long the prompt was."""
         return self._uncounted > 0 and self._counts is None and self._unread is None
 
-    def watch_prompt(self, prompt_tokens: int) -> None:
+    def set_prompt_tokens(self, prompt_tokens: int) -> None:
         """How many tokens the prompt has by the model's tokenizer: better than a guess, where no engine has counted."""
         self._prompt_tokens_estimate = prompt_tokens
 
-    def watch_record(self, record: bytes) -> None:
+    def read_record(self, record: bytes) -> None:
         """What the engine has on record of an answer that ended early: its numbers count, nothing else does."""
         try:
             counts = _decode(record).counts

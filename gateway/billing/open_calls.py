@@ -34,9 +34,9 @@ class CallLog(Protocol):
 class LedgerCallLog:
     """The ledger. What was done in vain for a call, as by servers that failed, goes to `in_vain`: it is noted, too."""
 
-    def __init__(self, ledger: Ledger, in_vain: Callable[[OpenCall], None]) -> None:
+    def __init__(self, ledger: Ledger, on_unbilled: Callable[[OpenCall], None]) -> None:
         self._ledger = ledger
-        self._in_vain = in_vain
+        self._on_unbilled = on_unbilled
         self.check = ledger.check
         self.open_call = ledger.open_call
 
@@ -46,7 +46,7 @@ class LedgerCallLog:
 
     def abandon(self, call_id: str) -> None:
         for opened in self._ledger.open_attempts(call_id):
-            self._in_vain(opened)
+            self._on_unbilled(opened)
 
 
 class CallOpener:
@@ -70,12 +70,12 @@ class CallOpener:
         return next(each.request_id for each in reversed(self.opened) if each.deployment == deployment.name)
 
     def __call__(self, deployment: DeploymentState) -> None:
-        opened = opened_by(self._call, self._timings, deployment, len(self.opened) + 1)
+        opened = make_open_call(self._call, self._timings, deployment, len(self.opened) + 1)
         self._call_log.open_call(opened)
         self.opened.append(opened)
 
 
-def opened_by(call: Call, timings: PhaseTimings, deployment: DeploymentState, attempt: int) -> OpenCall:
+def make_open_call(call: Call, timings: PhaseTimings, deployment: DeploymentState, attempt: int) -> OpenCall:
     """The row that says so. `attempt` counts from 1."""
     return OpenCall(  # in the order of the fields: names cost more than the row
         new_event_id(),

@@ -44,7 +44,7 @@ from gateway.types import Attempt, Call, Operation, Outcome, PhaseTimings, Princ
 
 ASK_SECONDS = 20.0  # for how long servers are asked that do not answer, or do not know yet
 ASK_AGAIN_SECONDS = 1.0
-ASKED_AT_ONCE = 16
+MAX_CONCURRENT_LOOKUPS = 16
 MAX_DUE = 10_000
 
 log = logging.getLogger(__name__)
@@ -75,12 +75,12 @@ class Recovery:
 
     def take_over(self) -> None:
         """What the life before has left open. Right after the ledger was opened."""
-        self._closed.extend(self._ledger.closed_lately())
-        self._due.extend(self._ledger.unfinished())
+        self._closed.extend(self._ledger.recently_closed())
+        self._due.extend(self._ledger.open_calls())
         if self._due:
             log.warning("%d calls were open when the gateway ended: they get their receipts now", len(self._due))
 
-    def add(self, opened: OpenCall) -> None:
+    def add_unbilled(self, opened: OpenCall) -> None:
         """An attempt in vain, of a call that has its receipt. Beyond MAX_DUE it waits for the next start."""
         if len(self._due) < MAX_DUE:
             self._due.append((opened,))
@@ -95,8 +95,8 @@ class Recovery:
 
     async def catch_up(self) -> None:
         """Close all that is due."""
-        await asyncio.gather(*[self._settle_some() for _ in range(min(ASKED_AT_ONCE, len(self._closed)))])
-        await asyncio.gather(*[self._close_some() for _ in range(min(ASKED_AT_ONCE, len(self._due)))])
+        await asyncio.gather(*[self._settle_some() for _ in range(min(MAX_CONCURRENT_LOOKUPS, len(self._closed)))])
+        await asyncio.gather(*[self._close_some() for _ in range(min(MAX_CONCURRENT_LOOKUPS, len(self._due)))])
 
     async def _close_some(self) -> None:
         while self._due:
@@ -115,7 +115,7 @@ class Recovery:
             cost_nanos = atoms_to_nanos(text_to_atoms(receipt.cost or "0"))
             try:
                 call = await self._with_its_owner(call_of(opened, self._policies.current))
-                await self._limiter.settle_left(call, usage_in(receipt), cost_nanos)
+                await self._limiter.settle_orphaned(call, usage_of_receipt(receipt), cost_nanos)
             except StorageUnavailable as error:
                 log.warning("%d calls may not be charged to budgets: %s", len(self._closed) + 1, error.message)
                 self._closed.clear()
@@ -152,7 +152,7 @@ class Recovery:
         try:
             await self._ledger.durable()
             call = await self._with_its_owner(call)
-            await self._limiter.charge_lost(call, usage, cost_nanos, admitted=admitted)
+            await self._limiter.charge_orphaned(call, usage, cost_nanos, admitted=admitted)
         except StorageUnavailable as error:
             log.warning("no budget was charged for the call %s: %s", call.id, error.message)
 
@@ -192,7 +192,7 @@ class Recovery:
             for deployment, opened in asked:
                 if (record := await deployment.provider.recorded_usage(opened.request_id)) is not None:
                     meter = Meter(call)
-                    meter.watch_record(record)
+                    meter.read_record(record)
                     return meter.usage, deployment
             if time.monotonic() >= deadline or not any(
                 deployment.provider.has_usage_records for deployment, _ in asked
@@ -205,7 +205,7 @@ class Recovery:
         return Usage(input_uncached=call.prompt_tokens_estimate), asked[0][0] if asked else None
 
 
-def usage_in(receipt: Receipt) -> Usage:
+def usage_of_receipt(receipt: Receipt) -> Usage:
     return Usage(
         receipt.input_uncached, receipt.cache_read, receipt.cache_write, receipt.output, receipt.reasoning,
         receipt.exact, receipt.audio_input, receipt.audio_output, receipt.cache_write_1h,

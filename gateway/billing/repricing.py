@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from gateway.billing.ledger import Ledger
-from gateway.billing.ledger.reader import TOKENS, Period, standing
+from gateway.billing.ledger.reader import TOKENS, Period, corrected_receipts
 from gateway.billing.ledger.rows import Correction
 from gateway.billing.receipts import cost_of
 from gateway.core.ids import new_event_id
@@ -26,7 +26,7 @@ CHAIN = "repricing"
 ROWS_PER_FSYNC = 10_000
 
 
-class Repriced(msgspec.Struct):
+class RepricingResult(msgspec.Struct):
     """What was found and done. Money in atoms, by currency."""
 
     looked_at: int = 0
@@ -36,9 +36,11 @@ class Repriced(msgspec.Struct):
     difference: dict[str, int] = msgspec.field(default_factory=dict)
 
 
-def corrections(ledger: Path, policy: Policy, period: Period, *, now: str, found: Repriced) -> Iterator[Correction]:
+def find_corrections(
+    ledger: Path, policy: Policy, period: Period, *, now: str, found: RepricingResult
+) -> Iterator[Correction]:
     """One for each receipt of the period whose cost is not what the policy says; counted in `found`."""
-    for row in standing(ledger, period):
+    for row in corrected_receipts(ledger, period):
         found.looked_at += 1
         if row["deployment"] is None and row["source"] != "cache":
             continue  # nobody worked for it
@@ -58,15 +60,15 @@ def corrections(ledger: Path, policy: Policy, period: Period, *, now: str, found
             yield _correction(row, price, difference, now)
 
 
-async def write(ledger: Path, policy: Policy, period: Period, *, now: str) -> Repriced:
+async def write_corrections(ledger: Path, policy: Policy, period: Period, *, now: str) -> RepricingResult:
     """Raises `UnreadableLedger` and `LedgerUnavailable`: somebody else may be repricing."""
-    found = Repriced()
+    found = RepricingResult()
     async with Ledger(ledger, CHAIN) as chain:
-        for number, correction in enumerate(corrections(ledger, policy, period, now=now, found=found), start=1):
+        for number, correction in enumerate(find_corrections(ledger, policy, period, now=now, found=found), start=1):
             chain.append(correction)
             if number % ROWS_PER_FSYNC == 0:
-                await chain.durable(hurry=True)
-        await chain.durable(hurry=True)
+                await chain.durable(flush_now=True)
+        await chain.durable(flush_now=True)
     return found
 
 

@@ -16,8 +16,10 @@ from gateway.core.errors import BudgetSpent, LedgerUnavailable, LimitReached
 from gateway.limits.limiter import Limiter, Reservation
 from gateway.types import Call, Usage
 
-SETTLED_AT_ONCE = 16  # operations of the storage under way at the same time, so that a shared one gathers them
-REFUSAL_WAIT_SECONDS = 0.25  # at most, before a limit refuses a tenant some of whose calls are over and not yet settled
+MAX_CONCURRENT_SETTLEMENTS = (
+    16  # operations of the storage under way at the same time, so that a shared one gathers them
+)
+SETTLE_WAIT_SECONDS = 0.25  # at most, before a limit refuses a tenant some of whose calls are over and not yet settled
 
 
 class Settler:
@@ -38,7 +40,7 @@ class Settler:
 
     async def admit(self, call: Call, *, from_cache: bool = False) -> Reservation:
         """As `Limiter.admit`, or its `admit_hit` for an answer from the cache, by what is true."""
-        admit = self._limiter.admit_hit if from_cache else self._limiter.admit
+        admit = self._limiter.admit_cache_hit if from_cache else self._limiter.admit
         try:
             return await admit(call)
         except (LimitReached, BudgetSpent):
@@ -58,14 +60,14 @@ class Settler:
         """Settle what is left."""
         while self._task is not None:
             with contextlib.suppress(LedgerUnavailable):
-                await self._ledger.durable(hurry=True)
+                await self._ledger.durable(flush_now=True)
             await self._task
 
     async def _settle_now(self) -> None:
         over = self._gathering if self._due else self._running
         with contextlib.suppress(TimeoutError, LedgerUnavailable):
-            async with asyncio.timeout(REFUSAL_WAIT_SECONDS):
-                await self._ledger.durable(hurry=True)
+            async with asyncio.timeout(SETTLE_WAIT_SECONDS):
+                await self._ledger.durable(flush_now=True)
                 await over.wait()
 
     async def _settle_due(self) -> None:
@@ -77,7 +79,7 @@ class Settler:
                 rest = iter(due)
                 first = asyncio.ensure_future(self._settle_each(rest))
                 await asyncio.sleep(0)  # in which it has settled all, where the storage is in this process
-                lanes = 0 if first.done() else min(SETTLED_AT_ONCE, len(due)) - 1
+                lanes = 0 if first.done() else min(MAX_CONCURRENT_SETTLEMENTS, len(due)) - 1
                 await asyncio.gather(first, *[self._settle_each(rest) for _ in range(lanes)])
             except LedgerUnavailable:
                 pass  # which has said so, and is restarted; nothing settles before

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from gateway.billing.ledger import verify as verify_ledger
-from gateway.billing.ledger.compaction import lines_of
-from gateway.billing.ledger.reader import DIMENSIONS, TOKENS, UsageLine, latest, summarise, unpriced
+from gateway.billing.ledger.compaction import read_lines
+from gateway.billing.ledger.reader import DIMENSIONS, TOKENS, UsageLine, latest_receipts, summarise, unpriced_calls
 from gateway.cli.common import AsJson, fail, say, say_json, say_table, verb_app, warn
 from gateway.cli.usage_change import compact, reprice
 from gateway.cli.usage_collect import collect
@@ -70,7 +70,7 @@ def usage(
         _print_table(by, lines)
         if any(line.unpriced for line in lines):
             with readable():
-                _name_unpriced(unpriced(folder, period))
+                _name_unpriced(unpriced_calls(folder, period))
 
 
 @app.command()
@@ -80,7 +80,7 @@ def verify(ledger: LedgerOption = None, as_json: AsJson = False) -> None:
     The heads that are printed stand for all rows before them: noted elsewhere, they show later whether the end was
     cut off.
     """
-    rows, heads, broken = verify_ledger(folder_of(ledger), lines_of)
+    rows, heads, broken = verify_ledger(folder_of(ledger), read_lines)
     if as_json:
         found = {"file": str(broken.file), "line": broken.line, "why": broken.why} if broken else None
         say_json({"rows": rows, "heads": heads, "broken": found})
@@ -100,7 +100,7 @@ def receipts(
 ) -> None:
     """Show the last receipts, the latest first."""
     with readable():
-        rows = latest(folder_of(ledger), last)
+        rows = latest_receipts(folder_of(ledger), last)
     if as_json:
         say_json(rows)
         return

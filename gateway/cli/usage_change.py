@@ -12,7 +12,7 @@ import typer
 
 from gateway.billing.ledger.compaction import Compacted
 from gateway.billing.ledger.compaction import compact as compact_segments
-from gateway.billing.repricing import Repriced, corrections, write
+from gateway.billing.repricing import RepricingResult, find_corrections, write_corrections
 from gateway.cli.common import AsJson, fail, policy_or_exit, say, say_json, settings_or_exit, warn, well_formed
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
 from gateway.core.errors import LedgerUnavailable
@@ -48,11 +48,11 @@ def reprice(
     with readable():
         try:
             if dry_run:
-                found = Repriced()
-                for _ in corrections(folder, prices, period, now=now, found=found):
+                found = RepricingResult()
+                for _ in find_corrections(folder, prices, period, now=now, found=found):
                     pass
             else:
-                found = asyncio.run(write(folder, prices, period, now=now))
+                found = asyncio.run(write_corrections(folder, prices, period, now=now))
         except LedgerUnavailable as error:
             fail(error.message)
     difference = {currency: atoms_to_text(atoms) for currency, atoms in found.difference.items()}

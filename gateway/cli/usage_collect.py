@@ -8,8 +8,8 @@ from typing import Annotated
 import redis
 import typer
 
-from gateway.billing.ledger.collecting import NotCollected
-from gateway.billing.ledger.collecting import collect as collect_rows
+from gateway.billing.ledger.collector import CollectionGap
+from gateway.billing.ledger.collector import collect as collect_rows
 from gateway.cli.common import MISUSE, AsJson, fail, say, say_json, settings_or_exit
 
 
@@ -31,7 +31,7 @@ def collect(
         fail("from where? --from or WARMPATH_LEDGER_SHIP says which Redis the gateways ship to", code=MISUSE)
     try:
         taken = collect_rows(url, into, keep=keep)
-    except NotCollected as error:
+    except CollectionGap as error:
         fail(str(error))
     except (redis.RedisError, OSError) as error:
         fail(f"the rows can not be collected: {error}")

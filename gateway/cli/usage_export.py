@@ -15,8 +15,8 @@ import typer
 
 from gateway.billing.ledger.focus import COLUMNS as FOCUS_COLUMNS
 from gateway.billing.ledger.focus import focus_rows
-from gateway.billing.ledger.reader import Period, bill_rows, unpriced, write_parquet
-from gateway.billing.ledger.stripe import VALUES, NoCustomer, meter_events
+from gateway.billing.ledger.reader import Period, bill_rows, unpriced_calls, write_parquet
+from gateway.billing.ledger.stripe import VALUES, NoStripeCustomer, meter_events
 from gateway.cli.common import MISUSE, complain, fail, warn
 from gateway.cli.usage_common import LedgerOption, Models, Since, Tenants, Until, folder_of, period_of, readable
 from gateway.core.money import plain_text
@@ -85,7 +85,7 @@ def _write_events(
     events = meter_events(folder, event_name=event_name, customers=customers, value=value, period=period)
     try:
         return _write_lines(file, events)
-    except NoCustomer as error:
+    except NoStripeCustomer as error:
         fail(str(error))
 
 
@@ -117,7 +117,7 @@ def _write_lines(file: TextIO, rows: Iterator[dict[str, Any]]) -> int:
 
 
 def _warn_of_unpriced(folder: Path, period: Period) -> None:
-    if missing := sum(calls for *_, calls in unpriced(folder, period)):
+    if missing := sum(calls for *_, calls in unpriced_calls(folder, period)):
         warn(f"{missing} calls have no price, and so no row (`warmpath usage` names their models)")
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from gateway.billing.ledger.engine_counters import note, read_marks, spans
-from gateway.billing.ledger.reconcile import Compared, compare, share, total
-from gateway.billing.reconciliation import marks_of, read_counters
+from gateway.billing.drift_monitor import read_counters, samples_of
+from gateway.billing.ledger.engine_counters import append_samples, intervals, read_samples
+from gateway.billing.ledger.reconcile import Comparison, compare, drift_ratio, totals_by_deployment
 from gateway.cli.common import (
     PROBLEM,
     AsJson,
@@ -73,7 +73,7 @@ def reconcile(
         except (OSError, SettingsError) as error:
             fail(str(error))
     try:
-        found = spans(read_marks(folder), since, until)
+        found = intervals(read_samples(folder), since, until)
     except ValueError as error:
         fail(str(error))
     if not found and not as_json:
@@ -81,7 +81,7 @@ def reconcile(
         return
     with readable():
         compared = compare(folder, found)
-    whole = total(compared)
+    whole = totals_by_deployment(compared)
     if as_json:
         hours = [_as_json(one) for one in compared]
         say_json({"spans": hours, "total": [_as_json(one) for one in whole]})
@@ -90,7 +90,7 @@ def reconcile(
     limit = float(parse_share(tolerance))
     drifted = [one for one in whole if _worst(one) > limit]
     for one in drifted:
-        complain(f"{one.span.deployment} drifts by {_worst(one):.2%}, more than {tolerance}")
+        complain(f"{one.interval.deployment} drifts by {_worst(one):.2%}, more than {tolerance}")
     if drifted:
         raise typer.Exit(PROBLEM)
 
@@ -100,42 +100,42 @@ async def _note_now(policy: Policy, folder: Path) -> None:
     try:
         fleet = Fleet(lambda deployment: make_provider(deployment, transport, resolve_secret))
         fleet.apply(policy)
-        note(folder, marks_of(await read_counters(fleet)))
+        append_samples(folder, samples_of(await read_counters(fleet)))
     finally:
         await transport.aclose()
 
 
-def _worst(one: Compared) -> float:
-    return max(share(one.input_drift, one.span.input), share(one.output_drift, one.span.output))
+def _worst(one: Comparison) -> float:
+    return max(drift_ratio(one.input_drift, one.interval.input), drift_ratio(one.output_drift, one.interval.output))
 
 
-def _as_json(one: Compared) -> dict[str, Any]:
+def _as_json(one: Comparison) -> dict[str, Any]:
     return {
-        "deployment": one.span.deployment,
-        "model": one.span.model,
-        "since": one.span.since,
-        "until": one.span.until,
-        "engine": {"input": one.span.input, "output": one.span.output},
+        "deployment": one.interval.deployment,
+        "model": one.interval.model,
+        "since": one.interval.since,
+        "until": one.interval.until,
+        "engine": {"input": one.interval.input, "output": one.interval.output},
         "ledger": {"input": one.input, "output": one.output},
         "unbilled": {"input": one.unbilled_input, "output": one.unbilled_output},
         "drift": {"input": one.input_drift, "output": one.output_drift},
-        "restarted": one.span.restarted,
+        "restarted": one.interval.restarted,
     }
 
 
-def _print_table(compared: Sequence[Compared], whole: Sequence[Compared]) -> None:
+def _print_table(compared: Sequence[Comparison], whole: Sequence[Comparison]) -> None:
     columns = ("DEPLOYMENT", "MODEL", "SINCE", "UNTIL", *(f"{what} IN" for what in _COUNTS))
-    rows = [_row(one, _minute(one.span.since), _minute(one.span.until)) for one in compared]
+    rows = [_row(one, _minute(one.interval.since), _minute(one.interval.until)) for one in compared]
     rows += [_row(one, "total", "") for one in whole]
     say_table((*columns, *(f"{what} OUT" for what in _COUNTS)), rows)
 
 
-def _row(one: Compared, since: str, until: str) -> list[str]:
-    restarted = " (restarted)" if one.span.restarted else ""
-    span = one.span
-    input_counts = (span.input, one.input, one.unbilled_input, one.input_drift)
-    output_counts = (span.output, one.output, one.unbilled_output, one.output_drift)
-    return [span.deployment, span.model, since, until + restarted, *map(str, input_counts + output_counts)]
+def _row(one: Comparison, since: str, until: str) -> list[str]:
+    restarted = " (restarted)" if one.interval.restarted else ""
+    interval = one.interval
+    input_counts = (interval.input, one.input, one.unbilled_input, one.input_drift)
+    output_counts = (interval.output, one.output, one.unbilled_output, one.output_drift)
+    return [interval.deployment, interval.model, since, until + restarted, *map(str, input_counts + output_counts)]
 
 
 def _minute(text: str) -> str:

@@ -34,7 +34,7 @@ class Limit(ABC, Generic[ChargeType]):
 
     kind: ClassVar[str]
     """Its name in the policy."""
-    shown_as: ClassVar[Literal["requests", "tokens"] | None] = None
+    header_kind: ClassVar[Literal["requests", "tokens"] | None] = None
     """In which of OpenAI's headers a client is told of it."""
 
     def __init__(self, scope: Scope) -> None:

@@ -44,9 +44,9 @@ class Budget(Limit[SpendCharge]):
         self._minute, self._key_now = -1, ""  # of the account that is charged now
 
     def charge(self, estimate: Estimate) -> SpendCharge:
-        return self.of_amount(estimate.cost_nanos, estimate.now)
+        return self.charge_for(estimate.cost_nanos, estimate.now)
 
-    def of_amount(self, nanos: int, now: float) -> SpendCharge:
+    def charge_for(self, nanos: int, now: float) -> SpendCharge:
         minute = int(now // MINUTE_SECONDS)
         if minute != self._minute:
             self._minute, self._key_now = minute, f"{self._key}/{_period(self._budget.per, minute)}"

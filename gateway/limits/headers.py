@@ -16,23 +16,23 @@ _NAMES = {
 }
 
 
-class Shown(NamedTuple):
+class HeaderGroup(NamedTuple):
     """The limits of one sort among all of a call's: where they stand, the narrowest scope first."""
 
     sort: Sort
     at: tuple[int, ...]  # never empty
 
 
-def shown_of(sorts: Sequence[Sort | None]) -> tuple[Shown, ...]:
+def header_groups(sorts: Sequence[Sort | None]) -> tuple[HeaderGroup, ...]:
     """What clients are told of limits of these sorts; None is for those of which they are told nothing."""
     found: dict[Sort, list[int]] = {}
     for index, sort in enumerate(sorts):
         if sort is not None:
             found.setdefault(sort, []).append(index)
-    return tuple(Shown(sort, tuple(reversed(at))) for sort, at in found.items())
+    return tuple(HeaderGroup(sort, tuple(reversed(at))) for sort, at in found.items())
 
 
-def tightest_headers(shown: Sequence[Shown], charges: Sequence[Any], remaining: Sequence[int]) -> dict[str, str]:
+def tightest_headers(shown: Sequence[HeaderGroup], charges: Sequence[Any], remaining: Sequence[int]) -> dict[str, str]:
     """Of several limits of one sort, a client is told of the one that has the least left."""
     headers: dict[str, str] = {}
     for sort, at in shown:

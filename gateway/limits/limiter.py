@@ -21,8 +21,8 @@ from gateway.core.errors import GatewayError, StorageUnavailable
 from gateway.limits.base import Estimate, Limit, Rates, dearest_cost_nanos, estimate_of, rates_of
 from gateway.limits.budget import Budget
 from gateway.limits.concurrency import Concurrency
-from gateway.limits.headers import Shown, shown_of, tightest_headers
-from gateway.limits.scope import scopes_of_call, tenant_part
+from gateway.limits.headers import HeaderGroup, header_groups, tightest_headers
+from gateway.limits.scope import scopes_of_call, tenant_prefix
 from gateway.limits.stream_budget import StreamBudget
 from gateway.policy import Limits, Policy, Tenant
 from gateway.storage.base import Charge, Grant, Rejection, ReservationStore, SpendCharge
@@ -67,11 +67,11 @@ class Reservation:
         self._holds_slot = holds_slot
         self._ended = False
 
-    async def leave(self) -> None:
+    async def release_slot(self) -> None:
         """The work is over: its place is free for the next call, although its bill is not settled yet."""
         if self._holds_slot and not self._ended and self._limiter is not None:
             self._holds_slot = False
-            await self._limiter.leave(self._name)
+            await self._limiter.release_slot(self._name)
 
     async def settle(self, usage: Usage, cost_nanos: int) -> None:
         if not self._ended and self._limiter is not None:
@@ -92,7 +92,7 @@ UNLIMITED = Reservation(None, "", (), {})
 """Of a call that no limit applies to; shared by all of them."""
 
 
-class _Plan(msgspec.Struct, frozen=True):
+class _LimitSet(msgspec.Struct, frozen=True):
     """The limits that calls of one tenant, key, model and class fall under."""
 
     tenant: Tenant  # of whom it was made
@@ -100,7 +100,7 @@ class _Plan(msgspec.Struct, frozen=True):
     names_begin: str  # of reservations
     limits: tuple[Limit[Any], ...]
     rates: Rates
-    shown: tuple[Shown, ...]
+    shown: tuple[HeaderGroup, ...]
     holds_slot: bool
     budgets: tuple[Budget, ...]
     cutting: tuple[Budget, ...]  # those that may cut a stream
@@ -116,7 +116,7 @@ class Limiter:
         self._family = family
         self._clock = clock
         self._planned_for: Policy | None = None
-        self._plans: dict[tuple[str, str, str], _Plan] = {}  # by key, model and class
+        self._plans: dict[tuple[str, str, str], _LimitSet] = {}  # by key, model and class
         self._open: dict[str, float] = {}  # when each open reservation was made or last extended
         self._unsettled: dict[str, Sequence[int]] = {}  # oldest first
         self._keeper: asyncio.Task[None] | None = None
@@ -173,7 +173,7 @@ class Limiter:
             ),
         )
 
-    async def admit_hit(self, call: Call) -> Reservation:
+    async def admit_cache_hit(self, call: Call) -> Reservation:
         """Of a call that the response cache answers: it may cost money, and nothing else. Raises as `admit` does."""
         prices, plan = call.policy.cache_prices.get(call.model.name), self._plan_of(call)
         if prices is None or not (budgets := plan.budgets):
@@ -187,22 +187,22 @@ class Limiter:
             raise _refusal(budgets, charges, verdict)
         return Reservation(self, name, budgets, {}, charges=charges)
 
-    async def charge_lost(self, call: Call, usage: Usage, cost_nanos: int, *, admitted: float) -> None:
+    async def charge_orphaned(self, call: Call, usage: Usage, cost_nanos: int, *, admitted: float) -> None:
         """A killed gateway's call is over, and its bill is known: settle its reservation, where the store has it still.
         Where it has not, take the cost from the budgets of the period in which it was admitted (seconds since the
         epoch), be it there or not. Raises `StorageUnavailable`.
         """
         plan, now = self._plan_of(call), self._clock()
         name = plan.names_begin + call.id
-        settled = await self.settle_left(call, usage, cost_nanos)
+        settled = await self.settle_orphaned(call, usage, cost_nanos)
         if settled is None:
             name += "+lost"
         if plan.budgets and not settled:
-            charges = [budget.of_amount(cost_nanos, admitted) for budget in plan.budgets]
+            charges = [budget.charge_for(cost_nanos, admitted) for budget in plan.budgets]
             await self._counters.force_reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
             await self._counters.settle(name, [cost_nanos] * len(charges), now=now)
 
-    async def settle_left(self, call: Call, usage: Usage, cost_nanos: int) -> bool | None:
+    async def settle_orphaned(self, call: Call, usage: Usage, cost_nanos: int) -> bool | None:
         """Settle what a killed gateway has left reserved for a call. False: the store knows of nothing to settle; None:
         it was made under other limits, and ends with its lease. Raises `StorageUnavailable`.
         """
@@ -233,7 +233,7 @@ class Limiter:
             self._open[name] = now
         return verdict
 
-    def _plan_of(self, call: Call) -> _Plan:
+    def _plan_of(self, call: Call) -> _LimitSet:
         principal = call.principal
         if call.policy is not self._planned_for or len(self._plans) >= MAX_PLANS:
             self._planned_for = call.policy
@@ -244,18 +244,18 @@ class Limiter:
             plan = self._plans[which] = self._make_plan(call)
         return plan
 
-    def _make_plan(self, call: Call) -> _Plan:
+    def _make_plan(self, call: Call) -> _LimitSet:
         principal = call.principal
         scopes = scopes_of_call(principal.tenant, principal.key_id, principal.limits, call.model, call.class_name)
         found = [kind.of(limits, scope) for scope, limits in scopes for kind in self._family]
         limits = tuple(limit for limit in found if limit is not None)
-        return _Plan(
+        return _LimitSet(
             principal.tenant,
             principal.limits,
-            f"{tenant_part(principal.tenant.name)}/",
+            f"{tenant_prefix(principal.tenant.name)}/",
             limits,
             rates_of(call.policy.prices_by_model.get(call.model.name, ())),  # of one that is over, it may be gone
-            shown_of([limit.shown_as for limit in limits]),
+            header_groups([limit.header_kind for limit in limits]),
             any(isinstance(limit, Concurrency) for limit in limits),
             budgets := tuple(limit for limit in limits if isinstance(limit, Budget)),
             tuple(budget for budget in budgets if budget.cuts_streams),
@@ -265,7 +265,7 @@ class Limiter:
         """More money for a stream is a reservation of its own, which holds it until the stream's end."""
 
         async def reserve(number: int, nanos: int) -> Grant | Rejection:
-            charges = [budget.of_amount(nanos, estimate.now) for budget in budgets]
+            charges = [budget.charge_for(nanos, estimate.now) for budget in budgets]
             return await self._reserve(f"{name}+{number}", charges, self._clock())
 
         def give_back(number: int) -> None:
@@ -276,7 +276,7 @@ class Limiter:
         a_slice = dearest_cost_nanos(rates, 0, call.principal.tenant.limits.default_output_tokens)
         return StreamBudget(estimate.cost_nanos, a_slice, reserve, give_back, budgets)
 
-    async def leave(self, name: str) -> None:
+    async def release_slot(self, name: str) -> None:
         """For `Reservation.leave`."""
         try:
             await self._counters.release_slots(name, now=self._clock())

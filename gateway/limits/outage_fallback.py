@@ -42,21 +42,21 @@ RETRY_SECONDS = 1.0
 BEAT_SECONDS = 5.0  # how often a gateway says that it lives ...
 ALIVE_SECONDS = 30.0  # ... and for how long that is believed
 LEASE_SECONDS = 30.0  # of what the storage is told afterwards
-MAX_UNTOLD = 100_000  # calls of which it is still to be told; one more is refused
-MAX_HEARD = 50_000  # charges of which it is remembered what was left
+MAX_UNREPORTED = 100_000  # calls of which it is still to be told; one more is refused
+MAX_LAST_KNOWN = 50_000  # charges of which it is remembered what was left
 MAX_AT_ONCE = 128
 
 log = logging.getLogger("warmpath")
 
 
-class _Heard(msgspec.Struct, frozen=True):
+class _LastKnown(msgspec.Struct, frozen=True):
     """What was left of a charge when the storage last said so."""
 
     left: int
     at: float
 
 
-class _Untold(msgspec.Struct):
+class _UnreportedCall(msgspec.Struct):
     """A call that was granted here. Of one that has ended, the storage is told only what still matters."""
 
     charges: Sequence[Charge]
@@ -85,24 +85,24 @@ class OutageFallback:
         self._outage = outage
         self._clock = clock
         self._local: ReservationStore | None = None  # while the storage is away
-        self._heard: dict[str, _Heard] = {}
+        self._last_known: dict[str, _LastKnown] = {}
         self._primed: set[str] = set()
-        self._untold: dict[str, _Untold] = {}
+        self._unreported: dict[str, _UnreportedCall] = {}
         self._numbers = count()
         self._replicas = 1
         self._keeper: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
-        self.granted_here = 0
-        self.refused_here = 0
+        self.granted_locally = 0
+        self.rejected_locally = 0
 
     @property
-    def is_away(self) -> bool:
+    def in_outage(self) -> bool:
         """Whether limits are enforced here, by shares."""
         return self._local is not None
 
     @property
-    def untold(self) -> int:
-        return len(self._untold)
+    def unreported(self) -> int:
+        return len(self._unreported)
 
     @property
     def replicas(self) -> int:
@@ -111,7 +111,7 @@ class OutageFallback:
 
     async def start(self) -> None:
         self._stopping.clear()
-        await self.tend()
+        await self.sync_with_storage()
         self._keeper = asyncio.create_task(self._keep(), name="limits in an outage")
 
     async def stop(self) -> None:
@@ -119,7 +119,7 @@ class OutageFallback:
         if keeper is not None:
             self._stopping.set()
             await keeper
-            await self.tend()
+            await self.sync_with_storage()
 
     def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
@@ -129,7 +129,7 @@ class OutageFallback:
         return self._reserve(reservation_id, charges, lease_seconds, now)
 
     def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> Coroutine[Any, Any, bool]:
-        if self._local is None and not self._untold:
+        if self._local is None and not self._unreported:
             return self._store.settle(reservation_id, actual, now=now)
         return self._settle(reservation_id, actual, now)
 
@@ -137,7 +137,7 @@ class OutageFallback:
         if self._local is not None:
             self._must_be_of_here(reservation_id)
             return await self._local.extend_lease(reservation_id, lease_seconds=lease_seconds, now=now)
-        if reservation_id in self._untold:
+        if reservation_id in self._unreported:
             return True  # the storage is about to be told
         return await self._store.extend_lease(reservation_id, lease_seconds=lease_seconds, now=now)
 
@@ -176,7 +176,7 @@ class OutageFallback:
                 self._go_alone(error)
                 # It may have been reserved without our hearing of it. Where it is refused here, that comes to nothing.
                 everything = tuple(range(len(charges)))
-                self._untold[reservation_id] = _Untold(charges, now, [0] * len(charges), everything)
+                self._unreported[reservation_id] = _UnreportedCall(charges, now, [0] * len(charges), everything)
             else:
                 if isinstance(verdict, Grant):
                     self._hear(charges, verdict.remaining, now)
@@ -188,16 +188,16 @@ class OutageFallback:
     ) -> Grant | Rejection:
         local = self._local
         assert local is not None
-        if len(self._untold) >= MAX_UNTOLD:
-            raise StorageUnavailable(f"the storage is away, and is to be told of {MAX_UNTOLD} calls already")
+        if len(self._unreported) >= MAX_UNREPORTED:
+            raise StorageUnavailable(f"the storage is away, and is to be told of {MAX_UNREPORTED} calls already")
         shares = [await self._share(charge, local) for charge in charges]
         verdict = await local.reserve(reservation_id, shares, lease_seconds=lease_seconds, now=now)
         if isinstance(verdict, Grant):
-            self.granted_here += 1
-            unheard = reservation_id in self._untold
-            self._untold[reservation_id] = _Untold(charges, now, whole=unheard)
+            self.granted_locally += 1
+            unheard = reservation_id in self._unreported
+            self._unreported[reservation_id] = _UnreportedCall(charges, now, whole=unheard)
             return verdict
-        self.refused_here += 1
+        self.rejected_locally += 1
         charge = charges[verdict.index]
         if verdict.retry_after_seconds is None and charge.amount <= charge.limit:
             # Beyond this share, not beyond the limit: once the storage is back it may be granted.
@@ -205,9 +205,9 @@ class OutageFallback:
         return verdict
 
     async def _settle(self, reservation_id: str, actual: Sequence[int], now: float) -> bool:
-        untold = self._untold.get(reservation_id)
-        if untold is not None:
-            untold.actual = actual
+        unreported = self._unreported.get(reservation_id)
+        if unreported is not None:
+            unreported.actual = actual
             if self._local is not None:
                 await self._local.settle(reservation_id, actual, now=now)
             return True
@@ -216,14 +216,14 @@ class OutageFallback:
         return await self._store.settle(reservation_id, actual, now=now)
 
     def _must_be_of_here(self, reservation_id: str) -> None:
-        if reservation_id not in self._untold:
+        if reservation_id not in self._unreported:
             raise StorageUnavailable("the storage is away")
 
     def _hear(self, charges: Sequence[Charge], remaining: Sequence[int], now: float) -> None:
-        if len(self._heard) > MAX_HEARD:
-            self._heard.clear()
+        if len(self._last_known) > MAX_LAST_KNOWN:
+            self._last_known.clear()
         for charge, left in zip(charges, remaining, strict=True):
-            self._heard[charge.key] = _Heard(left, now)
+            self._last_known[charge.key] = _LastKnown(left, now)
 
     def _go_alone(self, error: StorageUnavailable) -> None:
         if self._local is None:
@@ -237,7 +237,7 @@ class OutageFallback:
         share = share_of(charge, replicas)
         if charge.key not in self._primed:
             self._primed.add(charge.key)
-            heard = self._heard.get(charge.key)
+            heard = self._last_known.get(charge.key)
             if heard is not None and not isinstance(share, SlotCharge):
                 used = -(-max(0, charge.limit - heard.left) // replicas)
                 name = f"{tenant_of(charge.key)}/heard-{next(self._numbers)}"
@@ -252,10 +252,10 @@ class OutageFallback:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_SECONDS):
                     await self._stopping.wait()
-            if self._local is not None or self._untold or next(beats) % round(BEAT_SECONDS / RETRY_SECONDS) == 0:
-                await self.tend()
+            if self._local is not None or self._unreported or next(beats) % round(BEAT_SECONDS / RETRY_SECONDS) == 0:
+                await self.sync_with_storage()
 
-    async def tend(self) -> None:
+    async def sync_with_storage(self) -> None:
         """Say that this gateway lives; and where the storage is back, tell it all, and let it decide again."""
         try:
             self._replicas = await self._store.count_replicas(alive_seconds=ALIVE_SECONDS, now=self._clock())
@@ -263,30 +263,30 @@ class OutageFallback:
                 await self._tell()  # most of it, before others may be granted what was used here
                 self._local = None
                 log.warning("the storage is back: limits are enforced by it again")
-            while self._untold:
+            while self._unreported:
                 await self._tell()
         except StorageUnavailable:
             return  # the next time
 
     async def _tell(self) -> None:
         """Of every call until now. Raises `StorageUnavailable` where it is away again; nothing is told twice."""
-        names = list(self._untold)
+        names = list(self._unreported)
         for start in range(0, len(names), MAX_AT_ONCE):
-            told = (self._tell_of(name, self._untold[name]) for name in names[start : start + MAX_AT_ONCE])
+            told = (self._tell_of(name, self._unreported[name]) for name in names[start : start + MAX_AT_ONCE])
             errors = [error for error in await asyncio.gather(*told, return_exceptions=True) if error is not None]
             if errors:
                 raise errors[0]
 
-    async def _tell_of(self, name: str, untold: _Untold) -> None:
+    async def _tell_of(self, name: str, unreported: _UnreportedCall) -> None:
         now = self._clock()
-        if untold.adopted is None:
-            matters = tuple(i for i, charge in enumerate(untold.charges) if _still_matters(charge, untold, now))
-            charges = [untold.charges[i] for i in matters]
+        if unreported.adopted is None:
+            matters = tuple(i for i, charge in enumerate(unreported.charges) if _still_matters(charge, unreported, now))
+            charges = [unreported.charges[i] for i in matters]
             await self._store.force_reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
-            untold.adopted = matters
-        if untold.actual is not None:
-            await self._store.settle(name, [untold.actual[i] for i in untold.adopted], now=now)
-        del self._untold[name]  # one that goes on is the storage's from here on
+            unreported.adopted = matters
+        if unreported.actual is not None:
+            await self._store.settle(name, [unreported.actual[i] for i in unreported.adopted], now=now)
+        del self._unreported[name]  # one that goes on is the storage's from here on
 
 
 def share_of(charge: Charge, replicas: int) -> Charge:
@@ -298,10 +298,10 @@ def share_of(charge: Charge, replicas: int) -> Charge:
     return msgspec.structs.replace(charge, limit=charge.limit // replicas)
 
 
-def _still_matters(charge: Charge, untold: _Untold, now: float) -> bool:
+def _still_matters(charge: Charge, unreported: _UnreportedCall, now: float) -> bool:
     """Of a call that has ended, places are free, and a rate has refilled after its period."""
-    if untold.actual is None or untold.whole:
+    if unreported.actual is None or unreported.whole:
         return True
     if isinstance(charge, RateCharge):
-        return now - untold.at < charge.period_seconds
+        return now - unreported.at < charge.period_seconds
     return not isinstance(charge, SlotCharge)

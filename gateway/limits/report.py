@@ -7,12 +7,12 @@ from typing import Any
 
 from gateway.limits.base import Estimate, Limit
 from gateway.limits.budget import nanos_text
-from gateway.limits.scope import Scope, key_scope, weighed
+from gateway.limits.scope import Scope, key_scope, with_cached_input_weight
 from gateway.policy import Limits, Tenant
 from gateway.storage.base import Charge, RateCharge, ReservationStore, SpendCharge
 
 
-async def what_is_left(
+async def remaining_limits(
     tenant: Tenant,
     keys: Mapping[str, Limits],
     family: Sequence[type[Limit[Any]]],
@@ -37,9 +37,9 @@ def has_limits(tenant: Tenant, family: Sequence[type[Limit[Any]]]) -> bool:
 def _scopes(tenant: Tenant, keys: Mapping[str, Limits]) -> Iterator[tuple[Scope, Limits]]:
     yield Scope(tenant.name), tenant.limits
     for part in tenant.limits.parts:
-        yield Scope(tenant.name, part.match.label), weighed(part, tenant)
+        yield Scope(tenant.name, part.match.label), with_cached_input_weight(part, tenant)
     for key_id, limits in keys.items():
-        yield key_scope(tenant, key_id), weighed(limits, tenant)
+        yield key_scope(tenant, key_id), with_cached_input_weight(limits, tenant)
 
 
 def _entry(limit: Limit[Any], charge: Charge, left: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ class Requests(Limit[RateCharge]):
     """Calls per time. One that is refused does not count; one that was admitted does, whatever becomes of it."""
 
     kind = "requests"
-    shown_as = "requests"
+    header_kind = "requests"
 
     @classmethod
     def of(cls, limits: Limits, scope: Scope) -> Requests | None:

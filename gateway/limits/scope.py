@@ -23,7 +23,7 @@ class Scope(msgspec.Struct, frozen=True):
     def key(self, what: str) -> str:
         """A charge's key. All of a tenant's begin with its name, as storage wants it."""
         part = f"{quote(self.part, safe='')}/" if self.part else ""
-        return f"{tenant_part(self.tenant)}/{part}{what}"
+        return f"{tenant_prefix(self.tenant)}/{part}{what}"
 
 
 def scopes_of_call(
@@ -37,16 +37,16 @@ def scopes_of_call(
         if (match.model is None or not names.isdisjoint(match.model)) and (
             match.latency_class is None or class_name in match.latency_class
         ):
-            yield Scope(tenant.name, match.label), weighed(part, tenant)
+            yield Scope(tenant.name, match.label), with_cached_input_weight(part, tenant)
     if key_limits is not None:
-        yield key_scope(tenant, key_id), weighed(key_limits, tenant)
+        yield key_scope(tenant, key_id), with_cached_input_weight(key_limits, tenant)
 
 
 def key_scope(tenant: Tenant, key_id: str) -> Scope:
     return Scope(tenant.name, f"key {key_id}")
 
 
-def weighed(limits: Limits, tenant: Tenant) -> Limits:
+def with_cached_input_weight(limits: Limits, tenant: Tenant) -> Limits:
     """With the tenant's weight of cached input, where they have none of their own."""
     if limits.cached_input_weight is not None:
         return limits
@@ -54,6 +54,6 @@ def weighed(limits: Limits, tenant: Tenant) -> Limits:
 
 
 @lru_cache(maxsize=10_000)
-def tenant_part(name: str) -> str:
+def tenant_prefix(name: str) -> str:
     """The first part of all keys and reservations of a tenant."""
     return quote(name, safe="")

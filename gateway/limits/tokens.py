@@ -18,7 +18,7 @@ WHOLE = 1_000_000  # what a weight is a share of: sums stay integers
 class _TokenRate(Limit[RateCharge]):
     """Tokens of some kind per time."""
 
-    shown_as = "tokens"
+    header_kind = "tokens"
     named: str  # as a message says it
 
     @classmethod

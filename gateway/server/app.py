@@ -26,11 +26,11 @@ from gateway.auth.keyring import Keyring
 from gateway.auth.pepper import ANOTHER_PEPPER, PepperCheck
 from gateway.batches import BatchService
 from gateway.batches.line_call import BatchCanonicaliser, KeyIdAuthenticator
+from gateway.billing.drift_monitor import DriftMonitor
 from gateway.billing.ledger import Ledger
-from gateway.billing.ledger.compacting import Compactor
-from gateway.billing.ledger.shipping import Shipper
+from gateway.billing.ledger.compactor import Compactor
+from gateway.billing.ledger.shipper import Shipper
 from gateway.billing.open_calls import LedgerCallLog
-from gateway.billing.reconciliation import Reconciliation
 from gateway.billing.recovery import Recovery
 from gateway.billing.settler import Settler
 from gateway.core.errors import GatewayError, StorageUnavailable
@@ -45,8 +45,8 @@ from gateway.endpoints.exchange import BodyBudget
 from gateway.endpoints.stored_responses import StoredResponses
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
-from gateway.limits.local_share import OutageFallback
-from gateway.limits.report import what_is_left
+from gateway.limits.outage_fallback import OutageFallback
+from gateway.limits.report import remaining_limits
 from gateway.policy import Policy
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import Canonicaliser
@@ -127,14 +127,14 @@ class Gateway:
             limiter=limiter,
             queue=Queue(self._fleet),
             router=Router(self._fleet, STRATEGIES),
-            call_log=LedgerCallLog(self._ledger, in_vain=self._recovery.add),
+            call_log=LedgerCallLog(self._ledger, on_unbilled=self._recovery.add_unbilled),
             settler=Settler(limiter, self._ledger),
             telemetry=self._telemetry,
             diagnosis=PrefixDiagnosis(Journal(summaries, settings.replica)),
             max_body_bytes=settings.max_body_bytes,
             bodies=bodies,
         )
-        self._reconciliation = Reconciliation(
+        self._reconciliation = DriftMonitor(
             self._fleet,
             settings.ledger_dir / settings.replica,
             every_seconds=settings.reconcile_seconds,
@@ -161,7 +161,7 @@ class Gateway:
             policies=policies,
             key=settings.admin_key,
             keyring=Keyring(self._storage, pepper),
-            limits_of=lambda tenant, keys: what_is_left(tenant, keys, LIMITS, self._counters, now=time.time()),
+            limits_of=lambda tenant, keys: remaining_limits(tenant, keys, LIMITS, self._counters, now=time.time()),
             state=self._state,
             routes=[
                 *view_routes(policies, self._telemetry, self._worker_group, trace_url=settings.trace_url),

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from gateway.auth.authenticator import Authenticator
 from gateway.billing.ledger import Ledger
-from gateway.billing.ledger.compacting import Compactor
-from gateway.billing.ledger.retention import drop_old_segments
-from gateway.billing.ledger.shipping import Shipper
+from gateway.billing.ledger.compactor import Compactor
+from gateway.billing.ledger.retention import remove_old_segments
+from gateway.billing.ledger.shipper import Shipper
 from gateway.billing.recovery import Recovery
 from gateway.core.errors import LedgerUnavailable
 from gateway.deployments.fleet import Fleet
@@ -42,12 +42,12 @@ class DepartedWorkers:
                 recovery = Recovery(ledger, self.fleet, self.policies, self.limiter, self.authenticator)
                 recovery.take_over()
                 await recovery.catch_up()
-                await ledger.durable(hurry=True)
+                await ledger.durable(flush_now=True)
                 if settings.ledger_ship is not None:
                     await Shipper(settings.ledger_ship, ledger, name).run(for_ever=False)
                 if settings.ledger_keep_days is not None:
                     oldest = time.time() - settings.ledger_keep_days * DAY_SECONDS
-                    await asyncio.to_thread(drop_old_segments, ledger.folder, oldest, ledger.may_remove)
+                    await asyncio.to_thread(remove_old_segments, ledger.folder, oldest, ledger.may_remove_segment)
                 if settings.ledger_compact:
                     await Compactor(ledger).catch_up()
         except LedgerUnavailable:

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable
 
 from gateway.batches import BatchService
+from gateway.billing.drift_monitor import DriftMonitor
 from gateway.billing.ledger import Ledger
-from gateway.billing.reconciliation import Reconciliation
 from gateway.deployments.circuit_breaker import STATES
 from gateway.deployments.engine_reports import Reports
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.replica_sync import PeerReports
 from gateway.limits.limiter import Limiter
-from gateway.limits.local_share import OutageFallback
+from gateway.limits.outage_fallback import OutageFallback
 from gateway.policy.file import PolicyHolder
 from gateway.response_store import ResponseStore
 from gateway.serve import Components
@@ -58,7 +58,7 @@ def show_calls(
     register(INFLIGHT, in_flight)
     register(BODIES, lambda: components.bodies.held_bytes)
     register(QUEUE_DEPTH, lambda: {(name,): components.queue.depth(name) for name in policies.current.classes})
-    register(QUEUE_SHED, lambda: {(name,): components.queue.gave_way(name) for name in policies.current.classes})
+    register(QUEUE_SHED, lambda: {(name,): components.queue.shed_calls(name) for name in policies.current.classes})
     register(CUT_STREAMS, lambda: {(result,): count for result, count in components.router.cut_streams.items()})
 
 
@@ -124,14 +124,16 @@ def show_limits(register: Register, limiter: Limiter, counters: OutageFallback) 
     register(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
     register(LIMITS_UNSETTLED, lambda: limiter.unsettled)
     register(LIMITS_STORAGE_FAILURES, lambda: limiter.store_failures)
-    register(LIMITS_LOCAL, lambda: float(counters.is_away))
-    register(LIMITS_LOCAL_CALLS, lambda: {("granted",): counters.granted_here, ("refused",): counters.refused_here})
-    register(LIMITS_UNREPORTED, lambda: counters.untold)
+    register(LIMITS_LOCAL, lambda: float(counters.in_outage))
+    register(
+        LIMITS_LOCAL_CALLS, lambda: {("granted",): counters.granted_locally, ("refused",): counters.rejected_locally}
+    )
+    register(LIMITS_UNREPORTED, lambda: counters.unreported)
 
 
-def show_ledger(register: Register, ledger: Ledger, reconciliation: Reconciliation) -> None:
+def show_ledger(register: Register, ledger: Ledger, drift_monitor: DriftMonitor) -> None:
     register(LEDGER_ROWS, lambda: ledger.receipts_written)
-    register(LEDGER_DRIFT, lambda: reconciliation.drift)
+    register(LEDGER_DRIFT, lambda: drift_monitor.drift)
     register(LEDGER_OK, lambda: float(ledger.ok))
 
 

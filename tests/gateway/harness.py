@@ -340,7 +340,7 @@ class Rig:
             limiter=limiter,
             queue=Queue(self.fleet),
             router=Router(self.fleet, STRATEGIES),
-            call_log=LedgerCallLog(self.ledger, in_vain=self._note_in_vain),
+            call_log=LedgerCallLog(self.ledger, on_unbilled=self._on_unbilled),
             settler=Settler(limiter, self.ledger),
             telemetry=self.telemetry,
             diagnosis=PrefixDiagnosis(Journal(directory / "diagnosis", "r")),
@@ -353,8 +353,8 @@ class Rig:
         self.fleet.apply(self.components.policies.current)
         self.components.policies.subscribe(self.fleet.apply)
 
-    def _note_in_vain(self, opened: OpenCall) -> None:
-        self.recovery.add(opened)
+    def _on_unbilled(self, opened: OpenCall) -> None:
+        self.recovery.add_unbilled(opened)
 
     def write_policy(self, policy: dict[str, Any]) -> None:
         self.policy_file.write_text(yaml.safe_dump(policy))
@@ -414,7 +414,7 @@ class Rig:
         assert self.components.limiter.open_reservations == 0
         assert self.components.bodies.held_bytes == 0, "room is held for nothing"
         assert sorted(self.storage.ended) == sorted(self.storage.granted), "each reservation is ended once"
-        assert self.ledger.calls_open == 0 or self.ledger.has_failed, "a call was opened, and never closed"
+        assert self.ledger.open_call_count == 0 or self.ledger.has_failed, "a call was opened, and never closed"
         calls = [receipt["call_id"] for receipt in self.receipts()]
         assert len(set(calls)) == len(calls), "a call has two receipts"
         ours = {task for task in asyncio.all_tasks() if "ledger" not in task.get_name()}

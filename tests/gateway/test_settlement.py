@@ -167,7 +167,7 @@ async def test_what_can_not_be_opened_is_not_asked(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> bool:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(appender, "take_room", full)
+    monkeypatch.setattr(appender, "preallocate", full)
     monkeypatch.setattr(writer, "PROBE_SECONDS", 0)
     async with a_rig(tmp_path, tenants=[tenant(concurrency=1)]) as rig:
         client = await rig.ask(chat())

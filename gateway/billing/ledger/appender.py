@@ -25,16 +25,16 @@ from gateway.billing.ledger.chain import (
     segment_name,
     segments,
 )
-from gateway.billing.ledger.room import give_back_room, take_room
+from gateway.billing.ledger.preallocation import preallocate, release_preallocated
 from gateway.billing.ledger.rows import (
     CarriedCalls,
     Correction,
     OpenCall,
     Row,
     UnbilledWork,
+    attempts_left_open,
     decode,
     decode_head,
-    left_open,
 )
 from gateway.core.errors import LedgerUnavailable
 from gateway.core.ids import event_seconds, new_event_id
@@ -43,7 +43,7 @@ from gateway.types import Receipt
 SEGMENT_BYTES = 32 * 1024 * 1024  # about 20,000 calls; the last segment is read whole when the chain is opened
 SEGMENT_SECONDS = 86_400.0  # the first row after so long begins the next segment
 CLOSING_BYTES = 4096  # room for what ends one call: a receipt has some 1000 bytes, and 200 more for each attempt
-CLOSED_LATELY = 1000  # of the newest receipts: so many may a killed gateway not have told the limits of
+MAX_RECENTLY_CLOSED = 1000  # of the newest receipts: so many may a killed gateway not have told the limits of
 AHEAD_BYTES = 4 * 1024 * 1024  # of room taken at once: a system call now and then, not for each row
 
 log = logging.getLogger(__name__)
@@ -54,12 +54,12 @@ class Appender:
 
     def __init__(self, folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.folder = folder
-        self.beyond_repair = False  # half a row stands at the end; opening the chain again cuts it off
+        self.needs_reopen = False  # half a row stands at the end; opening the chain again cuts it off
         self.segment = -1  # the file that is written to
         self.segment_number = 0
         self.size = 0  # of the segment
         self.full_segments: list[int] = []  # still to be fsynced and closed
-        self.closed_lately: list[tuple[OpenCall, Receipt]] = []  # before it was opened, in its last segment
+        self.recently_closed: list[tuple[OpenCall, Receipt]] = []  # before it was opened, in its last segment
         self._segment_bytes = self._segment_end = segment_bytes  # the end is here where its age says so
         self._began = math.inf  # when the segment did
         self._room_end: float = 0  # how far into the segment room is taken
@@ -68,10 +68,10 @@ class Appender:
         self._open: dict[str, list[OpenCall]] = {}  # by call
 
     @property
-    def calls_open(self) -> int:
+    def open_call_count(self) -> int:
         return len(self._open)
 
-    def unfinished(self) -> list[list[OpenCall]]:
+    def open_calls(self) -> list[list[OpenCall]]:
         """What was opened and has no receipt, by call: after opening, what a gateway that was killed has left."""
         return list(self._open.values())
 
@@ -93,7 +93,7 @@ class Appender:
         for file in self.full_segments:
             os.close(file)
         if self.segment >= 0:
-            give_back_room(self.segment)
+            release_preallocated(self.segment)
             os.close(self.segment)
         if self._lock >= 0:
             os.close(self._lock)
@@ -104,7 +104,7 @@ class Appender:
         needed = self.size + (len(self._open) + 2) * CLOSING_BYTES
         if needed > self._room_end:
             try:
-                taken = take_room(self.segment, self.size, needed - self.size + AHEAD_BYTES)
+                taken = preallocate(self.segment, self.size, needed - self.size + AHEAD_BYTES)
             except OSError as error:
                 raise LedgerUnavailable(f"the ledger can not be written: {error.strerror}") from error
             self._room_end = needed + AHEAD_BYTES if taken else math.inf
@@ -141,10 +141,10 @@ class Appender:
 
     def _close_one(self, row: Receipt | UnbilledWork, opened: list[OpenCall]) -> None:
         by, attempt = ("unbilled", row.attempt) if isinstance(row, UnbilledWork) else ("receipt", 0)
-        if left := left_open(opened, by=by, attempt=attempt, deployment=row.deployment):
+        if left := attempts_left_open(opened, by=by, attempt=attempt, deployment=row.deployment):
             self._open[row.call_id] = left
 
-    def look_at_age(self, now: float) -> None:
+    def check_segment_age(self, now: float) -> None:
         """To be called behind each commit: the first one finds when the first row was written."""
         if self._began == math.inf:
             self._began = now
@@ -156,7 +156,7 @@ class Appender:
             os.ftruncate(self.segment, self.size)
             self._room_end = min(self._room_end, self.size)  # which went with it
         except OSError:
-            self.beyond_repair = True
+            self.needs_reopen = True
 
     # Segments
 
@@ -178,14 +178,14 @@ class Appender:
             carried, head = encode_row(CarriedCalls(event_id=new_event_id(), opened=opened), self._head)
         try:
             room = len(carried) + (len(self._open) + 2) * CLOSING_BYTES
-            taken = take_room(segment, 0, room)
+            taken = preallocate(segment, 0, room)
             if os.write(segment, carried) != len(carried):
                 raise OSError(0, "no room for a whole row")
         except OSError:
             os.close(segment)
             path.unlink()
             raise
-        give_back_room(self.segment)
+        release_preallocated(self.segment)
         self.full_segments.append(self.segment)
         self.segment, self.size, self._head = segment, len(carried), head
         self.segment_number += 1
@@ -216,12 +216,12 @@ class Appender:
         self.size, head = _good_end(files[-1])
         if os.fstat(self.segment).st_size > self.size:
             _set_aside(files[-1], self.segment, self.size)
-        give_back_room(self.segment)  # of the life before
+        release_preallocated(self.segment)  # of the life before
         last = files[-1]
         if head is None:  # it had just begun a new segment
             last, head = next(((f, head) for f in reversed(files[:-1]) if (head := _good_end(f)[1])), (last, GENESIS))
         self._head = head
-        self._began, self._open, self.closed_lately = _left_behind(last)
+        self._began, self._open, self.recently_closed = _left_behind(last)
         sync([], self.segment, self.folder)
         sync_folder(self.folder)
 
@@ -230,7 +230,7 @@ def _left_behind(segment: Path) -> tuple[float, dict[str, list[OpenCall]], list[
     """(when the segment's first row was made, what was opened in it or carried into it and has no receipt, and the
     newest of those that have one)."""
     began, still_open = math.inf, dict[str, list[OpenCall]]()
-    closed = deque[tuple[OpenCall, Receipt]](maxlen=CLOSED_LATELY)
+    closed = deque[tuple[OpenCall, Receipt]](maxlen=MAX_RECENTLY_CLOSED)
     if not segment.exists():
         return began, still_open, []
     with segment.open("rb") as lines:
@@ -246,7 +246,7 @@ def _left_behind(segment: Path) -> tuple[float, dict[str, list[OpenCall]], list[
                         still_open.setdefault(opened.call_id, []).append(opened)
                 elif head.kind in ("receipt", "unbilled") and head.call_id in still_open:
                     before = still_open.pop(head.call_id)
-                    left = left_open(before, by=head.kind, attempt=head.attempt, deployment=head.deployment)
+                    left = attempts_left_open(before, by=head.kind, attempt=head.attempt, deployment=head.deployment)
                     still_open.update({head.call_id: left} if left else {})
                     if isinstance(row := decode(line), Receipt):
                         closed.append((before[-1], row))

@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.billing.ledger.holding import held
 from gateway.billing.ledger.rows import Row, decode_head, encode
+from gateway.billing.ledger.segment_locks import held
 
 SCHEMA_VERSION = 1
 GENESIS = "0" * 64  # `prev` of the first row of all
-KEPT_AS_LINES = 2  # the newest segments: the writer continues them, and reads the last with a row when it opens
+UNCOMPACTED_SEGMENTS = 2  # the newest segments: the writer continues them, and reads the last with a row when it opens
 _OPENING = f'{{"v":{SCHEMA_VERSION},"prev":"'.encode()
 _CLOSING_BYTES = len(b',"hash":""}\n') + 64
 _ROW = re.compile(rb'\{"v":(\d+),"prev":"([0-9a-f]{64})",.*,"hash":"([0-9a-f]{64})"\}\n', re.DOTALL)
@@ -89,9 +89,9 @@ def segments(chain: Path) -> list[Path]:
     return [*reversed({file.stem: file for file in found}.values())]
 
 
-def closed_segments(chain: Path) -> list[Path]:
+def compactable_segments(chain: Path) -> list[Path]:
     """Those that can be compacted: lines, but the newest."""
-    return [file for file in segments(chain) if file.suffix == ".jsonl"][:-KEPT_AS_LINES]
+    return [file for file in segments(chain) if file.suffix == ".jsonl"][:-UNCOMPACTED_SEGMENTS]
 
 
 def chains(ledger: Path) -> list[Path]:
@@ -121,14 +121,14 @@ def _lines(file: Path) -> Iterator[bytes]:
         yield from lines
 
 
-def verify(ledger: Path, lines_of: Callable[[Path], Iterator[bytes]] = _lines) -> Verification:
+def verify(ledger: Path, read_lines: Callable[[Path], Iterator[bytes]] = _lines) -> Verification:
     """Check every row of every replica, up to the first that is broken. `lines_of` a segment may raise `RowError`."""
     rows, heads = 0, dict[str, str]()
     found = chains(ledger)
     try:
         with held(found):
             for chain in found:
-                for digest in _walk(chain, lines_of):
+                for digest in _walk(chain, read_lines):
                     heads[chain.name] = digest
                     rows += 1
     except BrokenRow as broken:
@@ -136,7 +136,7 @@ def verify(ledger: Path, lines_of: Callable[[Path], Iterator[bytes]] = _lines) -
     return Verification(rows, heads, None)
 
 
-def _walk(chain: Path, lines_of: Callable[[Path], Iterator[bytes]]) -> Iterator[str]:
+def _walk(chain: Path, read_lines: Callable[[Path], Iterator[bytes]]) -> Iterator[str]:
     """The hash of each row that is as it was written and follows the one before it. Raises `BrokenRow` at the first
     that is not.
 
@@ -150,7 +150,7 @@ def _walk(chain: Path, lines_of: Callable[[Path], Iterator[bytes]]) -> Iterator[
             raise BrokenRow(chain / segment_name(number), 1, "the segment is missing")
         good = 0
         try:
-            for line in lines_of(file):
+            for line in read_lines(file):
                 prev, digest = check_row(line)
                 if head not in (prev, None):
                     raise RowError("rows before this one were removed, added or moved")

@@ -1,4 +1,4 @@
-"""From the streams that gateways ship to (`ledger.shipping`), one ledger: each chain again, byte for byte.
+"""From the streams that gateways ship to (`ledger.shipper`), one ledger: each chain again, byte for byte.
 
 An entry says where its row stands in which segment, so that a row that comes twice is known by its place, and what is
 collected can be verified and read as any ledger. Rows leave the stream when they are on disk here.
@@ -13,10 +13,10 @@ from typing import Any
 from redis import Redis
 
 from gateway.billing.ledger.chain import segment_name, segments
-from gateway.billing.ledger.shipping import BATCH_ROWS, STREAM_PREFIX, STREAMS_KEY, Place
+from gateway.billing.ledger.shipper import BATCH_ROWS, STREAM_PREFIX, STREAMS_KEY, SegmentOffset
 
 
-class NotCollected(Exception):
+class CollectionGap(Exception):
     """What is in a stream does not continue what was collected before. The message says where."""
 
 
@@ -39,14 +39,14 @@ def collect(url: str, into: Path, *, keep: bool = False) -> dict[str, int]:
     return taken
 
 
-def _entries(redis: Any, stream: str, after: Place) -> list[tuple[Place, bytes]]:
+def _entries(redis: Any, stream: str, after: SegmentOffset) -> list[tuple[SegmentOffset, bytes]]:
     found = redis.xrange(stream, min=f"({after}", count=BATCH_ROWS)
-    return [(Place(*map(int, name.decode().split("-"))), fields[b"row"]) for name, fields in found]
+    return [(SegmentOffset(*map(int, name.decode().split("-"))), fields[b"row"]) for name, fields in found]
 
 
-def _end_of(chain: Path) -> Place:
+def _end_of(chain: Path) -> SegmentOffset:
     files = segments(chain) if chain.is_dir() else []
-    return Place(int(files[-1].stem), files[-1].stat().st_size) if files else Place(0, 1)
+    return SegmentOffset(int(files[-1].stem), files[-1].stat().st_size) if files else SegmentOffset(0, 1)
 
 
 def _cut_off_torn_end(chain: Path) -> None:
@@ -56,15 +56,15 @@ def _cut_off_torn_end(chain: Path) -> None:
         os.truncate(last, content.rfind(b"\n") + 1)
 
 
-def _append(chain: Path, entries: list[tuple[Place, bytes]]) -> int:
+def _append(chain: Path, entries: list[tuple[SegmentOffset, bytes]]) -> int:
     """Each behind the one before, or at the beginning of the next segment."""
     chain.mkdir(parents=True, exist_ok=True)
     end, first = _end_of(chain), not segments(chain)
     by_segment: dict[int, list[bytes]] = {}
     for place, row in entries:
-        begin = Place(place.segment, place.offset - len(row))
+        begin = SegmentOffset(place.segment, place.offset - len(row))
         if begin != end and not (begin.offset == 0 and (first or begin.segment == end.segment + 1)):
-            raise NotCollected(
+            raise CollectionGap(
                 f"{chain.name}: the rows from {end} to {begin} are in no stream: copy the gateway's folder"
             )
         by_segment.setdefault(place.segment, []).append(row)

@@ -23,10 +23,10 @@ from pathlib import Path
 import duckdb
 import msgspec
 
-from gateway.billing.ledger.chain import RowError, chains, check_row, closed_segments
-from gateway.billing.ledger.holding import removing
+from gateway.billing.ledger.chain import RowError, chains, check_row, compactable_segments
 from gateway.billing.ledger.rows import decode_head
-from gateway.billing.ledger.tables import ROW_COLUMNS, UnreadableLedger, database, nulls, typed
+from gateway.billing.ledger.segment_locks import removing
+from gateway.billing.ledger.tables import ROW_COLUMNS, UnreadableLedger, database, null_columns, typed_columns
 
 LINE_BYTES_MAX = 64 * 1024 * 1024
 _FETCH_ROWS = 10_000
@@ -62,7 +62,7 @@ def compact(ledger: Path, *, before: float, done: Callable[[Compacted], None] = 
     """
     compacted = []
     for chain in chains(ledger):
-        for file in closed_segments(chain):
+        for file in compactable_segments(chain):
             if file.stat().st_mtime < before and (one := compact_segment(file)) is not None:
                 compacted.append(one)
                 done(one)
@@ -75,7 +75,7 @@ def compact_segment(file: Path, *, threads: int | None = None) -> Compacted | No
         return _compact(file, threads) if file.exists() and file.stat().st_size else None
 
 
-def lines_of(file: Path) -> Iterator[bytes]:
+def read_lines(file: Path) -> Iterator[bytes]:
     """The rows of a segment, compacted or not, as they were written: for `chain.verify`. Raises `RowError` where
     columns are not what their line says, and where the file can not be read.
     """
@@ -95,7 +95,7 @@ def lines_of(file: Path) -> Iterator[bytes]:
             raise RowError(str(error)) from error
 
 
-def stored_lines(file: Path) -> Iterator[bytes]:
+def compacted_lines(file: Path) -> Iterator[bytes]:
     """The rows of a compacted segment, taken at their word. Raises `UnreadableLedger`."""
     with database(threads=1) as connection:
         try:
@@ -104,7 +104,7 @@ def stored_lines(file: Path) -> Iterator[bytes]:
             raise UnreadableLedger(f"{file}: {error}") from error
 
 
-def events_in(file: Path, event_ids: Collection[str]) -> set[str]:
+def find_event_ids(file: Path, event_ids: Collection[str]) -> set[str]:
     """Those of some rows that are in a compacted segment. Raises `UnreadableLedger`."""
     with database(threads=1) as connection:
         try:
@@ -136,7 +136,7 @@ def _compact(file: Path, threads: int | None) -> Compacted:
         """
         try:
             connection.execute(
-                f"COPY (SELECT {typed(_STORED)}, line FROM (SELECT line, {_COLUMNS} FROM ({lines}))) "
+                f"COPY (SELECT {typed_columns(_STORED)}, line FROM (SELECT line, {_COLUMNS} FROM ({lines}))) "
                 f"TO '{_quoted(unfinished)}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {_ROW_GROUP_ROWS})"
             )
             rows = connection.execute("SELECT line FROM read_parquet($file)", {"file": str(unfinished)})
@@ -183,10 +183,10 @@ def _wrong_columns(connection: duckdb.DuckDBPyConnection, file: Path) -> int | N
     as an earlier version knew nothing of it, has none.
     """
     stored = (
-        f"SELECT {nulls(_STORED)} WHERE false UNION ALL BY NAME "
+        f"SELECT {null_columns(_STORED)} WHERE false UNION ALL BY NAME "
         f"SELECT file_row_number AS number, * FROM read_parquet('{_quoted(file)}', file_row_number = true)"
     )
-    parsed = f"SELECT {typed(_STORED)}, number FROM (SELECT number, {_COLUMNS} FROM stored)"
+    parsed = f"SELECT {typed_columns(_STORED)}, number FROM (SELECT number, {_COLUMNS} FROM stored)"
     differ = " OR ".join(f"stored.{name} IS DISTINCT FROM parsed.{name}" for name in _STORED)
     found = connection.execute(
         f"WITH stored AS ({stored}), parsed AS ({parsed}) "
@@ -219,7 +219,7 @@ def _sync(file: Path) -> None:
 
 
 def main() -> None:
-    """One segment, by the way: for `gateway.billing.ledger.compacting`."""
+    """One segment, by the way: for `gateway.billing.ledger.compactor`."""
     os.nice(19)
     file = Path(sys.argv[1])
     try:

@@ -13,7 +13,7 @@ import logging
 import sys
 from pathlib import Path
 
-from gateway.billing.ledger.chain import closed_segments
+from gateway.billing.ledger.chain import compactable_segments
 from gateway.billing.ledger.writer import Ledger
 
 LOOK_SECONDS = 15.0  # how often it looks for a segment that was closed
@@ -39,9 +39,9 @@ class Compactor:
     async def catch_up(self) -> None:
         """Compact all that is closed and, where rows are shipped, shipped."""
         durable_segment, _ = self._ledger.durable_end
-        for file in await asyncio.to_thread(closed_segments, self._ledger.folder):
+        for file in await asyncio.to_thread(compactable_segments, self._ledger.folder):
             number = int(file.stem)
-            if number < durable_segment and self._ledger.may_remove(number) and file not in self._given_up:
+            if number < durable_segment and self._ledger.may_remove_segment(number) and file not in self._given_up:
                 await self._compact(file)
 
     async def _compact(self, file: Path) -> None:

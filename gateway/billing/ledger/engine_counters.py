@@ -18,7 +18,7 @@ FILE = "engine-counters.jsonl"
 _SECOND = len("2026-11-20T10:00:00")
 
 
-class Mark(msgspec.Struct, frozen=True):
+class CounterSample(msgspec.Struct, frozen=True):
     at: str  # RFC 3339, as in receipts
     deployment: str
     model: str
@@ -27,7 +27,7 @@ class Mark(msgspec.Struct, frozen=True):
     unwanted: int = 0  # of the output, what is in no answer
 
 
-class Span(msgspec.Struct, frozen=True):
+class CounterInterval(msgspec.Struct, frozen=True):
     """What an engine did from one mark to the next, but for output that is in no answer. `restarted`: its counters
     began anew meanwhile, and what they had counted since the first mark is lost.
     """
@@ -42,17 +42,17 @@ class Span(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Mark).decode
+_decode = msgspec.json.Decoder(CounterSample).decode
 
 
-def note(folder: Path, marks: Iterable[Mark]) -> None:
+def append_samples(folder: Path, marks: Iterable[CounterSample]) -> None:
     """Append to the file in `folder`, which is made. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / FILE).open("ab") as file:
         file.write(b"".join(_encode(mark) + b"\n" for mark in marks))
 
 
-def read_marks(ledger: Path) -> list[Mark]:
+def read_samples(ledger: Path) -> list[CounterSample]:
     """Of all replicas, in the order of time. Raises `ValueError`, which names the file and the line."""
     marks = []
     for file in ledger.glob(f"*/{FILE}"):
@@ -64,11 +64,13 @@ def read_marks(ledger: Path) -> list[Mark]:
     return sorted(marks, key=lambda mark: mark.at)
 
 
-def spans(marks: Iterable[Mark], since: str | None = None, until: str | None = None) -> list[Span]:
+def intervals(
+    marks: Iterable[CounterSample], since: str | None = None, until: str | None = None
+) -> list[CounterInterval]:
     """By deployment, between neighbouring marks that both lie within the period. Of those of one second, which several
     gateways note on the hour, the last one stands.
     """
-    by_deployment: dict[str, list[Mark]] = {}
+    by_deployment: dict[str, list[CounterSample]] = {}
     for mark in marks:
         if (since is None or mark.at >= since) and (until is None or mark.at <= until):
             own = by_deployment.setdefault(mark.deployment, [])
@@ -78,11 +80,11 @@ def spans(marks: Iterable[Mark], since: str | None = None, until: str | None = N
     return [_span(first, second) for own in by_deployment.values() for first, second in pairwise(own)]
 
 
-def _span(first: Mark, second: Mark) -> Span:
+def _span(first: CounterSample, second: CounterSample) -> CounterInterval:
     now, then = _counters(second), _counters(first)
     restarted = min(now.since(then)) < 0
     counted = now if restarted else now.since(then)
-    return Span(
+    return CounterInterval(
         deployment=second.deployment,
         model=second.model,
         since=first.at,
@@ -93,5 +95,5 @@ def _span(first: Mark, second: Mark) -> Span:
     )
 
 
-def _counters(mark: Mark) -> TokenCounters:
+def _counters(mark: CounterSample) -> TokenCounters:
     return TokenCounters(mark.input, mark.output, mark.unwanted)

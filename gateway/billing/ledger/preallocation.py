@@ -17,7 +17,7 @@ _NOT_HERE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-def take_room(file: int, offset: int, length_bytes: int) -> bool:
+def preallocate(file: int, offset: int, length_bytes: int) -> bool:
     """Whether these bytes belong to the file now. False: that can not be had here. Raises `OSError` on a full disk."""
     if _libc is None:
         return False
@@ -32,6 +32,6 @@ def take_room(file: int, offset: int, length_bytes: int) -> bool:
     raise OSError(error, os.strerror(error))
 
 
-def give_back_room(file: int) -> None:
+def release_preallocated(file: int) -> None:
     """What is behind the file's end."""
     os.ftruncate(file, os.fstat(file).st_size)

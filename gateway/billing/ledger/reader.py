@@ -127,7 +127,7 @@ def summarise(
     return [lines[group] for group in sorted(lines, key=lambda group: [value or "" for value in group])]
 
 
-def latest(ledger: Path, count: int) -> list[dict[str, Any]]:
+def latest_receipts(ledger: Path, count: int) -> list[dict[str, Any]]:
     """The last receipts to be written, the latest first, as they stand in their rows. Raises `UnreadableLedger`."""
     with connect(ledger) as connection:
         order = "ORDER BY finished DESC, event_id DESC LIMIT $n"
@@ -156,7 +156,7 @@ def bill_rows(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, A
                 yield dict(zip(names, row, strict=True))
 
 
-def standing(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, Any]]:
+def corrected_receipts(ledger: Path, period: Period = EVERYTHING) -> Iterator[dict[str, Any]]:
     """Receipts by their columns as their corrections leave them, in the order of their ids. `cost` is a decimal.
 
     All rows have been read when the first is given. Raises `UnreadableLedger`.
@@ -189,7 +189,7 @@ def write_parquet(ledger: Path, file: Path, period: Period = EVERYTHING) -> int:
     return int(written[0]) if written else 0
 
 
-def unpriced(ledger: Path, period: Period = EVERYTHING) -> list[tuple[str, str | None, int]]:
+def unpriced_calls(ledger: Path, period: Period = EVERYTHING) -> list[tuple[str, str | None, int]]:
     """(model, deployment, calls) of work that no price is known for. Raises `UnreadableLedger`."""
     with connect(ledger) as connection:
         return connection.execute(
@@ -232,6 +232,6 @@ def _summary(connection: duckdb.DuckDBPyConnection, dimensions: Sequence[str], p
 
 
 __all__ = [
-    "COLUMNS", "DIMENSIONS", "EVERYTHING", "TOKENS", "Period", "UnreadableLedger", "UsageLine", "bill_rows", "latest",
-    "standing", "summarise", "unpriced", "write_parquet",
+    "COLUMNS", "DIMENSIONS", "EVERYTHING", "TOKENS", "Period", "UnreadableLedger", "UsageLine", "bill_rows",
+    "corrected_receipts", "latest_receipts", "summarise", "unpriced_calls", "write_parquet",
 ]  # fmt: skip

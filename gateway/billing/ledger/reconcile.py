@@ -11,18 +11,18 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.billing.ledger.engine_counters import Span
+from gateway.billing.ledger.engine_counters import CounterInterval
 from gateway.billing.ledger.tables import connect
 
 _BILLED_OR_NOT = ("kind <> 'unbilled'", "kind = 'unbilled'")
 
 
-class Compared(msgspec.Struct, frozen=True):
+class Comparison(msgspec.Struct, frozen=True):
     """A span, and what the ledger has of it: tokens of calls that ended in it, and, `unbilled`, of attempts that were
     made in vain. Drift is the engine's count less both: positive where work was done that the ledger does not know of.
     """
 
-    span: Span
+    interval: CounterInterval
     input: int
     output: int
     unbilled_input: int = 0
@@ -30,27 +30,30 @@ class Compared(msgspec.Struct, frozen=True):
 
     @property
     def input_drift(self) -> int:
-        return self.span.input - self.input - self.unbilled_input
+        return self.interval.input - self.input - self.unbilled_input
 
     @property
     def output_drift(self) -> int:
-        return self.span.output - self.output - self.unbilled_output
+        return self.interval.output - self.output - self.unbilled_output
 
 
-def share(drift: int, counted: int) -> float:
+def drift_ratio(drift: int, counted: int) -> float:
     """Of what the engine counted; 1 where it counted nothing, and the ledger did."""
     return abs(drift) / counted if counted else float(bool(drift))
 
 
-def compare(ledger: Path, spans: Sequence[Span]) -> list[Compared]:
+def compare(ledger: Path, intervals: Sequence[CounterInterval]) -> list[Comparison]:
     """Raises `UnreadableLedger`."""
-    if not spans:
+    if not intervals:
         return []
     with connect(ledger) as connection:
         connection.execute("CREATE TABLE spans (number INTEGER, deployment VARCHAR, since VARCHAR, until VARCHAR)")
         connection.executemany(
             "INSERT INTO spans VALUES (?, ?, ?, ?)",
-            [(number, span.deployment, span.since, span.until) for number, span in enumerate(spans)],
+            [
+                (number, interval.deployment, interval.since, interval.until)
+                for number, interval in enumerate(intervals)
+            ],
         )
         tokens = ("input_uncached + cache_read + cache_write", "output")
         sums = [f"coalesce(sum({of}) FILTER ({which}), 0)" for which in _BILLED_OR_NOT for of in tokens]
@@ -60,26 +63,26 @@ def compare(ledger: Path, spans: Sequence[Span]) -> list[Compared]:
             "WHERE source IS DISTINCT FROM 'cache' GROUP BY number"
         ).fetchall()
     counts = {number: [int(count) for count in row] for number, *row in found}
-    return [Compared(span, *counts.get(number, (0, 0))) for number, span in enumerate(spans)]
+    return [Comparison(interval, *counts.get(number, (0, 0))) for number, interval in enumerate(intervals)]
 
 
-def total(compared: Sequence[Compared]) -> list[Compared]:
+def totals_by_deployment(compared: Sequence[Comparison]) -> list[Comparison]:
     """One for each deployment, over all of its spans."""
-    found: dict[str, Compared] = {}
+    found: dict[str, Comparison] = {}
     for one in compared:
-        before = found.get(one.span.deployment)
+        before = found.get(one.interval.deployment)
         if before is None:
-            found[one.span.deployment] = one
+            found[one.interval.deployment] = one
             continue
-        span = msgspec.structs.replace(
-            before.span,
-            until=one.span.until,
-            input=before.span.input + one.span.input,
-            output=before.span.output + one.span.output,
-            restarted=before.span.restarted or one.span.restarted,
+        interval = msgspec.structs.replace(
+            before.interval,
+            until=one.interval.until,
+            input=before.interval.input + one.interval.input,
+            output=before.interval.output + one.interval.output,
+            restarted=before.interval.restarted or one.interval.restarted,
         )
-        found[one.span.deployment] = Compared(
-            span,
+        found[one.interval.deployment] = Comparison(
+            interval,
             before.input + one.input,
             before.output + one.output,
             before.unbilled_input + one.unbilled_input,

@@ -8,13 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 
 from gateway.billing.ledger.chain import first_event_id, segments
-from gateway.billing.ledger.holding import removing
+from gateway.billing.ledger.segment_locks import removing
 from gateway.core.ids import event_seconds
 
 log = logging.getLogger(__name__)
 
 
-def drop_old_segments(chain: Path, oldest: float, may_remove: Callable[[int], bool]) -> list[int]:
+def remove_old_segments(chain: Path, oldest: float, may_remove_segment: Callable[[int], bool]) -> list[int]:
     """Remove the segments in which every row was written before `oldest` (seconds since the epoch); their numbers.
 
     It ends at the first that is to be kept. The last segment stays in any case: the chain continues from it. While
@@ -24,7 +24,7 @@ def drop_old_segments(chain: Path, oldest: float, may_remove: Callable[[int], bo
     with removing(chain, wait=False) as free:
         for segment, following in pairwise(segments(chain)) if free else ():
             number = int(segment.stem)
-            if (began := _began(following)) is None or began >= oldest or not may_remove(number):
+            if (began := _began(following)) is None or began >= oldest or not may_remove_segment(number):
                 break
             for file in chain.glob(f"{segment.stem}.*"):  # and what was made of it
                 file.unlink()

@@ -103,7 +103,7 @@ class RowHead(msgspec.Struct):
 decode_head = msgspec.json.Decoder(RowHead).decode
 
 
-def left_open(opened: list[OpenCall], *, by: str, attempt: int, deployment: str | None) -> list[OpenCall]:
+def attempts_left_open(opened: list[OpenCall], *, by: str, attempt: int, deployment: str | None) -> list[OpenCall]:
     """A call's attempts, those that a row of the kind `by` does not close."""
     if by == "unbilled":
         return [each for each in opened if each.attempt != attempt]

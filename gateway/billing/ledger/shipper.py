@@ -1,4 +1,4 @@
-"""The way of rows into Redis Streams, from where they are collected into one ledger (`ledger.collecting`).
+"""The way of rows into Redis Streams, from where they are collected into one ledger (`ledger.collector`).
 
     one stream for each chain   warmpath:ledger:<replica>.<chain id>   all of them are members of warmpath:ledgers
     one entry for each row      its id is <segment>-<end of the row in the segment's file>; fields `event_id` and `row`
@@ -59,7 +59,7 @@ return last
 log = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
+class SegmentOffset(NamedTuple):
     """The end of a row."""
 
     segment: int
@@ -77,9 +77,9 @@ class Shipper:
         self._url = url
         self._ledger = ledger
         self._replica = replica
-        self._place: Place | None = None  # up to where rows are in the stream, once that is known
+        self._place: SegmentOffset | None = None  # up to where rows are in the stream, once that is known
         self._last = NO_ENTRY  # the id of the stream's newest entry, as we left it
-        ledger.may_remove = lambda segment: self._place is not None and segment < self._place.segment
+        ledger.may_remove_segment = lambda segment: self._place is not None and segment < self._place.segment
 
     async def run(self, *, for_ever: bool = True) -> None:
         """For ever, or until all that is durable was sent. A Redis that is away is asked again and again, and said
@@ -104,22 +104,22 @@ class Shipper:
             await asyncio.sleep(seconds)
             seconds = min(2 * seconds, AGAIN_MAX_SECONDS)
 
-    async def _begin(self, redis: Redis, stream: str) -> Place:
+    async def _begin(self, redis: Redis, stream: str) -> SegmentOffset:
         await redis.sadd(STREAMS_KEY, stream)
         oldest = await asyncio.to_thread(lambda: segments(self._ledger.folder)[0])
         try:
             told = await redis.xinfo_stream(stream)
         except ResponseError:  # there is none
             self._last = NO_ENTRY
-            return Place(int(oldest.stem), 0)
+            return SegmentOffset(int(oldest.stem), 0)
         self._last = _text(told["last-generated-id"])
         segment, _, offset = self._last.partition("-")
-        return max(Place(int(segment), int(offset)), Place(int(oldest.stem), 0))
+        return max(SegmentOffset(int(segment), int(offset)), SegmentOffset(int(oldest.stem), 0))
 
     async def _ship(self, redis: Redis, stream: str) -> bool:
         """Send the next rows; False where there are none, or where the stream is full."""
         assert self._place is not None
-        end = Place(*self._ledger.durable_end)
+        end = SegmentOffset(*self._ledger.durable_end)
         rows = await asyncio.to_thread(rows_after, self._ledger.folder, self._place, end)
         if not rows or await redis.xlen(stream) + len(rows) > STREAM_ROWS_MAX:
             return False
@@ -134,17 +134,17 @@ class Shipper:
         return True
 
 
-def rows_after(chain: Path, place: Place, end: Place) -> list[tuple[Place, bytes]]:
+def rows_after(chain: Path, place: SegmentOffset, end: SegmentOffset) -> list[tuple[SegmentOffset, bytes]]:
     """The rows behind a place, as far as they are durable: some of them, the first ones first. [] at the end."""
-    rows: list[tuple[Place, bytes]] = []
+    rows: list[tuple[SegmentOffset, bytes]] = []
     room_bytes = BATCH_BYTES
     segment, offset = place
     while segment <= end.segment and len(rows) < BATCH_ROWS and room_bytes > 0:
         for line in _lines_behind(chain / segment_name(segment), offset):
             offset += len(line)
-            if not line.endswith(b"\n") or Place(segment, offset) > end:
+            if not line.endswith(b"\n") or SegmentOffset(segment, offset) > end:
                 return rows
-            rows.append((Place(segment, offset), line))
+            rows.append((SegmentOffset(segment, offset), line))
             room_bytes -= len(line)
             if len(rows) == BATCH_ROWS or room_bytes <= 0:
                 return rows
@@ -158,7 +158,7 @@ def _lines_behind(segment: Path, offset: int) -> Iterator[bytes]:
     except FileNotFoundError:  # it was compacted: by hand, or it was sent and Redis has forgotten it
         compaction = importlib.import_module("gateway.billing.ledger.compaction")  # brings DuckDB
         try:
-            for line in compaction.stored_lines(segment.with_suffix(".parquet")):
+            for line in compaction.compacted_lines(segment.with_suffix(".parquet")):
                 if offset <= 0:
                     yield line
                 offset -= len(line)
@@ -182,4 +182,4 @@ def _text(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-__all__ = ["BATCH_ROWS", "STREAMS_KEY", "STREAM_PREFIX", "Place", "Shipper", "rows_after", "stream_name"]
+__all__ = ["BATCH_ROWS", "STREAMS_KEY", "STREAM_PREFIX", "SegmentOffset", "Shipper", "rows_after", "stream_name"]

@@ -16,7 +16,7 @@ from gateway.billing.ledger.reader import EVERYTHING, TOKENS, Period, bill_rows
 VALUES = ("total", *TOKENS)
 
 
-class NoCustomer(Exception):
+class NoStripeCustomer(Exception):
     """A tenant is nobody's at Stripe. The message names it."""
 
 
@@ -34,7 +34,7 @@ def meter_events(
         tenant = row["tenant"]
         customer = customers.get(tenant, tenant if tenant.startswith("cus_") else None)
         if customer is None:
-            raise NoCustomer(f"the tenant {tenant!r} has no Stripe customer: --customer {tenant}=cus_...")
+            raise NoStripeCustomer(f"the tenant {tenant!r} has no Stripe customer: --customer {tenant}=cus_...")
         yield {
             "event_name": event_name,
             "identifier": row["event_id"],

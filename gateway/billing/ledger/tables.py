@@ -16,7 +16,7 @@ from pathlib import Path
 import duckdb
 
 from gateway.billing.ledger.chain import chains, first_event_id, segments
-from gateway.billing.ledger.holding import held
+from gateway.billing.ledger.segment_locks import held
 
 # The receipt's fields. Parquet that an earlier version has made lacks those that came later: they are null there.
 COLUMNS = {
@@ -68,12 +68,12 @@ _COST = "DECIMAL(38, 15)"  # an atom of money is the 15th decimal
 _CORRECTION = b'"kind":"correction"'
 
 
-def typed(names: Iterable[str]) -> str:
+def typed_columns(names: Iterable[str]) -> str:
     """What is selected from JSON, so that it has the types of the tables."""
     return ", ".join(f"{name}::{_COST} AS {name}" if name == "cost" else name for name in names)
 
 
-def nulls(names: Iterable[str]) -> str:
+def null_columns(names: Iterable[str]) -> str:
     """What is selected for rows that have none of these."""
     return ", ".join(f"NULL::{_COST if name == 'cost' else ROW_COLUMNS[name]} AS {name}" for name in names)
 
@@ -125,10 +125,10 @@ def _refuse_copies(files: Iterable[Path]) -> None:
 
 def _rows(lines: list[Path], compacted: list[Path]) -> str:
     columns = ", ".join(f"{name}: '{kind}'" for name, kind in ROW_COLUMNS.items())
-    parts = [f"SELECT {nulls(ROW_COLUMNS)} WHERE false"]
+    parts = [f"SELECT {null_columns(ROW_COLUMNS)} WHERE false"]
     if lines:
         source = f"read_json({_sql_list(lines)}, format = 'newline_delimited', columns = {{{columns}}})"
-        parts.append(f"SELECT {typed(ROW_COLUMNS)} FROM {source}")
+        parts.append(f"SELECT {typed_columns(ROW_COLUMNS)} FROM {source}")
     if compacted:
         source = f"read_parquet({_sql_list(compacted)}, union_by_name = true)"
         parts.append(f"SELECT * EXCLUDE (line), line::JSON->'attempts' AS attempts FROM {source}")

@@ -31,7 +31,7 @@ from typing import NoReturn, Self
 import msgspec
 
 from gateway.billing.ledger.appender import SEGMENT_BYTES, Appender, sync
-from gateway.billing.ledger.retention import drop_old_segments
+from gateway.billing.ledger.retention import remove_old_segments
 from gateway.billing.ledger.rows import Correction, OpenCall, UnbilledWork
 from gateway.core.errors import LedgerUnavailable
 from gateway.types import Receipt
@@ -61,7 +61,7 @@ class Ledger:
                 f"the replica's name {replica!r} names a folder: letters, digits, dots, dashes, underscores"
             )
         self.folder = directory / replica
-        self.may_remove: Callable[[int], bool] = lambda segment_number: True
+        self.may_remove_segment: Callable[[int], bool] = lambda segment_number: True
         self._keep_days = keep_days
         self._chain = Appender(self.folder, segment_bytes=segment_bytes)
         self._written = 0  # rows since opening
@@ -70,7 +70,7 @@ class Ledger:
         self._durable = 0  # of the rows, those on disk
         self._durable_at = (0, 0)  # the segment's number and size, up to where everything is on disk
         self._fault: str | None = None
-        self._beyond_repair = False
+        self._needs_restart = False
         self._committing = asyncio.Event()  # set when the fsync that has begun is over
         self._gathering = asyncio.Event()  # set when the one after it is
         self._hurried = asyncio.Event()
@@ -92,23 +92,23 @@ class Ledger:
         return self._receipts
 
     @property
-    def calls_open(self) -> int:
+    def open_call_count(self) -> int:
         """How many have been sent to a server and have no receipt yet."""
-        return self._chain.calls_open
+        return self._chain.open_call_count
 
     @property
     def durable_end(self) -> tuple[int, int]:
         """(a segment's number, how many of its bytes): everything up to there outlives a power cut."""
         return self._durable_at
 
-    def unfinished(self) -> list[list[OpenCall]]:
+    def open_calls(self) -> list[list[OpenCall]]:
         """By call, what was opened and has no receipt: right after `open`, what a killed gateway has left behind."""
-        return self._chain.unfinished()
+        return self._chain.open_calls()
 
-    def closed_lately(self) -> list[tuple[OpenCall, Receipt]]:
+    def recently_closed(self) -> list[tuple[OpenCall, Receipt]]:
         """The newest calls that have their receipts, right after `open`: a killed gateway may have come no further.
         They are handed over."""
-        closed, self._chain.closed_lately = self._chain.closed_lately, []
+        closed, self._chain.recently_closed = self._chain.recently_closed, []
         return closed
 
     def check(self) -> None:
@@ -146,7 +146,7 @@ class Ledger:
         of it in the log.
         """
         try:
-            if self._beyond_repair:
+            if self._needs_restart:
                 self.check()
             self._chain.append(row)
         except LedgerUnavailable as error:
@@ -160,14 +160,14 @@ class Ledger:
         if self._committer is None:
             self._committer = asyncio.get_running_loop().create_task(self._commit(), name="ledger commit")
 
-    async def durable(self, *, hurry: bool = False) -> None:
+    async def durable(self, *, flush_now: bool = False) -> None:
         """Return when every row written until now is on disk. Raises `LedgerUnavailable` if that can not be said.
 
         `hurry`: without waiting for neighbours.
         """
         rows = self._written
-        if self._durable < rows and not self._beyond_repair:
-            if hurry:
+        if self._durable < rows and not self._needs_restart:
+            if flush_now:
                 self._hurried.set()
             await (self._gathering if rows > self._syncing else self._committing).wait()
         if self._durable < rows:
@@ -197,19 +197,19 @@ class Ledger:
     # Faults
 
     def _fail(self, error: LedgerUnavailable) -> NoReturn:
-        if not self._beyond_repair:
+        if not self._needs_restart:
             if self._fault is None:
                 log.error("%s", error.message)
             self._fault = error.message
-            self._beyond_repair = self._chain.beyond_repair
-        if self._prober is None and not self._beyond_repair:
+            self._needs_restart = self._chain.needs_reopen
+        if self._prober is None and not self._needs_restart:
             self._prober = asyncio.get_running_loop().create_task(self._probe(), name="ledger probe")
         raise error
 
     async def _probe(self) -> None:
         """Try a write beside the ledger until one works."""
         loop = asyncio.get_running_loop()
-        while self._fault is not None and not self._beyond_repair:
+        while self._fault is not None and not self._needs_restart:
             await asyncio.sleep(PROBE_SECONDS)
             with contextlib.suppress(OSError, LedgerUnavailable):
                 await loop.run_in_executor(self._disk, _try_to_write, self.folder / "probe")
@@ -223,7 +223,7 @@ class Ledger:
     async def _commit(self) -> None:
         """Fsync until everything written is on disk; then end. Rows that come in meanwhile share the next fsync."""
         loop, chain = asyncio.get_running_loop(), self._chain
-        while self._durable < self._written and not self._beyond_repair:
+        while self._durable < self._written and not self._needs_restart:
             await self._gather()
             self._syncing = rows = self._written
             self._committing, self._gathering = self._gathering, asyncio.Event()
@@ -235,14 +235,16 @@ class Ledger:
             except OSError as error:
                 # The kernel may have dropped the pages and will call the next fsync a success: no second try.
                 self._fault = f"the ledger's rows can not be made durable: {error.strerror}; restart the gateway"
-                self._beyond_repair = True
+                self._needs_restart = True
                 self._gathering.set()
                 log.critical("%s", self._fault)
             self._committing.set()
-            chain.look_at_age(time.time())
+            chain.check_segment_age(time.time())
             if full and self._keep_days is not None:
                 oldest = time.time() - self._keep_days * 86_400
-                await loop.run_in_executor(self._disk, partial(drop_old_segments, self.folder, oldest, self.may_remove))
+                await loop.run_in_executor(
+                    self._disk, partial(remove_old_segments, self.folder, oldest, self.may_remove_segment)
+                )
         self._committer = None
 
     async def _gather(self) -> None:

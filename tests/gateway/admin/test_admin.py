@@ -21,7 +21,7 @@ from gateway.core.errors import Unauthenticated
 from gateway.endpoints.replies import json_reply
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
-from gateway.limits.report import what_is_left
+from gateway.limits.report import remaining_limits
 from gateway.policy.file import PolicyHolder
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Usage
@@ -42,7 +42,7 @@ class Desk:
             policies=self.policies,
             key=SecretStr(ADMIN_KEY),
             keyring=Keyring(self.storage, "pepper"),
-            limits_of=lambda tenant, keys: what_is_left(tenant, keys, LIMITS, self.storage, now=NOW),
+            limits_of=lambda tenant, keys: remaining_limits(tenant, keys, LIMITS, self.storage, now=NOW),
             state=self.state,
             routes=[Route("/v1/organization/usage/completions", self.usage)],
         )
@@ -92,7 +92,7 @@ async def test_nothing_is_told_without_the_key(desk: Desk, path: str, key: str |
 async def test_without_a_key_of_its_own_it_lets_nobody_in(desk: Desk, tmp_path: Path) -> None:
     desk.admin = Admin(
         policies=desk.policies, key=None, keyring=Keyring(desk.storage, ""), state=desk.state, routes=(),
-        limits_of=lambda tenant, keys: what_is_left(tenant, keys, LIMITS, desk.storage, now=NOW),
+        limits_of=lambda tenant, keys: remaining_limits(tenant, keys, LIMITS, desk.storage, now=NOW),
     )  # fmt: skip
     for desk.key in ("", "None", ADMIN_KEY):
         assert (await desk.ask("GET", "/admin/state"))[0] == 401
@@ -190,7 +190,7 @@ async def test_what_is_left_of_every_limit(desk: Desk) -> None:
     await desk.ask("POST", "/admin/keys", tenant="t", id="ci", limits={"requests": "2/1m"})
     limiter = Limiter(desk.storage, LIMITS, clock=lambda: NOW)
     reservation = await limiter.admit(a_call(chat(max_tokens=10), desk.policies.current))
-    await reservation.leave()
+    await reservation.release_slot()
     await reservation.settle(Usage(), 200_000_000)
     status, body = await desk.ask("GET", "/admin/limits/t")
     assert (status, body["tenant"]) == (200, "t")

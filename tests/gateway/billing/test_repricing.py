@@ -10,7 +10,7 @@ import pytest
 
 from gateway.billing.ledger import Ledger, verify
 from gateway.billing.ledger.reader import EVERYTHING, Period, summarise
-from gateway.billing.repricing import CHAIN, write
+from gateway.billing.repricing import CHAIN, write_corrections
 from gateway.core.errors import LedgerUnavailable
 from gateway.core.money import atoms_to_text
 from gateway.policy import Policy
@@ -33,7 +33,9 @@ def policy(*prices: dict[str, Any], **model: Any) -> Policy:
 async def test_what_had_no_price_gets_one(tmp_path: Path) -> None:
     write_chain(tmp_path / "replica", [a_receipt(**COUNTS, **UNPRICED)])
     assert summarise(tmp_path)[0].unpriced == 1
-    found = await write(tmp_path, policy({"input": 1, "cached_input": "0.5", "output": 10}), EVERYTHING, now=NOW)
+    found = await write_corrections(
+        tmp_path, policy({"input": 1, "cached_input": "0.5", "output": 10}), EVERYTHING, now=NOW
+    )
     assert (found.looked_at, found.corrected, found.difference) == (1, 1, {"USD": 32 * 10**15})
     (line,) = summarise(tmp_path)
     assert (line.unpriced, line.requests, line.cost, line.saved) == (0, 1, {"USD": Decimal(32)}, {"USD": Decimal(1)})
@@ -42,9 +44,12 @@ async def test_what_had_no_price_gets_one(tmp_path: Path) -> None:
 async def test_what_was_priced_wrongly_is_corrected_once(tmp_path: Path) -> None:
     write_chain(tmp_path / "replica", [a_receipt(**COUNTS, cost="40")])
     right = policy({"input": 1, "output": 10})
-    assert atoms_to_text((await write(tmp_path, right, EVERYTHING, now=NOW)).difference["USD"]) == "-7"
-    assert (await write(tmp_path, right, EVERYTHING, now=NOW)).corrected == 0
-    assert atoms_to_text((await write(tmp_path, policy({"input": 1}), EVERYTHING, now=NOW)).difference["USD"]) == "-30"
+    assert atoms_to_text((await write_corrections(tmp_path, right, EVERYTHING, now=NOW)).difference["USD"]) == "-7"
+    assert (await write_corrections(tmp_path, right, EVERYTHING, now=NOW)).corrected == 0
+    assert (
+        atoms_to_text((await write_corrections(tmp_path, policy({"input": 1}), EVERYTHING, now=NOW)).difference["USD"])
+        == "-30"
+    )
     assert summarise(tmp_path)[0].cost == {"USD": Decimal(3)}
     assert verify(tmp_path).broken is None and set(verify(tmp_path).heads) == {"replica", CHAIN}
 
@@ -63,7 +68,7 @@ async def test_the_price_is_that_of_the_calls_class_tier_and_time(tmp_path: Path
         {"input": 0, "output": 3, "until": "2026-11-20"},
         {"input": 0, "output": 4, "from": "2026-11-20"},
     )
-    found = await write(tmp_path, prices, EVERYTHING, now=NOW)
+    found = await write_corrections(tmp_path, prices, EVERYTHING, now=NOW)
     assert found.difference == {"USD": 3 * (1 + 2 + 3 + 4) * 10**15}
 
 
@@ -76,7 +81,7 @@ async def test_what_can_not_be_told_is_left_alone(tmp_path: Path) -> None:
         a_receipt(deployment=None, source="cache", **{**UNPRICED, "cost": "0"}),
     ]
     write_chain(tmp_path / "replica", rows)
-    found = await write(tmp_path, policy({"input": 1}), EVERYTHING, now=NOW)
+    found = await write_corrections(tmp_path, policy({"input": 1}), EVERYTHING, now=NOW)
     assert (found.corrected, found.other_currency, found.unpriced) == (0, 1, 2)
 
 
@@ -84,14 +89,16 @@ async def test_answers_from_the_cache_have_their_own_price(tmp_path: Path) -> No
     write_chain(
         tmp_path / "replica", [a_receipt(**COUNTS, deployment=None, source="cache", **{**UNPRICED, "cost": "0"})]
     )
-    await write(tmp_path, policy({"input": 9}, cache_price={"input": 1, "cached_input": 0}), EVERYTHING, now=NOW)
+    await write_corrections(
+        tmp_path, policy({"input": 9}, cache_price={"input": 1, "cached_input": 0}), EVERYTHING, now=NOW
+    )
     assert summarise(tmp_path)[0].cost == {"USD": Decimal(1)}
 
 
 async def test_only_the_calls_that_were_meant(tmp_path: Path) -> None:
     rows = [a_receipt(**COUNTS, **UNPRICED, tenant=tenant) for tenant in ("a", "b")]
     write_chain(tmp_path / "replica", rows)
-    found = await write(tmp_path, policy({"input": 1}), Period(only={"tenant": ["a"]}), now=NOW)
+    found = await write_corrections(tmp_path, policy({"input": 1}), Period(only={"tenant": ["a"]}), now=NOW)
     assert (found.looked_at, found.corrected) == (1, 1)
 
 
@@ -99,4 +106,4 @@ async def test_two_do_not_reprice_at_once(tmp_path: Path) -> None:
     write_chain(tmp_path / "replica", [a_receipt()])
     async with Ledger(tmp_path, CHAIN):
         with pytest.raises(LedgerUnavailable):
-            await write(tmp_path, policy({"input": 1}), EVERYTHING, now=NOW)
+            await write_corrections(tmp_path, policy({"input": 1}), EVERYTHING, now=NOW)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gateway.billing.ledger import Ledger
-from gateway.billing.settler import SETTLED_AT_ONCE, Settler
+from gateway.billing.settler import MAX_CONCURRENT_SETTLEMENTS, Settler
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter, Reservation
 from gateway.storage.base import Charge
@@ -30,7 +30,7 @@ class Ends(Limiter):
         self.ended += 1
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
-        if self._at_once == SETTLED_AT_ONCE:
+        if self._at_once == MAX_CONCURRENT_SETTLEMENTS:
             self._full.set()
         await self._full.wait()
         self._at_once -= 1
@@ -57,11 +57,11 @@ async def tasks_that_settle(directory: Path, limiter: Ends, reservations: int) -
 
 async def test_as_many_are_settled_at_once_as_a_storage_may_be_asked(tmp_path: Path) -> None:
     limiter = Ends(waits=True)
-    assert await tasks_that_settle(tmp_path, limiter, 3 * SETTLED_AT_ONCE) == SETTLED_AT_ONCE
-    assert (limiter.ended, limiter.most_at_once) == (3 * SETTLED_AT_ONCE, SETTLED_AT_ONCE)
+    assert await tasks_that_settle(tmp_path, limiter, 3 * MAX_CONCURRENT_SETTLEMENTS) == MAX_CONCURRENT_SETTLEMENTS
+    assert (limiter.ended, limiter.most_at_once) == (3 * MAX_CONCURRENT_SETTLEMENTS, MAX_CONCURRENT_SETTLEMENTS)
 
 
 async def test_a_storage_that_nobody_waits_for_is_asked_by_one_task(tmp_path: Path) -> None:
     limiter = Ends(waits=False)
-    assert await tasks_that_settle(tmp_path, limiter, 3 * SETTLED_AT_ONCE) == 1
-    assert limiter.ended == 3 * SETTLED_AT_ONCE
+    assert await tasks_that_settle(tmp_path, limiter, 3 * MAX_CONCURRENT_SETTLEMENTS) == 1
+    assert limiter.ended == 3 * MAX_CONCURRENT_SETTLEMENTS

@@ -9,7 +9,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from gateway.billing.ledger import Ledger
-from gateway.billing.ledger.shipping import Shipper
+from gateway.billing.ledger.shipper import Shipper
 from gateway.cli import app
 from tests.gateway.billing.ledger.receipts import a_receipt
 from tests.redis_server import RedisServer, own_redis_server

@@ -120,10 +120,10 @@ async def test_ended_once(components: Components) -> None:
 async def test_what_a_killed_gateway_s_call_cost_is_charged_although_its_model_is_gone(components: Components) -> None:
     call = components.call(budget={"amount": "0.000000010"})
     gone = structs.replace(call, id="lost", model=call.model.model_copy(update={"name": "gone"}))
-    await components.limiter.charge_lost(gone, Usage(output=5), 8, admitted=NOW)
+    await components.limiter.charge_orphaned(gone, Usage(output=5), 8, admitted=NOW)
     (budget,) = [Budget.of(scope_limits, scope) for scope, scope_limits in _scopes(call)]
     assert budget is not None
-    assert await components.store.remaining([budget.of_amount(0, NOW)], now=NOW) == (2,)
+    assert await components.store.remaining([budget.charge_for(0, NOW)], now=NOW) == (2,)
 
 
 def _scopes(call: Call) -> Iterable[tuple[Scope, Limits]]:

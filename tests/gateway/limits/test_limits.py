@@ -10,7 +10,7 @@ from gateway.core.errors import BadRequest, BudgetSpent, GatewayError, LimitReac
 from gateway.limits import LIMITS
 from gateway.limits.base import estimate_of
 from gateway.limits.limiter import UNLIMITED, Limiter
-from gateway.limits.report import what_is_left
+from gateway.limits.report import remaining_limits
 from gateway.limits.scope import Scope
 from gateway.limits.tokens import InputTokens
 from gateway.policy import Limits
@@ -192,7 +192,7 @@ class TestScopes:
         await limiter.admit(limited(limits, key_limits=key_limits))
         error = await refusal(limiter, limited(limits, key_limits=key_limits))
         assert error.message == ("model m and class realtime of tenant t may have 2 calls in flight at once, and has")
-        await first.leave()
+        await first.release_slot()
         third = await limiter.admit(limited(limits, key_limits=key_limits))
         await third.settle(Usage(), 0)
         error = await refusal(limiter, limited(limits, key_limits=key_limits))
@@ -247,7 +247,7 @@ class TestScopes:
 
 async def left_of(limiter: Limiter, limits: dict[str, Any]) -> dict[str, int]:
     tenant = limited(limits).principal.tenant
-    left = await what_is_left(tenant, {}, LIMITS, limiter._counters, now=NOW)
+    left = await remaining_limits(tenant, {}, LIMITS, limiter._counters, now=NOW)
     return {entry["limit"]: entry["left"] for entry in left}
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from gateway.core.errors import BudgetSpent, LimitReached, StorageUnavailable
-from gateway.limits import LIMITS, local_share
+from gateway.limits import LIMITS, outage_fallback
 from gateway.limits.limiter import Limiter
-from gateway.limits.local_share import OutageFallback, share_of
+from gateway.limits.outage_fallback import OutageFallback, share_of
 from gateway.policy import StorageOutage
 from gateway.storage.base import Charge, Grant, RateCharge, Rejection, SlotCharge, SpendCharge
 from gateway.storage.memory import MemoryStorage
@@ -99,7 +99,7 @@ class Components:
 @pytest.fixture
 async def components() -> Components:
     components = Components()
-    await components.shared.tend()  # and so knows that there are two
+    await components.shared.sync_with_storage()  # and so knows that there are two
     return components
 
 
@@ -119,8 +119,8 @@ async def test_each_grants_its_share_and_no_more(components: Components) -> None
     assert len(await components.many(200, rate())) == 50
     assert len(await components.many(20, PLACE)) == 4
     assert len(await components.many(20, money(60))) == 8
-    assert components.shared.is_away
-    assert (components.shared.granted_here, components.shared.refused_here) == (62, 178)
+    assert components.shared.in_outage
+    assert (components.shared.granted_locally, components.shared.rejected_locally) == (62, 178)
 
 
 async def test_only_one_call_finds_out(components: Components) -> None:
@@ -151,7 +151,7 @@ async def test_the_policy_may_refuse(components: Components) -> None:
     for _ in range(2):
         with pytest.raises(StorageUnavailable):
             await components.ask(rate())
-    assert not components.shared.is_away
+    assert not components.shared.in_outage
 
 
 @pytest.mark.parametrize(("limit", "replicas"), [(100, 3), (1, 4), (7, 2), (3, 3)])
@@ -180,12 +180,12 @@ async def test_the_storage_is_told_of_what_was_used(components: Components) -> N
     await components.settle(names[0], 4, 0, 30)
     components.now += 1
     await components.settle(names[1], 4, 0, 30)
-    await components.shared.tend()
-    assert components.shared.is_away
+    await components.shared.sync_with_storage()
+    assert components.shared.in_outage
     components.store.away = False
-    await components.shared.tend()
-    assert not components.shared.is_away
-    assert components.shared.untold == 0
+    await components.shared.sync_with_storage()
+    assert not components.shared.in_outage
+    assert components.shared.unreported == 0
     assert await components.remaining(rate(), PLACE, money(0)) == (100 - 4 - 4 - 10, 7, 1000 - 30 - 30 - 100)
     await components.settle(names[2], 4, 0, 30)  # it began in the outage, and ends in the storage
     assert await components.remaining(rate(), PLACE, money(0)) == (100 - 4 - 4 - 4, 8, 1000 - 90)
@@ -197,7 +197,7 @@ async def test_rates_that_have_refilled_since_are_not_told(components: Component
     await components.settle(str(await components.ask(rate(10), money(100))), 10, 30)
     components.now += MINUTE_SECONDS
     components.store.away = False
-    await components.shared.tend()
+    await components.shared.sync_with_storage()
     assert await components.remaining(rate(), money(0)) == (100, 970)
 
 
@@ -211,8 +211,8 @@ async def test_what_was_reserved_unheard_is_not_held_twice(components: Component
         await components.settle(name, 5, 50)
     components.now += 2 * MINUTE_SECONDS
     components.store.deaf = False
-    await components.shared.tend()
-    assert components.shared.untold == 0
+    await components.shared.sync_with_storage()
+    assert components.shared.unreported == 0
     assert await components.remaining(rate(), money(0)) == ((100, 950) if fits else (100, 1000))
 
 
@@ -234,14 +234,14 @@ async def test_nothing_is_told_twice(components: Components, deaf_at: str, monke
 
     monkeypatch.setattr(Store, deaf_at, once_unheard)
     for _ in range(6):
-        await components.shared.tend()
-    assert components.shared.untold == 0
+        await components.shared.sync_with_storage()
+    assert components.shared.unreported == 0
     assert len(heard) == 3
     assert await components.remaining(money(0)) == (1000 - 21,)
 
 
 async def test_what_is_to_be_told_is_bounded(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_share, "MAX_UNTOLD", 3)
+    monkeypatch.setattr(outage_fallback, "MAX_UNREPORTED", 3)
     components.store.away = True
     assert len(await components.many(3, rate())) == 3
     with pytest.raises(StorageUnavailable, match="3 calls already"):
@@ -261,11 +261,11 @@ async def test_calls_of_before_are_settled_when_the_storage_is_back(components: 
     with pytest.raises(LimitReached):
         await limiter.admit(a_new_call())
     await before.settle(Usage(), 400)
-    await during.leave()
+    await during.release_slot()
     await during.settle(Usage(), 500)
     assert limiter.unsettled == 1
     components.store.away = False
-    await components.shared.tend()
+    await components.shared.sync_with_storage()
     await limiter.retry_unsettled()
     assert limiter.unsettled == 0
     budget = SpendCharge("t/budget/2026-11", 0, 1000, 1e6)
@@ -273,13 +273,13 @@ async def test_calls_of_before_are_settled_when_the_storage_is_back(components: 
 
 
 async def test_the_keeper_finds_the_storage_back(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_share, "RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(outage_fallback, "RETRY_SECONDS", 0.001)
     await components.shared.start()
     components.store.away = True
     await components.settle(str(await components.ask(money(10))), 10)
     components.store.away = False
     async with asyncio.timeout(10):
-        while components.shared.is_away or components.shared.untold:
+        while components.shared.in_outage or components.shared.unreported:
             await asyncio.sleep(0)
     await components.shared.stop()
     assert await components.remaining(money(0)) == (990,)
@@ -295,7 +295,7 @@ class Replica:
 
     async def open(self) -> None:
         await self.storage.open()
-        await self.shared.tend()
+        await self.shared.sync_with_storage()
 
     async def spend(self, calls: int) -> int:
         """Each costs one of 100 billionths; how many were granted."""
@@ -311,7 +311,7 @@ class Replica:
             except (LimitReached, BudgetSpent):
                 continue
             granted += 1
-            await reservation.leave()
+            await reservation.release_slot()
             await reservation.settle(Usage(), 1)
         return granted
 
@@ -323,7 +323,7 @@ async def test_two_replicas_and_a_redis_that_goes(own_redis_server: RedisServer,
     one, two = Replica(own_redis_server, "one"), Replica(own_redis_server, "two")
     await one.open()
     await two.open()
-    await one.shared.tend()
+    await one.shared.sync_with_storage()
     assert (one.shared.replicas, two.shared.replicas) == (2, 2)
     assert await one.spend(20) + await two.spend(20) == 40
     if how == "frozen":
@@ -333,7 +333,7 @@ async def test_two_replicas_and_a_redis_that_goes(own_redis_server: RedisServer,
     try:
         granted = await one.spend(20) + await two.spend(20)  # each has 30 left, or 40 as it last heard
         assert granted == 40
-        assert one.shared.is_away and two.shared.is_away
+        assert one.shared.in_outage and two.shared.in_outage
     finally:
         if how == "frozen":
             own_redis_server.thaw()
@@ -341,8 +341,8 @@ async def test_two_replicas_and_a_redis_that_goes(own_redis_server: RedisServer,
             own_redis_server.start()
     for replica in (one, two):
         async with asyncio.timeout(20):
-            while replica.shared.is_away or replica.shared.untold or replica.limiter.unsettled:
-                await replica.shared.tend()
+            while replica.shared.in_outage or replica.shared.unreported or replica.limiter.unsettled:
+                await replica.shared.sync_with_storage()
                 await replica.limiter.retry_unsettled()
     (left,) = await one.shared.remaining([SpendCharge(_account(), 0, 100, 1e6)], now=0.0)
     assert left == 100 - 40 - granted

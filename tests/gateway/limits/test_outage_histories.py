@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.core.errors import StorageUnavailable
-from gateway.limits.local_share import OutageFallback
+from gateway.limits.outage_fallback import OutageFallback
 from gateway.policy import StorageOutage
 from gateway.storage.base import Charge, Grant, RateCharge, SlotCharge, SpendCharge
 from gateway.storage.memory import MemoryStorage
@@ -117,15 +117,15 @@ async def play(history: Sequence[Step]) -> None:
                 costs += cost
                 await settle(going_on.pop(which), [cost, 0, cost])
             case Tend(replica):
-                await gateways[replica].tend()
+                await gateways[replica].sync_with_storage()
             case Become(state):
                 store.state = state
             case Wait(seconds):
                 now += seconds
     store.state = "here"
     for gateway in gateways:
-        await gateway.tend()
-        assert (gateway.is_away, gateway.untold) == (False, 0)
+        await gateway.sync_with_storage()
+        assert (gateway.in_outage, gateway.unreported) == (False, 0)
     for call in going_on:
         costs += 1
         await settle(call, [1, 0, 1])

@@ -18,7 +18,7 @@ import yaml
 
 from gateway.billing.ledger import Ledger
 from gateway.billing.ledger.chain import segments
-from gateway.billing.ledger.shipping import STREAM_PREFIX
+from gateway.billing.ledger.shipper import STREAM_PREFIX
 from gateway.core.errors import LedgerUnavailable
 from gateway.policy.file import PolicyHolder
 from gateway.server import app as app_module

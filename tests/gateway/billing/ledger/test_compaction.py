@@ -14,13 +14,13 @@ import pytest
 
 from gateway.batches.receipts import events_in_ledger
 from gateway.billing.ledger import Ledger
-from gateway.billing.ledger.chain import KEPT_AS_LINES, segments, verify
-from gateway.billing.ledger.compacting import Compactor
-from gateway.billing.ledger.compaction import compact, lines_of
-from gateway.billing.ledger.reader import UnreadableLedger, latest, summarise
-from gateway.billing.ledger.retention import drop_old_segments
+from gateway.billing.ledger.chain import UNCOMPACTED_SEGMENTS, segments, verify
+from gateway.billing.ledger.compaction import compact, read_lines
+from gateway.billing.ledger.compactor import Compactor
+from gateway.billing.ledger.reader import UnreadableLedger, latest_receipts, summarise
+from gateway.billing.ledger.retention import remove_old_segments
 from gateway.billing.ledger.rows import CarriedCalls, Row
-from gateway.billing.ledger.shipping import Place, rows_after
+from gateway.billing.ledger.shipper import SegmentOffset, rows_after
 from gateway.billing.ledger.tables import connect
 from tests.gateway.billing.ledger.receipts import a_receipt, write_chain
 
@@ -46,16 +46,16 @@ def ledger(tmp_path: Path) -> Path:
 def test_sums_proof_and_rows_stay_what_they_were(ledger: Path) -> None:
     lines = [(ledger / "replica" / f"{number:010d}.jsonl").read_bytes() for number in (1, 2)]
     sums = [summarise(ledger, by=by) for by in ([], ["tenant", "day"], ["user"])]
-    proof, last = verify(ledger), latest(ledger, 20)
+    proof, last = verify(ledger), latest_receipts(ledger, 20)
     done = compact(ledger, before=math.inf)
     assert [one.file.name for one in done] == ["0000000001.parquet", "0000000002.parquet"]
     assert sorted(file.suffix for file in (ledger / "replica").glob("0*")) == [
-        *[".jsonl"] * KEPT_AS_LINES, *[".manifest"] * 2, *[".parquet"] * 2,
+        *[".jsonl"] * UNCOMPACTED_SEGMENTS, *[".manifest"] * 2, *[".parquet"] * 2,
     ]  # fmt: skip
-    assert [b"".join(lines_of(one.file)) for one in done] == lines
+    assert [b"".join(read_lines(one.file)) for one in done] == lines
     assert [summarise(ledger, by=by) for by in ([], ["tenant", "day"], ["user"])] == sums
-    assert verify(ledger, lines_of) == proof and proof.rows == 12 and proof.broken is None
-    assert latest(ledger, 20) == last
+    assert verify(ledger, read_lines) == proof and proof.rows == 12 and proof.broken is None
+    assert latest_receipts(ledger, 20) == last
     assert compact(ledger, before=math.inf) == []
 
 
@@ -68,8 +68,8 @@ def test_columns_that_came_later_are_those_of_rows_that_lack_them(ledger: Path) 
         connection.execute(f"CREATE TABLE rows AS SELECT * EXCLUDE ({later}) FROM read_parquet('{first.file}')")
         connection.execute(f"COPY rows TO '{first.file}' (FORMAT parquet)")
     assert summarise(ledger, by=["tenant"]) == sums
-    assert verify(ledger, lines_of) == proof
-    assert len(latest(ledger, 20)) == 11
+    assert verify(ledger, read_lines) == proof
+    assert len(latest_receipts(ledger, 20)) == 11
     for other in (ledger / "replica").glob("*[2-9].*"):
         other.unlink()
     assert [line.requests for line in summarise(ledger, by=["tenant"])] == [1, 1]
@@ -99,14 +99,14 @@ def test_a_change_is_named(ledger: Path, change: str, line: int, why: str) -> No
         connection.execute(f"CREATE TABLE rows AS FROM read_parquet('{first.file}')")
         connection.execute(f"UPDATE rows SET {change} WHERE kind = 'receipt'")
         connection.execute(f"COPY rows TO '{first.file}' (FORMAT parquet)")
-    broken = verify(ledger, lines_of).broken
+    broken = verify(ledger, read_lines).broken
     assert broken is not None and (broken.file, broken.line) == (first.file, line) and why in broken.why
 
 
 def test_a_file_that_is_no_parquet_is_named(ledger: Path) -> None:
     (first, _) = compact(ledger, before=math.inf)
     first.file.write_bytes(b"PAR1")
-    broken = verify(ledger, lines_of).broken
+    broken = verify(ledger, read_lines).broken
     assert broken is not None and (broken.file, broken.line) == (first.file, 1)
     with pytest.raises(UnreadableLedger):
         summarise(ledger)
@@ -119,7 +119,7 @@ def test_no_segment_goes_while_somebody_reads(ledger: Path) -> None:
             compacting = beside.submit(compact, ledger, before=math.inf)
             while not (ledger / "replica" / "0000000001.parquet").exists():
                 time.sleep(0.005)
-            assert drop_old_segments(ledger / "replica", math.inf, lambda _: True) == []
+            assert remove_old_segments(ledger / "replica", math.inf, lambda _: True) == []
             assert reading.execute("SELECT count(*) FROM receipts").fetchall() == [(11,)]
             assert all((ledger / "replica" / name).exists() for name in before) and not compacting.done()
         assert len(compacting.result(20)) == 2
@@ -149,14 +149,14 @@ def test_an_interrupted_run_is_done_again(ledger: Path) -> None:
     compact(ledger, before=math.inf)
     segment.write_bytes(content)  # killed before it was removed
     segment.with_suffix(".unfinished").write_bytes(b"half a file")
-    assert verify(ledger, lines_of) == proof
+    assert verify(ledger, read_lines) == proof
     assert [one.file.name for one in compact(ledger, before=math.inf)] == ["0000000001.parquet"]
-    assert verify(ledger, lines_of) == proof and not list((ledger / "replica").glob("*.unfinished"))
+    assert verify(ledger, read_lines) == proof and not list((ledger / "replica").glob("*.unfinished"))
 
 
 def test_compacted_segments_age_like_others(ledger: Path) -> None:
     compact(ledger, before=math.inf)
-    assert drop_old_segments(ledger / "replica", math.inf, lambda _: True) == [1, 2, 3]
+    assert remove_old_segments(ledger / "replica", math.inf, lambda _: True) == [1, 2, 3]
     assert [file.name for file in (ledger / "replica").glob("0*")] == ["0000000004.jsonl"]
 
 
@@ -165,22 +165,22 @@ async def test_a_gateway_compacts_what_it_has_closed(tmp_path: Path) -> None:
         compactor = Compactor(ledger)
         for _ in range(16):
             ledger.append(a_receipt())
-        await ledger.durable(hurry=True)
-        ledger.may_remove = lambda segment: segment < 2  # as where the others are still to be shipped
+        await ledger.durable(flush_now=True)
+        ledger.may_remove_segment = lambda segment: segment < 2  # as where the others are still to be shipped
         (sums,) = summarise(tmp_path, by=["tenant"])
         await compactor.catch_up()
         files = segments(ledger.folder)
         assert [file.suffix for file in files] == [".parquet", *[".jsonl"] * (len(files) - 1)] and len(files) >= 4
-        ledger.may_remove = lambda segment: True
+        ledger.may_remove_segment = lambda segment: True
         await compactor.catch_up()
         assert [file.suffix for file in segments(ledger.folder)] == [
-            *[".parquet"] * (len(files) - KEPT_AS_LINES), *[".jsonl"] * KEPT_AS_LINES,
+            *[".parquet"] * (len(files) - UNCOMPACTED_SEGMENTS), *[".jsonl"] * UNCOMPACTED_SEGMENTS,
         ]  # fmt: skip
-        assert compactor.segments_compacted == len(files) - KEPT_AS_LINES
+        assert compactor.segments_compacted == len(files) - UNCOMPACTED_SEGMENTS
         assert summarise(tmp_path, by=["tenant"]) == [sums]
     async with Ledger(tmp_path, "replica") as again:
         again.append(a_receipt())
-    proof = verify(tmp_path, lines_of)
+    proof = verify(tmp_path, read_lines)
     assert proof.rows == 17 and proof.broken is None
 
 
@@ -190,26 +190,26 @@ async def test_a_segment_that_is_broken_is_said_once_and_stays(
     async with Ledger(tmp_path, "replica", segment_bytes=4000) as ledger:
         for _ in range(14):
             ledger.append(a_receipt())
-        await ledger.durable(hurry=True)
+        await ledger.durable(flush_now=True)
         first, second, *_ = segments(ledger.folder)
         first.write_bytes(first.read_bytes().replace(b"acme", b"acne", 1))
         compactor = Compactor(ledger)
         await compactor.catch_up()
         await compactor.catch_up()
     assert first.exists() and not second.exists()
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "gateway.billing.ledger.compacting"]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "gateway.billing.ledger.compactor"]
     assert f"{first}:1" in said and "changed" in said
 
 
 def test_compacted_rows_are_shipped_as_they_were(ledger: Path) -> None:
-    chain, end = ledger / "replica", Place(4, 1 << 30)
-    before = rows_after(chain, Place(1, 0), end)
+    chain, end = ledger / "replica", SegmentOffset(4, 1 << 30)
+    before = rows_after(chain, SegmentOffset(1, 0), end)
     compact(ledger, before=math.inf)
-    assert rows_after(chain, Place(1, 0), end) == before and len(before) == 12
+    assert rows_after(chain, SegmentOffset(1, 0), end) == before and len(before) == 12
     assert rows_after(chain, before[1][0], end) == before[2:]
     (chain / "0000000001.parquet").write_bytes(b"no parquet")
     with pytest.raises(OSError, match="0000000001"):
-        rows_after(chain, Place(1, 0), end)
+        rows_after(chain, SegmentOffset(1, 0), end)
 
 
 async def test_a_batch_finds_its_receipts_in_compacted_segments(tmp_path: Path) -> None:

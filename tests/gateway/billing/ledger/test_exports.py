@@ -14,7 +14,7 @@ import pytest
 
 from gateway.billing.ledger.focus import COLUMNS, focus_rows
 from gateway.billing.ledger.reader import Period
-from gateway.billing.ledger.stripe import NoCustomer, meter_events
+from gateway.billing.ledger.stripe import NoStripeCustomer, meter_events
 from tests.gateway.billing.ledger.receipts import a_correction, a_receipt, write_chain
 
 # What version 1.2 of the specification has as mandatory in its cost and usage dataset.
@@ -152,5 +152,5 @@ def test_a_tenant_without_a_customer_is_named(tmp_path: Path) -> None:
     write_chain(tmp_path / "replica", [a_receipt(tenant="cus_2"), a_receipt(tenant="nobody")])
     (event,) = meter_events(tmp_path, event_name="t", customers={}, period=Period(only={"tenant": ["cus_2"]}))
     assert event["payload"]["stripe_customer_id"] == "cus_2"
-    with pytest.raises(NoCustomer, match="'nobody'"):
+    with pytest.raises(NoStripeCustomer, match="'nobody'"):
         list(meter_events(tmp_path, event_name="t", customers={}))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gateway.billing.ledger import Correction, Ledger, OpenCall, UnbilledWork, appender, verify, writer
-from gateway.billing.ledger.retention import drop_old_segments
-from gateway.billing.ledger.rows import left_open
+from gateway.billing.ledger.retention import remove_old_segments
+from gateway.billing.ledger.rows import attempts_left_open
 from gateway.core.errors import LedgerUnavailable
 from gateway.core.ids import new_event_id
 from tests.gateway.billing.ledger.receipts import a_receipt
@@ -43,8 +43,8 @@ def rows(chain: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in sorted(chain.glob("*.jsonl")) for line in file.read_bytes().splitlines()]
 
 
-def unfinished(ledger: Ledger) -> set[str]:
-    return {call[0].call_id for call in ledger.unfinished()}
+def open_call_ids(ledger: Ledger) -> set[str]:
+    return {call[0].call_id for call in ledger.open_calls()}
 
 
 async def test_what_has_no_receipt_is_known_after_a_restart(tmp_path: Path) -> None:
@@ -52,12 +52,12 @@ async def test_what_has_no_receipt_is_known_after_a_restart(tmp_path: Path) -> N
         for name in ("a", "b", "c"):
             ledger.open_call(opened(name))
         ledger.append(a_receipt(call_id="b"))
-        assert unfinished(ledger) == {"a", "c"} and ledger.calls_open == 2
+        assert open_call_ids(ledger) == {"a", "c"} and ledger.open_call_count == 2
     async with Ledger(tmp_path, "replica") as ledger:
-        assert unfinished(ledger) == {"a", "c"}
+        assert open_call_ids(ledger) == {"a", "c"}
         ledger.append(a_receipt(call_id="a"))
     async with Ledger(tmp_path, "replica") as ledger:
-        assert unfinished(ledger) == {"c"}
+        assert open_call_ids(ledger) == {"c"}
     assert verify(tmp_path).broken is None
 
 
@@ -77,7 +77,7 @@ async def test_a_segment_begins_with_what_is_open(tmp_path: Path) -> None:
     for file in before:
         file.unlink()
     async with Ledger(tmp_path, "replica") as ledger:
-        assert unfinished(ledger) == {"long"}
+        assert open_call_ids(ledger) == {"long"}
     assert verify(tmp_path).broken is None
 
 
@@ -94,15 +94,15 @@ async def test_attempts_are_closed_one_by_one(tmp_path: Path) -> None:
     async with Ledger(tmp_path, "replica") as ledger:  # carried into another segment
         assert [(each.attempt, each.in_vain) for each in ledger.open_attempts("a")] == [(2, True)]
         ledger.append(unbilled("a", 2))
-        assert ledger.calls_open == 0
+        assert ledger.open_call_count == 0
     assert verify(tmp_path).broken is None
 
 
 def test_a_receipt_closes_its_own_attempt_and_the_only_one_in_any_case() -> None:
     one, two = opened("a", deployment="x"), opened("a", deployment="y", attempt=2)
-    assert left_open([one], by="receipt", attempt=0, deployment=None) == []
-    assert [each.attempt for each in left_open([one, two], by="receipt", attempt=0, deployment="x")] == [2]
-    assert [each.attempt for each in left_open([one, two], by="receipt", attempt=0, deployment=None)] == [1, 2]
+    assert attempts_left_open([one], by="receipt", attempt=0, deployment=None) == []
+    assert [each.attempt for each in attempts_left_open([one, two], by="receipt", attempt=0, deployment="x")] == [2]
+    assert [each.attempt for each in attempts_left_open([one, two], by="receipt", attempt=0, deployment=None)] == [1, 2]
 
 
 def test_each_attempt_has_a_request_id_of_its_own() -> None:
@@ -174,7 +174,7 @@ async def test_on_a_full_disk_what_is_open_is_closed_and_nothing_is_opened(
         for number in range(10):
             ledger.append(a_receipt(call_id=f"call {number}", end_user="x" * 1000))
         await ledger.durable()
-        assert ledger.calls_open == 0 and verify(small_disk).broken is None
+        assert ledger.open_call_count == 0 and verify(small_disk).broken is None
         hog.unlink()
         assert ledger._prober is not None
         async with asyncio.timeout(10):
@@ -200,7 +200,7 @@ async def test_room_is_given_back(tmp_path: Path) -> None:
 async def test_where_no_room_can_be_taken_the_ledger_works_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(appender, "take_room", lambda *_: False)
+    monkeypatch.setattr(appender, "preallocate", lambda *_: False)
     async with Ledger(tmp_path, "replica", segment_bytes=1000) as ledger:
         for number in range(3):
             ledger.open_call(opened(f"{number}"))
@@ -217,7 +217,7 @@ async def test_a_slow_disk_is_told_before_more_is_taken_on(tmp_path: Path, monke
         with pytest.raises(LedgerUnavailable, match="too slow"):
             ledger.open_call(opened("more"))
         ledger.append(a_receipt(call_id="0"))  # what is open can be closed
-        await ledger.durable(hurry=True)
+        await ledger.durable(flush_now=True)
         ledger.check()
 
 
@@ -227,10 +227,10 @@ async def test_a_slow_disk_is_told_before_more_is_taken_on(tmp_path: Path, monke
 async def test_a_segment_is_not_older_than_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Ledger(tmp_path, "replica") as ledger:
         ledger.append(a_receipt())
-        await ledger.durable(hurry=True)
+        await ledger.durable(flush_now=True)
         ledger.append(a_receipt())
         monkeypatch.setattr(appender, "SEGMENT_SECONDS", -1.0)
-        await ledger.durable(hurry=True)
+        await ledger.durable(flush_now=True)
         ledger.append(a_receipt())
     names = [file.name for file in sorted((tmp_path / "replica").glob("*.jsonl"))]
     assert names == ["0000000001.jsonl", "0000000002.jsonl"] and verify(tmp_path).broken is None
@@ -244,11 +244,11 @@ async def test_old_segments_go_and_the_rest_is_a_chain(tmp_path: Path) -> None:
     files = sorted(chain.glob("*.jsonl"))
     (chain / "0000000001.jsonl.torn").touch()
     later = files[-1].stat().st_mtime + 1
-    assert drop_old_segments(chain, later - 3600, lambda number: True) == []
-    assert drop_old_segments(chain, later, lambda number: number < 3) == [1, 2]
+    assert remove_old_segments(chain, later - 3600, lambda number: True) == []
+    assert remove_old_segments(chain, later, lambda number: number < 3) == [1, 2]
     assert sorted(file.name for file in chain.glob("0*")) == [file.name for file in files[2:]]
     assert (verify(tmp_path).rows, verify(tmp_path).broken) == (4, None)
-    assert drop_old_segments(chain, later, lambda number: True) == [3, 4, 5], "the chain goes on from the last one"
+    assert remove_old_segments(chain, later, lambda number: True) == [3, 4, 5], "the chain goes on from the last one"
     async with Ledger(tmp_path, "replica") as ledger:
         ledger.append(a_receipt())
     assert (verify(tmp_path).rows, verify(tmp_path).broken) == (2, None)

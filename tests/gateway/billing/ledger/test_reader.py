@@ -21,10 +21,10 @@ from gateway.billing.ledger.reader import (
     Period,
     UnreadableLedger,
     bill_rows,
-    latest,
-    standing,
+    corrected_receipts,
+    latest_receipts,
     summarise,
-    unpriced,
+    unpriced_calls,
     write_parquet,
 )
 from gateway.billing.ledger.rows import CarriedCalls, Row
@@ -43,7 +43,7 @@ def test_the_columns_are_the_receipts() -> None:
 def test_an_empty_ledger_has_no_lines(tmp_path: Path) -> None:
     (tmp_path / "replica").mkdir()
     (tmp_path / "replica" / "0000000001.jsonl").touch()
-    assert summarise(tmp_path) == [] and latest(tmp_path, 5) == []
+    assert summarise(tmp_path) == [] and latest_receipts(tmp_path, 5) == []
 
 
 def test_replicas_and_segments_are_one_ledger(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_period_begins_with_since_and_ends_before_until(tmp_path: Path) -> Non
 def test_the_latest_receipts_are_as_written(tmp_path: Path) -> None:
     receipts = [a_receipt(finished=f"2026-11-20T00:00:0{second}.000000Z", cost=None) for second in range(5)]
     write(tmp_path, receipts)
-    found = latest(tmp_path, 2)
+    found = latest_receipts(tmp_path, 2)
     assert [row["event_id"] for row in found] == [receipts[4].event_id, receipts[3].event_id]
     assert found[0]["price_input"] == "0.10" and found[0]["cost"] is None
     assert found[0]["attempts"] == [msgspec.to_builtins(attempt) for attempt in receipts[4].attempts]
@@ -165,8 +165,8 @@ def test_corrections_are_added_to_the_day_and_the_money_of_their_receipts(tmp_pa
     assert (line.group, line.requests, line.unpriced, line.output) == ({"day": "2026-11-20"}, 2, 0, 5)
     assert line.cost == {"USD": Decimal("0.000005") + Decimal("2.5")}
     assert line.saved == {"USD": 64 * (Decimal("0.09") + Decimal("2.5")) / 1_000_000}
-    assert unpriced(tmp_path) == []
-    assert [(row["cost"], row["output"], row["currency"]) for row in standing(tmp_path)] == [
+    assert unpriced_calls(tmp_path) == []
+    assert [(row["cost"], row["output"], row["currency"]) for row in corrected_receipts(tmp_path)] == [
         (Decimal("0.000005"), 2, "USD"),
         (Decimal("2.5"), 3, "USD"),
     ]
@@ -178,7 +178,7 @@ def test_corrections_are_added_to_the_day_and_the_money_of_their_receipts(tmp_pa
 def test_work_without_a_price_is_named(tmp_path: Path) -> None:
     unknown = {"cost": None, "currency": None}
     write(tmp_path, [a_receipt(**unknown), a_receipt(**unknown), a_receipt(**unknown, deployment="b"), a_receipt()])
-    assert unpriced(tmp_path) == [("gpt-4o", "b", 1), ("gpt-4o", "h200-a", 2)]
+    assert unpriced_calls(tmp_path) == [("gpt-4o", "b", 1), ("gpt-4o", "h200-a", 2)]
 
 
 def test_users_hours_and_sound(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.billing.ledger import Ledger, shipping, verify
-from gateway.billing.ledger.collecting import NotCollected, collect
-from gateway.billing.ledger.shipping import Place, Shipper, rows_after
+from gateway.billing.ledger import Ledger, verify
+from gateway.billing.ledger import shipper as shipper_module
+from gateway.billing.ledger.collector import CollectionGap, collect
+from gateway.billing.ledger.shipper import SegmentOffset, Shipper, rows_after
 from tests.gateway.billing.ledger.receipts import a_receipt
 from tests.redis_server import RedisServer, own_redis_server
 
@@ -20,7 +21,7 @@ __all__ = ["own_redis_server"]
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipping, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(shipper_module, "LOOK_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def bytes_of(ledger: Path) -> list[bytes]:
 
 def streamed(redis: RedisServer) -> int:
     with redis.client() as client:
-        return sum(client.xlen(key) for key in client.scan_iter(f"{shipping.STREAM_PREFIX}*"))
+        return sum(client.xlen(key) for key in client.scan_iter(f"{shipper_module.STREAM_PREFIX}*"))
 
 
 async def test_what_is_collected_is_the_ledger_byte_for_byte(tmp_path: Path, redis: RedisServer) -> None:
@@ -82,7 +83,7 @@ async def test_a_restart_goes_on_where_the_stream_ends(tmp_path: Path, redis: Re
 async def test_a_redis_that_is_killed_on_the_way(
     tmp_path: Path, redis: RedisServer, forgets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shipping, "BATCH_ROWS", 5)
+    monkeypatch.setattr(shipper_module, "BATCH_ROWS", 5)
     async with shipped(tmp_path / "a", redis) as (ledger, shipper):
         for _ in range(20):
             ledger.append(a_receipt())
@@ -96,7 +97,7 @@ async def test_a_redis_that_is_killed_on_the_way(
         if forgets:
             with redis.client() as client:
                 client.flushall()
-        await until(lambda: shipper._place == Place(*ledger.durable_end))
+        await until(lambda: shipper._place == SegmentOffset(*ledger.durable_end))
     collect(redis.url, tmp_path / "all")
     assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "a")
     assert (verify(tmp_path / "all").rows, verify(tmp_path / "all").broken) == (40, None)
@@ -117,15 +118,15 @@ async def test_two_replicas_and_a_folder_that_was_begun_again(tmp_path: Path, re
 async def test_a_stream_that_nobody_collects_is_bounded(
     tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shipping, "STREAM_ROWS_MAX", 7)
-    monkeypatch.setattr(shipping, "BATCH_ROWS", 5)
+    monkeypatch.setattr(shipper_module, "STREAM_ROWS_MAX", 7)
+    monkeypatch.setattr(shipper_module, "BATCH_ROWS", 5)
     async with shipped(tmp_path / "a", redis) as (ledger, shipper):
         for _ in range(10):
             ledger.append(a_receipt())
         await until(lambda: shipper.rows_shipped == 5)
         await ledger.durable()
         assert streamed(redis) == 5
-        assert not ledger.may_remove(ledger.durable_end[0]), "what was not sent is kept"
+        assert not ledger.may_remove_segment(ledger.durable_end[0]), "what was not sent is kept"
         collect(redis.url, tmp_path / "all")
         await until(lambda: shipper.rows_shipped == 10)
     collect(redis.url, tmp_path / "all")
@@ -150,7 +151,7 @@ async def test_what_is_in_no_stream_any_more_is_said(tmp_path: Path, redis: Redi
             ledger.append(a_receipt())
         await until(lambda: shipper.rows_shipped == 3)
     collect(redis.url, tmp_path / "elsewhere")
-    with pytest.raises(NotCollected, match="in no stream"):
+    with pytest.raises(CollectionGap, match="in no stream"):
         collect(redis.url, tmp_path / "all")
 
 
@@ -158,6 +159,6 @@ async def test_only_what_is_durable_is_sent(tmp_path: Path) -> None:
     async with Ledger(tmp_path, "one") as ledger:
         ledger.append(a_receipt())
         await ledger.durable()
-        end = Place(*ledger.durable_end)
+        end = SegmentOffset(*ledger.durable_end)
         ledger.append(a_receipt())
-        assert [place for place, _ in rows_after(ledger.folder, Place(1, 0), end)] == [end]
+        assert [place for place, _ in rows_after(ledger.folder, SegmentOffset(1, 0), end)] == [end]
