@@ -1,10 +1,10 @@
 """Phase 3: the exact response cache, and one upstream call for equal calls in flight.
 
-The key is a digest of whoever may share the answer, the model and the canonical request, all of it but what can not
-change the answer. What is kept is what the upstream sent, so that a stream is replayed as a stream, frame by frame.
+The key is a digest of the cache scope (tenant or key), the model, and the canonical request without the fields that
+cannot change an answer. The cache stores the bytes that the deployment sent, so a stream is replayed frame by frame.
 
-The first of several equal calls leads: it asks the upstream and records; the others follow its recording as it grows.
-A leader that fails before its first chunk leaves its followers to ask for themselves.
+Single flight: the first of several equal calls is the leader. It is sent upstream and records its answer, and the
+others follow the recording as it grows. If a leader fails before its first chunk, its followers are sent themselves.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gateway.core.errors import GatewayError, StorageUnavailable
 from gateway.storage.base import BlobCache
 from gateway.types import Call
 
-# What an answer does not depend on. The key holds everything else, known or not.
+# Fields that do not change an answer. The key covers all other fields, known or not.
 IRRELEVANT_FIELDS = frozenset(
     {"cache_control", "metadata", "model", "prompt_cache_key", "safety_identifier", "service_tier", "store", "stream",
      "stream_options", "user"}
 )  # fmt: skip
-ALWAYS_ASKED = "include_usage"  # of the upstream, whatever the client asked for
+ALWAYS_ASKED = "include_usage"  # the gateway always asks the deployment for it, so it is not part of the key
 
 _encode = msgspec.msgpack.encode
 _options = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
@@ -33,13 +33,13 @@ _chunks = msgspec.msgpack.Decoder(list[bytes])
 
 
 class LeaderFailed(Exception):
-    """The call that was followed came to nothing before its first chunk."""
+    """The leader failed before its first chunk, so the follower must be sent itself."""
 
 
 class Recording:
-    """An answer as its leader receives it. One writer, any number of followers; ends by `finish` or `fail`.
+    """An answer as its leader receives it: one writer, any number of followers.
 
-    Whoever got it from `lookup` must end it on every way out: its followers wait for nothing else.
+    The leader must end it with `finish` or `fail` on every way out, because its followers wait for that.
     """
 
     def __init__(self, cache: ResponseCache, flight: Flight, ttl_seconds: float, max_bytes: int) -> None:
@@ -59,11 +59,10 @@ class Recording:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """On every way out: whoever follows waits for nothing else."""
         self.fail(None)
 
     def when_abandoned(self, tell: Callable[[], None]) -> None:
-        """`tell` is called when the last follower leaves before the end."""
+        """Call `tell` when the last follower disconnects before the end."""
         self._on_abandoned = tell
 
     @property
@@ -71,7 +70,7 @@ class Recording:
         return self.followers > 0
 
     def write(self, chunk: bytes) -> None:
-        """Keep a chunk. Beyond the size limit the answer is not kept, and finds no new followers."""
+        """Record a chunk. Above the size limit the answer is neither stored nor offered to new followers."""
         self._bytes += len(chunk)
         if self._bytes > self._max_bytes:
             self._cache.forget(self._flight, self)
@@ -82,7 +81,7 @@ class Recording:
         self._wake()
 
     async def finish(self, *, keep: bool = True) -> None:
-        """The answer is whole: keep it for later calls. A store that is away costs the cache entry, nothing else."""
+        """The answer is complete: store it if `keep`. If the storage is unreachable, it is not stored."""
         self.ended = True
         self._wake()
         self._cache.forget(self._flight, self)
@@ -90,7 +89,7 @@ class Recording:
             await self._cache.keep(self._flight.key, self.chunks, self._ttl_seconds)
 
     def fail(self, error: GatewayError | None) -> None:
-        """The answer will not be whole. Does nothing after `finish`."""
+        """The answer will not be completed. Does nothing after `finish`."""
         if not self.ended:
             self.error = error
             self.ended = True
@@ -98,7 +97,7 @@ class Recording:
             self._cache.forget(self._flight, self)
 
     def replay(self, chunks: list[bytes]) -> None:
-        """The answer was there already: it is given to whoever follows."""
+        """The answer was stored already; followers get these chunks."""
         self.chunks = chunks
         self.ended = True
         self._wake()
@@ -109,9 +108,9 @@ class Recording:
         self._grown = asyncio.Event()
 
     async def follow(self) -> AsyncGenerator[bytes, None]:
-        """All chunks from the first on, as they come. Raises `LeaderFailed` before the first, else the error.
+        """All chunks, as they arrive. Raises `LeaderFailed` before the first, later the leader's own error.
 
-        One without an error was cancelled: its answer then ends before its end, which its reader notices.
+        A cancelled leader has no error: its answer just ends early, and the reader notices that it is incomplete.
         """
         self.followers += 1
         try:
@@ -134,7 +133,7 @@ class Recording:
 
 
 class Unrecorded:
-    """What a call leads that is neither kept nor shared."""
+    """Stands in for `Recording` if the answer is neither stored nor shared."""
 
     followed = False
 
@@ -153,9 +152,9 @@ class Unrecorded:
 
 
 class Answer:
-    """An answer that needs no upstream: kept from earlier ("hit"), or being given to an equal call ("shared").
+    """An answer that needs no upstream request: stored earlier ("hit"), or of an equal call in flight ("shared").
 
-    Closed by its reader, so that a leader knows at once when nobody follows any more.
+    The reader closes it, so that the leader knows at once when its last follower is gone.
     """
 
     def __init__(self, kind: Literal["hit", "shared"], chunks: AsyncGenerator[bytes, None]) -> None:
@@ -163,11 +162,11 @@ class Answer:
         self._chunks = chunks
 
     async def first(self) -> bytes:
-        """Raises `LeaderFailed` where there is none."""
+        """The first chunk. Raises `LeaderFailed` if there is none."""
         return await anext(self._chunks)
 
     async def stream_to(self, sink: Callable[[bytes], bool]) -> bool:
-        """Give `sink` the chunks behind the first. True at the end, False when it wants no more for now."""
+        """Pass the chunks after the first to `sink`. True at the end, False if `sink` returned False."""
         async for chunk in self._chunks:
             if not sink(chunk):
                 return False
@@ -181,7 +180,7 @@ class Answer:
 
 
 class Flight(NamedTuple):
-    """Equal calls share an upstream call within their latency class only: none waits longer than its class may."""
+    """The key of single flight. It has the latency class, so no call waits longer than its class allows."""
 
     key: str
     class_name: str
@@ -191,7 +190,7 @@ UNRECORDED = Unrecorded()
 
 
 class ResponseCache:
-    """`lookup` gives an `Answer`, or what the caller is to record its own answer with."""
+    """The exact response cache over shared storage. One per gateway."""
 
     def __init__(self, blobs: BlobCache) -> None:
         self._blobs = blobs
@@ -199,17 +198,18 @@ class ResponseCache:
 
     @property
     def in_flight(self) -> int:
-        """How many answers are being recorded."""
+        """Answers that are being recorded now."""
         return len(self._flights)
 
     async def lookup(self, call: Call) -> Answer | Recording | Unrecorded:
+        """An `Answer` to replay or follow, or the recording that the caller must fill and end."""
         key = cache_key(call)
         if key is None:
             return UNRECORDED
         flight = Flight(key, call.class_name)
         if leader := self._flights.get(flight):
             return Answer("shared", leader.follow())
-        # Registered before the store is asked: equal calls that come meanwhile follow this one.
+        # Registered before the storage is read, so that equal calls arriving meanwhile follow this one.
         settings = call.policy.cache
         recording = self._flights[flight] = Recording(self, flight, settings.ttl, settings.max_answer_bytes)
         try:
@@ -223,7 +223,7 @@ class ResponseCache:
         return Answer("hit", recording.follow())
 
     async def _kept(self, key: str) -> list[bytes] | None:
-        """None also where the store is away, or gives back what was never put into it."""
+        """The stored answer. None also if the storage is unreachable or returns something that cannot be decoded."""
         try:
             kept = await self._blobs.get(key)
             return None if kept is None else _chunks.decode(kept)
@@ -231,12 +231,14 @@ class ResponseCache:
             return None
 
     async def keep(self, key: str, chunks: list[bytes], ttl_seconds: float) -> None:
+        """Store an answer. If the storage is unreachable, it is not stored."""
         try:
             await self._blobs.put(key, _encode(chunks), ttl_seconds=ttl_seconds)
         except StorageUnavailable:
             return
 
     def forget(self, flight: Flight, recording: Recording) -> None:
+        """New equal calls no longer follow this recording."""
         if self._flights.get(flight) is recording:
             del self._flights[flight]
 
@@ -249,7 +251,9 @@ def cache_key(call: Call) -> str | None:
     principal = call.principal
     digest = hashlib.sha256()
     owner = [principal.tenant.name, principal.key_id if settings.scope == "key" else None]
-    served = [call.policy.deployments_by_name[name].model for name in call.model.deployments]  # a reload may change it
+    served = [
+        call.policy.deployments_by_name[name].model for name in call.model.deployments
+    ]  # a policy reload may change it
     digest.update(_encode([owner, call.model.name, served, call.operation.value, call.stream]))
     for name in sorted(call.fields.keys() - IRRELEVANT_FIELDS):
         digest.update(_encode([name, bytes(call.fields[name])]))

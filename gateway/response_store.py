@@ -1,4 +1,4 @@
-"""Where answers are kept that later requests refer to: the seam between a wire that remembers and all that does not.
+"""Stored responses per tenant, which later requests continue by id (`previous_response_id`).
 
 A translator of such a wire is a `StoringTranslator`. The canonicaliser has it `recall` what a body refers to, and the
 exchange asks it for the `rest` of an answer's last bytes, which it gives once the answer is stored. So a client that
@@ -16,14 +16,14 @@ from gateway.core.errors import Overloaded, StorageUnavailable, retry_after
 from gateway.policy import Policy, Responses, Tenant
 from gateway.storage.base import Document, DocumentStore
 
-ROOM_RETRY_SECONDS = 1.0  # when what found no room may: calls end all the time
+ROOM_RETRY_SECONDS = 1.0  # retry-after if the memory for bodies is full: calls end all the time
 STORAGE_RETRY_SECONDS = 1.0
 
 log = logging.getLogger("warmpath")
 
 
 class Room(Protocol):
-    """For the bytes of all requests that are held at once."""
+    """Memory budget for the bytes of all requests in flight."""
 
     held_bytes: int
 
@@ -31,7 +31,7 @@ class Room(Protocol):
 
 
 class ResponseStore:
-    """Those of all tenants. What is read from them for a call is held in `room` until the call is over."""
+    """The stored responses of all tenants. Bytes loaded for a call count against `room` until the call is over."""
 
     def __init__(self, documents: DocumentStore, room: Room) -> None:
         self.documents = documents
@@ -39,13 +39,13 @@ class ResponseStore:
         self.outcomes = {"kept": 0, "too_large": 0, "storage_away": 0}
 
     def of(self, tenant: Tenant, policy: Policy) -> TenantResponses | None:
-        """None where nothing is kept."""
+        """The tenant's stored responses, or None if the policy stores none."""
         wanted = policy.responses_of(tenant)
         return None if wanted.keep == "off" else TenantResponses(self, tenant.name, wanted, wanted.keep)
 
 
 class TenantResponses:
-    """One tenant's. Raises `StorageUnavailable` where something is asked for."""
+    """One tenant's stored responses. Reads and deletes raise `StorageUnavailable`; `put` never raises."""
 
     def __init__(self, response_store: ResponseStore, tenant: str, wanted: Responses, keep_seconds: float) -> None:
         self._response_store = response_store
@@ -56,18 +56,18 @@ class TenantResponses:
         self._held_bytes = 0
 
     async def put(self, name: str, document: Document, *, call_id: str) -> bool:
-        """Whether it is kept. Nobody's answer fails for that: where it is not, the log says why."""
+        """Store a response; return whether it was stored. A failure is logged, and the answer is sent all the same."""
         outcome, why = await self._put(name, document)
         self._response_store.outcomes[outcome] += 1
         if outcome != "kept":
-            log.warning("a response is not kept: %s", why, extra={"call_id": call_id, "tenant": self._tenant})
+            log.warning("a response was not stored: %s", why, extra={"call_id": call_id, "tenant": self._tenant})
         return outcome == "kept"
 
     async def _put(self, name: str, document: Document) -> tuple[str, str]:
-        """What has become of it, and why."""
+        """The outcome (a key of `ResponseStore.outcomes`), and the reason for the log."""
         size, most = len(document.head) + len(document.body), self._wanted.max_response_bytes
         if size > most:
-            return "too_large", f"it has {size} bytes with its input, and may have {most}"
+            return "too_large", f"it has {size} bytes with its input; the limit is {most}"
         try:
             kept = await self._documents.put_document(
                 self._tenant, name, document, ttl_seconds=self._keep_seconds, max_bytes=self._wanted.max_stored_bytes
@@ -89,46 +89,48 @@ class TenantResponses:
             raise _later(error) from error
 
     async def delete(self, name: str) -> bool:
-        """Whether it was there."""
+        """Delete a response; return whether it existed."""
         try:
             return await self._documents.delete_document(self._tenant, name)
         except StorageUnavailable as error:
             raise _later(error) from error
 
     def hold(self, count: int) -> None:
-        """Take room for what is about to be read. Raises `Overloaded`."""
+        """Reserve memory for a history that is about to be loaded. Raises `Overloaded`."""
         if not self._response_store.room.fits(count):
             raise Overloaded(
-                "there is no room for what this request goes on from beside the requests that are here",
+                "not enough memory to load the conversation that this request continues; try again shortly",
                 retry_after_seconds=ROOM_RETRY_SECONDS,
             )
         self._response_store.room.held_bytes += count
         self._held_bytes += count
 
     def let_go(self) -> None:
-        """Give the room back. Safe to call twice."""
+        """Release the memory. Safe to call twice."""
         self._response_store.room.held_bytes -= self._held_bytes
         self._held_bytes = 0
 
 
 class StoringTranslator(ABC):
-    """A translator of one exchange, on a wire whose answers are kept."""
+    """A translator of one exchange on a wire whose answers are stored."""
 
-    waits = False  # its last bytes are not whole yet: `rest` has the others
+    waits = False  # True while the answer's last bytes must wait for `rest`
 
     @abstractmethod
     async def recall(self, body: bytes, tenant_responses: TenantResponses) -> None:
-        """Before `read`, where the policy keeps answers: get what the body refers to. Raises a `GatewayError`."""
+        """Load the stored responses that a body refers to. Called before `read` if the policy stores responses.
+
+        Raises a `GatewayError`."""
 
     @abstractmethod
     async def rest(self) -> bytes:
-        """Keep the answer, and then say its end."""
+        """Store the answer, then return its last bytes."""
 
     @abstractmethod
     def let_go(self) -> None:
-        """The exchange is over. Safe to call twice."""
+        """The exchange is over; release what was loaded. Safe to call twice."""
 
 
 def _later(error: StorageUnavailable) -> StorageUnavailable:
-    """It is not known whether it is there: not to be taken for an answer."""
+    """A retryable error: whether the response exists is unknown, so this must not be a 404."""
     return StorageUnavailable(error.message, headers=retry_after(STORAGE_RETRY_SECONDS))

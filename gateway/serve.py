@@ -1,7 +1,7 @@
 """The story of a request, from its first byte to its receipt. READ THIS FIRST.
 
-Each line of `serve` is one phase: one span, one file. A phase hands its result to the next by value; what must be
-given back on every way out (a reservation, a place, a connection) is held by the `async with` that took it.
+Each `timings.enter` in `serve` begins one phase: one span, one package or file. A phase passes its result to the next
+one by value. The `async with` that took a reservation, a slot or a connection releases it on every way out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gateway.response_cache import UNRECORDED, Answer, LeaderFailed, ResponseCac
 from gateway.routing.attempts import AttemptLog
 from gateway.routing.router import Router
 from gateway.routing.upstream import Upstream
-from gateway.settlement import Settlement
+from gateway.settlement import CallInFlight, Settlement
 from gateway.telemetry import CallRecord, Telemetry
 from gateway.types import Call, Outcome, PhaseTimings
 
@@ -39,7 +39,7 @@ log = logging.getLogger("warmpath")
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """The long-lived parts, one per phase. Built once, by `app`."""
+    """The long-lived parts that requests pass through. Built once, by `gateway.server.app`."""
 
     policies: PolicyHolder
     authenticator: Authenticator
@@ -55,11 +55,23 @@ class Components:
     max_body_bytes: int
     bodies: BodyBudget
 
+    def begin(self, call: Call, exchange: Exchange, record: CallRecord) -> CallInFlight:
+        """Everything that belongs to this call alone. From here on, a disconnect of its client cancels its task."""
+        opener = CallOpener(self.call_log, call, record.timings)
+        attempts = AttemptLog(
+            self.telemetry.new_span_id,
+            lambda span: {"x-request-id": opener.request_id, **self.telemetry.outgoing(record.trace, span)},
+            exchange.watch(),
+            opener,
+            now_ns=record.timings.now_ns,
+        )
+        return CallInFlight(call, exchange, record, attempts, opener, self.call_log)
+
 
 async def serve(
     components: Components, endpoint: BodyReader, exchange: Exchange, record: CallRecord, call_id: str
 ) -> None:
-    """Answer one request. Raises what could not be answered; everything taken on the way has then been given back."""
+    """Answer one request. Raises a `GatewayError` if it cannot; everything taken on the way is released by then."""
     timings, policy = record.timings, components.policies.current
 
     timings.enter("authenticate")
@@ -73,31 +85,20 @@ async def serve(
     )  # fmt: skip
 
     timings.enter("cache.lookup")
-    task = exchange.watch()
+    flight = components.begin(call, exchange, record)
     found = await components.cache.lookup(call)
-    opener = CallOpener(components.call_log, call, timings)
-    attempts = AttemptLog(
-        components.telemetry.new_span_id,
-        lambda span: {"x-request-id": opener.request_id, **components.telemetry.outgoing(record.trace, span)},
-        task,
-        opener,
-        now_ns=timings.now_ns,
-    )
     if isinstance(found, Answer):
         record.cache = found.kind
         priced = call.model.name in policy.cache_prices
         reservation = await components.settler.admit(call, from_cache=True) if priced else UNLIMITED
         timings.enter("chat")
-        account = Settlement(
-            call, reservation, UNRECORDED, attempts, exchange, record, components.call_log, components.settler, opener,
-            from_cache=True,
-        )  # fmt: skip
+        settlement = Settlement(flight, reservation, components.settler, from_cache=True)
         try:
-            async with account, found:
-                await relay(call, found, account, exchange)
+            async with settlement, found:
+                await relay(flight, found, settlement)
             return
         except LeaderFailed:
-            found = UNRECORDED  # it asks for itself
+            found = UNRECORDED  # the followed call failed, so this one is sent itself
     record.cache = "off" if found is UNRECORDED else "miss"
     if found is not UNRECORDED:
         exchange.stay_while(lambda: found.followed)
@@ -109,26 +110,27 @@ async def serve(
         reservation = await components.settler.admit(call)
         exchange.reply_headers.update(reservation.headers)
 
-        async with Settlement(
-            call, reservation, found, attempts, exchange, record, components.call_log, components.settler, opener
-        ) as account:
+        async with Settlement(flight, reservation, components.settler, found) as settlement:
             timings.enter("queue")
             with await components.queue.acquire_slot(call) as permit:
                 timings.enter("route")
-                async with components.router.open(call, permit, attempts) as upstream:
-                    account.answered_by(upstream)
+                async with components.router.open(call, permit, flight.attempts) as upstream:
+                    settlement.answered_by(upstream)
                     timings.enter("chat")
-                    await relay(call, upstream, account, exchange)
+                    await relay(flight, upstream, settlement)
 
 
-async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exchange: Exchange) -> None:
-    """Phase 7: pass the answer on as it comes. Its last bytes go out after its receipt is written, and what was held
-    for it is given back right behind them: the client may ask again before the server's connection is free.
+async def relay(flight: CallInFlight, chunks: Upstream | Answer, settlement: Settlement) -> None:
+    """Phase 7: pass the answer on as it arrives.
 
-    Behind the first chunk of a stream this task sleeps: `take` runs where the bytes arrive. It is woken when the
-    client is slower than the server, and at the end.
+    The last bytes leave after the receipt is written. What the call holds is released right after them, so that a
+    client can send its next request before the upstream connection is free.
+
+    After the first chunk of a stream this task sleeps: `take` runs in the callback that received the bytes. The task
+    wakes if the client is slower than the deployment, and at the end.
     """
-    meter, watch = account.meter, account.watcher()
+    exchange = flight.exchange
+    meter, watch = settlement.meter, settlement.watcher()
 
     def take(chunk: bytes) -> bool:
         passed_on = watch(chunk)
@@ -138,10 +140,10 @@ async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exch
         return not passed_on or exchange.put(passed_on)
 
     first = await chunks.first()
-    account.answer_begins()
+    settlement.answer_begins()
     passed_on = watch(first)
-    if call.stream:
-        await exchange.start(200, STREAM_TYPE, account.reply_headers())
+    if flight.call.stream:
+        await exchange.start(200, STREAM_TYPE, settlement.reply_headers())
         await exchange.send(passed_on, last=meter.complete)
         while not meter.complete:
             ended = await chunks.stream_to(take)
@@ -149,10 +151,10 @@ async def relay(call: Call, chunks: Upstream | Answer, account: Settlement, exch
             if ended:
                 break
     elif meter.complete:
-        await exchange.reply(200, passed_on, JSON_TYPE, account.reply_headers())
+        await exchange.reply(200, passed_on, JSON_TYPE, settlement.reply_headers())
     if not meter.complete:
         raise UpstreamCut("the answer ended before its end")
-    await account.settle()
+    await settlement.settle()
 
 
 RequestHandler = Callable[[Components, BodyReader, Exchange, CallRecord, str], Coroutine[Any, Any, None]]
@@ -168,7 +170,9 @@ async def handle(
     call_id: str | None = None,
     story: RequestHandler = serve,
 ) -> None:
-    """The border of a story: whatever it raises becomes a truthful reply, a line in the log, and telemetry."""
+    """Run a story and turn whatever it raises into a reply, a log line and telemetry.
+
+    `story` is `serve`, or another function with the same phases (`gateway.token_counting`)."""
     call_id = call_id or new_call_id()
     translator = endpoint.translator(call_id)
     exchange = Exchange(
@@ -206,7 +210,7 @@ async def handle(
 
 
 async def failure_of(served: Coroutine[Any, Any, None], call_id: str) -> GatewayError | None:
-    """What a client is to be told of a request that could not be served; None of one that was."""
+    """The error to send to the client, or None if the request was served. Raises `ClientGone`."""
     try:
         await served
     except GatewayError as error:
@@ -214,7 +218,7 @@ async def failure_of(served: Coroutine[Any, Any, None], call_id: str) -> Gateway
     except ClientGone:
         raise
     except Exception as bug:
-        # The last line of defence: no stack trace leaves, and none is lost.
+        # A bug: the client gets no stack trace, and the log gets all of it.
         log.exception("a request failed in the gateway itself", extra={"call_id": call_id})
         return InternalError(f"an error in the gateway ({type(bug).__name__}); see its log")
     return None

@@ -1,11 +1,13 @@
 """Phase 8: what happens on every way out of an admitted call, once.
 
-The receipt is in the ledger before the last bytes of the answer are sent, so that whoever got a whole answer has
-been billed for it, whatever happens next; and before a server is asked, a row there says so, which the next start finds
-without its receipt if this process is killed. Then, behind the client's back: its place is free again, the router
-learns what was really cached, and the answer goes into the cache. None of this waits longer than a storage operation
-may, or is lost to a cancellation. What was reserved is settled to the truth once the receipt is durable, by
-`gateway.billing.settler`.
+A client that has a whole answer has been billed for it, whatever happens next: the receipt is in the ledger before the
+last bytes of the answer are sent. Before each attempt, the ledger gets an open call. If this process is killed, the
+next start finds the open call without a receipt and bills it (`gateway.billing.recovery`).
+
+After the client has its answer, settlement frees the concurrency slot, tells the router how many prompt tokens were
+cached, and stores the answer in the response cache. Each of these waits no longer than one storage operation may take,
+and a cancellation loses none of them. `gateway.billing.settler` settles the reservation to actual usage once the
+receipt is durable.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from types import TracebackType
+
+import msgspec
 
 from gateway.billing.hedge_usage import HedgeUsage
 from gateway.billing.metering import Meter
@@ -33,37 +37,43 @@ from gateway.telemetry import CallRecord
 from gateway.types import Call, Outcome, Usage
 
 
+class CallInFlight(msgspec.Struct, frozen=True):
+    """One call, with everything that belongs to it alone until its reply is over."""
+
+    call: Call
+    exchange: Exchange
+    record: CallRecord  # phase timings, and what telemetry reports
+    attempts: AttemptLog
+    opener: CallOpener  # writes an open call before each attempt
+    call_log: CallLog  # takes the receipt
+
+
 class Settlement:
     """One call's account, open from its admission to its end. Use as `async with`."""
 
     def __init__(
         self,
-        call: Call,
+        flight: CallInFlight,
         reservation: Reservation,
-        recording: Recording | Unrecorded,
-        attempts: AttemptLog,
-        exchange: Exchange,
-        record: CallRecord,
-        call_log: CallLog,
         settler: Settler,
-        opener: CallOpener,
+        recording: Recording | Unrecorded = UNRECORDED,
         *,
         from_cache: bool = False,
     ) -> None:
-        self.meter = Meter(call)
+        self.meter = Meter(flight.call)
         self.recording = recording
-        self._call = call
+        self._call = flight.call
+        self._exchange = flight.exchange
+        self._record = flight.record
+        self._attempts = flight.attempts
+        self._opener = flight.opener
+        self._call_log = flight.call_log
         self._reservation = reservation
-        self._attempts = attempts
-        self._exchange = exchange
-        self._record = record
-        self._call_log = call_log
         self._settler = settler
-        self._opener = opener
         self._from_cache = from_cache
-        self._hedge_usage: HedgeUsage | None = None  # where a race was won
+        self._hedge_usage: HedgeUsage | None = None  # set if a hedged attempt won
         self._upstream: Upstream | None = None
-        self._recorded_at: DeploymentState | None = None  # who had a record of the call
+        self._record_kept_by: DeploymentState | None = None  # the deployment whose own record was used
         self._written = False
         self._settled = False
         self._cost = 0  # in atoms; unpriced work is charged to no budget
@@ -72,7 +82,7 @@ class Settlement:
         return self
 
     def answered_by(self, upstream: Upstream) -> None:
-        """A server has given its first chunk: from here on its price holds."""
+        """A deployment has sent its first chunk. From here on its price applies."""
         self._upstream = upstream
         if self._attempts.lost_hedges:
             self._hedge_usage = HedgeUsage(self._call)
@@ -83,26 +93,26 @@ class Settlement:
         self._record.route_choice = upstream.chosen
 
     def answer_begins(self) -> None:
-        """Its first chunk is here, and is watched next."""
+        """The first chunk of the answer has arrived; `watch` gets it next."""
         self._record.timings.first_chunk_ns = self._record.timings.now_ns()
 
     def watch(self, chunk: bytes) -> bytes:
-        """A chunk is here: what the client gets of it. With the last one the receipt is written.
+        """Count a chunk and return what the client gets of it. The last chunk writes the receipt.
 
-        Raises `UpstreamCut` where it says that the server failed, and `LedgerUnavailable`.
+        Raises `UpstreamCut` if the chunk reports a failure of the deployment, and `LedgerUnavailable`.
         """
         if self.recording is not UNRECORDED:
             self.recording.write(chunk)
         meter = self.meter
         passed_on = meter.watch(chunk)
         if meter.error:
-            raise UpstreamCut("the server reported an error in its answer")
+            raise UpstreamCut("the deployment reported an error in its answer")
         if meter.complete:
             self.write(Outcome.COMPLETE)
         return passed_on
 
     def watcher(self) -> Callable[[bytes], bytes]:
-        """`watch`; of a stream that a budget may cut, with a look at what it costs by now."""
+        """`watch`, or a form that also checks the cost so far if a budget may cut this stream."""
         return self.watch if self._reservation.stream_budget is None else self._watch_cost
 
     def _watch_cost(self, chunk: bytes) -> bytes:
@@ -112,23 +122,23 @@ class Settlement:
         return passed_on
 
     @property
-    def _worker(self) -> DeploymentState | None:
-        """Whose work is billed."""
-        return self._recorded_at or (self._upstream.deployment if self._upstream is not None else None)
+    def _billed_deployment(self) -> DeploymentState | None:
+        """The deployment whose work is billed."""
+        return self._record_kept_by or (self._upstream.deployment if self._upstream is not None else None)
 
     def _bill(self, usage: Usage) -> Bill:
-        worker = self._worker
+        billed = self._billed_deployment
         return bill_of(
             self._call,
             usage,
-            worker.config if worker is not None else None,
+            billed.config if billed is not None else None,
             arrived_ns=self._record.timings.started_ns,
             service_tier=self.meter.service_tier,
             from_cache=self._from_cache,
         )
 
     def reply_headers(self) -> dict[str, str]:
-        """What the reply says about its own making. What has been cached is known once the engine has counted."""
+        """The `x-warmpath-*` headers. Cached tokens are left out if the engine has not counted yet."""
         headers = {"x-warmpath-class": self._call.class_name, "x-warmpath-overhead-ms": self._overhead_ms()}
         if self._upstream is not None:
             headers["x-warmpath-deployment"] = self._upstream.deployment.name
@@ -142,22 +152,22 @@ class Settlement:
         return headers
 
     def _overhead_ms(self) -> str:
-        """Milliseconds from the request's arrival to the first attempt, less the time in the queue."""
+        """Milliseconds from the request's arrival to the first attempt, minus the time in the queue."""
         timings = self._record.timings
-        asked_ns = self._attempts.done[0].started_ns if self._attempts.done else timings.now_ns()
+        first_attempt_ns = self._attempts.done[0].started_ns if self._attempts.done else timings.now_ns()
         queued_ns = timings.between("queue", "route")
-        return f"{(asked_ns - timings.started_ns - queued_ns) / 1e6:.2f}"
+        return f"{(first_attempt_ns - timings.started_ns - queued_ns) / 1e6:.2f}"
 
     def write(self, outcome: Outcome) -> None:
-        """Put the receipt into the ledger. The first outcome stands. Raises `LedgerUnavailable`."""
+        """Write the receipt. Only the first outcome counts. Raises `LedgerUnavailable`."""
         if self._written:
             return
-        if outcome is Outcome.COMPLETE and self._exchange.client_gone:  # completed for its followers
+        if outcome is Outcome.COMPLETE and self._exchange.client_gone:  # it was completed for its followers only
             outcome = Outcome.CLIENT_GONE
         self._written = True
-        record, upstream, worker = self._record, self._upstream, self._worker
+        record, upstream, billed = self._record, self._upstream, self._billed_deployment
         if upstream is not None:
-            record.deployment = upstream.deployment.name  # it may have gone on at another one
+            record.deployment = upstream.deployment.name  # a resumed stream ends at another one
             self.meter.is_estimated = upstream.is_estimated
             if self._attempts.done:
                 self._attempts.conclude("ok" if self.meter.complete else _fault(outcome, upstream.fault))
@@ -166,7 +176,7 @@ class Settlement:
         record.outcome = outcome
         record.attempts = self._attempts.done
         record.usage = self.meter.usage
-        deployment = worker.config if worker is not None else None
+        deployment = billed.config if billed is not None else None
         bill = self._bill(record.usage)
         opened = self._opener.opened
         receipt = make_receipt(
@@ -183,8 +193,8 @@ class Settlement:
         )
         self._cost = bill.cost or 0
         self._call_log.append(receipt)
-        if worker is not None:
-            worker.billed(record.usage)
+        if billed is not None:
+            billed.billed(record.usage)
         record.event_id = receipt.event_id
 
     async def __aexit__(
@@ -193,10 +203,10 @@ class Settlement:
         if error is None and self._written:
             self._record.timings.enter("settle")
         if self._to_be_billed:
-            self._exchange.unwatch()  # what the client does now changes nothing any more
+            self._exchange.unwatch()  # a disconnect changes nothing from here on
         if error is not None:
             self.recording.fail(error if isinstance(error, GatewayError) else None)
-        if error is not None or not self._written:  # else `relay` came to its end, and has settled
+        if error is not None or not self._written:  # otherwise `relay` has settled already
             try:
                 await self._conclude(error)
             finally:  # cancelled or not
@@ -207,44 +217,44 @@ class Settlement:
         if upstream is not None and usage.exact:
             upstream.sent.learn_cached(usage.input, usage.cache_read)
             upstream.sent.learn_usage(self._call.id, usage.input, usage.cache_read, usage.output)
-        if error is None:  # a fallback's answer is good for those who asked now, and not for those who ask later
+        if error is None:  # a fallback's answer serves this call's followers, but is not cached for later calls
             await self.recording.finish(
                 keep=upstream is not None and upstream.deployment.name in self._call.model.deployments
             )
 
     @property
     def _to_be_billed(self) -> bool:
-        """Whether it was sent to a server, or answered from the cache. Where neither, the call may still go on."""
+        """Whether the call was sent to a deployment or answered from the cache. If neither, it may still continue."""
         return bool(self._attempts.done) or self._exchange.status is not None
 
     async def _conclude(self, error: BaseException | None) -> None:
-        """Write the receipt, where there is none yet."""
+        """Write the receipt if it is missing."""
         try:
             if error is not None and not self._written:
-                await self._ask_who_worked()
+                await self._read_usage_record()
         finally:
-            self._record.timings.enter(
-                "settle"
-            )  # a server that was asked how far it came has been waited for until here
+            self._record.timings.enter("settle")  # time spent waiting for a deployment's own record is its own
             if self._to_be_billed:
-                with contextlib.suppress(LedgerUnavailable):  # the receipt is in the log then
+                with contextlib.suppress(LedgerUnavailable):  # the log then has the receipt
                     self.write(self._outcome(error))
 
-    async def _ask_who_worked(self) -> None:
-        """The answer ended early; the server that worked on it may know how far it came."""
+    async def _read_usage_record(self) -> None:
+        """Ask the deployment for its own usage record, because the answer ended early."""
         deployment = self._attempts.asked
         if deployment is None or not self._opener.opened:
             return
-        if (told := await deployment.provider.recorded_usage(self._opener.request_id_at(deployment))) is not None:
-            self.meter.read_record(self._upstream.as_one(told) if self._upstream is not None else told)
-            self._recorded_at = deployment
-        elif self._exchange.client_gone and self.meter.lacks_engine_counts:  # nobody waits for this
+        usage_record = await deployment.provider.recorded_usage(self._opener.request_id_at(deployment))
+        if usage_record is not None:
+            whole = usage_record if self._upstream is None else self._upstream.as_one(usage_record)
+            self.meter.read_record(whole)
+            self._record_kept_by = deployment
+        elif self._exchange.client_gone and self.meter.lacks_engine_counts:  # no client waits for this
             tokens = await deployment.provider.count_prompt_tokens(self._call)
             if tokens is not None:
                 self.meter.set_prompt_tokens(tokens)
 
     async def settle(self) -> None:
-        """Give its place back, and have the truth paid as soon as the receipt is durable. The first time counts."""
+        """Free the concurrency slot now, and settle the rest when the receipt is durable. Idempotent."""
         if self._settled or self._reservation is UNLIMITED:
             return
         self._settled = True

@@ -1,8 +1,8 @@
-"""How many tokens a prompt has, by the tokenizer of a server that would answer it: for clients that plan ahead.
+"""Counts a prompt's tokens with a deployment's own tokenizer: the shorter story, for clients that plan ahead.
 
-The same phases as those of a call, up to its admission: the prompt that is counted is the one that would be sent. It
-counts as a request, and uses neither tokens nor money, nor a place at a server. Where no server tells, there is no
-number: a guess that is taken for a count fills a context to a point that is not there.
+The phases are those of `gateway.serve` up to admission, so the counted prompt is the one that would be sent. It counts
+as one request. It uses no tokens, money or concurrency slot. If no deployment can count, the client gets an error
+instead of a guess: a guess taken for a count would make it fill a context too far or not far enough.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from gateway.serve import Components
 from gateway.telemetry import CallRecord
 from gateway.types import Call, Outcome
 
-MAX_ASKED = 2  # servers of one model, one after the other
+MAX_ATTEMPTS = 2  # deployments of one model, one after the other
 
 
 class TokenCounting:
+    """Answers `count_tokens` and `input_tokens` requests."""
+
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
@@ -31,7 +33,7 @@ class TokenCounting:
         self, components: Components, reader: BodyReader, exchange: Exchange, record: CallRecord, call_id: str
     ) -> None:
         """A story, as `serve` is one. Raises `TokenCountUnavailable` besides."""
-        record.operation = None  # it is no call of a model
+        record.operation = None  # telemetry does not count it as a model call
         timings, policy = record.timings, components.policies.current
         timings.enter("authenticate")
         principal = record.principal = await components.authenticator.authenticate(exchange.headers, policy)
@@ -54,12 +56,12 @@ class TokenCounting:
         await exchange.reply(200, msgspec.json.encode({"prompt_tokens": tokens}))
 
     async def _counted(self, call: Call) -> int:
-        for deployment in self._worth_asking(call):
+        for deployment in self._candidates(call):
             if (tokens := await deployment.provider.count_prompt_tokens(call)) is not None:
                 return tokens
-        raise TokenCountUnavailable(f"no server of the model {call.asked_model!r} tells how many tokens a prompt has")
+        raise TokenCountUnavailable(f"no deployment of the model {call.asked_model!r} can count a prompt's tokens")
 
-    def _worth_asking(self, call: Call) -> Iterator[DeploymentState]:
+    def _candidates(self, call: Call) -> Iterator[DeploymentState]:
         now = asyncio.get_running_loop().time()
         deployments = sorted(self._fleet.deployments_of(call.model), key=lambda deployment: deployment.cooling(now))
-        yield from deployments[:MAX_ASKED]
+        yield from deployments[:MAX_ATTEMPTS]

@@ -1,6 +1,7 @@
 """What flows through the gateway: `Principal -> Call -> Reservation -> Upstream -> Usage -> Receipt`.
 
-Everything here is frozen; a phase returns something new and writes on nothing that it was given.
+Everything here is frozen, except `PhaseTimings`: a phase returns a new value and changes nothing that it was given.
+These types stand above the policy because a `Call` carries the tenant, model and latency class that admitted it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gateway.policy import LatencyClass, Limits, Model, Policy, Tenant
 
 
 class Principal(msgspec.Struct, frozen=True):
-    """Who calls: a key of a tenant. `models` and `classes` are None where the key may use every one."""
+    """Who calls: a key of a tenant. `models` and `classes` are None if the key may use all of them."""
 
     tenant: Tenant
     key_id: str
@@ -26,9 +27,11 @@ class Principal(msgspec.Struct, frozen=True):
     limits: Limits | None = None  # the key's own, within its tenant's
 
     def tenant_may_use(self, model: Model) -> bool:
+        """Whether the tenant may use a model, under its name or one of its aliases."""
         return _names_one_of(self.tenant.models, model)
 
     def may_use(self, model: Model) -> bool:
+        """Whether both the tenant and this key may use a model."""
         return self.tenant_may_use(model) and _names_one_of(self.models, model)
 
 
@@ -37,7 +40,9 @@ def _names_one_of(allowed: Collection[str] | None, model: Model) -> bool:
 
 
 class Operation(enum.StrEnum):
-    """What is asked for. The value is the path behind `/v1/`; GenAI operation names are telemetry's business."""
+    """The operation that a request asks for. The value is the path after `/v1/`.
+
+    `gateway.telemetry.names` maps it to the GenAI semantic conventions' operation name."""
 
     CHAT = "chat/completions"
     COMPLETION = "completions"
@@ -45,17 +50,17 @@ class Operation(enum.StrEnum):
 
 
 class PromptMessage(Protocol):
-    """One message of a prompt, as its door has read it; parts are kept as JSON."""
+    """One message of a prompt, as its endpoint parsed it. Content parts stay JSON."""
 
     role: str
     content: str | list[msgspec.Raw] | None
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One request, checked: the immutable context of everything that happens to it.
+    """One checked request: the immutable context of everything that happens to it.
 
-    What we act on is typed; the whole body stays in `fields`, each top-level value as the bytes the client sent
-    (or their canonical form), so that what we do not know is passed on untouched.
+    Fields that the gateway acts on are typed. The whole body stays in `fields`, each top-level value as the bytes that
+    the client sent (or their canonical form), so that unknown fields are passed on untouched.
     """
 
     id: str
@@ -80,15 +85,15 @@ class Call(msgspec.Struct, frozen=True):
     class_rule: int | None  # index of the policy rule that chose the class; None: the default
     deadline: float  # event-loop seconds by which the whole reply must be out
     trace: Trace
-    read_timeout_seconds: float = math.inf  # of the client, for the next bytes of its answer
-    continuous_usage: bool = False  # the client asked for counts in every chunk, too
-    session: str | None = None  # the conversation's name, as its client gave it; salted per tenant
-    hints: frozenset[str] = frozenset()  # fields that only advise: a server that can not heed them may go without
-    cache_slot: int | None = None  # at a server that has some: set for it by the router
+    read_timeout_seconds: float = math.inf  # the longest time without bytes that the client accepts
+    continuous_usage: bool = False  # the client asked for usage in every chunk
+    session: str | None = None  # the conversation's name as the client gave it; salted per tenant
+    hints: frozenset[str] = frozenset()  # advisory fields, dropped for deployments that do not support them
+    cache_slot: int | None = None  # llama.cpp slot that the router chose; None for other dialects
 
     @property
     def may_be_held(self) -> bool:
-        """Between two turns, while the caches are full of others' conversations."""
+        """Whether the call may wait between two turns while the prefix caches are full of other conversations."""
         return self.latency_class.hold
 
     @property
@@ -97,7 +102,7 @@ class Call(msgspec.Struct, frozen=True):
 
     @property
     def tokens_estimate(self) -> int:
-        """What it may use, input and output: by this tenants take turns."""
+        """Input and output tokens that it may use. The queue takes turns between tenants by this."""
         output_tokens = self.max_output_tokens
         if output_tokens is None:
             output_tokens = self.principal.tenant.limits.default_output_tokens
@@ -114,23 +119,23 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 class TokenCounters(NamedTuple):
-    """Tokens that a server has worked on since it started, by its own count."""
+    """Tokens that an engine has processed since it started, by its own counters."""
 
     input: int
     output: int
-    unwanted: int = 0  # of the output, what is in no answer: computed behind a stop string before that was found
+    unwanted: int = 0  # part of `output` that no answer contains: computed past a stop string
 
     def since(self, before: TokenCounters) -> TokenCounters:
-        """Negative somewhere where the server has started anew."""
+        """The difference to an earlier reading. A negative field means that the engine restarted."""
         return TokenCounters(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens consumed, in buckets that do not overlap. `reasoning` is the part of `output` spent thinking, and
-    `audio_output` the part that was sound; `audio_input` is a part of `input_uncached`, and `cache_write_1h` the part
-    of `cache_write` that its cache keeps for an hour and not for minutes.
+    """Tokens consumed, in buckets that do not overlap.
 
-    `exact` is True only when the engine that did the work counted; everything else is marked as an estimate.
+    Parts of a bucket: `reasoning` and `audio_output` of `output`, `audio_input` of `input_uncached`, `cache_write_1h`
+    of `cache_write` (the share that the vendor caches for an hour instead of minutes). `exact` is True only if the
+    engine that did the work counted; everything else is an estimate.
     """
 
     input_uncached: int = 0
@@ -155,8 +160,8 @@ class Usage(msgspec.Struct, frozen=True):
 class PhaseTimings:
     """When a request entered each phase, in nanoseconds since the epoch.
 
-    By the wall clock as it was at the request's arrival: whoever sets that clock meanwhile, changes no duration.
-    A phase lasts until the next one begins, so the phases of a request add up to its time by construction.
+    Times are the wall clock at the request's arrival plus monotonic time since, so that setting the clock meanwhile
+    changes no duration. A phase lasts until the next one begins, so the phases of a request add up to its total time.
     Names are those of the spans: authenticate, canonicalise, cache.lookup, admit, queue, route, chat, settle.
     """
 
@@ -173,7 +178,7 @@ class PhaseTimings:
         self.phases.append((phase, self.now_ns()))
 
     def between(self, phase: str, later: str) -> int:
-        """Nanoseconds from the beginning of one phase to that of a later one; 0 where one was not entered."""
+        """Nanoseconds from the start of one phase to the start of a later one; 0 if either was not entered."""
         at = dict(self.phases)
         return max(0, at[later] - at[phase]) if phase in at and later in at else 0
 
@@ -185,15 +190,15 @@ class PhaseTimings:
 
 
 class Outcome(enum.StrEnum):
-    """How a call ended, as its receipt says it."""
+    """How a call ended, as its receipt states it."""
 
     COMPLETE = "complete"
     CLIENT_GONE = "client_gone"
     UPSTREAM_CUT = "upstream_cut"
     TIMEOUT = "timeout"
-    BUDGET_SPENT = "budget_spent"  # cut here, because the policy says so: there was no more money for it
-    REFUSED = "refused"  # the upstreams refused or failed before a first chunk
-    GATEWAY_LOST = "gateway_lost"  # the gateway was killed meanwhile; its next start has written the receipt
+    BUDGET_SPENT = "budget_spent"  # the gateway cut the stream because its budget was spent
+    REFUSED = "refused"  # every attempt was refused or failed before a first chunk
+    GATEWAY_LOST = "gateway_lost"  # the gateway was killed; its next start wrote the receipt
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -206,12 +211,12 @@ class Attempt(msgspec.Struct, frozen=True):
     span_id: int
     status: int | None = None
     predicted_cached_tokens: int = 0
-    continues: bool = False  # with the text of the answer that was cut before it
-    unbilled: Usage | None = None  # of one that lost a race
+    continues: bool = False  # resumes the answer of the attempt that was cut before it
+    unbilled: Usage | None = None  # usage of a cancelled hedge attempt
 
 
 class UnbilledTokens(msgspec.Struct, frozen=True):
-    """What a server has done in vain; `exact` by its own record, else the most that the prompt may have cost it."""
+    """Work that nobody is billed for. `exact` if the engine recorded it; otherwise an upper bound: the whole prompt."""
 
     input: int
     output: int
@@ -219,7 +224,7 @@ class UnbilledTokens(msgspec.Struct, frozen=True):
 
 
 class AttemptRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An attempt as its receipt has it."""
+    """An attempt as its receipt shows it."""
 
     deployment: str
     outcome: str
@@ -233,13 +238,13 @@ class AttemptRow(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="receipt"):
-    """The final record of one call: what finance bills from. One row of the ledger, never changed. What has a default
-    is left out of the row where it has that value.
+    """The final record of one call, from which finance bills. One row of the ledger, never changed.
 
-    Money is decimal text; `cost` is None where a price is unknown (`unpriced`), never zero.
+    A field that equals its default is left out of the row. Money is decimal text; `cost` is None if a price is unknown
+    (`unpriced`), never zero.
     """
 
-    event_id: str  # ULID, made here
+    event_id: str  # ULID, made by this gateway
     call_id: str
     tenant: str
     key_id: str

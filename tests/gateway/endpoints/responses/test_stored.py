@@ -132,7 +132,7 @@ async def test_an_answer_does_not_fail_for_a_storage_that_is_away(
         response = await respond(rig, stream=stream)
         assert response["status"] == "completed" and not response["store"]
         assert rig.response_store.outcomes == {"kept": 0, "too_large": 0, "storage_away": 1}
-        assert "a response is not kept: the storage is away" in caplog.text
+        assert "a response was not stored: the storage is away" in caplog.text
         client = await rig.ask(asked(previous_response_id=response["id"]))
         assert (client.status, client.json["error"]["code"]) == (503, "storage_unavailable")
         assert client.headers["retry-after"] == "1" and client.headers["x-should-retry"] == "true"
@@ -148,8 +148,8 @@ async def test_one_that_is_too_large_is_answered_and_not_kept(tmp_path: Path, ca
         assert (await respond(rig, "x" * 3000))["store"] is False
         assert (await respond(rig, "x"))["store"] is True
         assert rig.response_store.outcomes == {"kept": 1, "too_large": 1, "storage_away": 0}
-        (line,) = [record for record in caplog.records if "a response is not kept" in record.message]
-        assert "and may have 2000" in line.message and "xxx" not in line.message
+        (line,) = [record for record in caplog.records if "a response was not stored" in record.message]
+        assert "the limit is 2000" in line.message and "xxx" not in line.message
 
 
 async def test_who_does_not_want_it_kept_has_nothing_kept(tmp_path: Path) -> None:
