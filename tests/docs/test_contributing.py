@@ -20,3 +20,12 @@ def test_its_commands_are_targets() -> None:
 def test_a_table_that_is_to_be_entered_is_where_it_is_said_to_be(cell: str) -> None:
     (what, where) = code_spans(cell)[-2:] if len(code_spans(cell)) > 1 else ("", code_spans(cell)[0])
     assert re.search(rf"^(class )?{what}\b", (ROOT / where).read_text(), re.MULTILINE)
+
+
+def test_every_question_names_files_that_exist() -> None:
+    rows = table_rows(section(PAGE, "Where things are"))
+    assert len(rows) >= 20
+    for question, answer in rows:
+        named = [span for span in code_spans(answer) if "/" in span]
+        assert question.endswith("?") and named, question
+        assert [span for span in named if not (ROOT / span).exists()] == [], question
