@@ -1,7 +1,8 @@
-"""The bundled demonstration model: its weights, and everything that made them.
+"""The bundled demo model: its weights, and the programs and texts that produced them.
 
-`topics.yaml` holds the knowledge, `phrasing.py` the many ways to ask, `corpus.py` makes conversations of both,
-`train.py` trains tokenizer and model from scratch, `evaluate.py` measures what came out.
+Only its tests and a benchmark import this package; it imports no other package of the engine.
+Begin at `corpus.py`, which generates conversations from `topics.yaml` and `phrasing.py`; `train.py` trains tokenizer
+and model from scratch, and `evaluate.py` measures the result.
 """
 
 from pathlib import Path

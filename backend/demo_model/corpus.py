@@ -1,10 +1,13 @@
-"""Makes the demo model's training conversations: seeded, endless, all of it ours.
+"""Generates the demo model's training conversations: synthetic, unlimited and determined by a seed.
 
-    exchange        one question and its one right answer
-    conversation    exchanges in a row, perhaps with a system prompt, tools, follow-ups, or much filler around them
+    question and answer   one question and its only right answer
+    conversation          several of them, with an optional system prompt, tools, follow-ups or filler text
 
-A phrasing is a template together with what fills it. One in ten, chosen by hash, is held out: training never sees it
-and the evaluation sees nothing else. Sums are split the same way, by operands.
+A phrasing is a template and the values that fill it. One in ten, selected by hash, is held out: training never uses it
+and the evaluation uses nothing else. Sums are split in the same way, by operands.
+
+Functions take the random generator that they draw from. The order of draws determines the corpus, so do not reorder
+them.
 """
 
 import functools
@@ -20,6 +23,7 @@ import yaml
 
 from . import phrasing
 
+# The answer to every question outside the domain.
 REFUSAL = (
     "I am a small demonstration model: I know only Warmpath and LLM inference, so I cannot answer that. "
     "A real model behind the gateway can."
@@ -27,21 +31,25 @@ REFUSAL = (
 TOO_BIG = "I can only add and subtract numbers below 100, and multiply single digits."
 MAX_COUNT = 40
 HELD_OUT_ONE_IN = 10
-PLAIN_SHARE = 0.15
+PLAIN_SHARE = 0.15  # of questions about a term that use the first template of the list
 
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Term:
+    """A term of the domain with its explanations."""
+
     names: tuple[tuple[str, str], ...]  # (name, "is" or "are")
-    what: str
-    short: str
-    why: str
+    what: str  # definition
+    short: str  # definition in one sentence
+    why: str  # purpose
 
 
 @dataclass(frozen=True)
-class Ask:
+class FixedAnswer:
+    """Several phrasings of one question, and their answer."""
+
     kind: str
     questions: tuple[str, ...]
     answer: str
@@ -49,20 +57,26 @@ class Ask:
 
 @dataclass(frozen=True)
 class Topics:
+    """Content of topics.yaml."""
+
     terms: tuple[Term, ...]
-    asks: tuple[Ask, ...]
+    fixed_answers: tuple[FixedAnswer, ...]
 
 
 @dataclass(frozen=True)
-class Exchange:
+class QuestionAnswer:
+    """One question and its only right answer."""
+
     kind: str
     question: str
     answer: str
-    term: Term | None = None  # what a follow-up such as "why?" refers to
+    term: Term | None = None  # the referent of a follow-up such as "why?"
 
 
 @dataclass(frozen=True)
 class Conversation:
+    """Messages and tools in the format of OpenAI's API."""
+
     kind: str
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
@@ -70,6 +84,7 @@ class Conversation:
 
 @functools.cache
 def topics() -> Topics:
+    """Reads topics.yaml, once."""
     raw = yaml.safe_load((Path(__file__).parent / "topics.yaml").read_text(encoding="utf-8"))
     terms = tuple(
         Term(
@@ -81,21 +96,23 @@ def topics() -> Topics:
         )
         for term in raw["terms"]
     )
-    asks = tuple(Ask(ask["kind"], tuple(ask["questions"].splitlines()), ask["answer"]) for ask in raw["asks"])
-    return Topics(terms, asks)
+    fixed_answers = tuple(
+        FixedAnswer(ask["kind"], tuple(ask["questions"].splitlines()), ask["answer"]) for ask in raw["asks"]
+    )
+    return Topics(terms, fixed_answers)
 
 
 def is_held_out(*phrasing_parts: object) -> bool:
-    """A property of the phrasing alone, the same in every run and on every machine."""
+    """Whether a phrasing is held out. Depends on the phrasing alone, so it is the same in every run."""
     return zlib.crc32("|".join(map(str, phrasing_parts)).encode()) % HELD_OUT_ONE_IN == 0
 
 
-# Exchanges: each maker draws until it has one that belongs to the wanted side of the split. The plainest phrasing, the
-# first of its list, is always trained on: it is what most people type.
+# Questions with answers. Each function draws until the result is on the requested side of the split. The first phrasing
+# of a list is the plainest. It is never held out, because it is what most people type.
 
 
-def about_term(rng: random.Random, held_out: bool, kind: str) -> Exchange:
-    """`kind` is definition, purpose or short."""
+def term_question(rng: random.Random, held_out: bool, kind: str) -> QuestionAnswer:
+    """A question about a term. `kind` is definition, purpose or short."""
     templates = phrasing.LINES[kind]
     while True:
         term = rng.choice(topics().terms)
@@ -105,75 +122,80 @@ def about_term(rng: random.Random, held_out: bool, kind: str) -> Exchange:
             continue
         question = template.format(x=name, be=be)
         answer = {"definition": term.what, "purpose": term.why, "short": term.short}[kind]
-        return Exchange(kind, phrasing.as_typed(rng, question[0].upper() + question[1:]), answer, term)
+        return QuestionAnswer(kind, phrasing.as_typed(rng, question[0].upper() + question[1:]), answer, term)
 
 
-def asked(rng: random.Random, held_out: bool) -> Exchange:
-    asks = topics().asks
+def fixed_question(rng: random.Random, held_out: bool) -> QuestionAnswer:
+    """A question of topics.yaml with a fixed answer."""
+    fixed_answers = topics().fixed_answers
     while True:
-        ask = rng.choices(asks, weights=[len(one.questions) for one in asks])[0]
+        ask = rng.choices(fixed_answers, weights=[len(one.questions) for one in fixed_answers])[0]
         question = rng.choice(ask.questions)
         if (question != ask.questions[0] and is_held_out(question)) == held_out:
-            return Exchange(ask.kind, phrasing.as_typed(rng, question), ask.answer)
+            return QuestionAnswer(ask.kind, phrasing.as_typed(rng, question), ask.answer)
 
 
-def sum_of(rng: random.Random, held_out: bool) -> Exchange:
+def sum_question(rng: random.Random, held_out: bool) -> QuestionAnswer:
+    """A sum, difference or product of small numbers."""
     template = phrasing.line(rng, "sum")
     while True:
         sign = rng.choice("+++---*")
         a, b = (rng.randint(2, 9), rng.randint(2, 9)) if sign == "*" else (rng.randint(0, 99), rng.randint(0, 99))
         if sign == "-" and a < b:
             a, b = b, a
-        # Products are a table of 64 facts to be known by heart: there is nothing to hold out.
+        # Products are a table of 64 facts to memorise, so none is held out.
         if (sign != "*" and is_held_out(a, sign, b)) == held_out:
             break
     result = {"+": a + b, "-": a - b, "*": a * b}[sign]
     spelled = rng.choice({"+": ["+", "+", "+", "plus"], "-": ["-", "-", "-", "minus"], "*": ["*", "x", "times"]}[sign])
     gap = "" if spelled in "+-*" and rng.random() < 0.2 else " "
-    return Exchange("arithmetic", template.format(s=f"{a}{gap}{spelled}{gap}{b}"), f"{a} {sign} {b} = {result}.")
+    return QuestionAnswer("arithmetic", template.format(s=f"{a}{gap}{spelled}{gap}{b}"), f"{a} {sign} {b} = {result}.")
 
 
-def sum_too_big(rng: random.Random) -> Exchange:
+def oversized_sum_question(rng: random.Random) -> QuestionAnswer:
+    """A sum that the model must refuse."""
     a, b = rng.randint(100, 99_999), rng.randint(10, 99_999)
     spelled = rng.choice([f"{a} + {b}", f"{b} + {a}", f"{a} - {b}", f"{a} * {b}", f"{a} times {b}"])
-    return Exchange("refusal", phrasing.line(rng, "sum").format(s=spelled), TOO_BIG)
+    return QuestionAnswer("refusal", phrasing.line(rng, "sum").format(s=spelled), TOO_BIG)
 
 
-def count_to(rng: random.Random) -> Exchange:
+def counting_question(rng: random.Random) -> QuestionAnswer:
     n = rng.randint(2, MAX_COUNT)
     question = phrasing.as_typed(rng, phrasing.line(rng, "count").format(n=n))
-    return Exchange("counting", question, ", ".join(map(str, range(1, n + 1))) + ".")
+    return QuestionAnswer("counting", question, ", ".join(map(str, range(1, n + 1))) + ".")
 
 
-def unknown(rng: random.Random, held_out: bool) -> Exchange:
+def off_topic_question(rng: random.Random, held_out: bool) -> QuestionAnswer:
+    """A question outside the domain, which the model must refuse."""
     while True:
         template = phrasing.line(rng, "unknown")
         if is_held_out(template) == held_out:
-            return Exchange("refusal", phrasing.as_typed(rng, phrasing.unknown_question(rng, template)), REFUSAL)
+            return QuestionAnswer("refusal", phrasing.as_typed(rng, phrasing.unknown_question(rng, template)), REFUSAL)
 
 
-def exchange(rng: random.Random, held_out: bool = False) -> Exchange:
+def question_answer(rng: random.Random, held_out: bool = False) -> QuestionAnswer:
+    """A question of any kind, drawn with the shares of the corpus."""
     kind = rng.choices(
         ["definition", "purpose", "short", "asked", "arithmetic", "too big", "counting", "unknown"],
         weights=[24, 9, 6, 20, 20, 2, 4, 15],
     )[0]
     match kind:
         case "asked":
-            return asked(rng, held_out)
+            return fixed_question(rng, held_out)
         case "arithmetic":
-            return sum_of(rng, held_out)
+            return sum_question(rng, held_out)
         case "too big":
-            return sum_too_big(rng)
+            return oversized_sum_question(rng)
         case "counting":
-            return count_to(rng)
+            return counting_question(rng)
         case "unknown":
-            return unknown(rng, held_out)
+            return off_topic_question(rng, held_out)
         case _:
-            return about_term(rng, held_out, kind)
+            return term_question(rng, held_out, kind)
 
 
-def follow_up(rng: random.Random, before: Exchange) -> Exchange:
-    """A question that only makes sense after `before`, which must be about a term."""
+def follow_up(rng: random.Random, before: QuestionAnswer) -> QuestionAnswer:
+    """A question that only makes sense after `before`, which must have a term."""
     assert before.term is not None
     term = before.term
     form = rng.choice(["next_term", "why_that", "shorter", "again"])
@@ -189,21 +211,22 @@ def follow_up(rng: random.Random, before: Exchange) -> Exchange:
             answer = term.short
         case _:
             answer = before.answer
-    return Exchange("follow-up", phrasing.as_typed(rng, template), answer, term)
+    return QuestionAnswer("follow-up", phrasing.as_typed(rng, template), answer, term)
 
 
-def dialogue(rng: random.Random, turns: int) -> list[Exchange]:
-    exchanges = [exchange(rng)]
+def dialogue(rng: random.Random, turns: int) -> list[QuestionAnswer]:
+    """Several questions in a row, follow-ups among them."""
+    exchanges = [question_answer(rng)]
     if exchanges[0].kind == "arithmetic" and rng.random() < 0.6:
-        # Sums are many and short: a run of them teaches more per token than one in each conversation.
-        return exchanges + [sum_of(rng, held_out=False) for _ in range(rng.randint(2, 7))]
+        # There are many short sums. A run of them teaches more per token than one per conversation.
+        return exchanges + [sum_question(rng, held_out=False) for _ in range(rng.randint(2, 7))]
     while len(exchanges) < turns:
         before = exchanges[-1]
-        exchanges.append(follow_up(rng, before) if before.term and rng.random() < 0.6 else exchange(rng))
+        exchanges.append(follow_up(rng, before) if before.term and rng.random() < 0.6 else question_answer(rng))
     return exchanges
 
 
-# Tools: names and arguments vary, so that the model must copy them from the list it is given.
+# Tools. Names and arguments vary, so that the model must copy them from the list in its prompt.
 
 TOOL_NAMES = {
     "weather": ["get_weather", "get_current_weather", "weather", "fetch_weather", "weather_lookup", "lookup_weather"],
@@ -232,7 +255,7 @@ def tool_spec(rng: random.Random, name: str, about: str, argument: str) -> dict[
 
 
 def tool_name(rng: random.Random, task: str) -> str:
-    """Mostly the usual name, which is the first of its list."""
+    """A tool's name: mostly the usual one, the first of its list."""
     return TOOL_NAMES[task][0] if rng.random() < 0.6 else rng.choice(TOOL_NAMES[task])
 
 
@@ -258,13 +281,13 @@ def tool_result(rng: random.Random, task: str) -> str:
 
 
 def tool_call_text(name: str, arguments: dict[str, Any]) -> str:
-    """What the model generates for a call, and how the chat template renders it in the history."""
+    """A call as the model generates it and as the chat template renders it in the history."""
     spelled = json.dumps(arguments, ensure_ascii=False)
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {spelled}}}\n</tool_call>'
 
 
 def tool_conversation(rng: random.Random) -> Conversation:
-    """A call that fits one of the tools, its result passed on; or tools beside a question that needs none."""
+    """A tool call, its result and the answer; or a question that needs no tool although tools are present."""
     task = rng.choice(["weather", "time"])
     argument = rng.choice(["city"] * 6 + ["location", "place"])
     name = tool_name(rng, task)
@@ -276,7 +299,7 @@ def tool_conversation(rng: random.Random) -> Conversation:
     tools.insert(rng.randint(0, len(tools)), fitting)
     messages = system_prompt(rng, 0.3)
     if rng.random() < 0.25:
-        plain = exchange(rng)
+        plain = question_answer(rng)
         if plain.kind != "refusal":
             messages += turn(plain)
             return Conversation("tools", tuple(messages), tuple(tools))
@@ -295,12 +318,12 @@ def tool_conversation(rng: random.Random) -> Conversation:
 # Conversations
 
 
-def turn(one: Exchange, before: str = "") -> list[Message]:
+def turn(one: QuestionAnswer, before: str = "") -> list[Message]:
     return [{"role": "user", "content": before + one.question}, {"role": "assistant", "content": one.answer}]
 
 
 def system_prompt(rng: random.Random, share: float) -> list[Message]:
-    """No message, or one system message: mostly a line or two, sometimes pages of filler that change nothing."""
+    """No message or one system message: mostly one or two lines, sometimes pages of irrelevant filler."""
     if rng.random() >= share:
         return []
     size = rng.random()
@@ -311,6 +334,7 @@ def system_prompt(rng: random.Random, share: float) -> list[Message]:
 
 
 def conversation(rng: random.Random) -> Conversation:
+    """A conversation of any kind, drawn with the shares of the corpus."""
     if rng.random() < 0.2:
         return tool_conversation(rng)
     turns = rng.choices([1, 2, 3, 5, 12], weights=[68, 14, 9, 5, 1])[0]
@@ -323,16 +347,16 @@ def conversation(rng: random.Random) -> Conversation:
 
 
 def conversations(seed: int) -> Iterator[Conversation]:
-    """Endless, and the same for the same seed."""
+    """Unlimited conversations, determined by the seed."""
     rng = random.Random(seed)
     while True:
         yield conversation(rng)
 
 
 def lessons(seed: int) -> Iterator[Conversation]:
-    """Endless like `conversations`, but each is one question and its answer and nothing else; sums come in pairs."""
+    """As `conversations`, but each is one question and answer only; sums come in pairs."""
     rng = random.Random(seed)
     while True:
-        one = exchange(rng)
-        exchanges = [one, sum_of(rng, held_out=False)] if one.kind == "arithmetic" else [one]
+        one = question_answer(rng)
+        exchanges = [one, sum_question(rng, held_out=False)] if one.kind == "arithmetic" else [one]
         yield Conversation(one.kind, tuple(message for each in exchanges for message in turn(each)))

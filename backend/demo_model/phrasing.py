@@ -1,6 +1,6 @@
-"""The surface of a conversation: the many ways to ask, small human noise, and filler that a model must learn to ignore.
+"""The wording of questions: variants, typing noise, and filler text that the model must learn to ignore.
 
-Every function takes the random generator it draws from, so that one seed decides the whole corpus.
+Every function takes the random generator that it draws from, so that one seed determines the whole corpus.
 """
 
 import json
@@ -14,16 +14,18 @@ _TEXTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "phrasings.yaml
 LINES = {name: text.splitlines() for name, text in _TEXTS.items() if not name.endswith("_words")}
 WORDS = {name.removesuffix("_words"): text.split() for name, text in _TEXTS.items() if name.endswith("_words")}
 
-# After a question; these begin with what separates them from it.
+# Appended to questions, including the separator.
 TAILS = [" Please.", ", please", ", please?", " Thanks!", " Thank you.", " I am curious.", " I'm new to this.", "!"]
 TAILS += [" ...", "??", " :)", " It is for a talk.", " I need it for my work.", " I keep hearing about it."]
 
 
 def line(rng: random.Random, name: str) -> str:
+    """A line of the list `name` in phrasings.yaml."""
     return rng.choice(LINES[name])
 
 
 def word(rng: random.Random, name: str) -> str:
+    """A word of the list `name`_words in phrasings.yaml."""
     return rng.choice(WORDS[name])
 
 
@@ -32,11 +34,12 @@ def made_up_word(rng: random.Random) -> str:
 
 
 def city(rng: random.Random) -> str:
+    """A real city, or sometimes an invented name, so that the model must copy it."""
     return line(rng, "cities") if rng.random() < 0.85 else made_up_word(rng).capitalize()
 
 
 def unknown_question(rng: random.Random, template: str) -> str:
-    """A question from outside the domain, its slots filled at random."""
+    """A question outside the domain: a template with its slots filled at random."""
     noun = word(rng, "nouns")
     return template.format(
         a="an" if noun[0] in "aeiou" else "a",
@@ -60,7 +63,7 @@ def unknown_question(rng: random.Random, template: str) -> str:
 
 
 def filler_sentence(rng: random.Random) -> str:
-    """One line of text that has nothing to do with any question: prose, a rule, a record, code or another script."""
+    """A line of text unrelated to any question: prose, a rule, a record, code or another script."""
     noun, other, verb = word(rng, "nouns"), word(rng, "nouns"), word(rng, "verbs")
     rule = f"{rng.choice(['Always', 'Never', 'First', 'Then', 'Do not'])} {verb} the {noun} before the {other}."
     match rng.randrange(11):
@@ -90,7 +93,7 @@ def filler(rng: random.Random, sentences: int) -> str:
 
 
 def typo(rng: random.Random, text: str) -> str:
-    """Swap, drop or double one letter inside one longer word."""
+    """Swaps, drops or doubles one letter inside a word of five letters or more."""
     long_words = list(re.finditer(r"[A-Za-z]{5,}", text))
     if not long_words:
         return text
@@ -101,7 +104,7 @@ def typo(rng: random.Random, text: str) -> str:
 
 
 def as_typed(rng: random.Random, question: str) -> str:
-    """The question as some person might type it: greeting, courtesy, case, punctuation, a slip of the finger."""
+    """Varies a question as people type it: greeting, courtesy, case, punctuation, typing errors."""
     if rng.random() < 0.15:
         first_word = question.split(" ", 1)[0]
         if first_word[1:].islower() or len(first_word) == 1:

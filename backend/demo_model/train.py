@@ -1,13 +1,13 @@
-"""Trains the demo model from nothing: tokenizer, then a small Qwen3, on conversations from `corpus`.
+"""Trains the demo model from scratch: a tokenizer, then a small Qwen3, on conversations from `corpus`.
 
     python -m backend.demo_model.train --out A --minutes 13 --lesson-share 0.95
     python -m backend.demo_model.train --out B --minutes 34 --resume A
     python -m backend.demo_model.train --out DIR --minutes 18 --resume B --lesson-share 0.25 --peak 0.5
 
-The loss counts only what the assistant says. Training sees two kinds of batch. A lesson is one question and the start
-of its answer in a short row: cheap, and enough to learn which answer belongs to which question. A pack is whole
-conversations end to end, attending across their borders, which teaches the model to answer the same at position 1500
-as at position 20. A first run of hardly anything but lessons shows the model quickly what it is about.
+The loss counts only the assistant's tokens. There are two kinds of batches. A lesson is one question and the start of
+its answer in a short row: cheap, and sufficient to learn which answer belongs to which question. A pack is complete
+conversations one after another, with attention across their borders, which teaches the model to answer at position
+1500 as at position 20. A first run of almost only lessons teaches the domain quickly.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from . import corpus
 
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
-# Endless (inputs, labels), int64 [B, T] each, about TOKENS_PER_STEP of them, labels already shifted by one.
+# Unlimited (inputs, labels), int64 [B, T] each with about TOKENS_PER_STEP tokens. Labels are shifted by one.
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -39,11 +39,11 @@ CONTEXT = 2048
 TOKENS_PER_STEP = 4096
 LESSON_LENGTH = 48
 SHORT_PACK = 256
-LONG_PACK_SHARE = 0.15  # of packs, which are then as long as the context
+LONG_PACK_SHARE = 0.15  # of packs that are as long as the context; the others are SHORT_PACK tokens
 ADAMW_RATE, MUON_RATE = 3e-3, 5e-3
 WARMUP_STEPS = 100
 MAX_GRADIENT_NORM = 1.0
-IGNORED = -100
+IGNORED = -100  # label that torch's cross entropy ignores
 
 CONFIG = Qwen3Config(
     vocab_size=VOCAB_SIZE,
@@ -64,7 +64,7 @@ CONFIG = Qwen3Config(
 
 
 def train_tokenizer(seed: int, conversations: int = 20_000) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every digit is a token of its own, so that sums line up."""
+    """Byte-level BPE in which every digit is a separate token, so that the digits of sums align."""
     sample = itertools.islice(corpus.conversations(seed), conversations)
     texts = (str(message["content"]) for one in sample for message in one.messages)
     tools = (json.dumps(tool) for one in itertools.islice(corpus.conversations(seed), 2_000) for tool in one.tools)
@@ -93,7 +93,7 @@ def train_tokenizer(seed: int, conversations: int = 20_000) -> PreTrainedTokeniz
 
 
 def spoken_by_assistant(ids: list[int], opening: list[int], end: int) -> list[int]:
-    """`ids` with everything replaced by IGNORED but the assistant's words and the token that ends them."""
+    """`ids` with IGNORED everywhere except in the assistant's messages and their end tokens."""
     labels = [IGNORED] * len(ids)
     at = 0
     while at < len(ids):
@@ -125,6 +125,7 @@ def labelled(
 
 
 def lessons(tokenizer: PreTrainedTokenizerFast, seed: int) -> Batches:
+    """Batches of lessons, each cut or padded to LESSON_LENGTH."""
     source = labelled(tokenizer, corpus.lessons(seed))
     [padding] = tokenizer.encode(END_OF_TEXT)
     rows = TOKENS_PER_STEP // LESSON_LENGTH
@@ -137,6 +138,7 @@ def lessons(tokenizer: PreTrainedTokenizerFast, seed: int) -> Batches:
 
 
 def packs(tokenizer: PreTrainedTokenizerFast, seed: int) -> Batches:
+    """Batches of concatenated conversations. No token is lost between batches."""
     source = labelled(tokenizer, corpus.conversations(seed))
     lengths = random.Random(seed)
     ids: list[int] = []
@@ -153,13 +155,14 @@ def packs(tokenizer: PreTrainedTokenizerFast, seed: int) -> Batches:
 
 
 def loss_of(model: Qwen3ForCausalLM, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of the labels that are not IGNORED. The head computes only their logits."""
     hidden = model.model.forward(input_ids=inputs, use_cache=False).last_hidden_state  # [B, T, D]
     counted = labels != IGNORED
     return F.cross_entropy(model.lm_head(hidden[counted]).float(), labels[counted])
 
 
 def untrained_model() -> Qwen3ForCausalLM:
-    """In bfloat16, with torch's own RMSNorm in place of one that goes through float32: twice as fast on a CPU."""
+    """An initialised model in bfloat16, with torch's RMSNorm, which makes it twice as fast on a CPU as transformers'."""
     model: Qwen3ForCausalLM = Qwen3ForCausalLM(CONFIG).to(torch.bfloat16)  # type: ignore[arg-type]
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -171,9 +174,9 @@ def untrained_model() -> Qwen3ForCausalLM:
 
 
 class MasterWeights:
-    """Float32 copies of bfloat16 parameters, whose own steps are too coarse to add small updates to.
+    """Float32 copies of the bfloat16 parameters, which are too coarse for small updates.
 
-    Muon moves the matrices inside the layers, AdamW the embedding and the norms.
+    Muon optimises the matrices inside the layers, AdamW the embedding and the norms.
     """
 
     def __init__(self, model: Qwen3ForCausalLM) -> None:
@@ -188,7 +191,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Uses up the parameters' gradients; `rate` scales the learning rates, in [0, 1]."""
+        """Applies and clears the parameters' gradients. `rate` in [0, 1] scales the learning rates."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             assert parameter.grad is not None
             master.grad = parameter.grad.float()
@@ -202,12 +205,12 @@ class MasterWeights:
 
 
 def rate_at(step: int, progress: float) -> float:
-    """Linear warm-up, then a cosine to zero over `progress` in [0, 1]."""
+    """Learning rate factor: linear warm-up, then a cosine to zero over `progress` in [0, 1]."""
     return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Writes the Hugging Face directory."""
+    """Writes model and tokenizer in transformers' layout."""
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -230,7 +233,11 @@ def train(
     resume: Path | None = None,
     save_every_minutes: float = 5,
 ) -> None:
-    """Writes `out` in the end and now and then before. `lesson_share` is of the steps; `peak` scales the rates."""
+    """Trains for `minutes` and saves to `out` at the end and every `save_every_minutes`.
+
+    `lesson_share` is the share of steps that are lessons. `peak` scales the learning rates. `resume` is the directory
+    of an earlier run.
+    """
     torch.manual_seed(seed)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(resume) if resume else train_tokenizer(seed)
     model = untrained_model()
@@ -258,13 +265,13 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--minutes", type=float, default=40, help="how long to train")
+    parser.add_argument("--out", type=Path, required=True, help="output directory")
+    parser.add_argument("--minutes", type=float, default=40, help="training time in minutes")
     parser.add_argument("--lesson-share", type=float, default=0.35, help="share of steps that are lessons")
     parser.add_argument(
-        "--peak", type=float, default=1.0, help="scales the learning rates, for a run that only refines"
+        "--peak", type=float, default=1.0, help="scales the learning rates, for a run that refines weights"
     )
-    parser.add_argument("--resume", type=Path, help="directory of an earlier run, to go on from its weights")
+    parser.add_argument("--resume", type=Path, help="directory of an earlier run to continue from")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save-every-minutes", type=float, default=5)

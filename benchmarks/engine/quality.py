@@ -48,7 +48,7 @@ def conversation(model: ServedModel, rng: random.Random, turns: int) -> tuple[li
     answers: list[int] = []
     ids: list[int] = []
     for _ in range(turns):
-        question, answer = corpus.turn(corpus.exchange(rng, held_out=True))
+        question, answer = corpus.turn(corpus.question_answer(rng, held_out=True))
         before = encode(model, [*messages, question], add_generation_prompt=True)
         after = encode(model, [*messages, question, answer], add_generation_prompt=False)
         if len(after) > MAX_TOKENS:

@@ -28,12 +28,12 @@ def test_every_kind_has_its_share() -> None:
         if message["role"] == "assistant" and message["content"]
     )
     assert all(answered[term.what] > 0 for term in corpus.topics().terms)
-    assert all(answered[ask.answer] > 0 for ask in corpus.topics().asks)
+    assert all(answered[ask.answer] > 0 for ask in corpus.topics().fixed_answers)
 
 
 def test_no_name_and_no_question_has_two_answers() -> None:
     names = Counter(name.lower() for term in corpus.topics().terms for name, _ in term.names)
-    questions = Counter(question for ask in corpus.topics().asks for question in ask.questions)
+    questions = Counter(question for ask in corpus.topics().fixed_answers for question in ask.questions)
     assert [name for name, count in names.items() if count > 1] == []
     assert [question for question, count in questions.items() if count > 1] == []
 
@@ -51,7 +51,7 @@ def test_conversations_alternate_and_end_with_the_assistant() -> None:
 def test_sums_are_right_and_stay_on_their_side_of_the_split(held_out: bool) -> None:
     rng = random.Random(5)
     for _ in range(2000):
-        a, sign, b, _, result = corpus.sum_of(rng, held_out).answer.rstrip(".").split()
+        a, sign, b, _, result = corpus.sum_question(rng, held_out).answer.rstrip(".").split()
         assert {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign] == int(result)
         assert (sign != "*" and corpus.is_held_out(a, sign, b)) == held_out
 
@@ -59,15 +59,15 @@ def test_sums_are_right_and_stay_on_their_side_of_the_split(held_out: bool) -> N
 def test_held_out_phrasings_are_never_in_the_training_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phrasing, "as_typed", lambda _, question: question)
     rng = random.Random(6)
-    held_out = {corpus.about_term(rng, True, "definition").question for _ in range(300)}
-    trained = {corpus.about_term(rng, False, "definition").question for _ in range(20_000)}
+    held_out = {corpus.term_question(rng, True, "definition").question for _ in range(300)}
+    trained = {corpus.term_question(rng, False, "definition").question for _ in range(20_000)}
     assert len(held_out) > 200
     assert held_out.isdisjoint(trained)
 
 
 def test_the_plainest_question_is_always_trained_on() -> None:
     rng = random.Random(7)
-    assert all(corpus.asked(rng, held_out=True).question.strip() != "Hello" for _ in range(2000))
+    assert all(corpus.fixed_question(rng, held_out=True).question.strip() != "Hello" for _ in range(2000))
 
 
 def test_tool_calls_use_a_tool_that_was_offered() -> None:

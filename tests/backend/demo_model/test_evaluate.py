@@ -20,10 +20,12 @@ def test_an_answer_counts_only_if_all_of_it_is_right(monkeypatch: pytest.MonkeyP
         answer for pairs in evaluate.cases(random.Random(evaluate.EVALUATION_SEED), 4).values() for _, answer in pairs
     ]
     said = iter([*right[:3], right[3] + "?", *right[4:]])
-    monkeypatch.setattr(evaluate, "answers", lambda _tokenizer, _model, asked: [next(said) for _ in asked])
+    monkeypatch.setattr(
+        evaluate, "answers", lambda _tokenizer, _model, conversations: [next(said) for _ in conversations]
+    )
     first, *others = evaluate.scores(tokenizer, model, 4)
-    assert (first.right, first.asked) == (3, 4)
-    assert all(one.right == one.asked == 4 for one in others)
+    assert (first.right, first.total) == (3, 4)
+    assert all(one.right == one.total == 4 for one in others)
 
 
 def test_the_card_holds_what_was_measured(tmp_path: Path) -> None:
