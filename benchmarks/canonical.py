@@ -22,18 +22,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gateway.diagnosis import Journal, PrefixDiagnosis
+from gateway.diagnosis import DiagnosisJournal, PrefixDiagnosis
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
 from gateway.prefix.fingerprint import fingerprint
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.prompts.reader import read_fields
-from gateway.prompts.transforms import VERSION, Canon, Plan, SharedMemory
+from gateway.prompts.transforms import VERSION, SharedDecisions, TransformPipeline, TransformPlan
 from gateway.types import Attempt, PhaseTimings, Principal, Trace, Usage
 
 CHAT = ENDPOINTS[0]
 TRACE = Trace(trace_id=1, parent_span_id=0, sampled=False)
-SAFE = Plan(VERSION, "safe")
+SAFE = TransformPlan(VERSION, "safe")
 PROMPT_BYTES = 128_000 * 4
 COMPACT: dict[str, Any] = {"separators": (",", ":"), "ensure_ascii": False}
 WORDS = 'It says "go on" and so we do; nothing is as it was.\n'
@@ -97,7 +97,7 @@ def micros(work: Callable[[], object], repeat: int) -> float:
 def measured(body: bytes, watcher: PrefixDiagnosis, rounds: int) -> dict[str, float]:
     fields = read_fields(body)
     asked = CHAT.read(fields, body)
-    canon = Canon(SharedMemory())
+    canon = TransformPipeline(SharedDecisions())
     policies = {level: policy(level) for level in ("off", "safe")}
     canonicalisers = {level: Canonicaliser(b"secret") for level in policies}
 
@@ -139,7 +139,7 @@ def main() -> None:
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, body in requests().items():
-            watcher = PrefixDiagnosis(Journal(Path(folder), "r"))
+            watcher = PrefixDiagnosis(DiagnosisJournal(Path(folder), "r"))
             row = rows[name] = {"bytes": len(body), **measured(body, watcher, options.rounds)}
             watcher.close()
             print(f"{name:36}{len(body):8}" + "".join(f"{row[column]:9.1f}" for column in columns))

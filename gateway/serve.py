@@ -27,7 +27,7 @@ from gateway.prompts.canonicaliser import Canonicaliser, new_call_id
 from gateway.prompts.reader import BodyReader
 from gateway.queueing import Queue
 from gateway.response_cache import UNRECORDED, Answer, LeaderFailed, ResponseCache
-from gateway.routing.attempts import AttemptLog
+from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.router import Router
 from gateway.routing.upstream import Upstream
 from gateway.settlement import CallInFlight, Settlement

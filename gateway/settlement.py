@@ -31,7 +31,7 @@ from gateway.endpoints.exchange import Exchange
 from gateway.limits.limiter import UNLIMITED, Reservation
 from gateway.providers.base import Fault
 from gateway.response_cache import UNRECORDED, Recording, Unrecorded
-from gateway.routing.attempts import AttemptLog
+from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.upstream import Upstream
 from gateway.telemetry import CallRecord
 from gateway.types import Call, Outcome, Usage
@@ -240,12 +240,12 @@ class Settlement:
 
     async def _read_usage_record(self) -> None:
         """Ask the deployment for its own usage record, because the answer ended early."""
-        deployment = self._attempts.asked
+        deployment = self._attempts.last_deployment
         if deployment is None or not self._opener.opened:
             return
         usage_record = await deployment.provider.recorded_usage(self._opener.request_id_at(deployment))
         if usage_record is not None:
-            whole = usage_record if self._upstream is None else self._upstream.as_one(usage_record)
+            whole = usage_record if self._upstream is None else self._upstream.merge_usage(usage_record)
             self.meter.read_record(whole)
             self._record_kept_by = deployment
         elif self._exchange.client_gone and self.meter.lacks_engine_counts:  # no client waits for this

@@ -63,5 +63,5 @@ class TokenCounting:
 
     def _candidates(self, call: Call) -> Iterator[DeploymentState]:
         now = asyncio.get_running_loop().time()
-        deployments = sorted(self._fleet.deployments_of(call.model), key=lambda deployment: deployment.cooling(now))
+        deployments = sorted(self._fleet.deployments_of(call.model), key=lambda one: one.is_deprioritised(now))
         yield from deployments[:MAX_ATTEMPTS]

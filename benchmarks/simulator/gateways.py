@@ -17,15 +17,15 @@ from gateway.cli.simulate import BARE_POLICY
 from gateway.policy import Policy
 from gateway.simulator import generate
 from gateway.simulator.compare import OURS, compare, policy_for, prefill_rate_for_load
-from gateway.simulator.replay import Site
-from gateway.simulator.traces import Trace, read_trace, staggered
+from gateway.simulator.replay import SimulatedSite
+from gateway.simulator.traces import TrafficTrace, read_trace, staggered
 
 SERVERS, CAPACITY_TOKENS = 4, 1_000_000
 GATEWAYS = ((1, True), (2, True), (2, False))  # and whether they share
 
 
-def measure(trace: Trace, rate: float, kind: str) -> Iterator[dict[str, Any]]:
-    site = Site(policy_for(Policy.model_validate(BARE_POLICY), SERVERS), CAPACITY_TOKENS, rate)
+def measure(trace: TrafficTrace, rate: float, kind: str) -> Iterator[dict[str, Any]]:
+    site = SimulatedSite(policy_for(Policy.model_validate(BARE_POLICY), SERVERS), CAPACITY_TOKENS, rate)
     for gateways, share in GATEWAYS:
         (made,) = compare(trace, replace(site, gateways=gateways, share=share), [OURS])
         row = {

@@ -21,10 +21,18 @@ from typing import Any
 from gateway.cli.simulate import BARE_POLICY
 from gateway.policy import Policy
 from gateway.simulator import generate
-from gateway.simulator.compare import OURS, POOLED, STRATEGIES, Summary, compare, policy_for, prefill_rate_for_load
+from gateway.simulator.compare import (
+    OURS,
+    POOLED,
+    STRATEGIES,
+    StrategySummary,
+    compare,
+    policy_for,
+    prefill_rate_for_load,
+)
 from gateway.simulator.plot import bar_chart
-from gateway.simulator.replay import Site
-from gateway.simulator.traces import Trace, read_trace, staggered
+from gateway.simulator.replay import SimulatedSite
+from gateway.simulator.traces import TrafficTrace, read_trace, staggered
 
 HERE = Path(__file__).parent
 SHARED = Path(os.environ.get("WARMPATH_SHARED", HERE.parents[2] / "shared")) / "traces"
@@ -33,7 +41,7 @@ AGENT_PREFILL_TOKENS_PER_SECOND = 8_000
 BASELINES = [name for name in STRATEGIES if name not in (OURS, POOLED)]
 
 
-def chats(trace: Trace, server_counts: Sequence[int], capacities: Sequence[int]) -> Iterator[dict[str, Any]]:
+def chats(trace: TrafficTrace, server_counts: Sequence[int], capacities: Sequence[int]) -> Iterator[dict[str, Any]]:
     for servers in server_counts:
         for capacity_tokens in capacities:
             rate = prefill_rate_for_load(trace, servers, LOAD)
@@ -48,7 +56,7 @@ def chats(trace: Trace, server_counts: Sequence[int], capacities: Sequence[int])
             })  # fmt: skip
 
 
-def agents(trace: Trace, seed: int) -> Iterator[dict[str, Any]]:
+def agents(trace: TrafficTrace, seed: int) -> Iterator[dict[str, Any]]:
     for urgent_every in (None, 10):
         traffic = staggered(trace, seed=seed, sessions=200, max_requests=150, urgent_every=urgent_every)
         made = _run(traffic, 4, 1_000_000, AGENT_PREFILL_TOKENS_PER_SECOND)
@@ -65,9 +73,9 @@ def agents(trace: Trace, seed: int) -> Iterator[dict[str, Any]]:
         yield _row({**made, "real-time": f"one in {urgent_every}" if urgent_every else "none"}, bars)
 
 
-def _run(trace: Trace, servers: int, capacity_tokens: int, rate: float) -> dict[str, Any]:
+def _run(trace: TrafficTrace, servers: int, capacity_tokens: int, rate: float) -> dict[str, Any]:
     started, cpu_started = time.perf_counter(), cpu_seconds()
-    site = Site(policy_for(Policy.model_validate(BARE_POLICY), servers), capacity_tokens, rate)
+    site = SimulatedSite(policy_for(Policy.model_validate(BARE_POLICY), servers), capacity_tokens, rate)
     summaries = list(compare(trace, site, list(STRATEGIES), processes=os.cpu_count() or 1))
     return {
         "trace": trace.name, "requests": trace.requests, "servers": servers, "capacity_tokens": capacity_tokens,
@@ -84,7 +92,7 @@ def cpu_seconds() -> float:
 
 
 def _row(made: dict[str, Any], bars: dict[str, bool]) -> dict[str, Any]:
-    summaries: list[Summary] = made.pop("summaries")
+    summaries: list[StrategySummary] = made.pop("summaries")
     title = f"{made['trace']}, {made['servers']} servers, caches of {made['capacity_tokens']:,} tokens"
     print(title, flush=True)
     for summary in summaries:
@@ -103,7 +111,7 @@ def _row(made: dict[str, Any], bars: dict[str, bool]) -> dict[str, Any]:
     }
 
 
-def _rounded(summary: Summary) -> dict[str, Any]:
+def _rounded(summary: StrategySummary) -> dict[str, Any]:
     return {
         name: round(value, 4) if isinstance(value, float) else value
         for name, value in dataclasses.asdict(summary).items()

@@ -40,15 +40,15 @@ from gateway.deployments.engine_reports import EVENTS_ROOM, METRICS_SECONDS
 from gateway.deployments.fleet import Fleet
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Deployment, Policy
-from gateway.prefix.estimate import Load
-from gateway.prefix.events.base import Removed, Stored
-from gateway.prefix.events.blocks import BlockIndex
+from gateway.prefix.estimate import ReportedLoad
+from gateway.prefix.events.base import BlocksRemoved, BlocksStored
+from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_BYTES, text_bytes_of
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.providers.base import OfflineProvider
 from gateway.queueing import Queue
 from gateway.routing import STRATEGIES
-from gateway.routing.attempts import AttemptLog
+from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.router import Router
 from gateway.types import Call, Principal, Trace
 
@@ -102,18 +102,18 @@ class RehearsedEngine(OfflineProvider):
         self._token_seconds = token_seconds
         self._token_ids = token_ids  # of prompts, by the ids of their calls
         self._replies: dict[str, RehearsedReply] = {}
-        self._events: list[Stored | Removed] = []
+        self._events: list[BlocksStored | BlocksRemoved] = []
         self._wake = asyncio.Event()
 
     def stored(self, block: CachedBlock) -> None:
         parent, last = None if block.parent == ROOT_HASH else block.parent, self._events[-1] if self._events else None
-        if isinstance(last, Stored) and last.hashes[-1] == parent and last.session == block.session_id:
+        if isinstance(last, BlocksStored) and last.hashes[-1] == parent and last.session == block.session_id:
             self._events[-1] = last._replace(hashes=(*last.hashes, block.block_hash))
         else:
-            self._events.append(Stored((block.block_hash,), parent, BLOCK_TOKENS, block.session_id))
+            self._events.append(BlocksStored((block.block_hash,), parent, BLOCK_TOKENS, block.session_id))
 
     def removed(self, block_hash: bytes) -> None:
-        self._events.append(Removed((block_hash,)))
+        self._events.append(BlocksRemoved((block_hash,)))
 
     def cleared(self) -> None:
         raise AssertionError("nobody clears it")
@@ -124,9 +124,9 @@ class RehearsedEngine(OfflineProvider):
             asyncio.get_running_loop().call_later(EVENTS_SECONDS, self._tell, self.blocks, told)
 
     @staticmethod
-    def _tell(blocks: BlockIndex, told: Sequence[Stored | Removed]) -> None:
+    def _tell(blocks: BlockIndex, told: Sequence[BlocksStored | BlocksRemoved]) -> None:
         for event in told:
-            if isinstance(event, Stored):
+            if isinstance(event, BlocksStored):
                 blocks.stored(event)
             else:
                 blocks.removed(event)
@@ -265,7 +265,7 @@ class Rehearsal:
         self._last: dict[int, tuple[Call, list[int]]] = {}  # of each conversation, its last prompt
         self._ends: dict[int, list[tuple[int, int]]] = {}  # and where its prompts ended, in tokens and in bytes
         self.served: list[Rehearsed] = []
-        self.believed_wrongly = self.believed = 0  # tokens, over all comparisons
+        self.wrong_tokens = self.predicted_tokens = 0  # tokens, over all comparisons
 
     def _engine(self, deployment: Deployment) -> RehearsedEngine:
         scene = self._scene
@@ -320,8 +320,8 @@ class Rehearsal:
             for server in self._servers:
                 scheduler = self._engines[server.name].scheduler
                 now = asyncio.get_running_loop().time()
-                server.estimate.load = Load(now, len(scheduler.running), len(scheduler.waiting))
-                server.estimate.told_capacity(self._scene.num_blocks * BLOCK_TOKENS, EVENTS_ROOM)
+                server.estimate.load = ReportedLoad(now, len(scheduler.running), len(scheduler.waiting))
+                server.estimate.set_capacity(self._scene.num_blocks * BLOCK_TOKENS, EVENTS_ROOM)
 
     def _compare(self) -> None:
         for server in self._servers:
@@ -330,9 +330,9 @@ class Rehearsal:
                 continue  # what is on its way there is believed to be there already
             for number, (call, token_ids) in self._last.items():
                 true = engine.cached_tokens(token_ids, call.cache_salt)
-                believed = _tokens_at(server.cache.match(call.fingerprint) * BLOCK_BYTES, self._ends[number])
-                self.believed += believed
-                self.believed_wrongly += max(0, abs(believed - true) - EDGE_TOKENS)
+                predicted = _tokens_at(server.cache.match(call.fingerprint) * BLOCK_BYTES, self._ends[number])
+                self.predicted_tokens += predicted
+                self.wrong_tokens += max(0, abs(predicted - true) - EDGE_TOKENS)
 
 
 def _tokens_at(text_bytes: int, ends: Sequence[tuple[int, int]]) -> int:
@@ -367,7 +367,7 @@ def rehearse(texts: Texts, work: Sequence[Conversation], scene: Scene, strategy:
         "ttft_p90_ms": ttfts[int(0.9 * len(ttfts))] * 1000,
         "predicted_to_reported": sum(one.predicted_tokens for one in late) / reported,
         "mean_error_share": wrong / reported,
-        "wrong": rehearsal.believed_wrongly / max(1, rehearsal.believed),
+        "wrong": rehearsal.wrong_tokens / max(1, rehearsal.predicted_tokens),
         "seconds": seconds,
     }
 

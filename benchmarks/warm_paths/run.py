@@ -155,7 +155,11 @@ def measure(
 
 
 def figures(
-    served: list[Served], work: list[Conversation], tokenizer: Tokenizer, rows: list[dict[str, Any]], metrics: str
+    served: list[Served],
+    work: list[Conversation],
+    tokenizer: Tokenizer,
+    rows: list[dict[str, Any]],
+    metrics: str,
 ) -> dict[str, Any]:
     """What one replay comes to, by its client, the gateway's receipts (`rows`), and its metrics."""
     ttfts = sorted(one.ttft_seconds for one in served)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from gateway.cli.common import AsJson, fail, say, say_json, say_table, settings_or_exit, verb_app, well_formed
-from gateway.diagnosis import Finding, Report, read_summaries, report, report_json
+from gateway.diagnosis import DiagnosisReport, Finding, read_summaries, report, report_json
 from gateway.policy.fields import parse_duration
 
 app = verb_app(no_args_is_help=False)
@@ -66,7 +66,7 @@ def doctor(
         _tell(found)
 
 
-def _tell(found: Report) -> None:
+def _tell(found: DiagnosisReport) -> None:
     share = found.cached_tokens / found.prompt_tokens if found.prompt_tokens else 0.0
     say(f"{found.calls:.0f} calls, {found.prompt_tokens:.0f} prompt tokens, {share:.0%} of them cached")
     if not found.findings:

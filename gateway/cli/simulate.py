@@ -15,10 +15,10 @@ from gateway.policy import Policy
 from gateway.policy.fields import parse_count
 from gateway.server.policy_checks import ANYWHERE
 from gateway.simulator import generate
-from gateway.simulator.compare import STRATEGIES, Summary, compare, policy_for, prefill_rate_for_load
+from gateway.simulator.compare import STRATEGIES, StrategySummary, compare, policy_for, prefill_rate_for_load
 from gateway.simulator.plot import bar_chart
-from gateway.simulator.replay import Site
-from gateway.simulator.traces import Trace, TraceError, read_trace, staggered
+from gateway.simulator.replay import SimulatedSite
+from gateway.simulator.traces import TraceError, TrafficTrace, read_trace, staggered
 
 app = verb_app()
 
@@ -100,8 +100,8 @@ def simulate(
     capacity_tokens = _tokens(capacity)
     rate = _rate(traffic, deployments, load, prefill_rate)
     base = Policy.model_validate(BARE_POLICY) if policy is None else policy_or_exit(policy, checks=ANYWHERE)
-    site = Site(policy_for(base, deployments), capacity_tokens, rate, gateways=gateways)
-    summaries: list[Summary] = []
+    site = SimulatedSite(policy_for(base, deployments), capacity_tokens, rate, gateways=gateways)
+    summaries: list[StrategySummary] = []
     for summary in compare(traffic, site, names, hints=hints, processes=os.cpu_count() or 1):
         summaries.append(summary)
         complain(f"{len(summaries)} of {len(names)}: {summary.strategy}", style="")
@@ -121,7 +121,7 @@ def simulate(
     _tell(summaries)
 
 
-def _traffic(trace: Path | None, made_up: Kind | None, seed: int) -> Trace:
+def _traffic(trace: Path | None, made_up: Kind | None, seed: int) -> TrafficTrace:
     if (trace is None) == (made_up is None):
         fail("say where the traffic comes from: either --trace FILE or --generate conversation|agents")
     if made_up is not None:
@@ -133,7 +133,7 @@ def _traffic(trace: Path | None, made_up: Kind | None, seed: int) -> Trace:
         fail(str(problem))
 
 
-def _rate(traffic: Trace, deployments: int, load: float | None, prefill_rate: int | None) -> float:
+def _rate(traffic: TrafficTrace, deployments: int, load: float | None, prefill_rate: int | None) -> float:
     if load is not None and (prefill_rate is not None or traffic.closed_loop):
         fail("--load says how fast servers are in an open loop; it goes neither with --prefill-rate nor with sessions")
     if prefill_rate is not None or traffic.closed_loop:
@@ -141,7 +141,7 @@ def _rate(traffic: Trace, deployments: int, load: float | None, prefill_rate: in
     return prefill_rate_for_load(traffic, deployments, LOAD if load is None else load)
 
 
-def _tell(summaries: list[Summary]) -> None:
+def _tell(summaries: list[StrategySummary]) -> None:
     mixed = any(summary.urgent_hit_rate is not None for summary in summaries)
     columns = ("STRATEGY", "CACHED", "TTFT MEAN", "P50", "P99", "DONE AFTER", "BUSIEST")
     say_table(

@@ -36,14 +36,23 @@ class CircuitBreaker:
     first of these `completed` or `broke_off`, or neither where its client left."""
 
     __slots__ = (
-        "_broken_in_a_row", "_in_a_row", "_left_alone_until", "_open", "_openings", "_outcomes", "_probing",
-        "_recovered_at", "_unproven", "asked_after", "last_after",
+        "_broken_in_a_row",
+        "_in_a_row",
+        "_no_probe_until",
+        "_open",
+        "_openings",
+        "_outcomes",
+        "_probing",
+        "_recovered_at",
+        "_unproven",
+        "deprioritised_until",
+        "next_try_at",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.asked_after = 0.0  # when it may be asked again
-        self.last_after = 0.0  # until then it is asked after all others
-        self._left_alone_until = 0.0  # as it asked for, or as it was ejected: no sign of life shortens that
+        self.next_try_at = 0.0  # when it may be asked again
+        self.deprioritised_until = 0.0  # until then it is asked after all others
+        self._no_probe_until = 0.0  # as it asked for, or as it was ejected: no sign of life shortens that
         self._open = False
         self._probing = False
         self._in_a_row = 0
@@ -58,53 +67,53 @@ class CircuitBreaker:
         return self._open
 
     @property
-    def recovering(self) -> bool:
+    def in_slow_start(self) -> bool:
         """Whether `share` may be less than all."""
         return self._recovered_at is not None
 
     def state(self, now: float) -> str:
         """One of `STATES`."""
         if self._open:
-            return "half_open" if self._probing or now >= self.asked_after else "open"
-        return "resting" if self.cooling(now) else "closed"
+            return "half_open" if self._probing or now >= self.next_try_at else "open"
+        return "resting" if self.is_deprioritised(now) else "closed"
 
-    def cooling(self, now: float) -> bool:
+    def is_deprioritised(self, now: float) -> bool:
         """Others go first."""
-        return now < self.last_after or now < self.asked_after
+        return now < self.deprioritised_until or now < self.next_try_at
 
-    def allows(self, now: float) -> bool:
+    def admit(self, now: float) -> bool:
         """Whether it may be asked now. Where it is half-open the caller is its probe."""
-        if now < self.asked_after or self._probing:
+        if now < self.next_try_at or self._probing:
             return False
         if self._open:
             self._probing = True
         return True
 
-    def would_allow(self, now: float) -> bool:
+    def would_admit(self, now: float) -> bool:
         """The same question without taking the probe."""
-        return now >= self.asked_after and not self._probing
+        return now >= self.next_try_at and not self._probing
 
     def succeeded(self, now: float) -> None:
         """It has begun to answer."""
         self._in_a_row = 0
-        if self._open and now >= self._left_alone_until:
+        if self._open and now >= self._no_probe_until:
             self._recovered_at = now
             self._outcomes.clear()
             self._open = self._probing = False
             self._unproven = True
-            self.asked_after = 0.0
-        self.last_after = 0.0
+            self.next_try_at = 0.0
+        self.deprioritised_until = 0.0
         self._outcomes.append(True)
 
     def failed(self, now: float) -> None:
         """It did not answer as a server should."""
         self._in_a_row += 1
         self._outcomes.append(False)
-        self.last_after = max(self.last_after, now + PAUSE_FIRST_SECONDS)
+        self.deprioritised_until = max(self.deprioritised_until, now + PAUSE_FIRST_SECONDS)
         if self._open and not self._probing:
             return  # a call that was under way when it opened
         if self._probing or self._in_a_row >= FAILURES_TO_OPEN or self._fails_often():
-            self._begin_pause(now)
+            self._open_for_a_pause(now)
 
     def completed(self) -> None:
         """An answer that it had begun has come whole."""
@@ -112,27 +121,27 @@ class CircuitBreaker:
         if not self._open:
             self._unproven, self._openings = False, 0
 
-    def broke_off(self, now: float) -> None:
+    def answer_broken(self, now: float) -> None:
         """An answer that it had begun did not come whole, by its own fault. Nor does a health check end the pause that
         this may bring: it had looked well all the time."""
         self._broken_in_a_row += 1
         if True in self._outcomes:
             self._outcomes.remove(True)
             self._outcomes.append(False)
-        self.last_after = max(self.last_after, now + PAUSE_FIRST_SECONDS)
+        self.deprioritised_until = max(self.deprioritised_until, now + PAUSE_FIRST_SECONDS)
         if not self._open and (self._unproven or self._broken_in_a_row >= FAILURES_TO_OPEN or self._fails_often()):
-            self._begin_pause(now)
-            self._leave_alone(self.asked_after)
+            self._open_for_a_pause(now)
+            self._keep_open_until(self.next_try_at)
 
     def _fails_often(self) -> bool:
         return len(self._outcomes) == WINDOW and self._outcomes.count(False) >= OPEN_SHARE * WINDOW
 
-    def _begin_pause(self, now: float) -> None:
+    def _open_for_a_pause(self, now: float) -> None:
         pause = min(PAUSE_FIRST_SECONDS * (1 << min(self._openings, 10)), PAUSE_MAX_SECONDS)
         self._open, self._probing = True, False
         self._openings += 1
         self._recovered_at = None
-        self.asked_after = max(self.asked_after, now + pause)
+        self.next_try_at = max(self.next_try_at, now + pause)
 
     def abandoned(self) -> None:
         """The call was given up for reasons of its caller: nothing is known, and the next may probe."""
@@ -141,29 +150,29 @@ class CircuitBreaker:
     def rest(self, now: float, seconds: float) -> None:
         """It asked for a pause (429 or 503 with `Retry-After`), which is no failure."""
         self._probing = False
-        self._leave_alone(now + min(seconds, REST_MAX_SECONDS))
-        self.last_after = max(self.last_after, self.asked_after)
+        self._keep_open_until(now + min(seconds, REST_MAX_SECONDS))
+        self.deprioritised_until = max(self.deprioritised_until, self.next_try_at)
 
-    def doubt(self, now: float, seconds: float) -> None:
+    def deprioritise(self, now: float, seconds: float) -> None:
         """Something other than a call says that it may not work: others go first, and it is not closed for that."""
-        self.last_after = max(self.last_after, now + seconds)
+        self.deprioritised_until = max(self.deprioritised_until, now + seconds)
 
     def eject(self, now: float, seconds: float) -> None:
         """It answers, but so slowly that others should: open for a while, as if it had failed."""
         self._open = True
         self._recovered_at = None
-        self._leave_alone(now + seconds)
+        self._keep_open_until(now + seconds)
 
-    def _leave_alone(self, until: float) -> None:
-        self._left_alone_until = max(self._left_alone_until, until)
-        self.asked_after = max(self.asked_after, until)
+    def _keep_open_until(self, until: float) -> None:
+        self._no_probe_until = max(self._no_probe_until, until)
+        self.next_try_at = max(self.next_try_at, until)
 
-    def probe_now(self, now: float) -> None:
+    def allow_probe(self, now: float) -> None:
         """A health check found it well: half-open as soon as it may be asked at all."""
-        if self._open and self.asked_after > now:
-            self.asked_after = max(now, self._left_alone_until)
+        if self._open and self.next_try_at > now:
+            self.next_try_at = max(now, self._no_probe_until)
 
-    def share(self, now: float) -> float:
+    def slot_share(self, now: float) -> float:
         """Of its places, how many it is given: all, or fewer while it is warming up after it was open."""
         if self._recovered_at is None:
             return 1.0

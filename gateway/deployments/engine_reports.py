@@ -15,16 +15,16 @@ import httpx2
 
 from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.policy import Deployment, EnvSecret
-from gateway.prefix.estimate import Load
-from gateway.prefix.events.base import Counts, Source
-from gateway.prefix.events.blocks import BlockIndex
+from gateway.prefix.engine_load import read_engine_load
+from gateway.prefix.estimate import ReportedLoad
+from gateway.prefix.events.base import EventCounts, EventSource
+from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.events.trtllm import PATH as TENSORRT_PATH
-from gateway.prefix.events.trtllm import TensorRTSource
-from gateway.prefix.events.zmq import ZmqSource
-from gateway.prefix.load import read_load
+from gateway.prefix.events.trtllm import TensorRTEventSource
+from gateway.prefix.events.zmq import ZmqEventSource
 from gateway.providers.transport import HTTPTransport
 
-LOOK_SECONDS = 1.0
+SYNC_SECONDS = 1.0
 METRICS_SECONDS = 2.0  # between two looks at a server's metrics
 ANSWER_SECONDS = 2.0
 ANSWER_MAX_BYTES = 8 * 1024 * 1024
@@ -35,12 +35,12 @@ log = logging.getLogger("warmpath")
 ResolveSecret = Callable[[EnvSecret], str]
 
 
-class Reporting:
+class EngineReporter:
     """One server's sources, from the policy that named them to one that names others."""
 
     def __init__(self, deployment: DeploymentState, transport: HTTPTransport, resolve_secret: ResolveSecret) -> None:
         self.deployment = deployment.config
-        self.counts = Counts()
+        self.counts = EventCounts()
         self._deployment = deployment
         self._transport = transport
         self._resolve_secret = resolve_secret
@@ -64,12 +64,12 @@ class Reporting:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _source(self, deployment: Deployment, blocks: BlockIndex) -> Source:
+    def _source(self, deployment: Deployment, blocks: BlockIndex) -> EventSource:
         assert deployment.kv_events is not None
         if not deployment.kv_events.startswith("http"):
-            return ZmqSource(deployment.kv_events, deployment.kv_events_replay, blocks, self.counts)
+            return ZmqEventSource(deployment.kv_events, deployment.kv_events_replay, blocks, self.counts)
         url = httpx2.URL(deployment.kv_events.rstrip("/") + TENSORRT_PATH)
-        return TensorRTSource(lambda: self._ask("POST", url), blocks, self.counts)
+        return TensorRTEventSource(lambda: self._ask("POST", url), blocks, self.counts)
 
     async def _poll(self) -> None:
         url = self._metrics_url()
@@ -80,17 +80,17 @@ class Reporting:
             await asyncio.sleep(METRICS_SECONDS)
 
     def _take_load(self, text: str) -> None:
-        reported = read_load(text)
+        reported = read_engine_load(text)
         if reported is None:
             return
         estimate, now = self._deployment.estimate, asyncio.get_running_loop().time()
-        estimate.load = Load(now, reported.running, reported.waiting, reported.kv_usage)
+        estimate.load = ReportedLoad(now, reported.running, reported.waiting, reported.kv_usage)
         if reported.capacity_tokens is not None:
             blocks, room = self._deployment.blocks, 1.0
             if blocks is not None:
-                blocks.told_capacity(reported.capacity_tokens)
+                blocks.set_capacity(reported.capacity_tokens)
                 room = 1.0 if blocks.in_doubt else EVENTS_ROOM
-            estimate.told_capacity(reported.capacity_tokens, room)
+            estimate.set_capacity(reported.capacity_tokens, room)
 
     def _metrics_url(self) -> httpx2.URL:
         if isinstance(self.deployment.metrics, str):
@@ -119,29 +119,29 @@ class Reporting:
         return None
 
 
-class Reports:
+class EngineReports:
     """All servers'. Run as a task beside the gateway."""
 
     def __init__(self, fleet: Fleet, transport: HTTPTransport, resolve_secret: ResolveSecret) -> None:
         self._fleet = fleet
         self._transport = transport
         self._resolve_secret = resolve_secret
-        self._reporting: dict[DeploymentState, Reporting] = {}
+        self._reporting: dict[DeploymentState, EngineReporter] = {}
 
-    def __iter__(self) -> Iterator[tuple[DeploymentState, Reporting]]:
+    def __iter__(self) -> Iterator[tuple[DeploymentState, EngineReporter]]:
         return iter(self._reporting.items())
 
     async def run(self) -> None:
         try:
             while True:
-                await self.look()
-                await asyncio.sleep(LOOK_SECONDS)
+                await self.sync_with_policy()
+                await asyncio.sleep(SYNC_SECONDS)
         finally:
             for reporting in self._reporting.values():
                 await reporting.end()
             self._reporting.clear()
 
-    async def look(self) -> None:
+    async def sync_with_policy(self) -> None:
         """Begin what the policy names, and end what it names no more."""
         present = set(self._fleet)
         for deployment, reporting in list(self._reporting.items()):
@@ -149,7 +149,7 @@ class Reports:
                 del self._reporting[deployment]
                 await reporting.end()
         for deployment in present - self._reporting.keys():
-            reporting = self._reporting[deployment] = Reporting(deployment, self._transport, self._resolve_secret)
+            reporting = self._reporting[deployment] = EngineReporter(deployment, self._transport, self._resolve_secret)
             reporting.begin()
 
 

@@ -15,17 +15,17 @@ from gateway.deployments.circuit_breaker import CircuitBreaker
 from gateway.deployments.failure_log import FailureLog
 from gateway.deployments.quarantine import Quarantine
 from gateway.policy import Deployment, Model, Policy
-from gateway.prefix.cache_model import Recall
+from gateway.prefix.cache_model import CachePrediction
 from gateway.prefix.cache_slots import CacheSlots
-from gateway.prefix.estimate import LOAD_VALID_SECONDS, Estimate, Sent
-from gateway.prefix.events.blocks import BlockIndex, Ended
+from gateway.prefix.estimate import LOAD_VALID_SECONDS, Estimate, InFlightPrompt
+from gateway.prefix.events.block_index import BlockIndex, FinishedCall
 from gateway.prefix.fingerprint import text_bytes_of
-from gateway.prefix.token_counts import TokenCounts
-from gateway.prefix.working_set import Conversation, Prompt, WorkingSet
+from gateway.prefix.token_calibration import TokenCalibration
+from gateway.prefix.working_set import Conversation, RoutedPrompt, WorkingSet
 from gateway.providers.base import Provider
 from gateway.types import Usage
 
-PEAK_SECONDS = 60.0  # in which a busy moment fades to a third
+PEAK_DECAY_SECONDS = 60.0  # in which a busy moment fades to a third
 FIRST_CHUNKS = 32  # of streams, remembered to compare servers by
 SAME_CUT_SECONDS = 5.0  # in which answers break off that one and the same mishap has cut
 
@@ -39,8 +39,8 @@ class SentCall:
         "cache_slot",
         "deployment",
         "may_be_held",
-        "note",
         "predicted_cached_tokens",
+        "prompt",
         "session",
         "usage",
     )  # fmt: skip
@@ -48,54 +48,58 @@ class SentCall:
     def __init__(
         self,
         deployment: DeploymentState,
-        call: Prompt,
-        note: Sent,
+        call: RoutedPrompt,
+        note: InFlightPrompt,
         working_set: WorkingSet,
         conversation: Conversation | None,
     ) -> None:
         self.deployment = deployment
-        self.note = note
+        self.prompt = note
         self.cache_slot = None if deployment.cache_slots is None else deployment.cache_slots.take()
         self.session = call.session
         self.may_be_held = call.may_be_held
         self.usage: tuple[str, int, int, int] | None = None  # call id, input, cached and output tokens; as told below
-        matched = note.believed.matched
+        matched = note.prediction.matched
         # Known now: an equal prompt may end before this one does.
-        self.predicted_cached_tokens = deployment.token_counts.of(note.chain, matched, note.prompt_tokens)
+        self.predicted_cached_tokens = deployment.token_calibration.of(note.chain, matched, note.prompt_tokens)
         self._working_set = working_set
         self._conversation = conversation
 
     def first_chunk(self, now: float) -> None:
-        self.deployment.estimate.first_chunk(self.note, now)
+        self.deployment.estimate.first_chunk(self.prompt, now)
 
     def learn_cached(self, input_tokens: int, cached_tokens: int) -> None:
         """The reply said how many of its prompt's tokens were cached. In the engine's own tokens."""
         blocks = self.deployment.blocks
-        evictions_told = blocks is not None and blocks.tells_all
-        self.deployment.estimate.learn_cached(self.note, input_tokens, cached_tokens, evictions_told=evictions_told)
+        evictions_reported = blocks is not None and blocks.reports_all_evictions
+        self.deployment.estimate.learn_cached(
+            self.prompt, input_tokens, cached_tokens, evictions_reported=evictions_reported
+        )
 
     def learn_usage(self, call_id: str, input_tokens: int, cached_tokens: int, output_tokens: int) -> None:
         """The same reply, for what tokens prompts have; and of servers that tell of their blocks, which are this
         call's."""
-        chain, matched, estimated = self.note.chain, self.note.believed.matched, self.note.prompt_tokens
-        self.deployment.token_counts.learn(chain, matched, input_tokens, cached_tokens, output_tokens)
+        chain, matched, estimated = self.prompt.chain, self.prompt.prediction.matched, self.prompt.prompt_tokens
+        self.deployment.token_calibration.learn(chain, matched, input_tokens, cached_tokens, output_tokens)
         if self.deployment.blocks is not None:
             text_bytes = text_bytes_of(chain, estimated)
-            self.deployment.blocks.ended(Ended(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens))
+            self.deployment.blocks.call_finished(
+                FinishedCall(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens)
+            )
         self.usage = call_id, input_tokens, cached_tokens, output_tokens
 
     def end(self, now: float, *, answered: bool = True) -> None:
         """Its answer is over, or will not come. Once."""
-        self.deployment.estimate.end(self.note, now, answered=answered)
+        self.deployment.estimate.end(self.prompt, now, answered=answered)
         if self._conversation is not None:
             self._working_set.end(self._conversation, now)
         if self.cache_slot is not None and self.deployment.cache_slots is not None:
             self.deployment.cache_slots.give_back(self.cache_slot)
-        if answered and self.deployment.told is not None:
-            self.deployment.told.append(self)
+        if answered and self.deployment.outbox is not None:
+            self.deployment.outbox.append(self)
 
 
-class Background:
+class BackgroundSlots:
     """The calls of one server that may be held, as those of batches, and how much room there is for them: what was left
     by the others lately, at their busiest moment. Where none of the others is there, one of these may be, in any case.
     """
@@ -108,13 +112,13 @@ class Background:
         self._peak_at = -math.inf
 
     def note_urgent(self, count: int, now: float) -> None:
-        self._peak, self._peak_at = count if count >= self._peak else max(count, self._faded(now)), now
+        self._peak, self._peak_at = count if count >= self._peak else max(count, self._decayed_peak(now)), now
 
-    def room(self, slots: int, urgent: int, now: float) -> int:
-        return max(slots - max(urgent, round(self._faded(now))), 0 if urgent else 1)
+    def limit(self, slots: int, urgent: int, now: float) -> int:
+        return max(slots - max(urgent, round(self._decayed_peak(now))), 0 if urgent else 1)
 
-    def _faded(self, now: float) -> float:
-        return self._peak * math.exp((self._peak_at - now) / PEAK_SECONDS)
+    def _decayed_peak(self, now: float) -> float:
+        return self._peak * math.exp((self._peak_at - now) / PEAK_DECAY_SECONDS)
 
 
 class DeploymentState:
@@ -125,31 +129,31 @@ class DeploymentState:
         deployment: Deployment,
         provider: Provider,
         working_set: WorkingSet,
-        told: deque[SentCall] | None = None,
+        outbox: deque[SentCall] | None = None,
     ) -> None:
         self.name = deployment.name  # identifies it across reloads of the policy
-        self.set_up(deployment, provider)
+        self.configure(deployment, provider)
         self.working_set = working_set  # of all servers
-        self.told = told  # where calls go that are over, for other gateways; of all servers
+        self.outbox = outbox  # where calls go that are over, for other gateways; of all servers
         self.cache_slots = (
             CacheSlots(deployment.slots, deployment.cache_tokens) if deployment.slots is not None else None
         )
         self.estimate = Estimate(deployment.cache_tokens, deployment.prefill_tokens_per_second, self.cache_slots)
         self.cache = self.estimate.cache
-        self.token_counts = TokenCounts()
+        self.token_calibration = TokenCalibration()
         self.blocks: BlockIndex | None = None  # of a server that publishes KV events
         self.input_billed = 0  # tokens in the receipts of this gateway, to be held against the server's own count
         self.output_billed = 0
         self.slots_taken = 0  # by calls whose turn it is
-        self.background = Background()
+        self.background = BackgroundSlots()
         self.breaker = CircuitBreaker()
         self.failures = FailureLog(self.name)
         self.last_cut = (-math.inf, 0)  # when answers last broke off here, and how many were under way then
-        self.asked_at = 0.0  # by a call or a health check; event-loop seconds
-        self.compared_since = -math.inf  # by these, to its peers: what came before is over and done with
+        self.last_contact_at = 0.0  # by a call or a health check; event-loop seconds
+        self.outlier_samples_since = -math.inf  # by these, to its peers: what came before is over and done with
         self.first_chunks: deque[tuple[float, float]] = deque(maxlen=FIRST_CHUNKS)  # (when, after how many seconds)
 
-    def set_up(self, deployment: Deployment, provider: Provider) -> None:
+    def configure(self, deployment: Deployment, provider: Provider) -> None:
         """As the policy has it now; also while calls are under way."""
         self.config = deployment
         self.provider = provider
@@ -159,17 +163,17 @@ class DeploymentState:
         self.input_billed += usage.input
         self.output_billed += usage.output
 
-    def note_cut(self, now: float) -> None:
+    def record_cut(self, now: float) -> None:
         """An answer breaks off, which is still under way; maybe others do, too, also of other gateways."""
         when, most = self.last_cut
-        under_way = self.in_flight + self.estimate.others.in_flight
+        under_way = self.in_flight + self.estimate.peers.in_flight
         self.last_cut = now, max(under_way, most if now - when < SAME_CUT_SECONDS else 0)
 
     @property
     def has_slot(self) -> bool:
         slots = self.slots
-        if self.breaker.recovering:
-            slots = max(1, int(slots * self.breaker.share(asyncio.get_running_loop().time())))
+        if self.breaker.in_slow_start:
+            slots = max(1, int(slots * self.breaker.slot_share(asyncio.get_running_loop().time())))
         return self.slots_taken < slots
 
     def has_room_for_background(self, now: float) -> bool:
@@ -180,37 +184,39 @@ class DeploymentState:
         if load is not None and load.waiting and now - load.at <= LOAD_VALID_SECONDS and self.background.taken:
             return False  # it has more than it can work on
         urgent = self.slots_taken - self.background.taken
-        return self.background.taken < self.background.room(self.slots, urgent, now)
+        return self.background.taken < self.background.limit(self.slots, urgent, now)
 
-    def cooling(self, now: float) -> bool:
+    def is_deprioritised(self, now: float) -> bool:
         """Others go first."""
-        return self.breaker.cooling(now)
+        return self.breaker.is_deprioritised(now)
 
     @property
     def in_flight(self) -> int:
         """Calls that were sent and are not answered to the end."""
         return self.estimate.in_flight
 
-    def foresee(self, chain: Sequence[int], now: float) -> Recall:
+    def predict_cache(self, chain: Sequence[int], now: float) -> CachePrediction:
         """What its cache will have of a prompt when its turn comes there; of one whose evictions nobody tells, what it
         is believed to have now."""
         if self.blocks is None:
-            return self.estimate.cache.recall(chain)
-        return self.estimate.foresee(chain, self.blocks.present_tokens, now)
+            return self.estimate.cache.predict(chain)
+        return self.estimate.predict_cache(chain, self.blocks.present_tokens, now)
 
-    def loss_tokens(self, computed_tokens: float, now: float) -> float:
+    def eviction_loss_tokens(self, computed_tokens: float, now: float) -> float:
         """What others lose when so much is computed there; of one whose evictions nobody tells, as much."""
         if self.blocks is None or self.estimate.engine_tokens is None:
             return computed_tokens
-        return self.estimate.loss_tokens(computed_tokens, self.blocks.present_tokens, now)
+        return self.estimate.eviction_loss_tokens(computed_tokens, self.blocks.present_tokens, now)
 
-    def send(self, call: Prompt, now: float, *, streams: bool = True, believed: Recall | None = None) -> SentCall:
+    def send(
+        self, call: RoutedPrompt, now: float, *, streams: bool = True, prediction: CachePrediction | None = None
+    ) -> SentCall:
         """A call goes to it now. `believed`: what its cache model said of the prompt when it was chosen."""
         chain, estimate = call.fingerprint, self.estimate
-        if believed is None or believed.version != estimate.cache.version:
-            believed = self.foresee(chain, now)
-        conversation = self.working_set.begin(call, estimate, now, believed.remembered)
-        note = estimate.begin(chain, call.prompt_tokens_estimate, now, streams=streams, believed=believed)
+        if prediction is None or prediction.version != estimate.cache.version:
+            prediction = self.predict_cache(chain, now)
+        conversation = self.working_set.begin(call, estimate, now, prediction.remembered)
+        note = estimate.begin(chain, call.prompt_tokens_estimate, now, streams=streams, prediction=prediction)
         return SentCall(self, call, note, self.working_set, conversation)
 
 
@@ -267,19 +273,19 @@ class Fleet:
         self,
         make_provider: Callable[[Deployment], Provider],
         share_of: Callable[[int], int] = lambda slots: slots,
-        told: deque[SentCall] | None = None,
+        outbox: deque[SentCall] | None = None,
     ) -> None:
         self._make_provider = make_provider
         self._share_of = share_of
-        self._told = told
+        self._outbox = outbox
         self._deployments: dict[str, DeploymentState] = {}
         self._by_names: dict[
             tuple[str, ...], list[DeploymentState]
         ] = {}  # of this policy's models, as they are asked for
         self.working_set = WorkingSet()
         self.quarantine = Quarantine()
-        self.on_free: Callable[[], None] = lambda: None
-        self._moving: dict[
+        self.on_slot_free: Callable[[], None] = lambda: None
+        self._pending_moves: dict[
             SlotPermit, tuple[Sequence[DeploymentState], asyncio.Future[None]]
         ] = {}  # of calls in flight: so many
 
@@ -287,7 +293,7 @@ class Fleet:
         """Take over a new policy; a call in flight keeps the servers that it began with."""
         self._deployments = {d.name: self._deployment_for(d) for d in policy.deployments}
         self._by_names.clear()
-        self.on_free()
+        self.on_slot_free()
 
     def _deployment_for(self, deployment: Deployment) -> DeploymentState:
         slots = self._share_of(deployment.max_concurrency)
@@ -295,9 +301,9 @@ class Fleet:
             deployment = deployment.model_copy(update={"max_concurrency": slots})
         known = self._deployments.get(deployment.name)
         if known is None or _same(known.config) != _same(deployment):
-            return DeploymentState(deployment, self._make_provider(deployment), self.working_set, self._told)
+            return DeploymentState(deployment, self._make_provider(deployment), self.working_set, self._outbox)
         if known.config != deployment:
-            known.set_up(deployment, self._make_provider(deployment))
+            known.configure(deployment, self._make_provider(deployment))
         return known
 
     def __iter__(self) -> Iterator[DeploymentState]:
@@ -318,7 +324,7 @@ class Fleet:
         chosen, least = None, math.inf
         for deployment in deployments:
             if deployment.breaker.open:
-                chosen = _worth_asking(deployments, now)
+                chosen = _least_busy_admitting(deployments, now)
                 break
             if deployment.has_slot and (load := deployment.slots_taken / deployment.slots) < least:
                 chosen, least = deployment, load
@@ -333,24 +339,26 @@ class Fleet:
         deployment.slots_taken -= 1
         deployment.background.taken -= background
         assert deployment.slots_taken >= 0
-        if self._moving:
+        if self._pending_moves:
             self._move_one_to(deployment)
-        self.on_free()
+        self.on_slot_free()
 
-    async def move_when_free(self, permit: SlotPermit, deployments: Sequence[DeploymentState], seconds: float) -> None:
+    async def move_when_slot_free(
+        self, permit: SlotPermit, deployments: Sequence[DeploymentState], seconds: float
+    ) -> None:
         """Wait so long, or until one of the servers has a place: then `permit` is there. Who has had a turn, and whose
         server has failed, comes before those that wait for theirs."""
         moved = asyncio.get_running_loop().create_future()
-        self._moving[permit] = (deployments, moved)
+        self._pending_moves[permit] = (deployments, moved)
         try:
             await asyncio.wait([moved], timeout=seconds)
         finally:
-            self._moving.pop(permit, None)
+            self._pending_moves.pop(permit, None)
 
     def _move_one_to(self, deployment: DeploymentState) -> None:
-        for permit, (deployments, moved) in self._moving.items():
+        for permit, (deployments, moved) in self._pending_moves.items():
             if deployment in deployments and deployment.has_slot:
-                del self._moving[permit]
+                del self._pending_moves[permit]
                 permit.move_to(deployment)
                 moved.set_result(None)
                 return
@@ -361,9 +369,9 @@ def _same(deployment: Deployment) -> tuple[str, str, int | None]:
     return deployment.base_url, deployment.model, deployment.slots
 
 
-def _worth_asking(deployments: Sequence[DeploymentState], now: float) -> DeploymentState | None:
+def _least_busy_admitting(deployments: Sequence[DeploymentState], now: float) -> DeploymentState | None:
     """The least busy of those that may be asked now: waiting for one that works is better than a place at one that does
     not. Where none works, any will do: the router tells the caller so."""
-    working = [deployment for deployment in deployments if deployment.breaker.would_allow(now)]
+    working = [deployment for deployment in deployments if deployment.breaker.would_admit(now)]
     free = [deployment for deployment in working or deployments if deployment.has_slot]
     return min(free, key=lambda s: s.slots_taken / s.slots, default=None)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 from gateway.deployments.fleet import DeploymentState, Fleet
 
-LOOK_SECONDS = 1.0
+CHECK_INTERVAL_SECONDS = 1.0
 IDLE_SECONDS = 15.0  # without a call, after which it is asked; and again after as long
 CHECKS_AT_ONCE = 16
 OUTLIER_FACTOR = 4.0  # times the median of its peers
@@ -34,36 +34,36 @@ class HealthChecks:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._places = asyncio.Semaphore(CHECKS_AT_ONCE)
+        self._check_slots = asyncio.Semaphore(CHECKS_AT_ONCE)
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            await self.look()
+            await asyncio.sleep(CHECK_INTERVAL_SECONDS)
+            await self.check_once()
 
-    async def look(self) -> None:
+    async def check_once(self) -> None:
         """Once around."""
         now = asyncio.get_running_loop().time()
         due: list[DeploymentState] = []
         for deployment in self._fleet:
-            if deployment.asked_at == 0.0:
-                deployment.asked_at = now  # it is new: calls may tell
-            if deployment.breaker.open or now - deployment.asked_at >= IDLE_SECONDS:
+            if deployment.last_contact_at == 0.0:
+                deployment.last_contact_at = now  # it is new: calls may tell
+            if deployment.breaker.open or now - deployment.last_contact_at >= IDLE_SECONDS:
                 due.append(deployment)
         await asyncio.gather(*(self._check(deployment) for deployment in due))
         for peers in _peers(self._fleet):
             eject_outliers(peers, now)
 
     async def _check(self, deployment: DeploymentState) -> None:
-        async with self._places:
+        async with self._check_slots:
             well = await deployment.provider.healthy()
         now = asyncio.get_running_loop().time()
-        deployment.asked_at = now
+        deployment.last_contact_at = now
         if well:
-            deployment.breaker.probe_now(now)
+            deployment.breaker.allow_probe(now)
         elif not deployment.breaker.open:
             # Calls decide: a server may answer them well and have no such endpoint.
-            deployment.breaker.doubt(now, IDLE_SECONDS + LOOK_SECONDS)
+            deployment.breaker.deprioritise(now, IDLE_SECONDS + CHECK_INTERVAL_SECONDS)
 
 
 def _peers(fleet: Iterable[DeploymentState]) -> list[list[DeploymentState]]:
@@ -93,12 +93,12 @@ def eject_outliers(peers: list[DeploymentState], now: float) -> None:
             "%s takes %.1f s to its first chunk, its peers %.1f s", deployment.name, own, statistics.median(others)
         )
         deployment.breaker.eject(now, EJECTION_SECONDS)
-        deployment.failures.left_out(True, now)
-        deployment.compared_since = now + EJECTION_SECONDS  # not by the slow answers that are still under way
+        deployment.failures.breaker_changed(True, now)
+        deployment.outlier_samples_since = now + EJECTION_SECONDS  # not by the slow answers that are still under way
         del seconds[deployment.name]
         may_go -= 1
 
 
 def _recent(deployment: DeploymentState, now: float) -> list[float]:
-    since = max(deployment.compared_since, now - SAMPLE_MAX_AGE_SECONDS)
+    since = max(deployment.outlier_samples_since, now - SAMPLE_MAX_AGE_SECONDS)
     return [seconds for at, seconds in deployment.first_chunks if at >= since]

@@ -8,55 +8,55 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-SUSPECTS_MAX = 1000
-SUSPECT_SECONDS = 600.0
-CONVICTED = 2
-UNTOLD_MAX = 100  # in the tenth of a second between two tellings; more deaths than that are no request's fault
+ENTRIES_MAX = 1000
+ENTRY_SECONDS = 600.0
+BLOCK_SCORE = 2
+UPDATES_MAX = 100  # in the tenth of a second between two tellings; more deaths than that are no request's fault
 
 
 class Quarantine:
     """`now` is in event-loop seconds."""
 
     def __init__(self) -> None:
-        self._against: OrderedDict[int, tuple[float, int]] = OrderedDict()  # until when, and how much
-        self._untold: dict[int, int] = {}
+        self._entries: OrderedDict[int, tuple[float, int]] = OrderedDict()  # until when, and how much
+        self._updates: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._against)
+        return len(self._entries)
 
-    def against(self, digest: int, now: float) -> int:
-        until, against = self._against.get(digest, (0.0, 0))
+    def score(self, digest: int, now: float) -> int:
+        until, against = self._entries.get(digest, (0.0, 0))
         return against if now < until else 0
 
-    def convicted(self, digest: int, now: float) -> bool:
-        return self.against(digest, now) >= CONVICTED
+    def is_blocked(self, digest: int, now: float) -> bool:
+        return self.score(digest, now) >= BLOCK_SCORE
 
-    def accuse(self, digest: int, weight: int, now: float) -> None:
+    def suspect(self, digest: int, weight: int, now: float) -> None:
         """A server has died while it worked on it."""
-        against = self.against(digest, now) + weight
+        against = self.score(digest, now) + weight
         self._note(digest, against, now)
-        if len(self._untold) < UNTOLD_MAX:
-            self._untold[digest] = against
+        if len(self._updates) < UPDATES_MAX:
+            self._updates[digest] = against
 
-    def acquit(self, digest: int) -> None:
+    def clear(self, digest: int) -> None:
         """A server has answered it to the end, and lives."""
-        if self._against.pop(digest, None) is not None and len(self._untold) < UNTOLD_MAX:
-            self._untold[digest] = 0
+        if self._entries.pop(digest, None) is not None and len(self._updates) < UPDATES_MAX:
+            self._updates[digest] = 0
 
-    def hear(self, digest: int, against: int, now: float) -> None:
+    def receive(self, digest: int, against: int, now: float) -> None:
         """From another gateway, which may speak of the same death; with nothing against it, that it was acquitted."""
         if not against:
-            self._against.pop(digest, None)
+            self._entries.pop(digest, None)
             return
-        self._note(digest, max(against, self.against(digest, now)), now)
+        self._note(digest, max(against, self.score(digest, now)), now)
 
-    def tell(self) -> tuple[tuple[int, int], ...]:
+    def take_updates(self) -> tuple[tuple[int, int], ...]:
         """What is new since the last time."""
-        told, self._untold = tuple(self._untold.items()), {}
+        told, self._updates = tuple(self._updates.items()), {}
         return told
 
     def _note(self, digest: int, against: int, now: float) -> None:
-        self._against.pop(digest, None)
-        self._against[digest] = now + SUSPECT_SECONDS, against
-        while len(self._against) > SUSPECTS_MAX:
-            self._against.popitem(last=False)
+        self._entries.pop(digest, None)
+        self._entries[digest] = now + ENTRY_SECONDS, against
+        while len(self._entries) > ENTRIES_MAX:
+            self._entries.popitem(last=False)

@@ -24,8 +24,8 @@ import xxhash
 from gateway.core.errors import StorageUnavailable
 from gateway.core.ids import random_bytes
 from gateway.deployments.fleet import DeploymentState, Fleet, SentCall
-from gateway.prefix.estimate import NO_OTHERS, Others
-from gateway.prefix.events.blocks import Ended
+from gateway.prefix.estimate import NO_PEER_LOAD, PeerLoad
+from gateway.prefix.events.block_index import FinishedCall
 from gateway.prefix.fingerprint import text_bytes_of
 from gateway.storage.base import PEER_MESSAGES_PER_READ, PeerMessages
 
@@ -33,7 +33,7 @@ EXCHANGE_SECONDS = 0.1
 BEAT_SECONDS = 1.0  # after which a load that has not changed is told again
 SILENT_SECONDS = 3.0
 RETRY_SECONDS = 1.0  # while the storage is away
-UNTOLD_MAX = 2048  # calls that are over and not yet told; the oldest are not told at all
+OUTBOX_MAX_CALLS = 2048  # calls that are over and not yet told; the oldest are not told at all
 NOTICE_MAX_BLOCKS = 8192  # of all prompts in one notice, or of one prompt: 64 KiB
 
 log = logging.getLogger("warmpath")
@@ -66,42 +66,42 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Notice).decode
 
 
-def untold() -> deque[SentCall]:
+def new_outbox() -> deque[SentCall]:
     """For a fleet whose calls are to be told."""
-    return deque(maxlen=UNTOLD_MAX)
+    return deque(maxlen=OUTBOX_MAX_CALLS)
 
 
 class PeerReports:
     """One gateway's part in it, without an event loop: `now` is told, so that a simulator can do so."""
 
-    def __init__(self, fleet: Fleet, told: deque[SentCall]) -> None:
+    def __init__(self, fleet: Fleet, outbox: deque[SentCall]) -> None:
         self._fleet = fleet
-        self._untold = told
+        self._outbox = outbox
         self._sender = int.from_bytes(random_bytes(8))
         self._last_loads: list[tuple[str, int, int]] = []
         self._told_at = 0.0
         self._loads: dict[int, tuple[float, tuple[_Load, ...]]] = {}  # by sender, and when it was heard
-        self.calls_heard = 0
+        self.calls_received = 0
         self.malformed = 0
 
     @property
-    def others(self) -> int:
+    def live_peers(self) -> int:
         """How many other gateways have told their load lately."""
         return len(self._loads)
 
-    def notice(self, now: float) -> bytes:
+    def make_notice(self, now: float) -> bytes:
         """What is new since the last one; empty where nothing is."""
         calls: list[_Call] = []
         blocks = 0
-        while self._untold:
-            sent = self._untold[0]
-            blocks += len(sent.note.chain)
+        while self._outbox:
+            sent = self._outbox[0]
+            blocks += len(sent.prompt.chain)
             if blocks > NOTICE_MAX_BLOCKS and calls:
                 break
-            self._untold.popleft()
-            if 0 < len(sent.note.chain) <= NOTICE_MAX_BLOCKS:
-                calls.append(_told(sent))
-        quarantine = self._fleet.quarantine.tell()
+            self._outbox.popleft()
+            if 0 < len(sent.prompt.chain) <= NOTICE_MAX_BLOCKS:
+                calls.append(_outbox(sent))
+        quarantine = self._fleet.quarantine.take_updates()
         busy = [deployment for deployment in self._fleet if deployment.in_flight]
         loads = [
             (deployment.name, deployment.in_flight, deployment.estimate.prefill_tokens_queued) for deployment in busy
@@ -114,26 +114,26 @@ class PeerReports:
             _Notice(self._sender, tuple([_load(deployment, now) for deployment in busy]), tuple(calls), quarantine)
         )
 
-    def hear(self, notice: bytes, now: float) -> None:
+    def receive(self, notice: bytes, now: float) -> None:
         """In the order in which they were told. This gateway's own say nothing."""
         try:
-            told = _decode(notice)
+            outbox = _decode(notice)
         except msgspec.MsgspecError:  # by a release that says it otherwise
             self.malformed += 1
             return
-        if told.sender == self._sender:
+        if outbox.sender == self._sender:
             return
-        self._loads[told.sender] = now, told.loads
+        self._loads[outbox.sender] = now, outbox.loads
         self._sum_up()
-        for digest, against in told.quarantine:
-            self._fleet.quarantine.hear(digest, against, now)
-        self.calls_heard += len(told.calls)
-        deployments = {_name(deployment): deployment for deployment in self._fleet} if told.calls else {}
-        for call in told.calls:
+        for digest, against in outbox.quarantine:
+            self._fleet.quarantine.receive(digest, against, now)
+        self.calls_received += len(outbox.calls)
+        deployments = {_name(deployment): deployment for deployment in self._fleet} if outbox.calls else {}
+        for call in outbox.calls:
             if (deployment := deployments.get(call.deployment)) is not None:
                 _enter(call, deployment, now)
 
-    def forget_silent(self, now: float) -> None:
+    def expire_silent(self, now: float) -> None:
         silent = [sender for sender, (at, _) in self._loads.items() if now - at >= SILENT_SECONDS]
         for sender in silent:
             del self._loads[sender]
@@ -141,7 +141,7 @@ class PeerReports:
             self._sum_up()
 
     def _sum_up(self) -> None:
-        self._fleet.working_set.has_rivals = bool(self._loads)
+        self._fleet.working_set.has_peers = bool(self._loads)
         in_flight: dict[int, int] = {}
         queued: dict[int, int] = {}
         for _, loads in self._loads.values():
@@ -151,7 +151,7 @@ class PeerReports:
         for deployment in self._fleet:
             name = _name(deployment)
             calls = in_flight.get(name, 0)
-            deployment.estimate.told_others(Others(calls, queued[name]) if calls else NO_OTHERS)
+            deployment.estimate.set_peer_load(PeerLoad(calls, queued[name]) if calls else NO_PEER_LOAD)
 
 
 class ReplicaSync:
@@ -162,11 +162,11 @@ class ReplicaSync:
         self._notices = notices
         self._after = ""
         self._unsent = b""  # what the storage did not take; twice does no harm
-        self._is_away = False
+        self._storage_is_down = False
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(RETRY_SECONDS if self._is_away else EXCHANGE_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS if self._storage_is_down else EXCHANGE_SECONDS)
             await self.exchange()
 
     async def exchange(self) -> None:
@@ -174,32 +174,32 @@ class ReplicaSync:
         loop = asyncio.get_running_loop()
         more = True
         while more:
-            self._unsent = self._unsent or self._peers.notice(loop.time())
+            self._unsent = self._unsent or self._peers.make_notice(loop.time())
             try:
                 heard, self._after = await self._notices.publish_and_read(self._unsent, self._after)
             except StorageUnavailable as error:
-                if not self._is_away:
+                if not self._storage_is_down:
                     log.warning("other gateways are not heard of: %s", error.message)
-                self._is_away, heard = True, []
+                self._storage_is_down, heard = True, []
             else:
-                if self._is_away:
+                if self._storage_is_down:
                     log.warning("other gateways are heard of again")
-                self._is_away, self._unsent = False, b""
+                self._storage_is_down, self._unsent = False, b""
             for one in heard:  # a notice is work for a millisecond or so
-                self._peers.hear(one, loop.time())
+                self._peers.receive(one, loop.time())
                 await asyncio.sleep(0)
             more = len(heard) == PEER_MESSAGES_PER_READ
-        self._peers.forget_silent(loop.time())
+        self._peers.expire_silent(loop.time())
 
 
 def _load(deployment: DeploymentState, now: float) -> _Load:
     """This gateway's own."""
-    queued = deployment.estimate.queued_tokens(now) - deployment.estimate.others.queued_tokens
+    queued = deployment.estimate.queued_tokens(now) - deployment.estimate.peers.queued_tokens
     return _name(deployment), deployment.in_flight, round(queued)
 
 
-def _told(sent: SentCall) -> _Call:
-    note = sent.note
+def _outbox(sent: SentCall) -> _Call:
+    note = sent.prompt
     chain = tuple(note.chain)
     where = _name(sent.deployment)
     return _Call(where, chain, note.prompt_tokens, sent.session, sent.may_be_held, sent.usage, sent.cache_slot)
@@ -208,20 +208,22 @@ def _told(sent: SentCall) -> _Call:
 def _enter(call: _Call, deployment: DeploymentState, now: float) -> None:
     """As if it had been sent from here, and had been answered."""
     chain = call.fingerprint
-    believed = deployment.cache.recall(chain)
+    prediction = deployment.cache.predict(chain)
     if deployment.cache_slots is None:
         deployment.cache.add(chain)
     elif call.slot is not None:
         deployment.cache_slots.put(call.slot, chain)
-    conversation = deployment.working_set.begin(call, deployment.estimate, now, believed.remembered)
+    conversation = deployment.working_set.begin(call, deployment.estimate, now, prediction.remembered)
     if conversation is not None:
         deployment.working_set.end(conversation, now)
     if call.usage is not None:
         call_id, input_tokens, cached_tokens, output_tokens = call.usage
-        deployment.token_counts.learn(chain, believed.matched, input_tokens, cached_tokens, output_tokens)
+        deployment.token_calibration.learn(chain, prediction.matched, input_tokens, cached_tokens, output_tokens)
         if deployment.blocks is not None:
             text_bytes = text_bytes_of(chain, call.prompt_tokens_estimate)
-            deployment.blocks.ended(Ended(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens))
+            deployment.blocks.call_finished(
+                FinishedCall(call_id, chain, text_bytes, input_tokens, cached_tokens, output_tokens)
+            )
 
 
 def _name(deployment: DeploymentState) -> int:

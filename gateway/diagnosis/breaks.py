@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from gateway.diagnosis.outline import Outline, Part
+from gateway.diagnosis.outline import CallOutline, PromptPart
 from gateway.prefix.fingerprint import BYTES_PER_TOKEN
 from gateway.prompts.transforms.noise import SIGNATURES
 from gateway.prompts.transforms.order_memo import digest as meaning_of
@@ -43,7 +43,7 @@ _THINKING = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>\s*", re.DOTALL)
 _any = msgspec.json.Decoder()
 
 
-class Break(msgspec.Struct, frozen=True, kw_only=True):
+class PrefixBreak(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     place: str  # as in the request's body: tools[3], messages[0]
     role: str
@@ -54,7 +54,7 @@ class Break(msgspec.Struct, frozen=True, kw_only=True):
     after: str = ""
 
 
-def find_break(old: Outline, new: Outline, *, content: bool = False) -> Break | None:
+def find_break(old: CallOutline, new: CallOutline, *, content: bool = False) -> PrefixBreak | None:
     """Why `new` could not go on where `old` was; None where it could, or nothing was lost."""
     shared = _common_prefix(old.parts, new.parts)
     rest_old, rest_new = old.parts[shared:], new.parts[shared:]
@@ -74,14 +74,14 @@ def find_break(old: Outline, new: Outline, *, content: bool = False) -> Break | 
         whole = sum(part.tokens for part in old.parts)
         return _cold(old, new, 1 - sum(part.tokens for part in rest_old) / whole)
     said = (rest_old[0], rest_new[0]) if content else None
-    return Break(
+    return PrefixBreak(
         kind=kind, place=place.place, role=place.role, offset=offset, lost_tokens=_at_most(lost, new),
         within=any(part.role == "assistant" or part.role == "user" for part in again),
         before=_excerpt(said[0], offset) if said else "", after=_excerpt(said[1], offset) if said else "",
     )  # fmt: skip
 
 
-def _common_prefix(old: tuple[Part, ...], new: tuple[Part, ...]) -> int:
+def _common_prefix(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> int:
     count = 0
     for before, after in zip(old, new, strict=False):
         if before.digest != after.digest:
@@ -90,7 +90,7 @@ def _common_prefix(old: tuple[Part, ...], new: tuple[Part, ...]) -> int:
     return count
 
 
-def _difference(old: tuple[Part, ...], new: tuple[Part, ...]) -> tuple[str, Part, int, int]:
+def _difference(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> tuple[str, PromptPart, int, int]:
     """Kind, the part of `new`, the offset in it, and how many characters at its end are as before."""
     before, after = old[0], new[0]
     if "tools" in (before.role, after.role):
@@ -115,7 +115,7 @@ def _difference(old: tuple[Part, ...], new: tuple[Part, ...]) -> tuple[str, Part
     return kind, after, start, end
 
 
-def _of_tools(old: tuple[Part, ...], new: tuple[Part, ...]) -> tuple[str, Part, int, int]:
+def _of_tools(old: tuple[PromptPart, ...], new: tuple[PromptPart, ...]) -> tuple[str, PromptPart, int, int]:
     before, after = old[0], new[0]
     ours, theirs = ([part for part in parts if part.role == "tools"] for parts in (new, old))
     if after.role == "tools" == before.role and _same_json(before.text, after.text):
@@ -168,23 +168,23 @@ def _same_json(before: str, after: str) -> bool:
         return False
 
 
-def _name(tool: Part) -> str:
+def _name(tool: PromptPart) -> str:
     return tool_name(_any.decode(tool.text))
 
 
-def _dropped_by_client(old: Outline, rest_new: tuple[Part, ...]) -> Break | None:
+def _dropped_by_client(old: CallOutline, rest_new: tuple[PromptPart, ...]) -> PrefixBreak | None:
     """The server has thought, and the client does not send back what: the answer after it is not where it was."""
     answer = rest_new[0] if rest_new else None
     if answer is None or not old.usage.reasoning or answer.role != "assistant" or answer.reasoning:
         return None
     if answer.tokens < MIN_LOST_TOKENS or _THINKING.search(answer.text):
         return None
-    return Break(
+    return PrefixBreak(
         kind="dropped_reasoning", place=answer.place, role=answer.role, offset=0, lost_tokens=answer.tokens, within=True
     )
 
 
-def _cold(old: Outline, new: Outline, shared: float) -> Break | None:
+def _cold(old: CallOutline, new: CallOutline, shared: float) -> PrefixBreak | None:
     """`new` begins as `old` did, for so large a share of `old`, at the same server, which remembers nothing of it."""
     usage = new.usage
     if not (usage.exact and old.usage.exact and new.deployment is not None and new.deployment == old.deployment):
@@ -194,7 +194,7 @@ def _cold(old: Outline, new: Outline, shared: float) -> Break | None:
     if lost < MIN_LOST_TOKENS or usage.cache_read >= COLD_SHARE * expected:
         return None
     kind = "template_date" if _another_day(old.ended_ns, new.ended_ns) else "evicted"
-    return Break(
+    return PrefixBreak(
         kind=kind, place="", role="", offset=0, lost_tokens=_at_most(lost, new), within=len(new.parts) > len(old.parts)
     )
 
@@ -205,11 +205,11 @@ def _another_day(before_ns: int, after_ns: int) -> bool:
     return any(zone(before)[:3] != zone(after)[:3] for zone in (time.gmtime, time.localtime))
 
 
-def _at_most(lost: int, new: Outline) -> int:
+def _at_most(lost: int, new: CallOutline) -> int:
     """No more than was computed, where the server has counted."""
     usage = new.usage
     return min(lost, usage.input_uncached + usage.cache_write) if usage.exact else lost
 
 
-def _excerpt(part: Part, offset: int) -> str:
+def _excerpt(part: PromptPart, offset: int) -> str:
     return part.text[max(0, offset - CONTENT_CHARACTERS // 2) : offset + CONTENT_CHARACTERS // 2]

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from gateway.diagnosis.breaks import Break
+from gateway.diagnosis.breaks import PrefixBreak
 
 MAX_FILE_BYTES = 8 * 2**20
 CURRENT, EARLIER = "current.jsonl", "earlier.jsonl"
@@ -29,7 +29,7 @@ class PartRow(msgspec.Struct, frozen=True, array_like=True):
     digest: str  # salted: equal parts of one tenant's prompts have equal ones, and nobody else's do
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class CallSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One sampled call. Money is decimal text; None where it is not known."""
 
     time: str  # RFC 3339
@@ -46,7 +46,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool  # the server has counted
     parts: tuple[PartRow, ...]  # the first ones
     parts_in_all: int
-    broken: Break | None
+    broken: PrefixBreak | None
     against: str | None  # the call that it was compared with
     lost_seconds: float | None
     lost_cost: str | None
@@ -54,10 +54,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _encode = msgspec.json.encode
-_row = msgspec.json.Decoder(Summary)
+_row = msgspec.json.Decoder(CallSummary)
 
 
-class Journal:
+class DiagnosisJournal:
     """Appends rows. A disk that takes none costs the row, and is told of once."""
 
     def __init__(self, folder: Path, replica: str, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
@@ -67,7 +67,7 @@ class Journal:
         self._bytes = 0
         self.rows_lost = 0
 
-    def append(self, row: Summary) -> None:
+    def append(self, row: CallSummary) -> None:
         line = _encode(row) + b"\n"
         try:
             if self._file is None:
@@ -99,7 +99,7 @@ class Journal:
             self._file = None
 
 
-def read_summaries(folder: Path) -> Iterator[Summary]:
+def read_summaries(folder: Path) -> Iterator[CallSummary]:
     """Of all gateways that have written below this folder, each one's oldest first. What is no row, as the last line
     of a gateway that was killed, is passed over."""
     for replica in sorted(path for path in folder.glob("*") if path.is_dir()):

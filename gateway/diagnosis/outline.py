@@ -22,7 +22,7 @@ _body = msgspec.json.Decoder(list[dict[str, Any]] | None)
 _encode = msgspec.json.encode
 
 
-class Part(msgspec.Struct, frozen=True):
+class PromptPart(msgspec.Struct, frozen=True):
     """One tool or message. `tokens` is a guess by its length."""
 
     place: str  # as in the request's body: tools[3], messages[0]
@@ -37,11 +37,11 @@ class Part(msgspec.Struct, frozen=True):
         return (len(self.text) + len(self.reasoning) + len(self.rest)) // BYTES_PER_TOKEN + 1
 
 
-class Outline(msgspec.Struct):
+class CallOutline(msgspec.Struct):
     """A call, as later ones are compared with it."""
 
     call_id: str
-    parts: tuple[Part, ...]
+    parts: tuple[PromptPart, ...]
     ended_ns: int  # since the epoch
     deployment: str | None
     usage: Usage
@@ -51,7 +51,7 @@ class Outline(msgspec.Struct):
         return sum(len(part.text) + len(part.reasoning) + len(part.rest) + 200 for part in self.parts)
 
 
-def parts_of(call: Call) -> tuple[Part, ...]:
+def parts_of(call: Call) -> tuple[PromptPart, ...]:
     """Digests are salted as fingerprints are. Raises `msgspec.MsgspecError` for what is not of a chat's shape."""
     seed = seed_of(call.cache_salt)
     parts = [
@@ -73,14 +73,14 @@ def parts_of(call: Call) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def first_user_digest(parts: tuple[Part, ...]) -> int:
+def first_user_digest(parts: tuple[PromptPart, ...]) -> int:
     """Which conversation this is, about; equal for all of its turns."""
     return next((part.digest for part in parts if part.role == "user"), 0)
 
 
-def _part(place: str, role: str, text: str, reasoning: str, rest: str, seed: int) -> Part:
+def _part(place: str, role: str, text: str, reasoning: str, rest: str, seed: int) -> PromptPart:
     whole = "\0".join((role, text, reasoning, rest)).encode("utf-8", "surrogatepass")
-    return Part(place, role, text, reasoning, rest, xxhash.xxh3_64_intdigest(whole, seed))
+    return PromptPart(place, role, text, reasoning, rest, xxhash.xxh3_64_intdigest(whole, seed))
 
 
 def _words(part: Any) -> str:

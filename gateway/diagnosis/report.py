@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any, NamedTuple
 
-from gateway.diagnosis.journal import Summary
+from gateway.diagnosis.journal import CallSummary
 
 ADVICE = {  # what no line of policy mends
     "tool_set": "keep the list of tools as it is for a whole conversation, and add new ones at its end",
@@ -64,17 +64,17 @@ class Finding(NamedTuple):
         return ADVICE.get(self.kind, ADVICE["text"])
 
 
-class Report(NamedTuple):
+class DiagnosisReport(NamedTuple):
     calls: float
     prompt_tokens: float
     cached_tokens: float
     findings: list[Finding]
 
 
-def report(summaries: Iterable[Summary]) -> Report:
+def report(summaries: Iterable[CallSummary]) -> DiagnosisReport:
     """Findings by tokens lost, the most first."""
     calls = prompt = cached = 0.0
-    found: dict[tuple[str, ...], list[Summary]] = {}
+    found: dict[tuple[str, ...], list[CallSummary]] = {}
     for row in summaries:
         calls += 1 / row.sample
         prompt += row.prompt_tokens / row.sample
@@ -83,10 +83,10 @@ def report(summaries: Iterable[Summary]) -> Report:
             group = (row.tenant, row.key_id, row.agent, row.model, place_of(row), row.broken.kind, row.currency or "")
             found.setdefault(group, []).append(row)
     findings = [_finding(rows) for rows in found.values()]
-    return Report(calls, prompt, cached, sorted(findings, key=lambda f: (-f.lost_tokens, f)))
+    return DiagnosisReport(calls, prompt, cached, sorted(findings, key=lambda f: (-f.lost_tokens, f)))
 
 
-def report_json(found: Report) -> dict[str, Any]:
+def report_json(found: DiagnosisReport) -> dict[str, Any]:
     """As `warmpath doctor --json` and the admin API have it. Money is decimal text."""
     return {
         "calls": round(found.calls),
@@ -104,7 +104,7 @@ def report_json(found: Report) -> dict[str, Any]:
     }
 
 
-def place_of(row: Summary) -> str:
+def place_of(row: CallSummary) -> str:
     """Where, in words that are the same for every turn of a conversation."""
     assert row.broken is not None
     place, role = row.broken.place, row.broken.role
@@ -115,7 +115,7 @@ def place_of(row: Summary) -> str:
     return f"system ({place})" if role in ("system", "developer") else f"{role} messages"
 
 
-def _finding(rows: list[Summary]) -> Finding:
+def _finding(rows: list[CallSummary]) -> Finding:
     breaks = [(row, row.broken) for row in rows if row.broken is not None]
     costs = [Decimal(row.lost_cost) / Decimal(row.sample) for row in rows if row.lost_cost is not None]
     last, broken = breaks[-1]

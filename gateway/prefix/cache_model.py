@@ -20,7 +20,7 @@ import msgspec
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
-REMEMBERED = 3  # times the capacity
+REMEMBERED_FACTOR = 3  # times the capacity
 SHRINK_AT_MOST = 0.1  # of the learned capacity, by one reply: a restarted server has lost its content, not its size
 GROW_AT_MOST = 0.1
 RECENT_USES = 4  # of a cache, since the last of which a block is as good as wanted again; then ever less
@@ -42,12 +42,12 @@ class _Run:
         self.held = True  # else only remembered
 
 
-_Way = tuple[list[_Run], int, int]
+_Walk = tuple[list[_Run], int, int]
 """Along a chain from its beginning: the runs, how many of its blocks they cover, and, where it covers the last run in
 part, how many blocks of that."""
 
 
-class Recall(msgspec.Struct, frozen=True, gc=False):
+class CachePrediction(msgspec.Struct, frozen=True, gc=False):
     """What was believed of a chain at one moment. `ages`: for each run on its path, where it ends, and when it was used
     last; or, of those that have been evicted (from `matched` to `remembered`), how many blocks were so since.
     `version` is the model's at that moment: while it is the same, so is what is believed, and the way there."""
@@ -56,7 +56,7 @@ class Recall(msgspec.Struct, frozen=True, gc=False):
     remembered: int
     ages: tuple[tuple[int, int], ...]
     version: int
-    way: _Way | None = None
+    walk: _Walk | None = None
 
 
 class CacheModel:
@@ -73,7 +73,7 @@ class CacheModel:
         self.clock = 0  # counts additions
         self.version = 0  # counts changes of any kind
         self.removals = 0  # by events
-        self._told = False
+        self._capacity_reported = False
 
     def __len__(self) -> int:
         return self._held_blocks
@@ -92,14 +92,14 @@ class CacheModel:
             matched += len(run.blocks)
         return min(matched, depth)
 
-    def reach(self, chain: Sequence[int]) -> int:
+    def known_blocks(self, chain: Sequence[int]) -> int:
         """How many leading blocks are known, be they there or only remembered. Changes nothing."""
         return self._walk(chain)[1]
 
-    def recall(self, chain: Sequence[int]) -> Recall:
+    def predict(self, chain: Sequence[int]) -> CachePrediction:
         """What is believed of a chain, in as much detail as `learn` wants it. Changes nothing."""
-        way = self._walk(chain)
-        path, depth, _ = way
+        walk = self._walk(chain)
+        path, depth, _ = walk
         matched, end = 0, 0
         ages: list[tuple[int, int]] = []
         for run in path:
@@ -111,14 +111,14 @@ class CacheModel:
                 ages.append((end, run.used))
             else:
                 ages.append((end, self._evicted - run.evicted))
-        return Recall(matched, depth, tuple(ages), self.version, way)
+        return CachePrediction(matched, depth, tuple(ages), self.version, walk)
 
-    def foresee(self, chain: Sequence[int], coming: int, busy: Container[int]) -> Recall:
+    def predict_cache(self, chain: Sequence[int], coming: int, busy: Container[int]) -> CachePrediction:
         """What will be there of a chain when `coming` blocks have made room for themselves. What was used last at a
         time in `busy` is in use, and stays. Changes nothing."""
-        going = self._going(coming, busy)
-        way = self._walk(chain)
-        path, depth, _ = way
+        going = self._victims(coming, busy)
+        walk = self._walk(chain)
+        path, depth, _ = walk
         matched, end = 0, 0
         ages: list[tuple[int, int]] = []
         for run in path:
@@ -127,9 +127,9 @@ class CacheModel:
                 matched = min(end + stays, depth)
             end = min(end + len(run.blocks), depth)
             ages.append((end, run.used if stays else 0))
-        return Recall(matched, depth, tuple(ages), self.version, way)
+        return CachePrediction(matched, depth, tuple(ages), self.version, walk)
 
-    def _going(self, blocks: int, busy: Container[int]) -> dict[_Run, int]:
+    def _victims(self, blocks: int, busy: Container[int]) -> dict[_Run, int]:
         """Which runs make way for so many blocks, and how much of them."""
         going: dict[_Run, int] = {}
         for run in self._held:
@@ -140,7 +140,7 @@ class CacheModel:
                 blocks -= len(run.blocks)
         return going
 
-    def loss(self, coming: int, blocks: int, busy: Container[int], idle_uses: float = 0.0) -> float:
+    def eviction_loss(self, coming: int, blocks: int, busy: Container[int], idle_uses: float = 0.0) -> float:
         """What is lost when, after `coming` blocks as above, `blocks` more make room for themselves: so many of those
         that go will be wanted again, by how lately they were used. What finds no room drives out as much as it is.
         `idle_uses`: how many times it would have been used since the last time, had it been as before."""
@@ -167,15 +167,15 @@ class CacheModel:
             if run.held:
                 self._use(run)
 
-    def add(self, chain: Sequence[int], believed: Recall | None = None) -> None:
+    def add(self, chain: Sequence[int], prediction: CachePrediction | None = None) -> None:
         """The server computes this prompt, or has: it is the most recently used now. `believed`: what was believed of
         it, which spares looking it up again."""
         if len(chain) > self.capacity:
-            chain, believed = chain[: self.capacity], None
-        if believed is None or believed.way is None or believed.version != self.version:
+            chain, prediction = chain[: self.capacity], None
+        if prediction is None or prediction.walk is None or prediction.version != self.version:
             path, depth, cut = self._walk(chain)
         else:
-            runs, depth, cut = believed.way
+            runs, depth, cut = prediction.walk
             path = [*runs]
         self.clock += 1
         self.version += 1
@@ -231,39 +231,39 @@ class CacheModel:
         """The engine has told its size: replies do not teach another one any more."""
         self.version += 1
         self.capacity = _blocks(capacity_tokens)
-        self._told = True
+        self._capacity_reported = True
         self._make_room()
 
-    def learn(self, believed: Recall, reported: int) -> None:
+    def learn(self, prediction: CachePrediction, reported: int) -> None:
         """A reply said how many leading blocks were cached of a prompt of which this was believed before it was added.
 
         Less than believed: what was used before the first missing run is gone as well, and the cache is smaller than
         it seemed. More: what had to make way here did not there, and it is larger.
         """
         self.version += 1
-        if reported < believed.matched:
-            missing = next(used for end, used in believed.ages if end > reported)
+        if reported < prediction.matched:
+            missing = next(used for end, used in prediction.ages if end > reported)
             self._evict_older(missing)
             smaller = max(self._held_blocks, int(self.capacity * (1 - SHRINK_AT_MOST)))
             self._learn_capacity(min(self.capacity, smaller))
-        elif believed.matched < reported:
-            evicted = [since for end, since in believed.ages if believed.matched < end <= reported]
+        elif prediction.matched < reported:
+            evicted = [since for end, since in prediction.ages if prediction.matched < end <= reported]
             if evicted:
                 self._learn_capacity(self.capacity + min(max(evicted), int(self.capacity * GROW_AT_MOST)))
 
     def _learn_capacity(self, capacity: int) -> None:
-        if not self._told:
+        if not self._capacity_reported:
             self.capacity = min(max(1, capacity), CAPACITY_MAX_TOKENS // BLOCK_TOKENS)
             self._make_room()
 
-    def _walk(self, chain: Sequence[int]) -> _Way:
+    def _walk(self, chain: Sequence[int]) -> _Walk:
         path: list[_Run] = []
         run, depth, length = self._root, 0, len(chain)
         while depth < length and (child := run.children.get(chain[depth])) is not None:
             path.append(child)
             end = depth + len(child.blocks)
             if end > length or chain[end - 1] != child.blocks[-1]:
-                cut = _in_common(child.blocks, chain, depth)
+                cut = _common_blocks(child.blocks, chain, depth)
                 return path, depth + cut, cut
             run, depth = child, end
         return path, depth, 0
@@ -299,7 +299,7 @@ class CacheModel:
                 head = self._split(run, len(run.blocks) - excess)
                 self._held.move_to_end(head, last=False)
             self._evict(run)
-        while self._remembered_blocks > REMEMBERED * self.capacity:
+        while self._remembered_blocks > REMEMBERED_FACTOR * self.capacity:
             self._drop(next(iter(self._remembered)))
 
     def _evict_older(self, used: int) -> None:
@@ -334,7 +334,7 @@ def _blocks(tokens: int) -> int:
     return max(1, tokens // BLOCK_TOKENS)
 
 
-def _in_common(blocks: list[int], chain: Sequence[int], start: int) -> int:
+def _common_blocks(blocks: list[int], chain: Sequence[int], start: int) -> int:
     """How many of a run's blocks stand in the chain from `start` on, of which the first one does."""
     low, high = 1, min(len(blocks), len(chain) - start)
     while low < high:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.prefix.cache_model import CacheModel, Recall
+from gateway.prefix.cache_model import CacheModel, CachePrediction
 from gateway.prefix.estimate import shared_blocks
 
 GOES_ON_SHARE = 7 / 8  # of what a slot holds: a prompt that keeps so much goes on with it, and at most the rest is lost
@@ -62,16 +62,16 @@ class CacheSlots(CacheModel):
         slot = self.choose(chain)
         return 0 if slot is None else shared_blocks(self._chains[slot], chain)
 
-    def reach(self, chain: Sequence[int]) -> int:
+    def known_blocks(self, chain: Sequence[int]) -> int:
         return max(shared_blocks(held, chain) for held in self._chains)
 
-    def recall(self, chain: Sequence[int]) -> Recall:
+    def predict(self, chain: Sequence[int]) -> CachePrediction:
         slot = self.choose(chain)
         matched = 0 if slot is None else shared_blocks(self._chains[slot], chain)
         ages = () if slot is None or not matched else ((matched, self._used[slot]),)
-        return Recall(matched, matched, ages, self.version)
+        return CachePrediction(matched, matched, ages, self.version)
 
-    def add(self, chain: Sequence[int], believed: Recall | None = None) -> None:
+    def add(self, chain: Sequence[int], prediction: CachePrediction | None = None) -> None:
         self._newest = self.choose(chain)
         if self._newest is not None:
             self.put(self._newest, chain)
@@ -86,5 +86,5 @@ class CacheSlots(CacheModel):
         self.version += 1
         self._chains = [()] * len(self._chains)
 
-    def learn(self, believed: Recall, reported: int) -> None:
+    def learn(self, prediction: CachePrediction, reported: int) -> None:
         pass

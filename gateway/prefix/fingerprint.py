@@ -55,7 +55,7 @@ def _continued(chain: tuple[int, ...], text: bytes, seed: int) -> tuple[int, ...
     return tuple(longer)
 
 
-class Fingerprints:
+class FingerprintCache:
     """As `fingerprint`, for conversations that come back longer. Owned by the event loop."""
 
     def __init__(self) -> None:

@@ -25,12 +25,12 @@ CHECKPOINT_BLOCKS = 8
 FILL_SHARE = 0.9  # of a cache that conversations may claim: they grow between two turns
 RESUME_SHARE = 0.85  # of the room for batch, up to which one that has no place yet may take one
 RESERVE_SHARE = 0.1  # of each cache, for real-time conversations that may come, where there have been any
-CONTINUES_WEIGHT = 0.05  # of the newest conversation in the learned share of those that have a second turn
+SECOND_TURN_WEIGHT = 0.05  # of the newest conversation in the learned share of those that have a second turn
 HELD_MAX_SECONDS = 86_400.0  # after which one that waits is not known any more
 MAX_CONVERSATIONS = 65_536
 
 
-class Prompt(Protocol):
+class RoutedPrompt(Protocol):
     """What has to be known of a call."""
 
     @property
@@ -74,7 +74,7 @@ class Conversation:
         self.urgent = urgent
 
 
-class _Room(NamedTuple):
+class _Occupancy(NamedTuple):
     """What the conversations at one server come to, kept until one of them changes: who is held asks often."""
 
     capacity_tokens: int  # of the cache, by which it was reckoned
@@ -91,22 +91,22 @@ class WorkingSet:
         self._by_key: OrderedDict[int, Conversation] = OrderedDict()  # by their last use
         self._first_turns: dict[Conversation, float] = {}  # that are over, and until when a second one is expected
         self._at: dict[Estimate, dict[Conversation, None]] = {}
-        self._rooms: dict[Estimate, _Room] = {}
-        self.has_rivals = False  # other gateways that send calls to the same servers
-        self._continues = 0.5
+        self._occupancies: dict[Estimate, _Occupancy] = {}
+        self.has_peers = False  # other gateways that send calls to the same servers
+        self._second_turn_share = 0.5
         self._urgent_seen_until = 0.0
         self._followed_until = -math.inf  # then nobody who may be held will have come for long, and none is followed
 
-    def of(self, prompt: Prompt, homes: Sequence[Estimate]) -> Conversation | None:
+    def of(self, prompt: RoutedPrompt, homes: Sequence[Estimate]) -> Conversation | None:
         """The conversation that a prompt continues, as far as that can be told."""
         chain = prompt.fingerprint
         if not chain:
             return None
         if (same := self._by_key.get(chain[-1])) is not None:
             return same
-        return self._longer(chain, max(home.cache.reach(chain) for home in homes))
+        return self._find_continued(chain, max(home.cache.known_blocks(chain) for home in homes))
 
-    def _longer(self, chain: Sequence[int], depth: int) -> Conversation | None:
+    def _find_continued(self, chain: Sequence[int], depth: int) -> Conversation | None:
         """The one that a chain continues, of which servers remember the first `depth` blocks."""
         if depth and (longer := self._by_key.get(chain[depth - 1])) is not None:
             return longer
@@ -120,7 +120,7 @@ class WorkingSet:
         where to look, and not whose room a call may have."""
         return self._homes.get(session)
 
-    def admit(self, prompt: Prompt, homes: Sequence[Estimate], now: float, *, goes_on: bool = False) -> bool:
+    def admit(self, prompt: RoutedPrompt, homes: Sequence[Estimate], now: float, *, running_only: bool = False) -> bool:
         """Whether the call may go now. If so its conversation has its room, which is lost again by idling. `goes_on`:
         only one that has its room already is to be considered."""
         if not prompt.may_be_held or not prompt.fingerprint or not any(_can_hold(home, prompt) for home in homes):
@@ -129,21 +129,21 @@ class WorkingSet:
         self._expire(now)
         known, tokens = self.of(prompt, homes), prompt.prompt_tokens_estimate
         if known is not None and not known.held:
-            if self._may_go_on(known, tokens):
+            if self._fits_beside_older(known, tokens):
                 return True
             known.held = True
-            self._rooms.pop(known.home, None)
+            self._occupancies.pop(known.home, None)
             return False
-        if goes_on:
+        if running_only:
             return False
         fitting = [home for home in homes if self._has_room(home, tokens)]
         if not fitting:
             return False
-        home = max(fitting, key=lambda home: (home.cache.match(prompt.fingerprint), -self.claimed(home)))
-        self._take_up(prompt, known, home, now)
+        home = max(fitting, key=lambda home: (home.cache.match(prompt.fingerprint), -self.claimed_tokens(home)))
+        self._assign_home(prompt, known, home, now)
         return True
 
-    def begin(self, prompt: Prompt, home: Estimate, now: float, remembered: int) -> Conversation | None:
+    def begin(self, prompt: RoutedPrompt, home: Estimate, now: float, remembered: int) -> Conversation | None:
         """A call is sent to a server, whose cache model remembers so many of its blocks. None where it is too short to
         be anybody's conversation, or too long for the cache to hold; and while there is nobody who may be held."""
         if prompt.session is not None:
@@ -158,43 +158,43 @@ class WorkingSet:
         if not prompt.fingerprint or not _can_hold(home, prompt):
             return None
         self._expire(now)
-        known = self._by_key.get(prompt.fingerprint[-1]) or self._longer(prompt.fingerprint, remembered)
-        conversation = self._take_up(prompt, known, home, now)
+        known = self._by_key.get(prompt.fingerprint[-1]) or self._find_continued(prompt.fingerprint, remembered)
+        conversation = self._assign_home(prompt, known, home, now)
         conversation.turns += 1
         conversation.running += 1
         if conversation.turns == 2:
             self._first_turns.pop(conversation, None)
             conversation.single = False
-            self._learn_continues(1.0)
-        self._rooms.pop(home, None)
+            self._learn_second_turn_share(1.0)
+        self._occupancies.pop(home, None)
         return conversation
 
     def end(self, conversation: Conversation, now: float) -> None:
         """Its call is over."""
         conversation.running -= 1
         conversation.used = now
-        self._rooms.pop(conversation.home, None)
+        self._occupancies.pop(conversation.home, None)
         if conversation.turns == 1:
             self._first_turns[conversation] = now + SECOND_TURN_SECONDS
         if conversation.key in self._by_key:
             self._by_key.move_to_end(conversation.key)
 
-    def claimed(self, home: Estimate) -> int:
+    def claimed_tokens(self, home: Estimate) -> int:
         """Tokens that the conversations at a server will want to find there."""
-        return self._room(home).claimed_tokens
+        return self._occupancy_of(home).claimed_tokens
 
-    def _room(self, home: Estimate) -> _Room:
-        room = self._rooms.get(home)
+    def _occupancy_of(self, home: Estimate) -> _Occupancy:
+        room = self._occupancies.get(home)
         if room is None or room.capacity_tokens != home.cache.capacity_tokens:
             here = self._at.get(home, {})
             runs_batch = any(not one.urgent and not one.held for one in here)
-            room = _Room(home.cache.capacity_tokens, sum(map(self._claim, here)), runs_batch)
-            self._rooms[home] = room
+            room = _Occupancy(home.cache.capacity_tokens, sum(map(self._claim, here)), runs_batch)
+            self._occupancies[home] = room
         return room
 
-    def _learn_continues(self, observed: float) -> None:
-        self._continues += CONTINUES_WEIGHT * (observed - self._continues)
-        self._rooms.clear()
+    def _learn_second_turn_share(self, observed: float) -> None:
+        self._second_turn_share += SECOND_TURN_WEIGHT * (observed - self._second_turn_share)
+        self._occupancies.clear()
 
     def _claim(self, one: Conversation) -> int:
         if one.held or one.single:
@@ -203,24 +203,26 @@ class WorkingSet:
             return one.tokens
         if one.tokens < FIRST_TURN_MIN_SHARE * one.home.cache.capacity_tokens:
             return 0
-        return one.tokens if one.running else int(one.tokens * self._continues)
+        return one.tokens if one.running else int(one.tokens * self._second_turn_share)
 
-    def _may_go_on(self, one: Conversation, tokens: int) -> bool:
+    def _fits_beside_older(self, one: Conversation, tokens: int) -> bool:
         here = self._at[one.home]
         older = [other for other in here if not other.urgent and other.started < one.started and not other.held]
         urgent = [other for other in here if other.urgent]
         return not older or sum(map(self._claim, older + urgent)) + tokens <= self._limit(one.home)
 
     def _has_room(self, home: Estimate, tokens: int) -> bool:
-        room = self._room(home)
-        if self.has_rivals:
+        room = self._occupancy_of(home)
+        if self.has_peers:
             tokens *= 2  # another gateway may give the same room away before it is heard of
         return not room.runs_batch or room.claimed_tokens + tokens <= RESUME_SHARE * self._limit(home)
 
     def _limit(self, home: Estimate) -> float:
         return home.cache.capacity_tokens * (FILL_SHARE - RESERVE_SHARE if self._urgent_seen_until else FILL_SHARE)
 
-    def _take_up(self, prompt: Prompt, known: Conversation | None, home: Estimate, now: float) -> Conversation:
+    def _assign_home(
+        self, prompt: RoutedPrompt, known: Conversation | None, home: Estimate, now: float
+    ) -> Conversation:
         """Note the prompt as its conversation's newest turn, at this server."""
         key = prompt.fingerprint[-1]
         urgent = not prompt.may_be_held
@@ -239,7 +241,7 @@ class WorkingSet:
             self._by_checkpoint[known.checkpoint] = known
         self._by_key[key] = known
         self._at.setdefault(home, {})[known] = None
-        self._rooms.pop(home, None)
+        self._occupancies.pop(home, None)
         if urgent:
             self._urgent_seen_until = now + IDLE_SECONDS
         return known
@@ -250,7 +252,7 @@ class WorkingSet:
         while self._first_turns and self._first_turns[first := next(iter(self._first_turns))] <= now:
             del self._first_turns[first]
             first.single = not first.running
-            self._learn_continues(0.0)
+            self._learn_second_turn_share(0.0)
         while self._by_key:
             oldest = next(iter(self._by_key.values()))
             if len(self._by_key) <= MAX_CONVERSATIONS:
@@ -268,8 +270,8 @@ class WorkingSet:
         if one.checkpoint is not None and self._by_checkpoint.get(one.checkpoint) is one:
             del self._by_checkpoint[one.checkpoint]
         self._at.get(one.home, {}).pop(one, None)
-        self._rooms.pop(one.home, None)
+        self._occupancies.pop(one.home, None)
 
 
-def _can_hold(home: Estimate, prompt: Prompt) -> bool:
+def _can_hold(home: Estimate, prompt: RoutedPrompt) -> bool:
     return len(prompt.fingerprint) <= home.cache.capacity

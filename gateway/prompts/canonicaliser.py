@@ -19,9 +19,16 @@ from gateway.core.deadlines import TIMEOUT_HEADERS, read_timeout_seconds, total_
 from gateway.core.errors import Forbidden, ModelNotFound
 from gateway.core.ids import random_bytes
 from gateway.policy import Match, Model, Policy, Tenant
-from gateway.prefix.fingerprint import BYTES_PER_TOKEN, Fingerprints, seed_of
+from gateway.prefix.fingerprint import BYTES_PER_TOKEN, FingerprintCache, seed_of
 from gateway.prompts.reader import MAX_TOKENS, BodyReader, Fields, ParsedBody, read_fields
-from gateway.prompts.transforms import VERSION, Canon, Form, NotInMemory, Plan, SharedMemory
+from gateway.prompts.transforms import (
+    VERSION,
+    CanonicalBody,
+    DecisionNotLoaded,
+    SharedDecisions,
+    TransformPipeline,
+    TransformPlan,
+)
 from gateway.response_store import ResponseStore, StoringTranslator
 from gateway.storage.base import BlobCache
 from gateway.types import Call, Operation, Principal, Trace
@@ -49,7 +56,7 @@ class _Known(msgspec.Struct, frozen=True):
     model: Model
     tenant_name: str
     model_name: str
-    plan: Plan  # that the policy wants
+    plan: TransformPlan  # that the policy wants
     salt: str
     seed: int
 
@@ -66,10 +73,10 @@ class Canonicaliser:
         self._secret = secret
         self._response_store = response_store
         self._salts: dict[tuple[str, str | None], str] = {}  # by tenant and group: bounded by the policies' tenants
-        self._canon = Canon(SharedMemory(blobs))
-        self._fingerprints = Fingerprints()
+        self._canon = TransformPipeline(SharedDecisions(blobs))
+        self._fingerprints = FingerprintCache()
         self._policy: Policy | None = None  # that was seen last
-        self._plans: dict[tuple[str, str], Plan] = {}  # of that policy, by tenant and model
+        self._plans: dict[tuple[str, str], TransformPlan] = {}  # of that policy, by tenant and model
         self._known: dict[tuple[str, str], _Known] = {}  # likewise, by key and the model's name: bounded
 
     async def close(self) -> None:
@@ -90,7 +97,7 @@ class Canonicaliser:
         for _ in range(MAX_RECALLS):
             try:
                 return self.canonicalise(endpoint, body, headers, **context)
-            except NotInMemory as unknown:
+            except DecisionNotLoaded as unknown:
                 await memory.recall(unknown.keys)
         with memory.alone():  # so much is going on that what was fetched is crowded out again
             return self.canonicalise(endpoint, body, headers, **context)
@@ -181,12 +188,12 @@ class Canonicaliser:
         self._known[principal.key_id, asked] = known
         return known
 
-    def _plan(self, policy: Policy, tenant: str, model: str) -> Plan:
+    def _plan(self, policy: Policy, tenant: str, model: str) -> TransformPlan:
         """What the policy wants; the same object for as long as the policy is."""
         plan = self._plans.get((tenant, model))
         if plan is None:
             form = policy.canonicalise.form_for(tenant, model)
-            plan = self._plans[tenant, model] = Plan(VERSION, form.level, form.opt_in, form.template_date)
+            plan = self._plans[tenant, model] = TransformPlan(VERSION, form.level, form.opt_in, form.template_date)
         return plan
 
     def _salt(self, tenant: Tenant) -> str:
@@ -200,7 +207,7 @@ class Canonicaliser:
         return self._salts[owner]
 
 
-def in_form(asked: ParsedBody, form: Form) -> ParsedBody:
+def in_form(asked: ParsedBody, form: CanonicalBody) -> ParsedBody:
     """What a body says in its canonical form, of which only what is now otherwise has to be read."""
     if form.reworded is None:
         assert asked.reread is not None  # there are messages

@@ -24,7 +24,7 @@ from typing import Generic, Protocol, TypeVar
 from gateway.core.errors import GatewayError
 from gateway.deployments.fleet import SlotPermit
 from gateway.policy import LatencyClass, Model
-from gateway.prefix.working_set import Prompt
+from gateway.prefix.working_set import RoutedPrompt
 from gateway.queueing.sorted_list import SortedList
 
 CANDIDATE_TENANTS = 4  # how many tenants are considered for one slot, if the first ones' calls are held
@@ -35,7 +35,7 @@ GROUP_BLOCKS = 16  # of a prompt's beginning, by which calls are grouped
 GROUP_SECONDS = 60.0  # how long a group accepts calls; later ones start a new group, behind those formed meanwhile
 
 
-class QueueableCall(Prompt, Protocol):
+class QueueableCall(RoutedPrompt, Protocol):
     """The fields of a call that the queue reads. `gateway.types.Call` has them, and so have the simulator's calls."""
 
     @property

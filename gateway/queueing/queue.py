@@ -61,7 +61,7 @@ class Queue:
         self._scheduler: QueueScheduler[_WaitingCall] = QueueScheduler(fleet)
         self._recheck_timer: asyncio.TimerHandle | None = None
         self._closed = False
-        fleet.on_free = self._grant_free_slots
+        fleet.on_slot_free = self._grant_free_slots
 
     def depth(self, class_name: str) -> int:
         """How many calls of a class are queued now."""

@@ -98,7 +98,7 @@ class QueueScheduler(Generic[W]):
             else:
                 deployments = [deployment for deployment in deployments if deployment.has_room_for_background(now)]
             homes = [deployment.estimate for deployment in deployments]
-            if not homes or not self._fleet.working_set.admit(call, homes, now, goes_on=running_only):
+            if not homes or not self._fleet.working_set.admit(call, homes, now, running_only=running_only):
                 return None
         return self._fleet.take(deployments, now, background=background)
 

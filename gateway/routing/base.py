@@ -8,8 +8,8 @@ from typing import Protocol
 import msgspec
 
 from gateway.deployments.fleet import DeploymentState
-from gateway.prefix.cache_model import Recall
-from gateway.prefix.working_set import Prompt
+from gateway.prefix.cache_model import CachePrediction
+from gateway.prefix.working_set import RoutedPrompt
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -21,7 +21,7 @@ class Candidate(msgspec.Struct, frozen=True):
     matched_tokens: int
     queued_tokens: float  # uncached prompt tokens before it
     in_flight: int
-    believed: Recall | None = None  # of its cache, where the strategy has asked
+    prediction: CachePrediction | None = None  # of its cache, where the strategy has asked
 
     @property
     def reason(self) -> str:
@@ -33,6 +33,6 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Strategy(Protocol):
-    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+    def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         """All servers, the best first. Changes nothing, so that it can be asked without a call being sent. `now` is
         in the seconds in which the servers were told of theirs: an event loop's, or a simulator's."""

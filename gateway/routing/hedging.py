@@ -14,7 +14,7 @@ from gateway.policy import Hedge
 SAMPLES = 512  # first chunks remembered for each kind of call
 SAMPLES_MIN = 20  # before that nobody knows what is late
 SORT_EVERY = 32  # samples, after which the percentiles are computed anew
-POT_MAX_HEDGES = 10.0
+BUDGET_MAX_HEDGES = 10.0
 KINDS_MAX = 1000  # models, streamed or not
 
 
@@ -38,14 +38,14 @@ class _Delays:
         return self._sorted[min(int(share * len(self._sorted)), len(self._sorted) - 1)]
 
 
-class Hedging:
+class HedgeBudget:
     """What is late, and what of the budget is left. Owned by the event loop."""
 
     def __init__(self) -> None:
         self._delays: dict[tuple[str, bool], _Delays] = {}
-        self._pot = 1.0
+        self._budget = 1.0
 
-    def note(self, model: str, stream: bool, seconds: float) -> None:
+    def record_first_chunk(self, model: str, stream: bool, seconds: float) -> None:
         """An answer's first chunk came `seconds` after it was asked for."""
         delays = self._delays.get((model, stream))
         if delays is None:
@@ -55,7 +55,7 @@ class Hedging:
         delays.add(seconds)
 
     def note_call(self, hedge: Hedge) -> None:
-        self._pot = min(self._pot + hedge.budget, POT_MAX_HEDGES)
+        self._budget = min(self._budget + hedge.budget, BUDGET_MAX_HEDGES)
 
     def delay_seconds(self, hedge: Hedge, model: str, stream: bool) -> float | None:
         """After which a second server is asked; None while that is not known."""
@@ -66,7 +66,7 @@ class Hedging:
 
     def take(self) -> bool:
         """Whether there is budget for one more."""
-        if self._pot < 1.0:
+        if self._budget < 1.0:
             return False
-        self._pot -= 1.0
+        self._budget -= 1.0
         return True

@@ -22,9 +22,9 @@ from collections.abc import Sequence
 import xxhash
 
 from gateway.deployments.fleet import DeploymentState
-from gateway.prefix.cache_model import Recall
+from gateway.prefix.cache_model import CachePrediction
 from gateway.prefix.estimate import Estimate
-from gateway.prefix.working_set import Prompt
+from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
 
 EVICTION_WEIGHT = 5.0
@@ -33,57 +33,66 @@ PIN_SECONDS = 0.25  # the most that a client's word may cost: a hint, and never 
 
 
 class PrefixAffinity:
-    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+    def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         if len(deployments) == 1:  # nothing to compare: what it would be compared by is only told
-            return [_alone(call, deployments, now)]
+            return [_only_candidate(call, deployments, now)]
         chain, prompt = call.fingerprint, call.prompt_tokens_estimate
-        beliefs: list[Recall] = []
+        beliefs: list[CachePrediction] = []
         warm: list[float] = []
         for deployment in deployments:
             estimate = deployment.estimate
-            beliefs.append(believed := deployment.foresee(chain, now))
-            warm.append(estimate.warm_tokens(believed))
+            beliefs.append(prediction := deployment.predict_cache(chain, now))
+            warm.append(estimate.expected_cached_tokens(prediction))
         common = sorted(warm)[(len(warm) - 1) // 2] if warm else 0.0
-        home = _home(call.session, deployments) if call.session is not None and deployments else None
+        home = _session_home(call.session, deployments) if call.session is not None and deployments else None
         candidates: list[Candidate] = []
-        for deployment, believed, warm_tokens in zip(deployments, beliefs, warm, strict=True):
+        for deployment, prediction, cached in zip(deployments, beliefs, warm, strict=True):
             estimate = deployment.estimate
             rate = (
-                estimate.prefill_tokens_per_second if estimate.speed_is_learnt else _first_guess(estimate, deployments)
+                estimate.prefill_tokens_per_second if estimate.speed_is_known else _assumed_rate(estimate, deployments)
             )
-            own = prompt - max(warm_tokens, common)
+            own = prompt - max(cached, common)
             candidates.append(
-                _candidate(deployment, believed, prompt, warm_tokens, own, rate, now, pinned=estimate is home)
+                _candidate(deployment, prediction, prompt, cached, own, rate, now, pinned=estimate is home)
             )
-        candidates.sort(key=lambda c: (c.deployment.cooling(now), c.cost_seconds, c.in_flight))
+        candidates.sort(key=lambda c: (c.deployment.is_deprioritised(now), c.cost_seconds, c.in_flight))
         return candidates
 
 
-def _alone(call: Prompt, deployments: Sequence[DeploymentState], now: float) -> Candidate:
+def _only_candidate(call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> Candidate:
     (deployment,) = deployments
-    believed = deployment.foresee(call.fingerprint, now)
-    prompt, warm_tokens = call.prompt_tokens_estimate, deployment.estimate.warm_tokens(believed)
+    prediction = deployment.predict_cache(call.fingerprint, now)
+    prompt, cached = call.prompt_tokens_estimate, deployment.estimate.expected_cached_tokens(prediction)
     rate = deployment.estimate.prefill_tokens_per_second
-    pinned = call.session is not None and _home(call.session, deployments) is deployment.estimate
-    return _candidate(deployment, believed, prompt, warm_tokens, prompt - warm_tokens, rate, now, pinned=pinned)
+    pinned = call.session is not None and _session_home(call.session, deployments) is deployment.estimate
+    return _candidate(
+        deployment,
+        prediction,
+        prompt,
+        cached,
+        prompt - cached,
+        rate,
+        now,
+        pinned=pinned,
+    )
 
 
 def _candidate(
-    deployment: DeploymentState, believed: Recall, prompt: int, warm_tokens: float, own: float, rate: float,
+    deployment: DeploymentState, prediction: CachePrediction, prompt: int, cached: float, own: float, rate: float,
     now: float, *, pinned: bool,
 ) -> Candidate:  # fmt: skip
     """`own`: tokens that are computed there, and that too few others hold."""
     estimate = deployment.estimate
     queued = estimate.queued_tokens(now)
-    load = LOAD_SECONDS * estimate.under_way(now) / deployment.slots
-    lost = EVICTION_WEIGHT * deployment.loss_tokens(own, now)
-    cost_seconds = (prompt - warm_tokens + lost + queued) / rate + load
+    load = LOAD_SECONDS * estimate.total_in_flight(now) / deployment.slots
+    lost = EVICTION_WEIGHT * deployment.eviction_loss_tokens(own, now)
+    cost_seconds = (prompt - cached + lost + queued) / rate + load
     if pinned:
         cost_seconds -= PIN_SECONDS
-    return Candidate(deployment, cost_seconds, prompt, int(warm_tokens), queued, estimate.in_flight, believed)
+    return Candidate(deployment, cost_seconds, prompt, int(cached), queued, estimate.in_flight, prediction)
 
 
-def _home(session: str, deployments: Sequence[DeploymentState]) -> Estimate:
+def _session_home(session: str, deployments: Sequence[DeploymentState]) -> Estimate:
     """Where the conversation of this name was; of one that is new here, where every gateway would look for it."""
     known = deployments[0].working_set.home_of(session)
     if known is not None:
@@ -93,8 +102,8 @@ def _home(session: str, deployments: Sequence[DeploymentState]) -> Estimate:
     ).estimate
 
 
-def _first_guess(estimate: Estimate, deployments: Sequence[DeploymentState]) -> float:
+def _assumed_rate(estimate: Estimate, deployments: Sequence[DeploymentState]) -> float:
     """The mean of those whose speed is known: one that nobody has asked yet would never be asked if the policy's guess
     were too low."""
-    learnt = [s.estimate.prefill_tokens_per_second for s in deployments if s.estimate.speed_is_learnt]
+    learnt = [s.estimate.prefill_tokens_per_second for s in deployments if s.estimate.speed_is_known]
     return sum(learnt) / len(learnt) if learnt else estimate.prefill_tokens_per_second

@@ -11,31 +11,31 @@ import random
 
 BACKOFF_FIRST_SECONDS = 0.25
 BACKOFF_MAX_SECONDS = 4.0
-POT_MAX_RETRIES = 50.0
-POT_REFILL_PER_SECOND = 1.0  # besides what calls bring
+BUDGET_MAX_RETRIES = 50.0
+BUDGET_REFILL_PER_SECOND = 1.0  # besides what calls bring
 
 
 class RetryBudget:
     """The pot. `share` of calls may be tried once more; first attempts are never held back."""
 
     def __init__(self) -> None:
-        self._pot = POT_MAX_RETRIES
+        self._budget = BUDGET_MAX_RETRIES
         self._filled_at = 0.0
         self.refused = 0  # retries that there was nothing left for
 
     def note_call(self, share: float) -> None:
-        pot = self._pot + share
-        self._pot = pot if pot < POT_MAX_RETRIES else POT_MAX_RETRIES
+        pot = self._budget + share
+        self._budget = pot if pot < BUDGET_MAX_RETRIES else BUDGET_MAX_RETRIES
 
     def take(self, now: float) -> bool:
         """Whether one more attempt may be made."""
         if now > self._filled_at:
-            self._pot = min(self._pot + (now - self._filled_at) * POT_REFILL_PER_SECOND, POT_MAX_RETRIES)
+            self._budget = min(self._budget + (now - self._filled_at) * BUDGET_REFILL_PER_SECOND, BUDGET_MAX_RETRIES)
             self._filled_at = now
-        if self._pot < 1.0:
+        if self._budget < 1.0:
             self.refused += 1
             return False
-        self._pot -= 1.0
+        self._budget -= 1.0
         return True
 
 

@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 from gateway.deployments.fleet import DeploymentState
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.prefix.working_set import Prompt
+from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
 
 
 class RoundRobin:
     """The server that was sent a call the longest time ago is the next. Who was away has no turns to make up for."""
 
-    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
-        turns = sorted(deployments, key=lambda deployment: (deployment.cooling(now), *_turn(deployment)))
+    def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+        turns = sorted(deployments, key=lambda deployment: (deployment.is_deprioritised(now), *_last_sent(deployment)))
         return [self._candidate(call, deployment, now) for deployment in turns]
 
-    def _candidate(self, call: Prompt, deployment: DeploymentState, now: float) -> Candidate:
+    def _candidate(self, call: RoutedPrompt, deployment: DeploymentState, now: float) -> Candidate:
         estimate, prompt = deployment.estimate, call.prompt_tokens_estimate
         matched = min(estimate.cache.match(call.fingerprint) * BLOCK_TOKENS, prompt)
         queued = estimate.queued_tokens(now)
         return Candidate(deployment, 0.0, prompt, matched, queued, estimate.in_flight)
 
 
-def _turn(deployment: DeploymentState) -> tuple[float, int]:
+def _last_sent(deployment: DeploymentState) -> tuple[float, int]:
     """The calls of one moment are told apart by how many there were."""
-    return deployment.estimate.begun_at, deployment.estimate.begun
+    return deployment.estimate.last_sent_at, deployment.estimate.calls_sent

@@ -28,23 +28,23 @@ from gateway.core.errors import (
 from gateway.deployments.fleet import DeploymentState, Fleet, SlotPermit
 from gateway.policy import Model, Policy
 from gateway.providers.base import Fault
-from gateway.routing import poison
-from gateway.routing.asking import RESTING_STATUSES, AttemptRunner
-from gateway.routing.attempts import OUT_OF_TIME, TOO_SLOW, AttemptLog
+from gateway.routing.attempt_log import OUT_OF_TIME, TOO_SLOW, AttemptLog
+from gateway.routing.attempt_runner import BACKOFF_STATUSES, AttemptRunner
 from gateway.routing.base import Candidate, Strategy
-from gateway.routing.continuing import ResumedStream, may_go_on
-from gateway.routing.hedging import Hedging
-from gateway.routing.race import HedgedAttempt
+from gateway.routing.hedged_attempt import HedgedAttempt
+from gateway.routing.hedging import HedgeBudget
+from gateway.routing.quarantine_checks import raise_if_quarantined
+from gateway.routing.resuming import ResumedStream, may_resume
 from gateway.routing.retries import RetryBudget, backoff_seconds
 from gateway.routing.upstream import Upstream
 from gateway.types import Call, Operation
 
 MAX_ATTEMPTS = 4
-PATIENCE_SECONDS = 15.0  # for a server that asked to be left alone: longer pauses are the caller's to make
+PAUSE_MAX_SECONDS = 15.0  # for a server that asked to be left alone: longer pauses are the caller's to make
 BUSY_PAUSE_SECONDS = 0.05
 
 
-class _HeldOpen:
+class _UpstreamContext:
     """An answer, for as long as an `async with` lasts."""
 
     __slots__ = ("_attempts", "_call", "_permit", "_router", "_upstream")
@@ -56,9 +56,9 @@ class _HeldOpen:
         self._attempts = attempts
 
     async def __aenter__(self) -> Upstream:
-        self._upstream = await self._router.first_to_answer(self._call, self._permit, self._attempts)
-        if may_go_on(self._call):
-            self._upstream = self._router.unbroken(self._upstream, self._call, self._permit, self._attempts)
+        self._upstream = await self._router.open_first(self._call, self._permit, self._attempts)
+        if may_resume(self._call):
+            self._upstream = self._router.make_resumable(self._upstream, self._call, self._permit, self._attempts)
         return self._upstream
 
     async def __aexit__(self, *_: object) -> None:
@@ -72,7 +72,7 @@ class Router:
         self._policy: Policy | None = None  # that of the last call
         self._chosen: Mapping[Operation, Strategy] = {}  # which it names
         self._budgets: dict[str, RetryBudget] = {}  # by class, of which a policy has a handful
-        self._hedging = Hedging()
+        self._hedging = HedgeBudget()
         self._runner = AttemptRunner(fleet.quarantine, self._hedging)
         self.cut_streams = Counter(continued=0, given_up=0)  # of those that were to go on at another server
 
@@ -88,15 +88,17 @@ class Router:
             self._policy, self._chosen = call.policy, self._strategies[call.policy.routing.strategy]
         strategy = self._chosen[call.operation]
         if not call.model.fallbacks:
-            return strategy.order(call, self._able(call, call.model), now)
+            return strategy.order(call, self._compatible_deployments(call, call.model), now)
         ordered: list[Candidate] = []
         for model in (call.model, *(call.policy.models_by_name[name] for name in call.model.fallbacks)):
             known = {candidate.deployment.name for candidate in ordered}
-            deployments = [deployment for deployment in self._able(call, model) if deployment.name not in known]
+            deployments = [
+                deployment for deployment in self._compatible_deployments(call, model) if deployment.name not in known
+            ]
             ordered += strategy.order(call, deployments, now)
         return ordered
 
-    def _able(self, call: Call, model: Model) -> list[DeploymentState]:
+    def _compatible_deployments(self, call: Call, model: Model) -> list[DeploymentState]:
         """Its servers whose dialects have words for this call."""
         return [
             deployment
@@ -104,11 +106,11 @@ class Router:
             if deployment.provider.unsupported_error(call) is None
         ]
 
-    def open(self, call: Call, permit: SlotPermit, attempts: AttemptLog) -> _HeldOpen:
+    def open(self, call: Call, permit: SlotPermit, attempts: AttemptLog) -> _UpstreamContext:
         """`async with` gives the first server's reply that has a first chunk. Raises `UpstreamError` and its kin."""
-        return _HeldOpen(self, call, permit, attempts)
+        return _UpstreamContext(self, call, permit, attempts)
 
-    def unbroken(self, begun: Upstream, call: Call, permit: SlotPermit, attempts: AttemptLog) -> Upstream:
+    def make_resumable(self, begun: Upstream, call: Call, permit: SlotPermit, attempts: AttemptLog) -> Upstream:
         """What goes on at another server of the same model when it is cut."""
         if begun.deployment.name not in call.model.deployments:  # a fallback's
             return begun
@@ -120,7 +122,7 @@ class Router:
         async def open_next(rest: Call) -> Upstream:
             result = "given_up"
             try:
-                upstream = await self.first_to_answer(rest, permit, attempts)
+                upstream = await self.open_first(rest, permit, attempts)
                 result = "continued"
                 return upstream
             finally:
@@ -128,7 +130,7 @@ class Router:
 
         return ResumedStream(begun, call, attempts, deployments, open_next)
 
-    async def first_to_answer(self, call: Call, permit: SlotPermit, attempts: AttemptLog) -> Upstream:
+    async def open_first(self, call: Call, permit: SlotPermit, attempts: AttemptLog) -> Upstream:
         """As `open`; the caller closes it. `permit` is at its server then."""
         limits, loop = call.latency_class, asyncio.get_running_loop()
         deadline = call.deadline
@@ -145,33 +147,33 @@ class Router:
             candidates = self.order(call)
             if not candidates:
                 _raise_refusal(call, self._fleet.deployments_of(call.model))
-            upstream = await self._one_round(call, candidates, permit, attempts, deadline, budget)
+            upstream = await self._try_candidates(call, candidates, permit, attempts, deadline, budget)
             if upstream is not None:
                 return upstream
             now = loop.time()
-            soonest_seconds = _soonest(candidates) - now
+            soonest_seconds = _earliest_retry_at(candidates) - now
             pause_seconds = max(soonest_seconds, backoff_seconds(rounds) if attempts.done else 0.0)
             if (
                 len(attempts.done) >= MAX_ATTEMPTS
-                or pause_seconds > PATIENCE_SECONDS
+                or pause_seconds > PAUSE_MAX_SECONDS
                 or now + pause_seconds >= deadline
                 or not candidates
             ):
-                raise _nobody_answered(call, attempts, soonest_seconds)
+                raise _no_answer_error(call, attempts, soonest_seconds)
             # Where nobody was asked, one of them has no place, or is being probed by another call.
             full = [
                 candidate.deployment
                 for candidate in candidates
-                if candidate.deployment.breaker.would_allow(now) and not candidate.deployment.has_slot
+                if candidate.deployment.breaker.would_admit(now) and not candidate.deployment.has_slot
             ]
-            await self._fleet.move_when_free(
+            await self._fleet.move_when_slot_free(
                 permit,
                 [deployment for deployment in full if not permit.is_at(deployment)],
                 max(pause_seconds, BUSY_PAUSE_SECONDS),
             )
             rounds += 1
 
-    async def _one_round(
+    async def _try_candidates(
         self,
         call: Call,
         candidates: list[Candidate],
@@ -186,33 +188,33 @@ class Router:
             deployment, now = candidate.deployment, loop.time()
             if len(attempts.done) >= MAX_ATTEMPTS or now >= deadline:
                 return None
-            if not deployment.breaker.would_allow(now) or not permit.move_to(deployment):
+            if not deployment.breaker.would_admit(now) or not permit.move_to(deployment):
                 continue
-            poison.check(self._fleet.quarantine, call, now)
+            raise_if_quarantined(self._fleet.quarantine, call, now)
             if attempts.done and not budget.take(now):
-                raise _nobody_answered(call, attempts, _soonest(candidates) - now)
-            late_after_seconds = None
+                raise _no_answer_error(call, attempts, _earliest_retry_at(candidates) - now)
+            hedge_after_seconds = None
             if hedge is not None and hedge.budget and len(candidates) > 1:
-                late_after_seconds = self._hedging.delay_seconds(hedge, call.model.name, call.stream)
+                hedge_after_seconds = self._hedging.delay_seconds(hedge, call.model.name, call.stream)
             floor = call.latency_class.floor
-            if floor is not None and (floor.chunks == 1 or len(candidates) == 1 or attempts.was(TOO_SLOW)):
+            if floor is not None and (floor.chunks == 1 or len(candidates) == 1 or attempts.has_outcome(TOO_SLOW)):
                 floor = None  # it says nothing, or nobody would be faster: where all are slow, slow is better than none
-            if late_after_seconds is None:
-                upstream = await self._runner.ask(call, candidate, deadline, attempts, floor)
+            if hedge_after_seconds is None:
+                upstream = await self._runner.run(call, candidate, deadline, attempts, floor)
             else:
-                race = HedgedAttempt(self._runner, call, deadline, attempts, floor)
-                upstream = await race.run(
-                    candidate, late_after_seconds, partial(self._second_deployment, remaining), permit
+                hedged = HedgedAttempt(self._runner, call, deadline, attempts, floor)
+                upstream = await hedged.run(
+                    candidate, hedge_after_seconds, partial(self._choose_hedge, remaining), permit
                 )
             if upstream is not None:
                 return upstream
         return None
 
-    def _second_deployment(self, remaining: Iterator[Candidate]) -> tuple[Candidate, SlotPermit] | None:
+    def _choose_hedge(self, remaining: Iterator[Candidate]) -> tuple[Candidate, SlotPermit] | None:
         """For a hedge: the next that may be asked and has a place, where the budget has one left."""
         now = asyncio.get_running_loop().time()
         for candidate in remaining:
-            if candidate.deployment.breaker.would_allow(now) and (
+            if candidate.deployment.breaker.would_admit(now) and (
                 permit := self._fleet.take([candidate.deployment], now)
             ):
                 if self._hedging.take():
@@ -222,9 +224,9 @@ class Router:
         return None
 
 
-def _soonest(candidates: list[Candidate]) -> float:
+def _earliest_retry_at(candidates: list[Candidate]) -> float:
     """When the first of them may be asked again, in event-loop seconds."""
-    return min((candidate.deployment.breaker.asked_after for candidate in candidates), default=0.0)
+    return min((candidate.deployment.breaker.next_try_at for candidate in candidates), default=0.0)
 
 
 def _raise_refusal(call: Call, deployments: Sequence[DeploymentState]) -> None:
@@ -234,7 +236,7 @@ def _raise_refusal(call: Call, deployments: Sequence[DeploymentState]) -> None:
             raise UpstreamRefused(refusal.status or 400, refusal.body, refusal.content_type)
 
 
-def _nobody_answered(call: Call, attempts: AttemptLog, soonest_seconds: float) -> GatewayError:
+def _no_answer_error(call: Call, attempts: AttemptLog, soonest_seconds: float) -> GatewayError:
     if not attempts.done:
         return Overloaded(
             f"no deployment of {call.model.name} may be asked now: all have failed, or asked to be left alone",
@@ -244,12 +246,12 @@ def _nobody_answered(call: Call, attempts: AttemptLog, soonest_seconds: float) -
     kind = UpstreamError
     if attempts.done[-1].outcome in (Fault.TIMEOUT.value, OUT_OF_TIME):
         kind = UpstreamTimeout
-    elif all(attempt.status in RESTING_STATUSES for attempt in attempts.done):
+    elif all(attempt.status in BACKOFF_STATUSES for attempt in attempts.done):
         kind = UpstreamBusy
     message = f"no deployment answered: {tried}"
-    if attempts.last_words:
-        message += f"; {attempts.last_words}"
-    error = kind(message, attempts=attempts.told())
+    if attempts.last_error_text:
+        message += f"; {attempts.last_error_text}"
+    error = kind(message, attempts=attempts.as_error_details())
     if soonest_seconds > 0:
         error.headers.update(retry_after(soonest_seconds))
     return error

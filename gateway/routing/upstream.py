@@ -11,7 +11,7 @@ from gateway.deployments.fleet import SentCall
 from gateway.deployments.quarantine import Quarantine
 from gateway.providers.base import Fault, ProviderFailure, Sink, UpstreamResponse
 from gateway.routing.base import Candidate
-from gateway.routing.poison import after_cut, after_whole
+from gateway.routing.quarantine_checks import clear_after_completion, record_cut_answer
 from gateway.types import Call
 
 
@@ -33,23 +33,23 @@ class Upstream:
         self.chosen = chosen
         self.deployment = chosen.deployment
         self.matched_tokens = chosen.matched_tokens
-        self.begins_with = first
+        self.first_chunk_bytes = first
         self.fault: Fault | None = None  # why it broke, once it has
-        self.died_of_it = False  # the server, and this call is why
+        self.caused_crash = False  # the server, and this call is why
         self._call = call
         self._task = task
         self._quarantine = quarantine
         self._wait: WaitBound | None = None
 
     async def first(self) -> bytes:
-        return self.begins_with
+        return self.first_chunk_bytes
 
     @property
     def is_estimated(self) -> bool:
         """Whether what it counts is not the engines' own count alone."""
         return False
 
-    def as_one(self, record: bytes) -> bytes:
+    def merge_usage(self, record: bytes) -> bytes:
         """An engine's record of the call, as the usage of all that came from here."""
         return record
 
@@ -70,10 +70,10 @@ class Upstream:
             return await self.reply.stream_to(taking)
         except ProviderFailure as failure:
             wait.end()
-            self._broke_off(failure.fault, failure.log_message, now())
+            self._record_broken_stream(failure.fault, failure.log_message, now())
             if failure.fault is Fault.CUT:
-                self.deployment.note_cut(now())
-                self.died_of_it = await after_cut(self._quarantine, self.deployment, self._call)
+                self.deployment.record_cut(now())
+                self.caused_crash = await record_cut_answer(self._quarantine, self.deployment, self._call)
             raise UpstreamCut(f"{self.deployment.name}: {failure}") from None
         except asyncio.CancelledError:
             if not wait.expired:
@@ -84,21 +84,21 @@ class Upstream:
             if silent_seconds < wait.seconds:
                 raise UpstreamCut(f"{self.deployment.name} was still answering when the call's time was over") from None
             if silent_seconds >= self._call.latency_class.inter_token:  # else it is the client that waits no longer
-                self._broke_off(Fault.TIMEOUT, f"nothing more came for {silent_seconds:.1f} s", now())
+                self._record_broken_stream(Fault.TIMEOUT, f"nothing more came for {silent_seconds:.1f} s", now())
             raise UpstreamCut(f"{self.deployment.name} sent nothing for {wait.seconds:g} s") from None
         finally:
             wait.end()
 
-    def _broke_off(self, fault: Fault, why: str, now: float) -> None:
+    def _record_broken_stream(self, fault: Fault, why: str, now: float) -> None:
         self.fault = fault
         self.deployment.failures.failed(fault.value, f"in the middle of an answer: {why}", self._call.id, now)
-        self.deployment.breaker.broke_off(now)
-        self.deployment.failures.left_out(self.deployment.breaker.open, now)
+        self.deployment.breaker.answer_broken(now)
+        self.deployment.failures.breaker_changed(self.deployment.breaker.open, now)
 
     def completed(self) -> None:
         """The answer has come to its own end."""
         self.deployment.breaker.completed()
-        after_whole(self._quarantine, self._call)
+        clear_after_completion(self._quarantine, self._call)
 
     async def aclose(self) -> None:
         """The call is over at this server. Once."""

@@ -34,11 +34,11 @@ from gateway.billing.open_calls import LedgerCallLog
 from gateway.billing.recovery import Recovery
 from gateway.billing.settler import Settler
 from gateway.core.errors import GatewayError, StorageUnavailable
-from gateway.deployments.engine_reports import Reports
+from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.health_checks import HealthChecks
-from gateway.deployments.replica_sync import PeerReports, ReplicaSync, untold
-from gateway.diagnosis import Journal, PrefixDiagnosis
+from gateway.deployments.replica_sync import PeerReports, ReplicaSync, new_outbox
+from gateway.diagnosis import DiagnosisJournal, PrefixDiagnosis
 from gateway.endpoints import COUNTING_ENDPOINTS, ENDPOINTS
 from gateway.endpoints.base import Endpoint
 from gateway.endpoints.exchange import BodyBudget
@@ -88,12 +88,12 @@ class Gateway:
         self._storage = open_storage(settings.storage, owner=settings.replica)
         self._counters = OutageFallback(self._storage, MemoryStorage, lambda: policies.current.storage_outage)
         self._transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
-        told = untold() if self._storage.is_shared else None
+        outbox = new_outbox() if self._storage.is_shared else None
         self._fleet = Fleet(
-            lambda deployment: make_provider(deployment, self._transport, resolve_secret), worker.share_of, told
+            lambda deployment: make_provider(deployment, self._transport, resolve_secret), worker.share_of, outbox
         )
-        self._peers = None if told is None else PeerReports(self._fleet, told)
-        self._reports = Reports(self._fleet, self._transport, resolve_secret)
+        self._peers = None if outbox is None else PeerReports(self._fleet, outbox)
+        self._reports = EngineReports(self._fleet, self._transport, resolve_secret)
         recent = RecentCalls(worker.number)
         self._telemetry = Telemetry(
             settings.otlp_endpoint,
@@ -130,7 +130,7 @@ class Gateway:
             call_log=LedgerCallLog(self._ledger, on_unbilled=self._recovery.add_unbilled),
             settler=Settler(limiter, self._ledger),
             telemetry=self._telemetry,
-            diagnosis=PrefixDiagnosis(Journal(summaries, settings.replica)),
+            diagnosis=PrefixDiagnosis(DiagnosisJournal(summaries, settings.replica)),
             max_body_bytes=settings.max_body_bytes,
             bodies=bodies,
         )
@@ -324,7 +324,7 @@ class Gateway:
             if self._policies.current.storage_outage.limits == "refuse":
                 faults.append(error.message)
         now = asyncio.get_running_loop().time()
-        deployments = {deployment.name: not deployment.cooling(now) for deployment in self._fleet}
+        deployments = {deployment.name: not deployment.is_deprioritised(now) for deployment in self._fleet}
         return {
             "status": "ready" if not faults else "not ready",
             "faults": faults,

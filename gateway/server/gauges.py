@@ -9,7 +9,7 @@ from gateway.batches import BatchService
 from gateway.billing.drift_monitor import DriftMonitor
 from gateway.billing.ledger import Ledger
 from gateway.deployments.circuit_breaker import STATES
-from gateway.deployments.engine_reports import Reports
+from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.fleet import Fleet
 from gateway.deployments.replica_sync import PeerReports
 from gateway.limits.limiter import Limiter
@@ -74,11 +74,11 @@ def show_deployments(register: Register, fleet: Fleet) -> None:
     register(DEPLOYMENT_INFLIGHT, lambda: {(deployment.name,): deployment.in_flight for deployment in fleet})
     register(
         DEPLOYMENT_AVAILABLE,
-        lambda: {(deployment.name,): float(not deployment.cooling(_now())) for deployment in fleet},
+        lambda: {(deployment.name,): float(not deployment.is_deprioritised(_now())) for deployment in fleet},
     )
 
 
-def show_reports(register: Register, fleet: Fleet, reports: Reports) -> None:
+def show_reports(register: Register, fleet: Fleet, reports: EngineReports) -> None:
     """What servers tell of themselves."""
     register(
         KV_EVENT_BATCHES,
@@ -100,7 +100,7 @@ def show_reports(register: Register, fleet: Fleet, reports: Reports) -> None:
             for deployment in fleet
             if (blocks := deployment.blocks) is not None
             for known, count in (
-                ("known", blocks.calls_attributed), ("unknown", blocks.calls_ended - blocks.calls_attributed)
+                ("known", blocks.calls_attributed), ("unknown", blocks.calls_finished - blocks.calls_attributed)
             )
         },
     )  # fmt: skip
@@ -116,8 +116,8 @@ def show_reports(register: Register, fleet: Fleet, reports: Reports) -> None:
 
 
 def show_sharing(register: Register, peers: PeerReports) -> None:
-    register(PEER_GATEWAYS, lambda: peers.others)
-    register(PEER_CALLS_LEARNED, lambda: peers.calls_heard)
+    register(PEER_GATEWAYS, lambda: peers.live_peers)
+    register(PEER_CALLS_LEARNED, lambda: peers.calls_received)
 
 
 def show_limits(register: Register, limiter: Limiter, counters: OutageFallback) -> None:

@@ -13,10 +13,10 @@ import xxhash
 from gateway.deployments.fleet import DeploymentState
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.prefix.working_set import Prompt
+from gateway.prefix.working_set import RoutedPrompt
 from gateway.routing.base import Candidate
 
-Truth = Callable[[DeploymentState], CacheModel]
+ActualCache = Callable[[DeploymentState], CacheModel]
 
 HASHED_TOKENS = 256  # of a prompt's beginning, as in the routers that hash one
 SGLANG_MATCH_SHARE = 0.5
@@ -26,7 +26,7 @@ DYNAMO_BLOCK_TOKENS = 16
 UNBOUNDED_TOKENS = 10**12
 
 
-def _ranked(call: Prompt, deployments: Sequence[DeploymentState], costs: Sequence[float]) -> list[Candidate]:
+def _ranked(call: RoutedPrompt, deployments: Sequence[DeploymentState], costs: Sequence[float]) -> list[Candidate]:
     """By cost, and equal ones by calls under way."""
     candidates = [
         Candidate(deployment, cost, call.prompt_tokens_estimate, 0, 0.0, deployment.in_flight)
@@ -38,14 +38,14 @@ def _ranked(call: Prompt, deployments: Sequence[DeploymentState], costs: Sequenc
 class FewestCalls:
     """Least busy: the fewest calls under way."""
 
-    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+    def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         return _ranked(call, deployments, [deployment.in_flight for deployment in deployments])
 
 
 class ConsistentHash:
     """The prompt's first tokens choose the server, by rendezvous."""
 
-    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+    def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         head = call.fingerprint[: HASHED_TOKENS // BLOCK_TOKENS][-1:]
         return _ranked(
             call,
@@ -61,7 +61,7 @@ class SGLangRule:
     def __init__(self) -> None:
         self._trees: dict[str, CacheModel] = {}
 
-    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+    def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         trees = [self._trees.setdefault(deployment.name, CacheModel(UNBOUNDED_TOKENS)) for deployment in deployments]
         loads = [deployment.in_flight for deployment in deployments]
         most, least = max(loads), min(loads)
@@ -80,13 +80,13 @@ class SGLangRule:
 class DynamoCost:
     """Blocks to prefill, those of the calls before it included, and blocks that are being decoded."""
 
-    def __init__(self, truth: Truth) -> None:
+    def __init__(self, truth: ActualCache) -> None:
         self._truth = truth
 
-    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+    def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         return _ranked(call, deployments, [self._blocks(call, deployment) for deployment in deployments])
 
-    def _blocks(self, call: Prompt, deployment: DeploymentState) -> float:
+    def _blocks(self, call: RoutedPrompt, deployment: DeploymentState) -> float:
         warm = self._truth(deployment).match(call.fingerprint) * BLOCK_TOKENS
         to_prefill = max(0, call.prompt_tokens_estimate - warm) + deployment.estimate.prefill_tokens_queued
         return (to_prefill + deployment.estimate.prompt_tokens_in_flight) / DYNAMO_BLOCK_TOKENS
@@ -95,5 +95,5 @@ class DynamoCost:
 class ShortestQueue:
     """Of one pooled cache every server has everything: only what waits distinguishes them."""
 
-    def order(self, call: Prompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
+    def order(self, call: RoutedPrompt, deployments: Sequence[DeploymentState], now: float) -> list[Candidate]:
         return _ranked(call, deployments, [deployment.estimate.queued_tokens(now) for deployment in deployments])

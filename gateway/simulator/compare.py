@@ -14,11 +14,11 @@ from gateway.routing.base import Strategy
 from gateway.routing.prefix_affinity import PrefixAffinity
 from gateway.routing.round_robin import RoundRobin
 from gateway.simulator import baselines
-from gateway.simulator.replay import Outcome, Replay, Served, Site
-from gateway.simulator.traces import Trace
+from gateway.simulator.replay import Replay, ReplayedRequest, ReplayResult, SimulatedSite
+from gateway.simulator.traces import TrafficTrace
 
 OURS, POOLED = "warmpath", "pooled cache (bound)"
-STRATEGIES: dict[str, Callable[[baselines.Truth], Strategy]] = {
+STRATEGIES: dict[str, Callable[[baselines.ActualCache], Strategy]] = {
     OURS: lambda _: PrefixAffinity(),
     "round robin": lambda _: RoundRobin(),
     "least busy": lambda _: baselines.FewestCalls(),
@@ -31,7 +31,7 @@ REQUESTS_PER_PROCESS = 10_000  # which take a few seconds: for less, starting on
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class StrategySummary:
     """Of one strategy. Seconds are virtual. TTFT counts from a request's arrival, being held included; what was held
     is counted for batch, and for real-time (`urgent`), which never should be."""
 
@@ -59,8 +59,8 @@ def policy_for(policy: Policy, deployments: int) -> Policy:
 
 
 def compare(
-    trace: Trace, site: Site, names: Sequence[str], *, hints: bool = False, processes: int = 1
-) -> Iterator[Summary]:
+    trace: TrafficTrace, site: SimulatedSite, names: Sequence[str], *, hints: bool = False, processes: int = 1
+) -> Iterator[StrategySummary]:
     """Replay the trace through each of the strategies named, in their order. Only ours holds calls back; the pooled
     one has a single cache of the size of all. Where there is much to replay, so many `processes` share the strategies.
     """
@@ -73,17 +73,17 @@ def compare(
         yield from pool.map(replayed, names)
 
 
-def _replayed(trace: Trace, site: Site, hints: bool, name: str) -> Summary:
+def _replayed(trace: TrafficTrace, site: SimulatedSite, hints: bool, name: str) -> StrategySummary:
     replay = Replay(trace, site, STRATEGIES[name], holds=name == OURS, hints=hints, pooled=name == POOLED)
     return _summary(name, replay.run(), predicts=name == OURS)
 
 
-def prefill_rate_for_load(trace: Trace, deployments: int, load: float) -> float:
+def prefill_rate_for_load(trace: TrafficTrace, deployments: int, load: float) -> float:
     """Tokens per second of each server at which the trace, all of it computed, keeps them busy for that share."""
     return trace.prompt_tokens / max(trace.duration_seconds, 1e-9) / deployments / load
 
 
-def _summary(name: str, outcome: Outcome, *, predicts: bool) -> Summary:
+def _summary(name: str, outcome: ReplayResult, *, predicts: bool) -> StrategySummary:
     served = outcome.served
     waits = sorted(one.first_chunk - one.came for one in served)
     holds = sorted(one.sent - one.came for one in served)
@@ -91,7 +91,7 @@ def _summary(name: str, outcome: Outcome, *, predicts: bool) -> Summary:
     some_are_batch = 0 < len(urgent) < len(served)
     busy = [deployment.busy_seconds for deployment in outcome.deployments]
     cached = sum(one.cached_tokens for one in served)
-    return Summary(
+    return StrategySummary(
         strategy=name,
         requests=len(served),
         hit_rate=_hit_rate(served),
@@ -110,7 +110,7 @@ def _summary(name: str, outcome: Outcome, *, predicts: bool) -> Summary:
     )
 
 
-def _hit_rate(served: Sequence[Served]) -> float:
+def _hit_rate(served: Sequence[ReplayedRequest]) -> float:
     return sum(one.cached_tokens for one in served) / sum(one.prompt_tokens for one in served)
 
 

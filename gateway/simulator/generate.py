@@ -11,7 +11,7 @@ import random
 from itertools import count
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.simulator.traces import Request, Session, Trace
+from gateway.simulator.traces import TraceRequest, TraceSession, TrafficTrace
 
 SHARED_TOKENS = 512  # of every chat's prompt: a system prompt
 CHAT_TOKENS_MEDIAN, CHAT_TOKENS_SIGMA, CHAT_TOKENS_MAX = 6_000, 1.2, 126_000
@@ -29,7 +29,7 @@ AGENT_THINK_MEDIAN_SECONDS, AGENT_THINK_SIGMA = 10.0, 1.7
 AGENT_OUTPUT_TOKENS = 440
 
 
-def conversation(seed: int, *, chats: int = 7000, duration_seconds: float = 3600.0) -> Trace:
+def conversation(seed: int, *, chats: int = 7000, duration_seconds: float = 3600.0) -> TrafficTrace:
     """Chats that begin at any time, in an open loop: also a later turn comes at its own time."""
     rng, fresh = random.Random(seed), count(SHARED_TOKENS // BLOCK_TOKENS)
     shared: tuple[range, ...] = (range(SHARED_TOKENS // BLOCK_TOKENS),)
@@ -41,33 +41,33 @@ def conversation(seed: int, *, chats: int = 7000, duration_seconds: float = 3600
         while at < duration_seconds and tokens + added <= CHAT_TOKENS_MAX:
             blocks, tokens = _grown(blocks, tokens, added, fresh)
             output_tokens = 1 + int(rng.expovariate(1 / CHAT_OUTPUT_TOKENS))
-            sessions.append(Session(f"{chat}", at, (Request(0.0, tokens, output_tokens, blocks),)))
+            sessions.append(TraceSession(f"{chat}", at, (TraceRequest(0.0, tokens, output_tokens, blocks),)))
             if rng.random() > CHAT_CONTINUES:
                 break
             at += rng.expovariate(1 / CHAT_THINK_SECONDS) + 5.0
             added = output_tokens + _lognormal(rng, CHAT_TURN_TOKENS_MEDIAN, CHAT_TURN_TOKENS_SIGMA)
-    return Trace(f"conversation-{seed}", sorted(sessions, key=lambda s: s.starts_at_seconds), closed_loop=False)
+    return TrafficTrace(f"conversation-{seed}", sorted(sessions, key=lambda s: s.starts_at_seconds), closed_loop=False)
 
 
-def agents(seed: int, *, sessions: int = 200, max_requests: int = 150) -> Trace:
+def agents(seed: int, *, sessions: int = 200, max_requests: int = 150) -> TrafficTrace:
     """Sessions of coding agents, in a closed loop. All begin at once: `traces.staggered` says when."""
     rng, fresh = random.Random(seed), count()
-    return Trace(
+    return TrafficTrace(
         f"agents-{seed}",
-        [Session(f"{number}", 0.0, _agent(rng, fresh, max_requests)) for number in range(sessions)],
+        [TraceSession(f"{number}", 0.0, _agent(rng, fresh, max_requests)) for number in range(sessions)],
         closed_loop=True,
     )
 
 
-def _agent(rng: random.Random, fresh: count[int], max_requests: int) -> list[Request]:
+def _agent(rng: random.Random, fresh: count[int], max_requests: int) -> list[TraceRequest]:
     turns = min(max_requests, max(2, _lognormal(rng, AGENT_TURNS_MEDIAN, AGENT_TURNS_SIGMA)))
     start = rng.randint(*AGENT_START_TOKENS)
     blocks, tokens = _grown((), 0, start, fresh)
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     for _ in range(turns):
         think = _lognormal(rng, AGENT_THINK_MEDIAN_SECONDS, AGENT_THINK_SIGMA) if requests else 0
         output_tokens = 1 + int(rng.expovariate(1 / AGENT_OUTPUT_TOKENS))
-        requests.append(Request(float(think), tokens, output_tokens, blocks))
+        requests.append(TraceRequest(float(think), tokens, output_tokens, blocks))
         added = output_tokens + _lognormal(rng, AGENT_TURN_TOKENS_MEDIAN, AGENT_TURN_TOKENS_SIGMA)
         if tokens + added > AGENT_SUMMARISES_AT_TOKENS:
             blocks, tokens = _grown((), 0, start, fresh)

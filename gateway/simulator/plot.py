@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from gateway.simulator.compare import OURS, POOLED, Summary
+from gateway.simulator.compare import OURS, POOLED, StrategySummary
 
 BAR_HEIGHT, ROW_HEIGHT, LABEL_WIDTH, PANEL_WIDTH, PANEL_GAP, TOP = 16, 26, 160, 260, 90, 64
 COLOURS = {OURS: "#d9480f", POOLED: "#adb5bd"}
 OTHER_COLOUR = "#4c6ef5"
 
-PANELS: tuple[tuple[str, Callable[[Summary], float], str], ...] = (
+PANELS: tuple[tuple[str, Callable[[StrategySummary], float], str], ...] = (
     ("prompt tokens from the cache", lambda summary: 100 * summary.hit_rate, "{:.1f} %"),
     ("mean time to the first chunk", lambda summary: summary.ttft_mean_seconds, "{:.2f} s"),
     ("until all are answered", lambda summary: summary.makespan_seconds / 60, "{:.0f} min"),
 )
 
 
-def bar_chart(title: str, summaries: Sequence[Summary]) -> str:
+def bar_chart(title: str, summaries: Sequence[StrategySummary]) -> str:
     """A panel for each figure of `PANELS`, a row for each strategy."""
     width = LABEL_WIDTH + len(PANELS) * (PANEL_WIDTH + PANEL_GAP)
     height = TOP + len(summaries) * ROW_HEIGHT + 16

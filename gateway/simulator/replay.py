@@ -15,7 +15,7 @@ from itertools import count, cycle
 
 from gateway.core.errors import GatewayError
 from gateway.deployments.fleet import Fleet, SentCall, SlotPermit
-from gateway.deployments.replica_sync import EXCHANGE_SECONDS, PeerReports, untold
+from gateway.deployments.replica_sync import EXCHANGE_SECONDS, PeerReports, new_outbox
 from gateway.policy import LatencyClass, Model, Policy
 from gateway.prefix.cache_model import CacheModel
 from gateway.prefix.fingerprint import BLOCK_TOKENS
@@ -23,13 +23,13 @@ from gateway.providers.base import OfflineProvider
 from gateway.queueing.queue import HELD_RECHECK_SECONDS
 from gateway.queueing.scheduler import QueueScheduler
 from gateway.routing.base import Strategy
-from gateway.simulator.baselines import Truth
-from gateway.simulator.servers import SimulatedServer, Work
-from gateway.simulator.traces import Session, Trace
+from gateway.simulator.baselines import ActualCache
+from gateway.simulator.simulated_engine import PrefillJob, SimulatedEngine
+from gateway.simulator.traces import TraceSession, TrafficTrace
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class SimulatedSite:
     """What is simulated: servers of one kind behind a gateway with this policy."""
 
     policy: Policy
@@ -59,7 +59,7 @@ class SimulatedCall:
 
 
 @dataclass(slots=True, eq=False)
-class Served:
+class ReplayedRequest:
     """One request's story, in seconds of virtual time."""
 
     urgent: bool
@@ -79,10 +79,10 @@ class _Running:
 
     replay: Replay
     gateway: _Gateway
-    session: Session
+    session: TraceSession
     turn: int
     call: SimulatedCall
-    served: Served
+    served: ReplayedRequest
     permit: SlotPermit | None = None
     sent: SentCall | None = None
     done: bool = False  # nobody leaves here
@@ -96,26 +96,26 @@ class _Running:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplayResult:
     """All that was served, and what each server did for it."""
 
-    served: list[Served] = field(default_factory=list)
-    deployments: list[SimulatedServer] = field(default_factory=list)
+    served: list[ReplayedRequest] = field(default_factory=list)
+    deployments: list[SimulatedEngine] = field(default_factory=list)
     capacity_tokens_believed: list[int] = field(default_factory=list)
 
 
 class _Gateway:
     """One of several before the same servers: what it knows, and who waits there."""
 
-    def __init__(self, site: Site, strategy: Strategy, on_free: Callable[[_Gateway], None]) -> None:
-        told = untold() if site.gateways > 1 and site.share else None
-        self.fleet = Fleet(lambda deployment: OfflineProvider(), told=told)
+    def __init__(self, site: SimulatedSite, strategy: Strategy, on_free: Callable[[_Gateway], None]) -> None:
+        outbox = new_outbox() if site.gateways > 1 and site.share else None
+        self.fleet = Fleet(lambda deployment: OfflineProvider(), outbox=outbox)
         self.fleet.apply(site.policy)
-        self.fleet.on_free = partial(on_free, self)
+        self.fleet.on_slot_free = partial(on_free, self)
         self.deployments = self.fleet.deployments_of(site.policy.models[0])
         self.scheduler: QueueScheduler[_Running] = QueueScheduler(self.fleet)
         self.strategy = strategy
-        self.peers = None if told is None else PeerReports(self.fleet, told)
+        self.peers = None if outbox is None else PeerReports(self.fleet, outbox)
         self.looking = False
 
 
@@ -125,9 +125,9 @@ class Replay:
 
     def __init__(
         self,
-        trace: Trace,
-        site: Site,
-        make_strategy: Callable[[Truth], Strategy],
+        trace: TrafficTrace,
+        site: SimulatedSite,
+        make_strategy: Callable[[ActualCache], Strategy],
         *,
         holds: bool,
         hints: bool = False,
@@ -141,7 +141,7 @@ class Replay:
         names = site.policy.models[0].deployments
         shared = CacheModel(site.capacity_tokens * len(names)) if pooled else None
         self._simulated = [
-            SimulatedServer(
+            SimulatedEngine(
                 CacheModel(site.capacity_tokens) if shared is None else shared, site.prefill_tokens_per_second
             )
             for _ in names
@@ -155,13 +155,13 @@ class Replay:
         ]
         self._in_turn = cycle(self._gateways)
         self._exchanging = False
-        self._work: dict[Work, _Running] = {}
+        self._work: dict[PrefillJob, _Running] = {}
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = count()
         self._now = 0.0
-        self.outcome = Outcome(deployments=self._simulated)
+        self.outcome = ReplayResult(deployments=self._simulated)
 
-    def run(self) -> Outcome:
+    def run(self) -> ReplayResult:
         for session in self._trace.sessions:
             self._at(session.starts_at_seconds, partial(self._come, session, 0))
         while self._events:
@@ -175,7 +175,7 @@ class Replay:
     def _at(self, when: float, happen: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), happen))
 
-    def _come(self, session: Session, turn: int, now: float) -> None:
+    def _come(self, session: TraceSession, turn: int, now: float) -> None:
         request = session.requests[turn]
         class_name = "realtime" if session.urgent else "batch"
         call = SimulatedCall(
@@ -188,7 +188,9 @@ class Replay:
             self._holds and self._policy.classes[class_name].hold,
         )
         gateway = next(self._in_turn)
-        running = _Running(self, gateway, session, turn, call, Served(session.urgent, request.prompt_tokens, now))
+        running = _Running(
+            self, gateway, session, turn, call, ReplayedRequest(session.urgent, request.prompt_tokens, now)
+        )
         permit = gateway.scheduler.take_now(call, now)
         if permit is not None:
             self._granted(running, permit, now)
@@ -214,9 +216,9 @@ class Replay:
     def _exchange(self, now: float) -> None:
         self._exchanging = False
         talking = [gateway.peers for gateway in self._gateways if gateway.peers is not None]
-        for notice in filter(None, [peers.notice(now) for peers in talking]):
+        for notice in filter(None, [peers.make_notice(now) for peers in talking]):
             for peers in talking:
-                peers.hear(notice, now)
+                peers.receive(notice, now)
 
     def wake(self, running: _Running, permit: SlotPermit) -> None:
         """Its turn has come: it goes on when whoever said so is done, as a task would."""
@@ -233,8 +235,8 @@ class Replay:
         running.sent = deployment.send(call, now)
         served = running.served
         served.sent, served.deployment = now, gateway.deployments.index(deployment)
-        served.predicted_tokens = running.sent.note.believed.matched * BLOCK_TOKENS
-        work = Work(call.fingerprint, call.prompt_tokens_estimate)
+        served.predicted_tokens = running.sent.prompt.prediction.matched * BLOCK_TOKENS
+        work = PrefillJob(call.fingerprint, call.prompt_tokens_estimate)
         self._work[work] = running
         seconds = self._simulated[served.deployment].submit(work)
         if seconds is not None:

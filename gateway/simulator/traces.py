@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
-from gateway.simulator.messages import MessagesError, Turns
+from gateway.simulator.chat_sessions import ChatSessionReader, MessagesError
 
 CONVERSATION_BLOCK_TOKENS = 512
 THINK_MAX_SECONDS = 300.0
@@ -33,7 +33,7 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """`blocks` are ranges of block hashes; `after_seconds` counts from the trace's start, or from the last answer."""
 
     after_seconds: float
@@ -51,19 +51,19 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class TraceSession:
     """Requests of which each waits for the one before it. One that stands alone has nothing to wait for."""
 
     name: str
     starts_at_seconds: float
-    requests: Sequence[Request]
+    requests: Sequence[TraceRequest]
     urgent: bool = True  # real-time; else batch
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class TrafficTrace:
     name: str
-    sessions: Sequence[Session]
+    sessions: Sequence[TraceSession]
     closed_loop: bool
 
     @property
@@ -80,7 +80,7 @@ class Trace:
         return max(session.starts_at_seconds for session in self.sessions)
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> TrafficTrace:
     """Raises `TraceError`, and `OSError`."""
     with path.open(encoding="utf-8") as file:
         is_list = file.read(1) == "["
@@ -97,14 +97,14 @@ def read_trace(path: Path) -> Trace:
         raise TraceError(f"{path}:{problem.line}: {problem}") from None
 
 
-def _chats(path: Path, file: TextIO) -> Trace:
+def _chats(path: Path, file: TextIO) -> TrafficTrace:
     try:
         recorded = json.load(file)
-        turns = Turns()
+        turns = ChatSessionReader()
         sessions = [
-            Session(str(number), 0.0, requests)
+            TraceSession(str(number), 0.0, requests)
             for number, session in enumerate(recorded)
-            if (requests := [Request(0.0, *request) for request in turns.of(number, session)])
+            if (requests := [TraceRequest(0.0, *request) for request in turns.of(number, session)])
         ]
     except MessagesError as problem:
         raise TraceError(f"{path}: {problem}") from None
@@ -112,7 +112,7 @@ def _chats(path: Path, file: TextIO) -> Trace:
         raise TraceError(f"{path}: not JSON: {problem}") from None
     if not sessions:
         raise TraceError(f"{path}: nobody answers in it")
-    return Trace(path.stem, sessions, closed_loop=True)
+    return TrafficTrace(path.stem, sessions, closed_loop=True)
 
 
 class _RowError(ValueError):
@@ -144,26 +144,26 @@ def _count(line: int, row: dict[str, Any], name: str, least: int = 0) -> int:
     return value
 
 
-def _conversation(name: str, rows: Sequence[Row]) -> Trace:
+def _conversation(name: str, rows: Sequence[Row]) -> TrafficTrace:
     sessions = []
     pieces = CONVERSATION_BLOCK_TOKENS // BLOCK_TOKENS
     for line, row in rows:
         ids = row.get("hash_ids")
         if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
             raise _RowError(line, "hash_ids: a list of whole numbers is needed")
-        request = Request(
+        request = TraceRequest(
             after_seconds=0.0,
             prompt_tokens=_count(line, row, "input_length", 1),
             output_tokens=_count(line, row, "output_length"),
             blocks=tuple(range(i * pieces, (i + 1) * pieces) for i in ids),
         )
         at = _count(line, row, "timestamp") / 1000
-        sessions.append(Session(str(line), at, (request,)))
-    return Trace(name, sorted(sessions, key=lambda session: session.starts_at_seconds), closed_loop=False)
+        sessions.append(TraceSession(str(line), at, (request,)))
+    return TrafficTrace(name, sorted(sessions, key=lambda session: session.starts_at_seconds), closed_loop=False)
 
 
-def _agents(name: str, rows: Sequence[Row]) -> Trace:
-    by_session: dict[str, list[Request]] = {}
+def _agents(name: str, rows: Sequence[Row]) -> TrafficTrace:
+    by_session: dict[str, list[TraceRequest]] = {}
     bases: dict[str, int] = {}  # ids of different sessions stand for different prefixes
     largest = max((first + count for line, row in rows for first, count in _run_lengths(line, row)), default=0)
     for line, row in rows:
@@ -173,14 +173,14 @@ def _agents(name: str, rows: Sequence[Row]) -> Trace:
         requests = by_session.setdefault(session, [])
         base = bases.setdefault(session, len(bases) * (largest + 1))
         requests.append(
-            Request(
+            TraceRequest(
                 after_seconds=max(0.0, float(row.get("think") or 0.0)),
                 prompt_tokens=_count(line, row, "in", 1),
                 output_tokens=_count(line, row, "out"),
                 blocks=tuple(range(base + first, base + first + count) for first, count in _run_lengths(line, row)),
             )
         )
-    return Trace(name, [Session(s, 0.0, requests) for s, requests in by_session.items()], closed_loop=True)
+    return TrafficTrace(name, [TraceSession(s, 0.0, requests) for s, requests in by_session.items()], closed_loop=True)
 
 
 def _run_lengths(line: int, row: dict[str, Any]) -> list[tuple[int, int]]:
@@ -193,14 +193,14 @@ def _run_lengths(line: int, row: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def staggered(
-    trace: Trace,
+    trace: TrafficTrace,
     *,
     seed: int,
     sessions: int | None = None,
     start_every_seconds: float = 20.0,
     max_requests: int | None = None,
     urgent_every: int | None = None,
-) -> Trace:
+) -> TrafficTrace:
     """Sessions in random order, beginning at random times; one in `urgent_every` is real-time, the others are batch
     (None: all are batch). Think times are capped at `THINK_MAX_SECONDS`."""
     rng = random.Random(seed)
@@ -213,6 +213,6 @@ def staggered(
             for request in session.requests[:max_requests]
         ]
         urgent = urgent_every is not None and number % urgent_every == urgent_every - 1
-        begun.append(Session(session.name, at, requests, urgent))
+        begun.append(TraceSession(session.name, at, requests, urgent))
         at += rng.expovariate(1 / start_every_seconds)
     return replace(trace, sessions=begun)

@@ -25,7 +25,7 @@ from gateway.billing.settler import Settler
 from gateway.core.api_keys import hash_key
 from gateway.core.errors import LedgerUnavailable, StorageUnavailable
 from gateway.deployments.fleet import Fleet
-from gateway.diagnosis import Journal, PrefixDiagnosis
+from gateway.diagnosis import DiagnosisJournal, PrefixDiagnosis
 from gateway.endpoints import ENDPOINTS
 from gateway.endpoints.exchange import BodyBudget
 from gateway.limits import LIMITS
@@ -343,7 +343,7 @@ class Rig:
             call_log=LedgerCallLog(self.ledger, on_unbilled=self._on_unbilled),
             settler=Settler(limiter, self.ledger),
             telemetry=self.telemetry,
-            diagnosis=PrefixDiagnosis(Journal(directory / "diagnosis", "r")),
+            diagnosis=PrefixDiagnosis(DiagnosisJournal(directory / "diagnosis", "r")),
             max_body_bytes=MAX_BODY_BYTES,
             bodies=bodies,
         )

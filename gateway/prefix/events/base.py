@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 BlockHash = int | bytes
 
 
-class Stored(NamedTuple):
+class BlocksStored(NamedTuple):
     """A run of blocks that can be found now, each the child of the one before it; the first one's parent may be None,
     at the beginning of a prompt. `session` is what the engine was told of the request that computed them, or ""."""
 
@@ -21,28 +21,28 @@ class Stored(NamedTuple):
     session: str = ""
 
 
-class Removed(NamedTuple):
+class BlocksRemoved(NamedTuple):
     hashes: tuple[BlockHash, ...]
 
 
-class Listener(Protocol):
-    def stored(self, event: Stored) -> None: ...
+class CacheEventListener(Protocol):
+    def stored(self, event: BlocksStored) -> None: ...
 
-    def removed(self, event: Removed) -> None: ...
+    def removed(self, event: BlocksRemoved) -> None: ...
 
     def cleared(self) -> None:
         """The cache is empty, or the engine has been started anew."""
 
-    def lost(self) -> None:
+    def events_lost(self) -> None:
         """Events are missing that can not be had any more: whatever was known may be wrong."""
 
 
-class Source(Protocol):
+class EventSource(Protocol):
     async def run(self) -> None:
         """Until it is cancelled. What goes wrong on the wire is waited out, within named bounds, and never raised."""
 
 
-class Counts:
+class EventCounts:
     """What a source has come across, for metrics."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from gateway.prefix.events.base import Counts, Listener, Removed, Stored
+from gateway.prefix.events.base import BlocksRemoved, BlocksStored, CacheEventListener, EventCounts
 
 POLL_SECONDS = 0.5
 POLL_MAX_SECONDS = 30.0  # between two tries of a server that does not answer
@@ -50,8 +50,8 @@ class _Event(msgspec.Struct):
 _decoder = msgspec.json.Decoder(list[_Event])
 
 
-class TensorRTSource:
-    def __init__(self, post: Post, listener: Listener, counts: Counts) -> None:
+class TensorRTEventSource:
+    def __init__(self, post: Post, listener: CacheEventListener, counts: EventCounts) -> None:
         self._post = post
         self._listener = listener
         self._counts = counts
@@ -79,11 +79,11 @@ class TensorRTSource:
             data = event.data
             if data.type == "stored" and data.blocks:
                 hashes = tuple(block.block_hash for block in data.blocks)
-                self._listener.stored(Stored(hashes, data.parent_hash, len(data.blocks[0].tokens)))
+                self._listener.stored(BlocksStored(hashes, data.parent_hash, len(data.blocks[0].tokens)))
             elif data.type == "created":  # the engine's cache is new, and empty
                 self._listener.cleared()
             elif data.type == "removed":
-                self._listener.removed(Removed(tuple(data.block_hashes)))
+                self._listener.removed(BlocksRemoved(tuple(data.block_hashes)))
         self._counts.batches += bool(events)
         return True
 
@@ -92,5 +92,5 @@ class TensorRTSource:
             self._listener.cleared()  # it counts from the beginning: it was started anew
         elif self._next is not None and event_id > self._next:
             self._counts.gaps += 1
-            self._listener.lost()
+            self._listener.events_lost()
         self._next = event_id + 1

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.prefix.events.base import BlockHash, Removed, Stored
+from gateway.prefix.events.base import BlockHash, BlocksRemoved, BlocksStored
 
 MEMORY = (None, "GPU", "gpu", "device")
 
@@ -26,13 +26,13 @@ class MalformedBatch(Exception):
     """Not a batch of events; the message says what is wrong."""
 
 
-class Cleared(NamedTuple):
+class CacheCleared(NamedTuple):
     """Everything is gone."""
 
 
-class Batch(NamedTuple):
+class EventBatch(NamedTuple):
     at: float  # seconds since the epoch, by the engine's clock
-    events: list[Stored | Removed | Cleared]
+    events: list[BlocksStored | BlocksRemoved | CacheCleared]
 
 
 class _StoredMap(msgspec.Struct, tag="BlockStored"):
@@ -100,17 +100,17 @@ _event_map = msgspec.msgpack.Decoder(_StoredMap | _RemovedMap | _ClearedMap)
 _event_array = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 
 
-def read_batch(payload: bytes) -> Batch:
+def read_batch(payload: bytes) -> EventBatch:
     """Its events in order, those of no interest left out. Raises `MalformedBatch`."""
     try:
         batch = (_batch_array if payload[:1] in _ARRAYS else _batch_map).decode(payload)
         events = [event for raw in batch.events if (event := _read_event(bytes(raw))) is not None]
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedBatch(str(error)) from None
-    return Batch(batch.ts, events)
+    return EventBatch(batch.ts, events)
 
 
-def _read_event(packed: bytes) -> Stored | Removed | Cleared | None:
+def _read_event(packed: bytes) -> BlocksStored | BlocksRemoved | CacheCleared | None:
     is_array = packed[:1] in _ARRAYS
     try:
         event = (_event_array if is_array else _event_map).decode(packed)
@@ -119,11 +119,11 @@ def _read_event(packed: bytes) -> Stored | Removed | Cleared | None:
             raise
         return None  # a kind of event that is newer than this code
     if isinstance(event, _ClearedMap | _ClearedArray):
-        return Cleared()
+        return CacheCleared()
     if event.medium not in MEMORY or event.group_idx:
         return None
     if isinstance(event, _RemovedMap | _RemovedArray):
-        return Removed(event.block_hashes)
+        return BlocksRemoved(event.block_hashes)
     if not event.block_hashes:
         return None
-    return Stored(event.block_hashes, event.parent_block_hash, event.block_size, event.session_id or "")
+    return BlocksStored(event.block_hashes, event.parent_block_hash, event.block_size, event.session_id or "")

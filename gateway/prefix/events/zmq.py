@@ -14,8 +14,8 @@ import logging
 import zmq
 import zmq.asyncio
 
-from gateway.prefix.events.base import Counts, Listener, Removed, Stored
-from gateway.prefix.events.wire import Batch, MalformedBatch, read_batch
+from gateway.prefix.events.base import BlocksRemoved, BlocksStored, CacheEventListener, EventCounts
+from gateway.prefix.events.wire import EventBatch, MalformedBatch, read_batch
 
 RECEIVE_QUEUE_MAX = 100_000  # batches that wait here before the publisher drops some
 RECONNECT_FIRST_MS = 100
@@ -28,8 +28,10 @@ NUMBER_BYTES = 8
 log = logging.getLogger("warmpath.kv_events")
 
 
-class ZmqSource:
-    def __init__(self, endpoint: str, replay_endpoint: str | None, listener: Listener, counts: Counts) -> None:
+class ZmqEventSource:
+    def __init__(
+        self, endpoint: str, replay_endpoint: str | None, listener: CacheEventListener, counts: EventCounts
+    ) -> None:
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._listener = listener
@@ -71,15 +73,15 @@ class ZmqSource:
             self._counts.gaps += 1
             await self._replay(context, self._next, number)
             if self._next < number:
-                self._listener.lost()
+                self._listener.events_lost()
         if self._next is None or number >= self._next:
             self._apply(number, batch)
 
-    def _apply(self, number: int, batch: Batch) -> None:
+    def _apply(self, number: int, batch: EventBatch) -> None:
         for event in batch.events:
-            if isinstance(event, Stored):
+            if isinstance(event, BlocksStored):
                 self._listener.stored(event)
-            elif isinstance(event, Removed):
+            elif isinstance(event, BlocksRemoved):
                 self._listener.removed(event)
             else:
                 self._listener.cleared()
@@ -113,7 +115,7 @@ class ZmqSource:
                 self._apply(number, batch)
 
 
-def _read(frames: list[bytes]) -> tuple[int, Batch]:
+def _read(frames: list[bytes]) -> tuple[int, EventBatch]:
     """The last two frames are number and batch; a topic, or what a socket type adds, comes before them."""
     if len(frames) < 2 or len(frames[-2]) != NUMBER_BYTES:
         raise MalformedBatch("the frames are not a topic, a number of 8 bytes and a batch")

@@ -15,22 +15,22 @@ import msgspec
 import xxhash
 
 from gateway.prompts.transforms.base import (
-    Context,
     Fields,
     Message,
     MessagesTransform,
-    Plan,
+    MessagesView,
     Safety,
     Transform,
+    TransformContext,
+    TransformPlan,
     ValueTransform,
-    View,
 )
 from gateway.prompts.transforms.json_form import JSONForm
-from gateway.prompts.transforms.memory import NotInMemory, SharedMemory
-from gateway.prompts.transforms.moving import VolatileToEnd, VolatileToUser
+from gateway.prompts.transforms.move_volatile import VolatileToEnd, VolatileToUser
 from gateway.prompts.transforms.noise import Noise
 from gateway.prompts.transforms.order_memo import OrderMemo
-from gateway.prompts.transforms.plans import Plans
+from gateway.prompts.transforms.plans import TransformPlans
+from gateway.prompts.transforms.shared_decisions import DecisionNotLoaded, SharedDecisions
 from gateway.prompts.transforms.template_date import TemplateDate
 from gateway.prompts.transforms.text_parts import TextParts
 from gateway.prompts.transforms.tool_order import ToolOrder
@@ -58,7 +58,7 @@ _messages = msgspec.json.Decoder(list[Message])
 _encode = msgspec.json.encode
 
 
-class Form(msgspec.Struct, frozen=True):
+class CanonicalBody(msgspec.Struct, frozen=True):
     """A body in another form than it came in."""
 
     fields: Fields
@@ -66,22 +66,22 @@ class Form(msgspec.Struct, frozen=True):
     reworded: dict[int, bytes] | None  # the messages that say it otherwise, by number; None: perhaps all of them
 
 
-class Canon:
+class TransformPipeline:
     """Brings bodies into their canonical form. Owned by the event loop."""
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: SharedDecisions) -> None:
         self.memory = memory
-        self.plans = Plans(memory, can_do)
-        self._forms: OrderedDict[tuple[Plan, str, str, int], tuple[bytes, bytes | None, tuple[str, ...]]] = (
+        self.plans = TransformPlans(memory, can_do)
+        self._forms: OrderedDict[tuple[TransformPlan, str, str, int], tuple[bytes, bytes | None, tuple[str, ...]]] = (
             OrderedDict()
         )
         self._forms_bytes = 0
         self._generation = memory.generation
-        self._context = Context(Plan(VERSION, "off"), "", memory, ())
+        self._context = TransformContext(TransformPlan(VERSION, "off"), "", memory, ())
 
     def form(
-        self, fields: Fields, messages: Sequence[PromptMessage], plan: Plan, scope: str, *, plain: bool = False
-    ) -> Form | None:
+        self, fields: Fields, messages: Sequence[PromptMessage], plan: TransformPlan, scope: str, *, plain: bool = False
+    ) -> CanonicalBody | None:
         """The body in its canonical form; None where it is that already. `plain`: as in `View`. Raises `NotInMemory`,
         and has then changed nothing.
         """
@@ -89,7 +89,7 @@ class Canon:
             return None
         context = self._context
         if plan is not context.plan or scope != context.scope:  # as is so where one application calls again and again
-            context = self._context = Context(plan, scope, self.memory, transforms(plan, "messages"))
+            context = self._context = TransformContext(plan, scope, self.memory, transforms(plan, "messages"))
         changes: Fields = {}
         steps: tuple[str, ...] = ()
         for name in () if _ANY_KEPT_FIELD.isdisjoint(fields) else _KEPT_FIELDS:
@@ -113,9 +113,9 @@ class Canon:
             if form is not None:
                 changes["chat_template_kwargs"] = msgspec.Raw(form)
                 steps += names
-        return Form({**fields, **changes}, tuple(dict.fromkeys(steps)), reworded) if changes else None
+        return CanonicalBody({**fields, **changes}, tuple(dict.fromkeys(steps)), reworded) if changes else None
 
-    def _kept_form(self, name: str, raw: bytes, context: Context) -> tuple[bytes | None, tuple[str, ...]]:
+    def _kept_form(self, name: str, raw: bytes, context: TransformContext) -> tuple[bytes | None, tuple[str, ...]]:
         """As `_apply`, which is asked once for as long as the result is kept."""
         if self._generation != self.memory.generation:
             self._forms.clear()
@@ -135,7 +135,9 @@ class Canon:
         return form, names
 
 
-def _apply(wanting: Sequence[ValueTransform], raw: bytes, context: Context) -> tuple[bytes | None, tuple[str, ...]]:
+def _apply(
+    wanting: Sequence[ValueTransform], raw: bytes, context: TransformContext
+) -> tuple[bytes | None, tuple[str, ...]]:
     """The value after all of these, and the names of those that changed it; None where none did, or where it is not
     of the shape that this field has: the server is to judge it then."""
     form: bytes = raw
@@ -152,7 +154,7 @@ def _apply(wanting: Sequence[ValueTransform], raw: bytes, context: Context) -> t
 
 
 def _with_messages(
-    wanting: Sequence[Transform], raw: msgspec.Raw, context: Context, plain: bool
+    wanting: Sequence[Transform], raw: msgspec.Raw, context: TransformContext, plain: bool
 ) -> tuple[bytes | None, tuple[str, ...], dict[int, bytes] | None]:
     """As `_apply`, for messages, and what `Form.reworded` is to be. They are taken apart and put together once, and not
     copied for it: a prompt of half a megabyte costs more to copy, by the pages that have to be had, than to read.
@@ -194,7 +196,7 @@ def _wanting(
     wanting: list[Transform] = []
     stirred = False
     written = memoryview(raw)
-    view = View(messages, plain, bytes(written[:_HEAD_BYTES]), len(written))
+    view = MessagesView(messages, plain, bytes(written[:_HEAD_BYTES]), len(written))
     for transform in candidates:
         unseen = stirred and not (view.long and transform.safety is Safety.P0)
         if unseen or (transform not in wanting and transform.sees(view)):
@@ -204,7 +206,7 @@ def _wanting(
 
 
 @lru_cache(maxsize=1024)
-def transforms(plan: Plan, field: str) -> tuple[Transform, ...]:
+def transforms(plan: TransformPlan, field: str) -> tuple[Transform, ...]:
     """Those of a plan that may change a field of the body, in order."""
     if plan.level == "off":
         return ()
@@ -218,15 +220,27 @@ def transforms(plan: Plan, field: str) -> tuple[Transform, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _of_values(plan: Plan, field: str) -> tuple[ValueTransform, ...]:
+def _of_values(plan: TransformPlan, field: str) -> tuple[ValueTransform, ...]:
     return tuple(transform for transform in transforms(plan, field) if isinstance(transform, ValueTransform))
 
 
-def can_do(plan: Plan) -> bool:
+def can_do(plan: TransformPlan) -> bool:
     """Whether this release still has what an earlier one did."""
     names = {transform.name for transform in VERSIONS.get(plan.version, ())}
     return bool(names) and names.issuperset(plan.opt_in)
 
 
-__all__ = ["OPT_IN", "VERSION", "VERSIONS", "Canon", "Fields", "Form", "NotInMemory", "Plan", "Safety", "SharedMemory",
-           "Transform", "transforms"]  # fmt: skip
+__all__ = [
+    "OPT_IN",
+    "VERSION",
+    "VERSIONS",
+    "CanonicalBody",
+    "DecisionNotLoaded",
+    "Fields",
+    "Safety",
+    "SharedDecisions",
+    "Transform",
+    "TransformPipeline",
+    "TransformPlan",
+    "transforms",
+]  # fmt: skip

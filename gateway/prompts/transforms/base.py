@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.prompts.transforms.memory import SharedMemory
+from gateway.prompts.transforms.shared_decisions import SharedDecisions
 from gateway.types import PromptMessage
 
 Fields = dict[str, msgspec.Raw]
@@ -35,7 +35,7 @@ class Safety(enum.IntEnum):
     P3 = 3
 
 
-class Plan(msgspec.Struct, frozen=True):
+class TransformPlan(msgspec.Struct, frozen=True):
     """Which transforms a conversation gets, from its first request to its last."""
 
     version: int
@@ -44,16 +44,16 @@ class Plan(msgspec.Struct, frozen=True):
     template_date: str | None = None
 
 
-class Context(msgspec.Struct, frozen=True):
+class TransformContext(msgspec.Struct, frozen=True):
     """What a transform may know besides the body. `scope` is the salt: no two cache groups share a memory."""
 
-    plan: Plan
+    plan: TransformPlan
     scope: str
-    memory: SharedMemory
+    memory: SharedDecisions
     for_messages: Sequence[Transform] = ()  # those of the plan that may change messages, in order
 
 
-class View(msgspec.Struct, frozen=True):
+class MessagesView(msgspec.Struct, frozen=True):
     """A chat's messages as their door has read them, for a look before they are taken apart."""
 
     messages: Sequence[PromptMessage]
@@ -80,7 +80,7 @@ class Transform(ABC):
     safety: ClassVar[Safety]
     fields: ClassVar[tuple[str, ...]]  # the top-level values that it may change
 
-    def sees(self, view: View) -> bool:
+    def sees(self, view: MessagesView) -> bool:
         """Whether `messages` may hold something for it. Near free: asked of every request whose messages it may
         change.
         """
@@ -89,7 +89,7 @@ class Transform(ABC):
 
 class ValueTransform(Transform):
     @abstractmethod
-    def apply(self, raw: bytes, context: Context) -> bytes | None:
+    def apply(self, raw: bytes, context: TransformContext) -> bytes | None:
         """The value with the transform applied; None where it would change nothing.
 
         Raises `NotInMemory` where the storage has to be asked first.

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.prompts.transforms.base import Context, Safety, ValueTransform, View
+from gateway.prompts.transforms.base import MessagesView, Safety, TransformContext, ValueTransform
 
 SEEN_PARTS = 16
 SEEN_BYTES = 1024  # of each of these parts: who escapes, escapes everywhere
@@ -29,7 +29,7 @@ class JSONForm(ValueTransform):
     safety: ClassVar[Safety] = Safety.P0
     fields: ClassVar[tuple[str, ...]] = ("messages", "tools", "functions", "response_format")
 
-    def sees(self, view: View) -> bool:
+    def sees(self, view: MessagesView) -> bool:
         """Who writes spaces writes them from the first key on. That text was escaped is not worth a search of all of
         it: strings are fingerprinted decoded. Parts and tool calls are fingerprinted as they are written.
         """
@@ -42,7 +42,7 @@ class JSONForm(ValueTransform):
         parts = (part for message in view.messages if type(message.content) is list for part in message.content)
         return any(b"\\u" in bytes(memoryview(part)[:SEEN_BYTES]) for part in islice(parts, SEEN_PARTS))
 
-    def apply(self, raw: bytes, context: Context) -> bytes | None:
+    def apply(self, raw: bytes, context: TransformContext) -> bytes | None:
         try:
             written = msgspec.json.format(raw, indent=-1)
             first = written.find(b"\\", 0, SEARCHED_BYTES)  # a search for one byte is a tenth of one for a pattern

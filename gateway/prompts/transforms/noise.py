@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from gateway.core.cache_breakpoints import FIELD_JSON
-from gateway.prompts.transforms.base import SYSTEM_ROLES, Message, MessagesTransform, Safety, View
+from gateway.prompts.transforms.base import SYSTEM_ROLES, Message, MessagesTransform, MessagesView, Safety
 
 SIGNATURES: dict[str, str] = {
     "anthropic_header": r"x-anthropic-[a-z0-9-]+:[^\n]*",
@@ -40,7 +40,7 @@ class Noise(MessagesTransform):
     name: ClassVar[str] = "noise"
     safety: ClassVar[Safety] = Safety.P2
 
-    def sees(self, view: View) -> bool:
+    def sees(self, view: MessagesView) -> bool:
         for message in view.messages:
             if message.role not in ("system", "developer"):
                 continue

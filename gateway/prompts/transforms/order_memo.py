@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from gateway.core.cache_breakpoints import FIELD_JSON
-from gateway.prompts.transforms.base import Context, Safety, ValueTransform
-from gateway.prompts.transforms.memory import NotInMemory
+from gateway.prompts.transforms.base import Safety, TransformContext, ValueTransform
+from gateway.prompts.transforms.shared_decisions import DecisionNotLoaded
 
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _DATA = frozenset({"enum", "const", "default", "examples", "example"})
@@ -37,7 +37,7 @@ class OrderMemo(ValueTransform):
     safety: ClassVar[Safety] = Safety.P1
     fields: ClassVar[tuple[str, ...]] = ("tools", "functions", "response_format")
 
-    def apply(self, raw: bytes, context: Context) -> bytes | None:
+    def apply(self, raw: bytes, context: TransformContext) -> bytes | None:
         if not raw.startswith(b"["):  # a response_format
             first = self._first_form(raw, context) if b'"json_schema"' in raw else raw
             return None if first == raw else first
@@ -49,13 +49,13 @@ class OrderMemo(ValueTransform):
         for tool in tools:
             try:
                 firsts.append(self._first_form(tool, context))
-            except NotInMemory as missing:
+            except DecisionNotLoaded as missing:
                 unknown += missing.keys
         if unknown:  # asked for together
-            raise NotInMemory(unknown)
+            raise DecisionNotLoaded(unknown)
         return None if firsts == tools else b"[" + b",".join(firsts) + b"]"
 
-    def _first_form(self, raw: bytes, context: Context) -> bytes:
+    def _first_form(self, raw: bytes, context: TransformContext) -> bytes:
         if FIELD_JSON in raw:
             return raw
         meaning = digest(raw)

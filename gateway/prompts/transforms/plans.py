@@ -19,8 +19,8 @@ import msgspec
 import xxhash
 
 from gateway.core.cache_breakpoints import part_text, without_breakpoint
-from gateway.prompts.transforms.base import Plan
-from gateway.prompts.transforms.memory import SharedMemory
+from gateway.prompts.transforms.base import TransformPlan
+from gateway.prompts.transforms.shared_decisions import SharedDecisions
 from gateway.types import PromptMessage
 
 WARM_SECONDS = 86400.0
@@ -33,27 +33,29 @@ Stored = TypeVar("Stored")
 class _Change(msgspec.Struct):
     """The plan of one tenant's calls for one model, and the one before it."""
 
-    plan: Plan
-    previous: Plan | None = None
+    plan: TransformPlan
+    previous: TransformPlan | None = None
     changed: float = 0.0  # seconds since the epoch
 
 
 _change = msgspec.json.Decoder(_Change)
-_plan = msgspec.json.Decoder(Plan)
+_plan = msgspec.json.Decoder(TransformPlan)
 
 
-class Plans:
+class TransformPlans:
     """`known` tells a plan that this release can still carry out."""
 
     def __init__(
-        self, memory: SharedMemory, known: Callable[[Plan], bool], clock: Callable[[], float] = time.time
+        self, memory: SharedDecisions, known: Callable[[TransformPlan], bool], clock: Callable[[], float] = time.time
     ) -> None:
         self._memory = memory
         self._known = known
         self._clock = clock
         self._changes: dict[tuple[str, str], _Change] = {}
 
-    def plan_for(self, wanted: Plan, tenant: str, model: str, messages: Sequence[PromptMessage]) -> Plan:
+    def plan_for(
+        self, wanted: TransformPlan, tenant: str, model: str, messages: Sequence[PromptMessage]
+    ) -> TransformPlan:
         """What the policy wants of new conversations is `wanted`. Raises `NotInMemory`."""
         change = self._changes.get((tenant, model))
         if change is None or (change.plan is not wanted and change.plan != wanted):
@@ -65,7 +67,7 @@ class Plans:
             return change.plan
         return self._plan_of_conversation(change, change.previous, tenant, model, messages)
 
-    def _note(self, wanted: Plan, tenant: str, model: str, change: _Change | None) -> _Change:
+    def _note(self, wanted: TransformPlan, tenant: str, model: str, change: _Change | None) -> _Change:
         key = f"canonical:plan:{tenant}/{model}"
         if change is None and (stored := self._memory.find(key)) is not None:
             change = _decoded(_change, stored)
@@ -82,8 +84,8 @@ class Plans:
         return change
 
     def _plan_of_conversation(
-        self, change: _Change, previous: Plan, tenant: str, model: str, messages: Sequence[PromptMessage]
-    ) -> Plan:
+        self, change: _Change, previous: TransformPlan, tenant: str, model: str, messages: Sequence[PromptMessage]
+    ) -> TransformPlan:
         key = _key_of(tenant, model, messages)
         if key is None:
             return change.plan

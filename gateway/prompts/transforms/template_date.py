@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import msgspec
 
-from gateway.prompts.transforms.base import Context, Safety, ValueTransform
+from gateway.prompts.transforms.base import Safety, TransformContext, ValueTransform
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _encode = msgspec.json.encode
@@ -22,7 +22,7 @@ class TemplateDate(ValueTransform):
     safety: ClassVar[Safety] = Safety.P3
     fields: ClassVar[tuple[str, ...]] = ("chat_template_kwargs",)
 
-    def apply(self, raw: bytes, context: Context) -> bytes | None:
+    def apply(self, raw: bytes, context: TransformContext) -> bytes | None:
         try:
             given = _object.decode(raw) or {}
         except msgspec.MsgspecError:  # no object: the server is to refuse it

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from gateway.prompts.transforms.base import Message, MessagesTransform, Safety, View
+from gateway.prompts.transforms.base import Message, MessagesTransform, MessagesView, Safety
 
 
 class _Text(msgspec.Struct, forbid_unknown_fields=True):
@@ -30,7 +30,7 @@ class TextParts(MessagesTransform):
     safety: ClassVar[Safety] = Safety.P0
     same_words: ClassVar[bool] = True
 
-    def sees(self, view: View) -> bool:
+    def sees(self, view: MessagesView) -> bool:
         return not view.plain and not view.long and any(type(message.content) is list for message in view.messages)
 
     def change(self, messages: list[Message]) -> Iterator[int]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from gateway.core.cache_breakpoints import FIELD_JSON
-from gateway.prompts.transforms.base import Context, Safety, ValueTransform
+from gateway.prompts.transforms.base import Safety, TransformContext, ValueTransform
 
 _list = msgspec.json.Decoder(list[msgspec.Raw])
 _any = msgspec.json.Decoder()
@@ -22,7 +22,7 @@ class ToolOrder(ValueTransform):
     safety: ClassVar[Safety] = Safety.P3
     fields: ClassVar[tuple[str, ...]] = ("tools", "functions")
 
-    def apply(self, raw: bytes, context: Context) -> bytes | None:
+    def apply(self, raw: bytes, context: TransformContext) -> bytes | None:
         if FIELD_JSON in raw:  # what stands before a breakpoint is what it covers
             return None
         tools = [bytes(tool) for tool in _list.decode(raw)]

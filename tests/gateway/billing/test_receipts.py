@@ -18,7 +18,7 @@ from gateway.billing.receipts import bill_of, cost_of, make_receipt
 from gateway.core.money import atoms_to_nanos, atoms_to_text
 from gateway.core.times import rfc3339_to_ns
 from gateway.policy import Deployment, Policy, Price
-from gateway.routing.attempts import AttemptLog
+from gateway.routing.attempt_log import AttemptLog
 from gateway.types import Attempt, Operation, Outcome, PhaseTimings, Trace, Usage
 from tests.gateway.calls import a_call
 

@@ -13,7 +13,7 @@ import pytest
 from backend.engine.block_pool import ROOT_HASH, CachedBlock, hash_block
 from backend.server.kv_events import KVEventPublisher
 from gateway.deployments import engine_reports as reports
-from gateway.deployments.engine_reports import Reports
+from gateway.deployments.engine_reports import EngineReports
 from gateway.deployments.fleet import DeploymentState, Fleet
 from gateway.policy import EnvSecret, Policy
 from gateway.prefix.fingerprint import fingerprint
@@ -65,7 +65,7 @@ async def reporting(policy: Policy) -> AsyncIterator[tuple[Fleet, DeploymentStat
     def secret_of(secret: EnvSecret) -> str:
         return f"the value of {secret.env}"
 
-    task = asyncio.create_task(Reports(fleet, transport, secret_of).run())
+    task = asyncio.create_task(EngineReports(fleet, transport, secret_of).run())
     try:
         yield fleet, next(iter(fleet))
     finally:
@@ -163,7 +163,7 @@ async def test_tensorrt_is_asked_for_its_events() -> None:
 async def test_a_reload_begins_and_ends_what_it_names(
     publisher: KVEventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reports, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(reports, "SYNC_SECONDS", 0.01)
     async with reporting(a_policy()) as (fleet, server):
         await asyncio.sleep(0.03)
         assert server.blocks is None

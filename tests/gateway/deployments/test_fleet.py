@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from gateway.deployments.fleet import PEAK_SECONDS, DeploymentState, Fleet, SlotPermit
+from gateway.deployments.fleet import PEAK_DECAY_SECONDS, DeploymentState, Fleet, SlotPermit
 from gateway.policy import Deployment, Policy
-from gateway.prefix.estimate import Load
+from gateway.prefix.estimate import ReportedLoad
 from gateway.providers.base import OfflineProvider, Provider
 from tests.gateway.calls import a_policy
 
@@ -49,7 +49,7 @@ def test_the_least_busy_by_share_gives_its_place_first() -> None:
     assert [server.slots_taken for server in servers] == [4, 2]
     assert known.take(servers, 0.0) is None
     freed: list[bool] = []
-    known.on_free = lambda: freed.append(True)
+    known.on_slot_free = lambda: freed.append(True)
     for place in places:
         assert isinstance(place, SlotPermit)
         place.release()
@@ -85,7 +85,7 @@ def test_background_has_what_others_leave_at_their_busiest_until_that_is_long_ag
     urgent = known.take([server], 2.0)
     assert urgent is not None and not server.has_room_for_background(2.0)
     urgent.release()
-    background += fill(known, server, 2.0 + 10 * PEAK_SECONDS)
+    background += fill(known, server, 2.0 + 10 * PEAK_DECAY_SECONDS)
     assert len(background) == 4
     for place in background:
         place.release()
@@ -107,7 +107,7 @@ def test_background_has_one_place_where_nobody_else_is_there_and_none_where_no_p
 
 def test_background_waits_where_the_server_says_that_calls_wait_there() -> None:
     known, server = with_four_places()
-    server.estimate.load = Load(at=0.0, running=4, waiting=1)
+    server.estimate.load = ReportedLoad(at=0.0, running=4, waiting=1)
     assert len(fill(known, server, 1.0)) == 1
     assert server.has_room_for_background(100.0)  # what was said is too old
 
@@ -125,7 +125,7 @@ def test_what_was_believed_counts_for_as_long_as_it_is_so() -> None:
     known.apply(a_policy())
     server, now = next(iter(known)), 1.0
     call = SimpleNamespace(fingerprint=(1, 2, 3), prompt_tokens_estimate=200, session=None, may_be_held=False)
-    before = server.cache.recall(call.fingerprint)
-    first = server.send(call, now, believed=before)
-    assert first.note.believed is before
-    assert server.send(call, now, believed=before).note.believed.matched == 3, "it was sent meanwhile"
+    before = server.cache.predict(call.fingerprint)
+    first = server.send(call, now, prediction=before)
+    assert first.prompt.prediction is before
+    assert server.send(call, now, prediction=before).prompt.prediction.matched == 3, "it was sent meanwhile"

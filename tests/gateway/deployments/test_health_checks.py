@@ -55,28 +55,28 @@ async def test_a_failing_server_is_used_again_as_soon_as_it_is_well(
     fleet: Fleet, providers: dict[str, Patient]
 ) -> None:
     checks, now, a = HealthChecks(fleet), asyncio.get_running_loop().time(), named(fleet, "a")
-    await checks.look()
+    await checks.check_once()
     assert not any(patient.asked for patient in providers.values())  # nothing stands against them
     for _ in range(FAILURES_TO_OPEN):
         a.breaker.failed(now)
-    a.breaker.asked_after = now + 1000.0
+    a.breaker.next_try_at = now + 1000.0
     providers["a"].well = False
-    await checks.look()
-    assert providers["a"].asked == 1 and not a.breaker.would_allow(now + 60)
+    await checks.check_once()
+    assert providers["a"].asked == 1 and not a.breaker.would_admit(now + 60)
     providers["a"].well = True
-    await checks.look()
-    assert a.breaker.would_allow(asyncio.get_running_loop().time())
+    await checks.check_once()
+    assert a.breaker.would_admit(asyncio.get_running_loop().time())
     assert providers["b"].asked == 0
 
 
 async def test_a_silent_server_is_asked_now_and_then(fleet: Fleet, providers: dict[str, Patient]) -> None:
     checks, b = HealthChecks(fleet), named(fleet, "b")
-    await checks.look()
-    b.asked_at -= IDLE_SECONDS
+    await checks.check_once()
+    b.last_contact_at -= IDLE_SECONDS
     providers["b"].well = False
-    await checks.look()
-    assert providers["b"].asked == 1 and b.cooling(asyncio.get_running_loop().time())
-    await checks.look()
+    await checks.check_once()
+    assert providers["b"].asked == 1 and b.is_deprioritised(asyncio.get_running_loop().time())
+    await checks.check_once()
     assert providers["b"].asked == 1
 
 
@@ -86,11 +86,11 @@ async def test_a_server_without_a_health_check_is_never_closed_for_that(
     checks, b = HealthChecks(fleet), named(fleet, "b")
     providers["b"].well = False
     for _ in range(2 * FAILURES_TO_OPEN):
-        await checks.look()
-        b.asked_at -= IDLE_SECONDS
+        await checks.check_once()
+        b.last_contact_at -= IDLE_SECONDS
     now = asyncio.get_running_loop().time()
-    assert providers["b"].asked > FAILURES_TO_OPEN and b.cooling(now)
-    assert not b.breaker.open and b.breaker.allows(now)
+    assert providers["b"].asked > FAILURES_TO_OPEN and b.is_deprioritised(now)
+    assert not b.breaker.open and b.breaker.admit(now)
 
 
 def servers(*seconds: float, at: float = 100.0) -> list[DeploymentState]:
@@ -130,7 +130,7 @@ def test_an_ejected_one_comes_back_and_old_samples_say_nothing() -> None:
     assert ejected(peers) == []
     eject_outliers(peers, now=101.0)
     (out,) = (server for server in peers if server.breaker.open)
-    assert not out.breaker.would_allow(101.0) and out.breaker.would_allow(101.0 + EJECTION_SECONDS)
+    assert not out.breaker.would_admit(101.0) and out.breaker.would_admit(101.0 + EJECTION_SECONDS)
 
 
 def test_what_was_slow_before_an_ejection_is_not_held_against_it_afterwards() -> None:
@@ -154,8 +154,8 @@ async def test_an_ejected_one_stays_out_although_it_is_well(fleet: Fleet, provid
     """It is slow, and not ill: good health checks, and the slow answers that were under way, change nothing."""
     checks, a, now = HealthChecks(fleet), named(fleet, "a"), asyncio.get_running_loop().time()
     a.breaker.eject(now, EJECTION_SECONDS)
-    await checks.look()
+    await checks.check_once()
     assert providers["a"].asked == 1
     a.breaker.succeeded(now + 0.5)
     assert a.breaker.open
-    assert not a.breaker.would_allow(now + EJECTION_SECONDS - 1) and a.breaker.would_allow(now + EJECTION_SECONDS)
+    assert not a.breaker.would_admit(now + EJECTION_SECONDS - 1) and a.breaker.would_admit(now + EJECTION_SECONDS)

@@ -15,14 +15,14 @@ from gateway.deployments.fleet import Fleet, SentCall
 from gateway.deployments.replica_sync import (
     BEAT_SECONDS,
     NOTICE_MAX_BLOCKS,
+    OUTBOX_MAX_CALLS,
     SILENT_SECONDS,
-    UNTOLD_MAX,
     PeerReports,
     ReplicaSync,
-    untold,
+    new_outbox,
 )
 from gateway.policy import Policy
-from gateway.prefix.estimate import NO_OTHERS, Others
+from gateway.prefix.estimate import NO_PEER_LOAD, PeerLoad
 from gateway.providers.base import OfflineProvider
 from gateway.routing.prefix_affinity import PrefixAffinity
 from gateway.storage.base import PeerMessages, Storage
@@ -42,11 +42,11 @@ class One:
     """A gateway: its servers a and b, and what it hears of the others."""
 
     def __init__(self, policy: Policy | None = None) -> None:
-        told = untold()
-        self.fleet = Fleet(lambda deployment: OfflineProvider(), told=told)
+        outbox = new_outbox()
+        self.fleet = Fleet(lambda deployment: OfflineProvider(), outbox=outbox)
         self.fleet.apply(policy or a_policy())
         self.a, self.b = self.fleet
-        self.peers = PeerReports(self.fleet, told)
+        self.peers = PeerReports(self.fleet, outbox)
 
     def answers(self, call: Call, now: float = 0.0) -> SentCall:
         """By server b."""
@@ -69,32 +69,32 @@ def test_a_prompt_goes_where_another_gateway_has_sent_it() -> None:
     call = long_call()
     assert other.first_choice(call) == "a"
     one.answers(call)
-    other.peers.hear(one.peers.notice(0.0), 0.0)
+    other.peers.receive(one.peers.make_notice(0.0), 0.0)
     assert other.first_choice(call) == "b"
-    assert other.peers.calls_heard == 1
-    assert other.b.token_counts.tokens_per_block == one.b.token_counts.tokens_per_block
+    assert other.peers.calls_received == 1
+    assert other.b.token_calibration.tokens_per_block == one.b.token_calibration.tokens_per_block
 
 
 def test_what_a_server_has_died_of_is_told_and_whose_calls_were_there_counts() -> None:
     one, other = One(), One()
     one.a.send(long_call(), 0.0)
-    one.fleet.quarantine.accuse(7, 2, 0.0)
-    other.peers.hear(one.peers.notice(0.0), 0.0)
-    assert other.fleet.quarantine.convicted(7, 0.0)
+    one.fleet.quarantine.suspect(7, 2, 0.0)
+    other.peers.receive(one.peers.make_notice(0.0), 0.0)
+    assert other.fleet.quarantine.is_blocked(7, 0.0)
     other.a.send(long_call(), 0.0)
-    other.a.note_cut(0.0)
+    other.a.record_cut(0.0)
     assert other.a.last_cut == (0.0, 2), "the other gateway's call may as well have been why"
 
 
 def test_it_is_told_when_it_is_computed_and_not_before() -> None:
     one, other = One(), One()
     sent = one.b.send(long_call(), 0.0)
-    other.peers.hear(one.peers.notice(0.0), 0.0)
+    other.peers.receive(one.peers.make_notice(0.0), 0.0)
     assert len(other.b.cache) == 0
     sent.end(1.0, answered=False)
-    assert one.peers.notice(1.0), "its load has changed"
+    assert one.peers.make_notice(1.0), "its load has changed"
     one.answers(long_call(), 1.0)
-    other.peers.hear(one.peers.notice(2.0), 2.0)
+    other.peers.receive(one.peers.make_notice(2.0), 2.0)
     assert len(other.b.cache) == len(one.b.cache) > 0
 
 
@@ -102,18 +102,18 @@ def test_what_others_have_under_way_counts_until_it_is_over() -> None:
     one, other = One(), One()
     call = long_call()
     sent = one.a.send(call, 0.0)
-    other.peers.hear(one.peers.notice(0.0), 0.0)
-    assert other.a.estimate.others == Others(1, call.prompt_tokens_estimate)
-    assert other.a.estimate.under_way(0.0) == 1
+    other.peers.receive(one.peers.make_notice(0.0), 0.0)
+    assert other.a.estimate.peers == PeerLoad(1, call.prompt_tokens_estimate)
+    assert other.a.estimate.total_in_flight(0.0) == 1
     assert other.a.estimate.queued_tokens(0.0) == call.prompt_tokens_estimate
     assert other.first_choice(call) == "b"
-    assert not one.peers.notice(BEAT_SECONDS / 2), "nothing has changed"
+    assert not one.peers.make_notice(BEAT_SECONDS / 2), "nothing has changed"
     sent.first_chunk(1.0)
-    other.peers.hear(one.peers.notice(1.0), 1.0)
-    assert other.a.estimate.others == Others(1, 0)
+    other.peers.receive(one.peers.make_notice(1.0), 1.0)
+    assert other.a.estimate.peers == PeerLoad(1, 0)
     sent.end(1.0)
-    other.peers.hear(one.peers.notice(1.0), 1.0)
-    assert other.a.estimate.others == NO_OTHERS
+    other.peers.receive(one.peers.make_notice(1.0), 1.0)
+    assert other.a.estimate.peers == NO_PEER_LOAD
 
 
 def test_the_load_of_a_gateway_that_has_died_goes_away() -> None:
@@ -121,11 +121,11 @@ def test_the_load_of_a_gateway_that_has_died_goes_away() -> None:
     dead.a.send(long_call(), 0.0)
     alive.a.send(long_call("twice "), 0.0)
     for each in (dead, alive):
-        hearing.peers.hear(each.peers.notice(0.0), 0.0)
-    assert (hearing.a.estimate.others.in_flight, hearing.peers.others) == (2, 2)
-    hearing.peers.hear(alive.peers.notice(BEAT_SECONDS), BEAT_SECONDS)
-    hearing.peers.forget_silent(SILENT_SECONDS)
-    assert (hearing.a.estimate.others.in_flight, hearing.peers.others) == (1, 1)
+        hearing.peers.receive(each.peers.make_notice(0.0), 0.0)
+    assert (hearing.a.estimate.peers.in_flight, hearing.peers.live_peers) == (2, 2)
+    hearing.peers.receive(alive.peers.make_notice(BEAT_SECONDS), BEAT_SECONDS)
+    hearing.peers.expire_silent(SILENT_SECONDS)
+    assert (hearing.a.estimate.peers.in_flight, hearing.peers.live_peers) == (1, 1)
 
 
 def test_conversations_of_others_claim_their_room() -> None:
@@ -135,9 +135,9 @@ def test_conversations_of_others_claim_their_room() -> None:
         each.fleet.working_set.admit(a_call(chat("x" * 400, service_tier="flex"), policy), [each.b.estimate], 0.0)
     for words in (4000, 4500):
         one.answers(a_call(chat("once " * words, service_tier="flex"), policy))
-        other.peers.hear(one.peers.notice(0.0), 0.0)
-    claimed = one.fleet.working_set.claimed(one.b.estimate)
-    assert other.fleet.working_set.claimed(other.b.estimate) == claimed > 4500
+        other.peers.receive(one.peers.make_notice(0.0), 0.0)
+    claimed = one.fleet.working_set.claimed_tokens(one.b.estimate)
+    assert other.fleet.working_set.claimed_tokens(other.b.estimate) == claimed > 4500
 
 
 def test_a_room_is_not_given_away_twice_before_the_other_gateway_is_heard_of() -> None:
@@ -154,9 +154,9 @@ def test_a_room_is_not_given_away_twice_before_the_other_gateway_is_heard_of() -
         assert one.fleet.working_set.admit(call, [one.b.estimate], 0.0)
         one.answers(call)
     rival.a.send(long_call(), 0.0)
-    one.peers.hear(rival.peers.notice(0.0), 0.0)
+    one.peers.receive(rival.peers.make_notice(0.0), 0.0)
     assert not fits(6000)
-    one.peers.forget_silent(SILENT_SECONDS)
+    one.peers.expire_silent(SILENT_SECONDS)
     assert fits(6000)
 
 
@@ -164,12 +164,12 @@ def test_ones_own_notices_and_those_of_another_form_change_nothing() -> None:
     one = One()
     one.answers(long_call())
     clock = one.b.cache.clock
-    one.peers.hear(one.peers.notice(0.0), 0.0)
+    one.peers.receive(one.peers.make_notice(0.0), 0.0)
     assert one.b.cache.clock == clock
     for notice in (b"", b"\xc1", msgspec.msgpack.encode([2, "otherwise"])):
-        one.peers.hear(notice, 0.0)
+        one.peers.receive(notice, 0.0)
     assert one.peers.malformed == 3
-    assert one.peers.others == 0
+    assert one.peers.live_peers == 0
 
 
 def test_a_server_of_this_name_at_another_address_is_another_server() -> None:
@@ -178,9 +178,9 @@ def test_a_server_of_this_name_at_another_address_is_another_server() -> None:
     one, other = One(), One(Policy.model_validate(moved))
     one.answers(long_call())
     one.b.send(long_call(), 0.0)
-    other.peers.hear(one.peers.notice(0.0), 0.0)
+    other.peers.receive(one.peers.make_notice(0.0), 0.0)
     assert len(other.b.cache) == 0
-    assert other.b.estimate.others == NO_OTHERS
+    assert other.b.estimate.peers == NO_PEER_LOAD
 
 
 def test_the_slots_of_a_server_hold_what_others_have_sent_there() -> None:
@@ -191,7 +191,7 @@ def test_the_slots_of_a_server_hold_what_others_have_sent_there() -> None:
     one, other = One(policy), One(policy)
     calls = [long_call(), long_call("twice ")]
     assert [one.answers(call).cache_slot for call in calls] == [0, 1]
-    other.peers.hear(one.peers.notice(0.0), 0.0)
+    other.peers.receive(one.peers.make_notice(0.0), 0.0)
     assert other.b.cache_slots is not None
     assert [other.b.cache_slots.choose(call.fingerprint) for call in calls] == [0, 1]
     assert other.first_choice(calls[1]) == "b"
@@ -203,18 +203,18 @@ def test_much_is_told_in_several_notices_and_too_much_not_at_all() -> None:
     for call in calls:
         one.answers(call)
     notices = []
-    while notice := one.peers.notice(0.0):
+    while notice := one.peers.make_notice(0.0):
         notices.append(notice)
-        other.peers.hear(notice, 0.0)
+        other.peers.receive(notice, 0.0)
     assert len(notices) > 1
     assert max(map(len, notices)) < 10 * NOTICE_MAX_BLOCKS
-    assert other.peers.calls_heard == 400
+    assert other.peers.calls_received == 400
     short = a_call(chat("x" * 400))
-    for _ in range(UNTOLD_MAX + 5):
+    for _ in range(OUTBOX_MAX_CALLS + 5):
         one.answers(short)
-    while notice := one.peers.notice(0.0):
-        other.peers.hear(notice, 0.0)
-    assert other.peers.calls_heard == 400 + UNTOLD_MAX
+    while notice := one.peers.make_notice(0.0):
+        other.peers.receive(notice, 0.0)
+    assert other.peers.calls_received == 400 + OUTBOX_MAX_CALLS
 
 
 @pytest.fixture(params=["sqlite", "redis"])
@@ -243,7 +243,7 @@ async def test_through_a_storage(stores: list[Storage]) -> None:
     one.b.send(long_call("twice "), 0.0)
     for each in sharing:
         await each.exchange()
-    assert other.b.estimate.others.in_flight == 1
+    assert other.b.estimate.peers.in_flight == 1
     assert other.b.cache.match(call.fingerprint) == len(call.fingerprint)
     late = One()
     await ReplicaSync(late.peers, stores[1]).exchange()
@@ -268,12 +268,12 @@ async def test_while_the_storage_is_away_others_are_forgotten(
     monkeypatch.setattr("gateway.deployments.replica_sync.SILENT_SECONDS", 0.0)
     one, other, store = One(), One(), Away()
     one.a.send(long_call(), 0.0)
-    other.peers.hear(one.peers.notice(0.0), asyncio.get_running_loop().time())
+    other.peers.receive(one.peers.make_notice(0.0), asyncio.get_running_loop().time())
     sharing = ReplicaSync(other.peers, store)
     await sharing.exchange()
     await sharing.exchange()
     assert store.asked == 2
-    assert other.a.estimate.others == NO_OTHERS
+    assert other.a.estimate.peers == NO_PEER_LOAD
     store.is_back = True
     await sharing.exchange()
     await sharing.exchange()

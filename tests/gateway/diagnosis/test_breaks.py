@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.diagnosis import Journal, PrefixDiagnosis, Summary, read_summaries, report
-from gateway.diagnosis.breaks import Break
+from gateway.diagnosis import CallSummary, DiagnosisJournal, PrefixDiagnosis, read_summaries, report
+from gateway.diagnosis.breaks import PrefixBreak
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
 from gateway.prompts.canonicaliser import Canonicaliser
@@ -41,7 +41,7 @@ class Desk:
         self.policy = watched(**policy)
         self.folder = folder
         self._canonicaliser = Canonicaliser(b"secret")
-        self.watcher = PrefixDiagnosis(Journal(folder, "r"))
+        self.watcher = PrefixDiagnosis(DiagnosisJournal(folder, "r"))
         self.now_ns = 1_763_630_000 * 10**9  # 2025-11-20, 09:13 UTC
 
     def call(
@@ -61,11 +61,11 @@ class Desk:
         return call
 
     @property
-    def rows(self) -> list[Summary]:
+    def rows(self) -> list[CallSummary]:
         return list(read_summaries(self.folder))
 
     @property
-    def breaks(self) -> list[Break]:
+    def breaks(self) -> list[PrefixBreak]:
         return [row.broken for row in self.rows if row.broken is not None]
 
 

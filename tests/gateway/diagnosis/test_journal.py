@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from gateway.diagnosis import Journal, read_summaries
+from gateway.diagnosis import DiagnosisJournal, read_summaries
 from tests.gateway.diagnosis.test_breaks import STABLE, Desk, chat
 
 
-def rows(folder: Path, count: int, **options: int) -> Journal:
+def rows(folder: Path, count: int, **options: int) -> DiagnosisJournal:
     """So many rows, of some 700 bytes each."""
     desk = Desk(folder)
-    journal = desk.watcher._journal = Journal(folder, "r", **options)
+    journal = desk.watcher._journal = DiagnosisJournal(folder, "r", **options)
     for n in range(count):
         desk.call(chat(user=f"conversation {n}"))
     return journal
@@ -33,7 +33,7 @@ def test_the_newest_rows_are_kept_in_two_files_of_bounded_size(tmp_path: Path) -
 def test_rows_of_several_gateways_are_read_together(tmp_path: Path) -> None:
     for replica in ("one", "two/2"):
         desk = Desk(tmp_path)
-        desk.watcher._journal = Journal(tmp_path, replica)
+        desk.watcher._journal = DiagnosisJournal(tmp_path, replica)
         desk.call(chat())
     assert len(list(read_summaries(tmp_path))) == 2
 
@@ -58,7 +58,7 @@ def test_a_disk_that_takes_nothing_is_told_of_once(tmp_path: Path, caplog: pytes
 
 
 def test_outlines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.diagnosis.watcher.MAX_OUTLINES_BYTES", 20 * len(STABLE))
+    monkeypatch.setattr("gateway.diagnosis.prefix_diagnosis.MAX_OUTLINES_BYTES", 20 * len(STABLE))
     desk = Desk(tmp_path)
     for n in range(100):
         desk.call(chat(user=f"conversation {n}"))

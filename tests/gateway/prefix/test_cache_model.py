@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prefix.cache_model import CacheModel, Recall
+from gateway.prefix.cache_model import CacheModel, CachePrediction
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
 Chain = tuple[int, ...]
@@ -57,15 +57,15 @@ steps_of = st.lists(st.tuples(st.sampled_from(["add", "add", "add", "remove", "t
 @given(steps_of, st.integers(1, 15))
 def test_it_holds_what_a_plain_lru_of_blocks_holds(steps: list[tuple[str, str]], capacity: int) -> None:
     model, plain = CacheModel(capacity * BLOCK_TOKENS), PlainCache(capacity)
-    believed: dict[str, Recall] = {}  # the newest of each text, be it still so or not
+    prediction: dict[str, CachePrediction] = {}  # the newest of each text, be it still so or not
     for step, text in steps:
         if step == "add":
-            model.add(chain_of(text), believed.get(text))
+            model.add(chain_of(text), prediction.get(text))
         else:
             getattr(model, step)(chain_of(text))
         getattr(plain, step)(chain_of(text))
         assert len(model) == len(plain.blocks)
-        believed[text] = model.recall(chain_of(text))
+        prediction[text] = model.predict(chain_of(text))
     for text in EVERY_TEXT:
         assert model.match(chain_of(text)) == plain.match(chain_of(text)), text
 
@@ -75,7 +75,7 @@ def test_what_is_foreseen_is_what_is_there_when_it_has_happened(steps: list[tupl
     model = CacheModel(100 * BLOCK_TOKENS)
     for step, text in steps:
         getattr(model, step)(chain_of(text))
-    foreseen = {text: model.foresee(chain_of(text), coming, ()).matched for text in EVERY_TEXT}
+    foreseen = {text: model.predict_cache(chain_of(text), coming, ()).matched for text in EVERY_TEXT}
     model.resize(max(1, len(model)) * BLOCK_TOKENS)
     model.add(range(coming))
     for text in EVERY_TEXT:
@@ -87,18 +87,18 @@ def test_what_is_in_use_stays() -> None:
     model.add((1, 2, 3))
     in_use = model.clock
     model.add((7, 8, 9))
-    assert model.foresee((1, 2, 3), 2, {in_use}).matched == 3
-    assert model.foresee((7, 8, 9), 2, {in_use}).matched == 1
+    assert model.predict_cache((1, 2, 3), 2, {in_use}).matched == 3
+    assert model.predict_cache((7, 8, 9), 2, {in_use}).matched == 1
 
 
 def test_what_was_used_long_ago_is_no_loss() -> None:
     model = CacheModel(100 * BLOCK_TOKENS)
     model.add(range(10))
     model.add(range(100, 110))
-    assert model.loss(0, 10, ()) == model.loss(10, 10, ()) == 10
+    assert model.eviction_loss(0, 10, ()) == model.eviction_loss(10, 10, ()) == 10
     for _ in range(99):
         model.touch(range(100, 110))
-    assert 0 < model.loss(0, 10, ()) < 1
-    assert model.loss(10, 10, ()) == 10, "those before it have taken what is old"
-    assert model.loss(0, 10, {1}) == 10, "what is old is in use"
-    assert model.loss(0, 50, ()) > 40, "there is not so much to drive out"
+    assert 0 < model.eviction_loss(0, 10, ()) < 1
+    assert model.eviction_loss(10, 10, ()) == 10, "those before it have taken what is old"
+    assert model.eviction_loss(0, 10, {1}) == 10, "what is old is in use"
+    assert model.eviction_loss(0, 50, ()) > 40, "there is not so much to drive out"

@@ -41,7 +41,7 @@ def test_an_edited_conversation_keeps_its_slot() -> None:
     sent(slots, a_chain(1, 30))
     edited = (*a_chain(1, 26), 7, 8, 9)
     assert slots.choose(edited) == 0
-    assert slots.recall(edited).matched == len(COMMON) + 26
+    assert slots.predict(edited).matched == len(COMMON) + 26
 
 
 def test_what_is_busy_is_not_chosen_and_what_was_not_answered_is_not_believed() -> None:
@@ -50,8 +50,8 @@ def test_what_is_busy_is_not_chosen_and_what_was_not_answered_is_not_believed() 
     slots.add(chain)
     assert slots.take() == 0
     assert slots.choose(chain) == 1
-    assert slots.recall(chain).matched == 0
-    assert slots.reach(chain) == len(chain)
+    assert slots.predict(chain).matched == 0
+    assert slots.known_blocks(chain) == len(chain)
     slots.remove(chain[:1])
     slots.give_back(0)
     assert slots.match(chain) == 0
@@ -68,7 +68,7 @@ def test_slots_are_taken_once_and_hold_what_was_sent_there(calls: list[tuple[int
     slots, held, busy = some(), {}, set[int]()
     for conversation, blocks, stays in calls:
         chain = a_chain(conversation, blocks)
-        before = slots.version, slots.recall(chain).matched
+        before = slots.version, slots.predict(chain).matched
         slots.add(chain)
         slot = slots.take()
         if slot is None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gateway.prefix.estimate import LOAD_VALID_SECONDS, NO_OTHERS, RATE_MIN_TOKENS, Estimate, Load, Others
+from gateway.prefix.estimate import LOAD_VALID_SECONDS, NO_PEER_LOAD, RATE_MIN_TOKENS, Estimate, PeerLoad, ReportedLoad
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
 LONG = tuple(range(100))
@@ -46,14 +46,14 @@ def test_its_speed_is_learnt_also_while_prompts_queue() -> None:
 
 def test_its_speed_is_not_learnt_from_what_waits_behind_the_prompts_of_others() -> None:
     estimate = an_estimate()
-    estimate.speed_is_learnt = True
-    for others in (Others(1, 4000), NO_OTHERS):
+    estimate.speed_is_known = True
+    for others in (PeerLoad(1, 4000), NO_PEER_LOAD):
         sent = estimate.begin((), 4000, 0.0)
-        estimate.told_others(others)
+        estimate.set_peer_load(others)
         estimate.first_chunk(sent, 8.0)
         estimate.end(sent, 8.0)
-        assert (estimate.prefill_tokens_per_second < 1000) == (others is NO_OTHERS)
-        estimate.told_others(NO_OTHERS)
+        assert (estimate.prefill_tokens_per_second < 1000) == (others is NO_PEER_LOAD)
+        estimate.set_peer_load(NO_PEER_LOAD)
 
 
 def test_what_is_queued_melts_while_nothing_is_heard() -> None:
@@ -96,7 +96,7 @@ def test_a_prefix_that_was_still_being_computed_says_nothing_either() -> None:
     replied(estimate, (7, 8, 9), 0.0, cached_blocks=3)
     leader = estimate.begin(LONG, TOKENS, now=1.0)
     follower = estimate.begin(LONG, TOKENS, now=1.1)
-    assert estimate.prefill_under_way(LONG) is leader
+    assert estimate.find_shared_prefill(LONG) is leader
     estimate.first_chunk(leader, 2.0)
     estimate.learn_cached(follower, TOKENS, 0)
     assert estimate.cache.match((7, 8, 9)) == 3
@@ -117,7 +117,7 @@ def test_the_capacity_is_learnt_from_replies(guess: int) -> None:
 
 def test_a_size_that_the_engine_tells_is_believed() -> None:
     estimate = an_estimate(1000)
-    estimate.told_capacity(50 * BLOCK_TOKENS)
+    estimate.set_capacity(50 * BLOCK_TOKENS)
     assert estimate.cache.capacity == 50
     replied(estimate, LONG, 0.0, cached_blocks=50)
     replied(estimate, LONG, 1.0, cached_blocks=0)
@@ -127,32 +127,32 @@ def test_a_size_that_the_engine_tells_is_believed() -> None:
 def test_what_a_server_tells_of_its_load_counts_while_it_is_new() -> None:
     estimate = an_estimate()
     estimate.begin(LONG, TOKENS, now=0.0)
-    assert estimate.under_way(0.0) == 1
-    estimate.load = Load(at=1.0, running=5, waiting=2)
-    assert estimate.under_way(1.0 + LOAD_VALID_SECONDS) == 7
-    assert estimate.under_way(1.1 + LOAD_VALID_SECONDS) == 1
-    estimate.load = Load(at=1.0, running=0, waiting=0)
-    assert estimate.under_way(1.0) == 1  # it has not told of this call yet
+    assert estimate.total_in_flight(0.0) == 1
+    estimate.load = ReportedLoad(at=1.0, running=5, waiting=2)
+    assert estimate.total_in_flight(1.0 + LOAD_VALID_SECONDS) == 7
+    assert estimate.total_in_flight(1.1 + LOAD_VALID_SECONDS) == 1
+    estimate.load = ReportedLoad(at=1.0, running=0, waiting=0)
+    assert estimate.total_in_flight(1.0) == 1  # it has not told of this call yet
 
 
 def test_what_those_before_it_will_drive_out_is_not_expected() -> None:
     """A cache of 100 blocks is full when a prompt of 30 is sent: it takes the place of what was used first."""
     estimate = an_estimate()
-    estimate.told_capacity(100 * BLOCK_TOKENS, room=2.0)
+    estimate.set_capacity(100 * BLOCK_TOKENS, room=2.0)
     for first in (1000, 2000):
         replied(estimate, tuple(range(first, first + 50)), 0.0, cached_blocks=0)
     old, full = tuple(range(1000, 1050)), 100 * BLOCK_TOKENS
-    assert estimate.foresee(old, full, now=1.0).matched == 50
+    assert estimate.predict_cache(old, full, now=1.0).matched == 50
     estimate.begin(tuple(range(30)), 30 * BLOCK_TOKENS, now=1.0)
-    assert estimate.foresee(old, full, now=1.0).matched == 20
-    assert estimate.foresee(old, full - 30 * BLOCK_TOKENS, now=1.0).matched == 50, "there is room for it"
+    assert estimate.predict_cache(old, full, now=1.0).matched == 20
+    assert estimate.predict_cache(old, full - 30 * BLOCK_TOKENS, now=1.0).matched == 50, "there is room for it"
     assert estimate.cache.match(old) == 50, "it has not happened yet"
 
 
 def test_what_is_evicted_of_prompts_that_wait_is_computed_as_well() -> None:
     """A prompt of 40 blocks was all there when it was sent; 30 of them go before its turn comes."""
     estimate = an_estimate()
-    estimate.told_capacity(100 * BLOCK_TOKENS, room=2.0)
+    estimate.set_capacity(100 * BLOCK_TOKENS, room=2.0)
     idle, waiting = tuple(range(1000, 1060)), tuple(range(40))
     for chain in (idle, waiting):
         replied(estimate, chain, 0.0, cached_blocks=0)
@@ -161,19 +161,19 @@ def test_what_is_evicted_of_prompts_that_wait_is_computed_as_well() -> None:
     assert estimate.queued_tokens(1.0) == 0
     estimate.cache.remove(waiting[:11])
     assert estimate.queued_tokens(1.0) == 30 * BLOCK_TOKENS
-    assert estimate.foresee(idle, 100 * BLOCK_TOKENS, now=1.0).matched == 30, "it makes way for them"
+    assert estimate.predict_cache(idle, 100 * BLOCK_TOKENS, now=1.0).matched == 30, "it makes way for them"
     assert estimate.queued_tokens(1.0) == 30 * BLOCK_TOKENS, "they are counted once"
 
 
 def test_what_a_server_holds_that_nobody_asks_grows_old() -> None:
     """It was asked every second: 39 seconds later its newest prompt is as old as after 39 others."""
     estimate = an_estimate()
-    estimate.told_capacity(100 * BLOCK_TOKENS, room=2.0)
+    estimate.set_capacity(100 * BLOCK_TOKENS, room=2.0)
     for turn in range(200):
         replied(estimate, tuple(range(50)), float(turn), cached_blocks=50 if turn else 0)
     replied(estimate, tuple(range(1000, 1050)), 200.0, cached_blocks=0)
     full = 100 * BLOCK_TOKENS
-    now, later = (estimate.loss_tokens(100 * BLOCK_TOKENS, full, at) for at in (200.0, 239.0))
+    now, later = (estimate.eviction_loss_tokens(100 * BLOCK_TOKENS, full, at) for at in (200.0, 239.0))
     assert now == 100 * BLOCK_TOKENS
     assert later == pytest.approx(0.1 * now, rel=0.1)
 
@@ -183,5 +183,5 @@ def test_who_tells_what_is_evicted_needs_no_conclusions() -> None:
     replied(estimate, LONG, 0.0, 0)
     sent = estimate.begin(LONG, TOKENS, 1.0)
     estimate.first_chunk(sent, 1.0)
-    estimate.learn_cached(sent, TOKENS, BLOCK_TOKENS, evictions_told=True)
+    estimate.learn_cached(sent, TOKENS, BLOCK_TOKENS, evictions_reported=True)
     assert estimate.cache.match(LONG) == len(LONG)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gateway.prefix import fingerprint as fingerprints
 from gateway.prefix.cache_model import CacheModel
-from gateway.prefix.fingerprint import BLOCK_BYTES, BLOCK_TOKENS, Fingerprints, fingerprint, seed_of
+from gateway.prefix.fingerprint import BLOCK_BYTES, BLOCK_TOKENS, FingerprintCache, fingerprint, seed_of
 
 texts = st.binary(max_size=5 * BLOCK_BYTES)
 
@@ -36,7 +36,7 @@ def test_conversations_that_come_back_have_the_same_fingerprint(turns: list[tupl
         patch.setattr(fingerprints, "REMEMBERED_MIN_BYTES", BLOCK_BYTES)
         patch.setattr(fingerprints, "TURN_PIECES_MAX", 3)
         patch.setattr(fingerprints, "REMEMBERED_BLOCKS_MAX", 20)
-        remembering = Fingerprints()
+        remembering = FingerprintCache()
         conversations: dict[int, list[bytes]] = {number: [b"system"] for number in range(3)}
         for number, forgotten, added in turns:
             said = conversations[number]
@@ -54,7 +54,7 @@ def test_of_a_turn_only_what_is_new_is_cut_into_blocks(monkeypatch: pytest.Monke
 
     hash_of = xxhash.xxh3_64_intdigest
     monkeypatch.setattr(xxhash, "xxh3_64_intdigest", digest)
-    remembering, said = Fingerprints(), [b"a" * 100_000, b"b" * 100_000]
+    remembering, said = FingerprintCache(), [b"a" * 100_000, b"b" * 100_000]
     remembering.of(said, 1)
     assert len(hashed) == 200_000 // BLOCK_BYTES
     hashed.clear()

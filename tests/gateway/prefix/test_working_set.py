@@ -38,7 +38,7 @@ class Rig:
             return False
         known = self.set.of(turn, self.homes)
         home = known.home if known is not None else self.homes[0]
-        conversation = self.set.begin(turn, home, now, home.cache.recall(turn.fingerprint).remembered)
+        conversation = self.set.begin(turn, home, now, home.cache.predict(turn.fingerprint).remembered)
         home.end(home.begin(turn.fingerprint, turn.prompt_tokens_estimate, now), now)
         if conversation is not None:
             self.set.end(conversation, now)

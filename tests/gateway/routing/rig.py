@@ -13,7 +13,7 @@ from gateway.policy import Deployment, Policy
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.queueing import Queue
 from gateway.routing import STRATEGIES
-from gateway.routing.attempts import AttemptLog
+from gateway.routing.attempt_log import AttemptLog
 from gateway.routing.router import Router
 from gateway.types import Call
 from tests.gateway.calls import a_call, a_policy, chat

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.routing.retries import POT_MAX_RETRIES, RetryBudget, backoff_seconds
+from gateway.routing.retries import BUDGET_MAX_RETRIES, RetryBudget, backoff_seconds
 
 
 def test_the_budget_is_a_share_of_the_calls() -> None:
@@ -10,12 +10,12 @@ def test_the_budget_is_a_share_of_the_calls() -> None:
     taken = 0
     while budget.take(0.0):
         taken += 1
-    assert taken == POT_MAX_RETRIES
+    assert taken == BUDGET_MAX_RETRIES
     for _ in range(100):
         budget.note_call(0.2)
     for _ in range(20):
         taken -= budget.take(0.0)
-    assert POT_MAX_RETRIES - taken in (19, 20)
+    assert BUDGET_MAX_RETRIES - taken in (19, 20)
     assert not budget.take(0.0)
 
 

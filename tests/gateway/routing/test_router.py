@@ -81,7 +81,7 @@ async def test_a_refused_request_is_not_tried_elsewhere() -> None:
     assert (refusal.value.upstream_status, refusal.value.content) == (400, b'{"error": {}}')
     assert b.opened == 0
     assert rig.idle()
-    assert not next(iter(rig.fleet)).cooling(asyncio.get_running_loop().time())  # it was not the server's fault
+    assert not next(iter(rig.fleet)).is_deprioritised(asyncio.get_running_loop().time())  # not its fault
 
 
 async def test_nobody_answers() -> None:
@@ -161,7 +161,7 @@ async def test_a_client_that_waits_for_less_than_the_class_does_not_count_agains
         async with rig.router.open(call, place, rig.attempts) as upstream:
             with pytest.raises(UpstreamCut, match=r"a sent nothing for 0\.02 s"):
                 await upstream.stream_to(lambda chunk: True)
-    assert not server(rig, "a").breaker.cooling(asyncio.get_running_loop().time())
+    assert not server(rig, "a").breaker.is_deprioritised(asyncio.get_running_loop().time())
 
 
 async def test_a_stream_that_goes_on_for_too_long_is_not_said_to_be_silent() -> None:
@@ -177,7 +177,7 @@ async def test_a_stream_that_goes_on_for_too_long_is_not_said_to_be_silent() -> 
     rig = Rig(one_server(total="50ms"), a=Talker())
     with pytest.raises(UpstreamCut, match="a was still answering when the call's time was over"):
         await rig.chunks()
-    assert not server(rig, "a").breaker.cooling(asyncio.get_running_loop().time())
+    assert not server(rig, "a").breaker.is_deprioritised(asyncio.get_running_loop().time())
 
 
 async def test_why_a_server_fails_stands_in_the_log_once_and_without_its_own_words(

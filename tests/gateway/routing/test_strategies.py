@@ -3,8 +3,8 @@ from __future__ import annotations
 import msgspec
 
 from gateway.deployments.fleet import DeploymentState, Fleet
-from gateway.prefix.events.base import Stored
-from gateway.prefix.events.blocks import BlockIndex
+from gateway.prefix.events.base import BlocksStored
+from gateway.prefix.events.block_index import BlockIndex
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.providers.base import OfflineProvider
 from gateway.routing.least_busy import LeastBusy
@@ -135,12 +135,12 @@ def test_where_caches_are_full_what_lies_idle_makes_way() -> None:
     a, b = servers()
     for server in (a, b):
         server.blocks = BlockIndex(server.cache)
-        server.blocks.stored(Stored(tuple(range(100)), None, BLOCK_TOKENS))
-        server.estimate.told_capacity(100 * BLOCK_TOKENS, room=2.0)
+        server.blocks.stored(BlocksStored(tuple(range(100)), None, BLOCK_TOKENS))
+        server.estimate.set_capacity(100 * BLOCK_TOKENS, room=2.0)
         server.cache.add(tuple(range(100)))
     for turn in range(50):
         a.cache.touch((-1 - turn,))
         b.cache.touch(tuple(range(100)))
     call = a_call(LONG)
     assert [candidate.deployment for candidate in PrefixAffinity().order(call, [b, a], now=0.0)] == [a, b]
-    assert b.loss_tokens(640.0, 0.0) == 640.0 > 10 * a.loss_tokens(640.0, 0.0)
+    assert b.eviction_loss_tokens(640.0, 0.0) == 640.0 > 10 * a.eviction_loss_tokens(640.0, 0.0)

@@ -14,65 +14,67 @@ from gateway.simulator.compare import (
     OURS,
     POOLED,
     STRATEGIES,
-    Summary,
+    StrategySummary,
     compare,
     policy_for,
     prefill_rate_for_load,
 )
 from gateway.simulator.plot import bar_chart
-from gateway.simulator.replay import Replay, Site
-from gateway.simulator.servers import SimulatedServer, Work
-from gateway.simulator.traces import Request, Session, Trace, staggered
+from gateway.simulator.replay import Replay, SimulatedSite
+from gateway.simulator.simulated_engine import PrefillJob, SimulatedEngine
+from gateway.simulator.traces import TraceRequest, TraceSession, TrafficTrace, staggered
 
 BLOCKS = range(10)
 BASELINES = [name for name in STRATEGIES if name not in (OURS, POOLED)]
 
 
-def a_site(servers: int, capacity_tokens: int, rate: float, **deployment: object) -> Site:
+def a_site(servers: int, capacity_tokens: int, rate: float, **deployment: object) -> SimulatedSite:
     policy = Policy.model_validate(BARE_POLICY).model_dump(by_alias=True)
     policy["deployments"] = [{**policy["deployments"][0], **deployment}]
-    return Site(policy_for(Policy.model_validate(policy), servers), capacity_tokens, rate)
+    return SimulatedSite(policy_for(Policy.model_validate(policy), servers), capacity_tokens, rate)
 
 
-def alone(at: float, tokens: int = 640, blocks: range = BLOCKS, output: int = 50) -> Session:
-    return Session("s", at, (Request(0.0, tokens, output, (blocks,)),))
+def alone(at: float, tokens: int = 640, blocks: range = BLOCKS, output: int = 50) -> TraceSession:
+    return TraceSession("s", at, (TraceRequest(0.0, tokens, output, (blocks,)),))
 
 
 def test_a_server_prefills_one_prompt_after_the_other_and_keeps_what_it_computed() -> None:
-    server = SimulatedServer(CacheModel(100 * BLOCK_TOKENS), prefill_tokens_per_second=100)
+    server = SimulatedEngine(CacheModel(100 * BLOCK_TOKENS), prefill_tokens_per_second=100)
     chain = tuple(BLOCKS)
-    assert server.submit(Work(chain, 650)) == 6.5
-    assert server.submit(Work(chain, 650)) is None
+    assert server.submit(PrefillJob(chain, 650)) == 6.5
+    assert server.submit(PrefillJob(chain, 650)) is None
     _, seconds = server.first_chunk()
     assert seconds == pytest.approx(0.1), "ten tokens behind the last full block"
     work, nothing = server.first_chunk()
     assert (work.cached_tokens, nothing) == (640, None)
-    assert server.submit(Work(chain, 640)) == 0.64, "the last block of what is cached to its end is computed again"
+    assert server.submit(PrefillJob(chain, 640)) == 0.64, (
+        "the last block of what is cached to its end is computed again"
+    )
 
 
 def test_times_are_those_of_a_queue_worked_out_by_hand() -> None:
     """Two equal prompts at once, on one server: 6.4 s, and then the last block again; 20 ms per token of output."""
-    trace = Trace("t", [alone(0.0), alone(0.0)], closed_loop=False)
+    trace = TrafficTrace("t", [alone(0.0), alone(0.0)], closed_loop=False)
     outcome = Replay(trace, a_site(1, 10**6, 100.0), lambda _: RoundRobin(), holds=False).run()
     assert [one.first_chunk for one in outcome.served] == pytest.approx([6.4, 7.04])
     assert [one.finished for one in outcome.served] == pytest.approx([7.4, 8.04])
 
 
 def test_a_session_asks_again_when_it_has_been_answered_and_has_thought() -> None:
-    requests = [Request(0.0, 640, 50, (BLOCKS,)), Request(30.0, 1280, 50, (range(20),))]
-    trace = Trace("t", [Session("s", 5.0, requests)], closed_loop=True)
+    requests = [TraceRequest(0.0, 640, 50, (BLOCKS,)), TraceRequest(30.0, 1280, 50, (range(20),))]
+    trace = TrafficTrace("t", [TraceSession("s", 5.0, requests)], closed_loop=True)
     outcome = Replay(trace, a_site(1, 10**6, 100.0), lambda _: RoundRobin(), holds=False).run()
     assert [one.came for one in outcome.served] == pytest.approx([5.0, 5.0 + 6.4 + 1.0 + 30.0])
     assert outcome.served[1].cached_tokens == 640
 
 
 def test_who_finds_no_place_waits_for_one() -> None:
-    trace = Trace("t", [alone(0.0), alone(0.0, blocks=range(50, 60))], closed_loop=False)
+    trace = TrafficTrace("t", [alone(0.0), alone(0.0, blocks=range(50, 60))], closed_loop=False)
     outcome = Replay(trace, a_site(1, 10**6, 100.0, max_concurrency=1), lambda _: RoundRobin(), holds=False).run()
     assert [one.sent for one in outcome.served] == pytest.approx([0.0, 7.4])
 
 
-def summaries(trace: Trace, site: Site, *names: str) -> dict[str, Summary]:
+def summaries(trace: TrafficTrace, site: SimulatedSite, *names: str) -> dict[str, StrategySummary]:
     return {summary.strategy: summary for summary in compare(trace, site, names or list(STRATEGIES))}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.simulator import generate
-from gateway.simulator.traces import THINK_MAX_SECONDS, Trace, TraceError, read_trace, staggered
+from gateway.simulator.traces import THINK_MAX_SECONDS, TraceError, TrafficTrace, read_trace, staggered
 
 
 def written(directory: Path, *rows: object) -> Path:
@@ -109,7 +109,7 @@ def test_what_is_no_session_is_told_by_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "made", [lambda seed: generate.conversation(seed, chats=50), lambda seed: generate.agents(seed, sessions=20)]
 )
-def test_traffic_that_is_made_up_is_the_same_for_the_same_seed(made: type[Trace]) -> None:
+def test_traffic_that_is_made_up_is_the_same_for_the_same_seed(made: type[TrafficTrace]) -> None:
     assert made(7) == made(7) != made(8)  # type: ignore[call-arg, arg-type, comparison-overlap]
     for session in made(7).sessions:  # type: ignore[call-arg, arg-type]
         for request in session.requests:

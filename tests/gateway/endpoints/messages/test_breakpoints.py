@@ -17,7 +17,7 @@ from gateway.endpoints.chat import ChatEndpoint
 from gateway.endpoints.messages import CountTokensEndpoint, MessagesEndpoint
 from gateway.policy import Deployment, Policy
 from gateway.prompts.reader import ParsedBody, read_fields
-from gateway.prompts.transforms import Canon, Plan, SharedMemory
+from gateway.prompts.transforms import SharedDecisions, TransformPipeline, TransformPlan
 from gateway.providers import make_provider
 from gateway.providers.transport import HTTPTransport
 from gateway.settings import resolve_secret
@@ -247,11 +247,11 @@ def test_one_that_moves_on_leaves_the_prefix_as_it_was() -> None:
 
 
 def test_a_conversation_is_known_by_its_first_message_marked_or_not() -> None:
-    plans, old, new = Canon(SharedMemory()).plans, Plan(1, "off"), Plan(1, "safe")
+    plans, old, new = TransformPipeline(SharedDecisions()).plans, TransformPlan(1, "off"), TransformPlan(1, "safe")
     question: Any = {"type": "text", "text": "hi"}
     answer: Any = {"role": "assistant", "content": "ho"}
 
-    def plan(wanted: Plan, content: Any, *rest: Any) -> Plan:
+    def plan(wanted: TransformPlan, content: Any, *rest: Any) -> TransformPlan:
         body: Any = {"model": "m", "messages": [{"role": "user", "content": content}, *rest]}
         raw = json.dumps(body).encode()
         return plans.plan_for(wanted, "t", "m", ChatEndpoint().read(read_fields(raw), raw).messages)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.prefix.events.base import Removed, Stored
+from gateway.prefix.events.base import BlocksRemoved, BlocksStored
 
 WAIT_SECONDS = 20
 
@@ -21,16 +21,16 @@ class Recorder:
         self.heard.append(what)
         self._changed.set()
 
-    def stored(self, event: Stored) -> None:
+    def stored(self, event: BlocksStored) -> None:
         self._note(event)
 
-    def removed(self, event: Removed) -> None:
+    def removed(self, event: BlocksRemoved) -> None:
         self._note(event)
 
     def cleared(self) -> None:
         self._note("cleared")
 
-    def lost(self) -> None:
+    def events_lost(self) -> None:
         self._note("lost")
 
     async def until(self, done: Callable[[], bool]) -> None:

@@ -18,8 +18,8 @@ from backend.engine.plan import Computed
 from backend.engine.request import Request, SamplingParams
 from backend.engine.scheduler import Scheduler
 from gateway.prefix.cache_model import CacheModel
-from gateway.prefix.events.base import Removed, Stored
-from gateway.prefix.events.blocks import BlockIndex, Ended
+from gateway.prefix.events.base import BlocksRemoved, BlocksStored
+from gateway.prefix.events.block_index import BlockIndex, FinishedCall
 from gateway.prefix.fingerprint import BLOCK_BYTES, fingerprint
 
 BLOCK_TOKENS = 16
@@ -46,7 +46,7 @@ class Conversation:
     text: str
     repeats: bool  # what it was answered, as it was
     turns: int = 0
-    under_way: bool = False
+    in_flight: bool = False
     prompts: list[str] = field(default_factory=list)
 
 
@@ -71,16 +71,16 @@ class EngineAndIndex:
         )
         self.conversations = [Conversation(words("shared", 1_000), repeats=i % 2 == 0) for i in range(5)]
         self.running: dict[str, Running] = {}
-        self.told: list[Stored | Removed] = []
-        self.news: deque[list[Stored | Removed]] = deque()
-        self.ends: deque[Ended] = deque()
+        self.told: list[BlocksStored | BlocksRemoved] = []
+        self.news: deque[list[BlocksStored | BlocksRemoved]] = deque()
+        self.finished: deque[FinishedCall] = deque()
 
     def stored(self, block: CachedBlock) -> None:
         parent = None if block.parent == ROOT_HASH else block.parent
-        self.told.append(Stored((block.block_hash,), parent, BLOCK_TOKENS, block.session_id))
+        self.told.append(BlocksStored((block.block_hash,), parent, BLOCK_TOKENS, block.session_id))
 
     def removed(self, block_hash: bytes) -> None:
-        self.told.append(Removed((block_hash,)))
+        self.told.append(BlocksRemoved((block_hash,)))
 
     def cleared(self) -> None:
         raise AssertionError("nobody clears it")
@@ -92,7 +92,7 @@ class EngineAndIndex:
 
     def asks(self, number: int, asked: int, answered: int) -> None:
         conversation = self.conversations[number]
-        if conversation.under_way:
+        if conversation.in_flight:
             return
         name = f"c{number}t{conversation.turns}"
         conversation.turns += 1
@@ -105,7 +105,7 @@ class EngineAndIndex:
         request = Request(name, prompt_ids, SamplingParams(max_tokens=len(answer)), session_id=name, arrived=0.0)
         self.cache.add(chain_of(prompt))  # as the router does when it sends it
         self.scheduler.add(request)
-        conversation.under_way = True
+        conversation.in_flight = True
         self.running[name] = Running(conversation, request, prompt, answer, said)
 
     def step(self) -> None:
@@ -125,31 +125,31 @@ class EngineAndIndex:
     def _finish(self, one: Running, cached_tokens: int) -> None:
         kept = one.said if one.conversation.repeats else words("x" + one.said[:9], len(one.said))
         one.conversation.text = one.prompt + kept
-        one.conversation.under_way = False
+        one.conversation.in_flight = False
         one.conversation.prompts.append(one.prompt)
         prompt_tokens = one.request.num_prompt_tokens
         chain = chain_of(one.prompt)
-        self.ends.append(
-            Ended(one.request.request_id, chain, len(one.prompt), prompt_tokens, cached_tokens, len(one.answer))
+        self.finished.append(
+            FinishedCall(one.request.request_id, chain, len(one.prompt), prompt_tokens, cached_tokens, len(one.answer))
         )
 
     def hear_of_events(self) -> None:
         for event in self.news.popleft() if self.news else ():
-            if isinstance(event, Stored):
+            if isinstance(event, BlocksStored):
                 self.index.stored(event)
             else:
                 self.index.removed(event)
 
     def hear_of_an_end(self) -> None:
-        if self.ends:
-            self.index.ended(self.ends.popleft())
+        if self.finished:
+            self.index.call_finished(self.finished.popleft())
 
     def come_to_rest(self) -> None:
         while self.scheduler.has_unfinished:
             self.step()
         while self.news:
             self.hear_of_events()
-        while self.ends:
+        while self.finished:
             self.hear_of_an_end()
 
     def error_bytes(self, prompt: str) -> int:
@@ -158,8 +158,8 @@ class EngineAndIndex:
         for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
             hashes.append(hash_block(hashes[-1], ids[start : start + BLOCK_TOKENS]))
         true = len(self.pool.match(hashes[1:])) * BLOCK_TOKENS * BYTES_PER_TOKEN
-        believed = self.cache.match(chain_of(prompt)) * BLOCK_BYTES
-        return max(0, abs(believed - true) - EDGE_BYTES)
+        prediction = self.cache.match(chain_of(prompt)) * BLOCK_BYTES
+        return max(0, abs(prediction - true) - EDGE_BYTES)
 
     def lets(self, happening: tuple[int, int, int, int]) -> None:
         what, number, asked, answered = happening
@@ -195,7 +195,7 @@ def test_belief_is_truth_when_everything_has_been_heard(
         setup.lets(happening)
     setup.come_to_rest()
     assert setup.wrong() == []
-    assert setup.index.calls_attributed == setup.index.calls_ended
+    assert setup.index.calls_attributed == setup.index.calls_finished
 
 
 @pytest.mark.parametrize("num_blocks", [100, 150, 250])

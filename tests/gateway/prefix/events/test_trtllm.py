@@ -6,8 +6,8 @@ import json
 import pytest
 
 from gateway.prefix.events import trtllm
-from gateway.prefix.events.base import Counts, Removed, Stored
-from gateway.prefix.events.trtllm import TensorRTSource
+from gateway.prefix.events.base import BlocksRemoved, BlocksStored, EventCounts
+from gateway.prefix.events.trtllm import TensorRTEventSource
 from tests.gateway.prefix.events.conftest import Recorder
 
 CREATED = {"event_id": 0, "data": {"type": "created", "num_blocks_per_cache_level": [101230, 0]}, "window_size": 256}
@@ -30,7 +30,7 @@ STORED = {
 }
 UPDATED = {"event_id": 2, "data": {"type": "updated", "block_hash": 7, "cache_level": {"old_value": 0, "new_value": 1}}}
 REMOVED = {"event_id": 3, "data": {"type": "removed", "block_hashes": [7]}}
-READ = ["cleared", Stored((4203099703668305365, 7), None, 4), Removed((7,))]
+READ = ["cleared", BlocksStored((4203099703668305365, 7), None, 4), BlocksRemoved((7,))]
 
 
 class Server:
@@ -49,8 +49,8 @@ def body(*events: object) -> bytes:
     return json.dumps(events).encode()
 
 
-def source(recorder: Recorder, server: Server | None = None, counts: Counts | None = None) -> TensorRTSource:
-    return TensorRTSource((server or Server()).post, recorder, counts or Counts())
+def source(recorder: Recorder, server: Server | None = None, counts: EventCounts | None = None) -> TensorRTEventSource:
+    return TensorRTEventSource((server or Server()).post, recorder, counts or EventCounts())
 
 
 def test_events_are_applied_in_order(recorder: Recorder) -> None:
@@ -59,7 +59,7 @@ def test_events_are_applied_in_order(recorder: Recorder) -> None:
 
 
 def test_a_gap_is_told_and_a_new_beginning_too(recorder: Recorder) -> None:
-    counts = Counts()
+    counts = EventCounts()
     following = source(recorder, counts=counts)
     following.take(body(STORED))
     following.take(body(REMOVED))
@@ -70,7 +70,7 @@ def test_a_gap_is_told_and_a_new_beginning_too(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("answer", [b"{}", b"nothing", b'[{"event_id": "x"}]'])
 def test_what_is_no_list_of_events_is_counted(recorder: Recorder, answer: bytes) -> None:
-    counts = Counts()
+    counts = EventCounts()
     assert not source(recorder, counts=counts).take(answer)
     assert counts.malformed == 1
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from gateway.prefix.events.base import Removed, Stored
-from gateway.prefix.events.wire import Cleared, MalformedBatch, read_batch
+from gateway.prefix.events.base import BlocksRemoved, BlocksStored
+from gateway.prefix.events.wire import CacheCleared, MalformedBatch, read_batch
 
 packed = msgspec.msgpack.encode
 
@@ -25,7 +25,7 @@ STORED = {
 }
 REMOVED = {"type": "BlockRemoved", "block_hashes": [12], "medium": "GPU"}
 CLEARED = {"type": "AllBlocksCleared"}
-READ = [Stored((11, 12), 10, 2, "call-1"), Removed((12,)), Cleared()]
+READ = [BlocksStored((11, 12), 10, 2, "call-1"), BlocksRemoved((12,)), CacheCleared()]
 
 
 def test_maps_in_an_array_as_vllm_0_32_sends_them() -> None:
@@ -51,10 +51,10 @@ def test_a_batch_that_is_a_map_too() -> None:
 def test_arrays_as_they_were_until_june_2026(stored: list[object]) -> None:
     events = [stored, ["BlockRemoved", [12]], ["BlockRemoved", [13], "GPU"], ["AllBlocksCleared"]]
     assert read_batch(packed([1.0, events])).events == [
-        Stored((11, 12), 10, 2),
-        Removed((12,)),
-        Removed((13,)),
-        Cleared(),
+        BlocksStored((11, 12), 10, 2),
+        BlocksRemoved((12,)),
+        BlocksRemoved((13,)),
+        CacheCleared(),
     ]
 
 
@@ -65,12 +65,12 @@ def test_maps_of_sglang() -> None:
         "block_size": 1, "lora_id": None, "medium": "GPU", "metadata": {"cache_salt": "salt"},
     }  # fmt: skip
     batch = packed([1.0, [stored, {"type": "BlockRemoved", "block_hashes": [-(2**63)]}], None])
-    assert read_batch(batch).events == [Stored((-(2**63), 2**64 - 1), None, 1), Removed((-(2**63),))]
+    assert read_batch(batch).events == [BlocksStored((-(2**63), 2**64 - 1), None, 1), BlocksRemoved((-(2**63),))]
 
 
 def test_hashes_may_be_bytes() -> None:
     event = {**STORED, "block_hashes": [b"\x01" * 32], "parent_block_hash": b"\x02" * 32, "session_id": None}
-    assert read_batch(packed([1.0, [event]])).events == [Stored((b"\x01" * 32,), b"\x02" * 32, 2)]
+    assert read_batch(packed([1.0, [event]])).events == [BlocksStored((b"\x01" * 32,), b"\x02" * 32, 2)]
 
 
 @pytest.mark.parametrize("other", [{"medium": "CPU"}, {"medium": "STORAGE"}, {"group_idx": 1}])
@@ -81,7 +81,7 @@ def test_slower_tiers_and_further_cache_groups_are_left_out(other: dict[str, obj
 
 def test_kinds_of_events_that_are_newer_than_this_code_are_skipped() -> None:
     events = [{"type": "BlockPinned", "block_hashes": [1]}, REMOVED, ["BlockPinned", [1]]]
-    assert read_batch(packed([1.0, events])).events == [Removed((12,))]
+    assert read_batch(packed([1.0, events])).events == [BlocksRemoved((12,))]
 
 
 @pytest.mark.parametrize(

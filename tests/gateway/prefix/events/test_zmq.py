@@ -14,8 +14,8 @@ import zmq
 from backend.engine.block_pool import ROOT_HASH, CachedBlock, hash_block
 from backend.server.kv_events import Encoding, KVEventPublisher
 from gateway.prefix.events import zmq as zmq_source
-from gateway.prefix.events.base import Counts, Removed, Stored
-from gateway.prefix.events.zmq import ZmqSource
+from gateway.prefix.events.base import BlocksRemoved, BlocksStored, EventCounts
+from gateway.prefix.events.zmq import ZmqEventSource
 from tests.gateway.prefix.events.conftest import WAIT_SECONDS, Recorder
 
 HELLO = 999_999  # removed over and over, until the subscription is known to have arrived
@@ -84,9 +84,9 @@ def publisher(request: pytest.FixtureRequest) -> Iterator[Publisher]:
 
 @asynccontextmanager
 async def following(
-    publisher: Publisher | KVEventPublisher, recorder: Recorder, counts: Counts | None = None
+    publisher: Publisher | KVEventPublisher, recorder: Recorder, counts: EventCounts | None = None
 ) -> AsyncIterator[None]:
-    source = ZmqSource(publisher.endpoint, publisher.replay_endpoint, recorder, counts or Counts())
+    source = ZmqEventSource(publisher.endpoint, publisher.replay_endpoint, recorder, counts or EventCounts())
     task = asyncio.create_task(source.run())
     yield
     task.cancel()
@@ -103,8 +103,8 @@ async def subscribed(publisher: Publisher, recorder: Recorder, number: int) -> N
     recorder.heard.clear()
 
 
-def removed(*numbers: int) -> Removed:
-    return Removed(numbers)
+def removed(*numbers: int) -> BlocksRemoved:
+    return BlocksRemoved(numbers)
 
 
 def heard_up_to(recorder: Recorder, number: int) -> bool:
@@ -124,7 +124,7 @@ async def test_what_was_before_is_replayed_and_what_comes_follows(publisher: Pub
 
 
 async def test_a_gap_is_filled_by_a_replay(publisher: Publisher, recorder: Recorder) -> None:
-    counts = Counts()
+    counts = EventCounts()
     async with following(publisher, recorder, counts):
         await subscribed(publisher, recorder, 0)
         publisher.keep(1)
@@ -191,7 +191,7 @@ async def test_an_engine_that_was_started_anew_has_an_empty_cache(publisher: Pub
 
 
 async def test_what_is_no_batch_is_counted_and_passed_over(publisher: Publisher, recorder: Recorder) -> None:
-    counts = Counts()
+    counts = EventCounts()
     async with following(publisher, recorder, counts):
         await subscribed(publisher, recorder, 0)
         publisher.send_frames(b"alone")
@@ -216,5 +216,5 @@ async def test_the_bundled_engines_publisher(recorder: Recorder, encoding: Encod
     async with following(publisher, recorder):
         await recorder.until(lambda: "cleared" in recorder.heard)
     hashes = tuple(int.from_bytes(block.block_hash[-8:], "big") for block in (first, second))
-    assert recorder.heard == [Stored(hashes, None, 2, "call-1"), Removed((hashes[1],)), "cleared"]
+    assert recorder.heard == [BlocksStored(hashes, None, 2, "call-1"), BlocksRemoved((hashes[1],)), "cleared"]
     publisher.close()

@@ -14,22 +14,31 @@ from gateway.core.errors import BadRequest
 from gateway.endpoints import ENDPOINTS
 from gateway.prompts.canonicaliser import in_form, join
 from gateway.prompts.reader import read_fields
-from gateway.prompts.transforms import OPT_IN, VERSION, VERSIONS, Canon, Fields, Plan, Safety, SharedMemory
-from gateway.prompts.transforms.base import Context, Message, MessagesTransform, ValueTransform
+from gateway.prompts.transforms import (
+    OPT_IN,
+    VERSION,
+    VERSIONS,
+    Fields,
+    Safety,
+    SharedDecisions,
+    TransformPipeline,
+    TransformPlan,
+)
+from gateway.prompts.transforms.base import Message, MessagesTransform, TransformContext, ValueTransform
 from gateway.prompts.transforms.order_memo import digest
 from tests.gateway.prompts.transforms.dialects import DIALECTS, Dialect
 from tests.gateway.prompts.transforms.requests import CACHED, TAU_BENCH, bodies, recorded, written
 
 CHAT = ENDPOINTS[0]
-EVERYTHING = Plan(VERSION, "full", OPT_IN, "26 Jul 2024")
+EVERYTHING = TransformPlan(VERSION, "full", OPT_IN, "26 Jul 2024")
 IDS_EVERY = 10  # recorded turns: tokenizing takes longer than all else
 PROVEN = [transform for transform in VERSIONS[VERSION] if transform.safety is Safety.P0]
 
 
-def canonical(body: bytes, plan: Plan, canon: Canon | None = None) -> bytes:
+def canonical(body: bytes, plan: TransformPlan, canon: TransformPipeline | None = None) -> bytes:
     fields = read_fields(body)
     asked = CHAT.read(fields, body)
-    form = (canon or Canon(SharedMemory())).form(fields, asked.messages, plan, "salt", plain=asked.plain)
+    form = (canon or TransformPipeline(SharedDecisions())).form(fields, asked.messages, plan, "salt", plain=asked.plain)
     if form is None:
         return join(fields)
     read_anew, patched = CHAT.read(form.fields, join(form.fields)), in_form(asked, form)
@@ -40,7 +49,7 @@ def canonical(body: bytes, plan: Plan, canon: Canon | None = None) -> bytes:
 def proven(body: bytes) -> bytes:
     """The form of a body after the P0 transforms alone, all of them, whether they see something or not."""
     fields: Fields = read_fields(body)
-    context = Context(EVERYTHING, "salt", SharedMemory())
+    context = TransformContext(EVERYTHING, "salt", SharedDecisions())
     for transform in PROVEN:
         for name in fields.keys() & set(transform.fields):
             if isinstance(transform, MessagesTransform):
@@ -101,7 +110,7 @@ def test_token_ids_tell_prompts_apart(dialect: Dialect) -> None:
 @given(body=bodies())
 @settings(max_examples=120)
 def test_a_canonical_form_is_its_own_canonical_form(body: bytes) -> None:
-    canon = Canon(SharedMemory())
+    canon = TransformPipeline(SharedDecisions())
     form = canonical(body, EVERYTHING, canon)
     assert canonical(form, EVERYTHING, canon) == form
 
@@ -109,7 +118,7 @@ def test_a_canonical_form_is_its_own_canonical_form(body: bytes) -> None:
 @given(body=bodies(), styles=st.tuples(st.integers(0, 4), st.integers(0, 4)))
 @settings(max_examples=80)
 def test_however_it_is_written_down_the_tools_become_the_same_bytes(body: bytes, styles: tuple[int, int]) -> None:
-    plan = Plan(VERSION, "safe")
+    plan = TransformPlan(VERSION, "safe")
     value = json.loads(body)
     one, other = (read_fields(canonical(written(value, style), plan)) for style in styles)
     assert one.get("tools") == other.get("tools")
@@ -140,8 +149,8 @@ def test_forbidden_ground_is_untouched(body: bytes) -> None:
 def test_what_p3_moves_is_said_elsewhere(body: bytes, opt_in: set[str]) -> None:
     """Lines leave the system prompt for its end or for the last user message; none is lost, changed, or said twice. The
     last user's own words stand before them."""
-    plan = Plan(VERSION, "full", tuple(sorted(opt_in)))
-    safe, moved = (json.loads(canonical(body, p)) for p in (Plan(VERSION, "safe"), plan))
+    plan = TransformPlan(VERSION, "full", tuple(sorted(opt_in)))
+    safe, moved = (json.loads(canonical(body, p)) for p in (TransformPlan(VERSION, "safe"), plan))
     assert _lines(safe) == _lines(moved)
     assert [message["role"] for message in safe["messages"]] == [message["role"] for message in moved["messages"]]
     for one, other in zip(_users(safe)[-1:], _users(moved)[-1:], strict=True):
@@ -153,7 +162,7 @@ def test_what_p3_moves_is_said_elsewhere(body: bytes, opt_in: set[str]) -> None:
 @pytest.mark.skipif(not TAU_BENCH.exists(), reason=f"no recorded conversations at {TAU_BENCH.name}")
 def test_p3_of_recorded_conversations() -> None:
     """A clock before a recorded system prompt: all that it moves is the clock, and history stays as it was said."""
-    plan, moved = Plan(VERSION, "full", ("volatile_to_user",)), 0
+    plan, moved = TransformPlan(VERSION, "full", ("volatile_to_user",)), 0
     for number, turn in enumerate(recorded()):
         system, *said = turn["messages"]
         clock = f"Current time: 09:{number % 60:02}"

@@ -10,7 +10,7 @@ import pytest
 from gateway.endpoints import ENDPOINTS
 from gateway.policy.traffic import OptIn
 from gateway.prompts.canonicaliser import Canonicaliser
-from gateway.prompts.transforms import OPT_IN, VERSION, Canon, Plan, SharedMemory
+from gateway.prompts.transforms import OPT_IN, VERSION, SharedDecisions, TransformPipeline, TransformPlan
 from gateway.types import Principal
 from tests.gateway.calls import UNTRACED, a_call, a_policy
 from tests.gateway.prompts.transforms.test_promises import canonical
@@ -18,8 +18,8 @@ from tests.gateway.prompts.transforms.test_promises import canonical
 BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=sdk-cli; cch={};\n"
 
 
-def formed(body: dict[str, Any], *opt_in: str, canon: Canon | None = None, **plan: Any) -> Any:
-    wanted = Plan(VERSION, "full" if opt_in else "safe", opt_in, **plan)
+def formed(body: dict[str, Any], *opt_in: str, canon: TransformPipeline | None = None, **plan: Any) -> Any:
+    wanted = TransformPlan(VERSION, "full" if opt_in else "safe", opt_in, **plan)
     return json.loads(canonical(json.dumps({"model": "m", **body}).encode(), wanted, canon))
 
 
@@ -71,7 +71,7 @@ def test_noise_is_looked_for_in_nobody_elses_words() -> None:
 
 
 def test_schemas_that_mean_the_same_take_the_form_that_was_seen_first() -> None:
-    canon = Canon(SharedMemory())
+    canon = TransformPipeline(SharedDecisions())
     first = {"type": "function", "function": {"name": "f", "parameters": {
         "type": "object", "properties": {"b": {"type": "number", "minimum": 1}, "a": {"enum": ["y", "x"]}},
         "required": ["b", "a"]}}}  # fmt: skip
@@ -99,7 +99,7 @@ def test_schemas_that_mean_the_same_take_the_form_that_was_seen_first() -> None:
     ],
 )
 def test_schemas_that_do_not_mean_the_same_stay_two(one: Any, other: Any) -> None:
-    canon = Canon(SharedMemory())
+    canon = TransformPipeline(SharedDecisions())
     hello = [{"role": "user", "content": "hi"}]
     for schema in (one, other):
         tools = [tool("f", a=schema)]
@@ -107,7 +107,7 @@ def test_schemas_that_do_not_mean_the_same_stay_two(one: Any, other: Any) -> Non
 
 
 def test_a_property_may_be_named_as_a_keyword() -> None:
-    canon = Canon(SharedMemory())
+    canon = TransformPipeline(SharedDecisions())
     hello = [{"role": "user", "content": "hi"}]
     one, other = (tool("f", default={"type": "string", "required": order}) for order in (["a", "b"], ["b", "a"]))
     for tools in ([one], [other]):

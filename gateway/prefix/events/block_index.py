@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from gateway.prefix.cache_model import CacheModel
-from gateway.prefix.events.base import BlockHash, Removed, Stored
+from gateway.prefix.events.base import BlockHash, BlocksRemoved, BlocksStored
 from gateway.prefix.fingerprint import BLOCK_BYTES
 
 BLOCKS_MAX = 1 << 19  # followed of one engine: 8M tokens in blocks of 16; the oldest are forgotten first
@@ -41,7 +41,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Ended(NamedTuple):
+class FinishedCall(NamedTuple):
     """A call that is over, with the engine's own count of its tokens."""
 
     id: str
@@ -59,13 +59,13 @@ class _Text:
     that begins like another one, its `trunk`, has blocks of its own behind the `shared` ones.
     """
 
-    __slots__ = ("chain", "ends", "present", "shared", "trunk")
+    __slots__ = ("anchors", "chain", "present", "shared", "trunk")
 
     def __init__(
         self, chain: Sequence[int], ends: list[tuple[float, float]], trunk: _Text | None = None, shared: int = 0
     ) -> None:
         self.chain = chain
-        self.ends = ends
+        self.anchors = ends
         self.trunk = trunk
         self.shared = shared
         self.present: dict[int, _Block] = {}  # its own blocks that the engine has, by their depth
@@ -73,14 +73,14 @@ class _Text:
     @property
     def tokens(self) -> float:
         """Of all of it that the fingerprint covers."""
-        tokens, text_bytes = self.ends[-1]
+        tokens, text_bytes = self.anchors[-1]
         whole = len(self.chain) * BLOCK_BYTES
         return tokens * whole / text_bytes if text_bytes > whole else tokens
 
     def bytes_at(self, token: float) -> float:
         """Where in the text a token begins."""
-        before, after = (0.0, 0.0), self.ends[-1]
-        for end in self.ends:
+        before, after = (0.0, 0.0), self.anchors[-1]
+        for end in self.anchors:
             if end[0] > token:
                 after = end
                 break
@@ -88,21 +88,21 @@ class _Text:
         tokens, text_bytes = after[0] - before[0], after[1] - before[1]
         return before[1] + (token - before[0]) * text_bytes / tokens if tokens > 0 else before[1]
 
-    def grows_into(self, chain: Sequence[int]) -> bool:
+    def is_prefix_of(self, chain: Sequence[int]) -> bool:
         return len(chain) >= len(self.chain) and chain[len(self.chain) - 1] == self.chain[-1]
 
     def covers(self, chain: Sequence[int]) -> bool:
         return len(chain) <= len(self.chain) and self.chain[len(chain) - 1] == chain[-1]
 
-    def up_to(self, token: float) -> list[tuple[float, float]]:
+    def anchors_up_to(self, token: float) -> list[tuple[float, float]]:
         """The points of what comes before a token, where another text leaves this one."""
-        ends = [end for end in self.ends if end[0] < token]
+        ends = [end for end in self.anchors if end[0] < token]
         return [*ends, (token, self.bytes_at(token))]
 
-    def present_up_to(self, depth: int) -> int:
+    def cached_blocks_up_to(self, depth: int) -> int:
         """How many of its first `depth` blocks the engine has, from the beginning to the first that is missing."""
         first, trunk = self.shared, self.trunk
-        if trunk is not None and (reached := trunk.present_up_to(min(first, depth))) < first:
+        if trunk is not None and (reached := trunk.cached_blocks_up_to(min(first, depth))) < first:
             return reached
         while first < depth and first + 1 in self.present:
             first += 1
@@ -123,16 +123,16 @@ class _Block:
         self.present = True
         self.text: _Text | None = None
 
-    def holds(self, text: _Text, depth: int) -> None:
+    def assign_text(self, text: _Text, depth: int) -> None:
         """Instead of whatever it held, and of what was there: an answer that nobody went on from."""
-        self.leave_text()
+        self.detach_text()
         self.text, self.depth = text, depth
         if self.present:
             if (other := text.present.get(depth)) is not None:
                 other.text = None
             text.present[depth] = self
 
-    def leave_text(self) -> _Text | None:
+    def detach_text(self) -> _Text | None:
         """It is gone; returns the text that misses it now."""
         text = self.text
         if text is None or text.present.get(self.depth) is not self:
@@ -149,14 +149,14 @@ class BlockIndex:
         self._blocks: OrderedDict[BlockHash, _Block] = OrderedDict()  # that are there
         self._known: WeakValueDictionary[BlockHash, _Block] = WeakValueDictionary()  # and those that lead to others
         self._block_tokens = 0
-        self._tells_sessions = False
+        self._reports_sessions = False
         self._in_doubt = False  # events were lost: it may hold blocks whose removal will mean nothing to us
         self._capacity_tokens = 0  # of the engine, where it has told
-        self._calls: OrderedDict[str, Ended] = OrderedDict()
+        self._calls: OrderedDict[str, FinishedCall] = OrderedDict()
         self._tips: OrderedDict[str, _Block] = OrderedDict()  # by session: its last block
         self._unclaimed: OrderedDict[BlockHash, _Block] = OrderedDict()  # ends of paths that came without a session
         self.calls_attributed = 0
-        self.calls_ended = 0
+        self.calls_finished = 0
         self.blocks_removed = 0
 
     def __len__(self) -> int:
@@ -177,28 +177,28 @@ class BlockIndex:
         return self._in_doubt
 
     @property
-    def tells_all(self) -> bool:
+    def reports_all_evictions(self) -> bool:
         """Whether what is gone is known, so that nothing need be concluded from what replies say."""
-        return self._tells_sessions and not self.in_doubt
+        return self._reports_sessions and not self.in_doubt
 
-    def told_capacity(self, engine_tokens: int) -> None:
+    def set_capacity(self, engine_tokens: int) -> None:
         self._capacity_tokens = engine_tokens
 
     # -- what the engine tells -------------------------------------------------------------------------------------
 
-    def stored(self, event: Stored) -> None:
+    def stored(self, event: BlocksStored) -> None:
         self._block_tokens = event.block_tokens or self._block_tokens
         tip = self._grow(event)
         if event.session:
-            self._tells_sessions = True
+            self._reports_sessions = True
             _remember(self._tips, event.session, tip, SESSIONS_MAX)
             if (call := self._calls.get(event.session)) is not None:
                 self._attribute(call, tip)
-        elif not self._tells_sessions and not self._placed(tip):
+        elif not self._reports_sessions and not self._is_attributed(tip):
             _remember(self._unclaimed, event.hashes[-1], tip, UNCLAIMED_MAX)
-            self._claim([call for call in self._calls.values() if self._shape(call)[0] == tip.depth])
+            self._match_unclaimed([call for call in self._calls.values() if self._expected_shape(call)[0] == tip.depth])
 
-    def _grow(self, event: Stored) -> _Block:
+    def _grow(self, event: BlocksStored) -> _Block:
         """Note an event's blocks; returns the last one."""
         above = self._known.get(event.parent) if event.parent is not None else None
         depth = above.depth if above else 0
@@ -223,14 +223,14 @@ class BlockIndex:
         assert above is not None
         return above
 
-    def removed(self, event: Removed) -> None:
+    def removed(self, event: BlocksRemoved) -> None:
         for block_hash in event.hashes:
             block = self._blocks.pop(block_hash, None) or self._known.get(block_hash)
             if block is None or not block.present:
                 continue
             block.present = False
             self.blocks_removed += 1
-            if (text := block.leave_text()) is not None:
+            if (text := block.detach_text()) is not None:
                 self._withdraw(text, block.depth - 1)
 
     def _withdraw(self, text: _Text, kept: int) -> None:
@@ -240,11 +240,11 @@ class BlockIndex:
             self._cache.remove(text.chain[: kept_text + 1])
 
     def cleared(self) -> None:
-        self.lost()
+        self.events_lost()
         self._in_doubt = False
         self._cache.clear()
 
-    def lost(self) -> None:
+    def events_lost(self) -> None:
         """The cache model stays as it is: as good as one without events, and corrected by replies."""
         self._in_doubt = True
         self._blocks.clear()
@@ -254,13 +254,13 @@ class BlockIndex:
 
     # -- what the gateway knows ------------------------------------------------------------------------------------
 
-    def ended(self, call: Ended) -> None:
+    def call_finished(self, call: FinishedCall) -> None:
         """A call was answered by this engine. The events of its blocks may have come already, or come yet."""
         if not call.chain or not call.prompt_tokens:
             return
-        self.calls_ended += 1
+        self.calls_finished += 1
         if self._block_tokens:
-            blocks, cached = self._shape(call)
+            blocks, cached = self._expected_shape(call)
             if blocks <= cached:  # it was all there: nothing is told of it
                 self.calls_attributed += 1
                 return
@@ -268,17 +268,17 @@ class BlockIndex:
         tip = self._tips.pop(call.id, None)
         if tip is not None:
             self._attribute(call, tip)
-        elif not self._tells_sessions:
-            self._claim([call])
+        elif not self._reports_sessions:
+            self._match_unclaimed([call])
 
-    def _placed(self, block: _Block) -> bool:
+    def _is_attributed(self, block: _Block) -> bool:
         """Whether it holds text that is known. An answer's blocks do once the next turn of a conversation tells it."""
         return block.text is not None and block.depth * self._block_tokens <= block.text.tokens
 
-    def _attribute(self, call: Ended, tip: _Block) -> None:
+    def _attribute(self, call: FinishedCall, tip: _Block) -> None:
         """The path to `tip` is this call's: its blocks that hold no known text hold the call's. Where all of the call's
         blocks have been told, what is left of them is what is believed."""
-        path, above = self._unplaced(tip)
+        path, above = self._unattributed_path(tip)
         if above is None and path and path[0].depth != 1:  # it begins in what we never were told of
             depth = call.cached_tokens // self._block_tokens
         else:
@@ -287,8 +287,8 @@ class BlockIndex:
         wanted = call.prompt_tokens // self._block_tokens
         for i, block in enumerate(path, start=depth + 1):
             if i <= wanted or i not in text.present:  # another answer to an old prompt is no part of what followed
-                block.holds(text, i)
-        reached = text.present_up_to(wanted)
+                block.assign_text(text, i)
+        reached = text.cached_blocks_up_to(wanted)
         if reached < wanted and depth + len(path) < wanted:
             return  # others are to be told yet
         del self._calls[call.id]
@@ -300,47 +300,47 @@ class BlockIndex:
         if self._cache.match(call.chain) < kept:  # a removal of before was told while this was computed
             self._cache.add(call.chain[:kept])
 
-    def _text_of(self, call: Ended, above: _Block | None, depth: int) -> _Text:
+    def _text_of(self, call: FinishedCall, above: _Block | None, depth: int) -> _Text:
         """The call's, joined to what is known of its beginning: the first `depth` blocks."""
         end = (float(call.prompt_tokens), float(call.text_bytes))
         if above is None or above.text is None:
             return _Text(call.chain, [(0.0, 0.0), end], None, depth)
         text = above.text
-        if text.grows_into(call.chain):
+        if text.is_prefix_of(call.chain):
             text.chain = call.chain
         elif not text.covers(call.chain):
-            text = _Text(call.chain, text.up_to(depth * self._block_tokens), text, depth)
-        if end[0] > text.ends[-1][0] and end[1] > text.ends[-1][1]:
-            text.ends.append(end)
+            text = _Text(call.chain, text.anchors_up_to(depth * self._block_tokens), text, depth)
+        if end[0] > text.anchors[-1][0] and end[1] > text.anchors[-1][1]:
+            text.anchors.append(end)
         return text
 
-    def _unplaced(self, tip: _Block) -> tuple[list[_Block], _Block | None]:
+    def _unattributed_path(self, tip: _Block) -> tuple[list[_Block], _Block | None]:
         """The blocks that lead to `tip` and hold no known text, from the first one on; and the one before them."""
         path: list[_Block] = []
         block: _Block | None = tip
-        while block is not None and (block.text is None or not self._placed(block)) and len(path) < BLOCKS_MAX:
+        while block is not None and (block.text is None or not self._is_attributed(block)) and len(path) < BLOCKS_MAX:
             path.append(block)
             block = block.parent
         return path[::-1], block
 
-    def _claim(self, calls: Sequence[Ended]) -> None:
+    def _match_unclaimed(self, calls: Sequence[FinishedCall]) -> None:
         """For engines that do not tell sessions: calls and ends of paths that fit each other, and nothing else."""
-        if self._tells_sessions or not self._block_tokens:
+        if self._reports_sessions or not self._block_tokens:
             return
         for call in calls:
             fitting = [name for name, tip in self._unclaimed.items() if self._fits(call, tip)]
-            rivals = sum(self._shape(other) == self._shape(call) for other in self._calls.values())
+            rivals = sum(self._expected_shape(other) == self._expected_shape(call) for other in self._calls.values())
             if len(fitting) == 1 and rivals == 1:
                 self._attribute(call, self._unclaimed.pop(fitting[0]))
 
-    def _fits(self, call: Ended, tip: _Block) -> bool:
-        blocks, cached = self._shape(call)
+    def _fits(self, call: FinishedCall, tip: _Block) -> bool:
+        blocks, cached = self._expected_shape(call)
         if tip.depth != blocks:
             return False
-        path, _ = self._unplaced(tip)
+        path, _ = self._unattributed_path(tip)
         return len(path) >= blocks - cached
 
-    def _shape(self, call: Ended) -> tuple[int, int]:
+    def _expected_shape(self, call: FinishedCall) -> tuple[int, int]:
         """How many blocks deep its path is, and how many of them were there before it."""
         computed = call.prompt_tokens + call.output_tokens - 1
         return computed // self._block_tokens, call.cached_tokens // self._block_tokens

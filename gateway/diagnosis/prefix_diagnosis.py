@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 import msgspec
 
 from gateway.core.money import atoms_to_text
-from gateway.diagnosis.breaks import Break, find_break
-from gateway.diagnosis.journal import Journal, PartRow, Summary
-from gateway.diagnosis.outline import Outline, Part, first_user_digest, parts_of
+from gateway.diagnosis.breaks import PrefixBreak, find_break
+from gateway.diagnosis.journal import CallSummary, DiagnosisJournal, PartRow
+from gateway.diagnosis.outline import CallOutline, PromptPart, first_user_digest, parts_of
 from gateway.types import Attempt, Call, Operation, PhaseTimings, Usage
 
 MAX_OUTLINES = 4096
@@ -30,9 +30,9 @@ Headers = Mapping[bytes, bytes]
 
 
 class PrefixDiagnosis:
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: DiagnosisJournal) -> None:
         self._journal = journal
-        self._outlines: OrderedDict[str, tuple[Application, Outline]] = OrderedDict()  # by call id
+        self._outlines: OrderedDict[str, tuple[Application, CallOutline]] = OrderedDict()  # by call id
         self._bytes = 0
         self._holders: dict[tuple[Application, int], str] = {}  # who was the last to have a part, by its digest
         self._last: dict[Application, str] = {}  # bounded by the outlines, as is what is above
@@ -52,7 +52,7 @@ class PrefixDiagnosis:
         if (first_user_digest(parts) & 0xFFFF_FFFF) / 2**32 >= wanted.sample:
             return
         application = (call.principal.tenant.name, call.principal.key_id, _agent(headers), call.model.name)
-        new = Outline(call.id, parts, timings.ended_ns, deployment, usage)
+        new = CallOutline(call.id, parts, timings.ended_ns, deployment, usage)
         old = self._best(application, parts)
         broken = find_break(old, new, content=wanted.content) if old is not None else None
         self._keep(application, new, old)
@@ -61,7 +61,7 @@ class PrefixDiagnosis:
     def close(self) -> None:
         self._journal.close()
 
-    def _best(self, application: Application, parts: Sequence[Part]) -> Outline | None:
+    def _best(self, application: Application, parts: Sequence[PromptPart]) -> CallOutline | None:
         votes: Counter[str] = Counter()
         for part in parts:
             holder = self._holders.get((application, part.digest))
@@ -70,7 +70,7 @@ class PrefixDiagnosis:
         best = votes.most_common(1)[0][0] if votes else self._last.get(application)
         return self._outlines[best][1] if best is not None else None
 
-    def _keep(self, application: Application, new: Outline, old: Outline | None) -> None:
+    def _keep(self, application: Application, new: CallOutline, old: CallOutline | None) -> None:
         if old is not None and new.parts[: len(old.parts)] == old.parts:  # it goes on: nothing is only in the old one
             self._drop(old.call_id)
         self._outlines[new.call_id] = (application, new)
@@ -98,13 +98,13 @@ def _agent(headers: Headers) -> str:
 
 
 def _summary(
-    call: Call, application: Application, new: Outline, old: Outline | None, broken: Break | None,
+    call: Call, application: Application, new: CallOutline, old: CallOutline | None, broken: PrefixBreak | None,
     timings: PhaseTimings, attempts: Sequence[Attempt],
-) -> Summary:  # fmt: skip
+) -> CallSummary:  # fmt: skip
     tenant, key_id, agent, model = application
     usage = new.usage
     cost, currency = _cost(call, new, broken, timings)
-    return Summary(
+    return CallSummary(
         time=datetime.fromtimestamp(timings.ended_ns / 1e9, UTC).isoformat(timespec="milliseconds"),
         call_id=call.id,
         tenant=tenant,
@@ -128,7 +128,7 @@ def _summary(
 
 
 def _seconds(
-    call: Call, new: Outline, broken: Break | None, timings: PhaseTimings, attempts: Sequence[Attempt]
+    call: Call, new: CallOutline, broken: PrefixBreak | None, timings: PhaseTimings, attempts: Sequence[Attempt]
 ) -> float | None:
     """How long computing the lost tokens took: as part of the time to the first chunk where that can be seen, else at
     the speed that the policy gives the server."""
@@ -142,7 +142,9 @@ def _seconds(
     return round(broken.lost_tokens / deployment.prefill_tokens_per_second, 6) if deployment is not None else None
 
 
-def _cost(call: Call, new: Outline, broken: Break | None, timings: PhaseTimings) -> tuple[str | None, str | None]:
+def _cost(
+    call: Call, new: CallOutline, broken: PrefixBreak | None, timings: PhaseTimings
+) -> tuple[str | None, str | None]:
     """What the lost tokens cost more than cached ones would have."""
     prices = call.policy.price_lists.get((call.model.name, new.deployment or ""))
     price = prices.price(call.class_name, call.service_tier, timings.started_ns) if prices is not None else None

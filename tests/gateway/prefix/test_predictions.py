@@ -11,8 +11,8 @@ import pytest
 
 from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
 from gateway.prefix.estimate import Estimate
-from gateway.prefix.events.base import Removed, Stored
-from gateway.prefix.events.blocks import BlockIndex, Ended
+from gateway.prefix.events.base import BlocksRemoved, BlocksStored
+from gateway.prefix.events.block_index import BlockIndex, FinishedCall
 from gateway.prefix.fingerprint import BLOCK_BYTES, BYTES_PER_TOKEN, fingerprint
 
 BLOCK_TOKENS = 16
@@ -39,11 +39,11 @@ class Server:
     def stored(self, block: CachedBlock) -> None:
         if self.index is not None and self.hears:
             parent = None if block.parent == ROOT_HASH else block.parent
-            self.index.stored(Stored((block.block_hash,), parent, BLOCK_TOKENS, block.session_id))
+            self.index.stored(BlocksStored((block.block_hash,), parent, BLOCK_TOKENS, block.session_id))
 
     def removed(self, block_hash: bytes) -> None:
         if self.index is not None and self.hears:
-            self.index.removed(Removed((block_hash,)))
+            self.index.removed(BlocksRemoved((block_hash,)))
 
     def cleared(self) -> None:
         if self.index is not None:
@@ -57,23 +57,23 @@ class Server:
         self.calls += 1
         if self.capacity_told:
             in_doubt = self.index is not None and self.index.in_doubt
-            self.estimate.told_capacity(POOL_TOKENS, ROOM if self.index is not None and not in_doubt else 1.0)
+            self.estimate.set_capacity(POOL_TOKENS, ROOM if self.index is not None and not in_doubt else 1.0)
             if self.index is not None:
-                self.index.told_capacity(POOL_TOKENS)
+                self.index.set_capacity(POOL_TOKENS)
         chain, tokens, now = fingerprint([text.encode()], 7), len(text) // BYTES_PER_TOKEN, float(self.calls)
-        believed = self.estimate.cache.recall(chain)
+        prediction = self.estimate.cache.predict(chain)
         if self.index is not None:
-            believed = self.estimate.foresee(chain, self.index.present_tokens, now)
-        sent = self.estimate.begin(chain, tokens, now, believed=believed)
+            prediction = self.estimate.predict_cache(chain, self.index.present_tokens, now)
+        sent = self.estimate.begin(chain, tokens, now, prediction=prediction)
         cached = self._compute(f"call-{self.calls}", text)
         self.estimate.first_chunk(sent, now)
-        told = self.index is not None and self.index.tells_all
-        self.estimate.learn_cached(sent, tokens, cached, evictions_told=told)
+        told = self.index is not None and self.index.reports_all_evictions
+        self.estimate.learn_cached(sent, tokens, cached, evictions_reported=told)
         if self.index is not None:
-            self.index.ended(Ended(f"call-{self.calls}", chain, len(text), tokens, cached, 1))
+            self.index.call_finished(FinishedCall(f"call-{self.calls}", chain, len(text), tokens, cached, 1))
         self.estimate.end(sent, now)
         edge = BLOCK_BYTES // BYTES_PER_TOKEN + BLOCK_TOKENS  # of two kinds of blocks that do not end together
-        off = abs(believed.matched * BLOCK_BYTES // BYTES_PER_TOKEN - cached)
+        off = abs(prediction.matched * BLOCK_BYTES // BYTES_PER_TOKEN - cached)
         self.off_tokens.append(max(0, off - edge))
         self.found_tokens.append(cached)
 
@@ -146,12 +146,12 @@ def test_where_events_were_lost_replies_count_again_until_all_is_known(seed: int
     for text in traffic.prompts(100):
         server.ask(text)
     server.hears = True
-    server.index.lost()
-    assert not server.index.tells_all
+    server.index.events_lost()
+    assert not server.index.reports_all_evictions
     for text in traffic.prompts(50):
         server.ask(text)
     assert server.off_share(50) < 0.02
-    assert server.index.tells_all == capacity_told, "without a capacity nobody knows when all is known"
+    assert server.index.reports_all_evictions == capacity_told, "without a capacity nobody knows when all is known"
     for text in traffic.prompts(50):
         server.ask(text)
     assert server.off_share(50) < 0.02

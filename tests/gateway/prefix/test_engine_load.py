@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.prefix.load import Reported, read_load
+from gateway.prefix.engine_load import EngineLoad, read_engine_load
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -41,17 +41,17 @@ trtllm_kv_cache_max_blocks 2000
 @pytest.mark.parametrize(
     ("text", "reported"),
     [
-        (VLLM, Reported("vllm", 7, 12, 0.5, 32_000)),
-        (VLLM.replace("kv_cache_usage_perc", "gpu_cache_usage_perc"), Reported("vllm", 7, 12, 0.5, 32_000)),
-        (SGLANG, Reported("sglang", 7, 2, 0.5, 471_258)),
-        (SGLANG_BEFORE, Reported("sglang", 1, 0, 0.0, 6_400)),
-        (LLAMA_CPP, Reported("llama.cpp", 4, 46, 0.0, None)),
-        (TENSORRT, Reported("tensorrt-llm", 1, 5, 0.62, 64_000)),
+        (VLLM, EngineLoad("vllm", 7, 12, 0.5, 32_000)),
+        (VLLM.replace("kv_cache_usage_perc", "gpu_cache_usage_perc"), EngineLoad("vllm", 7, 12, 0.5, 32_000)),
+        (SGLANG, EngineLoad("sglang", 7, 2, 0.5, 471_258)),
+        (SGLANG_BEFORE, EngineLoad("sglang", 1, 0, 0.0, 6_400)),
+        (LLAMA_CPP, EngineLoad("llama.cpp", 4, 46, 0.0, None)),
+        (TENSORRT, EngineLoad("tensorrt-llm", 1, 5, 0.62, 64_000)),
     ],
     ids=["vllm", "vllm before 2025", "sglang", "sglang before 0.5.11", "llama.cpp", "tensorrt-llm"],
 )
-def test_every_engine_is_read_by_its_own_names(text: str, reported: Reported) -> None:
-    assert read_load(text) == reported
+def test_every_engine_is_read_by_its_own_names(text: str, reported: EngineLoad) -> None:
+    assert read_engine_load(text) == reported
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,11 @@ def test_every_engine_is_read_by_its_own_names(text: str, reported: Reported) ->
     ["", "not metrics at all", "<html>", "go_goroutines 8", "vllm:num_requests_running{} many", "\x00" * 100],
 )
 def test_what_no_engine_said_is_nothing(text: str) -> None:
-    assert read_load(text) is None
+    assert read_engine_load(text) is None
 
 
 def test_a_value_that_is_no_number_yet_is_left_out() -> None:
-    told = read_load("vllm:num_requests_running 1\nvllm:kv_cache_usage_perc NaN\nvllm:num_requests_waiting +Inf\n")
-    assert told == Reported("vllm", 1, 0, 0.0, None)
+    told = read_engine_load(
+        "vllm:num_requests_running 1\nvllm:kv_cache_usage_perc NaN\nvllm:num_requests_waiting +Inf\n"
+    )
+    assert told == EngineLoad("vllm", 1, 0, 0.0, None)

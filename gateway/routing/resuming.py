@@ -22,8 +22,8 @@ import msgspec
 from gateway.core.errors import GatewayError, UpstreamCut
 from gateway.deployments.fleet import DeploymentState
 from gateway.providers.base import Sink
-from gateway.routing.attempts import AttemptLog
-from gateway.routing.so_far import PartialAnswer, ResumedAnswer
+from gateway.routing.attempt_log import AttemptLog
+from gateway.routing.partial_answer import PartialAnswer, ResumedAnswer
 from gateway.routing.upstream import Upstream
 from gateway.types import Call, Operation
 
@@ -31,12 +31,12 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, where a completion sets no `max_toke
 
 _LIMITS = ("max_tokens", "max_completion_tokens")
 # Fields that say the same of the rest of an answer as of the whole; and those that do with these values only.
-_INDIFFERENT = frozenset(
+_RESUMABLE_FIELDS = frozenset(
     {"model", "messages", "prompt", "stream", "stream_options", *_LIMITS, "temperature", "top_p", "top_k", "min_p",
      "seed", "stop", "stop_token_ids", "repetition_penalty", "logit_bias", "service_tier", "user", "safety_identifier",
      "prompt_cache_key", "cache_control", "metadata", "store"}
 )  # fmt: skip
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_RESUMABLE_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none",),
     "parallel_tool_calls": (False, True), "response_format": ({"type": "text"},), "presence_penalty": (0,),
     "frequency_penalty": (0,), "echo": (False,), "suffix": (), "modalities": (["text"],),
@@ -49,19 +49,19 @@ _encode = msgspec.json.encode
 OpenNext = Callable[[Call], Coroutine[Any, Any, Upstream]]
 
 
-def may_go_on(call: Call) -> bool:
+def may_resume(call: Call) -> bool:
     """Whether its stream may go on elsewhere, by the policy and by what it asks for."""
     if not call.stream:
         return False
     model, limits = call.model, call.latency_class
     allowed = limits.continue_cut_streams if model.continue_cut_streams is None else model.continue_cut_streams
-    return allowed and _asks_for_text_alone(call)
+    return allowed and _requests_only_text(call)
 
 
-def _asks_for_text_alone(call: Call) -> bool:
-    for name in call.fields.keys() - _INDIFFERENT:
+def _requests_only_text(call: Call) -> bool:
+    for name in call.fields.keys() - _RESUMABLE_FIELDS:
         value = msgspec.json.decode(call.fields[name])
-        if value is not None and value not in _NEUTRAL.get(name, ()):
+        if value is not None and value not in _RESUMABLE_VALUES.get(name, ()):
             return False
     return call.operation is Operation.CHAT or bytes(call.fields.get("prompt", b"")).startswith(b'"')
 
@@ -79,26 +79,26 @@ class ResumedStream(Upstream):
     ) -> None:
         """`deployments` may go on with it."""
         super().__init__(
-            call, begun.chosen, begun.sent, begun.reply, begun.begins_with, attempts.task, begun._quarantine
+            call, begun.chosen, begun.sent, begun.reply, begun.first_chunk_bytes, attempts.task, begun._quarantine
         )
         self._attempts = attempts
         self._deployments = deployments
         self._open_next = open_next
-        self._so_far = PartialAnswer()
-        self._so_far.add(begun.begins_with)
+        self._partial = PartialAnswer()
+        self._partial.add(begun.first_chunk_bytes)
         self._rest: ResumedAnswer | None = None
-        self._left = False
+        self._is_closed = False
 
     @property
     def is_estimated(self) -> bool:
-        return self._rest is not None and not self._rest.is_counted
+        return self._rest is not None and not self._rest.is_exact
 
-    def as_one(self, record: bytes) -> bytes:
+    def merge_usage(self, record: bytes) -> bytes:
         if self._rest is None:
             return record
         told = _fields(record)
         if isinstance(usage := told.get("usage"), dict):
-            told["usage"] = self._rest.as_one(usage)
+            told["usage"] = self._rest.merge_usage(usage)
         return _encode(told)
 
     def completed(self) -> None:
@@ -110,71 +110,71 @@ class ResumedStream(Upstream):
 
     async def stream_to(self, sink: Sink) -> bool:
         try:
-            return await super().stream_to(self._noting(sink))
+            return await super().stream_to(self._recording(sink))
         except UpstreamCut as cut:
             if self.fault is None or self._rest is not None:  # not the server's fault; or it has gone on before
                 raise
-            rest = await self._go_on(cut)
-        begun = rest.rewritten(self.begins_with)
+            rest = await self._resume(cut)
+        begun = rest.rewrite(self.first_chunk_bytes)
         return (not begun or sink(begun)) and await self.stream_to(sink)
 
-    def _noting(self, sink: Sink) -> Sink:
-        so_far, rest = self._so_far, self._rest
+    def _recording(self, sink: Sink) -> Sink:
+        partial, rest = self._partial, self._rest
 
-        def note(chunk: bytes) -> bool:
-            so_far.add(chunk)
+        def record(chunk: bytes) -> bool:
+            partial.add(chunk)
             return sink(chunk)
 
         def rewrite(chunk: bytes) -> bool:
             assert rest is not None
-            rewritten = rest.rewritten(chunk)
+            rewritten = rest.rewrite(chunk)
             return not rewritten or sink(rewritten)
 
-        return note if rest is None else rewrite
+        return record if rest is None else rewrite
 
-    async def _go_on(self, cut: UpstreamCut) -> ResumedAnswer:
+    async def _resume(self, cut: UpstreamCut) -> ResumedAnswer:
         """Become the server at which the answer goes on. Raises `cut` where there is none."""
-        loop, so_far, attempts = asyncio.get_running_loop(), self._so_far, self._attempts
+        loop, partial, attempts = asyncio.get_running_loop(), self._partial, self._attempts
         deployments = self._deployments()
         others = [deployment for deployment in deployments if deployment is not self.deployment] or (
-            [] if self.died_of_it else deployments
+            [] if self.caused_crash else deployments
         )
-        text = so_far.text
-        if not text or not so_far.plain or not others or loop.time() >= self._call.deadline:
+        text = partial.text
+        if not text or not partial.plain or not others or loop.time() >= self._call.deadline:
             raise cut
         # Templates may take away the space behind it, and mostly it is a part of the next token.
         goes_on_from = text.rstrip() or text
-        call = call_for_the_rest(self._call, goes_on_from, so_far.output_tokens, others)
+        call = continuation_call(self._call, goes_on_from, partial.output_tokens, others)
         if call is None:
             raise cut
         assert self.fault is not None
         attempts.conclude(self.fault.value)
         await self._leave()
-        asked = attempts.asked
+        last_deployment = attempts.last_deployment
         with_counts = self.deployment.config.continuous_usage or call.continuous_usage
-        rest = self._rest = ResumedAnswer(so_far, overlap=text[len(goes_on_from) :], with_counts=with_counts)
+        rest = self._rest = ResumedAnswer(partial, overlap=text[len(goes_on_from) :], with_counts=with_counts)
         try:
             upstream = await self._open_next(call)
         except GatewayError:
-            self._rest, attempts.asked = None, asked  # who has worked on what there is
+            self._rest, attempts.last_deployment = None, last_deployment  # who has worked on what there is
             raise cut from None
-        self._become(upstream)
+        self._switch_to(upstream)
         rest.deployment = self.deployment.name
-        attempts.note_continuing()
+        attempts.mark_continues()
         return rest
 
-    def _become(self, other: Upstream) -> None:
+    def _switch_to(self, other: Upstream) -> None:
         self.reply, self.sent, self.chosen, self.deployment = other.reply, other.sent, other.chosen, other.deployment
-        self.matched_tokens, self.begins_with = other.matched_tokens, other.begins_with
-        self.fault, self._left = None, False
+        self.matched_tokens, self.first_chunk_bytes = other.matched_tokens, other.first_chunk_bytes
+        self.fault, self._is_closed = None, False
 
     async def _leave(self) -> None:
-        if not self._left:
-            self._left = True
+        if not self._is_closed:
+            self._is_closed = True
             await super()._leave()
 
 
-def call_for_the_rest(call: Call, text: str, output_tokens: int, deployments: Sequence[DeploymentState]) -> Call | None:
+def continuation_call(call: Call, text: str, output_tokens: int, deployments: Sequence[DeploymentState]) -> Call | None:
     """The request that continues the answer at one of `deployments`; None if no output is left.
 
     A pause in the middle of an answer may be as long as the class allows."""

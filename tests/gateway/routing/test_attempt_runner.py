@@ -69,7 +69,7 @@ async def test_a_client_in_a_hurry_is_answered_in_its_time_and_blames_nobody() -
         async with rig.router.open(call, place, rig.attempts):
             pass
     assert rig.outcomes == [("a", "out_of_time")]
-    assert not server(rig, "a").breaker.cooling(asyncio.get_running_loop().time())
+    assert not server(rig, "a").breaker.is_deprioritised(asyncio.get_running_loop().time())
 
 
 async def test_where_nobody_answers_the_client_hears_what_the_last_server_said() -> None:
@@ -87,10 +87,10 @@ async def test_a_server_that_failed_others_meanwhile_is_not_asked(monkeypatch: p
     a = Script(TEXT)
     rig = Rig(two_servers(), a=a, b=Script(TEXT, DONE))
 
-    async def follow(call: Call, asked: DeploymentState, deadline: float) -> None:
+    async def wait_for_shared_prefill(call: Call, asked: DeploymentState, deadline: float) -> None:
         if asked.name == "a":
             asked.breaker.eject(asyncio.get_running_loop().time(), 30.0)
 
-    monkeypatch.setattr("gateway.routing.asking.follow", follow)
+    monkeypatch.setattr("gateway.routing.attempt_runner.wait_for_shared_prefill", wait_for_shared_prefill)
     assert await rig.chunks() == [TEXT, DONE]
     assert (a.opened, rig.outcomes) == (0, [("b", "ok")])

@@ -72,7 +72,7 @@ async def test_servers_that_fail_on_and_on_are_left_alone_and_the_caller_is_told
 
 async def test_a_spent_retry_budget_ends_the_trying(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(two_servers(retries=0), a=Script(opener=status(500)), b=Script(TEXT))
-    monkeypatch.setattr("gateway.routing.retries.POT_REFILL_PER_SECOND", 0.0)
+    monkeypatch.setattr("gateway.routing.retries.BUDGET_REFILL_PER_SECOND", 0.0)
     budget = rig.router._budgets["realtime"] = RetryBudget()
     while budget.take(0.0):
         pass
@@ -93,7 +93,7 @@ async def test_a_call_whose_server_fails_comes_before_those_that_wait_for_their_
     a = Turns(Failing(fails), Script(TEXT, DONE))
     b = Turns(Script(TEXT, last := asyncio.Event(), DONE), Script(TEXT, DONE))
     rig = Rig(policy, a=a, b=b)
-    server(rig, "a").breaker.doubt(asyncio.get_running_loop().time(), 3600.0)  # b is the first to be asked
+    server(rig, "a").breaker.deprioritise(asyncio.get_running_loop().time(), 3600.0)  # b is the first to be asked
     order: list[str] = []
 
     async def ask(name: str) -> None:
@@ -111,7 +111,7 @@ async def test_a_call_whose_server_fails_comes_before_those_that_wait_for_their_
         await asyncio.sleep(0)
     server(rig, "a").breaker.eject(asyncio.get_running_loop().time(), 3600.0)  # as one that has failed often
     fails.set()
-    while not rig.fleet._moving:
+    while not rig.fleet._pending_moves:
         await asyncio.sleep(0.001)
     last.set()
     await asyncio.gather(on_b, on_a, waiting)

@@ -15,29 +15,29 @@ import xxhash
 
 from gateway.core.errors import QuarantinedRequest
 from gateway.deployments.fleet import DeploymentState
-from gateway.deployments.quarantine import CONVICTED, Quarantine
+from gateway.deployments.quarantine import BLOCK_SCORE, Quarantine
 from gateway.types import Call
 
 
-async def after_cut(quarantine: Quarantine, deployment: DeploymentState, call: Call) -> bool:
+async def record_cut_answer(quarantine: Quarantine, deployment: DeploymentState, call: Call) -> bool:
     """The call's answer was cut (`DeploymentState.note_cut`). True if the deployment died because of this call."""
     _, under_way = deployment.last_cut
     if await deployment.provider.healthy():
         return False
     now, digest = asyncio.get_running_loop().time(), _digest(call)
-    quarantine.accuse(digest, CONVICTED if under_way == 1 else 1, now)
-    return quarantine.convicted(digest, now)
+    quarantine.suspect(digest, BLOCK_SCORE if under_way == 1 else 1, now)
+    return quarantine.is_blocked(digest, now)
 
 
-def after_whole(quarantine: Quarantine, call: Call) -> None:
+def clear_after_completion(quarantine: Quarantine, call: Call) -> None:
     """Its answer has come to its own end. While no server has died, nothing happens here either."""
     if quarantine:
-        quarantine.acquit(_digest(call))
+        quarantine.clear(_digest(call))
 
 
-def check(quarantine: Quarantine, call: Call, now: float) -> None:
+def raise_if_quarantined(quarantine: Quarantine, call: Call, now: float) -> None:
     """Raises `QuarantinedRequest`. On the way of a call while no server has died, nothing happens here."""
-    if quarantine and quarantine.convicted(_digest(call), now):
+    if quarantine and quarantine.is_blocked(_digest(call), now):
         raise QuarantinedRequest("a server has died of this very request; it is not sent to another one")
 
 

@@ -17,31 +17,31 @@ from gateway.deployments.quarantine import Quarantine
 from gateway.policy import Floor
 from gateway.providers.base import Fault, ProviderFailure, UpstreamResponse
 from gateway.providers.sse import count_events, ends_stream, has_output
-from gateway.routing import poison
-from gateway.routing.attempts import GIVEN_UP, OUT_OF_TIME, TOO_SLOW, AttemptLog
+from gateway.routing.attempt_log import GIVEN_UP, OUT_OF_TIME, TOO_SLOW, AttemptLog
 from gateway.routing.base import Candidate
-from gateway.routing.following import follow
-from gateway.routing.hedging import Hedging
+from gateway.routing.hedging import HedgeBudget
+from gateway.routing.quarantine_checks import record_cut_answer
+from gateway.routing.shared_prefill import wait_for_shared_prefill
 from gateway.routing.upstream import Upstream
 from gateway.types import Call
 
 MAX_OPENING_BYTES = 256 * 1024  # of frames without output that are held back before the first with some
-UNNAMED_REST_SECONDS = 1.0  # of a 429 that says no time
-RESTING_STATUSES = frozenset({429, 503})
+DEFAULT_REST_SECONDS = 1.0  # of a 429 that says no time
+BACKOFF_STATUSES = frozenset({429, 503})
 CUT = Fault.CUT.value
-SERVER_FAULTS = frozenset(f.value for f in (Fault.CONNECT, Fault.TIMEOUT, Fault.CUT, Fault.MALFORMED))
-_NOT_ITS_FAULT = frozenset({Fault.REFUSED.value, OUT_OF_TIME})
-FAIR_SHARE = 0.9  # of the class's time: who had less, because the client hurries or others used it, is not at fault
+DEPLOYMENT_FAULTS = frozenset(f.value for f in (Fault.CONNECT, Fault.TIMEOUT, Fault.CUT, Fault.MALFORMED))
+_NOT_DEPLOYMENT_FAULTS = frozenset({Fault.REFUSED.value, OUT_OF_TIME})
+FULL_WAIT_SHARE = 0.9  # of the class limit: a deployment that had less time is not at fault
 
 
 class AttemptRunner:
     """Asks servers, and tells breakers, suspects and hedging what came of it."""
 
-    def __init__(self, quarantine: Quarantine, hedging: Hedging) -> None:
+    def __init__(self, quarantine: Quarantine, hedging: HedgeBudget) -> None:
         self._quarantine = quarantine
         self._hedging = hedging
 
-    async def ask(
+    async def run(
         self,
         call: Call,
         candidate: Candidate,
@@ -49,7 +49,7 @@ class AttemptRunner:
         attempts: AttemptLog,
         floor: Floor | None,
         *,
-        racing: bool = False,
+        in_own_task: bool = False,
     ) -> Upstream | None:
         """The server's answer, or None where another is to be asked. Raises `UpstreamRefused` where it speaks for all.
 
@@ -57,79 +57,79 @@ class AttemptRunner:
         may cancel.
         """
         deployment, loop = candidate.deployment, asyncio.get_running_loop()
-        await follow(call, deployment, deadline)
+        await wait_for_shared_prefill(call, deployment, deadline)
         started = loop.time()
-        if not deployment.breaker.would_allow(started):
+        if not deployment.breaker.would_admit(started):
             return None  # meanwhile it has failed others, or one of them has become its probe
-        attempts.ask(deployment)
+        attempts.begin(deployment)
         span_id, started_ns = attempts.new_span_id(), attempts.now_ns()
         reply: UpstreamResponse | None = None
-        deployment.breaker.allows(started)
-        deployment.asked_at = started
-        sent = deployment.send(call, started, streams=call.stream, believed=candidate.believed)
-        wait = WaitBound(deadline - started, task=None if racing else attempts.task)
+        deployment.breaker.admit(started)
+        deployment.last_contact_at = started
+        sent = deployment.send(call, started, streams=call.stream, prediction=candidate.prediction)
+        wait = WaitBound(deadline - started, task=None if in_own_task else attempts.task)
         wait.begin()
         outcome, status, why = GIVEN_UP, None, ""
         try:
-            asked = call if sent.cache_slot is None else msgspec.structs.replace(call, cache_slot=sent.cache_slot)
-            reply = await deployment.provider.open(asked, headers=attempts.headers(span_id))
+            request = call if sent.cache_slot is None else msgspec.structs.replace(call, cache_slot=sent.cache_slot)
+            reply = await deployment.provider.open(request, headers=attempts.headers(span_id))
             first = await anext(reply)
             if call.stream and (floor is not None or not has_output(first)):
-                first = await _whole_opening(first, reply, floor)
+                first = await _read_until_output(first, reply, floor)
             outcome, status = "ok", 200
         except asyncio.CancelledError:
             if not wait.expired:
-                outcome = attempts.cancelled_as
+                outcome = attempts.outcome_if_cancelled
                 raise
             wait.uncancel()
             waited = loop.time() - started
-            outcome, why = _late(call, waited), f"nothing useful came for {waited:.1f} s"
+            outcome, why = _timeout_outcome(call, waited), f"nothing useful came for {waited:.1f} s"
         except TimeoutError:
             outcome = TOO_SLOW
         except StopAsyncIteration:
             outcome, why = CUT, "the answer ended before it had begun"
         except ProviderFailure as failure:
             outcome, status, why = _outcome(failure), failure.status, failure.log_message
-            attempts.last_words = (
+            attempts.last_error_text = (
                 f"{deployment.name} says: {failure.upstream_message}" if failure.upstream_message else ""
             )
             if failure.fault is not Fault.CUT:
-                attempts.asked = None
+                attempts.last_deployment = None
             if failure.fault is Fault.REFUSED:
                 raise UpstreamRefused(failure.status or 400, failure.body, failure.content_type) from None
-            _rest(deployment, failure, loop.time())
+            _apply_retry_after(deployment, failure, loop.time())
         finally:
             wait.close()
             ended = loop.time()
             if outcome == CUT:
-                deployment.note_cut(ended)
-            if why and outcome not in _NOT_ITS_FAULT:
+                deployment.record_cut(ended)
+            if why and outcome not in _NOT_DEPLOYMENT_FAULTS:
                 deployment.failures.failed(outcome, why, call.id, ended)
-            _judge(deployment, outcome, status, ended)
+            _record_outcome(deployment, outcome, status, ended)
             if outcome != "ok":
                 sent.end(ended, answered=False)
                 attempts.add(sent, outcome, started_ns, span_id, status)
                 if reply is not None:
                     await reply.aclose()
         if outcome == CUT:
-            await poison.after_cut(self._quarantine, deployment, call)
+            await record_cut_answer(self._quarantine, deployment, call)
         if outcome != "ok":
             return None
         assert reply is not None
-        self._learn(call, sent, started, ended)
+        self._learn_first_chunk(call, sent, started, ended)
         attempts.add(sent, outcome, started_ns, span_id, status)
         return Upstream(call, candidate, sent, reply, first, attempts.task, self._quarantine)
 
-    def _learn(self, call: Call, sent: SentCall, started: float, now: float) -> None:
+    def _learn_first_chunk(self, call: Call, sent: SentCall, started: float, now: float) -> None:
         """From how long a first chunk took."""
         if call.stream:
             sent.deployment.first_chunks.append((now, now - started))
         sent.first_chunk(now)
         if call.latency_class.hedge is not None:
-            self._hedging.note(call.model.name, call.stream, now - started)
+            self._hedging.record_first_chunk(call.model.name, call.stream, now - started)
 
 
-async def _whole_opening(first: bytes, reply: UpstreamResponse, floor: Floor | None) -> bytes:
+async def _read_until_output(first: bytes, reply: UpstreamResponse, floor: Floor | None) -> bytes:
     """`first` and what follows, up to the first output; where there is a floor, as many events as it says.
 
     Raises `TimeoutError` where they do not come as fast as the floor wants.
@@ -143,29 +143,29 @@ async def _whole_opening(first: bytes, reply: UpstreamResponse, floor: Floor | N
     return first
 
 
-def _late(call: Call, seconds: float) -> str:
+def _timeout_outcome(call: Call, seconds: float) -> str:
     """Whose fault it is that nothing came for so long."""
     limit_seconds = call.latency_class.ttft if call.stream else call.latency_class.total
-    return Fault.TIMEOUT.value if seconds >= FAIR_SHARE * limit_seconds else OUT_OF_TIME
+    return Fault.TIMEOUT.value if seconds >= FULL_WAIT_SHARE * limit_seconds else OUT_OF_TIME
 
 
 def _outcome(failure: ProviderFailure) -> str:
     return f"status_{failure.status}" if failure.fault is Fault.STATUS else failure.fault.value
 
 
-def _judge(deployment: DeploymentState, outcome: str, status: int | None, now: float) -> None:
+def _record_outcome(deployment: DeploymentState, outcome: str, status: int | None, now: float) -> None:
     """Only what is the server's fault counts against it: not a refused request, our own bounds, or a client's."""
     if outcome == "ok":
         deployment.breaker.succeeded(now)
-    elif outcome in SERVER_FAULTS or (status is not None and status >= 500):
+    elif outcome in DEPLOYMENT_FAULTS or (status is not None and status >= 500):
         deployment.breaker.failed(now)
     else:
         deployment.breaker.abandoned()
-    deployment.failures.left_out(deployment.breaker.open, now)
+    deployment.failures.breaker_changed(deployment.breaker.open, now)
 
 
-def _rest(deployment: DeploymentState, failure: ProviderFailure, now: float) -> None:
+def _apply_retry_after(deployment: DeploymentState, failure: ProviderFailure, now: float) -> None:
     """A server that has too much to do says for how long it wants to be left alone, or at least that it does."""
-    if failure.status in RESTING_STATUSES and (failure.status == 429 or failure.retry_after_seconds is not None):
-        seconds = UNNAMED_REST_SECONDS if failure.retry_after_seconds is None else failure.retry_after_seconds
+    if failure.status in BACKOFF_STATUSES and (failure.status == 429 or failure.retry_after_seconds is not None):
+        seconds = DEFAULT_REST_SECONDS if failure.retry_after_seconds is None else failure.retry_after_seconds
         deployment.breaker.rest(now, seconds)

@@ -23,8 +23,8 @@ import msgspec
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 
 ENDS_MAX = 16_384  # prompts whose lengths are remembered, of one server
-LOOK_BLOCKS = 256  # from a match's end to the end of an earlier prompt, back and forth
-WEIGHT = 0.05  # of the newest prompt in the mean
+SEARCH_BLOCKS = 256  # from a match's end to the end of an earlier prompt, back and forth
+MEAN_WEIGHT = 0.05  # of the newest prompt in the mean
 REUSE_WEIGHT = 0.2  # of the newest conversation in the share of answers that is found again
 REUSE_MIN_TOKENS = 32  # of an answer: of shorter ones, blocks hide it
 REPORTS_MIN = 4  # of different counts, before their divisor is believed to be a block's size
@@ -35,7 +35,7 @@ class _End(msgspec.Struct, frozen=True, gc=False):
     output_tokens: int
 
 
-class TokenCounts:
+class TokenCalibration:
     """Of one server's engine. Owned by the event loop."""
 
     def __init__(self) -> None:
@@ -59,13 +59,13 @@ class TokenCounts:
     def _of(self, chain: Sequence[int], matched: int, prompt_tokens: int) -> float:
         if not self._ends:
             return matched * self.tokens_per_block
-        before, known = self._last_end(chain, matched) or (0, _End(0, 0))
+        before, known = self._last_anchor(chain, matched) or (0, _End(0, 0))
         if before == matched and matched:
             whole = prompt_tokens * self.tokens_per_block / BLOCK_TOKENS
             reused = known.prompt_tokens + self.answer_reuse * known.output_tokens
             return min(reused, max(whole, known.prompt_tokens))
         per_block = self.tokens_per_block
-        after = self._next_end(chain, matched)
+        after = self._next_anchor(chain, matched)
         if after is not None and after[1].prompt_tokens > known.prompt_tokens:
             per_block = (after[1].prompt_tokens - known.prompt_tokens) / (after[0] - before)
         return known.prompt_tokens + (matched - before) * per_block
@@ -82,7 +82,7 @@ class TokenCounts:
             self._counts += 1
         self._learn_reuse(chain, matched, cached_tokens)
         self._learned += 1
-        weight = max(WEIGHT, 1 / self._learned)
+        weight = max(MEAN_WEIGHT, 1 / self._learned)
         self.tokens_per_block += weight * (prompt_tokens / len(chain) - self.tokens_per_block)
         tip = chain[-1]
         self._ends[tip] = _End(prompt_tokens, output_tokens)
@@ -98,17 +98,17 @@ class TokenCounts:
             share = min(max(0.0, (cached_tokens - end.prompt_tokens) / end.output_tokens), 1.0)
             self.answer_reuse += REUSE_WEIGHT * (share - self.answer_reuse)
 
-    def _last_end(self, chain: Sequence[int], matched: int) -> tuple[int, _End] | None:
+    def _last_anchor(self, chain: Sequence[int], matched: int) -> tuple[int, _End] | None:
         """The longest earlier prompt that the first `matched` blocks begin with, and how many of them it has."""
-        for depth in range(matched, max(0, matched - LOOK_BLOCKS), -1):
+        for depth in range(matched, max(0, matched - SEARCH_BLOCKS), -1):
             end = self._ends.get(chain[depth - 1])
             if end is not None:
                 return depth, end
         return None
 
-    def _next_end(self, chain: Sequence[int], matched: int) -> tuple[int, _End] | None:
+    def _next_anchor(self, chain: Sequence[int], matched: int) -> tuple[int, _End] | None:
         """The shortest earlier prompt that begins with the first `matched` blocks and more of this chain."""
-        for depth in range(matched + 1, min(len(chain), matched + LOOK_BLOCKS) + 1):
+        for depth in range(matched + 1, min(len(chain), matched + SEARCH_BLOCKS) + 1):
             end = self._ends.get(chain[depth - 1])
             if end is not None:
                 return depth, end

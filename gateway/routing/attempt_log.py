@@ -28,25 +28,25 @@ class AttemptLog:
         new_span_id: Callable[[], int],
         headers: Callable[[int], Mapping[str, str]],
         task: asyncio.Task[Any] | None = None,
-        opener: Callable[[DeploymentState], None] = lambda deployment: None,
+        open_call: Callable[[DeploymentState], None] = lambda deployment: None,
         *,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.task = task  # whose call it is, for who has it at hand
         self.done: list[Attempt] = []
-        self.asked: DeploymentState | None = None  # the last one that took the call and may have worked on it
-        self.cancelled_as = CLIENT_GONE  # the outcome of an attempt that is cancelled now
+        self.last_deployment: DeploymentState | None = None  # the last one that took the call and may have worked on it
+        self.outcome_if_cancelled = CLIENT_GONE  # the outcome of an attempt that is cancelled now
         self.lost_hedges: list[DeploymentState] = []  # of races: they may have worked on it, too
-        self.last_words = ""  # of the last server that failed, where it has said something
+        self.last_error_text = ""  # of the last server that failed, where it has said something
         self.new_span_id = new_span_id
         self.now_ns = now_ns  # the clock of the call's marks
         self.headers = headers  # of an attempt, by its span id
-        self._opener = opener  # notes it in the books
+        self._open_call = open_call  # notes it in the books
 
-    def ask(self, deployment: DeploymentState) -> None:
+    def begin(self, deployment: DeploymentState) -> None:
         """Before anything is sent to it. Raises `LedgerUnavailable` where it must not be asked."""
-        self._opener(deployment)
-        self.asked = deployment
+        self._open_call(deployment)
+        self.last_deployment = deployment
 
     def add(self, sent: SentCall, outcome: str, started_ns: int, span_id: int, status: int | None) -> None:
         if outcome == HEDGE_LOST:
@@ -63,7 +63,7 @@ class AttemptLog:
             )
         )
 
-    def was(self, outcome: str) -> bool:
+    def has_outcome(self, outcome: str) -> bool:
         """Whether one of them has ended so."""
         return any(attempt.outcome == outcome for attempt in self.done)
 
@@ -76,11 +76,11 @@ class AttemptLog:
                 last.predicted_cached_tokens, last.continues,
             )  # fmt: skip
 
-    def note_continuing(self) -> None:
+    def mark_continues(self) -> None:
         """The last one goes on with the answer of one before."""
         self.done[-1] = msgspec.structs.replace(self.done[-1], continues=True)
 
-    def lose(self, deployment: DeploymentState) -> None:
+    def mark_hedge_lost(self, deployment: DeploymentState) -> None:
         """It answered in the same moment as another one."""
         self.lost_hedges.append(deployment)
         self.done = [
@@ -88,10 +88,10 @@ class AttemptLog:
             for attempt in self.done
         ]
 
-    def winner_last(self, deployment: str) -> None:
+    def move_winner_last(self, deployment: str) -> None:
         """After a race: `conclude` speaks of the last one."""
         self.done.sort(key=lambda attempt: attempt.deployment == deployment and attempt.outcome == "ok")
 
-    def told(self) -> list[dict[str, object]]:
+    def as_error_details(self) -> list[dict[str, object]]:
         """The attempts as a refused caller is told of them."""
         return [{"deployment": a.deployment, "outcome": a.outcome, "status": a.status} for a in self.done]

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from gateway.core.cache_breakpoints import FIELD, FIELD_JSON
-from gateway.prompts.transforms.base import SYSTEM_ROLES, Message, MessagesTransform, Safety, View
+from gateway.prompts.transforms.base import SYSTEM_ROLES, Message, MessagesTransform, MessagesView, Safety
 from gateway.prompts.transforms.volatile import KINDS
 
 MAX_LINE_CHARACTERS = 200  # longer ones are prose, which can not be taken apart
@@ -40,7 +40,7 @@ class _Moving(MessagesTransform):
     safety: ClassVar[Safety] = Safety.P3
     everywhere: ClassVar[bool]
 
-    def sees(self, view: View) -> bool:
+    def sees(self, view: MessagesView) -> bool:
         return any(message.role in ("system", "developer") for message in view.messages)
 
     def change(self, messages: list[Message]) -> list[int]:

@@ -12,7 +12,7 @@ import msgspec
 
 from gateway.core.errors import BadRequest
 from gateway.endpoints.chat import ChatEndpoint
-from gateway.prefix.fingerprint import BYTES_PER_TOKEN, Fingerprints
+from gateway.prefix.fingerprint import BYTES_PER_TOKEN, FingerprintCache
 from gateway.prompts.reader import read_fields
 
 SEED = 0
@@ -24,12 +24,12 @@ class MessagesError(ValueError):
     """What is no such session; says the number of the session, from 0."""
 
 
-class Turns:
+class ChatSessionReader:
     """Reads sessions of one trace: equal prefixes have equal blocks in all of them."""
 
     def __init__(self) -> None:
         self._door = ChatEndpoint()
-        self._fingerprints = Fingerprints()
+        self._fingerprints = FingerprintCache()
         self._blocks: dict[int, int] = {}  # small numbers for hashes, so that blocks that follow each other are a range
         self._new = count()
 

@@ -23,7 +23,7 @@ MAX_RECALLED = 64
 MAX_TASKS = 256  # of those that write; what is decided beyond is not shared
 
 
-class NotInMemory(Exception):
+class DecisionNotLoaded(Exception):
     """This process does not know whether the storage has these: `recall` them, then ask again."""
 
     def __init__(self, keys: Sequence[str]) -> None:
@@ -31,7 +31,7 @@ class NotInMemory(Exception):
         self.keys = tuple(keys)
 
 
-class SharedMemory:
+class SharedDecisions:
     def __init__(self, blobs: BlobCache | None = None, *, max_bytes: int = MAX_BYTES) -> None:
         self._blobs = blobs
         self._max_bytes = max_bytes
@@ -46,7 +46,7 @@ class SharedMemory:
         if key not in self._entries:
             if self._blobs is None or self._alone:
                 return None
-            raise NotInMemory([key])
+            raise DecisionNotLoaded([key])
         self._entries.move_to_end(key)
         return self._entries[key]
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.prefix import token_counts
+from gateway.prefix import token_calibration
 from gateway.prefix.fingerprint import BLOCK_BYTES, BLOCK_TOKENS, fingerprint
-from gateway.prefix.token_counts import TokenCounts
+from gateway.prefix.token_calibration import TokenCalibration
 
 PER_BLOCK = 90  # of this engine's tokens
 
@@ -26,7 +26,7 @@ class Engine:
     """Counts the tokens of a text, and of the answer before it where the text goes on with that."""
 
     def __init__(self) -> None:
-        self.counts = TokenCounts()
+        self.counts = TokenCalibration()
 
     def answered(self, text: str, *, tokens: int, matched: int = 0, cached: int = 0, output: int = 1) -> None:
         self.counts.learn(chain_of(text), matched, tokens, cached, output)
@@ -66,7 +66,7 @@ def test_between_two_ends_tokens_and_text_are_proportional() -> None:
 
 
 def test_the_end_of_a_long_branch_is_not_sought_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_counts, "LOOK_BLOCKS", 3)
+    monkeypatch.setattr(token_calibration, "SEARCH_BLOCKS", 3)
     engine = Engine()
     first = words("a", 10)
     engine.answered(first, tokens=1234)
@@ -119,7 +119,7 @@ def test_predictions_are_whole_blocks_once_their_size_is_known() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_counts, "ENDS_MAX", 2)
+    monkeypatch.setattr(token_calibration, "ENDS_MAX", 2)
     engine = Engine()
     for name, tokens in (("a", 1000), ("b", 2000), ("c", 4000)):
         engine.answered(words(name, 10), tokens=tokens)
@@ -128,7 +128,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_has_no_prefix_teaches_nothing() -> None:
-    counts = TokenCounts()
+    counts = TokenCalibration()
     counts.learn((), 0, 10, 0, 5)
     counts.learn((1,), 0, 0, 0, 5)
     assert counts.tokens_per_block == BLOCK_TOKENS

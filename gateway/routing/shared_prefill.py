@@ -13,25 +13,25 @@ from gateway.prefix.estimate import shared_blocks
 from gateway.prefix.fingerprint import BLOCK_TOKENS
 from gateway.types import Call
 
-FOLLOW_MIN_SECONDS = 0.1  # of computing that is spared: for less, nobody waits
-FOLLOW_AT_MOST = 2.0  # times what is predicted
+SHARED_MIN_SECONDS = 0.1  # of computing that is spared: for less, nobody waits
+WAIT_FACTOR_MAX = 2.0  # times what is predicted
 
 
-async def follow(call: Call, deployment: DeploymentState, deadline: float) -> None:
+async def wait_for_shared_prefill(call: Call, deployment: DeploymentState, deadline: float) -> None:
     """Wait while the server computes what this call would otherwise compute, too. `deadline`: event-loop seconds."""
     estimate = deployment.estimate
     rate = estimate.prefill_tokens_per_second
-    at_least_tokens = FOLLOW_MIN_SECONDS * rate
+    at_least_tokens = SHARED_MIN_SECONDS * rate
     if estimate.prefill_tokens_queued < at_least_tokens or call.prompt_tokens_estimate < at_least_tokens:
         return
-    leader = estimate.prefill_under_way(call.fingerprint, at_least_tokens)
+    leader = estimate.find_shared_prefill(call.fingerprint, at_least_tokens)
     if leader is None:
         return
     loop = asyncio.get_running_loop()
-    spared = shared_blocks(leader.chain, call.fingerprint) - leader.believed.matched
-    if spared * BLOCK_TOKENS / rate < FOLLOW_MIN_SECONDS:
+    spared = shared_blocks(leader.chain, call.fingerprint) - leader.prediction.matched
+    if spared * BLOCK_TOKENS / rate < SHARED_MIN_SECONDS:
         return
     ahead_seconds = estimate.queued_tokens(loop.time()) / rate
     prefilled: asyncio.Future[None] = loop.create_future()
-    leader.when_prefilled.append(lambda: None if prefilled.done() else prefilled.set_result(None))
-    await asyncio.wait([prefilled], timeout=max(0.0, min(FOLLOW_AT_MOST * ahead_seconds, deadline - loop.time())))
+    leader.on_prefilled.append(lambda: None if prefilled.done() else prefilled.set_result(None))
+    await asyncio.wait([prefilled], timeout=max(0.0, min(WAIT_FACTOR_MAX * ahead_seconds, deadline - loop.time())))

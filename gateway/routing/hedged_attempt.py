@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 from gateway.deployments.fleet import SlotPermit
 from gateway.policy import Floor
-from gateway.routing.asking import AttemptRunner
-from gateway.routing.attempts import CLIENT_GONE, HEDGE_LOST, AttemptLog
+from gateway.routing.attempt_log import CLIENT_GONE, HEDGE_LOST, AttemptLog
+from gateway.routing.attempt_runner import AttemptRunner
 from gateway.routing.base import Candidate
 from gateway.routing.upstream import Upstream
 from gateway.types import Call
 
-Second = Callable[[], tuple[Candidate, SlotPermit] | None]
+ChooseHedge = Callable[[], tuple[Candidate, SlotPermit] | None]
 """Chooses the second server and takes a place there, or None where nobody is to be asked."""
 
 
@@ -35,28 +35,28 @@ class HedgedAttempt:
         self._tasks: list[asyncio.Task[Upstream | None]] = []
 
     async def run(
-        self, first: Candidate, late_after_seconds: float, choose_second: Second, permit: SlotPermit
+        self, first: Candidate, hedge_after_seconds: float, choose_hedge: ChooseHedge, permit: SlotPermit
     ) -> Upstream | None:
         """The first answer; None where neither gave one. `permit` is at the winner's server then."""
-        won: Upstream | None = None
+        winner: Upstream | None = None
         second: tuple[Candidate, SlotPermit] | None = None
         try:
             self._start(first)
-            await asyncio.wait(self._tasks, timeout=late_after_seconds)
-            if not self._tasks[0].done() and (second := choose_second()) is not None:
+            await asyncio.wait(self._tasks, timeout=hedge_after_seconds)
+            if not self._tasks[0].done() and (second := choose_hedge()) is not None:
                 self._start(second[0])
-            won = await self._first_result()
-            if won is not None and second is not None and won.deployment is second[0].deployment:
+            winner = await self._first_result()
+            if winner is not None and second is not None and winner.deployment is second[0].deployment:
                 permit.swap(second[1])
-            return won
+            return winner
         finally:
-            await self._end_others(won)
+            await self._cancel_others(winner)
             if second is not None:
                 second[1].release()
 
     def _start(self, candidate: Candidate) -> None:
-        asking = self._runner.ask(self._call, candidate, self._deadline, self._attempts, self._floor, racing=True)
-        self._tasks.append(asyncio.create_task(asking))
+        running = self._runner.run(self._call, candidate, self._deadline, self._attempts, self._floor, in_own_task=True)
+        self._tasks.append(asyncio.create_task(running))
 
     async def _first_result(self) -> Upstream | None:
         pending = set(self._tasks)
@@ -67,19 +67,19 @@ class HedgedAttempt:
                     return upstream
         return None
 
-    async def _end_others(self, won: Upstream | None) -> None:
+    async def _cancel_others(self, winner: Upstream | None) -> None:
         attempts = self._attempts
-        attempts.cancelled_as = HEDGE_LOST if won is not None else CLIENT_GONE
+        attempts.outcome_if_cancelled = HEDGE_LOST if winner is not None else CLIENT_GONE
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
-        attempts.cancelled_as = CLIENT_GONE
+        attempts.outcome_if_cancelled = CLIENT_GONE
         for task in self._tasks:
             if not task.cancelled() and task.exception() is None:
                 other = task.result()
-                if other is not None and other is not won:  # both answered in the same moment
-                    attempts.lose(other.deployment)
+                if other is not None and other is not winner:  # both answered in the same moment
+                    attempts.mark_hedge_lost(other.deployment)
                     await other.aclose()
-        if won is not None:
-            attempts.asked = won.deployment
-            attempts.winner_last(won.deployment.name)
+        if winner is not None:
+            attempts.last_deployment = winner.deployment
+            attempts.move_winner_last(winner.deployment.name)

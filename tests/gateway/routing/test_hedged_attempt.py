@@ -17,7 +17,7 @@ async def test_a_late_server_loses_to_a_second_one() -> None:
     assert rig.outcomes == [("a", "hedge_lost"), ("b", "ok")]
     assert (a.closed, b.closed) == (1, 1)
     assert rig.idle()
-    assert not server(rig, "a").breaker.cooling(asyncio.get_running_loop().time())
+    assert not server(rig, "a").breaker.is_deprioritised(asyncio.get_running_loop().time())
 
 
 async def test_the_first_may_still_win() -> None:
@@ -47,7 +47,7 @@ async def test_without_budget_nobody_is_asked_twice() -> None:
     late = asyncio.Event()
     asyncio.get_running_loop().call_later(0.05, late.set)
     rig = Rig(two_servers(hedge={"after": "10ms", "budget": 0.01}), a=Script(late, TEXT, DONE), b=Script(TEXT))
-    rig.router._hedging._pot = 0.0
+    rig.router._hedging._budget = 0.0
     assert await rig.chunks() == [TEXT, DONE]
     assert rig.outcomes == [("a", "ok")]
 
@@ -94,6 +94,6 @@ async def test_both_answering_in_one_moment_is_one_answer(monkeypatch: pytest.Mo
 
 async def test_a_call_brings_its_share_of_a_hedge_once_however_often_it_is_tried() -> None:
     rig = Rig(two_servers(hedge={"after": "60s", "budget": 0.1}), a=Script(opener=status(500)), b=Script(TEXT, DONE))
-    rig.router._hedging._pot = 0.0
+    rig.router._hedging._budget = 0.0
     assert await rig.chunks() == [TEXT, DONE]
-    assert rig.router._hedging._pot == pytest.approx(0.1)
+    assert rig.router._hedging._budget == pytest.approx(0.1)

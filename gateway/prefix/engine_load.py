@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class Names(NamedTuple):
+class MetricNames(NamedTuple):
     """Gauges. `capacity` is in tokens; where an engine tells blocks instead, `block_tokens` and `blocks` are gauges of
     their own, or labels of `info`."""
 
@@ -25,8 +25,8 @@ class Names(NamedTuple):
     blocks: str = ""
 
 
-ENGINES: Mapping[str, Names] = {
-    "vllm": Names(  # and the bundled engine
+ENGINE_METRICS: Mapping[str, MetricNames] = {
+    "vllm": MetricNames(  # and the bundled engine
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
         ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
@@ -34,7 +34,7 @@ ENGINES: Mapping[str, Names] = {
         block_tokens="block_size",
         blocks="num_gpu_blocks",
     ),
-    "sglang": Names(
+    "sglang": MetricNames(
         "sglang:num_running_reqs",
         "sglang:num_queue_reqs",
         ("sglang:token_usage",),
@@ -43,10 +43,10 @@ ENGINES: Mapping[str, Names] = {
         block_tokens="page_size",
         blocks="num_pages",
     ),
-    "llama.cpp": Names(
+    "llama.cpp": MetricNames(
         "llamacpp:requests_processing", "llamacpp:requests_deferred", ("llamacpp:kv_cache_usage_ratio",)
     ),
-    "tensorrt-llm": Names(
+    "tensorrt-llm": MetricNames(
         "trtllm_num_requests_running",
         "trtllm_num_requests_waiting",
         ("trtllm_kv_cache_utilization",),
@@ -59,12 +59,12 @@ _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _NAMES = frozenset(
     name
-    for row in ENGINES.values()
+    for row in ENGINE_METRICS.values()
     for name in (row.running, row.waiting, *row.kv_usage, row.capacity, row.info, row.block_tokens, row.blocks)
 )
 
 
-class Reported(NamedTuple):
+class EngineLoad(NamedTuple):
     engine: str
     running: int
     waiting: int
@@ -77,13 +77,13 @@ class _Sample(NamedTuple):
     value: float
 
 
-def read_load(text: str) -> Reported | None:
+def read_engine_load(text: str) -> EngineLoad | None:
     """From Prometheus' text format; None where no engine that we know speaks."""
     samples = _samples(text)
-    for engine, names in ENGINES.items():
+    for engine, names in ENGINE_METRICS.items():
         if names.running in samples:
             usage = next((samples[name] for name in names.kv_usage if name in samples), [])
-            return Reported(
+            return EngineLoad(
                 engine,
                 running=int(_sum(samples, names.running)),
                 waiting=int(_sum(samples, names.waiting)),
@@ -112,7 +112,7 @@ def _sum(samples: Mapping[str, list[_Sample]], name: str) -> float:
     return sum(sample.value for sample in samples.get(name, ()))
 
 
-def _capacity_tokens(samples: Mapping[str, list[_Sample]], names: Names) -> int | None:
+def _capacity_tokens(samples: Mapping[str, list[_Sample]], names: MetricNames) -> int | None:
     if tokens := _sum(samples, names.capacity):
         return int(tokens)
     if names.info in samples:

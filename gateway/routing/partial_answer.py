@@ -14,7 +14,7 @@ import msgspec
 
 from gateway.core.errors import UpstreamCut
 
-HELD_MAX_BYTES = 16 * 1024  # of chunks that are kept as they came; then their text is
+UNREAD_MAX_BYTES = 16 * 1024  # of chunks that are kept as they came; then their text is
 TEXT_MAX_CHARACTERS = 2**20  # of an answer that can go on elsewhere
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
@@ -22,7 +22,7 @@ _fields = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.encode
 
 
-class _NotPlain(Exception):
+class _NotResumable(Exception):
     """There is something in the answer besides text, or it has come to its end."""
 
 
@@ -34,17 +34,17 @@ class _Choice(msgspec.Struct):
     logprobs: Any = None
 
 
-def _said_in(choices: Sequence[_Choice]) -> str:
+def _text_of(choices: Sequence[_Choice]) -> str:
     """The text of an event. Raises `_NotPlain` where there is anything besides."""
     text = ""
     for choice in choices:
         if choice.index or choice.logprobs:
-            raise _NotPlain
+            raise _NotResumable
         for name, value in choice.delta.items() if choice.delta else ():
             if name == "content" and isinstance(value, str):
                 text += value
             elif value and name != "role":
-                raise _NotPlain
+                raise _NotResumable
         text += choice.text or ""
     return text
 
@@ -91,7 +91,7 @@ class PartialAnswer:
         if self.plain:
             self._chunks.append(chunk)
             self._held_bytes += len(chunk)
-            if self._held_bytes > HELD_MAX_BYTES:
+            if self._held_bytes > UNREAD_MAX_BYTES:
                 self._read()
 
     @property
@@ -105,7 +105,7 @@ class PartialAnswer:
             for frame in _frames(chunks):
                 if data := _data_of(frame):
                     self._read_event(_event(data))
-        except (msgspec.MsgspecError, _NotPlain):
+        except (msgspec.MsgspecError, _NotResumable):
             self.plain = False
         if self.characters > TEXT_MAX_CHARACTERS:
             self.plain = False
@@ -114,13 +114,13 @@ class PartialAnswer:
 
     def _read_event(self, event: _Event) -> None:
         self.head = self.head or event
-        if text := _said_in(event.choices):
+        if text := _text_of(event.choices):
             self._texts.append(text)
             self.characters += len(text)
             self.output_tokens += 1
         for choice in event.choices:
             if choice.finish_reason:
-                raise _NotPlain  # it has come to its end: only that it had was lost
+                raise _NotResumable  # it has come to its end: only that it had was lost
         if event.usage is not None:
             counted = event.usage.get("completion_tokens")
             if isinstance(counted, int):
@@ -130,22 +130,22 @@ class PartialAnswer:
 class ResumedAnswer:
     """The answer of the server at which a stream goes on, as the rest of that which was cut."""
 
-    def __init__(self, so_far: PartialAnswer, *, overlap: str, with_counts: bool) -> None:
+    def __init__(self, partial: PartialAnswer, *, overlap: str, with_counts: bool) -> None:
         """`overlap` is the end of what the client has, and comes once more. `with_counts`: chunks have had them."""
-        assert so_far.head is not None
-        self._head = so_far.head
-        self._usage_before = so_far.usage
-        self._output_before = so_far.output_tokens
+        assert partial.head is not None
+        self._head = partial.head
+        self._usage_before = partial.usage
+        self._output_before = partial.output_tokens
         self._overlap = overlap
         self._with_counts = with_counts
         self.deployment: str | None = None  # whose it is; once it has been said, none
-        self.is_counted = False  # whether the sum of usage is the engines' own
+        self.is_exact = False  # whether the sum of usage is the engines' own
 
-    def rewritten(self, chunk: bytes) -> bytes:
+    def rewrite(self, chunk: bytes) -> bytes:
         """Raises `UpstreamCut` where it does not go on as text."""
         try:
             return b"".join([self._frame(frame) for frame in _frames(chunk)])
-        except (msgspec.MsgspecError, _NotPlain):
+        except (msgspec.MsgspecError, _NotResumable):
             raise UpstreamCut("the server at which the answer went on did not answer with text") from None
 
     def _frame(self, frame: bytes) -> bytes:
@@ -158,18 +158,18 @@ class ResumedAnswer:
         choices = msgspec.convert(event.get("choices") or [], list[_Choice])
         event |= {"id": self._head.id, "created": self._head.created, "model": self._head.model}
         if usage := event.get("usage"):
-            event["usage"] = self.as_one(usage)
+            event["usage"] = self.merge_usage(usage)
             if choices and not self._with_counts:
                 del event["usage"]
-        if choices and not self._take_out_what_is_known(event, choices):
+        if choices and not self._drop_overlap(event, choices):
             return b""
         if self.deployment is not None:
             event["warmpath"], self.deployment = {"continued_at": self.deployment}, None
         return b"data: %b\n\n" % _encode(event)
 
-    def _take_out_what_is_known(self, event: dict[str, Any], choices: list[_Choice]) -> bool:
+    def _drop_overlap(self, event: dict[str, Any], choices: list[_Choice]) -> bool:
         """Whether anything is left of it."""
-        text = self._new(_said_in(choices))
+        text = self._new(_text_of(choices))
         for number, choice in enumerate(event["choices"]):
             new = text if number == 0 else ""
             if choice.get("delta") is not None:
@@ -186,7 +186,7 @@ class ResumedAnswer:
             return text[same:]
         return text
 
-    def as_one(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def merge_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The prompt that the client has sent, and the output of both servers. To the second, what the first had said
         was a part of the prompt: in all, nothing comes to it and nothing is lost."""
         prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
@@ -194,7 +194,7 @@ class ResumedAnswer:
             return usage
         total, counts, before = prompt + output, {**usage}, prompt - self._output_before
         if self._usage_before is not None and isinstance(sent := self._usage_before.get("prompt_tokens"), int):
-            self.is_counted = before == sent  # else its tokenizer or its template has another view of the text
+            self.is_exact = before == sent  # else its tokenizer or its template has another view of the text
             counts, before = {**self._usage_before}, sent
         before = min(max(before, 0), prompt)
         details = counts.get("prompt_tokens_details")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from gateway.deployments.fleet import DeploymentState
-from gateway.routing.following import follow
+from gateway.routing.shared_prefill import wait_for_shared_prefill
 from gateway.types import Call
 from tests.gateway.calls import a_call, chat
 from tests.gateway.routing.test_strategies import servers
@@ -21,7 +21,7 @@ def now() -> float:
 
 
 async def follows(call: Call, server: DeploymentState, deadline_seconds: float = 60.0) -> asyncio.Task[None]:
-    task = asyncio.create_task(follow(call, server, now() + deadline_seconds))
+    task = asyncio.create_task(wait_for_shared_prefill(call, server, now() + deadline_seconds))
     for _ in range(5):
         await asyncio.sleep(0)
     return task

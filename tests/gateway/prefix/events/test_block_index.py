@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
 from gateway.prefix import fingerprint as fingerprints
 from gateway.prefix.cache_model import CacheModel
-from gateway.prefix.events import blocks
-from gateway.prefix.events.base import Removed, Stored
-from gateway.prefix.events.blocks import BlockIndex, Ended
+from gateway.prefix.events import block_index
+from gateway.prefix.events.base import BlocksRemoved, BlocksStored
+from gateway.prefix.events.block_index import BlockIndex, FinishedCall
 
 BLOCK_TOKENS = 16
 BYTES_PER_TOKEN = 5  # of this engine's tokenizer, which the index is not told
@@ -28,14 +28,16 @@ class Engine:
         self.pool = BlockPool(num_blocks, BLOCK_TOKENS, self)
         self.index = index
         self.tells_sessions = tells_sessions
-        self.held_back: list[Stored | Removed] | None = None  # a list: events do not arrive yet
+        self.held_back: list[BlocksStored | BlocksRemoved] | None = None  # a list: events do not arrive yet
 
     def stored(self, block: CachedBlock) -> None:
         parent = None if block.parent == ROOT_HASH else block.parent
-        self._tell(Stored((block.block_hash,), parent, BLOCK_TOKENS, block.session_id if self.tells_sessions else ""))
+        self._tell(
+            BlocksStored((block.block_hash,), parent, BLOCK_TOKENS, block.session_id if self.tells_sessions else "")
+        )
 
     def removed(self, block_hash: bytes) -> None:
-        self._tell(Removed((block_hash,)))
+        self._tell(BlocksRemoved((block_hash,)))
 
     def cleared(self) -> None:
         self.index.cleared()
@@ -43,10 +45,10 @@ class Engine:
     def step_over(self) -> None:
         pass
 
-    def _tell(self, event: Stored | Removed) -> None:
+    def _tell(self, event: BlocksStored | BlocksRemoved) -> None:
         if self.held_back is not None:
             self.held_back.append(event)
-        elif isinstance(event, Stored):
+        elif isinstance(event, BlocksStored):
             self.index.stored(event)
         else:
             self.index.removed(event)
@@ -63,7 +65,7 @@ class Engine:
             made.append(hash_block(made[-1] if made else ROOT_HASH, tokens[i : i + BLOCK_TOKENS]))
         return made
 
-    def serve(self, call_id: str, prompt: str, answer: str = "") -> Ended:
+    def serve(self, call_id: str, prompt: str, answer: str = "") -> FinishedCall:
         """Computes a prompt and its answer, as one request alone would."""
         prompt_tokens = -(-len(prompt) // BYTES_PER_TOKEN)
         answer_tokens = -(-len(answer) // BYTES_PER_TOKEN)
@@ -76,7 +78,9 @@ class Engine:
             parent = hashes[i - 1] if i else ROOT_HASH
             self.pool.publish(table[i], CachedBlock(hashes[i], parent, (), "", call_id))
         self.pool.release(table)
-        return Ended(call_id, chain(prompt), len(prompt), prompt_tokens, len(cached) * BLOCK_TOKENS, answer_tokens + 1)
+        return FinishedCall(
+            call_id, chain(prompt), len(prompt), prompt_tokens, len(cached) * BLOCK_TOKENS, answer_tokens + 1
+        )
 
     def cached_bytes(self, text: str) -> int:
         return len(self.pool.match(self.hashes(text))) * BLOCK_TOKENS * BYTES_PER_TOKEN
@@ -105,13 +109,13 @@ class EngineAndIndex:
     def call(self, prompt: str, answer: str = "") -> None:
         self._calls += 1
         self.cache.add(chain(prompt))  # as the router does when it sends it
-        self.index.ended(self.engine.serve(f"call-{self._calls}", prompt, answer))
+        self.index.call_finished(self.engine.serve(f"call-{self._calls}", prompt, answer))
 
     def error_bytes(self, text: str) -> int:
         """What is believed beyond the truth, or short of it; a part of a block of either kind is no error."""
-        believed, true = believed_bytes(self.cache, text), self.engine.cached_bytes(text)
+        prediction, true = believed_bytes(self.cache, text), self.engine.cached_bytes(text)
         slack = fingerprints.BLOCK_BYTES + BLOCK_TOKENS * BYTES_PER_TOKEN
-        return max(0, abs(believed - true) - slack)
+        return max(0, abs(prediction - true) - slack)
 
 
 @pytest.fixture(params=[True, False], ids=["sessions", "no sessions"])
@@ -145,7 +149,7 @@ def test_a_conversation_shares_its_beginning(setup: EngineAndIndex) -> None:
 def test_nothing_is_told_of_what_was_all_there(setup: EngineAndIndex) -> None:
     setup.call(text := words("a", 5_010))
     setup.call(text)
-    assert setup.index.calls_attributed == setup.index.calls_ended == 2
+    assert setup.index.calls_attributed == setup.index.calls_finished == 2
     assert len(setup.index._calls) == 0
 
 
@@ -179,8 +183,8 @@ def test_a_removal_that_crosses_a_computation_is_made_good(setup: EngineAndIndex
     setup.engine.held_back = []
     ended = setup.engine.serve("again", old)
     setup.engine.arrive()
-    setup.index.removed(Removed((b"unknown",)))
-    setup.index.ended(ended)
+    setup.index.removed(BlocksRemoved((b"unknown",)))
+    setup.index.call_finished(ended)
     assert setup.error_bytes(old) == 0
 
 
@@ -189,7 +193,7 @@ def test_two_paths_that_fit_two_calls_are_left_alone() -> None:
     ended = [setup.engine.serve(name, words(name, 5_000)) for name in ("left", "right")]
     for call in ended:
         setup.cache.add(call.chain)
-        setup.index.ended(call)
+        setup.index.call_finished(call)
     assert setup.index.calls_attributed == 0
     setup.call(words("of another length", 6_000))
     assert setup.index.calls_attributed == 1
@@ -206,7 +210,7 @@ def test_all_is_gone_when_the_engine_says_so(setup: EngineAndIndex) -> None:
 
 def test_what_was_lost_leaves_the_model_as_it_is(setup: EngineAndIndex) -> None:
     setup.call(text := words("a", 5_000))
-    setup.index.lost()
+    setup.index.events_lost()
     assert len(setup.index) == 0
     assert believed_bytes(setup.cache, text) > 4_000
 
@@ -215,7 +219,7 @@ def test_a_path_whose_beginning_was_never_told() -> None:
     setup = EngineAndIndex()
     text = words("a", 10_000)
     setup.engine.serve("before the gateway was started", text[:5_000])
-    setup.index.lost()
+    setup.index.events_lost()
     setup.call(text)
     setup.call(words("b", 29_000))
     assert setup.engine.cached_bytes(text) < 5_000
@@ -225,13 +229,15 @@ def test_a_path_whose_beginning_was_never_told() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCKS_MAX", 50)
-    monkeypatch.setattr(blocks, "GONE_MAX", 100)
-    monkeypatch.setattr(blocks, "CALLS_MAX", 2)
+    monkeypatch.setattr(block_index, "BLOCKS_MAX", 50)
+    monkeypatch.setattr(block_index, "GONE_MAX", 100)
+    monkeypatch.setattr(block_index, "CALLS_MAX", 2)
     setup = EngineAndIndex()
     for name in "abcdef":
         setup.engine.serve(f"of another gateway: {name}", words(name, 10_000))
-        setup.index.ended(Ended(f"{name} of which nothing is told", chain(words(name, 10_000)), 10_000, 2_000, 0, 1))
+        setup.index.call_finished(
+            FinishedCall(f"{name} of which nothing is told", chain(words(name, 10_000)), 10_000, 2_000, 0, 1)
+        )
     assert len(setup.index) == 50
     assert len(setup.index._known) <= 50 + 100
     assert len(setup.index._calls) == 2
@@ -239,9 +245,9 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_block_that_names_itself_as_its_parent_hangs_nothing() -> None:
     index = BlockIndex(CacheModel(ROOMY))
-    index.stored(Stored((1,), 1, BLOCK_TOKENS))
-    index.stored(Stored((1,), 1, BLOCK_TOKENS, "call"))
-    index.ended(Ended("call", (1, 2), 600, 100, 0, 10))
+    index.stored(BlocksStored((1,), 1, BLOCK_TOKENS))
+    index.stored(BlocksStored((1,), 1, BLOCK_TOKENS, "call"))
+    index.call_finished(FinishedCall("call", (1, 2), 600, 100, 0, 10))
 
 
 @settings(max_examples=40)
@@ -261,6 +267,6 @@ def test_any_mix_of_conversations(turns: list[tuple[int, int, int]], late: bool)
         setup.call(texts[number], answer := words(f"s{number}-{i}", answered))
         setup.engine.arrive()
         texts[number] = (texts[number] + answer)[:30_000]
-        assert setup.index.calls_attributed == setup.index.calls_ended
+        assert setup.index.calls_attributed == setup.index.calls_finished
     for text in texts.values():
         assert setup.error_bytes(text) <= 1_000  # an answer that was the last word so far is not believed yet

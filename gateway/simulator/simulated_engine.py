@@ -16,7 +16,7 @@ from gateway.prefix.fingerprint import BLOCK_TOKENS
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class PrefillJob:
     """One prompt at a server. `cached_tokens` is known when its prefill begins."""
 
     chain: tuple[int, ...]
@@ -24,22 +24,22 @@ class Work:
     cached_tokens: int = 0
 
 
-class SimulatedServer:
+class SimulatedEngine:
     def __init__(self, cache: CacheModel, prefill_tokens_per_second: float) -> None:
         self.cache = cache
         self.prefill_tokens_per_second = prefill_tokens_per_second
-        self.queue: deque[Work] = deque()  # the first one is being prefilled
+        self.queue: deque[PrefillJob] = deque()  # the first one is being prefilled
         self.requests = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.busy_seconds = 0.0
 
-    def submit(self, work: Work) -> float | None:
+    def submit(self, work: PrefillJob) -> float | None:
         """Seconds until its first chunk, if it is the only one; else `first_chunk` of another will say."""
         self.queue.append(work)
         return self._prefill() if len(self.queue) == 1 else None
 
-    def first_chunk(self) -> tuple[Work, float | None]:
+    def first_chunk(self) -> tuple[PrefillJob, float | None]:
         """The first one has been computed. The seconds until the next one's first chunk, if there is one."""
         done = self.queue.popleft()
         return done, self._prefill() if self.queue else None

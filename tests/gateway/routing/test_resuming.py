@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.so_far import HELD_MAX_BYTES, PartialAnswer, ResumedAnswer
+from gateway.routing.partial_answer import UNREAD_MAX_BYTES, PartialAnswer, ResumedAnswer
 from tests.gateway.harness import DONE, Client, Rig, a_rig, chat, counted, cut, delta, in_time, policy_of, settle
 
 CONTINUED = {"classes": {"realtime": {"continue_cut_streams": True}}}
@@ -28,11 +28,11 @@ def words(name: str, *texts: str) -> list[bytes]:
     return [event(name, {"content": text}) for text in texts]
 
 
-def begun(*texts: str) -> list[bytes | Exception | None]:
+def cut_after(*texts: str) -> list[bytes | Exception | None]:
     return [event("a", ROLE), *words("a", *texts), cut()]
 
 
-def ended(*texts: str, prompt: int = 12, **more: Any) -> list[bytes | Exception | None]:
+def finished_with(*texts: str, prompt: int = 12, **more: Any) -> list[bytes | Exception | None]:
     usage = {**counted(prompt, len(texts)), **more}
     return [event("b", ROLE), *words("b", *texts), event("b", {}, "stop"), event("b", None, usage=usage), DONE]
 
@@ -63,8 +63,8 @@ def attempts(rig: Rig) -> list[tuple[str, str, bool]]:
 
 async def test_it_is_one_answer(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
-        rig.servers["a"].script = tuple(begun("one", " two"))
-        rig.servers["b"].script = tuple(ended(" three", " four"))
+        rig.servers["a"].script = tuple(cut_after("one", " two"))
+        rig.servers["b"].script = tuple(finished_with(" three", " four"))
         client = await ask(rig, chat(stream=True, max_tokens=10, stream_options={"include_usage": True}))
         seen = events(client)
         assert client.content.endswith(DONE) and client.content.count(DONE) == 1
@@ -125,8 +125,8 @@ async def test_engines_that_count_in_every_chunk_are_believed(tmp_path: Path) ->
 async def test_space_at_the_end_is_written_once(tmp_path: Path) -> None:
     """A template may take it away, and mostly it belongs to the next token."""
     async with a_rig(tmp_path, **CONTINUED) as rig:
-        rig.servers["a"].script = tuple(begun("one", " \n"))
-        rig.servers["b"].script = tuple(ended(" ", "\n two"))
+        rig.servers["a"].script = tuple(cut_after("one", " \n"))
+        rig.servers["b"].script = tuple(finished_with(" ", "\n two"))
         assert text_of(await ask(rig, chat(stream=True))) == "one \n two"
         assert asked_of(rig, "b")["messages"][-1]["content"] == "one"
 
@@ -140,7 +140,7 @@ async def test_space_at_the_end_is_written_once(tmp_path: Path) -> None:
 )  # fmt: skip
 async def test_what_asks_for_more_than_text_does_not_go_on(tmp_path: Path, fields: dict[str, Any]) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
-        rig.servers["a"].script = tuple(begun("one", " two"))
+        rig.servers["a"].script = tuple(cut_after("one", " two"))
         client = await ask(rig, chat(stream=True, **fields))
         assert events(client)[-1]["error"]["code"] == "upstream_cut" and DONE not in client.content
         assert attempts(rig) == [("a", "cut", False)]
@@ -159,7 +159,7 @@ async def test_what_asks_for_more_than_text_does_not_go_on(tmp_path: Path, field
 )
 async def test_what_has_said_more_than_text_does_not_go_on(tmp_path: Path, frame: bytes) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
-        rig.servers["a"].script = (*begun("one")[:-1], frame, cut())
+        rig.servers["a"].script = (*cut_after("one")[:-1], frame, cut())
         client = await ask(rig, chat(stream=True))
         assert events(client)[-1]["error"]["code"] == "upstream_cut"
         assert attempts(rig) == [("a", "cut", False)]
@@ -167,8 +167,8 @@ async def test_what_has_said_more_than_text_does_not_go_on(tmp_path: Path, frame
 
 async def test_what_asks_for_the_usual_in_other_words_goes_on(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
-        rig.servers["a"].script = tuple(begun("one"))
-        rig.servers["b"].script = tuple(ended(" two"))
+        rig.servers["a"].script = tuple(cut_after("one"))
+        rig.servers["b"].script = tuple(finished_with(" two"))
         usual = {"n": 1, "tools": [], "response_format": {"type": "text"}, "presence_penalty": 0.0, "logprobs": None}
         assert text_of(await ask(rig, chat(stream=True, **usual))) == "one two"
 
@@ -178,8 +178,8 @@ async def test_a_models_own_word_counts_before_its_class(tmp_path: Path, allowed
     models = [{"name": "m", "deployments": ["a", "b"], "continue_cut_streams": allowed}]
     classes = {"realtime": {"continue_cut_streams": not allowed}}
     async with a_rig(tmp_path, models=models, classes=classes) as rig:
-        rig.servers["a"].script = tuple(begun("one"))
-        rig.servers["b"].script = tuple(ended(" two"))
+        rig.servers["a"].script = tuple(cut_after("one"))
+        rig.servers["b"].script = tuple(finished_with(" two"))
         client = await ask(rig, chat(stream=True))
         assert text_of(client) == ("one two" if allowed else "one")
         assert client.content.endswith(DONE) is allowed
@@ -188,14 +188,14 @@ async def test_a_models_own_word_counts_before_its_class(tmp_path: Path, allowed
 async def test_not_at_a_server_that_would_answer_anew(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
         rig.servers["a"].continues_final_message = rig.servers["b"].continues_final_message = False
-        rig.servers["a"].script = tuple(begun("one"))
+        rig.servers["a"].script = tuple(cut_after("one"))
         client = await ask(rig, chat(stream=True))
         assert events(client)[-1]["error"]["code"] == "upstream_cut" and not rig.servers["b"].replies
 
 
 async def test_where_nobody_goes_on_the_client_is_told_that_it_was_cut(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
-        rig.servers["a"].script = tuple(begun("one", " two"))
+        rig.servers["a"].script = tuple(cut_after("one", " two"))
         rig.servers["a"].record = json.dumps({"usage": counted(10, 2)}).encode()
         rig.servers["b"].script = (cut(),)
         client = await ask(rig, chat(stream=True))
@@ -209,7 +209,7 @@ async def test_where_nobody_goes_on_the_client_is_told_that_it_was_cut(tmp_path:
 
 async def test_it_goes_on_once(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
-        rig.servers["a"].script = tuple(begun("one"))
+        rig.servers["a"].script = tuple(cut_after("one"))
         rig.servers["b"].script = (*words("b", " two"), cut())
         client = await ask(rig, chat(stream=True))
         assert text_of(client) == "one two" and events(client)[-1]["error"]["code"] == "upstream_cut"
@@ -219,7 +219,7 @@ async def test_it_goes_on_once(tmp_path: Path) -> None:
 
 async def test_a_server_that_goes_on_with_something_else_is_cut_off(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
-        rig.servers["a"].script = tuple(begun("one"))
+        rig.servers["a"].script = tuple(cut_after("one"))
         rig.servers["b"].script = (*words("b", " two"), event("b", {"reasoning_content": "hm"}), *words("b", " three"))
         client = await ask(rig, chat(stream=True))
         assert text_of(client) == "one two" and events(client)[-1]["error"]["code"] == "upstream_cut"
@@ -227,7 +227,7 @@ async def test_a_server_that_goes_on_with_something_else_is_cut_off(tmp_path: Pa
 
 async def test_a_chunk_that_says_that_it_tells_of_no_error_is_one_of_the_answer(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
-        rig.servers["a"].script = tuple(begun("one"))
+        rig.servers["a"].script = tuple(cut_after("one"))
         rest = [event("b", {"content": " two"}, error=None), event("b", {}, "stop", error=None)]
         rig.servers["b"].script = (*rest, event("b", None, usage=counted(12, 1), error=None), DONE)
         client = await ask(rig, chat(stream=True))
@@ -236,7 +236,7 @@ async def test_a_chunk_that_says_that_it_tells_of_no_error_is_one_of_the_answer(
 
 async def test_who_leaves_in_the_rest_pays_for_both_parts(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
-        rig.servers["a"].script = tuple(begun("one", " two"))
+        rig.servers["a"].script = tuple(cut_after("one", " two"))
         rig.servers["b"].record = json.dumps({"usage": counted(12, 1)}).encode()
         client = Client(chat(stream=True))
         serving = rig.begin(client)
@@ -255,8 +255,8 @@ async def test_who_leaves_in_the_rest_pays_for_both_parts(tmp_path: Path) -> Non
 
 async def test_whoever_follows_gets_the_same_answer(tmp_path: Path) -> None:
     async with a_rig(tmp_path, **CONTINUED) as rig:
-        rig.servers["a"].script = tuple(begun("one"))
-        rig.servers["b"].script = tuple(ended(" two"))
+        rig.servers["a"].script = tuple(cut_after("one"))
+        rig.servers["b"].script = tuple(finished_with(" two"))
         body = chat(stream=True, temperature=0, stream_options={"include_usage": True})
         first, second = await ask(rig, body), await ask(rig, body)
         assert second.headers["x-warmpath-cache"] == "hit" and events(first) == events(second)
@@ -264,12 +264,12 @@ async def test_whoever_follows_gets_the_same_answer(tmp_path: Path) -> None:
 
 
 async def test_a_long_stream_is_kept_as_text(tmp_path: Path) -> None:
-    so_far = PartialAnswer()
+    partial = PartialAnswer()
     frame = delta("word ")
     for _ in range(10_000):
-        so_far.add(frame)
-    assert so_far._held_bytes <= HELD_MAX_BYTES + len(frame) and len(so_far._chunks) < 2000
-    assert so_far.text == "word " * 10_000 and so_far.output_tokens == 10_000
+        partial.add(frame)
+    assert partial._held_bytes <= UNREAD_MAX_BYTES + len(frame) and len(partial._chunks) < 2000
+    assert partial.text == "word " * 10_000 and partial.output_tokens == 10_000
 
 
 pieces = st.lists(st.text(st.sampled_from('ab \né"\\東'), min_size=1, max_size=4), min_size=1, max_size=12)
@@ -279,16 +279,16 @@ pieces = st.lists(st.text(st.sampled_from('ab \né"\\東'), min_size=1, max_size
 def test_wherever_it_is_cut_nothing_is_lost_and_nothing_comes_twice(tokens: list[str], data: st.DataObject) -> None:
     """The second server goes on from what it was given, in tokens and chunks of other sizes."""
     at = data.draw(st.integers(1, len(tokens)))
-    so_far = PartialAnswer()
+    partial = PartialAnswer()
     for token in tokens[:at]:
-        so_far.add(event("a", {"content": token}))
-    text, whole = so_far.text, "".join(tokens)
+        partial.add(event("a", {"content": token}))
+    text, whole = partial.text, "".join(tokens)
     known = text.rstrip() or text
-    rest = ResumedAnswer(so_far, overlap=text[len(known) :], with_counts=False)
+    rest = ResumedAnswer(partial, overlap=text[len(known) :], with_counts=False)
     remaining, got = whole[len(known) :], text
     while remaining:
         size = data.draw(st.integers(1, 5))
-        chunk = rest.rewritten(event("b", {"content": remaining[:size]}))
+        chunk = rest.rewrite(event("b", {"content": remaining[:size]}))
         for frame in filter(None, chunk.split(b"\n\n")):
             got += json.loads(frame[6:])["choices"][0]["delta"]["content"]
         remaining = remaining[size:]

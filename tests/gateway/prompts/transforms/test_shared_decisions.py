@@ -13,8 +13,8 @@ from gateway.core.errors import StorageUnavailable
 from gateway.endpoints import ENDPOINTS
 from gateway.policy import Policy
 from gateway.prompts.canonicaliser import Canonicaliser
-from gateway.prompts.transforms import memory as memory_module
-from gateway.prompts.transforms.memory import MAX_RECALLED, NotInMemory, SharedMemory
+from gateway.prompts.transforms import shared_decisions
+from gateway.prompts.transforms.shared_decisions import MAX_RECALLED, DecisionNotLoaded, SharedDecisions
 from gateway.storage.memory import MemoryStorage
 from gateway.types import Call, Principal
 from tests.gateway.calls import UNTRACED, a_policy
@@ -61,8 +61,8 @@ async def test_replicas_follow_the_one_that_saw_a_schema_first(storage: MemorySt
 
 
 async def test_two_that_decide_at_once_come_to_agree(storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_module, "CONFIRM_SECONDS", 0.0)
-    replicas = [SharedMemory(storage) for _ in range(2)]
+    monkeypatch.setattr(shared_decisions, "CONFIRM_SECONDS", 0.0)
+    replicas = [SharedDecisions(storage) for _ in range(2)]
     for replica, value in zip(replicas, (b"a", b"b"), strict=True):
         await replica.recall(["key"])
         replica.keep("key", value)
@@ -111,7 +111,7 @@ async def test_no_request_asks_the_storage_for_more_than_its_bound() -> None:
     replica = Canonicaliser(b"secret", storage)
     tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(3 * MAX_RECALLED)]
     await ask(replica, policy, {"messages": HELLO, "tools": tools})
-    assert storage.asked <= MAX_RECALLED + 1 + memory_module.MAX_TASKS
+    assert storage.asked <= MAX_RECALLED + 1 + shared_decisions.MAX_TASKS
     asked = storage.asked
     await ask(replica, policy, {"messages": HELLO, "tools": tools})
     assert storage.asked == asked, "what is known to be absent is not asked for again"
@@ -119,7 +119,7 @@ async def test_no_request_asks_the_storage_for_more_than_its_bound() -> None:
 
 
 async def test_memory_is_bounded_and_forgets_the_longest_unused() -> None:
-    memory = SharedMemory(max_bytes=10_000)
+    memory = SharedDecisions(max_bytes=10_000)
     for i in range(100):
         memory.keep(f"key{i}", bytes(1000))
         memory.find("key0")
@@ -129,8 +129,8 @@ async def test_memory_is_bounded_and_forgets_the_longest_unused() -> None:
 
 
 async def test_what_is_not_in_memory_is_told() -> None:
-    memory = SharedMemory(Away())
-    with pytest.raises(NotInMemory) as missing:
+    memory = SharedDecisions(Away())
+    with pytest.raises(DecisionNotLoaded) as missing:
         memory.find("a")
     await memory.recall(missing.value.keys)
     assert memory.find("a") is None
