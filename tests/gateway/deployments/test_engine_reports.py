@@ -141,7 +141,7 @@ async def test_what_an_engine_evicts_is_gone_from_its_model(publisher: KVEventPu
         tokens = tuple(range(i, i + 16))
         blocks.append(CachedBlock(hash_block(parent, tokens), parent, tokens, "", "call-1"))
         publisher.stored(blocks[-1])
-    publisher.step_over()
+    publisher.end_step()
     async with reporting(policy) as (_, server):
         await until(lambda: server.blocks is not None and len(server.blocks) == 16)
         call = msgspec.structs.replace(a_call(policy=policy), fingerprint=chain, prompt_tokens_estimate=256)
@@ -149,7 +149,7 @@ async def test_what_an_engine_evicts_is_gone_from_its_model(publisher: KVEventPu
         sent.learn_usage("call-1", 256, 0, 1)
         assert server.cache.match(chain) == 4
         publisher.removed(blocks[9].block_hash)
-        publisher.step_over()
+        publisher.end_step()
         await until(lambda: server.cache.match(chain) == 2)
 
 

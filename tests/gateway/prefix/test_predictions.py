@@ -49,7 +49,7 @@ class Server:
         if self.index is not None:
             self.index.cleared()
 
-    def step_over(self) -> None:
+    def end_step(self) -> None:
         pass
 
     def ask(self, text: str) -> None:
@@ -82,12 +82,12 @@ class Server:
         for start in range(0, len(text) // BYTES_PER_TOKEN - BLOCK_TOKENS + 1, BLOCK_TOKENS):
             piece = text[start * BYTES_PER_TOKEN : (start + BLOCK_TOKENS) * BYTES_PER_TOKEN]
             hashes.append(hash_block(hashes[-1] if hashes else ROOT_HASH, [crc32(piece.encode()) % 2**31]))
-        cached = self.pool.match(hashes)
+        cached = self.pool.find_cached_prefix(hashes)
         table = self.pool.allocate(len(hashes) - len(cached), cached)
         assert table is not None
         for i in range(len(cached), len(hashes)):
-            self.pool.publish(table[i], CachedBlock(hashes[i], hashes[i - 1] if i else ROOT_HASH, (), "", call_id))
-        self.pool.release(table)
+            self.pool.cache_block(table[i], CachedBlock(hashes[i], hashes[i - 1] if i else ROOT_HASH, (), "", call_id))
+        self.pool.free(table)
         return len(cached) * BLOCK_TOKENS
 
     def off_share(self, last: int) -> float:

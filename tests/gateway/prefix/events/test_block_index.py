@@ -42,7 +42,7 @@ class Engine:
     def cleared(self) -> None:
         self.index.cleared()
 
-    def step_over(self) -> None:
+    def end_step(self) -> None:
         pass
 
     def _tell(self, event: BlocksStored | BlocksRemoved) -> None:
@@ -70,20 +70,20 @@ class Engine:
         prompt_tokens = -(-len(prompt) // BYTES_PER_TOKEN)
         answer_tokens = -(-len(answer) // BYTES_PER_TOKEN)
         reusable = (prompt_tokens - 1) // BLOCK_TOKENS
-        cached = self.pool.match(self.hashes(prompt)[:reusable])
+        cached = self.pool.find_cached_prefix(self.hashes(prompt)[:reusable])
         hashes = self.hashes(prompt + answer)
         table = self.pool.allocate(len(hashes) - len(cached), cached)
         assert table is not None
         for i in range(len(cached), len(hashes)):
             parent = hashes[i - 1] if i else ROOT_HASH
-            self.pool.publish(table[i], CachedBlock(hashes[i], parent, (), "", call_id))
-        self.pool.release(table)
+            self.pool.cache_block(table[i], CachedBlock(hashes[i], parent, (), "", call_id))
+        self.pool.free(table)
         return FinishedCall(
             call_id, chain(prompt), len(prompt), prompt_tokens, len(cached) * BLOCK_TOKENS, answer_tokens + 1
         )
 
     def cached_bytes(self, text: str) -> int:
-        return len(self.pool.match(self.hashes(text))) * BLOCK_TOKENS * BYTES_PER_TOKEN
+        return len(self.pool.find_cached_prefix(self.hashes(text))) * BLOCK_TOKENS * BYTES_PER_TOKEN
 
 
 def chain(text: str) -> Sequence[int]:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backend.engine.block_pool import ROOT_HASH, BlockPool, CachedBlock, hash_block
-from backend.engine.plan import Computed
+from backend.engine.plan import RunnerOutput
 from backend.engine.request import Request, SamplingParams
 from backend.engine.scheduler import Scheduler
 from gateway.prefix.cache_model import CacheModel
@@ -85,7 +85,7 @@ class EngineAndIndex:
     def cleared(self) -> None:
         raise AssertionError("nobody clears it")
 
-    def step_over(self) -> None:
+    def end_step(self) -> None:
         if self.told:
             self.news.append(self.told)
             self.told = []
@@ -116,11 +116,11 @@ class EngineAndIndex:
         for part in plan:
             one = self.running[part.request.request_id]
             next_token = one.answer[part.request.num_output_tokens] if part.catches_up else None
-            computed.append(Computed(token_ids=() if next_token is None else (next_token,)))
+            computed.append(RunnerOutput(token_ids=() if next_token is None else (next_token,)))
         for output in self.scheduler.advance(plan, computed):
             if output.finish_reason is not None:
                 self._finish(self.running.pop(output.request_id), output.num_cached_tokens)
-        self.pool.step_over()
+        self.pool.end_step()
 
     def _finish(self, one: Running, cached_tokens: int) -> None:
         kept = one.said if one.conversation.repeats else words("x" + one.said[:9], len(one.said))
@@ -157,7 +157,7 @@ class EngineAndIndex:
         ids = tokens(prompt)
         for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
             hashes.append(hash_block(hashes[-1], ids[start : start + BLOCK_TOKENS]))
-        true = len(self.pool.match(hashes[1:])) * BLOCK_TOKENS * BYTES_PER_TOKEN
+        true = len(self.pool.find_cached_prefix(hashes[1:])) * BLOCK_TOKENS * BYTES_PER_TOKEN
         prediction = self.cache.match(chain_of(prompt)) * BLOCK_BYTES
         return max(0, abs(prediction - true) - EDGE_BYTES)
 

@@ -210,9 +210,9 @@ async def test_the_bundled_engines_publisher(recorder: Recorder, encoding: Encod
     for block in (first, second):
         publisher.stored(block)
     publisher.removed(second.block_hash)
-    publisher.step_over()
+    publisher.end_step()
     publisher.cleared()
-    publisher.step_over()
+    publisher.end_step()
     async with following(publisher, recorder):
         await recorder.until(lambda: "cleared" in recorder.heard)
     hashes = tuple(int.from_bytes(block.block_hash[-8:], "big") for block in (first, second))
