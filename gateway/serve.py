@@ -20,7 +20,9 @@ from gateway.billing.settler import Settler
 from gateway.core.errors import GatewayError, InternalError, Overloaded, UpstreamCut, shutting_down
 from gateway.diagnosis import PrefixDiagnosis
 from gateway.endpoints.base import Endpoint
-from gateway.endpoints.exchange import CLIENT_CLOSED_STATUS, JSON_TYPE, STREAM_TYPE, BodyBudget, ClientGone, Exchange
+from gateway.endpoints.exchange import CLIENT_CLOSED_STATUS, Exchange
+from gateway.endpoints.request_body import BodyBudget
+from gateway.endpoints.wire import JSON_TYPE, STREAM_TYPE, ClientGone
 from gateway.limits.limiter import UNLIMITED, Limiter
 from gateway.policy.file import PolicyHolder
 from gateway.prompts.canonicaliser import Canonicaliser, new_call_id

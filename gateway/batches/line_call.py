@@ -22,7 +22,7 @@ from gateway.billing.ledger import OpenCall
 from gateway.billing.open_calls import CallLog
 from gateway.core.errors import Unauthenticated
 from gateway.endpoints.base import Endpoint
-from gateway.endpoints.exchange import WIRE, Wire
+from gateway.endpoints.wire import WIRE, Wire
 from gateway.policy import LatencyClass, Policy
 from gateway.prompts.canonicaliser import Canonicaliser
 from gateway.serve import Components, handle

@@ -20,7 +20,8 @@ from gateway.batches.lines import FileCheck
 from gateway.batches.records import INPUT_PURPOSE
 from gateway.batches.stores.base import CHUNK_BYTES, BatchStore
 from gateway.core.errors import BadRequest, BodyTooLarge, RequestTimeout
-from gateway.endpoints.exchange import DISCARD_MAX_BYTES, STALL_SECONDS
+from gateway.endpoints.request_body import DISCARD_MAX_BYTES
+from gateway.endpoints.wire import STALL_SECONDS
 
 FIELD_MAX_BYTES = 1024  # of one field other than the file
 FIELDS_MAX = 16

@@ -14,7 +14,7 @@ from starlette.types import ExceptionHandler, Scope
 
 from gateway.core.errors import GatewayError, InternalError, MethodNotAllowed, UnknownUrl
 from gateway.endpoints import messages
-from gateway.endpoints.exchange import render_error
+from gateway.endpoints.rendering import render_error
 
 BASE_PATH = "/v1"
 CALL_ID = "warmpath.call_id"  # of a request, in its scope

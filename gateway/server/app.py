@@ -41,7 +41,7 @@ from gateway.deployments.replica_sync import PeerReports, ReplicaSync, new_outbo
 from gateway.diagnosis import DiagnosisJournal, PrefixDiagnosis
 from gateway.endpoints import COUNTING_ENDPOINTS, ENDPOINTS
 from gateway.endpoints.base import Endpoint
-from gateway.endpoints.exchange import BodyBudget
+from gateway.endpoints.request_body import BodyBudget
 from gateway.endpoints.stored_responses import StoredResponses
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter

@@ -21,7 +21,7 @@ from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gateway.endpoints.exchange import WIRE
+from gateway.endpoints.wire import WIRE
 
 MAX_CONNECTIONS = 20_000  # of one process; one more is told so and closed
 MAX_HEAD_BYTES = 64 * 1024

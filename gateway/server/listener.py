@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 
-from gateway.endpoints.exchange import STALL_SECONDS
+from gateway.endpoints.wire import STALL_SECONDS
 from gateway.policy.file import PolicyHolder
 from gateway.server.app import Gateway
 from gateway.server.http_protocol import MAX_CONNECTIONS, Connections, JoinedProtocol

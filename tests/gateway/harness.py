@@ -27,7 +27,7 @@ from gateway.core.errors import LedgerUnavailable, StorageUnavailable
 from gateway.deployments.fleet import Fleet
 from gateway.diagnosis import DiagnosisJournal, PrefixDiagnosis
 from gateway.endpoints import ENDPOINTS
-from gateway.endpoints.exchange import BodyBudget
+from gateway.endpoints.request_body import BodyBudget
 from gateway.limits import LIMITS
 from gateway.limits.limiter import Limiter
 from gateway.policy import Deployment

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.core.errors import Overloaded, StorageUnavailable
-from gateway.endpoints.exchange import BodyBudget
+from gateway.endpoints.request_body import BodyBudget
 from gateway.policy import Responses
 from gateway.response_store import ResponseStore, TenantResponses
 from gateway.storage.base import Document

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.endpoints import exchange as replies
+from gateway.endpoints import wire
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.types import Operation, Outcome
 from tests.gateway.harness import (
@@ -170,7 +170,7 @@ async def test_a_call_that_no_server_has_a_place_for_is_turned_away(tmp_path: Pa
 
 
 async def test_a_body_that_does_not_arrive_ends_the_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "STALL_SECONDS", 0.02)
+    monkeypatch.setattr(wire, "STALL_SECONDS", 0.02)
     async with a_rig(tmp_path) as rig:
         for begun in ([b'{"model":', None], [None]):
             client = await rig.ask(Client(begun))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.endpoints import exchange as replies
+from gateway.endpoints import wire
 from gateway.providers.base import Fault, ProviderFailure
 from tests.gateway.harness import (
     DONE,
@@ -105,7 +105,7 @@ async def test_a_leader_whose_client_leaves_works_on_for_its_followers(tmp_path:
 async def test_a_leader_whose_client_takes_nothing_works_on_for_its_followers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "STALL_SECONDS", 0.02)
+    monkeypatch.setattr(wire, "STALL_SECONDS", 0.02)
     async with a_rig(tmp_path) as rig:
         leader, follower = Client(SURE_STREAM), Client(SURE_STREAM)
         leader.takes = asyncio.Event()

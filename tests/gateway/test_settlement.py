@@ -13,7 +13,7 @@ import pytest
 
 from gateway.billing.ledger import appender, writer
 from gateway.core.errors import LedgerUnavailable
-from gateway.endpoints import exchange as replies
+from gateway.endpoints import wire
 from gateway.providers.base import Fault, ProviderFailure
 from gateway.types import Outcome
 from tests.gateway.harness import (
@@ -280,7 +280,7 @@ async def test_waiting_for_the_engines_count_is_no_time_of_the_gateways_own(tmp_
 
 
 async def test_a_client_that_takes_nothing_is_taken_for_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "STALL_SECONDS", 0.02)
+    monkeypatch.setattr(wire, "STALL_SECONDS", 0.02)
     async with a_rig(tmp_path) as rig:
         client = Client(STREAM)
         client.takes = asyncio.Event()

@@ -18,9 +18,11 @@ from gateway.core.errors import (
     UpstreamCut,
     UpstreamRefused,
 )
-from gateway.endpoints import exchange as replies
+from gateway.endpoints import request_body, wire
 from gateway.endpoints.chat import ChatEndpoint
-from gateway.endpoints.exchange import BodyBudget, ClientGone, Exchange
+from gateway.endpoints.exchange import CLIENT_CLOSED_STATUS, Exchange
+from gateway.endpoints.request_body import BodyBudget
+from gateway.endpoints.wire import ClientGone
 from tests.gateway.harness import Client, in_time, settle
 
 
@@ -82,7 +84,7 @@ async def test_a_body_over_the_cap(parts: list[bytes]) -> None:
 
 
 async def test_a_body_over_the_cap_that_does_not_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "DISCARD_MAX_BYTES", 1000)
+    monkeypatch.setattr(request_body, "DISCARD_MAX_BYTES", 1000)
     client = Client([b"x" * 200] * 20)
     exchange = an_exchange(client)
     with pytest.raises(BodyTooLarge):
@@ -92,7 +94,7 @@ async def test_a_body_over_the_cap_that_does_not_end_is_not_read_for_ever(monkey
 
 
 async def test_a_body_over_the_cap_that_stops_is_refused_for_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "STALL_SECONDS", 0.02)
+    monkeypatch.setattr(wire, "STALL_SECONDS", 0.02)
     exchange = an_exchange(Client([b"x" * 200, None]))
     with pytest.raises(BodyTooLarge):
         await in_time(exchange.body())
@@ -137,7 +139,7 @@ async def test_what_is_announced_and_finds_no_room_is_not_kept_and_takes_no_room
 
 
 async def test_a_body_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "STALL_SECONDS", 0.02)
+    monkeypatch.setattr(wire, "STALL_SECONDS", 0.02)
     exchange = an_exchange(Client([b"x", None]))
     with pytest.raises(RequestTimeout):
         await in_time(exchange.body())
@@ -251,13 +253,13 @@ async def test_a_client_that_is_gone_gets_nothing_and_is_not_waited_for() -> Non
     await exchange.send(b"data")
     await exchange.refuse(UpstreamCut("cut"))
     exchange.close()
-    assert client.status == 0 and exchange.status == replies.CLIENT_CLOSED_STATUS
+    assert client.status == 0 and exchange.status == CLIENT_CLOSED_STATUS
 
 
 async def test_a_refusal_waits_for_a_client_that_takes_nothing_no_longer_than_a_reply_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replies, "STALL_SECONDS", 0.02)
+    monkeypatch.setattr(wire, "STALL_SECONDS", 0.02)
     client = Client()
     client.takes = asyncio.Event()
     exchange = an_exchange(client)

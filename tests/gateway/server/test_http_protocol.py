@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.endpoints.exchange import WIRE, Wire
+from gateway.endpoints.wire import WIRE, Wire
 from gateway.server import http_protocol
 from gateway.server.http_protocol import Connections, JoinedProtocol
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from gateway.billing.ledger.chain import segments
-from gateway.endpoints.exchange import STALL_SECONDS
+from gateway.endpoints.wire import STALL_SECONDS
 from gateway.server.listener import listen
 from tests.gateway.harness import DONE, KEY, PEPPER, chat, delta, policy_of
 from tests.gateway.providers.scripted import STREAM_END, STREAM_HEAD, Received, ScriptedServer, coded

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.core.api_keys import hash_key
 from gateway.endpoints import COUNTING_ENDPOINTS
-from gateway.endpoints.exchange import BodyBudget
+from gateway.endpoints.request_body import BodyBudget
 from gateway.endpoints.responses import stored as kept
 from gateway.endpoints.responses.stored import MAX_ID_CHARACTERS
 from gateway.response_store import ResponseStore

@@ -1,0 +1,145 @@
+"""Reads a request body once, within bounds: per request, and for all requests in flight together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import cast
+
+from starlette.types import Message, Receive
+
+from gateway.core.errors import BodyTooLarge, GatewayError, Overloaded, RequestTimeout
+from gateway.core.timers import WaitBound
+from gateway.endpoints import wire as bounds
+from gateway.endpoints.wire import ClientGone, Wire, resume
+
+DISCARD_MAX_BYTES = 64 * 2**20  # of a body over the limit, read and dropped so that the client reads its rejection
+BODIES_RETRY_SECONDS = 1.0  # retry-after if the memory for bodies is full: calls end all the time
+
+
+class BodyBudget:
+    """Memory for all request bodies in flight, each counted from its arrival to the end of its exchange."""
+
+    __slots__ = ("held_bytes", "max_bytes")
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+
+    def fits(self, count: int) -> bool:
+        return self.held_bytes + count <= self.max_bytes
+
+
+class RequestBody:
+    """The body of one request. `read` it once; `release` its memory when the exchange is over."""
+
+    __slots__ = ("_budget", "_headers", "_held_bytes", "_max_bytes", "_receive", "_wire", "unread")
+
+    def __init__(
+        self, headers: Mapping[bytes, bytes], receive: Receive, wire: Wire | None, *, max_bytes: int, budget: BodyBudget
+    ) -> None:
+        self.unread = False  # part of a rejected body is still on the connection, which must be closed then
+        self._headers = headers
+        self._receive = receive
+        self._wire = wire
+        self._max_bytes = max_bytes
+        self._budget = budget
+        self._held_bytes = 0
+
+    async def read(self) -> bytes:
+        """The whole body. Raises `BodyTooLarge`, `Overloaded`, `RequestTimeout` or `ClientGone`."""
+        if self._wire is not None and (body := self._wire.whole_body()) is not None:
+            return self._checked(body)
+        receiving = self._whole_body().__await__()
+        try:
+            waits_for = next(receiving)
+        except StopIteration as here:  # the usual case: the body came with the head
+            return cast(bytes, here.value)
+        bound = WaitBound(bounds.STALL_SECONDS)
+        bound.begin()
+        try:
+            return await resume(receiving, waits_for)
+        except asyncio.CancelledError:
+            if not bound.expired:
+                raise
+            bound.uncancel()
+            raise RequestTimeout(f"the body did not arrive within {bounds.STALL_SECONDS:g} s") from None
+        finally:
+            bound.close()
+
+    def release(self) -> None:
+        """Give the memory back. Safe to call twice."""
+        self._budget.held_bytes -= self._held_bytes
+        self._held_bytes = 0
+
+    async def _whole_body(self) -> bytes:
+        announced = self._headers.get(b"content-length", b"")
+        length = int(announced) if announced.isdigit() else 0
+        if length > self._max_bytes or not self._budget.fits(length):
+            if b"expect" not in self._headers:  # a client that waits for 100-continue has sent nothing yet
+                await self._discard()
+            raise self._too_large() if length > self._max_bytes else self._no_memory()
+        message = await self._receive()
+        if message["type"] == "http.request" and not message.get("more_body"):
+            return self._checked(message.get("body", b""))
+        return await self._collected(message)
+
+    async def _collected(self, message: Message) -> bytes:
+        """The body from its first message on, if it comes in several."""
+        body = bytearray()
+        while True:
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part = message.get("body", b"")
+            body += part
+            # Count what has arrived, not what is announced: a client that announces much and sends little holds little.
+            if len(body) > self._max_bytes or not self._hold(len(part)):
+                error = self._too_large() if len(body) > self._max_bytes else self._no_memory()
+                body.clear()
+                if message.get("more_body"):
+                    await self._discard()
+                raise error
+            if not message.get("more_body"):
+                return bytes(body)
+            message = await self._receive()
+
+    def _checked(self, body: bytes) -> bytes:
+        if len(body) > self._max_bytes:
+            raise self._too_large()
+        if not self._hold(len(body)):
+            raise self._no_memory()
+        return body
+
+    def _hold(self, count: int) -> bool:
+        if not self._budget.fits(count):
+            return False
+        self._budget.held_bytes += count
+        self._held_bytes += count
+        return True
+
+    async def _discard(self) -> None:
+        """Read and drop the rest, up to a bound: a client does not read its rejection while it is still writing."""
+        bound, dropped = WaitBound(bounds.STALL_SECONDS), 0
+        bound.begin()
+        try:
+            while dropped < DISCARD_MAX_BYTES:
+                message = await self._receive()
+                dropped += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body"):
+                    return
+        except asyncio.CancelledError:
+            if not bound.expired:
+                raise
+            bound.uncancel()
+        finally:
+            bound.close()
+        self.unread = True
+
+    def _too_large(self) -> GatewayError:
+        return BodyTooLarge(f"the body has more than {self._max_bytes} bytes")
+
+    def _no_memory(self) -> GatewayError:
+        return Overloaded(
+            f"the bodies of all requests in flight may take {self._budget.max_bytes} bytes together; try again shortly",
+            retry_after_seconds=BODIES_RETRY_SECONDS,
+        )
