@@ -1,4 +1,4 @@
-"""What every package may use: errors, ids, money, times, timers, API keys, deadlines, cache breakpoints.
+"""Base library for all other packages: errors, ids, money, times, timers, API keys, deadlines, cache breakpoints.
 
-It imports nothing else of the gateway. Begin at `errors.py`, the tree of every way in which a request can fail.
+It imports no other package of the gateway. Begin at `errors.py`, the tree of all errors.
 """

@@ -1,8 +1,8 @@
-"""API keys: `wp-<id>-<secret>`. The id is public and finds the record; the secret is known to its holder alone.
+"""API keys: `wp-<id>-<secret>`. The id is public and selects the record; only the holder knows the secret.
 
-What is stored is an HMAC of the whole key. A plain fast hash is enough, and a slow one would only burden every
-request: the secret has 256 random bits, so that there is nothing to guess. The pepper, kept outside of the storage,
-makes stolen records useless for checking guesses at keys that people made up themselves.
+Only an HMAC of the whole key is stored. A fast hash is enough, since a secret has 256 random bits and cannot be
+guessed; a slow hash would only add CPU time to every request. Keys that people invent themselves have less entropy.
+The pepper protects these: it is stored outside the storage, so stolen records cannot be used to test guesses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 SECRET_BYTES = 32
 ID_PATTERN = r"[a-z0-9][a-z0-9_]{0,62}"  # no dash: it ends the id
 
-REMEMBERED_HASHES = 10_000  # of keys that were presented, right or wrong: the same few come again and again
+CACHED_HASHES = 10_000  # hashes of presented keys, valid or not; the same few keys come again and again
 
 _MAX_KEY_CHARACTERS = 256
 _KEY = re.compile(rf"wp-({ID_PATTERN})-([A-Za-z0-9_-]+)", re.ASCII)
@@ -23,36 +23,38 @@ _SCHEME = "hmac-sha256:"
 
 
 def new_id() -> str:
+    """A random key id: 8 hex digits."""
     return secrets.token_hex(4)
 
 
 def new_key(key_id: str) -> str:
-    """Raises `ValueError` where the id is none."""
+    """A new API key with a random secret. Raises `ValueError` if `key_id` is not a valid id."""
     if re.fullmatch(ID_PATTERN, key_id) is None:
-        raise ValueError("a key id is 1 to 63 of a-z, 0-9 and _, and does not begin with _")
+        raise ValueError("a key id has 1 to 63 characters of a-z, 0-9 and _, and does not begin with _")
     return f"wp-{key_id}-{secrets.token_hex(SECRET_BYTES)}"
 
 
 def new_admin_key() -> str:
-    """Of the admin API, which has one key and knows it whole."""
+    """A new key for the admin API, which has one key and compares it whole, without an id."""
     return f"wpa-{secrets.token_hex(SECRET_BYTES)}"
 
 
 def parse_key(text: str) -> tuple[str, str] | None:
-    """(id, secret), or None where the text is no key."""
+    """Split a key into (id, secret). None if the text does not have the form of a key."""
     if len(text) > _MAX_KEY_CHARACTERS:
         return None
     match = _KEY.fullmatch(text)
     return (match[1], match[2]) if match else None
 
 
-@lru_cache(maxsize=REMEMBERED_HASHES)
+@lru_cache(maxsize=CACHED_HASHES)
 def hash_key(key: str, pepper: str) -> str:
+    """The stored form of a key: `hmac-sha256:` and 64 hex digits."""
     return _SCHEME + hmac.digest(pepper.encode(), key.encode(), "sha256").hex()
 
 
 def verify(key: str, hash: str, pepper: str) -> bool:
-    """In a time that does not depend on where the two differ."""
+    """True if `hash` is the hash of `key`. Compares in constant time."""
     return hmac.compare_digest(hash_key(key, pepper).encode(), hash.encode())
 
 

@@ -1,7 +1,9 @@
-"""Breakpoints: marks by which a client says up to where its prompt is to be cached, as Anthropic's `cache_control`.
+"""Removes cache breakpoints from chats before prompts are compared or fingerprinted.
 
-In a chat they stand on parts of a content, on messages, on tool calls and on tools, and at the top of the body. No
-model reads them, and with each turn of a conversation they move on: for whatever compares prompts, they are not there.
+With a breakpoint, a client says up to which point the provider should cache the prompt: Anthropic's `cache_control`,
+OpenAI's `prompt_cache_breakpoint`. In a chat they stand on content parts, messages, tool calls and tools, and at the
+top of the body. No model reads them, and clients move them forward with each turn of a conversation. Two prompts that
+differ only in breakpoints are therefore the same prompt.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 FIELD = "cache_control"
-FIELD_JSON = b'"cache_control"'
-OPENAI_FIELD = "prompt_cache_breakpoint"  # on parts only
+FIELD_JSON = b'"cache_control"'  # a search for these bytes rules out most bodies without parsing them
+OPENAI_FIELD = "prompt_cache_breakpoint"  # on content parts only
 _OPENAI_FIELD_JSON = b'"prompt_cache_breakpoint"'
 
 Fields = Mapping[str, msgspec.Raw]
@@ -33,7 +35,7 @@ _encode = msgspec.json.encode
 
 
 def part_text(part: msgspec.Raw) -> str | None:
-    """Of a plain text part, marked or not; None of any other."""
+    """The text of a plain text part, with or without a breakpoint. None for any other part."""
     try:
         return _text_part(part).text
     except (msgspec.MsgspecError, RecursionError):
@@ -41,7 +43,7 @@ def part_text(part: msgspec.Raw) -> str | None:
 
 
 def without_breakpoint(value: bytes) -> bytes:
-    """A part or a tool, as JSON, without its mark. What is none of these stays as it is."""
+    """A content part or a tool, as JSON, without its breakpoint. Any other JSON is returned unchanged."""
     if value.find(FIELD_JSON) < 0 and value.find(_OPENAI_FIELD_JSON) < 0:
         return value
     try:
@@ -51,7 +53,7 @@ def without_breakpoint(value: bytes) -> bytes:
 
 
 def tool_calls_without_breakpoints(value: bytes) -> bytes:
-    """Likewise a list of tool calls."""
+    """A list of tool calls, as JSON, without breakpoints. Any other JSON is returned unchanged."""
     if value.find(FIELD_JSON) < 0:
         return value
     try:
@@ -61,13 +63,14 @@ def tool_calls_without_breakpoints(value: bytes) -> bytes:
 
 
 def without_breakpoints(fields: Fields) -> dict[str, msgspec.Raw]:
-    """A chat's fields as they would be if its client had set no `cache_control`. Raises `msgspec.MsgspecError` for what
-    is not of a chat's shape.
+    """A chat's fields as they would be if the client had set no `cache_control`.
+
+    Raises `msgspec.MsgspecError` if the fields do not have the shape of a chat.
     """
     rest = {name: value for name, value in fields.items() if name != FIELD}
-    for name, of in (("messages", _message), ("tools", _without)):
+    for name, clean in (("messages", _message), ("tools", _without)):
         if name in rest and bytes(rest[name]).find(FIELD_JSON) >= 0:
-            rest[name] = msgspec.Raw(_encode([of(each) for each in _objects(rest[name])]))
+            rest[name] = msgspec.Raw(_encode([clean(each) for each in _objects(rest[name])]))
     return rest
 
 
@@ -76,6 +79,7 @@ def _message(message: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
     content = bytes(plain.get("content", b""))
     if content.startswith(b"[") and content.find(FIELD_JSON) >= 0:
         parts = [_without(part) for part in _objects(content)]
+        # A client that sets no breakpoint sends a single text part as a string.
         alone = len(parts) == 1 and parts[0].keys() == {"type", "text"}
         plain["content"] = parts[0]["text"] if alone else msgspec.Raw(_encode(parts))
     if "tool_calls" in plain:

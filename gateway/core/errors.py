@@ -1,31 +1,33 @@
-"""Every way in which a call can end without its answer, as one tree.
+"""The gateway's errors: one tree of all the ways in which a request can fail.
 
 * GatewayError
-  x InternalError              500 internal_error: a bug here
-  x BadRequest                 400 invalid_request_error: JSON, types, parameters
+  x InternalError              500 internal_error: a bug in the gateway
+  x BadRequest                 400 invalid_request_error: malformed JSON, wrong types, invalid parameters
     + ModelNotFound            404 model_not_found
     + UnknownUrl               404 unknown_url
     + MethodNotAllowed         405 method_not_allowed
-    + NotFound                 404 not_found: a file, a batch, a key, a response
-    + PreviousResponseNotFound 400 previous_response_not_found: there is nothing to go on from
-    + Conflict                 409 conflict: its state does not allow that
+    + NotFound                 404 not_found: no such file, batch, key or response
+    + PreviousResponseNotFound 400 previous_response_not_found: there is no stored response to continue
+    + Conflict                 409 conflict: the object's state does not allow the operation
     + BodyTooLarge             413 request_too_large
-    + RequestTimeout           408 request_timeout: the body did not arrive
-  x TokenCountUnavailable                 501 not_counted: no server of the model tells how long a prompt is
+    + RequestTimeout           408 request_timeout: the body did not arrive in time
+  x TokenCountUnavailable      501 not_counted: no deployment of the model can count a prompt's tokens
   x Unauthenticated            401 invalid_api_key
   x Forbidden                  403 permission_denied
   x LimitReached               429 rate_limit_exceeded, with the time to wait
-    + BudgetSpent              429 insufficient_quota, not to be retried
-  x Overloaded                 503 overloaded: a queue is full, a wait is over, a server drains
-  x StorageUnavailable         503 storage_unavailable: limits can not be checked
-  x LedgerUnavailable          503 ledger_unavailable: what is done could not be billed, so it is not done
-  x UpstreamError              502 upstream_error: no deployment gave a first chunk
+  x BudgetSpent                429 insufficient_quota, not retryable
+  x Overloaded                 503 overloaded: a queue is full, a queue wait timed out, or the gateway is draining
+  x StorageUnavailable         503 storage_unavailable: limits cannot be checked
+  x LedgerUnavailable          503 ledger_unavailable: the call could not be billed, so it is rejected
+  x UpstreamError              502 upstream_error: no deployment sent a first chunk
     + UpstreamTimeout          504 upstream_timeout
-    + UpstreamBusy             503 upstream_busy: all of them answered 429 or 503
-    + UpstreamRefused          the upstream's own status: it refuses the request itself, so no other is tried
-  x UpstreamCut                a reply that broke after its first byte; travels in the stream, never as a status
+    + UpstreamBusy             503 upstream_busy: all attempted deployments answered 429 or 503
+  x QuarantinedRequest         422 poisonous_request: a backend crashed while processing this request
+  x UpstreamRefused            the upstream's own status: it rejects the request itself, so there is no retry
+  x UpstreamCut                upstream_cut: the reply broke off after its first byte; sent as an event in the stream
 
-One place renders them, `replies`, in the words of `render_error` or of the translator of a door of another wire.
+`gateway/endpoints/replies.py` renders all of them, in OpenAI's form or through the translator of an endpoint with
+another wire format.
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ RETRY_AFTER_MAX_SECONDS = 120.0  # OpenAI's SDKs do not retry at all beyond this
 
 
 class GatewayError(Exception):
-    """A refusal or failure that its caller is told about.
+    """A failure that is reported to the client, with status, type and code as OpenAI has them.
 
-    `retryable` says whether the same call may succeed later; it is sent as `x-should-retry`, which the SDKs obey.
+    `retryable` says whether the same request may succeed later. It is sent as `x-should-retry`, which OpenAI's SDKs
+    obey. `param` names the invalid parameter. `headers` are added to the reply.
     """
 
     status: ClassVar[int] = 500
@@ -54,58 +57,78 @@ class GatewayError(Exception):
         self.headers: dict[str, str] = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The value of `error` on the wire: always these four keys, and more where a subclass knows more."""
+        """The value of `error` on the wire: always these four keys; a subclass may add more."""
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
 
 class InternalError(GatewayError):
-    """A bug in the gateway. What went wrong is in its log, under the call's id."""
+    """A bug in the gateway. The log has the cause, under the call's id."""
 
 
 class BadRequest(GatewayError):
+    """The request is invalid; `param` names the parameter at fault."""
+
     status = 400
     type = "invalid_request_error"
     code: ClassVar[str | None] = None
 
 
 class ModelNotFound(BadRequest):
+    """The policy has no model of this name, or the tenant may not use it."""
+
     status = 404
     code = "model_not_found"
 
 
 class UnknownUrl(BadRequest):
+    """No endpoint has this path."""
+
     status = 404
     code = "unknown_url"
 
 
 class MethodNotAllowed(BadRequest):
+    """The endpoint does not support this HTTP method."""
+
     status = 405
     code = "method_not_allowed"
 
 
 class NotFound(BadRequest):
+    """No file, batch, key or stored response has this id."""
+
     status = 404
     code = "not_found"
 
 
 class PreviousResponseNotFound(BadRequest):
-    """OpenAI has the status 400 for it, and not 404: what is asked for is another response."""
+    """No stored response has the id in `previous_response_id`.
+
+    The status is 400 and not 404, as at OpenAI: the missing object is not the one that the URL names.
+    """
 
     code = "previous_response_not_found"
 
 
 class Conflict(BadRequest):
+    """The object's current state does not allow the operation."""
+
     status = 409
     code = "conflict"
 
 
 class BodyTooLarge(BadRequest):
+    """The request body exceeds a size limit."""
+
     status = 413
     code = "request_too_large"
 
 
 class RequestTimeout(BadRequest):
-    """Its rest may still come, so that the connection is of no more use."""
+    """The request body did not arrive in time.
+
+    The rest of the body may still arrive, so the connection cannot be reused and is closed.
+    """
 
     status = 408
     code = "request_timeout"
@@ -116,7 +139,10 @@ class RequestTimeout(BadRequest):
 
 
 class TokenCountUnavailable(GatewayError):
-    """Better than a guess that looks like a count."""
+    """No deployment of the model can count a prompt's tokens.
+
+    The gateway does not answer with an estimate, since clients would take it for an exact count.
+    """
 
     status = 501
     type = "invalid_request_error"
@@ -124,19 +150,26 @@ class TokenCountUnavailable(GatewayError):
 
 
 class Unauthenticated(GatewayError):
+    """The API key is missing, unknown, expired or revoked."""
+
     status = 401
     type = "invalid_request_error"
     code = "invalid_api_key"
 
 
 class Forbidden(GatewayError):
+    """The key is valid but lacks the permission."""
+
     status = 403
     type = "invalid_request_error"
     code = "permission_denied"
 
 
 class LimitReached(GatewayError):
-    """`retry_after_seconds` is when the same amount would be granted if nobody else asked."""
+    """A limit on requests, tokens or concurrency is reached.
+
+    `retry_after_seconds` is the time after which the same amount would be granted if no other request took any of it.
+    """
 
     status = 429
     type = "requests"
@@ -149,6 +182,8 @@ class LimitReached(GatewayError):
 
 
 class BudgetSpent(GatewayError):
+    """The budget of the tenant or key is spent. Not retryable: a retry before the period ends fails again."""
+
     status = 429
     type = "insufficient_quota"
     code = "insufficient_quota"
@@ -156,6 +191,8 @@ class BudgetSpent(GatewayError):
 
 
 class Overloaded(GatewayError):
+    """A queue is full, a queue wait timed out, or the gateway is draining."""
+
     status = 503
     type = "server_error"
     code = "overloaded"
@@ -166,6 +203,8 @@ class Overloaded(GatewayError):
 
 
 class StorageUnavailable(GatewayError):
+    """The storage does not answer, so limits cannot be checked."""
+
     status = 503
     type = "server_error"
     code = "storage_unavailable"
@@ -173,6 +212,8 @@ class StorageUnavailable(GatewayError):
 
 
 class LedgerUnavailable(GatewayError):
+    """The ledger cannot be written, so the call could not be billed and is rejected."""
+
     status = 503
     type = "server_error"
     code = "ledger_unavailable"
@@ -180,7 +221,7 @@ class LedgerUnavailable(GatewayError):
 
 
 class UpstreamError(GatewayError):
-    """No deployment gave a first chunk. `attempts` says what each one did."""
+    """No deployment sent a first chunk. `attempts` has the outcome of each attempt."""
 
     status = 502
     type = "server_error"
@@ -196,19 +237,21 @@ class UpstreamError(GatewayError):
 
 
 class UpstreamTimeout(UpstreamError):
+    """No deployment sent a first chunk in time."""
+
     status = 504
     code = "upstream_timeout"
 
 
 class UpstreamBusy(UpstreamError):
-    """Whoever was asked has too much to do."""
+    """All attempted deployments answered 429 or 503."""
 
     status = 503
     code = "upstream_busy"
 
 
 class QuarantinedRequest(GatewayError):
-    """Whoever works on it dies: nobody is asked any more."""
+    """A backend crashed while processing this request, so it is not sent to another one."""
 
     status = 422
     type = "invalid_request_error"
@@ -216,21 +259,23 @@ class QuarantinedRequest(GatewayError):
 
 
 class UpstreamRefused(GatewayError):
-    """The upstream judged the request itself (400, 404, 413, 422): its answer is the client's answer, unchanged
-    where it is JSON."""
+    """The upstream rejected the request itself (400, 404, 413 or 422).
+
+    The client receives the upstream's body; if it is JSON, unchanged.
+    """
 
     type = "invalid_request_error"
     code = "refused_by_upstream"
 
     def __init__(self, status: int, content: bytes, content_type: str) -> None:
-        super().__init__(f"the upstream answered {status}")
+        super().__init__(f"the upstream returned status {status}")
         self.upstream_status = status
         self.content = content
         self.content_type = content_type
 
 
 class UpstreamCut(GatewayError):
-    """The reply broke after its first byte: told in the stream, and no `[DONE]` follows."""
+    """The upstream's reply broke off after its first byte. Sent as an event in the stream, without `[DONE]`."""
 
     status = 502
     code = "upstream_cut"
@@ -238,10 +283,11 @@ class UpstreamCut(GatewayError):
 
 
 def shutting_down() -> Overloaded:
+    """The error for requests that arrive while the gateway drains."""
     return Overloaded("the gateway is shutting down", retry_after_seconds=1.0)
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """The two headers that OpenAI's SDKs read, milliseconds first; never beyond what they honour."""
+    """The two retry headers that OpenAI's SDKs read, milliseconds first; at most `RETRY_AFTER_MAX_SECONDS`."""
     bounded = min(max(seconds, 0.001), RETRY_AFTER_MAX_SECONDS)
     return {"retry-after-ms": str(round(bounded * 1000) or 1), "retry-after": str(max(1, round(bounded)))}

@@ -1,4 +1,9 @@
-"""Ids, of unpredictable bytes without a system call for each: the kernel is asked for a pool of bytes now and then."""
+"""Random bytes and event ids, cheap enough to be made for every request.
+
+`random_bytes` reads from a pool that is refilled from the kernel, so most calls make no system call. `new_event_id`
+makes ULIDs, which sort by time, and reads the clock again only every 10 ms. Neither is thread-safe; both are safe
+across `fork`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,13 @@ import time
 POOL_BYTES = 8192
 
 
-class _Entropy:
-    """Never gives a byte twice. A forked process must not use what its parent's pool still holds."""
+class _RandomPool:
+    """Pool of random bytes. Returns no byte twice; a forked process drops the pool, which its parent still uses."""
 
     def __init__(self) -> None:
         self._pool = b""
         self._used = 0
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._clear)
 
     def take(self, count: int) -> bytes:
         """`count` random bytes, at most `POOL_BYTES`."""
@@ -24,32 +29,32 @@ class _Entropy:
         self._used = end
         return self._pool[end - count : end]
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._pool, self._used = b"", 0
 
 
-random_bytes = _Entropy().take
+random_bytes = _RandomPool().take
 
 _BASE32 = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _PAIRS = [high + low for high in _BASE32 for low in _BASE32]
-_DIGITS = bytes(_BASE32[byte & 31].encode()[0] for byte in range(256))  # of a byte, five bits
+_DIGITS = bytes(_BASE32[byte & 31].encode()[0] for byte in range(256))  # a digit for each byte, by its low five bits
 _RANDOM_CHARACTERS = 16
-_COUNTED_CHARACTERS = 4  # of these, the last count
+_COUNTED_CHARACTERS = 4  # the last of the random characters are a counter
 _COUNTER_END = 32**_COUNTED_CHARACTERS
-_REUSED_NS = 10_000_000
+_CLOCK_REUSE_NS = 10_000_000
 
 
 class _Ulids:
-    """Event ids: 48 bits of milliseconds and 80 of chance, in Crockford's base 32 (github.com/ulid/spec).
+    """Event ids: 48 bits of milliseconds and 80 random bits, in Crockford's base 32 (github.com/ulid/spec).
 
-    Each is greater than the one before, across a clock that steps back as well: of the 80 bits, 60 are drawn anew with
-    every reading of the clock that is used, and the others count on from a number that is drawn too. A reading is used
-    for `_REUSED_NS`: what is made of it costs more than an id.
+    Each id is greater than the previous one, even if the clock steps back: 60 of the 80 bits are drawn again with each
+    reading of the clock, and the other 20 are a counter that starts at a random number. A reading of the clock is used
+    for `_CLOCK_REUSE_NS`, since its prefix costs more than an id.
     """
 
     def __init__(self) -> None:
         self._milliseconds = 0
-        self._high = ""  # of the time, what stays for a while
+        self._high = ""  # the time's high characters, which change every 17 minutes
         self._read_again_ns = 0
         self._prefix = ""
         self._counter = _COUNTER_END
@@ -58,26 +63,26 @@ class _Ulids:
         now_ns = time.time_ns()
         self._counter = counter = self._counter + 1
         if now_ns >= self._read_again_ns or counter >= _COUNTER_END:
-            self._read_again_ns = now_ns + _REUSED_NS
+            self._read_again_ns = now_ns + _CLOCK_REUSE_NS
             self._begin(max(now_ns // 1_000_000, self._milliseconds + 1))
             counter = self._counter
         return f"{self._prefix}{_PAIRS[counter >> 10]}{_PAIRS[counter & 1023]}"
 
     def _begin(self, milliseconds: int) -> None:
-        if milliseconds >> 20 != self._milliseconds >> 20:  # every quarter of an hour
+        if milliseconds >> 20 != self._milliseconds >> 20:
             self._high = "".join([_PAIRS[milliseconds >> shift & 1023] for shift in (40, 30, 20)])
         self._milliseconds = milliseconds
         drawn = random_bytes(_RANDOM_CHARACTERS - _COUNTED_CHARACTERS + 2)
         low = _PAIRS[milliseconds >> 10 & 1023] + _PAIRS[milliseconds & 1023]
         self._prefix = f"{self._high}{low}{drawn[2:].translate(_DIGITS).decode()}"
-        self._counter = int.from_bytes(drawn[:2]) << 3  # below half: room to count
+        self._counter = int.from_bytes(drawn[:2]) << 3  # starts below half, which leaves room to count
 
 
 new_event_id = _Ulids().next
 
 
 def event_seconds(event_id: str) -> float:
-    """When an event id was made, in seconds since the epoch. Raises `ValueError` for what is none."""
+    """When an event id was made, in seconds since the epoch. Raises `ValueError` if the id has an invalid digit."""
     milliseconds = 0
     for character in event_id[:-_RANDOM_CHARACTERS]:
         milliseconds = milliseconds << 5 | _BASE32.index(character)

@@ -1,8 +1,8 @@
-"""Money in whole numbers, so that no sum is ever rounded.
+"""Money as integers, so that no sum is rounded.
 
-An atom is the least that can be owed: one token at the least price that a policy can name, which is a billionth of a
-currency unit per million tokens. Atoms are for counting; receipts hold decimal text; storage counts in nanos, which
-fit 64 bits.
+An atom is the smallest amount that a call can cost: one token at the lowest price that a policy can state, a billionth
+of a currency unit per million tokens. The gateway computes in atoms. Receipts contain decimal text. The storage counts
+in nanos (billionths of a currency unit), which fit into 64 bits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ _EXACT = Context(prec=100, traps=[Inexact, InvalidOperation])
 
 
 def atoms_per_token(price: Decimal) -> int:
-    """What one token costs at a price per million tokens. Exact: a price has at most `PRICE_DECIMALS` decimals."""
+    """The cost of one token, in atoms, from a price per million tokens.
+
+    Exact, since a price has at most `PRICE_DECIMALS` decimals.
+    """
     return int(price.scaleb(PRICE_DECIMALS))
 
 
 def atoms_to_text(atoms: int) -> str:
-    """Exact decimal text without exponent or trailing zeros: `0.00000544`, `12`, `0`, `-1.5`."""
+    """Atoms as exact decimal text without exponent or trailing zeros: `0.00000544`, `12`, `0`, `-1.5`."""
     if atoms < 0:
         return f"-{atoms_to_text(-atoms)}"
     digits = str(atoms).zfill(ATOM_DECIMALS + 1)
@@ -29,19 +32,19 @@ def atoms_to_text(atoms: int) -> str:
 
 
 def atoms_to_nanos(atoms: int) -> int:
-    """Money as storage counts it, in billionths; rounded up, so that a budget is never overspent by rounding."""
+    """Atoms as nanos (billionths), rounded up, so that rounding never overspends a budget."""
     return -(-atoms // _ATOMS_PER_NANO)
 
 
 def text_to_atoms(text: str) -> int:
-    """What `atoms_to_text` has written. Raises `ValueError` for what is no money, or finer than an atom."""
+    """Parse decimal text as `atoms_to_text` writes it. Raises `ValueError` for other text, or a fraction of an atom."""
     try:
         return int(Decimal(text).scaleb(ATOM_DECIMALS, _EXACT).to_integral_exact(context=_EXACT))
     except (ArithmeticError, ValueError) as error:
-        raise ValueError(f"{text!r} is no amount of money") from error
+        raise ValueError(f"{text!r} is not an amount of money") from error
 
 
 def plain_text(amount: Decimal) -> str:
-    """All of its decimals, no exponent, no empty zeros."""
+    """A decimal as text, exact, without exponent or trailing zeros."""
     text = f"{amount:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text

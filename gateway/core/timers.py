@@ -1,8 +1,11 @@
-"""One timer for many waits: bounds each wait of each task without a timer per wait, or per task.
+"""Timeouts for many short waits, with one timer per event loop.
 
-`asyncio.timeout` costs two timer handles per use; a stream waits hundreds of times and hardly ever too long. Here a
-task notes when a wait begins and ends, which costs next to nothing, and one tick looks now and then at all that wait.
-A bound is thus kept to within `TICK_SECONDS`.
+A stream waits for hundreds of chunks and hardly ever too long. `asyncio.timeout` costs two timer handles for each wait.
+Here a task only notes when a wait begins and ends, which costs almost nothing, and a periodic tick checks all waits.
+A timeout is therefore accurate to `TICK_SECONDS`.
+
+`WaitBound` is the interface. `_LoopTimer` is the ticking timer of one event loop, `_LoopTimers` finds the timer of a
+loop. All of it runs on the event loop; it is not thread-safe.
 """
 
 from __future__ import annotations
@@ -15,18 +18,18 @@ TICK_SECONDS = 0.02
 
 
 class WaitBound:
-    """Cancels its task when one wait lasts longer than `seconds`, or beyond `deadline` (event-loop seconds).
+    """Cancels its task if one wait lasts longer than `seconds`, or past `deadline` (event-loop seconds).
 
-    The task calls `begin` and `end` around each wait. After a cancellation, `expired` tells that it came from here;
-    whoever turns it into an error calls `uncancel`. `close` ends the watching.
+    The task calls `begin` and `end` around each wait. If `expired` is true after a cancellation, the cancellation came
+    from this object; the code that turns it into an error calls `uncancel`. `close` stops the checks.
     """
 
-    __slots__ = ("_loop", "_task", "_ticker", "deadline", "expired", "seconds", "since")
+    __slots__ = ("_loop", "_task", "_timer", "deadline", "expired", "seconds", "since")
 
     def __init__(
         self, seconds: float, deadline: float = float("inf"), *, task: asyncio.Task[Any] | None = None
     ) -> None:
-        """`task`: the present one, for who has it at hand already."""
+        """`task` defaults to the current task; passing it saves the lookup."""
         task = task or asyncio.current_task()
         assert task is not None
         self._task = task
@@ -34,84 +37,84 @@ class WaitBound:
         self.seconds = seconds
         self.deadline = deadline
         self.since: float | None = None
-        self._ticker: _Ticker | None = None  # from the first wait on
+        self._timer: _LoopTimer | None = None  # set from the first wait on
         self.expired = False
 
     def begin(self) -> None:
-        """A wait begins; also where one ends and the next begins at once."""
+        """Start a wait. If one is running, it ends and the next one starts."""
         self.since = self._loop.time()
-        if self._ticker is None:
-            self._ticker = _tickers.of(self._loop)
-            self._ticker.watch(self)
+        if self._timer is None:
+            self._timer = _loop_timers.of(self._loop)
+            self._timer.watch(self)
 
     def end(self) -> None:
         self.since = None
 
     def uncancel(self) -> None:
-        """The cancellation from here has been dealt with: the task goes on, and so does the watching."""
+        """Clear the cancellation that this object caused: the task continues, and so do the checks."""
         self._task.uncancel()
         self.expired = False
         self.since = None
 
     def close(self) -> None:
         self.since = None
-        if self._ticker is not None:
-            self._ticker.watched.discard(self)
-            self._ticker = None
+        if self._timer is not None:
+            self._timer.bounds.discard(self)
+            self._timer = None
 
     def expire(self) -> None:
-        """For the ticker, which has seen that this one has waited too long."""
+        """Cancel the task. Called by the timer."""
         if not self.expired:
             self.expired = True
             self._task.cancel()
 
 
-class _Ticker:
-    """Looks at all that is watched on one event loop, as long as there is anything."""
+class _LoopTimer:
+    """Checks all waits of one event loop every `TICK_SECONDS`. Stops ticking while there is nothing to check."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.watched: set[WaitBound] = set()  # bounded by the calls under way
+        self.bounds: set[WaitBound] = set()  # at most a few per call in flight
         self.loop = loop
         self._ticking = False
 
     def watch(self, bound: WaitBound) -> None:
-        self.watched.add(bound)
+        self.bounds.add(bound)
         if not self._ticking:
             self._ticking = True
             self.loop.call_later(TICK_SECONDS, self._tick)
 
     def _tick(self) -> None:
         now = self.loop.time()
-        # Without a call for each: a thousand streams are looked at fifty times a second.
+        # One comprehension without a function call per wait: it checks a thousand streams fifty times a second.
         over = [
             bound
-            for bound in self.watched
+            for bound in self.bounds
             if (since := bound.since) is not None and (now - since >= bound.seconds or now >= bound.deadline)
         ]
         for bound in over:
             bound.expire()
-        if self.watched:
+        if self.bounds:
             self.loop.call_later(TICK_SECONDS, self._tick)
         else:
             self._ticking = False
 
 
-class _Tickers:
-    """One for each event loop; that of the loop that asked last is at hand, since mostly there is but one."""
+class _LoopTimers:
+    """The timer of each event loop. Remembers the last one used, since a process mostly has a single loop."""
 
     def __init__(self) -> None:
-        self._all: WeakKeyDictionary[asyncio.AbstractEventLoop, _Ticker] = WeakKeyDictionary()
-        self._last: _Ticker | None = None
+        self._all: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopTimer] = WeakKeyDictionary()
+        self._last: _LoopTimer | None = None
 
-    def of(self, loop: asyncio.AbstractEventLoop) -> _Ticker:
+    def of(self, loop: asyncio.AbstractEventLoop) -> _LoopTimer:
         last = self._last
         if last is not None and last.loop is loop:
             return last
-        ticker = self._all.get(loop)
-        if ticker is None:
-            ticker = self._all[loop] = _Ticker(loop)
-        self._last = ticker
-        return ticker
+        timer = self._all.get(loop)
+        if timer is None:
+            timer = self._all[loop] = _LoopTimer(loop)
+        self._last = timer
+        return timer
 
 
-_tickers = _Tickers()
+_loop_timers = _LoopTimers()

@@ -1,4 +1,4 @@
-"""Moments: nanoseconds since the epoch, and as the text that rows of the ledger have. Durations, as Go prints them."""
+"""Conversions of times (nanoseconds since the epoch, RFC 3339 text) and of durations in Go's notation."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ _GO_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+(?:\.\d+)?)s)?(?:(
 
 
 def rfc3339(time_ns: int) -> str:
-    """UTC with microseconds, always of the same length: the order of the texts is the order of the times."""
+    """RFC 3339 text in UTC with microseconds, as ledger rows have it. Texts have equal length and sort by time."""
     microseconds = time_ns // 1000
     whole = _whole_seconds(microseconds // 1_000_000)
     return f"{whole}{_THREE_DIGITS[microseconds // 1000 % 1000]}{_THREE_DIGITS[microseconds % 1000]}Z"
 
 
 def rfc3339_to_ns(rfc3339: str) -> int:
-    """Since the epoch: what `rfc3339` was made of, to the microsecond."""
+    """Nanoseconds since the epoch, exact to the microsecond. The inverse of `rfc3339`."""
     return datetime_to_ns(datetime.fromisoformat(rfc3339))
 
 
 def has_passed(rfc3339: str | None) -> bool:
-    """Whether a moment is over; none is never."""
+    """True if the time is in the past; False for None, which means never."""
     return rfc3339 is not None and datetime.fromisoformat(rfc3339) <= datetime.now(UTC)
 
 
 def datetime_to_ns(moment: datetime) -> int:
-    """Since the epoch, exact to the microsecond, as `timestamp` alone is not. A moment has its offset from UTC."""
+    """Nanoseconds since the epoch, exact to the microsecond. `moment` must have a UTC offset.
+
+    `datetime.timestamp` alone is a float, which is not exact.
+    """
     return int(moment.timestamp()) * 1_000_000_000 + moment.microsecond * 1000
 
 
-@functools.lru_cache(maxsize=64)  # a receipt has half a dozen times, mostly of the same few seconds
+@functools.lru_cache(maxsize=64)  # a receipt has half a dozen times, most of them within a few seconds
 def _whole_seconds(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()[:19] + "."
 
 
 def go_duration(seconds: float) -> str:
-    """`12ms`, `1s`, `1.5s`, `6m0s`, `1h0m0s`: to the millisecond."""
+    """Seconds in the notation of Go's `time.Duration`, to the millisecond: `12ms`, `1s`, `1.5s`, `6m0s`, `1h0m0s`."""
     milliseconds = round(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms" if milliseconds else "0s"
@@ -52,8 +55,8 @@ def go_duration(seconds: float) -> str:
 
 
 def parse_go_duration(go_duration: str) -> float:
-    """What `go_duration` was made of, to the millisecond."""
-    written = _GO_DURATION.fullmatch(go_duration)
-    assert written is not None, go_duration
-    hours, minutes, seconds, milliseconds = (float(part or 0) for part in written.groups())
+    """Seconds, to the millisecond. The inverse of `go_duration`; accepts no other text."""
+    match = _GO_DURATION.fullmatch(go_duration)
+    assert match is not None, go_duration
+    hours, minutes, seconds, milliseconds = (float(part or 0) for part in match.groups())
     return hours * 3600 + minutes * 60 + seconds + milliseconds / 1000

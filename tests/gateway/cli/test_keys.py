@@ -120,7 +120,7 @@ def test_another_pepper_makes_no_key_until_that_is_what_is_wanted(warmpath: Warm
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (("--id", "A-b"), "a key id is 1 to 63 of a-z"),
+        (("--id", "A-b"), "a key id has 1 to 63 characters of a-z"),
         (("--expires", "soon"), "a duration is a number and a unit"),
         (("--expires", "99999999999d"), "at most a hundred years"),
         (("--storage", "dbase://x"), "the scheme of 'dbase://...' is not known"),

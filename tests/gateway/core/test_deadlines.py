@@ -20,17 +20,17 @@ from gateway.core.errors import BadRequest
         ({b"x-stainless-read-timeout": b"-1"}, math.inf),
     ],
 )
-def test_what_sdks_announce(headers: dict[bytes, bytes], seconds: float) -> None:
+def test_read_timeouts_that_sdks_send(headers: dict[bytes, bytes], seconds: float) -> None:
     assert read_timeout_seconds(headers) == seconds
 
 
-def test_a_time_for_the_whole_answer() -> None:
+def test_a_total_timeout() -> None:
     assert total_timeout_seconds({}) == math.inf
     assert total_timeout_seconds({b"x-warmpath-timeout": b"2.5"}) == 2.5
 
 
 @pytest.mark.parametrize("value", [b"soon", b"0", b"-3", b"nan", b"inf", b""])
-def test_a_time_that_is_none_is_refused_by_name(value: bytes) -> None:
+def test_an_invalid_total_timeout_is_rejected_by_name(value: bytes) -> None:
     with pytest.raises(BadRequest, match="x-warmpath-timeout") as refusal:
         total_timeout_seconds({b"x-warmpath-timeout": value})
     assert refusal.value.param == "x-warmpath-timeout"

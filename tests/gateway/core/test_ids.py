@@ -9,13 +9,13 @@ import pytest
 from gateway.core.ids import POOL_BYTES, new_event_id, random_bytes
 
 
-def test_bytes_are_never_given_twice() -> None:
+def test_random_bytes_do_not_repeat() -> None:
     taken = [random_bytes(12) for _ in range(5 * POOL_BYTES // 12)]
     assert all(len(each) == 12 for each in taken)
     assert len(set(taken)) == len(taken)
 
 
-def test_a_forked_process_has_bytes_of_its_own() -> None:
+def test_a_forked_process_draws_its_own_bytes() -> None:
     random_bytes(8)
     reader, writer = os.pipe()
     child = os.fork()
@@ -34,7 +34,7 @@ def test_event_ids_are_ulids_in_order() -> None:
     assert all(re.fullmatch("[0-7][0-9A-HJKMNP-TV-Z]{25}", event_id) for event_id in ids)
 
 
-def test_event_ids_hold_when_the_clock_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_ids_stay_in_order_if_the_clock_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = new_event_id()
     monkeypatch.setattr(time, "time_ns", lambda: 0)
     assert new_event_id() > before

@@ -19,12 +19,12 @@ from gateway.core.money import ATOM_DECIMALS, atoms_per_token, atoms_to_nanos, a
         (-5_440_000_000, "-0.00000544"),
     ],
 )
-def test_text_is_plain(atoms: int, text: str) -> None:
+def test_atoms_as_decimal_text(atoms: int, text: str) -> None:
     assert atoms_to_text(atoms) == text
 
 
 @given(st.integers(0, 10**40))
-def test_text_loses_nothing(atoms: int) -> None:
+def test_decimal_text_is_exact(atoms: int) -> None:
     with localcontext(Context(prec=100, traps=[Inexact])):
         assert Decimal(atoms_to_text(atoms)).scaleb(ATOM_DECIMALS) == atoms
 
@@ -41,12 +41,12 @@ def test_nanos_are_rounded_up(atoms: int) -> None:
 
 
 @given(st.integers(-(10**30), 10**30))
-def test_text_is_read_back_to_the_atom(atoms: int) -> None:
+def test_decimal_text_is_parsed_exactly(atoms: int) -> None:
     assert text_to_atoms(atoms_to_text(atoms)) == atoms
     assert plain_text(Decimal(atoms_to_text(atoms))) == atoms_to_text(atoms)
 
 
 @pytest.mark.parametrize("text", ["", "much", "0.0000000000000001", "NaN"])
-def test_what_is_no_amount_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no amount of money"):
+def test_invalid_amounts_are_rejected(text: str) -> None:
+    with pytest.raises(ValueError, match="not an amount of money"):
         text_to_atoms(text)

@@ -20,7 +20,7 @@ async def bounded_wait(bound: WaitBound) -> None:
         bound.end()
 
 
-async def test_a_wait_that_is_too_long_is_cancelled_and_told_apart() -> None:
+async def test_a_wait_that_is_too_long_is_cancelled_and_marked_expired() -> None:
     bound = WaitBound(0.01)
     with pytest.raises(TimeoutError):
         await bounded_wait(bound)
@@ -29,7 +29,7 @@ async def test_a_wait_that_is_too_long_is_cancelled_and_told_apart() -> None:
     bound.close()
 
 
-async def test_it_goes_on_watching_after_one_that_was_too_long() -> None:
+async def test_waits_are_still_checked_after_one_expired() -> None:
     bound = WaitBound(0.01)
     for _ in range(3):
         with pytest.raises(TimeoutError):
@@ -37,7 +37,7 @@ async def test_it_goes_on_watching_after_one_that_was_too_long() -> None:
     bound.close()
 
 
-async def test_many_short_waits_are_no_long_one() -> None:
+async def test_many_short_waits_do_not_expire() -> None:
     bound = WaitBound(0.05)
     for _ in range(30):
         bound.begin()
@@ -54,7 +54,7 @@ async def test_the_time_between_waits_does_not_count() -> None:
     bound.close()
 
 
-async def test_a_deadline_ends_a_wait_of_any_age() -> None:
+async def test_a_deadline_ends_a_wait_however_short() -> None:
     bound = WaitBound(60.0, asyncio.get_running_loop().time() + 0.01)
     with pytest.raises(TimeoutError):
         await bounded_wait(bound)
@@ -64,13 +64,13 @@ async def test_a_deadline_ends_a_wait_of_any_age() -> None:
 async def test_a_deadline_that_passes_between_two_waits_ends_the_next_one() -> None:
     loop = asyncio.get_running_loop()
     bound = WaitBound(60.0, loop.time() + 0.01)
-    await asyncio.sleep(0.02)  # busy with something else
+    await asyncio.sleep(0.02)  # longer than the deadline, without a wait
     with pytest.raises(TimeoutError):
         await bounded_wait(bound)
     bound.close()
 
 
-async def test_another_cancellation_is_not_its_own() -> None:
+async def test_a_cancellation_from_elsewhere_does_not_set_expired() -> None:
     bounds: list[WaitBound] = []
 
     async def wait() -> None:
@@ -85,7 +85,7 @@ async def test_another_cancellation_is_not_its_own() -> None:
     bounds[0].close()
 
 
-async def test_nothing_comes_after_it_was_closed() -> None:
+async def test_a_closed_bound_does_not_expire() -> None:
     bound = WaitBound(0.01)
     bound.begin()
     bound.close()

@@ -232,8 +232,8 @@ async def test_behind_a_whole_reply_there_is_nothing_to_refuse() -> None:
     ("content", "content_type", "message"),
     [
         (b'{"error": {"message": "no"}}', "application/json; charset=utf-8", "no"),
-        (b"not today", "text/plain", "the upstream answered 400: not today"),
-        (b"\xff" * 10_000, "application/octet-stream", "the upstream answered 400: " + "\ufffd" * 300),
+        (b"not today", "text/plain", "the upstream returned status 400: not today"),
+        (b"\xff" * 10_000, "application/octet-stream", "the upstream returned status 400: " + "\ufffd" * 300),
     ],
 )
 async def test_an_upstreams_refusal_is_always_json(content: bytes, content_type: str, message: str) -> None:

@@ -91,10 +91,10 @@ def test_what_a_server_has_refused_has_the_name_that_the_client_gave_it(theirs: 
         (b'{"object": "error", "message": "too long"}', "too long"),
         (b'{"detail": "too long"}', "too long"),
         (b'{"error": "too long"}', "too long"),
-        (b'{"error": 7}', 'the upstream answered 422: {"error": 7}'),
-        (b"<html>", "the upstream answered 422: <html>"),
-        pytest.param(b"[" * 9000, "the upstream answered 422: " + "[" * 300, id="too deep"),
-        (b"\xff" * 9000, "the upstream answered 422: " + "\ufffd" * 300),
+        (b'{"error": 7}', 'the upstream returned status 422: {"error": 7}'),
+        (b"<html>", "the upstream returned status 422: <html>"),
+        pytest.param(b"[" * 9000, "the upstream returned status 422: " + "[" * 300, id="too deep"),
+        (b"\xff" * 9000, "the upstream returned status 422: " + "\ufffd" * 300),
     ],
 )
 def test_a_servers_refusal_is_told_in_its_own_words(content: bytes, message: str) -> None:
