@@ -25,7 +25,7 @@ Form = TypeVar("Form", bound=BaseModel)
 class _Create(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    tenant: Name = Field(description="Whose key it is.")
+    tenant: Name = Field(description="Tenant of the key.")
     id: str | None = None
     expires: Seconds | None = None
     models: tuple[Name, ...] | None = None

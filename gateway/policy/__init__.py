@@ -1,8 +1,13 @@
-"""The routing policy as frozen models: what is allowed and what is preferred. Where things are is `settings`' part.
+"""The policy: frozen models of the policy file, and the code that reads, checks and reloads the file.
 
-A policy is validated whole before it takes effect and is never changed afterwards: a reload makes a new one, and a
-call keeps the one it began with. Every field has a description; the JSON Schema and the reference page are made of
-them. Unknown keys are errors. Reading files, with line numbers in the messages, is `policy_file`'s part.
+A policy says what is allowed (tenants, keys, limits) and what is preferred (latency classes, rules, routing).
+Addresses, paths and secrets are settings, in `gateway/settings.py`. A policy is validated as a whole before it takes
+effect and is never changed afterwards: a reload makes a new `Policy`, and a call keeps the one under which it began.
+Unknown keys are errors. Each field has a description, from which the JSON Schema and docs/reference/policy.md are
+generated.
+
+Begin at `policy.py`, the root model. `file.py` reads policy files and reports problems with line numbers. The package
+imports only `gateway.core`.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from gateway.policy.tenants import Budget, Key, Limits, PartLimits, Rate, Storag
 from gateway.policy.traffic import BUILT_IN_CLASSES, Floor, Hedge, LatencyClass, Match, Rule
 
 Check = Callable[[Policy], Iterable[Finding]]
-"""A further judgement on a policy, by a part of the gateway that knows more than its models do."""
+"""A further check of a valid policy, by a component that knows more than the models do. No findings: it passes."""
 
 __all__ = [
     "BUILT_IN_CLASSES", "Batches", "Budget", "Check", "Deployment", "EnvSecret", "Finding", "Floor", "Hedge", "Key",

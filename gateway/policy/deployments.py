@@ -1,4 +1,4 @@
-"""The servers behind the gateway, what their tokens cost, and the names under which they are offered."""
+"""Policy models of deployments (the inference servers) and of models (the names that clients request)."""
 
 from __future__ import annotations
 
@@ -14,87 +14,90 @@ SLOTS_MAX = 1024
 ENDPOINTS = ("/chat/completions", "/completions", "/embeddings", "/messages")
 
 
-def _leads_to_an_api(url: str) -> str:
+def _check_base_url(url: str) -> str:
     parts = urlsplit(url)
     try:
         reachable = bool(parts.hostname) and parts.port != 0
     except ValueError:
         reachable = False
     if not reachable:
-        raise ValueError("names no host and port that could be reached, as in http://10.0.0.5:8000/v1")
+        raise ValueError("must have a host and a valid port, as in http://10.0.0.5:8000/v1")
     if endpoint := next((known for known in ENDPOINTS if parts.path.rstrip("/").endswith(known)), None):
-        raise ValueError(f"ends before the endpoint, which is added to it: leave {endpoint} out")
+        raise ValueError(f"must not include the endpoint's path: remove {endpoint}")
     return url
 
 
 class Deployment(Frozen):
-    """A configured target: one server, one model on it."""
+    """A configured target: one model on one server."""
 
-    name: Name = Field(description="How receipts, metrics and headers name it.")
+    name: Name = Field(description="Name in receipts, metrics and headers.")
     provider: Name = Field(
-        "openai", description="The dialect it speaks: openai, anthropic, warmpath, vllm, sglang, llamacpp."
+        "openai",
+        description="Dialect of its API: openai, anthropic, warmpath, vllm, sglang, trtllm or llamacpp.",
     )
-    base_url: Annotated[str, AfterValidator(_leads_to_an_api)] = Field(
-        pattern=r"^https?://", description="The base URL of its API, /v1 included."
+    base_url: Annotated[str, AfterValidator(_check_base_url)] = Field(
+        pattern=r"^https?://", description="Base URL of its API, including /v1."
     )
-    model: Name = Field(description="The model's name on that server.")
-    max_concurrency: Count = Field(64, description="Calls that it is sent at the same time, at most.")
+    model: Name = Field(description="Model name that the server expects.")
+    max_concurrency: Count = Field(64, description="Maximum calls in flight.")
     slots: Count | None = Field(
         None,
-        description="llamacpp: how many slots it has (--parallel). Calls then go to the slot that holds their "
-        "conversation, and `max_concurrency` is as many, where it is left out. Left out: the server chooses slots.",
+        description="llamacpp: number of its slots (--parallel). Each call is then sent to the slot that holds its "
+        "conversation, and `max_concurrency` defaults to this number. Default: the server chooses the slots.",
     )
     default_max_tokens: Count = Field(
-        8_192, description="anthropic, where every call must set one: `max_tokens` of a call that sets none."
+        8_192, description="anthropic, whose API requires `max_tokens`: the value for calls that set none."
     )
-    api_key: EnvSecret | None = Field(None, description="The key it is called with.")
+    api_key: EnvSecret | None = Field(None, description="API key that the gateway sends.")
     price: Prices = Field(
-        (), description="What its tokens cost: one price, or several of which the first that fits a call holds."
+        (), description="Price of its tokens: one price, or a list, of which the first that applies to a call is used."
     )
     priorities: bool = Field(
         False,
-        description="vllm, sglang, trtllm: its scheduler knows priorities (`--scheduling-policy priority`, "
-        "`--enable-priority-scheduling`, `waiting_queue_policy: priority`), and is told each call's. The bundled "
-        "engine always is.",
+        description="vllm, sglang, trtllm: send each call's priority, because the server schedules by priority "
+        "(`--scheduling-policy priority`, `--enable-priority-scheduling`, `waiting_queue_policy: priority`). The "
+        "bundled engine always receives it.",
     )
     leave_out: Names = Field(
-        (), description="Fields of a body that it refuses: they are not sent to it. As in [stream_options]."
+        (), description="Body fields that the server rejects and that are not sent to it, as in [stream_options]."
     )
     continuous_usage: bool = Field(
-        False, description="It can count in every chunk (`continuous_usage_stats`): a stream that is cut is exact then."
+        False,
+        description="The server can report usage in every chunk (`continuous_usage_stats`), so that a cut stream is "
+        "billed exactly.",
     )
     cache_tokens: Count = Field(
-        262_144, description="First guess of how many tokens its prefix cache holds, until replies teach better."
+        262_144, description="Initial estimate of its prefix cache's size in tokens. Replies correct it."
     )
     prefill_tokens_per_second: Count = Field(
-        2_000, description="First guess of its prefill speed, until replies teach better."
+        2_000, description="Initial estimate of its prefill speed. Replies correct it."
     )
     kv_events: str | None = Field(
         None,
         pattern=r"^(tcp://[^\s/]+:\d+|ipc://\S+|https?://\S+)$",
-        description="Where it publishes its KV events: the ZeroMQ address of vLLM, SGLang or the bundled engine; or "
-        "the http address of a TensorRT-LLM server that nobody else asks for them.",
+        description="Where it publishes KV events: the ZeroMQ address of vLLM, SGLang or the bundled engine, or the "
+        "HTTP address of a TensorRT-LLM server, whose events only one client can read.",
     )
     kv_events_replay: str | None = Field(
         None,
         pattern=r"^(tcp://[^\s/]+:\d+|ipc://\S+)$",
-        description="Where it sends missed KV events again: its replay_endpoint.",
+        description="Where it replays missed KV events: its replay_endpoint.",
     )
     metrics: bool | Annotated[str, Field(pattern=r"^https?://")] = Field(
         False,
-        description="Whether its load is read at /metrics, beside /v1; or the URL where it is. The names of vLLM, "
-        "SGLang, llama.cpp and TensorRT-LLM are known.",
+        description="Whether to read its load from /metrics, beside /v1; or the URL to read it from. The metric "
+        "names of vLLM, SGLang, llama.cpp and TensorRT-LLM are supported.",
     )
 
     @property
     def shown_url(self) -> str:
-        """The base URL without what may be a secret: a user, a password, a query."""
+        """The base URL without the parts that may be secret: user, password and query."""
         url = urlsplit(self.base_url)
         return f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}"
 
     @model_validator(mode="before")
     @classmethod
-    def _a_call_for_each_slot(cls, data: Any) -> Any:
+    def _one_call_per_slot(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("slots") is not None:
             return {"max_concurrency": data["slots"], **data}
         return data
@@ -104,23 +107,24 @@ class Deployment(Frozen):
         if self.slots is None:
             return self
         if self.provider != "llamacpp":
-            raise ValueError(f"slots: the dialect {self.provider} has none; llamacpp has")
+            raise ValueError(f"slots: the provider {self.provider} has none; only llamacpp has")
         if self.slots > SLOTS_MAX:
-            raise ValueError(f"slots: at most {SLOTS_MAX}")
+            raise ValueError(f"slots: must be at most {SLOTS_MAX}")
         if self.max_concurrency > self.slots:
-            raise ValueError(f"max_concurrency: {self.max_concurrency} calls do not fit into {self.slots} slots")
+            raise ValueError(f"max_concurrency: must be at most slots ({self.slots}), not {self.max_concurrency}")
         return self
 
 
 class Model(Frozen):
-    """A name that clients ask for, and where it is served."""
+    """A model that clients can request, and the deployments that serve it."""
 
-    name: Name = Field(description="The model id that clients send.")
-    aliases: tuple[Name, ...] = Field((), description="Further names for it.")
-    deployments: tuple[Name, ...] = Field(min_length=1, description="Where it is served, by deployment name.")
-    fallbacks: tuple[Name, ...] = Field((), description="Models tried, in order, when none of its deployments answers.")
+    name: Name = Field(description="Model id that clients send.")
+    aliases: tuple[Name, ...] = Field((), description="Further names of the model.")
+    deployments: tuple[Name, ...] = Field(min_length=1, description="Deployments that serve it, by name.")
+    fallbacks: tuple[Name, ...] = Field((), description="Models to try, in order, if none of its deployments answers.")
     continue_cut_streams: bool | None = Field(
-        None, description="Whether its streams go on at another server when they are cut; left out: as the class says."
+        None,
+        description="Whether its cut streams resume on another deployment. Default: as the latency class says.",
     )
-    price: Prices = Field((), description="What its tokens cost at deployments that have no price of their own.")
-    cache_price: Prices = Field((), description="What answers from the response cache cost; left out: nothing.")
+    price: Prices = Field((), description="Price of its tokens on deployments without a price of their own.")
+    cache_price: Prices = Field((), description="Price of answers from the response cache. Default: free.")

@@ -1,4 +1,4 @@
-"""The kinds of values that a policy holds: durations, counts, rates, shares and names, as people write them."""
+"""Types of the values in a policy: durations, counts, rates, shares and names, and the parsers of their notations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-COUNT_MAX = 10**15  # what every storage counts exactly: doubles do, up to 9 times as much
+COUNT_MAX = 10**15  # every storage counts this exactly; doubles, as in Redis' Lua, do up to 9 * 10**15
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
 _DURATION_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -18,8 +18,8 @@ _COUNT_FACTOR = {"": 1, "k": 1_000, "K": 1_000, "M": 1_000_000, "G": 1_000_000_0
 
 
 def parse_duration(value: Any) -> Any:
-    """`10s`, `250ms`, `5m`, `24h`, `7d` -> seconds; a number is taken as seconds."""
-    if not isinstance(value, str | bool):  # a bool is a number to Python, and an oversight in a policy
+    """Parse a duration into seconds: `10s`, `250ms`, `5m`, `24h`, `7d`. A number is returned as it is."""
+    if not isinstance(value, str | bool):  # Python takes a bool for a number; in a policy it is a mistake
         return value
     match = _DURATION.fullmatch(str(value).strip())
     if match is None:
@@ -28,18 +28,18 @@ def parse_duration(value: Any) -> Any:
 
 
 def parse_count(value: Any) -> Any:
-    """`600`, `64k`, `1.5M` -> an integer (decimal multiples)."""
+    """Parse a count into an integer: `600`, `64k`, `1.5M` (decimal multiples). A number is returned as it is."""
     if not isinstance(value, str | bool):
         return value
     match = _COUNT.fullmatch(str(value).strip())
     count = Decimal(match[1]) * _COUNT_FACTOR[match[2]] if match else None
     if count is None or count != int(count):
-        raise ValueError("a count is a whole number, with k, M or G where wanted, as in 600, 64k or 1M")
+        raise ValueError("a count is a whole number with an optional k, M or G, as in 600, 64k or 1M")
     return int(count)
 
 
 def parse_rate(value: Any) -> Any:
-    """`600/1m` -> {amount: 600, period: 60.0}."""
+    """Parse a rate into amount and period: `600/1m` is `{amount: 600, period: 60.0}`."""
     if not isinstance(value, str | int | float):
         return value
     amount, slash, period = str(value).partition("/")
@@ -49,7 +49,7 @@ def parse_rate(value: Any) -> Any:
 
 
 def parse_share(value: Any) -> Any:
-    """`10%` -> 0.1; a number is taken as it is."""
+    """Parse a share into a number: `10%` is 0.1. A number is returned as it is."""
     if not isinstance(value, str | bool):
         return value
     match = _PERCENT.fullmatch(str(value).strip())
@@ -59,7 +59,7 @@ def parse_share(value: Any) -> Any:
 
 
 def as_list(value: Any) -> Any:
-    """`flex` means `[flex]`."""
+    """Wrap a single name into a list: `flex` means `[flex]`."""
     return [value] if isinstance(value, str) else value
 
 
@@ -87,15 +87,18 @@ Share = Annotated[
     BeforeValidator(parse_share, json_schema_input_type=_Percent | Annotated[float, Field(ge=0, le=1)]),
     Field(ge=0, le=1),
 ]
-Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]  # some go into headers
+# No control characters: some names are sent in headers.
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Names = Annotated[tuple[Name, ...], BeforeValidator(as_list, json_schema_input_type=Name | tuple[Name, ...])]
 
 
 class Frozen(BaseModel):
+    """Base of all policy models: immutable, and unknown keys are errors."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class EnvSecret(Frozen):
-    """A secret that stands in the environment, so that policy files can be shown to anyone."""
+    """A secret in an environment variable, so that policy files contain no secrets."""
 
     env: Name = Field(description="Name of the environment variable that holds the secret.")

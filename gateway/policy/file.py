@@ -1,4 +1,12 @@
-"""Policy files: read whole, with every problem told at its line; watched, and swapped only for a valid one."""
+"""Policy files: parsing with all problems by line, and reload of the policy while the gateway runs.
+
+`load_policy` reads a file in three steps: YAML with positions (`located_yaml`), the pydantic models, and further checks
+that the caller passes. All problems are collected and raised as one `PolicyError`. Errors of pydantic are translated
+into messages for the author of the file. No message repeats a value of the file, since some values are secrets.
+
+`PolicyHolder` has the policy in force. It polls the file, reloads it if the content changed or on SIGHUP, and replaces
+the policy only by a valid one.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +36,12 @@ log = logging.getLogger(__name__)
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong, for people (`str`) and for programs (the fields). Lines and columns count from 1."""
+    """One problem of a policy file. `str` is the line that `warmpath check` prints. Lines and columns count from 1."""
 
     file: str
     line: int
     column: int
-    field: str  # dotted, as in deployments.0.base_url; empty: the file itself
+    field: str  # dotted path, as in deployments.0.base_url; empty for the file itself
     message: str
 
     def __str__(self) -> str:
@@ -42,7 +50,7 @@ class Problem(NamedTuple):
 
 
 class PolicyError(Exception):
-    """The file is no policy. `problems` are all that were found, in the order of the file."""
+    """The file is not a valid policy. `problems` lists all of them, in the order of the file."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(sorted(set(problems), key=lambda problem: (problem.line, problem.column, problem.field)))
@@ -50,12 +58,15 @@ class PolicyError(Exception):
 
 
 def load_policy(path: FilePath | str, *, checks: Sequence[Check] = ()) -> Policy:
-    """Raises `PolicyError`, also where the file can not be read. `checks` judge what is a policy otherwise."""
+    """Read a policy file. `checks` run if the file is valid otherwise.
+
+    Raises `PolicyError` if the file is invalid or cannot be read.
+    """
     return parse_policy(_read(FilePath(path)), file=str(path), checks=checks)
 
 
 def parse_policy(content: bytes, *, file: str, checks: Sequence[Check] = ()) -> Policy:
-    """Raises `PolicyError`; `file` is the name that it gives."""
+    """Parse a policy. Raises `PolicyError`, in which `file` is the name of the file."""
     try:
         located = located_yaml.load(_decode(content, file))
     except located_yaml.InvalidYaml as error:
@@ -92,7 +103,7 @@ def _read(path: FilePath) -> bytes:
             content = file.read(MAX_POLICY_BYTES + 1)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise PolicyError([Problem(str(path), 1, 1, "", f"can not be read: {reason}")]) from None
+        raise PolicyError([Problem(str(path), 1, 1, "", f"cannot be read: {reason}")]) from None
     if len(content) > MAX_POLICY_BYTES:
         raise PolicyError([Problem(str(path), 1, 1, "", f"is longer than {MAX_POLICY_BYTES} bytes")])
     return content
@@ -111,9 +122,9 @@ def _problem(file: str, fault: located_yaml.YamlFault) -> Problem:
     return Problem(file, *fault.position, ".".join(map(str, fault.path)), fault.message)
 
 
-# What pydantic found, in words for the one who wrote the file. Values are never repeated: some are secrets.
+# Pydantic's errors as messages for the author of the file. Values are never repeated: some are secrets.
 
-_PLAIN_WORDS = {
+_MESSAGES = {
     "string_type": "must be text: put quotes around it",
     "dict_type": "must be a mapping, as in `key: value`",
     "tuple_type": "must be a list, as in `[a, b]`",
@@ -123,25 +134,30 @@ _PLAIN_WORDS = {
 
 
 def findings(error: ValidationError, form: type[BaseModel] = Policy) -> Iterator[tuple[Path, str]]:
-    """Also of a part of a policy, or of a form that has some, that came another way."""
+    """Translate a validation error into findings.
+
+    `form` is the validated model. It may be another model that contains parts of a policy, as in the admin API.
+    """
     for detail in error.errors(include_url=False):
         cause = detail.get("ctx", {}).get("error")
         if isinstance(cause, PolicyNameError):
             yield from cause.findings
-        elif detail["type"] != "too_short" or not detail["input"]:  # a list of wrong items counts as empty too
-            yield detail["loc"], _in_words(detail, cause, form)
+        elif (
+            detail["type"] != "too_short" or not detail["input"]
+        ):  # pydantic also calls a list of invalid items too short
+            yield detail["loc"], _message(detail, cause, form)
 
 
-def _in_words(detail: ErrorDetails, cause: object, form: type[BaseModel]) -> str:
+def _message(detail: ErrorDetails, cause: object, form: type[BaseModel]) -> str:
     kind, path = detail["type"], detail["loc"]
     match kind:
         case "extra_forbidden":
             known = [f.alias or name for name, f in _model_around(path, form).model_fields.items()]
             return f"unknown key {str(path[-1])!r}; {choices(str(path[-1]), known)}"
         case "missing":
-            return f"is missing: {_description(path, form)}"
+            return f"is required: {_description(path, form)}"
         case "model_type" if not path and form is Policy:
-            return "must be a mapping with at least: deployments, models, tenants"
+            return "must be a mapping with at least the keys deployments, models and tenants"
         case "model_type":
             keys = [f.alias or name for name, f in _model_around((*path, ""), form).model_fields.items()]
             return f"must be a mapping, with the keys {', '.join(keys)}"
@@ -150,9 +166,9 @@ def _in_words(detail: ErrorDetails, cause: object, form: type[BaseModel]) -> str
         case "value_error":
             return str(cause)
         case _ if detail["input"] is None:
-            return "is empty: give it a value, or leave the key out"
+            return "is empty: set a value or remove the key"
         case _:
-            return _PLAIN_WORDS.get(kind) or detail["msg"].replace("Input should", "should")
+            return _MESSAGES.get(kind) or detail["msg"].replace("Input should", "should")
 
 
 def _description(path: Path, form: type[BaseModel]) -> str:
@@ -161,7 +177,7 @@ def _description(path: Path, form: type[BaseModel]) -> str:
 
 
 def _model_around(path: Path, form: type[BaseModel]) -> type[BaseModel]:
-    """The model that the last key of `path` belongs to."""
+    """The model to which the last key of `path` belongs."""
     around: Any = form
     for key in path[:-1]:
         if _is_model(around):
@@ -169,12 +185,12 @@ def _model_around(path: Path, form: type[BaseModel]) -> type[BaseModel]:
             around = fields[str(key)].annotation
         else:
             around = typing.get_args(around)[-1 if typing.get_origin(around) is dict else 0]
-        around = _present(around)
+        around = _unwrapped(around)
     return typing.cast(type[BaseModel], around)
 
 
-def _present(annotation: Any) -> Any:
-    """Without its `| None` and its `Annotated`."""
+def _unwrapped(annotation: Any) -> Any:
+    """The annotation without `| None` and `Annotated`."""
     while typing.get_origin(annotation) is typing.Annotated or type(None) in typing.get_args(annotation):
         annotation = typing.get_args(annotation)[0]
     return annotation
@@ -185,37 +201,38 @@ def _is_model(annotation: Any) -> bool:
 
 
 class PolicyHolder:
-    """The policy in force. A reload replaces it whole or, where the file is no policy, not at all.
+    """The policy in force, and its reload. An invalid file leaves the policy unchanged.
 
-    `current` may be read at any time; what was read stays valid for as long as it is held. Listeners are told of
-    every policy that differs from the one before, after it is in force; they must not raise. `checks` can refuse one.
+    `current` may be read at any time. A policy is immutable, so callers may keep it for as long as they need it.
+    Listeners are called with each policy that differs from the previous one, after it took effect. They must not raise.
+    `checks` can reject a policy.
     """
 
     def __init__(self, path: FilePath | str, *, checks: Sequence[Check] = ()) -> None:
-        """Raises `PolicyError`: there is no last good policy yet."""
+        """Load the first policy. Raises `PolicyError`, since there is no earlier policy to keep."""
         self.path = FilePath(path)
         self._checks = tuple(checks)
         self._listeners: list[Callable[[Policy], None]] = []
-        self._told_of_refusals: list[Callable[[], None]] = []
+        self._refusal_listeners: list[Callable[[], None]] = []
         self._lock = asyncio.Lock()
         self._stamp = _stamp(self.path)
         content = _read(self.path)
         self._digest = _digest(content)
         self.current = parse_policy(content, file=str(path), checks=self._checks)
-        self.loaded_ns = time.time_ns()  # when `current` came into force
+        self.loaded_ns = time.time_ns()  # when `current` took effect
         self.last_error: PolicyError | None = None
         self.reloads_accepted = 0
         self.reloads_refused = 0
 
     def subscribe(self, listener: Callable[[Policy], None], *, refused: Callable[[], None] = lambda: None) -> None:
-        """`refused` is told of every reload that came to nothing; `last_error` says why."""
+        """Register a listener for new policies. `refused` is called for every rejected reload; see `last_error`."""
         self._listeners.append(listener)
-        self._told_of_refusals.append(refused)
+        self._refusal_listeners.append(refused)
 
     async def reload(self) -> bool:
-        """Whether the file is a policy and in force now. If not, `last_error` says why and `current` stays.
+        """Reload the file. True if it is valid and in force now; if not, `last_error` is set and `current` stays.
 
-        Files are read and judged in a thread; the swap is one step on the event loop.
+        The file is read and checked in a thread. The replacement is one step on the event loop.
         """
         async with self._lock:
             self._stamp = _stamp(self.path)
@@ -224,24 +241,24 @@ class PolicyHolder:
             except PolicyError as error:
                 self.last_error = error
                 self.reloads_refused += 1
-                log.error("policy not reloaded, %s stays in force:\n%s", self.current.hash, error)
-                for refused in self._told_of_refusals:
+                log.error("policy file rejected, policy %s stays in force:\n%s", self.current.hash, error)
+                for refused in self._refusal_listeners:
                     refused()
                 return False
             self.last_error = None
             self.reloads_accepted += 1
             if policy.hash != self.current.hash:
-                log.info("policy %s in force, instead of %s", policy.hash, self.current.hash)
+                log.info("policy %s in force, replaces %s", policy.hash, self.current.hash)
                 self.current = policy
                 self.loaded_ns = time.time_ns()
                 for listener in self._listeners:
                     listener(policy)
             else:
-                log.info("policy %s stays in force: the file says the same", policy.hash)
+                log.info("policy %s stays in force: the file's content is equal", policy.hash)
             return True
 
     async def watch(self, *, every_seconds: float = WATCH_SECONDS) -> None:
-        """Reload when the file's content changes, and on SIGHUP in any case. Runs until cancelled."""
+        """Reload if the file's content changes, and on SIGHUP in any case. Runs until cancelled."""
         hangup = asyncio.Event()
         with _on_hangup(hangup):
             while True:
@@ -252,7 +269,7 @@ class PolicyHolder:
                     await self.reload()
 
     def _load(self) -> Policy:
-        self._digest = ""  # of what can not be read
+        self._digest = ""  # stays if the file cannot be read
         content = _read(self.path)
         self._digest = _digest(content)
         return parse_policy(content, file=str(self.path), checks=self._checks)
@@ -272,7 +289,7 @@ class PolicyHolder:
 
 
 def _stamp(path: FilePath) -> tuple[int, ...]:
-    """Changes whenever the file does, also by a rename over it; empty while it can not be seen."""
+    """Modification time, size and inode. Changes with the file, also by a rename over it; empty if it is missing."""
     try:
         status = path.stat()
     except OSError:
@@ -286,7 +303,7 @@ def _digest(content: bytes) -> str:
 
 @contextlib.contextmanager
 def _on_hangup(event: asyncio.Event) -> Iterator[None]:
-    """Only the main thread may handle signals, and only POSIX has this one."""
+    """Set `event` on SIGHUP. Does nothing outside the main thread, which alone may handle signals, or without POSIX."""
     if os.name != "posix" or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What is wrong with a policy, and where: the form in which every check says it."""
+"""Findings: how every check of a policy reports what is wrong and where."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import difflib
 from collections.abc import Collection
 
 Path = tuple[str | int, ...]
-"""Where something stands in a policy: keys and list indices, as in ("models", 0, "aliases", 1)."""
+"""Path to a value in a policy: keys and list indices, as in ("models", 0, "aliases", 1)."""
 
 Finding = tuple[Path, str]
-"""What is wrong, and where."""
+"""The path to a wrong value, and a message for the author of the policy."""
 
 
 def choices(given: str, known: Collection[str]) -> str:
-    """What could have been meant: `known: a, b; did you mean 'b'?`"""
+    """The known names, with a suggestion if one is similar: `known: a, b; did you mean 'b'?`"""
     close = difflib.get_close_matches(given, known, n=1)
     listed = ", ".join(sorted(set(known))) or "none"
     return f"known: {listed}" + (f"; did you mean {close[0]!r}?" if close else "")

@@ -1,7 +1,10 @@
-"""YAML as plain data that still knows where everything stands, for error messages that point.
+"""Parses YAML into plain data with the position of every key and list item, for error messages.
 
-Stricter than YAML itself: a key twice in one mapping, a key that is not text, and a tag of one's own are problems.
-A date stays the text that it is written as. Anchors and merge keys (`<<: *base`) work as ever, within bounds.
+The parser is stricter than YAML 1.1: duplicate keys, keys that are not text and custom tags are faults. Dates stay
+text. Anchors and merge keys (`<<: *base`) work, within bounds on depth and size.
+
+`load` composes the YAML nodes in C (libyaml) and `_Builder` turns them into data and positions. Faults that leave the
+rest readable are collected in `LocatedYaml.faults`; a syntax error raises `InvalidYaml`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import yaml
 from gateway.policy import Path
 
 MAX_DEPTH = 40
-MAX_NODES = 500_000  # with aliases expanded: ten lines of them can mean a billion values
+MAX_NODES = 500_000  # counted with aliases expanded: ten lines of aliases can expand to a billion values
 
 _MERGE = "tag:yaml.org,2002:merge"
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
@@ -23,6 +26,8 @@ _BOOL = "tag:yaml.org,2002:bool"
 
 
 class Position(NamedTuple):
+    """Position in the text; both numbers count from 1."""
+
     line: int
     column: int
 
@@ -31,13 +36,15 @@ START = Position(1, 1)
 
 
 class YamlFault(NamedTuple):
+    """A problem of the YAML text: where it is, the path of the value, and a message."""
+
     position: Position
     path: Path
     message: str
 
 
 class InvalidYaml(Exception):
-    """The text can not be read at all, from the fault on."""
+    """The text cannot be parsed beyond the fault."""
 
     def __init__(self, fault: YamlFault) -> None:
         super().__init__(fault.message)
@@ -46,21 +53,21 @@ class InvalidYaml(Exception):
 
 @dataclass
 class LocatedYaml:
-    """`data` is complete but for what `faults` names."""
+    """Parsed data with positions. `data` is complete except for the values that `faults` names."""
 
     data: Any = None
     positions: dict[Path, Position] = field(default_factory=dict)
     faults: list[YamlFault] = field(default_factory=list)
 
     def position(self, path: Path) -> Position:
-        """Of the key or the list item at `path`, or of the nearest thing around it that the file has."""
+        """Position of the key or list item at `path`, or of the nearest enclosing one that the file contains."""
         while path and path not in self.positions:
             path = path[:-1]
         return self.positions.get(path, START)
 
 
 def load(text: str) -> LocatedYaml:
-    """Raises `InvalidYaml`."""
+    """Parse one YAML document. Raises `InvalidYaml`."""
     try:
         _bound_depth(text)
         loader = _Loader(text)
@@ -83,8 +90,8 @@ class _Loader(yaml.CSafeLoader):
     pass
 
 
-# `version: 2026-11-20` is a name that looks like a date, and no part of a policy is a date. `off` is a word, as in
-# `scope: off`: of what YAML 1.1 takes for a truth value, 1.2 has left true and false.
+# No date: `version: 2026-11-20` is a name that looks like one, and dates in a policy are parsed from text.
+# Booleans as in YAML 1.2, only true and false: in YAML 1.1 the word in `scope: off` would be a boolean, too.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_TIMESTAMP, _BOOL)]
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
@@ -97,7 +104,7 @@ def _position(mark: Any) -> Position:
 
 
 def _bound_depth(text: str) -> None:
-    """Composing recurses in C, where a stack that runs out takes the process with it."""
+    """Raise `InvalidYaml` for deep nesting, before libyaml recurses in C, where a stack overflow kills the process."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -111,6 +118,8 @@ def _bound_depth(text: str) -> None:
 
 
 class _Builder:
+    """Turns YAML nodes into data and records their positions and faults."""
+
     def __init__(self, loader: _Loader, located: LocatedYaml) -> None:
         self._loader = loader
         self._located = located
@@ -118,9 +127,9 @@ class _Builder:
 
     def build(self, node: yaml.Node, path: Path) -> Any:
         self._nodes_left -= 1
-        if self._nodes_left < 0 or len(path) > MAX_DEPTH:  # an alias that holds itself ends here too
+        if self._nodes_left < 0 or len(path) > MAX_DEPTH:  # also ends an alias that contains itself
             raise InvalidYaml(
-                YamlFault(_position(node.start_mark), (), "too much, or too deep, once aliases are expanded")
+                YamlFault(_position(node.start_mark), (), "too large or too deeply nested with its aliases expanded")
             )
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
@@ -147,30 +156,30 @@ class _Builder:
                 self._fault(key_node, path, "a key must be text: put quotes around it")
             elif key in own:
                 first = self._located.positions[(*path, key)].line
-                self._fault(key_node, (*path, key), f"this key stands here twice; first in line {first}")
+                self._fault(key_node, (*path, key), f"duplicate key; first used in line {first}")
             else:
                 self._located.positions[(*path, key)] = _position(key_node.start_mark)
                 own[key] = self.build(value_node, (*path, key))
         return {**merged, **own}
 
     def _merged(self, node: yaml.Node, path: Path) -> dict[str, Any]:
-        """What `<<:` brings in, from one mapping or from a list of them, where earlier ones win."""
+        """The keys that `<<:` merges, from one mapping or from a list of mappings. Earlier mappings win."""
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         merged: dict[str, Any] = {}
         for source in sources:
             if isinstance(source, yaml.MappingNode):
                 merged = {**self._mapping(source, path), **merged}
             else:
-                self._fault(source, path, "<<: takes a mapping, or a list of them")
+                self._fault(source, path, "<<: must be a mapping or a list of mappings")
         return merged
 
     def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
         try:
             return self._loader.construct_object(node)
         except yaml.constructor.ConstructorError:
-            self._fault(node, path, f"the tag {node.tag} means nothing here")
+            self._fault(node, path, f"unsupported tag {node.tag}")
         except ValueError:
-            self._fault(node, path, f"is no {node.tag.rpartition(':')[2]}")
+            self._fault(node, path, f"is not a valid {node.tag.rpartition(':')[2]}")
 
     def _fault(self, node: yaml.Node, path: Path, message: str) -> None:
         self._located.faults.append(YamlFault(_position(node.start_mark), path, message))

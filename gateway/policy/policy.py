@@ -1,4 +1,10 @@
-"""The whole policy: its parts, and what they must agree on."""
+"""`Policy`, the root model of a policy file: all sections, lookup tables, and checks across sections.
+
+The sections are models of their own in the other modules of this package. The lookup tables (`models_by_name`,
+`price_lists` and others) are computed on first use and kept, since a policy never changes. The checks at the end find
+names that are used twice, names that do not exist, and values that contradict each other; they raise one
+`PolicyNameError` with all findings.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +37,27 @@ from gateway.policy.traffic import (
 class Policy(Frozen):
     """The whole policy file."""
 
-    deployments: tuple[Deployment, ...] = Field(min_length=1, description="The servers behind the gateway.")
-    models: tuple[Model, ...] = Field(min_length=1, description="What clients may ask for.")
+    deployments: tuple[Deployment, ...] = Field(min_length=1, description="Inference servers behind the gateway.")
+    models: tuple[Model, ...] = Field(min_length=1, description="Models that clients can request.")
     classes: dict[str, LatencyClass] = Field(
-        default_factory=dict, description="Latency classes; realtime and batch always exist, and may be changed here."
+        default_factory=dict, description="Latency classes. realtime and batch always exist and can be changed here."
     )
-    default_class: Name = Field("realtime", description="The class of calls that no rule matches.")
-    rules: tuple[Rule, ...] = Field((), description="Which calls get which class; the first match decides.")
-    canonicalise: Canonicalise = Field(Canonicalise(), description="Making prompts cache-friendly.")
-    cache: Cache = Field(Cache(), description="The exact response cache.")
-    routing: Routing = Field(Routing(), description="How the server of a call is chosen.")
-    tracing: Tracing = Field(Tracing(), description="Traces.")
-    diagnosis: Diagnosis = Field(Diagnosis(), description="What breaks prefixes, for `warmpath doctor`.")
-    responses: Responses = Field(Responses(), description="What /v1/responses keeps.")
-    batches: Batches = Field(Batches(), description="The Batch API.")
-    storage_outage: StorageOutage = Field(StorageOutage(), description="While the storage does not answer.")
-    tenants: tuple[Tenant, ...] = Field(min_length=1, description="Who may call.")
+    default_class: Name = Field("realtime", description="Latency class of calls that no rule matches.")
+    rules: tuple[Rule, ...] = Field((), description="Rules that assign latency classes. The first match decides.")
+    canonicalise: Canonicalise = Field(Canonicalise(), description="Changes of prompts that make prefixes cacheable.")
+    cache: Cache = Field(Cache(), description="Exact response cache.")
+    routing: Routing = Field(Routing(), description="How the deployment of a call is chosen.")
+    tracing: Tracing = Field(Tracing(), description="Sampling of traces.")
+    diagnosis: Diagnosis = Field(Diagnosis(), description="Diagnosis of broken prefixes, for `warmpath doctor`.")
+    responses: Responses = Field(Responses(), description="Stored responses of /v1/responses.")
+    batches: Batches = Field(Batches(), description="Batch API.")
+    storage_outage: StorageOutage = Field(StorageOutage(), description="Behaviour while the storage is unavailable.")
+    tenants: tuple[Tenant, ...] = Field(min_length=1, description="Tenants that may call.")
 
     @model_validator(mode="before")
     @classmethod
     def _built_in_classes(cls, value: Any) -> Any:
-        """Both always exist; a policy that names one changes only what it says."""
+        """Add the built-in classes. A policy that names one of them overrides only the fields that it sets."""
         given = value.get("classes", {}) if isinstance(value, dict) else None
         if not isinstance(given, dict):
             return value
@@ -63,33 +69,36 @@ class Policy(Frozen):
 
     @model_validator(mode="after")
     def _names_agree(self) -> Self:
-        """Everything that is named exists, and nothing is named twice."""
-        findings = [*_twins(self), *_strangers(self), *_mixed_currencies(self), *_more_than_all(self)]
+        """Run the checks across sections. Raises `PolicyNameError`."""
+        findings = [
+            *_duplicate_names(self), *_unknown_names(self), *_mixed_currencies(self), *_excessive_shares(self)
+        ]  # fmt: skip
         if findings:
             raise PolicyNameError(findings)
         return self
 
     @cached_property
     def currencies(self) -> list[str]:
-        """Of all prices, each once."""
+        """The currencies of all prices, sorted, each once."""
         return sorted({price.currency for _, price in _all_prices(self)})
 
     @cached_property
     def hash(self) -> str:
-        """Which policy this is: 16 hex digits over its content, in every receipt and metric."""
+        """Hash of the policy's content, 16 hex digits. Recorded in every receipt and in `warmpath_policy_info`."""
         return hashlib.sha256(self.model_dump_json(by_alias=True).encode()).hexdigest()[:16]
 
     @cached_property
     def stores_responses(self) -> bool:
-        """Of any tenant."""
+        """True if responses of any tenant are stored."""
         return any(self.responses_of(tenant).keep != "off" for tenant in self.tenants)
 
     def responses_of(self, tenant: Tenant) -> Responses:
+        """The settings for stored responses of a tenant: its own, or else the policy's."""
         return self.responses if tenant.responses is None else tenant.responses
 
     @cached_property
     def models_by_name(self) -> dict[str, Model]:
-        """By name and by alias."""
+        """Models by name and by alias."""
         return {name: model for model in self.models for name in (model.name, *model.aliases)}
 
     @cached_property
@@ -98,8 +107,10 @@ class Policy(Frozen):
 
     @cached_property
     def price_lists(self) -> dict[tuple[str, str], PriceList]:
-        """By the model that a call asked for and the deployment that answered: the deployment's own prices, or else
-        those of the model under which it was reached, which may be a fallback.
+        """Prices by (requested model, answering deployment).
+
+        They are the deployment's own prices, or else those of the model through which it was reached, which may be a
+        fallback of the requested one.
         """
         lists = dict[tuple[str, str], PriceList]()
         for asked in self.models:
@@ -111,19 +122,20 @@ class Policy(Frozen):
 
     @cached_property
     def signing_models(self) -> frozenset[str]:
-        """Models that a server of Anthropic's may answer, and another one, too: what the one has signed the other must
-        not be sent.
+        """Models that both Anthropic and another provider may answer.
+
+        Signed reasoning that Anthropic returned must not be sent to the other provider.
         """
-        return frozenset(name for name, spoken in self._spoken.items() if "anthropic" in spoken and len(spoken) > 1)
+        return frozenset(name for name, used in self._providers.items() if "anthropic" in used and len(used) > 1)
 
     @cached_property
     def breakpoint_models(self) -> frozenset[str]:
-        """Models that a server may answer that heeds a client's breakpoints (`gateway.core.cache_breakpoints`)."""
-        return frozenset(name for name, spoken in self._spoken.items() if "anthropic" in spoken)
+        """Models with a deployment that obeys cache breakpoints of clients (`gateway.core.cache_breakpoints`)."""
+        return frozenset(name for name, used in self._providers.items() if "anthropic" in used)
 
     @cached_property
-    def _spoken(self) -> dict[str, set[str]]:
-        """The dialects of the servers that may answer each model, its fallbacks' included."""
+    def _providers(self) -> dict[str, set[str]]:
+        """The providers of all deployments that may answer each model, including those of its fallbacks."""
         return {
             model.name: {
                 self.deployments_by_name[deployment].provider
@@ -135,12 +147,12 @@ class Policy(Frozen):
 
     @cached_property
     def cache_prices(self) -> dict[str, PriceList]:
-        """What answers from the response cache cost, by the model asked for; free where it is not here."""
+        """Prices of answers from the response cache, by requested model. A model that is missing here is free."""
         return {model.name: PriceList(model.cache_price) for model in self.models if model.cache_price}
 
     @cached_property
     def prices_by_model(self) -> dict[str, tuple[Price, ...]]:
-        """The different prices that a call for a model may come to cost, its fallbacks' included."""
+        """All prices that may apply to a call for a model, including those of its fallbacks."""
         found: dict[str, dict[Price, None]] = {model.name: {} for model in self.models}
         for (asked, _), prices in self.price_lists.items():
             found[asked].update(dict.fromkeys(prices.prices))
@@ -156,15 +168,15 @@ class Policy(Frozen):
 
 
 class PolicyNameError(ValueError):
-    """Parts of a policy that are each well formed and do not agree with each other."""
+    """Sections of a policy are valid on their own but contradict each other."""
 
     def __init__(self, findings: Iterable[Finding]) -> None:
         self.findings = tuple(findings)
         super().__init__("; ".join(f"{'.'.join(map(str, path))}: {message}" for path, message in self.findings))
 
 
-def _twins(policy: Policy) -> Iterator[Finding]:
-    """Names that are used twice. A model's aliases are names like any other."""
+def _duplicate_names(policy: Policy) -> Iterator[Finding]:
+    """Names that are used twice. Names and aliases of models share one namespace."""
     named: dict[str, list[tuple[str, Path]]] = {
         "deployment": [(d.name, ("deployments", i, "name")) for i, d in enumerate(policy.deployments)],
         "model": [
@@ -197,8 +209,8 @@ def _twins(policy: Policy) -> Iterator[Finding]:
             seen.add(name)
 
 
-def _strangers(policy: Policy) -> Iterator[Finding]:
-    """Names of deployments, models, classes and tenants that do not exist. Keys may be in the storage."""
+def _unknown_names(policy: Policy) -> Iterator[Finding]:
+    """References to deployments, models, classes and tenants that do not exist. Key ids may be in the storage."""
     deployments = [d.name for d in policy.deployments]
     canonical = [m.name for m in policy.models]
     models = [name for m in policy.models for name in (m.name, *m.aliases)]
@@ -207,8 +219,8 @@ def _strangers(policy: Policy) -> Iterator[Finding]:
         yield from _unknown("deployment", model.deployments, deployments, ("models", i, "deployments"))
         others = [name for name in canonical if name != model.name]
         yield from _unknown("other model", model.fallbacks, others, ("models", i, "fallbacks"))
-    for place, price in _all_prices(policy):
-        yield from _unknown("class", price.latency_class or (), classes, (*place, "class"))
+    for path, price in _all_prices(policy):
+        yield from _unknown("class", price.latency_class or (), classes, (*path, "class"))
     for i, rule in enumerate(policy.rules):
         yield from _unknown("class", [rule.latency_class], classes, ("rules", i, "class"))
         yield from _unknown("model", rule.match.model or (), models, ("rules", i, "match", "model"))
@@ -224,36 +236,36 @@ def _strangers(policy: Policy) -> Iterator[Finding]:
             yield from _unknown("model", key.models or (), models, ("tenants", i, "keys", j, "models"))
             yield from _unknown("class", key.classes or (), classes, ("tenants", i, "keys", j, "classes"))
         for j, part in enumerate(tenant.limits.parts):
-            place = ("tenants", i, "limits", "parts", j, "match")
-            yield from _unknown("model", part.match.model or (), models, (*place, "model"))
-            yield from _unknown("class", part.match.latency_class or (), classes, (*place, "class"))
+            path = ("tenants", i, "limits", "parts", j, "match")
+            yield from _unknown("model", part.match.model or (), models, (*path, "model"))
+            yield from _unknown("class", part.match.latency_class or (), classes, (*path, "class"))
 
 
 def _all_prices(policy: Policy) -> Iterator[tuple[Path, Price]]:
-    for place, prices in (
+    for path, prices in (
         *((("deployments", i, "price"), d.price) for i, d in enumerate(policy.deployments)),
         *((("models", i, "price"), m.price) for i, m in enumerate(policy.models)),
         *((("models", i, "cache_price"), m.cache_price) for i, m in enumerate(policy.models)),
     ):
         for number, price in enumerate(prices):
-            yield (*place, number), price
+            yield (*path, number), price
 
 
 def _mixed_currencies(policy: Policy) -> Iterator[Finding]:
-    """A budget is one amount: it can not be held against prices in several currencies."""
+    """Budgets in a policy whose prices have several currencies, which cannot be compared with one amount."""
     if len(policy.currencies) > 1:
-        for place, limits in _all_limits(policy):
+        for path, limits in _all_limits(policy):
             if limits.budget:
-                message = f"a budget needs all prices in one currency; there are {' and '.join(policy.currencies)}"
-                yield (*place, "budget"), message
+                message = f"a budget needs all prices in one currency, not in {' and '.join(policy.currencies)}"
+                yield (*path, "budget"), message
 
 
-def _more_than_all(policy: Policy) -> Iterator[Finding]:
-    """Shares that no server could give."""
+def _excessive_shares(policy: Policy) -> Iterator[Finding]:
+    """Minimum shares of latency classes that add up to more than 100%."""
     shares = {name: each.min_share for name, each in policy.classes.items() if each.min_share}
     if sum(shares.values()) > 1.0:
-        place = ("classes", max(shares, key=lambda name: shares[name]), "min_share")
-        yield place, f"the min_share of {', '.join(shares)} add up to more than 100%"
+        path = ("classes", max(shares, key=lambda name: shares[name]), "min_share")
+        yield path, f"the min_share values of {', '.join(shares)} add up to more than 100%"
 
 
 def _all_limits(policy: Policy) -> Iterator[tuple[Path, Limits]]:

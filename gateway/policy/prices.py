@@ -1,4 +1,8 @@
-"""What tokens cost: by bucket, and by who asked for what and when."""
+"""Prices of tokens: by kind of token, latency class, service tier and time.
+
+`Price` is one price of the policy. `TokenPrices` is the same price in atoms (`gateway/core/money.py`), for exact
+arithmetic. `PriceList` selects the price of a call. If no price of a list applies, the call is unpriced, never free.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +22,14 @@ Amount = Annotated[Decimal, Field(ge=0, max_digits=18, decimal_places=PRICE_DECI
 
 
 def parse_moment(value: Any) -> Any:
-    """`2026-12-01`, `2026-12-01T06:00:00Z` -> a time; a day is its first moment, and UTC where nothing else is said."""
+    """Parse a day or a time: `2026-12-01`, `2026-12-01T06:00:00Z`. A day means its start; the default offset is UTC."""
     if isinstance(value, date) and not isinstance(value, datetime):
         value = datetime.combine(value, time())
     if not isinstance(value, datetime):
         try:
             value = datetime.fromisoformat(str(value))
         except ValueError:
-            raise ValueError("a day or a time, as in 2026-12-01 or 2026-12-01T06:00:00Z") from None
+            raise ValueError("must be a day or a time, as in 2026-12-01 or 2026-12-01T06:00:00Z") from None
     return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
@@ -34,7 +38,7 @@ Moment = Annotated[datetime, BeforeValidator(parse_moment, json_schema_input_typ
 
 
 class TokenPrices(NamedTuple):
-    """What one token of each bucket costs, in `money`'s atoms."""
+    """The cost of one token of each kind, in atoms."""
 
     input: int
     cached_input: int
@@ -47,37 +51,43 @@ class TokenPrices(NamedTuple):
 
 
 class Price(Frozen):
-    """Money per million tokens, as decimals, and for which calls. A kind of input that is left out costs what input
-    costs, and a kind of output what output costs.
+    """Money per million tokens, and the calls to which it applies.
+
+    A kind of input without a price costs as much as input, a kind of output as much as output.
     """
 
-    input: Amount = Field(description="Per million input tokens that were computed.")
+    input: Amount = Field(description="Per million computed input tokens.")
     cached_input: Amount | None = Field(None, description="Per million input tokens read from a prefix cache.")
-    cache_write: Amount | None = Field(None, description="Per million input tokens computed and put into a cache.")
+    cache_write: Amount | None = Field(None, description="Per million input tokens computed and written to a cache.")
     cache_write_1h: Amount | None = Field(
-        None, description="Of these, per million that the cache keeps for an hour; left out: as the others."
+        None, description="Per million input tokens written to a cache for one hour. Default: cache_write."
     )
     output: Amount = Field(Decimal(0), description="Per million output tokens.")
-    reasoning: Amount | None = Field(None, description="Per million output tokens spent thinking.")
-    audio_input: Amount | None = Field(None, description="Per million computed input tokens that were sound.")
-    audio_output: Amount | None = Field(None, description="Per million output tokens that were sound.")
+    reasoning: Amount | None = Field(None, description="Per million reasoning tokens, which are part of the output.")
+    audio_input: Amount | None = Field(None, description="Per million computed audio input tokens.")
+    audio_output: Amount | None = Field(None, description="Per million audio output tokens.")
     currency: str = Field("USD", pattern="^[A-Z]{3}$", description="ISO 4217 code.")
-    version: str = Field("1", description="Written into every receipt; change it with the price.")
-    latency_class: Names | None = Field(None, alias="class", description="For calls of these latency classes alone.")
-    service_tier: Names | None = Field(
-        None, description="For these service tiers alone, as the reply names the tier, or else the request."
+    version: str = Field("1", description="Recorded in every receipt. Change it together with the price.")
+    latency_class: Names | None = Field(
+        None, alias="class", description="Apply to calls of these latency classes only."
     )
-    start: Moment | None = Field(None, alias="from", description="For calls that arrive at this time (UTC) or later.")
-    until: Moment | None = Field(None, description="For calls that arrive before this time (UTC).")
+    service_tier: Names | None = Field(
+        None, description="Apply to these service tiers only. The tier is the reply's, or else the request's."
+    )
+    start: Moment | None = Field(
+        None, alias="from", description="Apply to calls that arrive at this time (UTC) or later."
+    )
+    until: Moment | None = Field(None, description="Apply to calls that arrive before this time (UTC).")
 
     @model_validator(mode="after")
-    def _begins_before_its_end(self) -> Self:
+    def _from_before_until(self) -> Self:
         if self.start is not None and self.until is not None and self.start >= self.until:
-            raise ValueError("`from` must be earlier than `until`: this price never holds")
+            raise ValueError("`from` must be earlier than `until`; otherwise this price never applies")
         return self
 
     @cached_property
     def atoms(self) -> TokenPrices:
+        """The cost of one token of each kind, in atoms, with the defaults filled in."""
         amounts = (
             self.input,
             _or(self.cached_input, self.input),
@@ -92,7 +102,7 @@ class Price(Frozen):
 
     @cached_property
     def highest(self) -> tuple[int, int]:
-        """What a token of the input may cost at most, and one of the output; in atoms."""
+        """The highest cost of an input token and of an output token, in atoms. Used for reservations."""
         each = self.atoms
         return (
             max(each.input, each.cached_input, each.cache_write, each.cache_write_1h, each.audio_input),
@@ -101,51 +111,56 @@ class Price(Frozen):
 
     @cached_property
     def receipt_fields(self) -> dict[str, str | None]:
-        """The prices as receipts have them, `price_*`, per million tokens and without exponents."""
+        """The `price_*` fields of a receipt: decimal text per million tokens, without exponents."""
         amounts = {f"price_{bucket}": getattr(self, bucket) for bucket in TokenPrices._fields}
         return {name: None if amount is None else f"{amount:f}" for name, amount in amounts.items()}
 
     @property
     def period_ns(self) -> tuple[int, int]:
-        """From when on it holds, and until before when; since the epoch."""
+        """When the price applies: [from, until) in nanoseconds since the epoch."""
         return datetime_to_ns(self.start) if self.start else 0, datetime_to_ns(self.until) if self.until else 1 << 63
 
-    def holds_for(self, class_name: str, service_tier: str | None) -> bool:
+    def applies_to(self, class_name: str, service_tier: str | None) -> bool:
+        """True if the price applies to this latency class and service tier. The period is checked separately."""
         return (self.latency_class is None or class_name in self.latency_class) and (
             self.service_tier is None or service_tier in self.service_tier
         )
 
 
-def _or(amount: Decimal | None, general: Decimal) -> Decimal:
-    return general if amount is None else amount
+def _or(amount: Decimal | None, default: Decimal) -> Decimal:
+    return default if amount is None else amount
 
 
-def _one_is_a_list(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
+    """One price may stand without its list."""
     return () if value is None else (value,) if isinstance(value, dict | Price) else value
 
 
 Prices = Annotated[
-    tuple[Price, ...], BeforeValidator(_one_is_a_list, json_schema_input_type=Price | tuple[Price, ...] | None)
+    tuple[Price, ...], BeforeValidator(_as_list, json_schema_input_type=Price | tuple[Price, ...] | None)
 ]
 
 
 class PriceList:
-    """Prices of which the first that fits a call is its price. Those that fit a class and a tier are found once."""
+    """A list of prices; the first one that applies to a call is used.
+
+    The prices that apply to a latency class and service tier are cached, so that a call only compares times.
+    """
 
     def __init__(self, prices: Iterable[Price]) -> None:
         self.prices: Collection[Price] = tuple(prices)
         self._tiers = frozenset(tier for price in self.prices for tier in price.service_tier or ())
-        # By class, and tiers that are named here; each price behind its period.
-        self._fitting: dict[tuple[str, str | None], list[tuple[int, int, Price]]] = {}
+        # By class and tier. Tiers that no price names share the key None, so that clients cannot grow the cache.
+        self._applicable: dict[tuple[str, str | None], list[tuple[int, int, Price]]] = {}
 
     def price(self, class_name: str, service_tier: str | None, time_ns: int) -> Price | None:
-        """None where no price holds: such a call is unpriced."""
+        """The price of a call that arrived at `time_ns`. None if no price applies: the call is unpriced."""
         terms = (class_name, service_tier if service_tier in self._tiers else None)
-        fitting = self._fitting.get(terms)
-        if fitting is None:
-            fits = [price for price in self.prices if price.holds_for(*terms)]
-            fitting = self._fitting[terms] = [(*price.period_ns, price) for price in fits]
-        for from_ns, until_ns, price in fitting:
+        applicable = self._applicable.get(terms)
+        if applicable is None:
+            matching = [price for price in self.prices if price.applies_to(*terms)]
+            applicable = self._applicable[terms] = [(*price.period_ns, price) for price in matching]
+        for from_ns, until_ns, price in applicable:
             if from_ns <= time_ns < until_ns:
                 return price
         return None

@@ -1,4 +1,4 @@
-"""Responses that are kept: whether, how long, and how large one may be."""
+"""The policy of stored responses: whether they are stored, for how long, and how large they may be."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pydantic import BeforeValidator, Field
 from gateway.policy.fields import Count, Frozen, Seconds, parse_duration
 
 
-def _how_long(value: Any) -> Any:
-    """One message for the whole choice, and not one for each of its halves."""
+def _parse_keep(value: Any) -> Any:
+    """Parse `off` or a duration. Pydantic would report an error for each alternative; this reports one."""
     if value == "off":
         return value
     try:
         return parse_duration(value)
     except ValueError:
-        raise ValueError("should be off, or a duration, as in 30d") from None
+        raise ValueError("must be off or a duration, as in 30d") from None
 
 
 class Responses(Frozen):
-    """What /v1/responses keeps: prompts and answers, in plain, in the storage."""
+    """Stored responses of /v1/responses: prompts and answers, unencrypted, in the storage."""
 
-    keep: Annotated[Literal["off"] | Seconds, BeforeValidator(_how_long)] = Field(
-        "off", description="How long a response can be continued and asked for. off: nothing is kept."
+    keep: Annotated[Literal["off"] | Seconds, BeforeValidator(_parse_keep)] = Field(
+        "off", description="How long a response can be continued and retrieved. off: responses are not stored."
     )
     max_response_bytes: Count = Field(
-        4_000_000, description="A response that is longer, with its input, is answered and not kept."
+        4_000_000, description="Longer responses, input included, are answered but not stored."
     )
     max_stored_bytes: Count = Field(
-        1_000_000_000, description="Of one tenant's responses together; beyond it the oldest make room."
+        1_000_000_000, description="Maximum bytes of one tenant's stored responses. Beyond it, the oldest are deleted."
     )

@@ -1,4 +1,4 @@
-"""What is preferred: latency classes, the rules that choose them, canonicalising, caching, tracing."""
+"""Policy models of traffic: latency classes, rules, canonicalisation, caching, routing and tracing."""
 
 from __future__ import annotations
 
@@ -15,60 +15,68 @@ Endpoints = Annotated[
 ]
 
 
-def _how_late(value: Any) -> Any:
-    """One message for the whole choice, and not one for each of its halves."""
+def _parse_hedge_delay(value: Any) -> Any:
+    """Parse a percentile or a duration. Pydantic would report an error for each alternative; this reports one."""
     if value in get_args(Percentile):
         return value
     try:
         return parse_duration(value)
     except ValueError:
-        raise ValueError(f"should be {', '.join(get_args(Percentile))}, or a duration, as in 500ms") from None
+        raise ValueError(f"must be {', '.join(get_args(Percentile))}, or a duration, as in 500ms") from None
 
 
 class Hedge(Frozen):
-    """Asking a second server when the first one is late. The first chunk decides; the loser is cancelled at once."""
+    """Hedging: a second attempt, on another deployment, if the first chunk is late.
 
-    after: Annotated[Percentile | Seconds, BeforeValidator(_how_late)] = Field(
-        "p95", description="How late: a percentile of the model's times to the first chunk, or a duration."
+    The attempt that sends a chunk first wins. The other one is cancelled at once.
+    """
+
+    after: Annotated[Percentile | Seconds, BeforeValidator(_parse_hedge_delay)] = Field(
+        "p95",
+        description="Delay before the second attempt: a percentile of the model's time to first chunk, or a duration.",
     )
-    budget: Share = Field(0.05, description="Share of the calls that may be sent twice.")
+    budget: Share = Field(0.05, description="Maximum share of calls that are hedged.")
 
 
 class Floor(Frozen):
-    """How fast a stream must begin. One that does not is given to another server before anything was sent."""
+    """Minimum speed at the start of a stream.
 
-    chunks: Count = Field(4, description="So many chunks are waited for before the first is sent on.")
-    within: Seconds = Field(2.0, description="So long after the first of them.")
+    A slower stream is retried on another deployment before the client has received anything.
+    """
+
+    chunks: Count = Field(4, description="Chunks that must arrive before the first one is sent to the client.")
+    within: Seconds = Field(2.0, description="Time in which they must arrive, counted from the first chunk.")
 
 
 class LatencyClass(Frozen):
-    """How long a call may take, and how it queues. Time limits start when the request has been read."""
+    """Time limits and queueing of calls. Time limits are counted from when the request has been read."""
 
-    ttft: Seconds = Field(60.0, description="Until the first chunk of the answer.")
-    inter_token: Seconds = Field(30.0, description="Between two chunks of a stream.")
-    total: Seconds = Field(600.0, description="Until the end of the answer.")
+    ttft: Seconds = Field(60.0, description="Time to the first chunk of the answer.")
+    inter_token: Seconds = Field(30.0, description="Time between two chunks of a stream.")
+    total: Seconds = Field(600.0, description="Time to the end of the answer.")
     max_queue: CountOrZero = Field(
-        200, description="Calls that may wait for a model; with one more, one of the tenant that has most gives way."
+        200,
+        description="Maximum queued calls per model. Beyond it, a call of the tenant with most queued calls is shed.",
     )
-    max_wait: Seconds = Field(10.0, description="How long a call may wait for its turn.")
-    priority: int = Field(0, description="Lower goes first; engines that know priorities are told.")
+    max_wait: Seconds = Field(10.0, description="Maximum time in the queue.")
+    priority: int = Field(0, description="Lower values go first. Also sent to engines that schedule by priority.")
     min_share: Share = Field(
         0.0,
-        description="Of what a model's calls are given while this class waits, in tokens, so much goes to it, however "
-        "urgent the others are.",
+        description="Minimum share of a model's capacity, in tokens, while calls of this class are queued, whatever "
+        "the priority of other classes.",
     )
     hold: bool = Field(
-        False, description="Its calls wait for their turn, too, while their conversations do not fit into the caches."
+        False, description="Also queue calls of this class while their conversations do not fit into the prefix caches."
     )
-    hedge: Hedge | None = Field(None, description="Ask a second server when the first is late; left out: never.")
-    floor: Floor | None = Field(None, description="Replace streams that begin too slowly; left out: never.")
+    hedge: Hedge | None = Field(None, description="Send a second attempt if the first is late. Default: never.")
+    floor: Floor | None = Field(None, description="Retry streams that start too slowly. Default: never.")
     continue_cut_streams: bool = Field(
         False,
-        description="A stream of text that a server breaks off goes on at another one, with what the client has got as "
-        "its beginning.",
+        description="Resume a cut text stream on another deployment, which continues the text that the client has "
+        "received.",
     )
     retries: Share = Field(
-        0.2, description="Attempts beyond the first that calls of this class may cause, as a share of the calls."
+        0.2, description="Retry budget: attempts beyond the first, as a share of the calls of this class."
     )
 
 
@@ -77,69 +85,73 @@ def _lower_names(headers: dict[str, str]) -> dict[str, str]:
 
 
 class Match(Frozen):
-    """Conditions on a call; all that are given must hold. One name may stand without its list."""
+    """Conditions on a call. All given conditions must match. A list of one name may be written as the name."""
 
-    model: Names | None = Field(None, description="The model asked for is one of these.")
+    model: Names | None = Field(None, description="The requested model is one of these.")
     endpoint: Endpoints | None = Field(
         None,
-        description="It was posted to one of these, behind /v1/. Responses and Messages are chat/completions, which is "
-        "what servers are asked for.",
+        description="The endpoint is one of these, below /v1/. Calls to Responses and Messages are chat/completions, "
+        "because that is what deployments receive.",
     )
     tenant: Names | None = Field(None, description="The tenant is one of these.")
     key: Names | None = Field(None, description="The key id is one of these.")
     service_tier: Names | None = Field(None, description="The body's service_tier is one of these.")
     header: Annotated[dict[str, str], AfterValidator(_lower_names)] | None = Field(
-        None, description="Each header has exactly this value; names in any case."
+        None, description="Each header has exactly this value. Names are case-insensitive."
     )
-    metadata: dict[str, str] | None = Field(None, description="Each key of the body's metadata has this value.")
-    min_prompt_tokens: Count | None = Field(None, description="The prompt has at least so many tokens (estimated).")
+    metadata: dict[str, str] | None = Field(None, description="Each key of the body's metadata has exactly this value.")
+    min_prompt_tokens: Count | None = Field(None, description="The prompt has at least this many tokens (estimated).")
 
 
 class Rule(Frozen):
-    """The first rule that matches decides a call's latency class."""
+    """Assigns a latency class to matching calls. The first matching rule decides."""
 
-    match: Match = Field(description="Which calls; {} is all of them.")
-    latency_class: Name = Field(alias="class", description="The latency class that it gives.")
+    match: Match = Field(description="Conditions on the call. {} matches all calls.")
+    latency_class: Name = Field(alias="class", description="Latency class of matching calls.")
 
 
 OptIn = Literal["volatile_to_end", "volatile_to_user", "tool_order", "template_date"]
 
 
 class CanonicalForm(Frozen):
-    """How far a prompt may be changed to make it cache-friendly."""
+    """How much a prompt may be changed so that prefixes become cacheable."""
 
     level: Literal["off", "safe", "full"] = Field(
         "safe",
-        description="safe: what leaves the prompt's tokens (P0) or the meaning of schemas (P1) as they are, and what "
-        "removes known noise (P2). full: what `opt_in` names besides. off: nothing.",
+        description="safe: transforms that keep the prompt's tokens (P0) or the meaning of schemas (P1), and those "
+        "that remove known noise (P2). full: also those that `opt_in` names. off: none.",
     )
-    opt_in: tuple[OptIn, ...] = Field((), description="Transforms that change what the model reads (P3), by name.")
+    opt_in: tuple[OptIn, ...] = Field((), description="Names of transforms that change what the model reads (P3).")
     template_date: Name | None = Field(
-        None, description="The date for templates that print today's, as in 26 Jul 2024; for the opt_in of this name."
+        None,
+        description="Date for chat templates that print today's, as in 26 Jul 2024. Needs the opt_in of this name.",
     )
 
     @model_validator(mode="after")
-    def _asked_for_as_a_whole(self) -> Self:
+    def _opt_in_is_consistent(self) -> Self:
         if self.opt_in and self.level != "full":
             raise ValueError("opt_in needs level: full")
         if ("template_date" in self.opt_in) != (self.template_date is not None):
-            raise ValueError("a template_date is given if, and only if, opt_in names it")
+            raise ValueError("template_date must be set if opt_in names it, and only then")
         return self
 
 
 class CanonicalFormException(CanonicalForm):
-    """Another form for some calls. What is left out here is as where nothing is said, and not as for the others."""
+    """Another canonical form for some tenants or models. Unset fields have their defaults, not the values above."""
 
     tenant: Names | None = Field(None, description="The tenant is one of these.")
-    model: Names | None = Field(None, description="The model asked for is one of these, by name.")
+    model: Names | None = Field(None, description="The requested model is one of these, by name and not by alias.")
 
 
 class Canonicalise(CanonicalForm):
+    """How much prompts may be changed so that prefixes become cacheable, with exceptions."""
+
     exceptions: tuple[CanonicalFormException, ...] = Field(
-        (), description="Tenants or models with another form; the first that matches decides."
+        (), description="Tenants or models with another canonical form. The first match decides."
     )
 
     def form_for(self, tenant: str, model: str) -> CanonicalForm:
+        """The canonical form for a tenant and a model: the first matching exception, or else the general form."""
         for exception in self.exceptions:
             if (exception.tenant is None or tenant in exception.tenant) and (
                 exception.model is None or model in exception.model
@@ -149,33 +161,38 @@ class Canonicalise(CanonicalForm):
 
 
 class Diagnosis(Frozen):
-    """What `warmpath doctor` reads: a summary of each sampled call, without its text."""
+    """Summaries of sampled calls, without their text, for `warmpath doctor`."""
 
-    sample: Share = Field(0.0, description="Share of conversations whose prompts are compared; 0: none are.")
-    content: bool = Field(False, description="Also keep the few words around each break, as they were sent.")
+    sample: Share = Field(0.0, description="Share of conversations whose prompts are compared. 0: none.")
+    content: bool = Field(False, description="Also record the few words around each break, unredacted.")
 
 
 class Cache(Frozen):
-    """The exact response cache: equal requests of one tenant (or key) are answered from memory."""
+    """Exact response cache: equal requests of one tenant (or key) are answered from the cache."""
 
-    ttl: Seconds = Field(600.0, description="How long an answer is kept.")
-    scope: Literal["off", "tenant", "key"] = Field("tenant", description="Who shares answers. off: nobody.")
+    ttl: Seconds = Field(600.0, description="How long an answer is cached.")
+    scope: Literal["off", "tenant", "key"] = Field("tenant", description="Who shares cached answers. off: no caching.")
     when: Literal["deterministic", "always"] = Field(
-        "deterministic", description="deterministic: only calls with temperature 0 or a seed, and embeddings."
+        "deterministic",
+        description="deterministic: cache only calls with temperature 0 or a seed, and embeddings. always: all calls.",
     )
-    max_answer_bytes: Count = Field(1_000_000, description="Longer answers are not kept.")
+    max_answer_bytes: Count = Field(1_000_000, description="Longer answers are not cached.")
 
 
 class Routing(Frozen):
+    """Routing of calls to deployments."""
+
     strategy: Literal["prefix_affinity", "least_busy", "round_robin"] = Field(
         "prefix_affinity",
-        description="prefix_affinity: where the prompt is warm, unless waiting there costs more than computing anew; "
-        "least_busy and round_robin look at no prompt.",
+        description="prefix_affinity: the deployment with the prompt's prefix in its cache, unless the wait there "
+        "costs more than computing the prompt again. least_busy and round_robin ignore prompts.",
     )
 
 
 class Tracing(Frozen):
-    sample: Share = Field(1.0, description="Share of requests traced when the caller has not decided.")
+    """Traces of requests."""
+
+    sample: Share = Field(1.0, description="Share of requests that are traced if the client's headers do not decide.")
 
 
 BUILT_IN_CLASSES: dict[str, dict[str, Any]] = {

@@ -154,7 +154,7 @@ async def test_what_is_no_key_is_told_by_its_field(desk: Desk, body: dict[str, A
 async def test_all_that_is_wrong_is_told_in_a_policys_words(desk: Desk) -> None:
     _, reply = await desk.ask("POST", "/admin/keys", tenat="t", limits={"requests": "many"})
     assert reply["error"]["message"] == (
-        "tenant: is missing: Whose key it is.; "
+        "tenant: is required: Tenant of the key.; "
         "limits.requests: a rate is a count per duration, as in 600/1m or 1M/1m; "
         "tenat: unknown key 'tenat'; known: classes, expires, id, limits, models, tenant; did you mean 'tenant'?"
     )

@@ -1,4 +1,4 @@
-"""The policies that are shipped are policies, their schema is fresh, and the default one shows every field."""
+"""The shipped policies are valid, their schema is fresh, and the default policy shows every field."""
 
 import re
 import typing
@@ -22,15 +22,15 @@ SCHEMA = jsonschema_rs.validator_for(policy_schema())
 
 def fields_of(model: type[BaseModel]) -> set[tuple[type[BaseModel], str]]:
     """Every field of a model and of the models in it, by the name that a file uses."""
-    found = {(where_defined(model, name), field.alias or name) for name, field in model.model_fields.items()}
+    found = {(defining_model(model, name), field.alias or name) for name, field in model.model_fields.items()}
     for field in model.model_fields.values():
         for part in models_in(field.annotation):
             found |= fields_of(part)
     return found
 
 
-def where_defined(model: type[BaseModel], name: str) -> type[BaseModel]:
-    """A field that a model inherits is shown wherever one of its family shows it."""
+def defining_model(model: type[BaseModel], name: str) -> type[BaseModel]:
+    """The model that defines a field, so that an inherited field counts as shown if any subclass shows it."""
     bases = [base for base in model.__mro__ if issubclass(base, BaseModel) and name in base.model_fields]
     return bases[-1]
 
@@ -42,7 +42,7 @@ def models_in(annotation: Any) -> set[type[BaseModel]]:
 
 
 def fields_shown(model: type[BaseModel], value: Any) -> set[tuple[type[BaseModel], str]]:
-    """Every field that a document gives, where the document has its mappings and lists."""
+    """Every field that a document sets, mappings and lists included."""
     if isinstance(value, list):
         return set().union(*(fields_shown(model, item) for item in value))
     if not isinstance(value, dict):
@@ -51,7 +51,7 @@ def fields_shown(model: type[BaseModel], value: Any) -> set[tuple[type[BaseModel
     if not value.keys() <= names.keys():  # a mapping of names to models, as `classes`
         return set().union(*(fields_shown(model, item) for item in value.values()))
     attributes = {field.alias or name: name for name, field in model.model_fields.items()}
-    shown = {(where_defined(model, attributes[name]), name) for name in value}
+    shown = {(defining_model(model, attributes[name]), name) for name in value}
     for name, item in value.items():
         for part in models_in(names[name].annotation):
             shown |= fields_shown(part, item)
@@ -59,7 +59,7 @@ def fields_shown(model: type[BaseModel], value: Any) -> set[tuple[type[BaseModel
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(POLICIES)))
-def test_every_shipped_policy_is_one_for_the_gateway_and_for_editors(path: Path) -> None:
+def test_every_shipped_policy_is_valid_for_the_gateway_and_for_editors(path: Path) -> None:
     load_policy(path, checks=ANYWHERE)
     document = load(path.read_text()).data
     assert [error.message for error in SCHEMA.iter_errors(document)] == []
@@ -81,7 +81,7 @@ def test_the_published_schema_is_fresh() -> None:
 def test_the_default_policy_shows_every_field() -> None:
     text = (POLICIES / "default.yaml").read_text()
     hidden = fields_of(Policy) - fields_shown(Policy, load(text).data)
-    assert hidden == {(EnvSecret, "env")}  # a default that needs a secret would not start
+    assert hidden == {(EnvSecret, "env")}  # a default policy that needs a secret would not start
     assert re.search(r"api_key: null +#.*\{env: \w+\}", text)
 
 
@@ -89,17 +89,17 @@ def test_the_default_policy_shows_every_field() -> None:
     ("tier", "class_name"),
     [("flex", "batch"), ("priority", "realtime"), ("auto", "realtime"), ("default", "realtime"), (None, "realtime")],
 )
-def test_the_default_policy_knows_the_service_tiers(tier: str | None, class_name: str) -> None:
+def test_the_default_policy_maps_service_tiers_to_classes(tier: str | None, class_name: str) -> None:
     policy = load_policy(POLICIES / "default.yaml", checks=ANYWHERE)
     body = chat(service_tier=tier) | {"model": "warmpath-demo"}
     assert a_call(body, policy, tenant="dev").class_name == class_name
-    # What pays for priority is not put behind others for another reason; what leaves it open is.
+    # Another rule does not move a call that pays for priority to batch; a call without a tier it does.
     nightly = a_call({**body, "metadata": {"job": "nightly"}}, policy, tenant="dev").class_name
     assert nightly == ("realtime" if tier == "priority" else "batch")
 
 
-def test_every_field_of_the_default_policy_has_its_comment_where_it_first_stands() -> None:
-    """Either on its own line, or in the comment right above the block that it is in."""
+def test_every_field_of_the_default_policy_has_a_comment_at_its_first_use() -> None:
+    """Either on its own line, or directly above its block."""
     lines = (POLICIES / "default.yaml").read_text().splitlines()
     seen: set[str] = set()
     bare = []
@@ -131,6 +131,6 @@ def test_every_field_of_the_policy_has_a_description() -> None:
         {"tracing": {"sample": "x"}},
     ],
 )
-def test_editors_see_mistakes_too(change: dict[str, Any]) -> None:
+def test_the_schema_reports_mistakes_in_editors(change: dict[str, Any]) -> None:
     document = load((POLICIES / "default.yaml").read_text()).data
     assert not SCHEMA.is_valid({**document, **change})

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.policy import Finding, Policy
 from gateway.policy.file import PolicyError, PolicyHolder
-from tests.gateway.policy.test_file import LEAST
+from tests.gateway.policy.test_file import MINIMAL
 
 
 @pytest.fixture
@@ -22,15 +22,15 @@ def path(tmp_path: Path) -> Path:
 
 
 def write(file: Path, more: str = "") -> None:
-    file.write_text(LEAST + more)
+    file.write_text(MINIMAL + more)
 
 
-def take_away(file: Path) -> None:
+def delete(file: Path) -> None:
     file.unlink()
 
 
 def rename_over(file: Path, text: str) -> None:
-    """By one of the same size and time, as an editor or a mounted config map might."""
+    """Replace the file by one of equal size and time, as an editor or a mounted config map may do."""
     before, other = file.stat(), file.with_name("other.yaml")
     other.write_text(text)
     os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -53,33 +53,33 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(0.005)
-    raise AssertionError("it never came to be")
+    raise AssertionError("the condition did not become true")
 
 
-def test_there_is_no_holder_without_a_policy(path: Path) -> None:
+def test_a_holder_cannot_start_with_an_invalid_policy(path: Path) -> None:
     path.write_text("models: []")
     with pytest.raises(PolicyError):
         PolicyHolder(path)
 
 
-async def test_a_reload_replaces_the_policy_whole_and_leaves_the_old_one_as_it_was(path: Path) -> None:
+async def test_a_reload_replaces_the_policy_and_leaves_the_old_one_unchanged(path: Path) -> None:
     holder = PolicyHolder(path)
     before, loaded_ns = holder.current, holder.loaded_ns
-    heard: list[Policy] = []
-    holder.subscribe(heard.append)
+    received: list[Policy] = []
+    holder.subscribe(received.append)
     write(path, "cache: {ttl: 5s}\n")
     assert await holder.reload()
     assert holder.current.cache.ttl == 5
     assert holder.loaded_ns > loaded_ns
     assert before.cache.ttl == 600
-    assert heard == [holder.current]
+    assert received == [holder.current]
 
 
-async def test_a_file_that_is_no_policy_changes_nothing_and_says_why(path: Path) -> None:
+async def test_an_invalid_file_changes_nothing_and_sets_last_error(path: Path) -> None:
     holder = PolicyHolder(path)
     before, loaded_ns = holder.current, holder.loaded_ns
-    heard: list[Policy] = []
-    holder.subscribe(heard.append)
+    received: list[Policy] = []
+    holder.subscribe(received.append)
     write(path, "cache: {ttl: never}\n")
     assert not await holder.reload()
     assert holder.current is before and holder.loaded_ns == loaded_ns
@@ -92,21 +92,21 @@ async def test_a_file_that_is_no_policy_changes_nothing_and_says_why(path: Path)
     assert await holder.reload()
     assert holder.last_error is None
     assert (holder.reloads_accepted, holder.reloads_refused) == (1, 1)
-    assert heard == []  # the same policy as before: nobody need do anything
+    assert received == []  # an equal policy is not a change
 
 
-async def test_a_file_that_is_mended_or_read_again_is_told_so(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_corrected_file_with_equal_content_is_logged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "gateway.policy.file")
     holder = PolicyHolder(path)
     write(path, "cache: {ttl: never}\n")
     assert not await holder.reload()
     write(path)
     assert await holder.reload()
-    assert caplog.messages[-1] == f"policy {holder.current.hash} stays in force: the file says the same"
+    assert caplog.messages[-1] == f"policy {holder.current.hash} stays in force: the file's content is equal"
     assert len(caplog.messages) == 2
 
 
-async def test_a_check_can_refuse_a_policy_that_came_later(path: Path) -> None:
+async def test_a_check_can_reject_a_reload(path: Path) -> None:
     def short_cache(policy: Policy) -> Iterator[Finding]:
         if policy.cache.ttl > 600:
             yield ("cache", "ttl"), "too long"
@@ -117,33 +117,33 @@ async def test_a_check_can_refuse_a_policy_that_came_later(path: Path) -> None:
     assert holder.current.cache.ttl == 600
 
 
-async def test_a_changed_file_is_taken_over_while_it_is_watched(path: Path) -> None:
+async def test_a_changed_file_is_reloaded(path: Path) -> None:
     holder = PolicyHolder(path)
     async with watching(holder):
         write(path, "cache: {ttl: 5s}\n")
         await until(lambda: holder.current.cache.ttl == 5)
 
 
-async def test_a_rename_over_the_file_is_a_change_as_well(path: Path) -> None:
+async def test_a_rename_over_the_file_is_reloaded(path: Path) -> None:
     holder = PolicyHolder(path)
     async with watching(holder):
-        rename_over(path, LEAST.replace("name: t", "name: u"))
+        rename_over(path, MINIMAL.replace("name: t", "name: u"))
         await until(lambda: "u" in holder.current.tenants_by_name)
 
 
-async def test_a_file_that_is_gone_is_one_refusal_and_its_return_is_noticed(path: Path) -> None:
+async def test_a_deleted_file_is_rejected_once_and_its_return_is_noticed(path: Path) -> None:
     holder = PolicyHolder(path)
     async with watching(holder):
-        take_away(path)
+        delete(path)
         await until(lambda: holder.last_error is not None)
-        await asyncio.sleep(0.05)  # several looks at what is still not there
+        await asyncio.sleep(0.05)  # several polls of the missing file
         assert holder.reloads_refused == 1
         assert holder.current.tenants_by_name
         write(path)
         await until(lambda: holder.last_error is None)
 
 
-async def test_a_touch_is_no_change(path: Path) -> None:
+async def test_a_touch_without_a_change_does_not_reload(path: Path) -> None:
     holder = PolicyHolder(path)
     async with watching(holder):
         os.utime(path, ns=(1, 1))
@@ -154,7 +154,7 @@ async def test_a_touch_is_no_change(path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGHUP is POSIX")
-async def test_sighup_reloads_in_any_case_and_the_handler_leaves_with_the_watch(path: Path) -> None:
+async def test_sighup_always_reloads_and_the_handler_is_removed_at_the_end(path: Path) -> None:
     holder = PolicyHolder(path)
     async with watching(holder):
         await until(lambda: signal.getsignal(signal.SIGHUP) != signal.SIG_DFL)

@@ -8,7 +8,7 @@ from gateway.policy import BUILT_IN_CLASSES, Deployment, Policy, Price, choices
 from gateway.policy.fields import parse_count, parse_duration, parse_rate, parse_share
 
 
-def least(**more: Any) -> dict[str, Any]:
+def minimal(**more: Any) -> dict[str, Any]:
     return {
         "deployments": [{"name": "a", "base_url": "http://a/v1", "model": "m"}],
         "models": [{"name": "m", "aliases": ["n"], "deployments": ["a"]}],
@@ -17,7 +17,7 @@ def least(**more: Any) -> dict[str, Any]:
     }
 
 
-def complaints(document: dict[str, Any]) -> str:
+def problems(document: dict[str, Any]) -> str:
     with pytest.raises(ValidationError) as caught:
         Policy.model_validate(document)
     return str(caught.value)
@@ -60,7 +60,7 @@ def test_rates_and_shares() -> None:
         (parse_share, "10"),
     ],
 )
-def test_what_is_no_quantity_is_refused(parse: Any, value: Any) -> None:
+def test_invalid_quantities_are_rejected(parse: Any, value: Any) -> None:
     with pytest.raises(ValueError, match="as in"):
         parse(value)
 
@@ -69,43 +69,43 @@ def test_what_is_no_quantity_is_refused(parse: Any, value: Any) -> None:
     "classes", [{"realtime": {"total": 0}}, {"realtime": {"total": float("inf")}}, {"realtime": {"max_queue": -1}}]
 )
 def test_quantities_have_bounds(classes: dict[str, Any]) -> None:
-    assert "classes.realtime" in complaints(least(classes=classes))
+    assert "classes.realtime" in problems(minimal(classes=classes))
 
 
-def test_both_built_in_classes_exist_and_a_policy_changes_only_what_it_says() -> None:
-    policy = Policy.model_validate(least(classes={"batch": {"ttft": "5s"}, "slow": {}}))
+def test_a_policy_overrides_only_the_fields_of_built_in_classes_that_it_sets() -> None:
+    policy = Policy.model_validate(minimal(classes={"batch": {"ttft": "5s"}, "slow": {}}))
     assert set(policy.classes) == {"realtime", "batch", "slow"}
     assert policy.classes["batch"].ttft == 5
     assert policy.classes["batch"].total == BUILT_IN_CLASSES["batch"]["total"]
     assert policy.classes["realtime"].max_wait == BUILT_IN_CLASSES["realtime"]["max_wait"]
 
 
-def test_one_name_stands_for_a_list_and_header_names_have_no_case() -> None:
+def test_a_single_name_is_a_list_and_header_names_are_case_insensitive() -> None:
     rule = {"match": {"tenant": "t", "model": ["m", "n"], "header": {"X-Class": "Batch"}}, "class": "batch"}
-    match = Policy.model_validate(least(rules=[rule])).rules[0].match
+    match = Policy.model_validate(minimal(rules=[rule])).rules[0].match
     assert match.tenant == ("t",)
     assert match.model == ("m", "n")
     assert match.header == {"x-class": "Batch"}
 
 
-def test_money_is_decimal_from_the_digits_that_were_written() -> None:
-    document = least()
+def test_prices_are_decimals_of_the_written_digits() -> None:
+    document = minimal()
     document["deployments"][0]["price"] = {"input": 0.1, "output": "0.30"}
     (price,) = Policy.model_validate(document).deployments[0].price
     assert price.input == Decimal("0.1")
     assert price.output == Decimal("0.30")
 
 
-def test_nothing_is_named_twice_across_names_and_aliases() -> None:
-    document = least(tenants=[{"name": "t"}, {"name": "t"}])
+def test_duplicate_names_and_aliases_are_reported() -> None:
+    document = minimal(tenants=[{"name": "t"}, {"name": "t"}])
     document["models"].append({"name": "n", "deployments": ["a"]})
-    text = complaints(document)
+    text = problems(document)
     assert "models.1.name: the model name 'n' is used twice" in text
     assert "tenants.1.name: the tenant name 't' is used twice" in text
 
 
 @pytest.mark.parametrize(
-    ("section", "complaint"),
+    ("section", "problem"),
     [
         ({"models": [{"name": "m", "deployments": ["b"]}]}, "models.0.deployments: there is no deployment 'b'"),
         (
@@ -119,60 +119,60 @@ def test_nothing_is_named_twice_across_names_and_aliases() -> None:
         ({"tenants": [{"name": "t", "models": ["x"]}]}, "tenants.0.models: there is no model 'x'"),
     ],
 )
-def test_every_name_that_is_used_exists(section: dict[str, Any], complaint: str) -> None:
-    assert complaint in complaints(least(**section))
+def test_unknown_names_are_reported(section: dict[str, Any], problem: str) -> None:
+    assert problem in problems(minimal(**section))
 
 
 def test_a_budget_needs_prices_in_one_currency() -> None:
-    document = least(tenants=[{"name": "t", "limits": {"budget": {"amount": 5}}}])
+    document = minimal(tenants=[{"name": "t", "limits": {"budget": {"amount": 5}}}])
     for name, currency in (("usd", "USD"), ("eur", "EUR")):
         price = {"input": 1, "currency": currency}
         document["deployments"].append({"name": name, "base_url": "http://a", "model": "m", "price": price})
-    assert "tenants.0.limits.budget: a budget needs all prices in one currency; there are EUR and USD" in complaints(
+    assert "tenants.0.limits.budget: a budget needs all prices in one currency, not in EUR and USD" in problems(
         document
     )
 
 
-def test_more_than_all_can_not_be_promised() -> None:
+def test_minimum_shares_of_more_than_all_are_reported() -> None:
     shares = {"realtime": {"min_share": "60%"}, "batch": {"min_share": "50%"}}
-    assert "classes.realtime.min_share: the min_share of realtime, batch add up to more than 100%" in complaints(
-        least(classes=shares)
+    assert "classes.realtime.min_share: the min_share values of realtime, batch add up to more than 100%" in problems(
+        minimal(classes=shares)
     )
 
 
-def test_the_hash_names_the_content() -> None:
-    policy = Policy.model_validate(least())
-    assert policy.hash == Policy.model_validate(least()).hash
-    assert policy.hash != Policy.model_validate(least(cache={"ttl": "1s"})).hash
+def test_the_hash_depends_on_the_content() -> None:
+    policy = Policy.model_validate(minimal())
+    assert policy.hash == Policy.model_validate(minimal()).hash
+    assert policy.hash != Policy.model_validate(minimal(cache={"ttl": "1s"})).hash
     assert len(policy.hash) == 16
 
 
-def test_what_calls_ask_is_found_by_every_name() -> None:
-    policy = Policy.model_validate(least())
+def test_models_are_found_by_name_and_alias() -> None:
+    policy = Policy.model_validate(minimal())
     assert policy.models_by_name["m"] is policy.models_by_name["n"] is policy.models[0]
 
 
-def test_choices_guess_only_what_is_near() -> None:
+def test_choices_suggest_only_similar_names() -> None:
     assert choices("locla", ["remote", "local"]) == "known: local, remote; did you mean 'local'?"
     assert choices("x", ["local"]) == "known: local"
     assert choices("x", []) == "known: none"
 
 
 @pytest.mark.parametrize("price", ["0.1234567891", "1234567890123"])
-def test_prices_have_no_more_digits_than_the_ledgers_reader_keeps(price: str) -> None:
+def test_prices_have_no_more_digits_than_the_ledger_s_reader_supports(price: str) -> None:
     with pytest.raises(ValidationError):
         Price.model_validate({"input": price})
 
 
-def test_names_go_into_headers_and_hold_no_control_characters() -> None:
+def test_names_cannot_contain_control_characters_because_headers_contain_names() -> None:
     with pytest.raises(ValidationError):
         Deployment.model_validate({"name": "a\r\nx-forged: 1", "base_url": "http://a/v1", "model": "m"})
 
 
 @pytest.mark.parametrize(
-    ("limits", "complaint"),
+    ("limits", "problem"),
     [
-        ({"parts": [{"match": {}}]}, "name a model or a class"),
+        ({"parts": [{"match": {}}]}, "must name a model or a class"),
         ({"parts": [{"requests": "1/1m"}]}, "match"),
         ({"parts": [{"match": {"model": "x"}}]}, "there is no model 'x'"),
         ({"parts": [{"match": {"class": "x"}}]}, "there is no class 'x'"),
@@ -182,21 +182,21 @@ def test_names_go_into_headers_and_hold_no_control_characters() -> None:
         ({"budget": {"amount": 1, "per": "year"}}, "'hour', 'day', 'week', 'month' or 'total'"),
     ],
 )
-def test_limits_of_parts_are_checked(limits: dict[str, Any], complaint: str) -> None:
-    assert complaint in complaints(least(tenants=[{"name": "t", "limits": limits}]))
+def test_limits_of_parts_are_checked(limits: dict[str, Any], problem: str) -> None:
+    assert problem in problems(minimal(tenants=[{"name": "t", "limits": limits}]))
 
 
 def test_a_key_s_classes_and_limits_are_checked() -> None:
     key = {"id": "k", "hash": f"hmac-sha256:{'0' * 64}"}
 
-    def of(**more: Any) -> dict[str, Any]:
-        return least(tenants=[{"name": "t", "keys": [{**key, **more}]}])
+    def policy(**more: Any) -> dict[str, Any]:
+        return minimal(tenants=[{"name": "t", "keys": [{**key, **more}]}])
 
-    Policy.model_validate(of(classes=["batch"], limits={"requests": "1/1m"}))
-    assert "there is no class 'x'" in complaints(of(classes=["x"]))
-    assert "parts" in complaints(of(limits={"parts": []}))  # a key is a scope of its own
-    document = of(limits={"budget": {"amount": 1}})
+    Policy.model_validate(policy(classes=["batch"], limits={"requests": "1/1m"}))
+    assert "there is no class 'x'" in problems(policy(classes=["x"]))
+    assert "parts" in problems(policy(limits={"parts": []}))  # keys have no parts
+    document = policy(limits={"budget": {"amount": 1}})
     for name, currency in (("a", "USD"), ("b", "EUR")):
         price = {"input": 1, "currency": currency}
         document["deployments"].append({"name": f"{name}2", "base_url": "http://a/v1", "model": "m", "price": price})
-    assert "tenants.0.keys.0.limits.budget: a budget needs all prices in one currency" in complaints(document)
+    assert "tenants.0.keys.0.limits.budget: a budget needs all prices in one currency" in problems(document)

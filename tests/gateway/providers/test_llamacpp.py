@@ -157,10 +157,10 @@ async def test_what_it_is_told_beyond_openais_dialect() -> None:
     assert "cache_prompt" not in rendered(Operation.EMBEDDING)
 
 
-def test_places_are_as_many_as_slots() -> None:
+def test_max_concurrency_defaults_to_the_number_of_slots() -> None:
     assert Deployment.model_validate(a_deployment(slots=4)).max_concurrency == 4
     assert Deployment.model_validate(a_deployment(slots=4, max_concurrency=2)).max_concurrency == 2
-    with pytest.raises(ValidationError, match="max_concurrency: 5 calls do not fit into 4 slots"):
+    with pytest.raises(ValidationError, match=r"max_concurrency: must be at most slots \(4\), not 5"):
         Deployment.model_validate(a_deployment(slots=4, max_concurrency=5))
-    with pytest.raises(ValidationError, match="the dialect vllm has none"):
+    with pytest.raises(ValidationError, match="the provider vllm has none"):
         Deployment.model_validate({**a_deployment(slots=4), "provider": "vllm"})
