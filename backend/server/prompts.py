@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 # Appended to a final message that the model shall continue, to find its end in the rendered text. Searching for the
 # message itself is unsafe: templates trim messages, and a short message can occur again in the text after it.
-_CONTINUE_HERE = "<<the answer goes on here>>"
+_CONTINUE_HERE = "<<the output continues here>>"
 
 
 @dataclass(frozen=True, slots=True)

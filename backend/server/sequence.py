@@ -2,7 +2,7 @@
 
 `GenerationTask` says what a whole request needs from the engine. `LiveSequence` is one prompt and one choice of it,
 and `ChoiceDelta` is what one engine step adds to a choice. The engine stops at eos, stop token ids and max_tokens.
-Stop strings are found here, in the decoded text; the engine is then told how many tokens the choice keeps.
+Stop strings are found here, in the decoded text; `LiveSequence` then tells the engine how many tokens to keep.
 """
 
 from __future__ import annotations
