@@ -34,7 +34,7 @@ class DepartedWorkers:
     limiter: Limiter
     authenticator: Authenticator
 
-    async def wind_up(self, name: str) -> None:
+    async def finish(self, name: str) -> None:
         """Close a chain's calls, ship its rows, let it age, compact it. What fails is tried at the next start."""
         settings = self.settings
         try:

@@ -26,6 +26,7 @@ def test_a_stream_under_way_is_finished(tmp_path: Path, local_engine: Running) -
         for stream in streams:
             stream.read_until(b"data: ")
         waiting = Wire(front, "chat/completions", chat())
+        until(lambda: front.metric("warmpath_queue_depth") == 1)
         front.process.send_signal(signal.SIGTERM)
         status, refused = waiting.read_reply()
         assert (status, refused["error"]["code"]) == (503, "overloaded")

@@ -220,7 +220,7 @@ async def test_a_bug_in_the_shell_is_told_and_not_shown(app: Application, monkey
     def broken() -> None:
         raise ZeroDivisionError("inner secrets")
 
-    monkeypatch.setattr(app.gateway._telemetry, "render_metrics", broken)
+    monkeypatch.setattr(app.gateway._parts.telemetry, "render_metrics", broken)
     client = Client(method="GET", path="/metrics")
     with pytest.raises(ZeroDivisionError):  # so that the server logs it
         await in_time(app.begin(client))
@@ -232,9 +232,9 @@ async def test_readiness(app: Application, monkeypatch: pytest.MonkeyPatch) -> N
     assert (await app.get("/health")).status == 200
     ready = await app.get("/ready")
     assert ready.status == 200 and ready.json["policy"] == app.policies.current.hash
-    monkeypatch.setattr(app.gateway._ledger, "_fault", "the disk is full")
-    assert (await app.get("/ready")).json["faults"] == ["the ledger can not be written"]
-    monkeypatch.setattr(app.gateway._ledger, "_fault", None)
+    monkeypatch.setattr(app.gateway._parts.ledger, "_fault", "the disk is full")
+    assert (await app.get("/ready")).json["faults"] == ["the ledger cannot be written"]
+    monkeypatch.setattr(app.gateway._parts.ledger, "_fault", None)
     app.gateway.drain()
     draining = await app.get("/ready")
     assert draining.status == 503 and draining.json["faults"] == ["the gateway is shutting down"]
@@ -296,7 +296,7 @@ async def test_the_shutdown_waits_for_calls_that_were_cut_off_to_settle(tmp_path
             await asyncio.sleep(0.02)
             return None
 
-        (known,) = app.gateway._fleet
+        (known,) = app.gateway._parts.fleet
         known.provider.recorded_usage = record_comes_late  # type: ignore[method-assign]
         client = Client(chat(stream=True))
         serving = app.begin(client)

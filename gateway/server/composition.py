@@ -1,0 +1,198 @@
+"""The composition root: builds the long-lived parts, by subject, and gives each the others that it needs.
+
+It alone knows every concrete class. `build_parts` makes what several subjects share; the other builders make one
+subject each from these parts. Nothing here opens a file or a connection: the lifespan in `gateway.server.app` does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.routing import Route
+
+from gateway.admin import Admin
+from gateway.admin.diagnosis import DiagnosisEndpoint
+from gateway.admin.responses import response_routes
+from gateway.admin.views import view_routes
+from gateway.auth.authenticator import Authenticator
+from gateway.auth.keyring import Keyring
+from gateway.batches import BatchService
+from gateway.batches.line_call import BatchCanonicaliser, KeyIdAuthenticator
+from gateway.billing.ledger import Ledger
+from gateway.billing.open_calls import LedgerCallLog
+from gateway.billing.recovery import Recovery
+from gateway.billing.settler import Settler
+from gateway.deployments.fleet import Fleet
+from gateway.deployments.replica_sync import PeerReports, new_outbox
+from gateway.diagnosis import DiagnosisJournal, PrefixDiagnosis
+from gateway.endpoints import COUNTING_ENDPOINTS, ENDPOINTS
+from gateway.endpoints.base import Endpoint
+from gateway.endpoints.request_body import BodyBudget
+from gateway.limits import LIMITS
+from gateway.limits.limiter import Limiter
+from gateway.limits.outage_fallback import OutageFallback
+from gateway.limits.report import remaining_limits
+from gateway.policy.file import PolicyHolder
+from gateway.prompts.canonicaliser import Canonicaliser
+from gateway.providers import make_provider
+from gateway.providers.transport import HTTPTransport
+from gateway.queueing import Queue
+from gateway.response_cache import ResponseCache
+from gateway.response_store import ResponseStore
+from gateway.routing import STRATEGIES
+from gateway.routing.router import Router
+from gateway.serve import Components, RequestHandler, serve
+from gateway.server.worker_group import WorkerGroup, WorkerIdentity
+from gateway.settings import Settings, resolve_secret
+from gateway.storage import open_storage
+from gateway.storage.base import Storage
+from gateway.storage.memory import MemoryStorage
+from gateway.telemetry import RecentCalls, Telemetry
+from gateway.token_counting import TokenCounting
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What several subjects share. One instance per gateway process."""
+
+    settings: Settings  # of this worker: its `replica` is this worker's own name
+    machine: str  # the replica name that all workers of this gateway share
+    worker: WorkerIdentity
+    policies: PolicyHolder
+    storage: Storage
+    counters: OutageFallback  # the storage's counters, or local shares while it is unreachable
+    transport: HTTPTransport
+    fleet: Fleet
+    peers: PeerReports | None  # None if no other gateway can share this storage
+    telemetry: Telemetry
+    worker_group: WorkerGroup
+    ledger: Ledger
+    limiter: Limiter
+    authenticator: Authenticator
+    recovery: Recovery
+    bodies: BodyBudget
+    response_store: ResponseStore
+
+    @property
+    def pepper(self) -> str:
+        return self.settings.key_pepper.get_secret_value()
+
+    @property
+    def is_first_worker(self) -> bool:
+        """The first worker does what one worker does for all of them."""
+        return self.worker.number == 0
+
+
+def build_parts(settings: Settings, policies: PolicyHolder, worker: WorkerIdentity) -> Parts:
+    """Storage, deployments, telemetry, ledger and limits of one gateway process."""
+    machine = settings.replica
+    if worker.count > 1:
+        settings = settings.model_copy(update={"replica": worker.name(machine)})
+    storage = open_storage(settings.storage, owner=settings.replica)
+    counters = OutageFallback(storage, MemoryStorage, lambda: policies.current.storage_outage)
+    transport = HTTPTransport(connect_timeout_seconds=settings.upstream_connect_seconds)
+    outbox = new_outbox() if storage.is_shared else None
+    fleet = Fleet(lambda deployment: make_provider(deployment, transport, resolve_secret), worker.share_of, outbox)
+    recent = RecentCalls(worker.number)
+    telemetry = Telemetry(
+        settings.otlp_endpoint,
+        replica=settings.replica,
+        otlp_headers=settings.otlp_headers,
+        recent=None if settings.admin_port is None else recent,  # only the admin API reads them
+    )
+    ledger = Ledger(settings.ledger_dir, settings.replica, keep_days=settings.ledger_keep_days)
+    limiter = Limiter(storage if isinstance(storage, MemoryStorage) else counters, LIMITS)  # memory has no outages
+    authenticator = Authenticator(storage, settings.key_pepper.get_secret_value())
+    bodies = BodyBudget(settings.max_bodies_bytes)
+    return Parts(
+        settings=settings,
+        machine=machine,
+        worker=worker,
+        policies=policies,
+        storage=storage,
+        counters=counters,
+        transport=transport,
+        fleet=fleet,
+        peers=None if outbox is None else PeerReports(fleet, outbox),
+        telemetry=telemetry,
+        worker_group=WorkerGroup(worker, metrics=lambda: telemetry.render_metrics()[0], calls=recent.answer),
+        ledger=ledger,
+        limiter=limiter,
+        authenticator=authenticator,
+        recovery=Recovery(ledger, fleet, policies, limiter, authenticator),
+        bodies=bodies,
+        response_store=ResponseStore(storage, bodies),
+    )
+
+
+def build_components(parts: Parts) -> Components:
+    """What requests pass through."""
+    return Components(
+        policies=parts.policies,
+        authenticator=parts.authenticator,
+        canonicaliser=Canonicaliser(parts.pepper.encode(), parts.storage, parts.response_store),
+        cache=ResponseCache(parts.storage),
+        limiter=parts.limiter,
+        queue=Queue(parts.fleet),
+        router=Router(parts.fleet, STRATEGIES),
+        call_log=LedgerCallLog(parts.ledger, on_unbilled=parts.recovery.add_unbilled),
+        settler=Settler(parts.limiter, parts.ledger),
+        telemetry=parts.telemetry,
+        diagnosis=PrefixDiagnosis(DiagnosisJournal(_summaries(parts.settings), parts.settings.replica)),
+        max_body_bytes=parts.settings.max_body_bytes,
+        bodies=parts.bodies,
+    )
+
+
+def build_endpoints(parts: Parts) -> dict[str, tuple[Endpoint, RequestHandler]]:
+    """The endpoints by path, each with the story that answers it."""
+    counting = TokenCounting(parts.fleet)
+    return {
+        **{f"/v1/{endpoint.path}": (endpoint, serve) for endpoint in ENDPOINTS},
+        **{f"/v1/{endpoint.path}": (endpoint, counting.count) for endpoint in COUNTING_ENDPOINTS},
+    }
+
+
+def build_batches(parts: Parts, components: Components) -> BatchService:
+    """The Batch API. Its lines are authenticated by key id and may pass the limits of a body."""
+    return BatchService(
+        parts.settings,
+        components,
+        authenticator=KeyIdAuthenticator(parts.storage, parts.pepper),
+        canonicaliser=BatchCanonicaliser(parts.pepper.encode(), parts.storage, parts.response_store),
+    )
+
+
+def build_admin(parts: Parts, state: Callable[[], Awaitable[dict[str, Any]]]) -> Admin:
+    """The admin API, for a listener of its own. `state` is the content of /ready."""
+    settings, counters, policies = parts.settings, parts.counters, parts.policies
+    return Admin(
+        policies=policies,
+        key=settings.admin_key,
+        keyring=Keyring(parts.storage, parts.pepper),
+        limits_of=lambda tenant, keys: remaining_limits(tenant, keys, LIMITS, counters, now=time.time()),
+        state=state,
+        routes=[
+            *view_routes(policies, parts.telemetry, parts.worker_group, trace_url=settings.trace_url),
+            DiagnosisEndpoint(policies, _summaries(settings)).route(),
+            *response_routes(parts.storage),
+            *_usage_routes(settings),
+        ],
+    )
+
+
+def _summaries(settings: Settings) -> Path:
+    return settings.data_dir / "diagnosis"
+
+
+def _usage_routes(settings: Settings) -> list[Route]:
+    """Imported only if there is an admin API, because they bring DuckDB."""
+    if settings.admin_port is None:
+        return []
+    routes: list[Route] = importlib.import_module("gateway.admin.usage").usage_routes(settings.ledger_dir)
+    return routes
