@@ -1,4 +1,7 @@
-"""Does a charge fit? The arithmetic that the engines written in Python share; `redis.lua` says the same."""
+"""Evaluates a charge against its limit: what would be left, or a rejection.
+
+The engines written in Python share this arithmetic. `evaluate` in `redis.lua` is its counterpart.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from gateway.storage.leaky_bucket import LeakyBucket
 
 
 def evaluate_rate(index: int, charge: RateCharge, bucket: LeakyBucket, now: float) -> int | Rejection:
-    """What would be left after the charge, or why it can not be."""
+    """What would be left of a rate limit after the charge, or the rejection of charge number `index`."""
     room = bucket.room(charge, now)
     if charge.amount <= room:
         return int(room - charge.amount)
@@ -18,7 +21,10 @@ def evaluate_rate(index: int, charge: RateCharge, bucket: LeakyBucket, now: floa
 
 
 def evaluate_account(index: int, charge: SlotCharge | SpendCharge, spent: int, held: int) -> int | Rejection:
-    """As above. A place is an account too, of which each reservation holds one and nothing is ever spent."""
+    """What would be left of a budget or of the slots after the charge, or the rejection of charge number `index`.
+
+    Slots are an account, too: each reservation holds one of its units, and none is ever spent.
+    """
     room, amount = charge.limit - spent - held, charge.amount
     if amount <= room:
         return room - amount
@@ -26,5 +32,5 @@ def evaluate_account(index: int, charge: SlotCharge | SpendCharge, spent: int, h
 
 
 def room_before(charge: Charge, verdict: int | Rejection) -> int:
-    """What there was before the charge."""
+    """What is left before the charge, computed from the result of its evaluation."""
     return verdict.remaining if isinstance(verdict, Rejection) else verdict + charge.amount

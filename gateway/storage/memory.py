@@ -1,4 +1,9 @@
-"""The state of a single process: dictionaries, swept as time passes. Also the double that tests use."""
+"""The storage engine for a single process: dictionaries that are swept as time passes. Tests use it as a double.
+
+Reservations, buckets and accounts each have one entry in a heap of due times (`_sweeps`). Every operation first handles
+the entries that are due: it ends leases, and deletes what is past its use. Nothing awaits, so each method is atomic on
+its event loop.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +34,13 @@ from gateway.storage.evaluation import evaluate_account, evaluate_rate, room_bef
 from gateway.storage.leaky_bucket import LeakyBucket
 from gateway.storage.memory_documents import MemoryDocuments
 
-LOOK_AGAIN_SECONDS = 1.0  # after which a bucket that may be empty by now is looked at; a busy one would be all the time
-SPARE_SWEEPS = 256  # of reservations that were settled before their lease was over; twice as many as of live ones, too
+LOOK_AGAIN_SECONDS = 1.0  # between two checks whether a bucket is empty; without a pause, busy ones are checked always
+SPARE_SWEEPS = 256  # stale entries allowed beyond one per live entry, before they are dropped
 
 
 class _Account:
+    """What is spent and held of one budget, or held of one concurrency limit."""
+
     __slots__ = ("forget_at", "held", "spent")
 
     def __init__(self) -> None:
@@ -42,23 +49,23 @@ class _Account:
         self.forget_at = 0.0
 
 
-_UNUSED = _Account()  # what is not known has not been used
-_NEW = LeakyBucket()
+_UNUSED = _Account()  # stands for accounts that do not exist yet
+_NEW = LeakyBucket()  # stands for buckets that do not exist yet
 
 
 class _Reservation(msgspec.Struct):
     owner: str
     charges: tuple[Charge, ...]
-    poured_at: list[float]  # of each rate; 0 for the others
-    places: list[_Account]  # in which it holds one each
-    money: list[tuple[_Account, int]]  # in which it holds so much
-    expires_at: float
+    poured_at: list[float]  # of each rate; 0 for the other charges
+    slots: list[_Account]  # accounts of which it holds one unit each
+    budgets: list[tuple[_Account, int]]  # accounts, and the amount that it holds of each
+    expires_at: float  # the end of the lease
     forget_at: float
-    holding: bool = True
+    holding: bool = True  # until the lease ends
 
 
 class MemoryStorage:
-    """`clock` only ages blobs and documents; all else is told the time by its caller."""
+    """`memory://`. `clock` ages only blobs and documents; every other operation uses its caller's `now`."""
 
     is_shared: ClassVar[bool] = False
 
@@ -76,11 +83,15 @@ class MemoryStorage:
         self._accounts: dict[str, _Account] = {}
         self._reservations: dict[str, _Reservation] = {}
         self._keys: dict[str, KeyRecord] = {}
-        # When to look again at what, soonest first: exactly one entry for each member of the three maps above, or a
-        # stale one of a reservation that was settled before its lease was over. Most are, and a lease is long.
+        # A heap of (due time, kind, key): one entry for each member of the three maps above, plus stale ones of
+        # reservations that were settled before their lease ended. Most are stale, since leases are long.
         self._sweeps: list[tuple[float, str, str]] = []
         self._sweeps_max = SPARE_SWEEPS
-        self._sweepers = {"reservation": self._age, "bucket": self._drain, "account": self._forget}
+        self._sweepers = {
+            "reservation": self._sweep_reservation,
+            "bucket": self._sweep_bucket,
+            "account": self._sweep_account,
+        }
         self._blobs: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # least recently used first
         self._blob_bytes_free = self._blob_bytes = blob_bytes
         self._documents = MemoryDocuments(document_bytes, clock)
@@ -100,8 +111,8 @@ class MemoryStorage:
             self._sweep(now)
         if reservation_id in self._reservations:
             raise ValueError(f"reservation {reservation_id} is already open")
-        verdict = self._take(reservation_id, charges, lease_seconds, now)
-        return verdict if type(verdict) is Rejection else Grant(verdict)
+        remaining = self._take(reservation_id, charges, lease_seconds, now)
+        return remaining if type(remaining) is Rejection else Grant(remaining)
 
     async def force_reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
@@ -109,23 +120,25 @@ class MemoryStorage:
         check_charges(reservation_id, charges)
         self._sweep(now)
         if reservation_id not in self._reservations:
-            self._take(reservation_id, charges, lease_seconds, now, fitting=False)
+            self._take(reservation_id, charges, lease_seconds, now, force=True)
 
     async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
         self._sweep(now)
-        return tuple([room_before(charge, self._verdict(0, charge, now)) for charge in charges])
+        return tuple([room_before(charge, self._evaluate(0, charge, now)) for charge in charges])
 
-    def _verdict(self, index: int, charge: Charge, now: float) -> int | Rejection:
+    def _evaluate(self, index: int, charge: Charge, now: float) -> int | Rejection:
         if type(charge) is RateCharge:
             return evaluate_rate(index, charge, self._buckets.get(charge.key, _NEW), now)
         account = self._accounts.get(charge.key, _UNUSED)
         return evaluate_account(index, charge, account.spent, account.held)
 
     def _take(
-        self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, *, fitting: bool = True
+        self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, *, force: bool = False
     ) -> tuple[int, ...] | Rejection:
-        """What is left of each. `fitting`: all or none. Each is taken before it is known whether it fits, and given
-        back where one does not: so it is looked at once, and only a refusal costs more.
+        """Take the charges and return what is left of each. Unless `force`, take all or none.
+
+        Each charge is taken before it is known whether it fits. If one does not fit, all are given back. So a granted
+        reservation looks up each account once, and only a rejection costs more.
         """
         expires_at = now + lease_seconds
         reservation = _Reservation(self._owner, tuple(charges), [], [], [], expires_at, expires_at + REMEMBER_SECONDS)
@@ -139,19 +152,19 @@ class MemoryStorage:
                 account = self._account(charge.key, now + charge.keep_seconds)
                 account.held += charge.amount
                 left = charge.limit - account.spent - account.held
-                reservation.money.append((account, charge.amount))
+                reservation.budgets.append((account, charge.amount))
                 reservation.poured_at.append(0.0)
             else:
-                place = self._account(charge.key, expires_at)
-                place.held += 1
-                left = charge.limit - place.held
-                reservation.places.append(place)
+                slots = self._account(charge.key, expires_at)
+                slots.held += 1
+                left = charge.limit - slots.held
+                reservation.slots.append(slots)
                 reservation.poured_at.append(0.0)
-            if left < 0 and fitting:
+            if left < 0 and not force:
                 self._give_back(reservation)
-                refused = self._verdict(len(remaining), charge, now)
-                assert type(refused) is Rejection
-                return refused
+                rejection = self._evaluate(len(remaining), charge, now)
+                assert type(rejection) is Rejection
+                return rejection
             remaining.append(int(left))
         self._reservations[reservation_id] = reservation
         if len(self._sweeps) > self._sweeps_max:
@@ -160,7 +173,7 @@ class MemoryStorage:
         return tuple(remaining)
 
     def _give_back(self, reservation: _Reservation) -> None:
-        """What was taken for one that is refused."""
+        """Undo the charges taken so far for a reservation that is rejected."""
         self._return_holds(reservation)
         for charge, _ in zip(reservation.charges, reservation.poured_at, strict=False):
             if type(charge) is RateCharge:
@@ -181,10 +194,10 @@ class MemoryStorage:
         reservation = self._reservations.get(reservation_id)
         if reservation is None:
             return False
-        places = reservation.places
-        freed = len(places) > 0
-        while places:
-            places.pop().held -= 1
+        slots = reservation.slots
+        freed = len(slots) > 0
+        while slots:
+            slots.pop().held -= 1
         return freed
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
@@ -207,20 +220,21 @@ class MemoryStorage:
 
     async def expire_leases(self, owner: str, *, now: float) -> int:
         self._sweep(now)
-        held = [r for r in self._reservations.values() if r.owner == owner and r.holding]
-        for reservation in held:
+        leased = [r for r in self._reservations.values() if r.owner == owner and r.holding]
+        for reservation in leased:
             self._return_holds(reservation)
-        return len(held)
+        return len(leased)
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
         return 1 if self._owner else 0
 
     def _return_holds(self, reservation: _Reservation) -> None:
+        """Return the slots and the held budgets of a reservation. Does nothing the second time."""
         if reservation.holding:
             reservation.holding = False
-            while reservation.places:
-                reservation.places.pop().held -= 1
-            for account, amount in reservation.money:
+            while reservation.slots:
+                reservation.slots.pop().held -= 1
+            for account, amount in reservation.budgets:
                 account.held -= amount
 
     def _new_bucket(self, key: str, now: float) -> LeakyBucket:
@@ -238,18 +252,20 @@ class MemoryStorage:
         return account
 
     def _sweep(self, now: float) -> None:
+        """Handle all entries that are due. Each sweeper returns when its entry is due again, or None if it is gone."""
         while self._sweeps and self._sweeps[0][0] <= now:
             _, kind, key = heapq.heappop(self._sweeps)
-            look_again_at = self._sweepers[kind](key, now)
-            if look_again_at is not None:
-                heapq.heappush(self._sweeps, (look_again_at, kind, key))
+            due_again_at = self._sweepers[kind](key, now)
+            if due_again_at is not None:
+                heapq.heappush(self._sweeps, (due_again_at, kind, key))
 
     def _drop_stale_sweeps(self) -> None:
         self._sweeps = [sweep for sweep in self._sweeps if sweep[1] != "reservation" or sweep[2] in self._reservations]
         heapq.heapify(self._sweeps)
         self._sweeps_max = 2 * len(self._sweeps) + SPARE_SWEEPS
 
-    def _age(self, reservation_id: str, now: float) -> float | None:
+    def _sweep_reservation(self, reservation_id: str, now: float) -> float | None:
+        """End the lease if it is due. Delete the reservation once it can no longer be settled."""
         reservation = self._reservations.get(reservation_id)
         if reservation is None:
             return None
@@ -261,18 +277,18 @@ class MemoryStorage:
         del self._reservations[reservation_id]
         return None
 
-    def _drain(self, key: str, now: float) -> float | None:
+    def _sweep_bucket(self, key: str, now: float) -> float | None:
         empty_at = self._buckets[key].empty_at
         if empty_at > now:
             return max(empty_at, now + LOOK_AGAIN_SECONDS)
         del self._buckets[key]
         return None
 
-    def _forget(self, key: str, now: float) -> float | None:
+    def _sweep_account(self, key: str, now: float) -> float | None:
         account = self._accounts[key]
         if account.forget_at > now:
             return account.forget_at
-        if account.held:  # by leases that were extended
+        if account.held:  # by reservations whose lease was extended
             return now + HELD_RETRY_SECONDS
         del self._accounts[key]
         return None
@@ -322,8 +338,8 @@ class MemoryStorage:
         self._keys[record.id] = record
 
     async def change_key(self, record: KeyRecord) -> bool:
-        kept = self._keys.get(record.id)
-        if record.revision != (0 if kept is None else kept.revision + 1):
+        stored = self._keys.get(record.id)
+        if record.revision != (0 if stored is None else stored.revision + 1):
             return False
         self._keys[record.id] = record
         return True
@@ -334,5 +350,5 @@ class MemoryStorage:
     async def list_keys(self) -> list[KeyRecord]:
         return [self._keys[key_id] for key_id in sorted(self._keys)]
 
-    async def publish_and_read(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
+    async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
         return [], after

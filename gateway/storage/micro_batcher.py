@@ -1,7 +1,7 @@
-"""Many small operations as few batches: one pipeline per event-loop tick, one transaction per group of calls.
+"""Groups small operations into batches: one Redis pipeline, or one SQLite transaction, for many callers.
 
-What is asked within one tick goes into one batch. While as many batches as allowed are under way, what is asked
-gathers and becomes the next one, so batches grow exactly when the store is the bottleneck.
+Operations submitted within one event-loop tick go into one batch. While the allowed number of batches is in flight,
+further operations queue up and form the next batch. So batches grow exactly while the store is the bottleneck.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ from typing import Any, Generic, TypeVar
 
 from gateway.core.errors import StorageUnavailable
 
-MAX_BATCH = 256
-MAX_WAITING = 10_000
+MAX_BATCH = 256  # operations
+MAX_QUEUED = 10_000  # operations
 
 Operation = TypeVar("Operation")
 
 
 class MicroBatcher(Generic[Operation]):
-    """`run` takes a batch and returns one answer per operation, in order; an answer that is an exception is raised.
+    """Collects the operations of one event loop into batches, and runs at most `max_in_flight` batches at a time.
 
-    When `run` raises, every operation of the batch fails with that. An operation whose caller gave up before its
-    batch began is left out; in a batch that has begun, it takes place unheard.
+    `run` executes a batch and returns one result per operation, in order. A result that is an exception is raised to
+    that operation's caller. If `run` raises, all operations of the batch fail with that exception. `store` is the
+    store's name in error messages.
+
+    If a caller is cancelled or times out before its batch starts, its operation is dropped. In a batch that has
+    started, the operation takes effect and its result is discarded.
     """
 
     def __init__(
@@ -40,15 +44,19 @@ class MicroBatcher(Generic[Operation]):
         self._max_in_flight = max_in_flight
         self._timeout_seconds = timeout_seconds
         self._in_flight: set[asyncio.Task[Sequence[Any]]] = set()
-        self._waiting: deque[tuple[Operation, asyncio.Future[Any]]] = deque()
+        self._queue: deque[tuple[Operation, asyncio.Future[Any]]] = deque()
         self._scheduled = False
 
     async def submit(self, operation: Operation) -> Any:
-        if len(self._waiting) >= MAX_WAITING:
-            raise StorageUnavailable(f"{self._store} is too slow: {MAX_WAITING} operations wait for it")
+        """Run an operation in the next batch and return its result.
+
+        Raises `StorageUnavailable` if the queue is full, or if there is no result within `timeout_seconds`.
+        """
+        if len(self._queue) >= MAX_QUEUED:
+            raise StorageUnavailable(f"{self._store} is too slow: {MAX_QUEUED} operations are queued")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        self._waiting.append((operation, future))
+        self._queue.append((operation, future))
         if not self._scheduled:
             self._scheduled = True
             loop.call_soon(self._launch)
@@ -56,39 +64,39 @@ class MicroBatcher(Generic[Operation]):
             async with asyncio.timeout(self._timeout_seconds):
                 return await future
         except TimeoutError:
-            raise StorageUnavailable(f"{self._store} did not answer in {self._timeout_seconds} s") from None
+            raise StorageUnavailable(f"{self._store} did not answer within {self._timeout_seconds} s") from None
 
     async def drain(self) -> None:
-        """Wait for the batches that are under way."""
+        """Wait until no batch is in flight."""
         while self._in_flight:
             await asyncio.wait(self._in_flight)
 
     def _launch(self) -> None:
         self._scheduled = False
-        while self._waiting and len(self._in_flight) < self._max_in_flight:
+        while self._queue and len(self._in_flight) < self._max_in_flight:
             batch: list[tuple[Operation, asyncio.Future[Any]]] = []
-            while self._waiting and len(batch) < MAX_BATCH:
-                operation, future = self._waiting.popleft()
-                if not future.done():
+            while self._queue and len(batch) < MAX_BATCH:
+                operation, future = self._queue.popleft()
+                if not future.done():  # else its caller was cancelled or timed out
                     batch.append((operation, future))
             if batch:
                 task = asyncio.get_running_loop().create_task(self._run([operation for operation, _ in batch]))
                 self._in_flight.add(task)
-                task.add_done_callback(partial(self._answer, [future for _, future in batch]))
+                task.add_done_callback(partial(self._resolve, [future for _, future in batch]))
 
-    def _answer(self, futures: list[asyncio.Future[Any]], task: asyncio.Task[Sequence[Any]]) -> None:
+    def _resolve(self, futures: list[asyncio.Future[Any]], task: asyncio.Task[Sequence[Any]]) -> None:
         self._in_flight.discard(task)
         if task.cancelled():
-            answers: Sequence[Any] = [StorageUnavailable(f"{self._store} is being closed")] * len(futures)
+            results: Sequence[Any] = [StorageUnavailable(f"{self._store} is being closed")] * len(futures)
         elif (error := task.exception()) is not None:
-            answers = [error] * len(futures)
+            results = [error] * len(futures)
         else:
-            answers = task.result()
-        for future, answer in zip(futures, answers, strict=True):
-            if future.done():
+            results = task.result()
+        for future, result in zip(futures, results, strict=True):
+            if future.done():  # its caller was cancelled or timed out
                 continue
-            if isinstance(answer, BaseException):
-                future.set_exception(answer)
+            if isinstance(result, BaseException):
+                future.set_exception(result)
             else:
-                future.set_result(answer)
+                future.set_result(result)
         self._launch()

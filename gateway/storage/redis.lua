@@ -1,22 +1,24 @@
--- The counters in Redis: one call of this script is one atomic step. `storage/base.py` says what is promised,
--- `storage/leaky_bucket.py` teaches the buckets, `storage/evaluation.py` says the same as `verdict` here.
+-- Reservations in Redis: one call of this script is one atomic operation. `ReservationStore` in `storage/base.py` is the
+-- contract, `storage/leaky_bucket.py` explains the buckets, and `storage/evaluation.py` is `evaluate` in Python.
 --
--- KEYS[1] is a tenant's prefix, wp:{tenant}. Everything below begins with it, so one hash slot holds it all:
+-- KEYS[1] is a tenant's prefix, wp:{tenant}. All keys below begin with it, so one hash slot holds them all:
 --   :bucket:<key>       string  msgpack {level, time, troughs = {time, level, time, level...}}
---   :account:<key>      hash    spent, held, and for each reservation that holds some: hold:<id> = amount
---   :leases:<key>       zset    the reservations in that account, by the end of their lease
+--   :account:<key>      hash    spent, held, and for each reservation with a hold: hold:<id> = amount
+--   :leases:<key>       zset    the reservations with a hold on that account, by the end of their lease
 --   :reservation:<id>   string  msgpack {owner, expires_at, forget_at, taken = {charge...}}
---   :owner:<owner>      zset    its reservations, by the time at which they may be forgotten
+--   :owner:<owner>      zset    the owner's reservations, by the time at which they are forgotten
 --
--- ARGV: operation, reservation id or owner, the caller's time or "" for the server's, then the operation's own.
--- Money stays text and is added by HINCRBY, exactly; comparing it as a double is exact below 2**53.
+-- ARGV: operation, reservation id or owner, the caller's time or "" for the server's, then the operation's arguments.
+-- Operations keep the names that they have on the wire: adopt is `force_reserve` in Python, left is `remaining`, extend
+-- is `extend_lease`, leave is `release_slots`, release_owner is `expire_leases`.
+-- Amounts of money stay text. HINCRBY adds them exactly; comparing them as doubles is exact below 2**53.
 
 local TOLERANCE_SECONDS = 1e-6
 local MAX_TROUGHS = 32
-local CLOCK_STEP_SECONDS = 5 -- as in storage/base.py
-local LEASE_SECONDS_MAX = 3600 -- as there
+local CLOCK_STEP_SECONDS = 5 -- the same value as in storage/base.py, as the two below
+local LEASE_SECONDS_MAX = 3600
 local REMEMBER_SECONDS = 3600
-local TEST_CLOCK_GRACE_SECONDS = 3600 -- where a caller's clock is slower than the one by which Redis expires keys
+local TEST_CLOCK_GRACE_SECONDS = 3600 -- a test's clock may be slower than the clock by which Redis expires keys
 
 local prefix, operation, id = KEYS[1], ARGV[1], ARGV[2]
 local now = tonumber(ARGV[3])
@@ -34,8 +36,8 @@ local function milliseconds(seconds)
   return string.format('%.0f', math.ceil((seconds + grace) * 1000) + 1)
 end
 
--- All of the keys for at least so long, never shorter than somebody else wanted it; below zero: for ever. Twice as long
--- as asked for, so that it is not to be said again each time.
+-- Keeps all of the keys for at least `seconds`, or for ever if that is negative. Never shortens a key's expiry. Sets
+-- twice the time, so that most calls do not have to set it again.
 local function keep(seconds, ...)
   for _, key in ipairs({...}) do
     if seconds < 0 then
@@ -60,7 +62,7 @@ end
 
 -- Buckets -----------------------------------------------------------------------------------------------------------
 
-local buckets = {} -- those read so far
+local buckets = {} -- those that this call has read
 
 local function bucket_of(charge)
   local bucket = buckets[charge.key]
@@ -92,7 +94,7 @@ local function pour(charge, amount)
   end
   troughs[#troughs + 1] = bucket.time
   troughs[#troughs + 1] = bucket.level
-  if #troughs > 2 * MAX_TROUGHS then -- the two oldest become one: the later time, the lower level
+  if #troughs > 2 * MAX_TROUGHS then -- merge the two oldest into one: the later time, the lower level
     table.remove(troughs, 4)
     table.remove(troughs, 1)
     troughs[1], troughs[2] = troughs[2], troughs[1]
@@ -128,6 +130,7 @@ end
 
 -- Accounts ----------------------------------------------------------------------------------------------------------
 
+-- Returns what a reservation holds of an account. 1 if it had a lease there, else 0.
 local function return_hold(key, reservation)
   local account, field = name('account', key), 'hold:' .. reservation
   local amount = redis.call('HGET', account, field)
@@ -138,6 +141,7 @@ local function return_hold(key, reservation)
   return redis.call('ZREM', name('leases', key), reservation)
 end
 
+-- Returns what reservations hold whose lease has ended, or ends too late to have been given by this clock.
 local function return_expired(key)
   local leases, latest = name('leases', key), string.format('(%.17g', now + LEASE_SECONDS_MAX)
   for _, over in ipairs({{'-inf', string.format('%.17g', now)}, {latest, '+inf'}}) do
@@ -147,15 +151,15 @@ local function return_expired(key)
   end
 end
 
--- Both expire in the same instant: without its leases, what an account holds would never return.
+-- Both keys expire at the same instant: an account without its leases would hold amounts for ever.
 local function keep_account(charge)
   keep(charge.keep_seconds, name('account', charge.key), name('leases', charge.key))
 end
 
 -- Charges -----------------------------------------------------------------------------------------------------------
 
--- What would be left of the charge; or nil, what is left, and when to ask again ("" for never).
-local function verdict(charge)
+-- What would be left after the charge. If it does not fit: nil, what is left now, and when to retry ("" for never).
+local function evaluate(charge)
   if charge.kind == 'rate' then
     local leak = charge.limit / charge.period_seconds
     local room = charge.limit - bucket_of(charge).level + TOLERANCE_SECONDS * (1 + leak)
@@ -188,7 +192,8 @@ local function take(charge, expires_at)
   keep_account(charge)
 end
 
--- From 6 on, five for each charge: kind, key, amount, limit, and the period (rates) or how long to keep the account.
+-- The charges from ARGV[6] on, five values each: kind, key, amount, limit, and the period of a rate or the seconds for
+-- which an account is kept.
 local function charges_of_argv()
   local charges = {}
   for i = 6, #ARGV, 5 do
@@ -206,6 +211,7 @@ end
 
 -- Operations --------------------------------------------------------------------------------------------------------
 
+-- Stores a reservation with a lease of so many seconds from now, and lists it under its owner.
 local function remember(reservation, lease_seconds)
   reservation.expires_at = now + lease_seconds
   reservation.forget_at = reservation.expires_at + REMEMBER_SECONDS
@@ -219,6 +225,7 @@ local function remember(reservation, lease_seconds)
   keep(reservation.forget_at - now, owned)
 end
 
+-- The stored reservation, which may be past its lease; nil or false if there is none.
 local function recall(reservation_id)
   local reservation = load(name('reservation', reservation_id))
   return reservation and reservation.forget_at > now and reservation
@@ -241,7 +248,7 @@ function operations.reserve()
   end
   local granted = {'granted'}
   for i, charge in ipairs(charges) do
-    local left, remaining, retry = verdict(charge)
+    local left, remaining, retry = evaluate(charge)
     if not left then
       return {'refused', i - 1, remaining, retry}
     end
@@ -251,7 +258,7 @@ function operations.reserve()
   return granted
 end
 
--- lease seconds, owner, charges -> 1 | 0
+-- force_reserve: lease seconds, owner, charges -> 1 | 0
 function operations.adopt()
   if recall(id) then
     return 0
@@ -260,17 +267,17 @@ function operations.adopt()
   return 1
 end
 
--- the id is a tenant; "", "", charges -> what is left of each
+-- remaining: the id is a tenant; "", "", charges -> what is left of each
 function operations.left()
   local rooms = {}
   for i, charge in ipairs(charges_of_argv()) do
-    local left, remaining = verdict(charge)
+    local left, remaining = evaluate(charge)
     rooms[i] = left and left + tonumber(charge.amount) or remaining
   end
   return rooms
 end
 
--- lease seconds -> 1 | 0
+-- extend_lease: lease seconds -> 1 | 0
 function operations.extend()
   local lease_seconds, reservation = tonumber(ARGV[4]), recall(id)
   if not reservation or reservation.expires_at <= now then
@@ -286,7 +293,7 @@ function operations.extend()
   return 1
 end
 
--- -> 1 | 0
+-- release_slots: nothing -> 1 | 0
 function operations.leave()
   local reservation, freed = recall(id), 0
   for _, charge in ipairs(reservation and reservation.expires_at > now and reservation.taken or {}) do
@@ -297,7 +304,7 @@ function operations.leave()
   return freed
 end
 
--- actual amounts -> 1 | 0 | {"charges", how many there are}
+-- actual amounts -> 1 | 0 | {"charges", the reservation's number of charges}
 function operations.settle()
   local reservation = recall(id)
   if not reservation then
@@ -323,7 +330,7 @@ function operations.settle()
   return 1
 end
 
--- the id is an owner -> how many leases ended
+-- expire_leases: the id is an owner -> how many leases ended
 function operations.release_owner()
   local released = 0
   for _, reservation_id in ipairs(redis.call('ZRANGE', name('owner', id), 0, -1)) do
@@ -342,7 +349,7 @@ function operations.release_owner()
   return released
 end
 
--- the id is an owner, or ""; alive seconds -> how many owners have been here in the last so many
+-- the id is an owner, or ""; alive seconds -> how many owners have reported within them
 function operations.count_replicas()
   local replicas, alive_seconds = name('alive', 'replicas'), tonumber(ARGV[4])
   if id ~= '' then

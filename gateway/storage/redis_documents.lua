@@ -1,12 +1,13 @@
--- The documents in Redis: one call of this script is one atomic step. `storage/base.py` says what is promised.
+-- Documents in Redis: one call of this script is one atomic operation. `DocumentStore` in `storage/base.py` is the
+-- contract.
 --
--- KEYS[1] is a tenant's prefix, wp:{tenant}. Everything below begins with it, so one hash slot holds it all:
+-- KEYS[1] is a tenant's prefix, wp:{tenant}. All keys below begin with it, so one hash slot holds them all:
 --   :document:<name>   hash   head and body
---   :documents         zset   the names, by the time in milliseconds until which they are kept
---   :document_bytes    hash   the bytes of each, in =<name>, and of all, in total
+--   :documents         zset   the names, by the time of their expiry in milliseconds
+--   :document_bytes    hash   the bytes of each document, in =<name>, and of all together, in total
 --
--- ARGV: operation, name, then the operation's own. Documents expire by themselves, and are taken off the two lists by
--- whoever puts or deletes one next.
+-- ARGV: operation, name, then the operation's arguments. Documents expire by themselves. The next put or delete takes
+-- their names off the two lists.
 
 local FORGOTTEN_AT_ONCE = 100
 
@@ -25,7 +26,8 @@ local function delete(name)
   return redis.call('DEL', prefix .. ':document:' .. name)
 end
 
--- Those that have the least time left make room. Lists that do not agree, as Redis has evicted one, begin anew.
+-- Deletes the documents with the least time left until `size` bytes fit. If Redis has evicted one of the two lists, they
+-- disagree: then the byte counts are reset.
 local function make_room(size, max_bytes)
   while tonumber(redis.call('HGET', sizes, 'total') or 0) + size > max_bytes do
     local oldest = redis.call('ZRANGE', names, 0, 0)[1]

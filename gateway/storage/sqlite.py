@@ -1,8 +1,9 @@
-"""The state of one machine in one file: budgets and keys survive a restart, and several processes may share it.
+"""The storage engine for one machine: one SQLite file, which survives restarts and which several processes may share.
 
-What is asked while a transaction is under way is gathered and becomes the next one (group commit), so the price of a
-commit is shared. Counters may lose the last moments when the power fails, as the ledger has what was billed. What
-reservations do to the tables is in `sqlite_reservations`, what documents do in `sqlite_documents`.
+Operations that arrive while a transaction runs are queued and form the next one (group commit), so they share the cost
+of a commit. `SqliteFile` runs the transactions in its thread. `sqlite_reservations` and `sqlite_documents` have the
+SQL of reservations and documents; this module has the rest, and the schema. A power failure may lose the last moments
+of the counters. That is acceptable, since the ledger has what was billed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from gateway.storage.base import (
 from gateway.storage.micro_batcher import MicroBatcher
 from gateway.storage.sqlite_file import SqliteFile, in_transaction
 
-BUSY_SHARE = 0.8  # of an operation's time is spent on waiting for other writers: less than all, to tell the reason
+BUSY_SHARE = 0.8  # of an operation's timeout may pass waiting for other writers; the rest lets it report that reason
 SWEEP_SECONDS = 10.0
 
 TABLES = """
@@ -62,7 +63,7 @@ CREATE TABLE keys (id TEXT PRIMARY KEY, record BLOB NOT NULL) WITHOUT ROWID;
 """
 REPLICAS = "CREATE TABLE replicas (owner TEXT PRIMARY KEY, seen_at REAL NOT NULL) WITHOUT ROWID;\n"
 NOTICES = "CREATE TABLE notices (number INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL);\n"
-SCHEMAS = (TABLES, REPLICAS, NOTICES, documents.TABLES)  # what each version added
+SCHEMAS = (TABLES, REPLICAS, NOTICES, documents.TABLES)  # what each schema version added; never change an old one
 
 _Work = Callable[[sqlite3.Connection], Any]
 
@@ -71,8 +72,11 @@ _decode_key = msgspec.msgpack.Decoder(KeyRecord).decode
 
 
 class SqliteStorage:
-    """`sqlite:///relative.db` or `sqlite:////absolute.db`. `clock` only ages blobs and documents, and dates the
-    opening."""
+    """`sqlite:///relative.db` or `sqlite:////absolute.db`.
+
+    `clock` ages blobs and documents, and is the time at which `open` ends the owner's leases. Every other operation
+    uses its caller's `now`. `blob_bytes` and `document_bytes` bound the blobs and the documents in the file.
+    """
 
     is_shared: ClassVar[bool] = True
 
@@ -88,7 +92,7 @@ class SqliteStorage:
     ) -> None:
         path = url.removeprefix("sqlite:///")
         if path == url or not path:
-            raise ValueError("storage URL: SQLite needs a path, as in sqlite:///warmpath.db or sqlite:////var/lib/w.db")
+            raise ValueError("storage URL: SQLite needs a path: sqlite:///relative.db or sqlite:////absolute.db")
         self._owner = owner
         self._blob_bytes = blob_bytes
         self._document_bytes = document_bytes
@@ -107,38 +111,43 @@ class SqliteStorage:
         )
 
     async def open(self) -> None:
+        """Open the file, and end the leases that this owner's previous process has left."""
         if await self._file.open() and self._owner:
             await self.expire_leases(self._owner, now=self._clock())
 
     async def close(self) -> None:
+        """Finish the transactions in flight and close the file."""
         await self._transactions.drain()
         await self._file.close()
 
     async def _run(self, batch: Sequence[_Work]) -> Sequence[Any]:
-        return await self._file.do(partial(in_transaction, partial(self._all, batch)))
+        return await self._file.run(partial(in_transaction, partial(self._run_batch, batch)))
 
-    def _all(self, batch: Sequence[_Work], db: sqlite3.Connection) -> list[Any]:
-        """What each answers. A ValueError is one caller's own, and is raised before it writes."""
+    def _run_batch(self, batch: Sequence[_Work], db: sqlite3.Connection) -> list[Any]:
+        """Each operation's result. A `ValueError` concerns one caller only, and is raised before its operation writes.
+
+        Any other exception rolls back the whole batch.
+        """
         now = self._clock()
         if not self._next_document_sweep - SWEEP_SECONDS <= now < self._next_document_sweep:
             self._next_document_sweep = now + SWEEP_SECONDS
-            documents.sweep(now, db)  # whatever is asked for: nobody's words are kept beyond their time
-        answers: list[Any] = []
+            documents.sweep(now, db)  # in any batch, so that tenants' contents are deleted soon after they expire
+        results: list[Any] = []
         for work in batch:
             try:
-                answers.append(work(db))
+                results.append(work(db))
             except ValueError as error:
-                answers.append(error)
-        return answers
+                results.append(error)
+        return results
 
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> Grant | Rejection:
         check_charges(reservation_id, charges)
-        verdict: Grant | Rejection = await self._transactions.submit(
+        outcome: Grant | Rejection = await self._transactions.submit(
             partial(self._reserve, reservation_id, charges, lease_seconds, now)
         )
-        return verdict
+        return outcome
 
     def _reserve(
         self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float, db: sqlite3.Connection
@@ -160,14 +169,14 @@ class SqliteStorage:
         return rooms
 
     async def extend_lease(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
-        held: bool = await self._transactions.submit(
+        extended: bool = await self._transactions.submit(
             partial(reservations.extend_lease, reservation_id, lease_seconds, now)
         )
-        return held
+        return extended
 
     async def release_slots(self, reservation_id: str, *, now: float) -> bool:
-        left: bool = await self._transactions.submit(partial(reservations.release_slots, reservation_id, now))
-        return left
+        freed: bool = await self._transactions.submit(partial(reservations.release_slots, reservation_id, now))
+        return freed
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
         ended: bool = await self._transactions.submit(partial(reservations.settle, reservation_id, actual, now))
@@ -182,7 +191,7 @@ class SqliteStorage:
         return replicas
 
     def _sweep(self, now: float, db: sqlite3.Connection) -> None:
-        """What is over is ignored wherever it is read; this only keeps the file small."""
+        """Delete expired rows. Every read ignores them, so this only keeps the file small."""
         self._next_sweep = now + SWEEP_SECONDS
         db.execute("DELETE FROM holds WHERE expires_at <= ?", (now,))
         db.execute("DELETE FROM reservations WHERE forget_at <= ?", (now,))
@@ -203,8 +212,8 @@ class SqliteStorage:
     ) -> bool:
         bounds = documents.Bounds(max_bytes, self._document_bytes)
         work = partial(documents.put, tenant, name, document, ttl_seconds, self._clock(), bounds)
-        kept: bool = await self._transactions.submit(work)
-        return kept
+        stored: bool = await self._transactions.submit(work)
+        return stored
 
     async def get_document(self, tenant: str, name: str) -> Document | None:
         found: Document | None = await self._transactions.submit(partial(documents.get, tenant, name, self._clock()))
@@ -241,8 +250,9 @@ class SqliteStorage:
         rows = await self._transactions.submit(lambda db: db.execute(query).fetchall())
         return [_decode_key(record) for (record,) in rows]
 
-    async def publish_and_read(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
-        rows: list[tuple[int, bytes]] = await self._transactions.submit(partial(_exchange, notice, int(after or 0)))
+    async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
+        work = partial(_publish_and_read, message, int(after or 0))
+        rows: list[tuple[int, bytes]] = await self._transactions.submit(work)
         return [body for _, body in rows], str(rows[-1][0]) if rows else after
 
 
@@ -253,9 +263,9 @@ def _count_replicas(owner: str, since: float, now: float, db: sqlite3.Connection
     return int(db.execute("SELECT count(*) FROM replicas").fetchone()[0])
 
 
-def _exchange(notice: bytes, after: int, db: sqlite3.Connection) -> list[tuple[int, bytes]]:
-    if notice:
-        number = db.execute("INSERT INTO notices (body) VALUES (?)", (notice,)).lastrowid or 0
+def _publish_and_read(message: bytes, after: int, db: sqlite3.Connection) -> list[tuple[int, bytes]]:
+    if message:
+        number = db.execute("INSERT INTO notices (body) VALUES (?)", (message,)).lastrowid or 0
         db.execute("DELETE FROM notices WHERE number <= ?", (number - PEER_MESSAGES_KEPT,))
     query = "SELECT number, body FROM notices WHERE number > ? ORDER BY number LIMIT ?"
     return db.execute(query, (after, PEER_MESSAGES_PER_READ)).fetchall()
@@ -275,8 +285,8 @@ def _get_blob(key: str, now: float, db: sqlite3.Connection) -> bytes | None:
 
 
 def _put_blob(key: str, value: bytes, expires_at: float, blob_bytes: int, db: sqlite3.Connection) -> None:
-    """The oldest make room. A new row's id is one more than the highest, so they are those with the lowest."""
-    db.execute("DELETE FROM blobs WHERE key = ?", (key,))  # a REPLACE would not fire the trigger
+    """Store a blob, and delete the oldest ones beyond `blob_bytes`: those with the lowest rowids, which only grow."""
+    db.execute("DELETE FROM blobs WHERE key = ?", (key,))  # a REPLACE would not fire the DELETE trigger
     if len(key.encode()) + len(value) > blob_bytes:
         return
     db.execute("INSERT INTO blobs VALUES (?, ?, ?)", (key, value, expires_at))
@@ -285,11 +295,11 @@ def _put_blob(key: str, value: bytes, expires_at: float, blob_bytes: int, db: sq
 
 
 def _statements(script: str) -> list[str]:
-    """`executescript` commits first, and so can not be part of a transaction."""
-    statements, begun = [], ""
+    """A script's statements, one by one: `executescript` commits first, so it cannot be part of a transaction."""
+    statements, statement = [], ""
     for line in script.splitlines(keepends=True):
-        begun += line
-        if sqlite3.complete_statement(begun):
-            statements.append(begun)
-            begun = ""
+        statement += line
+        if sqlite3.complete_statement(statement):
+            statements.append(statement)
+            statement = ""
     return statements

@@ -1,6 +1,7 @@
 """The documents in a SQLite file: what each operation does to the tables, inside a transaction.
 
-Numbers only grow, so that the oldest of a tenant is the one with the lowest. Triggers count each tenant's bytes.
+Functions without an underscore implement `DocumentStore` in `gateway.storage.base`. Row numbers only grow, so a
+tenant's oldest document has its lowest number. Triggers count each tenant's bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ END;
 
 
 class Bounds(NamedTuple):
-    """Bytes, of the tenant's documents and of all."""
+    """The bounds on a put, in bytes: of the tenant's documents, and of all documents in the engine."""
 
     tenant: int
     engine: int
@@ -43,7 +44,8 @@ class Bounds(NamedTuple):
 def put(
     tenant: str, name: str, document: Document, ttl_seconds: float, now: float, bounds: Bounds, db: sqlite3.Connection
 ) -> bool:
-    db.execute("DELETE FROM documents WHERE tenant = ? AND name = ?", (tenant, name))  # a REPLACE fires no trigger
+    """Store or replace a document. Deletes the oldest until both bounds hold. False if it alone exceeds one."""
+    db.execute("DELETE FROM documents WHERE tenant = ? AND name = ?", (tenant, name))  # REPLACE fires no trigger
     if len(name.encode()) + len(document.head) + len(document.body) > min(bounds):
         return False
     db.execute(
@@ -64,20 +66,22 @@ def _drop_oldest(tenant: str, db: sqlite3.Connection) -> None:
 
 
 def get(tenant: str, name: str, now: float, db: sqlite3.Connection) -> Document | None:
+    """None if there is no such document, or it has expired."""
     query = "SELECT head, body FROM documents WHERE tenant = ? AND name = ? AND expires_at > ?"
     row = db.execute(query, (tenant, name, now)).fetchone()
     return None if row is None else Document(*row)
 
 
 def heads(tenant: str, names: Sequence[str], now: float, db: sqlite3.Connection) -> list[bytes | None]:
-    marks = ", ".join("?" * len(names))
-    query = f"SELECT name, head FROM documents WHERE tenant = ? AND name IN ({marks}) AND expires_at > ?"
+    """The heads in the order of `names`; None for a document that does not exist."""
+    placeholders = ", ".join("?" * len(names))
+    query = f"SELECT name, head FROM documents WHERE tenant = ? AND name IN ({placeholders}) AND expires_at > ?"
     found = dict(db.execute(query, (tenant, *names, now)).fetchall())
     return [found.get(name) for name in names]
 
 
 def delete(tenant: str, name: str, now: float, db: sqlite3.Connection) -> bool:
-    """False also of one whose time was over."""
+    """False if the document does not exist, or had expired."""
     query = "SELECT number, expires_at FROM documents WHERE tenant = ? AND name = ?"
     number, expires_at = db.execute(query, (tenant, name)).fetchone() or (None, 0.0)
     db.execute("DELETE FROM documents WHERE number = ?", (number,))
@@ -85,11 +89,12 @@ def delete(tenant: str, name: str, now: float, db: sqlite3.Connection) -> bool:
 
 
 def delete_some(tenant: str, db: sqlite3.Connection) -> int:
+    """Delete up to `DELETE_BATCH_SIZE` documents of a tenant. Returns how many."""
     some = "SELECT number FROM documents WHERE tenant = ? LIMIT ?"
     return db.execute(f"DELETE FROM documents WHERE number IN ({some})", (tenant, DELETE_BATCH_SIZE)).rowcount
 
 
 def sweep(now: float, db: sqlite3.Connection) -> None:
-    """What is over is ignored wherever it is read, and is to be nowhere soon after."""
-    over = "SELECT number FROM documents WHERE expires_at <= ? LIMIT ?"
-    db.execute(f"DELETE FROM documents WHERE number IN ({over})", (now, DELETE_BATCH_SIZE))
+    """Delete up to `DELETE_BATCH_SIZE` expired documents. Reads ignore them, but they must not stay in the file."""
+    expired = "SELECT number FROM documents WHERE expires_at <= ? LIMIT ?"
+    db.execute(f"DELETE FROM documents WHERE number IN ({expired})", (now, DELETE_BATCH_SIZE))

@@ -1,8 +1,8 @@
-"""One SQLite file that several processes of a machine may share: its schema, and the thread that owns the connection.
+"""A SQLite file that several processes of one machine may share: its schema, and the thread that owns the connection.
 
-`BEGIN IMMEDIATE` makes a transaction the only writer of all processes. With WAL and `synchronous=NORMAL` a killed
-process loses nothing that was answered, and a power cut the last moments; `FULL` costs an fsync each time, and loses
-nothing.
+Transactions start with `BEGIN IMMEDIATE`, so each is the only writer among all processes. The journal mode is WAL. With
+`synchronous=NORMAL`, a killed process loses nothing that was committed, and a power failure may lose the last moments.
+`FULL` costs an fsync per transaction and loses nothing. The storage engine and the Batch API's store use it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from typing import Literal, TypeVar
 
 from gateway.core.errors import StorageUnavailable
 
-OPEN_TIMEOUT_SECONDS = 5.0  # another process may be making the schema
-LOOK_AGAIN_SECONDS = 0.02
+OPEN_TIMEOUT_SECONDS = 5.0  # another process may be creating the schema
+WAL_RETRY_SECONDS = 0.02
 
-Answer = TypeVar("Answer")
+WorkResult = TypeVar("WorkResult")
 
 
 class SqliteFile:
-    """`schemas` has the statements that each version of the schema added. Other processes' transactions are waited for
-    `busy_seconds` long. `name` is the thread's.
+    """One connection to a SQLite file, used from one thread named `name`.
+
+    `schemas` has the statements that each schema version added. A transaction waits up to `busy_seconds` for those of
+    other processes.
     """
 
     def __init__(
@@ -43,10 +45,10 @@ class SqliteFile:
         self._synchronous = synchronous
         self._busy_seconds = busy_seconds
         self._thread: ThreadPoolExecutor | None = None
-        self._connection: sqlite3.Connection | None = None  # the thread's alone
+        self._connection: sqlite3.Connection | None = None  # used by the thread only
 
     async def open(self) -> bool:
-        """False where it was open. Raises `StorageUnavailable`."""
+        """Open the file and bring its schema up to date. False if it is open already. Raises `StorageUnavailable`."""
         if self._thread is not None:
             return False
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
@@ -54,24 +56,25 @@ class SqliteFile:
             await asyncio.get_running_loop().run_in_executor(thread, self._connect)
         except (OSError, sqlite3.Error) as error:
             thread.shutdown(wait=False)
-            raise StorageUnavailable(f"the SQLite file {self._path} can not be opened: {error}") from error
+            raise StorageUnavailable(f"the SQLite file {self._path} cannot be opened: {error}") from error
         self._thread = thread
         return True
 
     async def close(self) -> None:
-        """Safe to call twice."""
+        """Close the connection and end the thread. Idempotent."""
         if self._thread is not None:
             thread, self._thread = self._thread, None
             await asyncio.get_running_loop().run_in_executor(thread, self._disconnect)
             thread.shutdown(wait=False)
 
-    async def do(self, work: Callable[[sqlite3.Connection], Answer]) -> Answer:
-        """What `work` answers, which runs in the thread. A transaction that it leaves open is rolled back. Raises
-        `StorageUnavailable`, and what `work` raises.
+    async def run(self, work: Callable[[sqlite3.Connection], WorkResult]) -> WorkResult:
+        """Run `work` in the thread and return its result. A transaction that it leaves open is rolled back.
+
+        Raises `StorageUnavailable` for errors of SQLite, and whatever else `work` raises.
         """
         if self._thread is None:
             raise StorageUnavailable(f"the SQLite file {self._path} is not open")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._work, work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
 
     def _connect(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +85,9 @@ class SqliteFile:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if version > len(self._schemas):
             db.close()
-            raise sqlite3.DatabaseError(f"its schema has version {version}, this program knows {len(self._schemas)}")
+            raise sqlite3.DatabaseError(
+                f"its schema version is {version}, but this program supports only up to {len(self._schemas)}"
+            )
         for statements in self._schemas[version:]:
             for statement in statements:
                 db.execute(statement)
@@ -96,22 +101,23 @@ class SqliteFile:
             self._connection.close()
             self._connection = None
 
-    def _work(self, work: Callable[[sqlite3.Connection], Answer]) -> Answer:
+    def _run(self, work: Callable[[sqlite3.Connection], WorkResult]) -> WorkResult:
         db = self._connection
         if db is None:
             raise StorageUnavailable(f"the SQLite file {self._path} is not open")
         try:
             return work(db)
         except sqlite3.Error as error:
-            raise StorageUnavailable(f"the SQLite file {self._path} can not be used: {error}") from error
+            raise StorageUnavailable(f"the SQLite file {self._path} cannot be used: {error}") from error
         finally:
             if db.in_transaction:
                 db.execute("ROLLBACK")
 
 
 def _use_wal(db: sqlite3.Connection) -> None:
-    """The one statement for which SQLite does not wait by itself: while another process changes the mode, or looks
-    through a log that was left behind, it is refused at once.
+    """Switch to WAL. SQLite's busy timeout does not cover this statement, so it is retried here.
+
+    It fails at once while another process changes the mode, or recovers a log that a process left behind.
     """
     until = time.monotonic() + OPEN_TIMEOUT_SECONDS
     while True:
@@ -121,11 +127,12 @@ def _use_wal(db: sqlite3.Connection) -> None:
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
                 raise
-        time.sleep(LOOK_AGAIN_SECONDS)
+        time.sleep(WAL_RETRY_SECONDS)
 
 
-def in_transaction(work: Callable[[sqlite3.Connection], Answer], db: sqlite3.Connection) -> Answer:
+def in_transaction(work: Callable[[sqlite3.Connection], WorkResult], db: sqlite3.Connection) -> WorkResult:
+    """Run `work` in a write transaction. If it raises, `SqliteFile.run` rolls back."""
     db.execute("BEGIN IMMEDIATE")
-    answer = work(db)
+    result = work(db)
     db.execute("COMMIT")
-    return answer
+    return result

@@ -27,16 +27,16 @@ from gateway.storage.evaluation import evaluate_account, evaluate_rate, room_bef
 from gateway.storage.leaky_bucket import LeakyBucket, State
 
 
-class _Taken(msgspec.Struct, array_like=True):
-    """A charge as a reservation keeps it."""
+class _TakenCharge(msgspec.Struct, array_like=True):
+    """A charge as a reservation's row stores it."""
 
     charge: Charge
-    poured_at: float  # of a rate; 0 for the others
+    poured_at: float  # of a rate; 0 for the other charges
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_bucket = msgspec.msgpack.Decoder(State).decode
-_decode_taken = msgspec.msgpack.Decoder(list[_Taken]).decode
+_decode_taken = msgspec.msgpack.Decoder(list[_TakenCharge]).decode
 
 
 def reserve(
@@ -44,14 +44,14 @@ def reserve(
 ) -> Grant | Rejection:
     if _is_open(reservation_id, db):
         raise ValueError(f"reservation {reservation_id} is already open")
-    remaining: list[int] = []
+    left_of_each: list[int] = []
     for index, charge in enumerate(charges):
-        left = _verdict(index, charge, now, db)
+        left = _evaluate(index, charge, now, db)
         if isinstance(left, Rejection):
             return left
-        remaining.append(left)
+        left_of_each.append(left)
     _hold(reservation_id, charges, owner, lease_seconds, now, db)
-    return Grant(tuple(remaining))
+    return Grant(tuple(left_of_each))
 
 
 def force_reserve(
@@ -62,7 +62,7 @@ def force_reserve(
 
 
 def remaining(charges: Sequence[Charge], now: float, db: sqlite3.Connection) -> tuple[int, ...]:
-    return tuple([room_before(charge, _verdict(0, charge, now, db)) for charge in charges])
+    return tuple([room_before(charge, _evaluate(0, charge, now, db)) for charge in charges])
 
 
 def extend_lease(reservation_id: str, lease_seconds: float, now: float, db: sqlite3.Connection) -> bool:
@@ -86,8 +86,8 @@ def release_slots(reservation_id: str, now: float, db: sqlite3.Connection) -> bo
     row = db.execute(query, (reservation_id, now)).fetchone()
     taken = [] if row is None else _decode_taken(row[0])
     query = "DELETE FROM holds WHERE key = ? AND reservation = ?"
-    places = [each.charge.key for each in taken if isinstance(each.charge, SlotCharge)]
-    return sum(db.execute(query, (key, reservation_id)).rowcount for key in places) > 0
+    slots = [each.charge.key for each in taken if isinstance(each.charge, SlotCharge)]
+    return sum(db.execute(query, (key, reservation_id)).rowcount for key in slots) > 0
 
 
 def settle(reservation_id: str, actual: Sequence[int], now: float, db: sqlite3.Connection) -> bool:
@@ -125,7 +125,7 @@ def _is_open(reservation_id: str, db: sqlite3.Connection) -> bool:
     return db.execute("SELECT 1 FROM reservations WHERE id = ?", (reservation_id,)).fetchone() is not None
 
 
-def _verdict(index: int, charge: Charge, now: float, db: sqlite3.Connection) -> int | Rejection:
+def _evaluate(index: int, charge: Charge, now: float, db: sqlite3.Connection) -> int | Rejection:
     if isinstance(charge, RateCharge):
         return evaluate_rate(index, charge, _bucket(charge.key, db), now)
     account = db.execute("SELECT spent FROM accounts WHERE key = ? AND forget_at > ?", (charge.key, now)).fetchone()
@@ -138,7 +138,7 @@ def _hold(
     reservation_id: str, charges: Sequence[Charge], owner: str, lease_seconds: float, now: float, db: sqlite3.Connection
 ) -> None:
     expires_at = now + lease_seconds
-    taken = [_Taken(charge, _take(reservation_id, charge, expires_at, now, db)) for charge in charges]
+    taken = [_TakenCharge(charge, _take(reservation_id, charge, expires_at, now, db)) for charge in charges]
     db.execute(
         "INSERT INTO reservations VALUES (?, ?, ?, ?, ?)",
         (reservation_id, owner, _encode(taken), expires_at, expires_at + REMEMBER_SECONDS),
@@ -146,6 +146,7 @@ def _hold(
 
 
 def _take(reservation_id: str, charge: Charge, expires_at: float, now: float, db: sqlite3.Connection) -> float:
+    """Take one charge. Returns the time at which a rate was poured in; 0 for the other charges."""
     if isinstance(charge, RateCharge):
         bucket = _bucket(charge.key, db)
         bucket.pour(charge.amount, charge, now)

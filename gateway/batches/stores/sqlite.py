@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.batches.records import Batch, File, LineResult, new_id
 from gateway.batches.stores.base import CHUNK_BYTES, UNFINISHED_SECONDS, Change
-from gateway.storage.sqlite_file import Answer, SqliteFile, in_transaction
+from gateway.storage.sqlite_file import SqliteFile, WorkResult, in_transaction
 
 BUSY_SECONDS = 5.0  # how long to wait for the transaction of another process
 
@@ -61,8 +61,8 @@ class SqliteBatchStore:
     async def close(self) -> None:
         await self._file.close()
 
-    async def _do(self, work: Callable[[sqlite3.Connection], Answer], *, writes: bool = True) -> Answer:
-        return await self._file.do(partial(in_transaction, work) if writes else work)
+    async def _do(self, work: Callable[[sqlite3.Connection], WorkResult], *, writes: bool = True) -> WorkResult:
+        return await self._file.run(partial(in_transaction, work) if writes else work)
 
     # Contents
 

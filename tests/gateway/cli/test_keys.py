@@ -123,7 +123,7 @@ def test_another_pepper_makes_no_key_until_that_is_what_is_wanted(warmpath: Warm
         (("--id", "A-b"), "a key id has 1 to 63 characters of a-z"),
         (("--expires", "soon"), "a duration is a number and a unit"),
         (("--expires", "99999999999d"), "at most a hundred years"),
-        (("--storage", "dbase://x"), "the scheme of 'dbase://...' is not known"),
+        (("--storage", "dbase://x"), "unknown scheme in 'dbase://...'"),
     ],
 )
 def test_misuse_of_create(warmpath: Warmpath, url: str, options: tuple[str, ...], complaint: str) -> None:

@@ -1,4 +1,4 @@
-"""What only the SQLite engine can do or suffer."""
+"""The SQLite engine: restarts, group commit, other processes, sweeps, and files that it cannot use."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ NOW = 1_800_000_000.0
 
 
 def storage_in(folder: Path, *, timeout_seconds: float = 60.0) -> SqliteStorage:
-    """Patient by default: a busy machine is not what is tested."""
+    """A storage with a long timeout by default: these tests must not fail on a busy machine."""
     return SqliteStorage(f"sqlite:///{folder / 'deep' / 'state.db'}", timeout_seconds=timeout_seconds)
 
 
-async def test_budgets_keys_and_answers_survive_a_restart(tmp_path: Path) -> None:
+async def test_budgets_keys_and_blobs_survive_a_restart(tmp_path: Path) -> None:
     charge = SpendCharge("t/budget/2026-11", 60, 100, 86_400.0)
     record = KeyRecord("id", "t", "hmac-sha256:00", "2026-11-20T00:00:00Z")
     first = storage_in(tmp_path)
@@ -50,7 +50,7 @@ async def test_budgets_keys_and_answers_survive_a_restart(tmp_path: Path) -> Non
     await second.close()
 
 
-async def test_a_group_of_calls_is_one_transaction(tmp_path: Path) -> None:
+async def test_concurrent_operations_form_one_transaction(tmp_path: Path) -> None:
     storage = storage_in(tmp_path)
     await storage.open()
     statements: list[str] = []
@@ -62,21 +62,21 @@ async def test_a_group_of_calls_is_one_transaction(tmp_path: Path) -> None:
     await storage.close()
 
 
-async def test_a_file_that_another_one_writes_to_for_long_is_unavailable(tmp_path: Path) -> None:
+async def test_a_file_locked_by_another_writer_is_unavailable(tmp_path: Path) -> None:
     storage = storage_in(tmp_path, timeout_seconds=OPERATION_TIMEOUT_SECONDS)
     await storage.open()
-    place = SlotCharge("t/concurrency", 2)  # what was not answered may yet have been done
+    slot = SlotCharge("t/concurrency", 2)  # two, since a reservation that timed out may still have taken effect
     other = sqlite3.connect(tmp_path / "deep" / "state.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(StorageUnavailable, match=r"locked|did not answer"):
-        await storage.reserve("t/a", [place], lease_seconds=30.0, now=NOW)
+        await storage.reserve("t/a", [slot], lease_seconds=30.0, now=NOW)
     other.execute("ROLLBACK")
     other.close()
-    assert isinstance(await storage.reserve("t/b", [place], lease_seconds=30.0, now=NOW), Grant)
+    assert isinstance(await storage.reserve("t/b", [slot], lease_seconds=30.0, now=NOW), Grant)
     await storage.close()
 
 
-async def test_a_mistake_does_not_spoil_the_transaction_it_is_in(tmp_path: Path) -> None:
+async def test_a_value_error_does_not_roll_back_the_rest_of_its_transaction(tmp_path: Path) -> None:
     storage = storage_in(tmp_path)
     await storage.open()
     charge = RateCharge("t/requests", 1, 10, 60.0)
@@ -90,7 +90,7 @@ async def test_a_mistake_does_not_spoil_the_transaction_it_is_in(tmp_path: Path)
     await storage.close()
 
 
-async def test_what_is_over_leaves_the_file(tmp_path: Path) -> None:
+async def test_expired_rows_are_deleted_from_the_file(tmp_path: Path) -> None:
     now = NOW
     storage = SqliteStorage(f"sqlite:///{tmp_path / 'deep' / 'state.db'}", owner="me", clock=lambda: now)
     await storage.open()
@@ -115,23 +115,23 @@ async def test_what_is_over_leaves_the_file(tmp_path: Path) -> None:
     file.close()
 
 
-async def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+async def test_a_file_that_is_not_a_database_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     path.write_text("This is not a database, but it is long enough to be taken for one." * 100)
     with pytest.raises(StorageUnavailable, match="not a database"):
         await SqliteStorage(f"sqlite:///{path}").open()
 
 
-async def test_a_file_of_another_version(tmp_path: Path) -> None:
+async def test_a_file_of_a_later_schema_version_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     with sqlite3.connect(path) as file:
         file.execute(f"PRAGMA user_version = {len(SCHEMAS) + 1}")
     file.close()
-    with pytest.raises(StorageUnavailable, match=f"version {len(SCHEMAS) + 1}, this program knows"):
+    with pytest.raises(StorageUnavailable, match=f"version is {len(SCHEMAS) + 1}, but this program supports"):
         await SqliteStorage(f"sqlite:///{path}").open()
 
 
-async def test_a_file_of_an_earlier_version_is_brought_up_to_date(tmp_path: Path) -> None:
+async def test_a_file_of_an_earlier_schema_version_is_migrated(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "state.db"
     path.parent.mkdir()
     with sqlite3.connect(path) as file:
@@ -145,12 +145,12 @@ async def test_a_file_of_an_earlier_version_is_brought_up_to_date(tmp_path: Path
     await storage.close()
 
 
-async def test_not_open(tmp_path: Path) -> None:
+async def test_a_storage_that_is_not_open_is_unavailable(tmp_path: Path) -> None:
     with pytest.raises(StorageUnavailable, match="not open"):
         await storage_in(tmp_path).get("anything")
 
 
-async def test_a_replica_that_was_seen_by_a_later_clock_is_not_counted_for_ever(tmp_path: Path) -> None:
+async def test_a_replica_seen_before_the_clock_was_set_back_is_not_counted(tmp_path: Path) -> None:
     one, other = (SqliteStorage(f"sqlite:///{tmp_path / 'state.db'}", owner=owner) for owner in ("one", "other"))
     for each in (one, other):
         await each.open()
@@ -162,7 +162,7 @@ async def test_a_replica_that_was_seen_by_a_later_clock_is_not_counted_for_ever(
         await each.close()
 
 
-async def test_documents_whose_time_is_over_leave_the_file_whatever_is_asked_for(tmp_path: Path) -> None:
+async def test_any_operation_deletes_expired_documents_from_the_file(tmp_path: Path) -> None:
     now = NOW
     path = tmp_path / "state.db"
     storage = SqliteStorage(f"sqlite:///{path}", timeout_seconds=60.0, clock=lambda: now)

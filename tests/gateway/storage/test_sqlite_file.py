@@ -1,4 +1,4 @@
-"""A file that another process of the machine is just making."""
+"""SqliteFile: several processes create one file at the same time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _open_all(folder: Path, together: Barrier) -> None:
         asyncio.run(open_and_close(number))
 
 
-def test_several_processes_open_a_new_file_in_the_same_moment(tmp_path: Path) -> None:
+def test_several_processes_can_create_a_file_at_the_same_time(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     together = spawn.Barrier(PROCESSES)
     processes = [spawn.Process(target=_open_all, args=(tmp_path, together)) for _ in range(PROCESSES)]
