@@ -1,4 +1,4 @@
-"""A real redis-server of the test's own: on a Unix socket in a temporary folder, so that no port can be taken."""
+"""A real redis-server for tests, on a Unix socket in a temporary folder, so that it needs no port."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_SECONDS = 20.0
 
 
 class RedisServer:
-    """`stop`, `start` again, `freeze` and `thaw` at will; what is stored is kept over a restart only with `durable`."""
+    """A redis-server that tests can stop, restart, freeze and thaw. Its data survives a restart only if `durable`."""
 
     def __init__(self, folder: Path, *, durable: bool = False, cluster: bool = False) -> None:
         self.socket = folder / "redis.sock"
@@ -38,12 +38,12 @@ class RedisServer:
                 with self.client() as client:
                     client.ping()
                 return
-            except redis.RedisError:  # not yet listening, or still loading
+            except redis.RedisError:  # not listening yet, or still loading its data
                 time.sleep(0.01)
         raise RuntimeError("redis-server did not start: see its log beside the socket")
 
     def stop(self) -> None:
-        """As a crash would: SIGKILL."""
+        """Kill the server by SIGKILL, as in a crash."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -59,12 +59,12 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def client(self) -> redis.Redis:
-        """A plain client, to look at what is stored."""
+        """A plain client, with which tests inspect the stored keys."""
         return redis.Redis(unix_socket_path=str(self.socket))
 
 
 def _ports_of_a_cluster() -> list[str]:
-    """A cluster's node can not do without; nobody connects to them."""
+    """Ports for a cluster node, which Redis requires. No client connects to them."""
     with socket.socket() as one, socket.socket() as other:
         for free in (one, other):
             free.bind(("127.0.0.1", 0))
@@ -85,11 +85,11 @@ def start_redis(*, durable: bool = False, cluster: bool = False) -> Iterator[Red
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    """Shared by all tests that do it no harm; each takes tenants of its own."""
+    """One server for all tests that neither stop nor freeze it. Each test uses its own tenants."""
     yield from start_redis()
 
 
 @pytest.fixture
 def own_redis_server() -> Iterator[RedisServer]:
-    """For a test that stops or freezes it."""
+    """A durable server for one test, which may stop or freeze it."""
     yield from start_redis(durable=True)

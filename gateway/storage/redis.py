@@ -1,14 +1,13 @@
-"""The state that several gateways share: Redis 7, Valkey, or one that understands their scripts.
+"""The storage engine that several gateways share: Redis 7, Valkey, or another server that runs their Lua scripts.
 
-Each reservation and each settlement is one call of one Lua script (`redis.lua`), so it is atomic for all replicas, and
-the replicas need no common clock: the server's time decides, a caller's `now` does not. Calls of one event-loop tick
-travel as one pipeline; redis-py's price per call falls from 80 to 30 microseconds by that. All keys of a tenant have
-one hash tag, so a cluster keeps them together.
+Each reservation and each settlement is one call of a Lua script (`redis.lua`), so it is atomic for all replicas. The
+replicas need no common clock: Redis's time decides, and a caller's `now` is ignored. Calls of one event-loop tick are
+sent as one pipeline, which lowers redis-py's CPU cost per call from 80 to 30 microseconds. All keys of a tenant have
+one hash tag, so a cluster stores them on one node.
 
-Redis must keep what it is told: `appendonly yes` for budgets to survive its restart, and a `maxmemory-policy` that
-evicts nothing but what expires, and that is `volatile-ttl`, where the response cache is kept here too. Documents have
-more time left than anything else: before Redis evicts any, it has evicted what limits are counted by. Their bounds
-must leave it room.
+Redis must persist its data and evict only what expires. Set `appendonly yes`, so that budgets survive a restart. Set
+`maxmemory-policy volatile-ttl` if the response cache is in the same Redis. Documents live longer than everything else,
+so Redis evicts the counters of limits before any document. Their bounds must leave it enough memory.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ from gateway.storage.base import (
 )
 from gateway.storage.micro_batcher import MicroBatcher
 
-MAX_PIPELINES = 4  # connections, too
-MAX_TOLD_TENANTS = 10_000
-TELL_TENANT_SECONDS = 3600.0
+MAX_PIPELINES = 4  # in flight, each on its own connection
+MAX_REGISTERED_TENANTS = 10_000  # whose registration a process remembers
+REGISTER_TENANT_SECONDS = 3600.0
 SCRIPT = Path(__file__).with_name("redis.lua").read_text()
-SCRIPT_SHA1 = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()  # how Redis names it
+SCRIPT_SHA1 = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()  # EVALSHA's name for the script
 KEYS_KEY = "wp:{keys}"
 NOTICES_KEY = "wp:{notices}"
-REPLICAS = "/"  # in the place of a tenant; no tenant is called so, as the name of one is quoted whole
+REPLICAS = "/"  # used as a tenant for the replicas' keys; no tenant has this name, since names are quoted completely
 CHANGE_KEY = """
 local kept = redis.call('HGET', KEYS[1], ARGV[1])
 local revision = kept and tostring(cjson.decode(kept).revision or 0) or ''
@@ -83,8 +82,8 @@ _decode_key = msgspec.json.Decoder(KeyRecord).decode
 class RedisStorage:
     """`redis://host:port/db`, `rediss://`, or `unix:///path/to.sock`.
 
-    `clock="caller"` believes each caller's `now` instead of the server's time: only for tests that make time pass.
-    `blob_bytes` bounds one blob, `document_bytes` one document; all together are bounded by the server's `maxmemory`.
+    `blob_bytes` bounds one blob and `document_bytes` one document. All of them together are bounded by Redis's
+    `maxmemory`. `clock="caller"` uses each caller's `now` instead of Redis's time, for tests that make time pass.
     """
 
     is_shared: ClassVar[bool] = True
@@ -97,13 +96,13 @@ class RedisStorage:
         blob_bytes: int = DEFAULT_BLOB_BYTES,
         document_bytes: int = DEFAULT_DOCUMENT_BYTES,
         timeout_seconds: float = OPERATION_TIMEOUT_SECONDS,
-        clock: Literal["deployment", "caller"] = "deployment",
+        clock: Literal["server", "caller"] = "server",
     ) -> None:
         self._client: Redis = Redis.from_url(
             url,
             protocol=2,
             max_connections=MAX_PIPELINES,
-            # One bound for the whole pipeline is set around it; and what may have been done is not done again.
+            # `_run` sets one timeout for the whole pipeline. No retries: the commands may have taken effect.
             socket_timeout=None,
             socket_connect_timeout=None,
             retry=Retry(NoBackoff(), 0),
@@ -113,40 +112,43 @@ class RedisStorage:
         self._blob_bytes = blob_bytes
         self._document_bytes = document_bytes
         self._callers_clock = clock == "caller"
-        self._told_tenants: OrderedDict[str, float] = OrderedDict()  # when they were last told, oldest first
+        self._registered_tenants: OrderedDict[str, float] = OrderedDict()  # loop time of registration, oldest first
         self._pipelines: MicroBatcher[_Command] = MicroBatcher(
             self._run, max_in_flight=MAX_PIPELINES, timeout_seconds=timeout_seconds, store="Redis"
         )
 
     async def open(self) -> None:
+        """Load the script, and end the leases that this owner's previous process has left."""
         try:
             await self._pipelines.submit(("SCRIPT LOAD", SCRIPT))
-        except StorageUnavailable as error:  # the address and the reason are for the operator, not for clients
+        except StorageUnavailable as error:  # only here the message has the address, since no client sees this one
             raise StorageUnavailable(f"{error.message}: {error.__cause__}") from error
         if self._owner:
             await self.expire_leases(self._owner, now=0.0)
 
     async def close(self) -> None:
+        """Finish the pipelines in flight and close the connections."""
         await self._pipelines.drain()
         await self._client.aclose()
 
     async def _run(self, batch: Sequence[_Command]) -> Sequence[Any]:
-        """Within the bound, whatever happens: a pipeline that is given up takes its connection with it."""
+        """Execute a batch as one pipeline, within the timeout. A pipeline that times out closes its connection."""
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                answers = await self._pipeline(batch)
-                unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
-                if unknown:  # the server restarted, or another one took its place: EVAL teaches the script again
-                    self._told_tenants.clear()
+                results = await self._pipeline(batch)
+                unknown = [i for i, result in enumerate(results) if isinstance(result, NoScriptError)]
+                if unknown:  # Redis restarted, or failed over to another server: EVAL loads the script again
+                    self._registered_tenants.clear()
                     again = await self._pipeline([("EVAL", SCRIPT, *batch[i][2:]) for i in unknown])
-                    for i, answer in zip(unknown, again, strict=True):
-                        answers[i] = answer
+                    for i, result in zip(unknown, again, strict=True):
+                        results[i] = result
         except TimeoutError as error:
-            raise StorageUnavailable(f"Redis did not answer in {self._timeout_seconds} s") from error
+            raise StorageUnavailable(f"Redis did not answer within {self._timeout_seconds} s") from error
         except (RedisError, OSError) as error:
-            raise StorageUnavailable("Redis can not be reached") from error
+            raise StorageUnavailable("Redis cannot be reached") from error
         return [
-            StorageUnavailable(f"Redis refused: {each}") if isinstance(each, RedisError) else each for each in answers
+            StorageUnavailable(f"Redis returned an error: {each}") if isinstance(each, RedisError) else each
+            for each in results
         ]
 
     async def _pipeline(self, commands: Sequence[_Command]) -> list[Any]:
@@ -156,6 +158,7 @@ class RedisStorage:
             return await pipeline.execute(raise_on_error=False)
 
     async def _script(self, operation: str, subject: str, tenant: str, now: float, *arguments: object) -> Any:
+        """Run an operation of `redis.lua`. `subject` is a reservation's id, an owner or a tenant."""
         time = repr(now) if self._callers_clock else ""
         command = ("EVALSHA", SCRIPT_SHA1, 1, f"wp:{{{quote(tenant)}}}", operation, subject, time, *arguments)
         return await self._pipelines.submit(command)
@@ -166,10 +169,10 @@ class RedisStorage:
         check_charges(reservation_id, charges)
         tenant = tenant_of(reservation_id)
         if self._owner:
-            await self._tell_tenant(tenant)
+            await self._register_tenant(tenant)
         arguments = [part for charge in charges for part in _arguments(charge, lease_seconds)]
-        answer = await self._script("reserve", reservation_id, tenant, now, lease_seconds, self._owner, *arguments)
-        match answer:
+        result = await self._script("reserve", reservation_id, tenant, now, lease_seconds, self._owner, *arguments)
+        match result:
             case [b"granted", *remaining]:
                 return Grant(tuple(remaining))
             case [b"refused", index, remaining, retry]:
@@ -183,7 +186,7 @@ class RedisStorage:
         check_charges(reservation_id, charges)
         tenant = tenant_of(reservation_id)
         if self._owner:
-            await self._tell_tenant(tenant)
+            await self._register_tenant(tenant)
         arguments = [part for charge in charges for part in _arguments(charge, lease_seconds)]
         await self._script("adopt", reservation_id, tenant, now, lease_seconds, self._owner, *arguments)
 
@@ -198,20 +201,23 @@ class RedisStorage:
         replicas: int = await self._script("count_replicas", self._owner, REPLICAS, now, alive_seconds)
         return replicas
 
-    async def _tell_tenant(self, tenant: str) -> None:
-        """So that `expire_leases` knows where to look: once an hour, in a set that outlives two of them."""
+    async def _register_tenant(self, tenant: str) -> None:
+        """Add the tenant to the set of those in which this owner has reservations, for `expire_leases`.
+
+        Done once an hour. The set expires after two.
+        """
         now = asyncio.get_running_loop().time()
-        if now < self._told_tenants.get(tenant, -math.inf) + TELL_TENANT_SECONDS:
+        if now < self._registered_tenants.get(tenant, -math.inf) + REGISTER_TENANT_SECONDS:
             return
         key = _tenants_key(self._owner)
         await asyncio.gather(
             self._pipelines.submit(("SADD", key, tenant)),
-            self._pipelines.submit(("EXPIRE", key, round(2 * TELL_TENANT_SECONDS))),
+            self._pipelines.submit(("EXPIRE", key, round(2 * REGISTER_TENANT_SECONDS))),
         )
-        self._told_tenants[tenant] = now
-        self._told_tenants.move_to_end(tenant)
-        if len(self._told_tenants) > MAX_TOLD_TENANTS:
-            self._told_tenants.popitem(last=False)
+        self._registered_tenants[tenant] = now
+        self._registered_tenants.move_to_end(tenant)
+        if len(self._registered_tenants) > MAX_REGISTERED_TENANTS:
+            self._registered_tenants.popitem(last=False)
 
     async def extend_lease(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
         tenant = tenant_of(reservation_id)
@@ -222,10 +228,10 @@ class RedisStorage:
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
         check_actual(reservation_id, actual)
-        answer = await self._script("settle", reservation_id, tenant_of(reservation_id), now, *actual)
-        if isinstance(answer, list):
-            raise ValueError(f"{reservation_id} has {answer[1]} charges, but is settled with {len(actual)} amounts")
-        return bool(answer)
+        result = await self._script("settle", reservation_id, tenant_of(reservation_id), now, *actual)
+        if isinstance(result, list):
+            raise ValueError(f"{reservation_id} has {result[1]} charges, but is settled with {len(actual)} amounts")
+        return bool(result)
 
     async def expire_leases(self, owner: str, *, now: float) -> int:
         tenants = await self._pipelines.submit(("SMEMBERS", _tenants_key(owner)))
@@ -288,13 +294,13 @@ class RedisStorage:
         records = await self._pipelines.submit(("HVALS", KEYS_KEY))
         return sorted((_decode_key(record) for record in records), key=lambda record: record.id)
 
-    async def publish_and_read(self, notice: bytes, after: str) -> tuple[list[bytes], str]:
-        hear = self._pipelines.submit(("XREAD", "COUNT", PEER_MESSAGES_PER_READ, "STREAMS", NOTICES_KEY, after or "0"))
-        if notice:
-            tell = self._pipelines.submit(("XADD", NOTICES_KEY, "MAXLEN", "~", PEER_MESSAGES_KEPT, "*", "n", notice))
-            _, streams = await asyncio.gather(tell, hear)
+    async def publish_and_read(self, message: bytes, after: str) -> tuple[list[bytes], str]:
+        read = self._pipelines.submit(("XREAD", "COUNT", PEER_MESSAGES_PER_READ, "STREAMS", NOTICES_KEY, after or "0"))
+        if message:
+            add = self._pipelines.submit(("XADD", NOTICES_KEY, "MAXLEN", "~", PEER_MESSAGES_KEPT, "*", "n", message))
+            _, streams = await asyncio.gather(add, read)
         else:
-            streams = await hear
+            streams = await read
         if not streams:
             return [], after
         entries = streams[0][1]
@@ -302,6 +308,7 @@ class RedisStorage:
 
 
 def _arguments(charge: Charge, lease_seconds: float) -> tuple[object, ...]:
+    """A charge as the script's five arguments."""
     if isinstance(charge, RateCharge):
         return "rate", charge.key, charge.amount, charge.limit, charge.period_seconds
     if isinstance(charge, SlotCharge):

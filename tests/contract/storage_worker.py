@@ -1,6 +1,6 @@
-"""A gateway's share of a store, as a process of its own, for tests that need several or kill one.
+"""A process that uses a storage engine, for tests that need several processes or kill one.
 
-Arguments: storage URL, owner, mode. Prints "ready" when the store is open and goes on when it reads a line.
+Arguments: storage URL, owner, mode. Prints "ready" once the store is open, and proceeds when it reads a line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEASE_SECONDS = 600.0
 
 
 def patient(url: str, owner: str) -> Storage:
-    """A busy machine is not what is tested."""
+    """A storage with a long timeout: these tests must not fail on a busy machine."""
     engine = SqliteStorage if url.startswith("sqlite") else RedisStorage
     return engine(url, owner=owner, timeout_seconds=60.0)
 
@@ -30,25 +30,25 @@ def tokens() -> RateCharge:
 
 
 async def contend(storage: Storage, owner: str) -> str:
-    """All calls at once; the number of those granted. A call that could not be decided was not granted."""
+    """Reserve for all calls concurrently. Returns how many were granted; one that timed out does not count."""
 
     async def call(number: int) -> bool:
         try:
-            verdict = await storage.reserve(
+            outcome = await storage.reserve(
                 f"t/{owner}{number}", [tokens()], lease_seconds=LEASE_SECONDS, now=time.time()
             )
         except StorageUnavailable:
             return False
-        return isinstance(verdict, Grant)
+        return isinstance(outcome, Grant)
 
     return str(sum(await asyncio.gather(*(call(number) for number in range(CALLS)))))
 
 
 async def hold(storage: Storage, owner: str) -> str:
-    """Take the only place and all the money, and keep them."""
+    """Take the only slot and the whole budget, and keep them."""
     charges: list[Charge] = [SlotCharge("t/concurrency", 1), SpendCharge("t/budget/total", 50, 50, FOREVER_SECONDS)]
-    verdict = await storage.reserve(f"t/{owner}", charges, lease_seconds=LEASE_SECONDS, now=time.time())
-    return type(verdict).__name__
+    outcome = await storage.reserve(f"t/{owner}", charges, lease_seconds=LEASE_SECONDS, now=time.time())
+    return type(outcome).__name__
 
 
 async def main(url: str, owner: str, mode: str) -> None:

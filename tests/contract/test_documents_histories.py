@@ -1,4 +1,4 @@
-"""Random histories of documents in every engine, against a plain model: a dictionary in the order of putting."""
+"""Random histories of documents in every engine, compared with a model: a dictionary in insertion order."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["redis_server"]
 
 MAX_BYTES = 100
 NAMES = [f"d{number}" for number in range(6)]
-PATIENT_SECONDS = 60.0  # a busy machine is not what is tested
-_tenants = (f"history{number}" for number in itertools.count())  # the Redis is shared by all of them
+PATIENT_SECONDS = 60.0  # these tests must not fail on a busy machine
+_tenants = (f"history{number}" for number in itertools.count())  # all examples share one Redis
 
 steps = st.lists(
     st.one_of(
@@ -34,7 +34,7 @@ steps = st.lists(
 
 class Model:
     def __init__(self) -> None:
-        self.documents: dict[str, Document] = {}  # the oldest first
+        self.documents: dict[str, Document] = {}  # oldest first
 
     def put(self, name: str, document: Document) -> bool:
         self.documents.pop(name, None)
@@ -55,8 +55,10 @@ async def run(storage: Storage, history: list[tuple[str, str, int]]) -> None:
     for number, (kind, name, size) in enumerate(history):
         if kind == "put":
             document = Document(b"%d" % number, b"x" * size)
-            kept = await storage.put_document(tenant, name, document, ttl_seconds=1000.0 + number, max_bytes=MAX_BYTES)
-            assert kept == model.put(name, document)
+            stored = await storage.put_document(
+                tenant, name, document, ttl_seconds=1000.0 + number, max_bytes=MAX_BYTES
+            )
+            assert stored == model.put(name, document)
         else:
             assert await storage.delete_document(tenant, name) == (model.documents.pop(name, None) is not None)
         found = [await storage.get_document(tenant, name) for name in NAMES]
@@ -68,7 +70,7 @@ async def run(storage: Storage, history: list[tuple[str, str, int]]) -> None:
 @pytest.mark.parametrize("engine", ["memory", "sqlite", "redis"])
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=steps)
-async def test_every_engine_keeps_what_the_model_keeps(
+async def test_every_engine_agrees_with_the_model_over_any_history(
     tmp_path: Path, request: pytest.FixtureRequest, engine: str, history: list[tuple[str, str, int]]
 ) -> None:
     storage: Storage

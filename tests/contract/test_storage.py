@@ -1,4 +1,4 @@
-"""What every storage engine promises: the real ones, on a real file and a real Redis."""
+"""The contract of the storage ports, run over every engine: on a real file and against a real Redis."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ __all__ = ["redis_server"]
 
 NOW = 1_800_000_000.0
 LEASE_SECONDS = 30.0
-PATIENT_SECONDS = 60.0  # a busy machine is not what is tested
-_tenants = (f"t{number}" for number in itertools.count())  # the Redis is shared by all tests
+PATIENT_SECONDS = 60.0  # these tests must not fail on a busy machine
+_tenants = (f"t{number}" for number in itertools.count())  # all tests share one Redis
 
 
 @pytest.fixture(params=["memory", "sqlite", "redis"])
@@ -96,12 +96,12 @@ def spend(tenant: str, amount: int, *, limit: int = 100) -> SpendCharge:
     return SpendCharge(f"{tenant}/budget/2026-11", amount, limit, 86_400.0)
 
 
-def place(tenant: str, *, limit: int = 2) -> SlotCharge:
+def slot(tenant: str, *, limit: int = 2) -> SlotCharge:
     return SlotCharge(f"{tenant}/concurrency", limit)
 
 
 class TestRate:
-    async def test_at_most_the_limit_at_once(self, storage: Storage, tenant: str) -> None:
+    async def test_a_burst_is_at_most_the_limit(self, storage: Storage, tenant: str) -> None:
         assert await reserve(storage, f"{tenant}/a", rate(tenant, 60)) == Grant((40,))
         refused = await reserve(storage, f"{tenant}/b", rate(tenant, 50))
         assert refused == Rejection(0, 40, about(10.0))
@@ -113,7 +113,7 @@ class TestRate:
         assert await reserve(storage, f"{tenant}/c", rate(tenant, 25), now=NOW + 25) == Grant((0,))
         assert await reserve(storage, f"{tenant}/d", rate(tenant, 1), now=NOW + 1000) == Grant((99,))
 
-    async def test_waiting_as_told_is_enough(self, storage: Storage, tenant: str) -> None:
+    async def test_retry_after_is_exactly_long_enough(self, storage: Storage, tenant: str) -> None:
         charge = rate(tenant, 1, limit=7, period_seconds=60.0)
         for number in range(7):
             await reserve(storage, f"{tenant}/{number}", charge)
@@ -127,19 +127,19 @@ class TestRate:
     async def test_more_than_the_limit_is_never_granted(self, storage: Storage, tenant: str) -> None:
         assert await reserve(storage, f"{tenant}/a", rate(tenant, 101)) == Rejection(0, 100, None)
 
-    async def test_what_was_not_used_comes_back(self, storage: Storage, tenant: str) -> None:
+    async def test_settling_returns_the_unused_amount(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", rate(tenant, 100))
         assert await storage.settle(f"{tenant}/a", [30], now=NOW)
         assert await reserve(storage, f"{tenant}/b", rate(tenant, 70)) == Grant((0,))
 
-    async def test_what_was_used_beyond_is_owed(self, storage: Storage, tenant: str) -> None:
+    async def test_usage_beyond_the_reservation_becomes_debt(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", rate(tenant, 50))
         assert await storage.settle(f"{tenant}/a", [170], now=NOW)
         refused = await reserve(storage, f"{tenant}/b", rate(tenant, 1))
         assert refused == Rejection(0, 0, about(71.0))
 
-    async def test_what_has_refilled_does_not_come_back_again(self, storage: Storage, tenant: str) -> None:
-        """A naive refund would let 198 through in one instant: see `bucket`."""
+    async def test_a_refund_excludes_what_has_refilled_meanwhile(self, storage: Storage, tenant: str) -> None:
+        """A naive refund would grant 198 in one instant: see `leaky_bucket`."""
         await reserve(storage, f"{tenant}/a", rate(tenant, 100), lease_seconds=200.0)
         later = NOW + 99
         assert await reserve(storage, f"{tenant}/b", rate(tenant, 98), now=later) == Grant((1,))
@@ -147,8 +147,8 @@ class TestRate:
         assert await reserve(storage, f"{tenant}/c", rate(tenant, 3), now=later) == Rejection(0, 2, about(1.0))
         assert isinstance(await reserve(storage, f"{tenant}/d", rate(tenant, 2), now=later), Grant)
 
-    async def test_a_bucket_that_was_never_empty_gives_everything_back(self, storage: Storage, tenant: str) -> None:
-        """A call longer than the period, at saturation: nothing of its unused share is lost."""
+    async def test_a_bucket_that_was_never_empty_refunds_everything(self, storage: Storage, tenant: str) -> None:
+        """A call longer than the period, at saturation: its whole unused amount is refunded."""
         await reserve(storage, f"{tenant}/long", rate(tenant, 50))
         await reserve(storage, f"{tenant}/0", rate(tenant, 50))
         for step in range(1, 21):
@@ -159,7 +159,7 @@ class TestRate:
         assert await reserve(storage, f"{tenant}/next", rate(tenant, 50), now=NOW + 200) == Grant((0,))
 
     async def test_refunds_out_of_order(self, storage: Storage, tenant: str) -> None:
-        """Had neither a nor x used anything, the bucket would have been empty before b: only b's 10 are in it."""
+        """If neither a nor x had used anything, the bucket would have been empty before b. So only b's 10 are in it."""
         steps = [("z", 60, 0), ("x", 40, 50), ("a", 50, 51), ("b", 10, 80)]
         for name, amount, after in steps:
             granted = await reserve(
@@ -171,57 +171,59 @@ class TestRate:
         assert await reserve(storage, f"{tenant}/c", rate(tenant, 1), now=NOW + 80) == Grant((89,))
 
 
-class TestLease:
-    async def test_at_most_so_many_places(self, storage: Storage, tenant: str) -> None:
-        assert await reserve(storage, f"{tenant}/a", place(tenant)) == Grant((1,))
-        assert await reserve(storage, f"{tenant}/b", place(tenant)) == Grant((0,))
-        assert await reserve(storage, f"{tenant}/c", place(tenant)) == Rejection(0, 0, HELD_RETRY_SECONDS)
+class TestSlots:
+    async def test_at_most_the_limit_of_slots(self, storage: Storage, tenant: str) -> None:
+        assert await reserve(storage, f"{tenant}/a", slot(tenant)) == Grant((1,))
+        assert await reserve(storage, f"{tenant}/b", slot(tenant)) == Grant((0,))
+        assert await reserve(storage, f"{tenant}/c", slot(tenant)) == Rejection(0, 0, HELD_RETRY_SECONDS)
         assert await storage.settle(f"{tenant}/a", [0], now=NOW)
-        assert await reserve(storage, f"{tenant}/d", place(tenant)) == Grant((0,))
+        assert await reserve(storage, f"{tenant}/d", slot(tenant)) == Grant((0,))
 
-    async def test_a_place_returns_when_its_lease_is_over(self, storage: Storage, tenant: str) -> None:
-        await reserve(storage, f"{tenant}/a", place(tenant, limit=1))
+    async def test_a_slot_returns_when_its_lease_ends(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", slot(tenant, limit=1))
         before, after = NOW + LEASE_SECONDS - 0.001, NOW + LEASE_SECONDS
-        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1), now=before), Rejection)
-        assert isinstance(await reserve(storage, f"{tenant}/c", place(tenant, limit=1), now=after), Grant)
+        assert isinstance(await reserve(storage, f"{tenant}/b", slot(tenant, limit=1), now=before), Rejection)
+        assert isinstance(await reserve(storage, f"{tenant}/c", slot(tenant, limit=1), now=after), Grant)
 
-    async def test_extending_keeps_it(self, storage: Storage, tenant: str) -> None:
-        await reserve(storage, f"{tenant}/a", place(tenant, limit=1), spend(tenant, 60))
+    async def test_extending_the_lease_keeps_slots_and_budget(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", slot(tenant, limit=1), spend(tenant, 60))
         assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + 20)
         assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + 40)
-        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1), now=NOW + 69), Rejection)
+        assert isinstance(await reserve(storage, f"{tenant}/b", slot(tenant, limit=1), now=NOW + 69), Rejection)
         assert isinstance(await reserve(storage, f"{tenant}/c", spend(tenant, 41), now=NOW + 69), Rejection)
-        assert isinstance(await reserve(storage, f"{tenant}/d", place(tenant, limit=1), now=NOW + 70), Grant)
+        assert isinstance(await reserve(storage, f"{tenant}/d", slot(tenant, limit=1), now=NOW + 70), Grant)
 
-    async def test_what_is_gone_can_not_be_extended(self, storage: Storage, tenant: str) -> None:
+    async def test_a_lease_that_has_ended_cannot_be_extended(self, storage: Storage, tenant: str) -> None:
         assert not await storage.extend_lease(f"{tenant}/never", lease_seconds=LEASE_SECONDS, now=NOW)
-        await reserve(storage, f"{tenant}/a", place(tenant))
+        await reserve(storage, f"{tenant}/a", slot(tenant))
         assert not await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + LEASE_SECONDS)
-        await reserve(storage, f"{tenant}/b", place(tenant))
+        await reserve(storage, f"{tenant}/b", slot(tenant))
         await storage.settle(f"{tenant}/b", [0], now=NOW)
         assert not await storage.extend_lease(f"{tenant}/b", lease_seconds=LEASE_SECONDS, now=NOW)
 
-    async def test_who_has_left_holds_money_and_no_place(self, storage: Storage, tenant: str) -> None:
-        await reserve(storage, f"{tenant}/a", place(tenant, limit=1), spend(tenant, 60), rate(tenant, 60))
+    async def test_release_slots_keeps_the_budget_and_the_rates(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", slot(tenant, limit=1), spend(tenant, 60), rate(tenant, 60))
         assert await storage.release_slots(f"{tenant}/a", now=NOW)
         assert not await storage.release_slots(f"{tenant}/a", now=NOW)
         assert isinstance(await reserve(storage, f"{tenant}/b", spend(tenant, 41)), Rejection)
         assert isinstance(await reserve(storage, f"{tenant}/b", rate(tenant, 41)), Rejection)
-        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1)), Grant)
-        # Its extension takes no place back, and neither its end nor its running out frees another's.
+        assert isinstance(await reserve(storage, f"{tenant}/b", slot(tenant, limit=1)), Grant)
+        # Extending its lease takes no slot. Neither settling it nor the end of its lease frees another call's slot.
         assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW)
         assert await storage.settle(f"{tenant}/a", [1, 20, 20], now=NOW)
-        assert isinstance(await reserve(storage, f"{tenant}/c", place(tenant, limit=1)), Rejection)
+        assert isinstance(await reserve(storage, f"{tenant}/c", slot(tenant, limit=1)), Rejection)
         assert await reserve(storage, f"{tenant}/d", spend(tenant, 80), rate(tenant, 80)) == Grant((0, 0))
 
-    async def test_who_has_left_and_runs_out_frees_no_place_of_another(self, storage: Storage, tenant: str) -> None:
-        await reserve(storage, f"{tenant}/a", place(tenant, limit=1))
+    async def test_the_end_of_a_lease_without_slots_frees_no_slot_of_another_call(
+        self, storage: Storage, tenant: str
+    ) -> None:
+        await reserve(storage, f"{tenant}/a", slot(tenant, limit=1))
         assert await storage.release_slots(f"{tenant}/a", now=NOW)
         later = NOW + LEASE_SECONDS - 1
-        assert isinstance(await reserve(storage, f"{tenant}/b", place(tenant, limit=1), now=later), Grant)
-        assert isinstance(await reserve(storage, f"{tenant}/c", place(tenant, limit=1), now=later + 2), Rejection)
+        assert isinstance(await reserve(storage, f"{tenant}/b", slot(tenant, limit=1), now=later), Grant)
+        assert isinstance(await reserve(storage, f"{tenant}/c", slot(tenant, limit=1), now=later + 2), Rejection)
 
-    async def test_leaving_without_a_place_changes_nothing(self, storage: Storage, tenant: str) -> None:
+    async def test_release_slots_without_slots_changes_nothing(self, storage: Storage, tenant: str) -> None:
         assert not await storage.release_slots(f"{tenant}/unknown", now=NOW)
         await reserve(storage, f"{tenant}/a", spend(tenant, 60))
         assert not await storage.release_slots(f"{tenant}/a", now=NOW)
@@ -236,27 +238,29 @@ class TestSpend:
         assert await reserve(storage, f"{tenant}/c", spend(tenant, 46)) == Rejection(0, 45, None)
         assert await reserve(storage, f"{tenant}/d", spend(tenant, 45)) == Grant((0,))
 
-    async def test_what_is_held_returns_when_its_lease_is_over(self, storage: Storage, tenant: str) -> None:
+    async def test_a_held_budget_returns_when_its_lease_ends(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", spend(tenant, 60))
         assert await reserve(storage, f"{tenant}/b", spend(tenant, 100), now=NOW + LEASE_SECONDS) == Grant((0,))
 
-    async def test_what_ran_out_is_still_paid(self, storage: Storage, tenant: str) -> None:
+    async def test_usage_is_counted_after_the_lease_has_ended(self, storage: Storage, tenant: str) -> None:
         await reserve(storage, f"{tenant}/a", spend(tenant, 60))
         assert await storage.settle(f"{tenant}/a", [60], now=NOW + LEASE_SECONDS + REMEMBER_SECONDS - 1)
         assert await reserve(storage, f"{tenant}/b", spend(tenant, 41), now=NOW + 60) == Rejection(0, 40, None)
 
-    async def test_forgotten_in_the_end(self, storage: Storage, tenant: str) -> None:
+    async def test_a_reservation_is_forgotten_remember_seconds_after_its_lease(
+        self, storage: Storage, tenant: str
+    ) -> None:
         await reserve(storage, f"{tenant}/a", spend(tenant, 60))
         assert not await storage.settle(f"{tenant}/a", [60], now=NOW + LEASE_SECONDS + REMEMBER_SECONDS)
         assert await reserve(storage, f"{tenant}/b", spend(tenant, 100), now=NOW + 60) == Grant((0,))
 
-    async def test_nothing_reserved_can_still_be_spent(self, storage: Storage, tenant: str) -> None:
-        """A call without a price reserves nothing; a zero is a text of its own in Redis."""
+    async def test_a_reservation_of_zero_can_still_spend(self, storage: Storage, tenant: str) -> None:
+        """A call without a price reserves zero, which the Redis script treats separately."""
         assert await reserve(storage, f"{tenant}/a", spend(tenant, 0)) == Grant((100,))
         assert await storage.settle(f"{tenant}/a", [120], now=NOW)
         assert await reserve(storage, f"{tenant}/b", spend(tenant, 0)) == Rejection(0, 0, None)
 
-    async def test_exact_where_a_double_is_not(self, storage: Storage, tenant: str) -> None:
+    async def test_sums_are_exact_beyond_the_precision_of_a_double(self, storage: Storage, tenant: str) -> None:
         limit = 2**54 + 4
         for number, amount in enumerate([2**53 + 1, 2**53 + 1, 2]):
             charge = SpendCharge(f"{tenant}/budget/total", amount, limit, math.inf)
@@ -268,51 +272,51 @@ class TestSpend:
 
 class TestReservation:
     async def test_all_or_none(self, storage: Storage, tenant: str) -> None:
-        charges = rate(tenant, 10), place(tenant), spend(tenant, 60)
+        charges = rate(tenant, 10), slot(tenant), spend(tenant, 60)
         assert await reserve(storage, f"{tenant}/a", *charges) == Grant((90, 1, 40))
         for number in range(5):
             assert await reserve(storage, f"{tenant}/no{number}", *charges) == Rejection(2, 40, HELD_RETRY_SECONDS)
-        assert await reserve(storage, f"{tenant}/b", rate(tenant, 1), place(tenant)) == Grant((89, 0))
+        assert await reserve(storage, f"{tenant}/b", rate(tenant, 1), slot(tenant)) == Grant((89, 0))
 
-    async def test_the_first_that_does_not_fit_is_named(self, storage: Storage, tenant: str) -> None:
-        await reserve(storage, f"{tenant}/a", place(tenant, limit=1), spend(tenant, 100))
-        refused = await reserve(storage, f"{tenant}/b", rate(tenant, 1), spend(tenant, 1), place(tenant, limit=1))
+    async def test_a_rejection_names_the_first_charge_that_does_not_fit(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", slot(tenant, limit=1), spend(tenant, 100))
+        refused = await reserve(storage, f"{tenant}/b", rate(tenant, 1), spend(tenant, 1), slot(tenant, limit=1))
         assert refused == Rejection(1, 0, HELD_RETRY_SECONDS)
 
-    async def test_settled_by_exactly_one_of_many(self, storage: Storage, tenant: str) -> None:
-        await reserve(storage, f"{tenant}/a", rate(tenant, 60), place(tenant, limit=1), spend(tenant, 60))
+    async def test_exactly_one_of_many_concurrent_settlements_counts(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", rate(tenant, 60), slot(tenant, limit=1), spend(tenant, 60))
         ended = await asyncio.gather(*(storage.settle(f"{tenant}/a", [50, 0, 40], now=NOW) for _ in range(20)))
         assert sorted(ended) == [False] * 19 + [True]
-        left = await reserve(storage, f"{tenant}/b", rate(tenant, 1), place(tenant, limit=1), spend(tenant, 1))
+        left = await reserve(storage, f"{tenant}/b", rate(tenant, 1), slot(tenant, limit=1), spend(tenant, 1))
         assert left == Grant((49, 0, 59))
 
     async def test_concurrent_calls_share_one_limit(self, storage: Storage, tenant: str) -> None:
-        """A known gateway once granted 663 tokens on a limit of 100, to calls that came all at once."""
+        """Another gateway granted 663 tokens on a limit of 100 to concurrent calls."""
         amounts = [7 + number % 4 for number in range(80)]
-        verdicts = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *(reserve(storage, f"{tenant}/{number}", rate(tenant, amount)) for number, amount in enumerate(amounts))
         )
-        granted = sum(amount for amount, verdict in zip(amounts, verdicts, strict=True) if isinstance(verdict, Grant))
+        granted = sum(amount for amount, outcome in zip(amounts, outcomes, strict=True) if isinstance(outcome, Grant))
         assert 93 < granted <= 100
 
     async def test_tenants_do_not_share(self, storage: Storage, tenant: str) -> None:
-        await reserve(storage, f"{tenant}/a", rate(tenant, 100), place(tenant, limit=1), spend(tenant, 100))
+        await reserve(storage, f"{tenant}/a", rate(tenant, 100), slot(tenant, limit=1), spend(tenant, 100))
         other = f"{tenant}%7D%7B"
-        mine = rate(other, 100), place(other, limit=1), spend(other, 100)
+        mine = rate(other, 100), slot(other, limit=1), spend(other, 100)
         assert await reserve(storage, f"{other}/a", *mine) == Grant((0, 0, 0))
 
-    async def test_no_charges(self, storage: Storage, tenant: str) -> None:
+    async def test_a_reservation_without_charges(self, storage: Storage, tenant: str) -> None:
         assert await reserve(storage, f"{tenant}/a") == Grant(())
         assert await storage.settle(f"{tenant}/a", [], now=NOW)
 
-    async def test_callers_mistakes(self, storage: Storage, tenant: str) -> None:
-        await reserve(storage, f"{tenant}/a", place(tenant))
+    async def test_invalid_arguments_raise_value_error(self, storage: Storage, tenant: str) -> None:
+        await reserve(storage, f"{tenant}/a", slot(tenant))
         with pytest.raises(ValueError, match="already open"):
-            await reserve(storage, f"{tenant}/a", place(tenant))
+            await reserve(storage, f"{tenant}/a", slot(tenant))
         with pytest.raises(ValueError, match="occurs twice"):
-            await reserve(storage, f"{tenant}/b", place(tenant), place(tenant))
+            await reserve(storage, f"{tenant}/b", slot(tenant), slot(tenant))
         with pytest.raises(ValueError, match="another tenant"):
-            await reserve(storage, f"{tenant}/b", place("another"))
+            await reserve(storage, f"{tenant}/b", slot("another"))
         with pytest.raises(ValueError, match="1 charges, but is settled with 2"):
             await storage.settle(f"{tenant}/a", [0, 0], now=NOW)
         with pytest.raises(ValueError, match="outside"):
@@ -321,39 +325,39 @@ class TestReservation:
             await reserve(storage, f"{tenant}/b", spend(tenant, -1))
         assert await storage.settle(f"{tenant}/a", [0], now=NOW)
 
-    async def test_an_owner_s_leases_run_out_at_once(self, storage: Storage, tenant: str) -> None:
-        charges = rate(tenant, 60), place(tenant, limit=1), spend(tenant, 60)
+    async def test_expire_leases_ends_all_leases_of_an_owner(self, storage: Storage, tenant: str) -> None:
+        charges = rate(tenant, 60), slot(tenant, limit=1), spend(tenant, 60)
         await reserve(storage, f"{tenant}/a", *charges)
-        assert await storage.expire_leases("somebody else", now=NOW) == 0
+        assert await storage.expire_leases("another owner", now=NOW) == 0
         assert await storage.expire_leases("me", now=NOW) == 1
         assert await storage.expire_leases("me", now=NOW) == 0
         assert not await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW)
-        left = await reserve(storage, f"{tenant}/b", rate(tenant, 1), place(tenant, limit=1), spend(tenant, 1))
+        left = await reserve(storage, f"{tenant}/b", rate(tenant, 1), slot(tenant, limit=1), spend(tenant, 1))
         assert left == Grant((39, 0, 99))
-        assert await storage.settle(f"{tenant}/a", [10, 0, 10], now=NOW)  # the other one was only draining
+        assert await storage.settle(f"{tenant}/a", [10, 0, 10], now=NOW)  # the process of that owner was only draining
         assert await reserve(storage, f"{tenant}/c", rate(tenant, 1), spend(tenant, 1)) == Grant((88, 88))
 
 
 class TestBlobs:
-    async def test_what_was_put(self, storage: Storage) -> None:
+    async def test_get_returns_what_was_put(self, storage: Storage) -> None:
         assert await storage.get("nothing") is None
         await storage.put("a", b"\x00\xff", ttl_seconds=60.0)
         assert await storage.get("a") == b"\x00\xff"
         await storage.put("a", b"other", ttl_seconds=60.0)
         assert await storage.get("a") == b"other"
 
-    async def test_gone_after_its_time(self, storage: Storage) -> None:
+    async def test_an_expired_entry_is_gone(self, storage: Storage) -> None:
         await storage.put("short", b"value", ttl_seconds=0.001)
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline and await storage.get("short") is not None:
             pass
         assert await storage.get("short") is None
 
-    async def test_one_that_is_too_large_is_not_kept(self, storage: Storage) -> None:
+    async def test_an_entry_above_the_bound_is_not_stored(self, storage: Storage) -> None:
         await storage.put("large", b"x" * 1001, ttl_seconds=60.0)
         assert await storage.get("large") is None
 
-    async def test_the_oldest_make_room(self, storage: Storage) -> None:
+    async def test_the_oldest_blobs_are_evicted(self, storage: Storage) -> None:
         if isinstance(storage, RedisStorage):
             pytest.skip("all blobs in Redis together are bounded by its maxmemory")
         for number in range(20):
@@ -371,19 +375,19 @@ async def put(
     ttl_seconds: float = 60.0,
     max_bytes: int = 1000,
 ) -> bool:
-    """A document, or one of so many bytes."""
+    """Put a document, given as such or by its size in bytes."""
     if isinstance(document, int):
         document = Document(b"h", b"b" * (document - len(name) - 1))
     return await storage.put_document(tenant, name, document, ttl_seconds=ttl_seconds, max_bytes=max_bytes)
 
 
 async def names_of(storage: Storage, tenant: str, names: list[str]) -> list[str]:
-    """Those that are there."""
+    """Those of the names that exist."""
     return [name for name in names if await storage.get_document(tenant, name) is not None]
 
 
 class TestDocuments:
-    async def test_what_was_put(self, storage: Storage, tenant: str) -> None:
+    async def test_get_returns_what_was_put(self, storage: Storage, tenant: str) -> None:
         assert await storage.get_document(tenant, "a") is None
         document = Document(b"\x00\xff", b"")
         assert await put(storage, tenant, "a", document)
@@ -392,7 +396,7 @@ class TestDocuments:
         assert await put(storage, tenant, "a", other)
         assert await storage.get_document(tenant, "a") == other
 
-    async def test_heads_come_in_the_order_of_the_names(self, storage: Storage, tenant: str) -> None:
+    async def test_heads_are_in_the_order_of_the_names(self, storage: Storage, tenant: str) -> None:
         assert await storage.get_heads(tenant, []) == []
         for name in "abc":
             await put(storage, tenant, name, Document(name.encode(), b"body"))
@@ -400,14 +404,14 @@ class TestDocuments:
         many = [f"{number}" for number in range(1000)]
         assert await storage.get_heads(tenant, [*many, "b"]) == [None] * 1000 + [b"b"]
 
-    async def test_deleted(self, storage: Storage, tenant: str) -> None:
+    async def test_a_deleted_document_is_gone(self, storage: Storage, tenant: str) -> None:
         await put(storage, tenant, "a")
         await put(storage, tenant, "b")
         assert await storage.delete_document(tenant, "a")
         assert not await storage.delete_document(tenant, "a")
         assert await names_of(storage, tenant, ["a", "b"]) == ["b"]
 
-    async def test_all_of_a_tenant_are_deleted_in_steps(self, storage: Storage, tenant: str) -> None:
+    async def test_a_tenant_s_documents_are_deleted_in_batches(self, storage: Storage, tenant: str) -> None:
         names = [f"d{number}" for number in range(DELETE_BATCH_SIZE + 5)]
         for name in names:
             await put(storage, tenant, name, len(name) + 1)
@@ -418,7 +422,7 @@ class TestDocuments:
         assert await names_of(storage, f"{tenant} too", ["a"]) == ["a"]
 
     async def test_tenants_do_not_share(self, storage: Storage) -> None:
-        """Whatever their names are made of."""
+        """Even if their names contain characters that are special in keys."""
         names = ["t", "t}", "t:document:a", "t/x", "T", "t "]
         for owner in names:
             await put(storage, owner, "a", Document(owner.encode(), b""))
@@ -427,7 +431,7 @@ class TestDocuments:
         assert await storage.get_document("t", "a") is None
         assert await storage.get_document("t ", "a") is not None
 
-    async def test_gone_after_its_time(self, storage: Storage, tenant: str) -> None:
+    async def test_an_expired_entry_is_gone(self, storage: Storage, tenant: str) -> None:
         await put(storage, tenant, "short", ttl_seconds=0.001)
         await put(storage, tenant, "long")
         deadline = time.monotonic() + 10
@@ -436,14 +440,16 @@ class TestDocuments:
         assert await names_of(storage, tenant, ["short", "long"]) == ["long"]
         assert not await storage.delete_document(tenant, "short")
 
-    async def test_one_that_is_too_large_is_not_kept(self, storage: Storage, tenant: str) -> None:
+    async def test_an_entry_above_the_bound_is_not_stored(self, storage: Storage, tenant: str) -> None:
         await put(storage, tenant, "small")
-        assert not await put(storage, tenant, "large", 1001, max_bytes=9999), "larger than the engine holds"
+        assert not await put(storage, tenant, "large", 1001, max_bytes=9999), "larger than the bound of the engine"
         assert not await put(storage, tenant, "larger", 501, max_bytes=500)
         assert await put(storage, tenant, "largest", 990)
         assert await names_of(storage, tenant, ["small", "large", "larger", "largest"]) == ["small", "largest"]
 
-    async def test_the_tenant_s_oldest_make_room(self, storage: Storage, tenant: str) -> None:
+    async def test_the_tenant_s_oldest_documents_are_deleted_beyond_its_bound(
+        self, storage: Storage, tenant: str
+    ) -> None:
         names = [f"d{number:02}" for number in range(20)]
         for number, name in enumerate(names):
             assert await put(storage, tenant, name, 100, ttl_seconds=60.0 + number, max_bytes=550)
@@ -451,7 +457,9 @@ class TestDocuments:
         assert await put(storage, tenant, "large", 500, ttl_seconds=99.0, max_bytes=550)
         assert await names_of(storage, tenant, [*names, "large"]) == ["large"]
 
-    async def test_the_oldest_of_whoever_has_most_make_room(self, storage: Storage) -> None:
+    async def test_the_oldest_of_the_largest_tenant_are_deleted_beyond_the_engine_s_bound(
+        self, storage: Storage
+    ) -> None:
         if isinstance(storage, RedisStorage):
             pytest.skip("all documents in Redis together are bounded by its memory")
         for number in range(3):
@@ -462,8 +470,8 @@ class TestDocuments:
         assert await names_of(storage, "modest", ["m0", "m1", "m2"]) == ["m0", "m1", "m2"]
         assert await names_of(storage, "greedy", greedy) == greedy[-7:]
 
-    async def test_room_is_given_back(self, storage: Storage, tenant: str) -> None:
-        """By deletion, by time, and where one is replaced."""
+    async def test_bytes_are_freed(self, storage: Storage, tenant: str) -> None:
+        """By deletion, by expiry and by replacement."""
         await put(storage, tenant, "old", 300, ttl_seconds=0.001)
         await put(storage, tenant, "gone", 300)
         for _ in range(3):
@@ -496,12 +504,12 @@ class TestKeys:
 
 async def test_open_and_close_twice(storage: Storage, tenant: str) -> None:
     await storage.open()
-    assert isinstance(await reserve(storage, f"{tenant}/a", place(tenant)), Grant)
+    assert isinstance(await reserve(storage, f"{tenant}/a", slot(tenant)), Grant)
     await storage.close()
     await storage.close()
 
 
-def test_every_scheme_is_of_the_family(tmp_path: Path) -> None:
+def test_every_url_scheme_has_its_engine(tmp_path: Path) -> None:
     assert isinstance(open_storage("memory://"), MemoryStorage)
     assert isinstance(open_storage(f"sqlite:///{tmp_path / 'x.db'}"), SqliteStorage)
     for url in "redis://127.0.0.1:1/0", "rediss://127.0.0.1:1", "unix:///run/redis.sock":
@@ -509,7 +517,7 @@ def test_every_scheme_is_of_the_family(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["postgres://user:secret@host/db", "memory", "sqlite:state.db", ""])
-def test_an_unknown_scheme_is_told_the_known_ones(url: str) -> None:
+def test_the_error_for_an_unknown_scheme_lists_the_valid_ones(url: str) -> None:
     with pytest.raises(ValueError, match="memory://, sqlite://, redis://, rediss://, unix://") as raised:
         open_storage(url)
     assert "secret" not in str(raised.value)
@@ -520,11 +528,11 @@ def test_sqlite_needs_a_path() -> None:
         open_storage("sqlite://state.db")
 
 
-async def test_what_was_granted_elsewhere_is_held_whether_it_fits_or_not(storage: Storage) -> None:
+async def test_force_reserve_takes_charges_beyond_their_limits(storage: Storage) -> None:
     tenant = next(_tenants)
     charges: list[Charge] = [
         RateCharge(f"{tenant}/tokens", 15, 10, 100.0),
-        SlotCharge(f"{tenant}/places", 1),
+        SlotCharge(f"{tenant}/slots", 1),
         SpendCharge(f"{tenant}/budget", 70, 50, 1e6),
     ]
     for name in ("a", "b", "b"):  # a second time changes nothing
@@ -536,20 +544,20 @@ async def test_what_was_granted_elsewhere_is_held_whether_it_fits_or_not(storage
     assert await storage.remaining(charges, now=NOW) == (6, 1, 10)
 
 
-async def test_what_is_adopted_is_a_lease(storage: Storage) -> None:
+async def test_a_forced_reservation_is_a_lease(storage: Storage) -> None:
     tenant = next(_tenants)
-    place = SlotCharge(f"{tenant}/places", 1)
-    await storage.force_reserve(f"{tenant}/a", [place], lease_seconds=LEASE_SECONDS, now=NOW)
+    slot_charge = SlotCharge(f"{tenant}/slots", 1)
+    await storage.force_reserve(f"{tenant}/a", [slot_charge], lease_seconds=LEASE_SECONDS, now=NOW)
     assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=NOW + 20)
-    assert await storage.remaining([place], now=NOW + LEASE_SECONDS) == (0,)
-    assert await storage.remaining([place], now=NOW + 20 + LEASE_SECONDS) == (1,)
+    assert await storage.remaining([slot_charge], now=NOW + LEASE_SECONDS) == (0,)
+    assert await storage.remaining([slot_charge], now=NOW + 20 + LEASE_SECONDS) == (1,)
 
 
-async def test_looking_at_what_is_left_takes_nothing(storage: Storage) -> None:
+async def test_remaining_reserves_nothing(storage: Storage) -> None:
     tenant = next(_tenants)
     charges: list[Charge] = [
         RateCharge(f"{tenant}/tokens", 3, 10, 100.0),
-        SlotCharge(f"{tenant}/places", 2),
+        SlotCharge(f"{tenant}/slots", 2),
         SpendCharge(f"{tenant}/budget", 8, 50, 1e6),
     ]
     assert await storage.remaining(charges, now=NOW) == (10, 2, 50)
@@ -559,57 +567,57 @@ async def test_looking_at_what_is_left_takes_nothing(storage: Storage) -> None:
     assert await storage.remaining([], now=NOW) == ()
 
 
-async def test_replicas_are_counted_while_they_live(storage: Storage) -> None:
+async def test_a_replica_is_counted_while_it_reports(storage: Storage) -> None:
     assert await storage.count_replicas(alive_seconds=10.0, now=NOW) == 1
     assert await storage.count_replicas(alive_seconds=10.0, now=NOW + 60) == 1
 
 
-async def test_a_key_is_changed_by_one_at_a_time(storage: Storage) -> None:
+async def test_change_key_compares_the_revision(storage: Storage) -> None:
     first = KeyRecord("contested", "t", "hmac-sha256:00", "2026-11-20T00:00:00Z")
     assert await storage.change_key(first)
-    assert not await storage.change_key(first)  # there already
+    assert not await storage.change_key(first)  # it exists
     revoked = msgspec.structs.replace(first, revoked=True, revision=1)
     rotated = msgspec.structs.replace(first, hash="hmac-sha256:01", revision=1)
     assert await storage.change_key(revoked)
-    assert not await storage.change_key(rotated)  # whoever rotates now must see first that it is revoked
+    assert not await storage.change_key(rotated)  # this writer has not seen the revocation
     assert await storage.get_key("contested") == revoked
     limited = msgspec.structs.replace(revoked, limits={"requests": {"amount": 1, "period": 60.0}}, revision=2)
     assert await storage.change_key(limited)
     assert await storage.get_key("contested") == limited
 
 
-async def heard(storage: Storage, after: str) -> tuple[list[bytes], str]:
-    """All notices after that mark."""
-    notices: list[bytes] = []
+async def messages_after(storage: Storage, after: str) -> tuple[list[bytes], str]:
+    """All messages after a position, and the position after them."""
+    messages: list[bytes] = []
     while True:
         some, after = await storage.publish_and_read(b"", after)
         if not some:
-            return notices, after
+            return messages, after
         assert len(some) <= PEER_MESSAGES_PER_READ
-        notices += some
+        messages += some
 
 
-async def test_notices_are_heard_in_order_and_once(storage: Storage) -> None:
+async def test_peer_messages_are_read_once_and_in_order(storage: Storage) -> None:
     await asyncio.gather(
         *(storage.publish_and_read(b"%d" % number, "") for number in range(PEER_MESSAGES_PER_READ + 3))
     )
-    notices, mark = await heard(storage, "")
-    assert notices == ([b"%d" % number for number in range(PEER_MESSAGES_PER_READ + 3)] if storage.is_shared else [])
-    assert await storage.publish_and_read(b"", mark) == ([], mark)
-    await storage.publish_and_read(b"later", mark)
-    assert (await heard(storage, mark))[0] == ([b"later"] if storage.is_shared else [])
+    messages, position = await messages_after(storage, "")
+    assert messages == ([b"%d" % number for number in range(PEER_MESSAGES_PER_READ + 3)] if storage.is_shared else [])
+    assert await storage.publish_and_read(b"", position) == ([], position)
+    await storage.publish_and_read(b"later", position)
+    assert (await messages_after(storage, position))[0] == ([b"later"] if storage.is_shared else [])
 
 
-async def test_old_notices_are_forgotten(storage: Storage) -> None:
+async def test_old_peer_messages_are_deleted(storage: Storage) -> None:
     for _ in range(6):
         await asyncio.gather(*(storage.publish_and_read(b"n", "") for _ in range(PEER_MESSAGES_KEPT // 4)))
-    notices, _ = await heard(storage, "")
-    assert len(notices) <= PEER_MESSAGES_KEPT * 1.11
-    assert not storage.is_shared or len(notices) >= PEER_MESSAGES_KEPT
+    messages, _ = await messages_after(storage, "")
+    assert len(messages) <= PEER_MESSAGES_KEPT * 1.11
+    assert not storage.is_shared or len(messages) >= PEER_MESSAGES_KEPT
 
 
-async def test_a_call_for_nothing_may_outlive_the_account_it_fell_under(storage: Storage) -> None:
-    """What is free holds no money, so its account is forgotten while the call goes on."""
+async def test_a_call_that_reserves_zero_may_outlive_its_account(storage: Storage) -> None:
+    """It holds nothing, so the account is deleted while the call runs."""
     tenant = next(_tenants)
     free = SpendCharge(f"{tenant}/budget", 0, 50, keep_seconds=10.0)
     await storage.reserve(f"{tenant}/a", [free], lease_seconds=LEASE_SECONDS, now=NOW)
@@ -627,23 +635,23 @@ async def test_a_rate_refills_after_the_clock_was_set_back(storage: Storage, bac
     assert await storage.remaining([rate(tenant, 0)], now=now) == (10,)
     assert await storage.settle(f"{tenant}/b", [0], now=now)
     (left,) = await storage.remaining([rate(tenant, 0)], now=now)
-    assert 10 <= left <= 50  # how much of it had leaked already is not known any more
+    assert 10 <= left <= 50  # how much of it had leaked before is unknown
     assert isinstance(await reserve(storage, f"{tenant}/c", rate(tenant, 10), now=now), Grant)
     assert await storage.remaining([rate(tenant, 0)], now=now + 100) == (100,)
 
 
 async def test_a_lease_ends_after_the_clock_was_set_back(storage: Storage) -> None:
     tenant, now = next(_tenants), NOW - 5 * 3600
-    charges: list[Charge] = [place(tenant, limit=1), spend(tenant, 60)]
+    charges: list[Charge] = [slot(tenant, limit=1), spend(tenant, 60)]
     await reserve(storage, f"{tenant}/a", *charges)
-    if isinstance(storage, MemoryStorage):  # of which nobody is killed but the whole: what lives settles
+    if isinstance(storage, MemoryStorage):  # whose reservations end with the process, so a live call settles
         assert await storage.settle(f"{tenant}/a", [0, 0], now=now)
     assert await storage.remaining(charges, now=now) == (1, 100)
 
 
-async def test_a_call_that_lives_is_held_on_to_after_the_clock_was_set_back(storage: Storage) -> None:
+async def test_an_extended_lease_survives_the_clock_being_set_back(storage: Storage) -> None:
     tenant, now = next(_tenants), NOW - 5 * 3600
-    charges: list[Charge] = [place(tenant, limit=1), spend(tenant, 60)]
+    charges: list[Charge] = [slot(tenant, limit=1), spend(tenant, 60)]
     await reserve(storage, f"{tenant}/a", *charges)
     assert await storage.extend_lease(f"{tenant}/a", lease_seconds=LEASE_SECONDS, now=now)
     assert await storage.remaining(charges, now=now + 1) == (0, 40)

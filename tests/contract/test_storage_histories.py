@@ -1,4 +1,4 @@
-"""Random histories of every engine against the definition: what a fair book-keeper with all of history would say."""
+"""Random histories of reservations in every engine, compared with a model that remembers and recomputes everything."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tests.redis_server import RedisServer, redis_server
 __all__ = ["redis_server"]
 
 PERIOD_SECONDS = 4.0
-LEASE_SECONDS = 8.0  # longer than the period: calls outlive what they poured in
-START = 1_800_000_000.0  # all times are quarters of a second from here: exact as floats
+LEASE_SECONDS = 8.0  # longer than the period, so rates refill while calls run
+START = 1_800_000_000.0  # all times are this plus quarters of a second, which floats represent exactly
 NEVER_SECONDS = 1e9
-PATIENT_SECONDS = 60.0  # a busy machine is not what is tested
+PATIENT_SECONDS = 60.0  # these tests must not fail on a busy machine
 
 
 @dataclass(frozen=True)
 class Scope:
-    """A tenant, one of its keys, or a part of its calls: each has limits of its own."""
+    """A tenant, one of its keys, or one model of its calls: each has its own limits."""
 
     part: str
     tokens: int
-    places: int
+    slots: int
     budget: int
 
 
@@ -45,21 +45,21 @@ MOST = SCOPES[0]
 
 
 @dataclass
-class Held:
+class HeldReservation:
     charges: list[Charge]
     poured: list[int | None]  # the index of each rate in its key's pourings
     expires: float
     forgotten: float
-    left: bool = False
+    released: bool = False
 
 
 @dataclass
-class BookKeeper:
-    """Remembers everything and recomputes it each time. A refund rewrites history: the call only took what it used."""
+class Model:
+    """Remembers all pourings and recomputes the levels each time. A refund rewrites history to the amount used."""
 
     poured: defaultdict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
     spent: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, HeldReservation] = field(default_factory=dict)
 
     def room(self, charge: Charge, now: float) -> Fraction | int:
         if isinstance(charge, RateCharge):
@@ -73,12 +73,12 @@ class BookKeeper:
             for held in self.held.values()
             if held.expires > now
             for each in held.charges
-            if each.key == charge.key and not (held.left and isinstance(each, SlotCharge))
+            if each.key == charge.key and not (held.released and isinstance(each, SlotCharge))
         ]
         return charge.limit - self.spent[charge.key] - sum(holding)
 
     def reserve(self, name: str, charges: list[Charge], now: float) -> list[int] | None:
-        """What is left of each charge, or None for a refusal."""
+        """What is left of each charge, or None for a rejection."""
         left = [self.room(charge, now) - charge.amount for charge in charges]
         if any(room < 0 for room in left):
             return None
@@ -92,7 +92,7 @@ class BookKeeper:
             if isinstance(charge, RateCharge):
                 self.poured[charge.key].append((now, charge.amount))
         expires = now + LEASE_SECONDS
-        self.held[name] = Held(charges, poured, expires, expires + REMEMBER_SECONDS)
+        self.held[name] = HeldReservation(charges, poured, expires, expires + REMEMBER_SECONDS)
 
     def settle(self, name: str, actual: list[int], now: float) -> bool:
         held = self.held.pop(name, None)
@@ -108,21 +108,21 @@ class BookKeeper:
                 self.spent[charge.key] += used
         return True
 
-    def leave(self, name: str, now: float) -> bool:
+    def release_slots(self, name: str, now: float) -> bool:
         held = self.held.get(name)
-        if held is None or held.expires <= now or held.left:
+        if held is None or held.expires <= now or held.released:
             return False
-        held.left = any(isinstance(charge, SlotCharge) for charge in held.charges)
-        return held.left
+        held.released = any(isinstance(charge, SlotCharge) for charge in held.charges)
+        return held.released
 
-    def extend(self, name: str, now: float) -> bool:
+    def extend_lease(self, name: str, now: float) -> bool:
         held = self.held.get(name)
         if held is None or held.expires <= now:
             return False
         held.expires, held.forgotten = now + LEASE_SECONDS, now + LEASE_SECONDS + REMEMBER_SECONDS
         return True
 
-    def crash(self, now: float) -> int:
+    def expire_leases(self, now: float) -> int:
         holding = [held for held in self.held.values() if held.expires > now]
         for held in holding:
             held.expires = now
@@ -132,26 +132,26 @@ class BookKeeper:
 @dataclass(frozen=True)
 class Reserve:
     tokens: int | None
-    place: bool
-    money: int | None
+    slot: bool
+    budget: int | None
     scopes: frozenset[Scope]
-    granted_elsewhere: bool = False  # and now adopted, whether it fits or not
+    forced: bool = False  # by `force_reserve`
 
 
 @dataclass(frozen=True)
 class Settle:
-    which: int  # of the reservations made so far, counted from the latest; settled ones too
+    which: int  # reservation, counted from the latest; settled ones are counted, too
     tokens: int
-    money: int
+    budget: int
 
 
 @dataclass(frozen=True)
-class Extend:
+class ExtendLease:
     which: int
 
 
 @dataclass(frozen=True)
-class Leave:
+class ReleaseSlots:
     which: int
 
 
@@ -162,10 +162,10 @@ class Wait:
 
 @dataclass(frozen=True)
 class Crash:
-    """The process is killed, and comes back under its old name."""
+    """The process is killed, and starts again with the same owner name."""
 
 
-Step = Reserve | Settle | Extend | Leave | Wait | Crash
+Step = Reserve | Settle | ExtendLease | ReleaseSlots | Wait | Crash
 amounts = st.integers(0, MOST.tokens)
 scopes = st.frozensets(st.sampled_from(SCOPES), min_size=1)
 busy = st.builds(Reserve, st.integers(1, MOST.tokens), st.just(False), st.none(), scopes)
@@ -173,7 +173,7 @@ mixed = st.builds(
     Reserve, st.none() | amounts, st.booleans(), st.none() | amounts, scopes, st.sampled_from([False] * 5 + [True])
 )
 settles = st.builds(Settle, st.integers(0, 5), amounts, amounts)
-others = st.builds(Extend, st.integers(0, 5)) | st.builds(Leave, st.integers(0, 5)) | st.builds(Crash)
+others = st.builds(ExtendLease, st.integers(0, 5)) | st.builds(ReleaseSlots, st.integers(0, 5)) | st.builds(Crash)
 waits = st.builds(Wait, st.integers(1, 24) | st.just(4 * (int(REMEMBER_SECONDS) - 4)))
 short_waits = st.builds(Wait, st.integers(1, 4))
 histories = st.one_of(
@@ -200,71 +200,71 @@ def opened(engine: str, folder: Path, server: RedisServer) -> Iterator[tuple[asy
             runner.run(storage.close())
 
 
-def charges(tenant: str, asked: Reserve) -> list[Charge]:
-    """Of every scope that the call is in, all in one step."""
+def charges_of(tenant: str, step: Reserve) -> list[Charge]:
+    """The charges of every scope that the call is in."""
     found: list[Charge] = []
     for scope in SCOPES:
-        if scope in asked.scopes:
+        if scope in step.scopes:
             prefix = f"{tenant}/{scope.part}"
-            if asked.tokens is not None:
-                found.append(RateCharge(f"{prefix}tokens", asked.tokens, scope.tokens, PERIOD_SECONDS))
-            if asked.place:
-                found.append(SlotCharge(f"{prefix}concurrency", scope.places))
-            if asked.money is not None:
-                found.append(SpendCharge(f"{prefix}budget/total", asked.money, scope.budget, NEVER_SECONDS))
+            if step.tokens is not None:
+                found.append(RateCharge(f"{prefix}tokens", step.tokens, scope.tokens, PERIOD_SECONDS))
+            if step.slot:
+                found.append(SlotCharge(f"{prefix}concurrency", scope.slots))
+            if step.budget is not None:
+                found.append(SpendCharge(f"{prefix}budget/total", step.budget, scope.budget, NEVER_SECONDS))
     return found
 
 
-def used(charges: list[Charge], tokens: int, money: int) -> list[int]:
+def actual_amounts(charges: list[Charge], tokens: int, budget: int) -> list[int]:
     return [
-        tokens if isinstance(charge, RateCharge) else money if isinstance(charge, SpendCharge) else 0
+        tokens if isinstance(charge, RateCharge) else budget if isinstance(charge, SpendCharge) else 0
         for charge in charges
     ]
 
 
 async def play(storage: Storage, tenant: str, history: list[Step]) -> None:
-    book, now, made = BookKeeper(), START, list[tuple[str, list[Charge]]]()
+    model, now, made = Model(), START, list[tuple[str, list[Charge]]]()
     for step in history:
         match step:
-            case Reserve(granted_elsewhere=True):
-                name, asked = f"{tenant}/{len(made)}", charges(tenant, step)
-                book.hold(name, asked, now)
-                await storage.force_reserve(name, asked, lease_seconds=LEASE_SECONDS, now=now)
-                made.append((name, asked))
+            case Reserve(forced=True):
+                name, charges = f"{tenant}/{len(made)}", charges_of(tenant, step)
+                model.hold(name, charges, now)
+                await storage.force_reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
+                made.append((name, charges))
             case Reserve():
-                name, asked = f"{tenant}/{len(made)}", charges(tenant, step)
-                expected = book.reserve(name, asked, now)
-                verdict = await storage.reserve(name, asked, lease_seconds=LEASE_SECONDS, now=now)
-                assert (list(verdict.remaining) if isinstance(verdict, Grant) else None) == expected
-                if isinstance(verdict, Grant):
-                    made.append((name, asked))
-            case Settle(which, tokens, money) if which < len(made):
-                name, asked = made[-1 - which]
-                actual = used(asked, tokens, money)
-                assert await storage.settle(name, actual, now=now) == book.settle(name, actual, now)
-            case Extend(which) if which < len(made):
+                name, charges = f"{tenant}/{len(made)}", charges_of(tenant, step)
+                expected = model.reserve(name, charges, now)
+                outcome = await storage.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
+                assert (list(outcome.remaining) if isinstance(outcome, Grant) else None) == expected
+                if isinstance(outcome, Grant):
+                    made.append((name, charges))
+            case Settle(which, tokens, budget) if which < len(made):
+                name, charges = made[-1 - which]
+                actual = actual_amounts(charges, tokens, budget)
+                assert await storage.settle(name, actual, now=now) == model.settle(name, actual, now)
+            case ExtendLease(which) if which < len(made):
                 name, _ = made[-1 - which]
                 extended = await storage.extend_lease(name, lease_seconds=LEASE_SECONDS, now=now)
-                assert extended == book.extend(name, now)
-            case Leave(which) if which < len(made):
+                assert extended == model.extend_lease(name, now)
+            case ReleaseSlots(which) if which < len(made):
                 name, _ = made[-1 - which]
-                assert await storage.release_slots(name, now=now) == book.leave(name, now)
+                assert await storage.release_slots(name, now=now) == model.release_slots(name, now)
             case Wait(quarters):
                 now += quarters / 4
             case Crash():
-                assert await storage.expire_leases("me", now=now) == book.crash(now)
-    await nothing_sticks(storage, tenant, book, now + 1000 * PERIOD_SECONDS)
+                assert await storage.expire_leases("me", now=now) == model.expire_leases(now)
+    await everything_returns(storage, tenant, model, now + 1000 * PERIOD_SECONDS)
 
 
-async def nothing_sticks(storage: Storage, tenant: str, book: BookKeeper, much_later: float) -> None:
-    """All that was not really spent is there again, whole, to the last unit."""
-    everything = charges(tenant, Reserve(0, True, 0, frozenset(SCOPES)))
-    expected = [max(0, charge.limit - book.spent[charge.key]) for charge in everything]
+async def everything_returns(storage: Storage, tenant: str, model: Model, much_later: float) -> None:
+    """Much later, everything that was not spent is available again, to the last unit."""
+    everything = charges_of(tenant, Reserve(0, True, 0, frozenset(SCOPES)))
+    expected = [max(0, charge.limit - model.spent[charge.key]) for charge in everything]
     assert list(await storage.remaining(everything, now=much_later)) == expected
 
 
 @pytest.mark.parametrize(("engine", "examples"), [("memory", 600), ("sqlite", 150), ("redis", 100)])
-def test_any_history_is_as_the_book_keeper_says(
+def test_every_engine_agrees_with_the_model_over_any_history(
     engine: str, examples: int, tmp_path: Path, redis_server: RedisServer
 ) -> None:
     numbers = itertools.count()
@@ -280,7 +280,7 @@ def test_any_history_is_as_the_book_keeper_says(
         )
         @given(histories)
         def check(history: list[Step]) -> None:
-            # The owner's reservations of an earlier example are not this one's.
+            # Ends the leases that an earlier example has left for this owner.
             runner.run(storage.expire_leases("me", now=START))
             runner.run(play(storage, f"{engine}{next(numbers)}", history))
 

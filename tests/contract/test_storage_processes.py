@@ -1,4 +1,4 @@
-"""Several processes on one store, and one that is killed: real processes, a real file, a real Redis."""
+"""Several processes on one store, one of which is killed: real processes, a real file and a real Redis."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Worker:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def go(self) -> None:
+    def proceed(self) -> None:
         assert self._process.stdin is not None
         print(file=self._process.stdin, flush=True)
 
-    def says(self) -> str:
+    def read_line(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
@@ -53,18 +53,18 @@ def worker(url: str, owner: str, mode: str) -> Iterator[Worker]:
     with subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             one = Worker(process)
-            assert one.says() == "ready"
+            assert one.read_line() == "ready"
             yield one
         finally:
             process.kill()
 
 
 async def test_two_replicas_never_grant_more_than_the_limit(url: str) -> None:
-    """200 calls each, all at once. A known gateway granted 663 tokens on a limit of 100."""
+    """200 concurrent calls each. Another gateway granted 663 tokens on a limit of 100."""
     with worker(url, "one", "contend") as one, worker(url, "two", "contend") as two:
-        one.go()
-        two.go()
-        granted = int(one.says()) + int(two.says())
+        one.proceed()
+        two.proceed()
+        granted = int(one.read_line()) + int(two.read_line())
         assert 0 < granted <= LIMIT // TOKENS
     storage = patient(url, "")
     await storage.open()
@@ -72,18 +72,18 @@ async def test_two_replicas_never_grant_more_than_the_limit(url: str) -> None:
     while isinstance(await storage.reserve(f"t/more{more}", [tokens()], lease_seconds=9.0, now=time.time()), Grant):
         more += 1
     await storage.close()
-    # Nothing was lost either: whatever was not granted then, is now. A call may have been granted unheard.
+    # Nothing was lost either: what was not granted then is granted now. A call that timed out may have been granted.
     assert granted + more <= LIMIT // TOKENS
 
 
-async def test_what_a_killed_replica_held_is_free_once_it_is_back(url: str) -> None:
+async def test_leases_of_a_killed_replica_end_when_it_starts_again(url: str) -> None:
     charges: list[Charge] = [
         SlotCharge("t/concurrency", 1),
         SpendCharge("t/budget/total", 50, 50, FOREVER_SECONDS),
     ]
     with worker(url, "replica/1", "hold") as one:
-        one.go()
-        assert one.says() == "Grant"
+        one.proceed()
+        assert one.read_line() == "Grant"
         one.kill()
     other = patient(url, "replica/2")
     await other.open()

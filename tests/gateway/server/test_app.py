@@ -262,7 +262,7 @@ async def test_a_storage_that_is_away_is_told_in_one_line(tmp_path: Path) -> Non
     app = Application(tmp_path, policy_for("http://127.0.0.1:9/v1"), storage="redis://127.0.0.1:9/0")
     message = await app.start()
     assert message["type"] == "lifespan.startup.failed"
-    assert "Redis can not be reached" in message["message"] and "\n" not in message["message"]
+    assert "Redis cannot be reached" in message["message"] and "\n" not in message["message"]
     assert not (app.ledger / "lock").exists()
 
 

@@ -1,3 +1,5 @@
+"""LeakyBucket: exact refunds, bounded troughs, and clocks that are late or set back."""
+
 from __future__ import annotations
 
 from fractions import Fraction
@@ -20,7 +22,7 @@ def charge(amount: int) -> RateCharge:
 
 
 def level_of(history: list[tuple[float, int]], now: float) -> Fraction:
-    """The definition: leak, then pour, over all of history."""
+    """The definition: leak, then pour, over the whole history."""
     level, time = Fraction(0), Fraction(0)
     for poured_at, amount in [*history, (now, 0)]:
         leaked = (Fraction(poured_at) - time) * LIMIT / int(PERIOD_SECONDS)
@@ -30,10 +32,12 @@ def level_of(history: list[tuple[float, int]], now: float) -> Fraction:
 
 @settings(max_examples=500, derandomize=True, database=None)
 @given(st.lists(pours | settles, min_size=5, max_size=MAX_TROUGHS))
-def test_a_refund_is_as_if_only_the_truth_had_been_asked_for(steps: list[tuple[str, int, int]]) -> None:
+def test_after_a_refund_the_bucket_is_as_if_only_the_usage_had_been_poured_in(
+    steps: list[tuple[str, int, int]],
+) -> None:
     bucket, now = LeakyBucket(), 1000.0
     history: list[tuple[float, int]] = []
-    open_pours: list[tuple[int, float]] = []  # index in the history, and what the bucket called its time
+    open_pours: list[tuple[int, float]] = []  # index in the history, and the bucket's time of the pouring
     for what, amount, number in steps:
         if what == "pour":
             now += number / 8
@@ -55,7 +59,7 @@ def test_a_refund_is_as_if_only_the_truth_had_been_asked_for(steps: list[tuple[s
 
 
 def test_troughs_are_bounded_and_merging_them_only_makes_refunds_smaller() -> None:
-    """Levels that rise at every pouring, so that none is undercut."""
+    """The levels rise with every pouring, so no later level undercuts a trough."""
     bucket, big = LeakyBucket(), 10_000
     bucket.pour(100, RateCharge("t/x", 100, big, 1000.0), 0.0)
     first = bucket.time
@@ -65,11 +69,11 @@ def test_troughs_are_bounded_and_merging_them_only_makes_refunds_smaller() -> No
     assert bucket.troughs == sorted(bucket.troughs)
     before = bucket.level
     bucket.settle(0, RateCharge("t/x", 100, big, 1000.0), first, 99.0)
-    # The lowest level since was 90, just before the second pouring: that much comes back.
+    # The lowest level since was 90, just before the second pouring, so at most that is refunded.
     assert before - bucket.level <= 90
 
 
-def test_who_is_a_little_late_refills_nothing() -> None:
+def test_a_caller_with_a_slightly_earlier_time_refills_nothing() -> None:
     bucket = LeakyBucket()
     bucket.pour(LIMIT, charge(LIMIT), 1000.0)
     assert int(bucket.room(charge(1), 996.0)) == 0
@@ -78,7 +82,7 @@ def test_who_is_a_little_late_refills_nothing() -> None:
 
 
 @pytest.mark.parametrize("back", [10.0, 5 * 3600.0])
-def test_a_clock_that_is_set_back_goes_on_from_there(back: float) -> None:
+def test_the_bucket_continues_from_the_time_to_which_the_clock_was_set_back(back: float) -> None:
     now, bucket = 1e6 - back, LeakyBucket()
     bucket.pour(LIMIT, charge(LIMIT), 1e6)
     assert int(bucket.room(charge(1), now)) == 0
@@ -88,7 +92,7 @@ def test_a_clock_that_is_set_back_goes_on_from_there(back: float) -> None:
     assert bucket.empty_at < now + 60.0
 
 
-def test_what_was_poured_by_the_later_clock_comes_back_once() -> None:
+def test_an_amount_poured_in_before_the_clock_was_set_back_is_refunded_once() -> None:
     bucket = LeakyBucket()
     bucket.pour(LIMIT, charge(LIMIT), 1e6)
     first = bucket.time
@@ -99,13 +103,13 @@ def test_what_was_poured_by_the_later_clock_comes_back_once() -> None:
     assert int(bucket.room(charge(1), 1000.0)) <= LIMIT
 
 
-def test_a_changed_limit_keeps_what_was_used() -> None:
+def test_a_changed_limit_keeps_the_level() -> None:
     bucket = LeakyBucket()
     bucket.pour(10, charge(10), 1000.0)
     assert int(bucket.room(RateCharge("tenant/tokens", 1, 100, 100.0), 1000.0)) == 90
 
 
-def test_survives_being_stored() -> None:
+def test_the_stored_state_makes_an_equal_bucket() -> None:
     bucket = LeakyBucket()
     bucket.pour(3, charge(3), 1000.5)
     stored = msgspec.msgpack.encode(bucket.state)

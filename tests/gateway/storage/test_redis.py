@@ -1,4 +1,4 @@
-"""What only the Redis engine can do or suffer: against a real redis-server."""
+"""The Redis engine against a real redis-server: its clock, expiry, restarts, outages and cluster slots."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.redis_server import RedisServer, own_redis_server, redis_server, star
 __all__ = ["own_redis_server", "redis_server"]
 
 LEASE_SECONDS = 30.0
-PATIENT_SECONDS = 60.0  # a busy machine is not what is tested
+PATIENT_SECONDS = 60.0  # these tests must not fail on a busy machine
 
 
 @asynccontextmanager
@@ -57,8 +57,8 @@ async def reserve(storage: RedisStorage, name: str, *charges: Charge, now: float
     return await storage.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
 
 
-async def test_a_refusal_writes_nothing(redis_server: RedisServer) -> None:
-    """Whichever of its charges does not fit."""
+async def test_a_rejection_writes_nothing(redis_server: RedisServer) -> None:
+    """For each kind of charge that may exceed its limit."""
     full = [
         RateCharge("refusing/requests", 1, 1, 60.0),
         SlotCharge("refusing/concurrency", 1),
@@ -75,9 +75,9 @@ async def test_a_refusal_writes_nothing(redis_server: RedisServer) -> None:
             assert {key: client.dump(key) for key in sorted(client.scan_iter("wp:{refusing}*"))} == before != {}
 
 
-async def test_one_script_call_to_reserve_and_one_to_settle(redis_server: RedisServer) -> None:
+async def test_reserve_and_settle_are_one_script_call_each(redis_server: RedisServer) -> None:
     async with opened(redis_server, owner="me") as storage:
-        await reserve(storage, "counted/first", *all_kinds("counted"))  # also tells Redis that we know the tenant
+        await reserve(storage, "counted/first", *all_kinds("counted"))  # also registers the tenant
         with redis_server.client() as client:
             client.config_resetstat()
             await asyncio.gather(*(reserve(storage, f"counted/{n}", *all_kinds("counted")) for n in range(100)))
@@ -91,8 +91,8 @@ async def test_one_script_call_to_reserve_and_one_to_settle(redis_server: RedisS
     assert clients["connected_clients"] <= redis_engine.MAX_PIPELINES + 1
 
 
-async def test_the_server_s_clock_decides(redis_server: RedisServer) -> None:
-    """A replica whose clock is an hour ahead gets nothing more than others."""
+async def test_the_clock_of_redis_decides(redis_server: RedisServer) -> None:
+    """A replica whose clock is an hour ahead is granted no more than the others."""
     charge = RateCharge("skewed/tokens", 100, 100, 3600.0)
     async with opened(redis_server) as storage:
         now = time.time()
@@ -100,7 +100,7 @@ async def test_the_server_s_clock_decides(redis_server: RedisServer) -> None:
         assert isinstance(await reserve(storage, "skewed/b", charge, now=now + 3600), Rejection)
 
 
-async def test_nothing_is_kept_for_ever(redis_server: RedisServer) -> None:
+async def test_every_key_expires(redis_server: RedisServer) -> None:
     with redis_server.client() as client:
         client.flushall()
         async with opened(redis_server, owner="me") as storage:
@@ -117,7 +117,7 @@ async def test_nothing_is_kept_for_ever(redis_server: RedisServer) -> None:
 
 
 async def test_an_account_and_its_leases_expire_together(redis_server: RedisServer) -> None:
-    """Else what a crashed call held would stay held for as long as the account lives."""
+    """Otherwise an amount held by a crashed gateway would stay held for as long as the account lives."""
     money = SpendCharge("pair/budget/2026-11", 10, 100, 1000.0)
     async with opened(redis_server) as storage:
         with redis_server.client() as client:
@@ -135,23 +135,25 @@ async def test_an_account_and_its_leases_expire_together(redis_server: RedisServ
             assert apart_milliseconds() < 1000
 
 
-async def test_a_shorter_lease_does_not_forget_a_longer_one(redis_server: RedisServer) -> None:
-    place = SlotCharge("mixed/concurrency", 2)
+async def test_a_shorter_lease_does_not_shorten_the_expiry_for_a_longer_one(redis_server: RedisServer) -> None:
+    slot = SlotCharge("mixed/concurrency", 2)
     async with opened(redis_server) as storage:
-        await storage.reserve("mixed/long", [place], lease_seconds=600.0, now=0.0)
-        await storage.reserve("mixed/short", [place], lease_seconds=1.0, now=0.0)
+        await storage.reserve("mixed/long", [slot], lease_seconds=600.0, now=0.0)
+        await storage.reserve("mixed/short", [slot], lease_seconds=1.0, now=0.0)
         with redis_server.client() as client:
             for kind in ("account", "leases"):
                 assert client.pttl(f"wp:{{mixed}}:{kind}:mixed/concurrency") > 1_000_000
 
 
-async def test_frozen_it_is_unavailable_within_the_bound_and_thawed_it_is_back(own_redis_server: RedisServer) -> None:
+async def test_a_frozen_redis_is_unavailable_within_the_timeout_and_usable_once_thawed(
+    own_redis_server: RedisServer,
+) -> None:
     async with opened(own_redis_server, timeout_seconds=OPERATION_TIMEOUT_SECONDS) as storage:
-        place = SlotCharge("t/concurrency", 1)
+        slot = SlotCharge("t/concurrency", 1)
         own_redis_server.freeze()
         outcomes = await asyncio.wait_for(
-            asyncio.gather(*(reserve(storage, f"t/{n}", place) for n in range(20)), return_exceptions=True),
-            timeout=20 * OPERATION_TIMEOUT_SECONDS,  # together, not one after the other
+            asyncio.gather(*(reserve(storage, f"t/{n}", slot) for n in range(20)), return_exceptions=True),
+            timeout=20 * OPERATION_TIMEOUT_SECONDS,  # all at the same time, not one after the other
         )
         assert all(isinstance(outcome, StorageUnavailable) for outcome in outcomes)
         with pytest.raises(StorageUnavailable):
@@ -160,21 +162,21 @@ async def test_frozen_it_is_unavailable_within_the_bound_and_thawed_it_is_back(o
         assert await eventually(storage, "t/after", RateCharge("t/requests", 1, 10, 60.0)) == Grant((9,))
 
 
-async def test_what_a_frozen_one_did_unheard_can_be_settled(own_redis_server: RedisServer) -> None:
-    """The limiter settles with zero whatever it could not hear of: then nothing is held by it."""
+async def test_a_reservation_that_timed_out_can_be_settled(own_redis_server: RedisServer) -> None:
+    """The limiter settles a reservation of unknown outcome with zero, so that it holds nothing."""
     async with opened(own_redis_server, timeout_seconds=OPERATION_TIMEOUT_SECONDS) as storage:
-        place = SlotCharge("t/concurrency", 1)
+        slot = SlotCharge("t/concurrency", 1)
         own_redis_server.freeze()
         with pytest.raises(StorageUnavailable):
-            await reserve(storage, "t/unheard", place)
+            await reserve(storage, "t/unknown", slot)
         own_redis_server.thaw()
         await eventually(storage, "t/other", RateCharge("t/requests", 1, 10, 60.0))
-        await storage.settle("t/unheard", [0], now=0.0)
-        assert isinstance(await reserve(storage, "t/after", place), Grant)
+        await storage.settle("t/unknown", [0], now=0.0)
+        assert isinstance(await reserve(storage, "t/after", slot), Grant)
 
 
-async def test_killed_and_started_again_it_goes_on_where_it_was(own_redis_server: RedisServer) -> None:
-    """With its append-only file: budgets and keys are what they were. The script is taught anew."""
+async def test_budgets_and_keys_survive_a_restart_of_redis(own_redis_server: RedisServer) -> None:
+    """With its append-only file. The engine loads the script again."""
     charge = SpendCharge("t/budget/2026-11", 60, 100, 86_400.0)
     record = KeyRecord("id", "t", "hmac-sha256:00", "2026-11-20T00:00:00Z")
     async with opened(own_redis_server) as storage:
@@ -192,16 +194,16 @@ async def test_killed_and_started_again_it_goes_on_where_it_was(own_redis_server
         assert await reserve(storage, "t/c", charge) == Rejection(0, 40, None)
 
 
-async def test_a_script_that_was_forgotten_is_taught_again(own_redis_server: RedisServer) -> None:
+async def test_a_flushed_script_is_loaded_again(own_redis_server: RedisServer) -> None:
     async with opened(own_redis_server) as storage:
         with own_redis_server.client() as client:
             client.script_flush()
         charge = RateCharge("t/requests", 1, 10, 60.0)
-        verdicts = await asyncio.gather(*(reserve(storage, f"t/{n}", charge) for n in range(3)))
-        assert verdicts == [Grant((9,)), Grant((8,)), Grant((7,))]
+        outcomes = await asyncio.gather(*(reserve(storage, f"t/{n}", charge) for n in range(3)))
+        assert outcomes == [Grant((9,)), Grant((8,)), Grant((7,))]
 
 
-async def test_a_full_one_is_unavailable(own_redis_server: RedisServer) -> None:
+async def test_a_redis_out_of_memory_is_unavailable(own_redis_server: RedisServer) -> None:
     async with opened(own_redis_server) as storage:
         with own_redis_server.client() as client:
             client.config_set("maxmemory", "1")
@@ -209,19 +211,19 @@ async def test_a_full_one_is_unavailable(own_redis_server: RedisServer) -> None:
             await reserve(storage, "t/a", RateCharge("t/requests", 1, 10, 60.0))
 
 
-async def test_not_there_at_all() -> None:
+async def test_an_unreachable_redis_is_unavailable() -> None:
     storage = RedisStorage("unix:///nonexistent/redis.sock")
-    with pytest.raises(StorageUnavailable, match=r"can not be reached: .*nonexistent"):
+    with pytest.raises(StorageUnavailable, match=r"cannot be reached: .*nonexistent"):
         await storage.open()
     with pytest.raises(StorageUnavailable) as raised:
         await storage.get("key")
-    assert "nonexistent" not in raised.value.message  # clients are not told where it stands
+    assert "nonexistent" not in raised.value.message  # clients must not see its address
     await storage.close()
 
 
 @pytest.fixture
 def cluster() -> Iterator[RedisServer]:
-    """One node that owns all slots: it refuses a script whose keys lie in several."""
+    """One cluster node that owns all slots. It rejects a script whose keys are in several slots."""
     for server in start_redis(cluster=True):
         with server.client() as client:
             client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
@@ -232,7 +234,7 @@ def cluster() -> Iterator[RedisServer]:
         yield server
 
 
-async def test_a_tenant_s_keys_lie_in_one_slot(cluster: RedisServer) -> None:
+async def test_all_keys_of_a_tenant_are_in_one_cluster_slot(cluster: RedisServer) -> None:
     async with opened(cluster, owner="me") as storage:
         for tenant in ("t", "u%7D", "%7B"):
             assert isinstance(await reserve(storage, f"{tenant}/a", *all_kinds(tenant)), Grant)
@@ -249,7 +251,7 @@ async def test_a_tenant_s_keys_lie_in_one_slot(cluster: RedisServer) -> None:
 
 
 async def eventually(storage: RedisStorage, name: str, charge: Charge) -> Grant | Rejection:
-    """As soon as the server answers again."""
+    """Reserve as soon as Redis answers again."""
     deadline = time.monotonic() + 20
     while True:
         try:
@@ -258,7 +260,7 @@ async def eventually(storage: RedisStorage, name: str, charge: Charge) -> Grant 
             assert time.monotonic() < deadline
 
 
-async def test_a_replica_that_was_seen_by_a_later_clock_is_not_counted_for_ever(redis_server: RedisServer) -> None:
+async def test_a_replica_seen_before_the_clock_was_set_back_is_not_counted(redis_server: RedisServer) -> None:
     with redis_server.client() as client:
         client.flushall()
     one, other = (
@@ -273,7 +275,7 @@ async def test_a_replica_that_was_seen_by_a_later_clock_is_not_counted_for_ever(
         await each.close()
 
 
-async def test_lists_of_documents_that_redis_has_evicted_begin_anew(redis_server: RedisServer) -> None:
+async def test_lists_of_documents_that_redis_has_evicted_are_rebuilt(redis_server: RedisServer) -> None:
     document = Document(b"head", b"x" * 80)
     for lost in ("documents", "document_bytes"):
         async with opened(redis_server) as storage:
@@ -287,7 +289,7 @@ async def test_lists_of_documents_that_redis_has_evicted_begin_anew(redis_server
                 assert await storage.get_heads(lost, ["5", "6", "7", "8"]) == [None, b"head", b"head", b"head"]
 
 
-async def test_what_has_expired_is_taken_off_the_lists(redis_server: RedisServer) -> None:
+async def test_expired_documents_are_removed_from_the_lists(redis_server: RedisServer) -> None:
     async with opened(redis_server) as storage:
         for number in range(3):
             await storage.put_document("gone", f"{number}", Document(b"", b"x"), ttl_seconds=0.001, max_bytes=300)
