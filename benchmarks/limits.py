@@ -1,9 +1,9 @@
-"""What limits cost a call: microseconds of CPU in the gateway for admission and settlement together.
+"""CPU cost of limits per call: microseconds in the gateway for admission and settlement together.
 
     python benchmarks/limits.py [--calls 20000] [--redis URL] [--result FILE]
 
-By how many limits it falls under, on the storage in memory, and with `--redis` on that server, 64 calls at a time; its
-own CPU is not counted. The first row is the storage alone.
+One row per number of limits, with the storage in memory and, with `--redis`, on that server with 64 concurrent calls.
+Redis's CPU is not counted. The first row is the storage alone.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def limiter_on(storage: Storage, calls: list[Call]) -> Work:
 
 
 async def micros_of(make_work: Callable[[], Work], calls: int, at_once: int) -> float:
-    """The best of some rounds: what others do on the machine only adds."""
+    """The minimum over the rounds, since other work on the machine only adds time."""
     best = float("inf")
     for _ in range(ROUNDS):
         work, numbers = make_work(), iter(range(calls))
@@ -146,8 +146,8 @@ async def measure(calls: int, redis: str | None) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=20_000)
-    parser.add_argument("--redis", metavar="URL", help="A Redis of its own: its tenant t is written to.")
-    parser.add_argument("--result", type=Path, help="Write the figures there, as JSON.")
+    parser.add_argument("--redis", metavar="URL", help="A Redis for this benchmark alone: it writes to the tenant t.")
+    parser.add_argument("--result", type=Path, help="Write the figures to this file, as JSON.")
     options = parser.parse_args()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     rows = asyncio.run(measure(options.calls, options.redis))

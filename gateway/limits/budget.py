@@ -1,3 +1,5 @@
+"""Limit of money per calendar period: an account in the storage, whose key names the period."""
+
 from __future__ import annotations
 
 import math
@@ -5,9 +7,9 @@ from datetime import UTC, datetime
 from decimal import Decimal
 
 from gateway.core.errors import BudgetSpent, GatewayError, LimitReached
-from gateway.limits.base import Estimate, Limit
+from gateway.limits.base import CallEstimate, Limit
 from gateway.limits.scope import Scope
-from gateway.policy import Budget as BudgetOfPolicy
+from gateway.policy import Budget as BudgetPolicy
 from gateway.policy import Limits
 from gateway.storage.base import MAX_AMOUNT, Rejection, SpendCharge
 from gateway.types import Usage
@@ -15,7 +17,8 @@ from gateway.types import Usage
 MINUTE_SECONDS = 60
 HOUR_SECONDS = 3_600.0
 DAY_SECONDS = 24 * HOUR_SECONDS
-# How an account's period is named in its key, and how long the account outlives its last change: the period and more.
+# By the policy's `per`: the format of the period's name in the account's key, and how long the storage keeps the
+# account after its last change, which is longer than the period.
 PERIODS = {
     "hour": ("%Y-%m-%dT%H", 2 * HOUR_SECONDS),
     "day": ("%Y-%m-%d", 2 * DAY_SECONDS),
@@ -25,28 +28,29 @@ PERIODS = {
 }
 
 
-class Budget(Limit[SpendCharge]):
-    """Money per calendar period, UTC. A call belongs to the period in which it was admitted."""
+class BudgetLimit(Limit[SpendCharge]):
+    """Money per calendar period, in UTC. A call is charged to the period in which it was admitted."""
 
     kind = "budget"
 
     @classmethod
-    def of(cls, limits: Limits, scope: Scope) -> Budget | None:
+    def from_policy(cls, limits: Limits, scope: Scope) -> BudgetLimit | None:
         return None if limits.budget is None else cls(scope, limits.budget)
 
-    def __init__(self, scope: Scope, budget: BudgetOfPolicy) -> None:
+    def __init__(self, scope: Scope, budget: BudgetPolicy) -> None:
         super().__init__(scope)
         self.cuts_streams = budget.cut_streams
         self._keep_seconds = PERIODS[budget.per][1]
         self._budget = budget
         self._limit_nanos = min(int(budget.amount.scaleb(9)), MAX_AMOUNT)
         self._key = scope.key("budget")
-        self._minute, self._key_now = -1, ""  # of the account that is charged now
+        self._minute, self._key_now = -1, ""  # the minute of the last charge, and its account's key
 
-    def charge(self, estimate: Estimate) -> SpendCharge:
+    def charge(self, estimate: CallEstimate) -> SpendCharge:
         return self.charge_for(estimate.cost_nanos, estimate.now)
 
     def charge_for(self, nanos: int, now: float) -> SpendCharge:
+        """The charge of an amount to the account of the period that contains `now` (seconds since the epoch)."""
         minute = int(now // MINUTE_SECONDS)
         if minute != self._minute:
             self._minute, self._key_now = minute, f"{self._key}/{_period(self._budget.per, minute)}"
@@ -55,29 +59,30 @@ class Budget(Limit[SpendCharge]):
     def actual(self, usage: Usage, cost_nanos: int) -> int:
         return cost_nanos
 
-    def refuse(self, charge: SpendCharge, refused: Rejection) -> GatewayError:
-        left = f"{self._words()}; {nanos_text(refused.remaining)} is "
-        needed = f"and this request may cost {nanos_text(charge.amount)}"
-        if refused.retry_after_seconds is None:
-            return BudgetSpent(f"{left}left, {needed}")
+    def rejection(self, charge: SpendCharge, rejected: Rejection) -> GatewayError:
+        remaining = f"{self._allowance()}; {nanos_to_text(rejected.remaining)} is "
+        needed = f"and this request may cost {nanos_to_text(charge.amount)}"
+        if rejected.retry_after_seconds is None:
+            return BudgetSpent(f"{remaining}left, {needed}")
         return LimitReached(
-            f"{left}neither spent nor held by calls in flight, {needed}",
-            retry_after_seconds=refused.retry_after_seconds,
+            f"{remaining}neither spent nor reserved by calls in flight, {needed}",
+            retry_after_seconds=rejected.retry_after_seconds,
         )
 
-    def cut(self) -> BudgetSpent:
-        """Of a stream that costs more than is left."""
-        return BudgetSpent(f"{self._words()}; all of it is spent, so the answer ends here")
+    def stream_cut(self) -> BudgetSpent:
+        """The error that ends a stream which costs more than is left."""
+        return BudgetSpent(f"{self._allowance()}; the budget is spent, so the answer ends here")
 
-    def _words(self) -> str:
+    def _allowance(self) -> str:
         per = "in total" if self._budget.per == "total" else f"per {self._budget.per}"
         return f"{self.scope} may spend {self._budget.amount:f} {per}"
 
 
 def _period(per: str, minute: int) -> str:
-    """The period's name in the account's key; periods change on full minutes."""
+    """The period's name in the account's key. A minute is precise enough: periods begin on full minutes."""
     return datetime.fromtimestamp(minute * MINUTE_SECONDS, UTC).strftime(PERIODS[per][0])
 
 
-def nanos_text(nanos: int) -> str:
+def nanos_to_text(nanos: int) -> str:
+    """Billionths of a currency unit as decimal text, without trailing zeros."""
     return f"{Decimal(nanos).scaleb(-9).normalize():f}"

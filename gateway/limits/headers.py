@@ -1,4 +1,4 @@
-"""The `x-ratelimit-*` headers as OpenAI sends them, durations as Go prints them."""
+"""The `x-ratelimit-*` headers, as OpenAI sends them. Durations are in the format of Go, as in `1m30s`."""
 
 from __future__ import annotations
 
@@ -8,49 +8,50 @@ from typing import Any, Literal, NamedTuple
 from gateway.core.times import go_duration
 from gateway.storage.base import RateCharge
 
-Sort = Literal["requests", "tokens"]
+HeaderKind = Literal["requests", "tokens"]
 
 _NAMES = {
-    what: (f"x-ratelimit-limit-{what}", f"x-ratelimit-remaining-{what}", f"x-ratelimit-reset-{what}")
-    for what in ("requests", "tokens")
+    kind: (f"x-ratelimit-limit-{kind}", f"x-ratelimit-remaining-{kind}", f"x-ratelimit-reset-{kind}")
+    for kind in ("requests", "tokens")
 }
 
 
 class HeaderGroup(NamedTuple):
-    """The limits of one sort among all of a call's: where they stand, the narrowest scope first."""
+    """Those of a call's limits that one group of headers reports."""
 
-    sort: Sort
-    at: tuple[int, ...]  # never empty
-
-
-def header_groups(sorts: Sequence[Sort | None]) -> tuple[HeaderGroup, ...]:
-    """What clients are told of limits of these sorts; None is for those of which they are told nothing."""
-    found: dict[Sort, list[int]] = {}
-    for index, sort in enumerate(sorts):
-        if sort is not None:
-            found.setdefault(sort, []).append(index)
-    return tuple(HeaderGroup(sort, tuple(reversed(at))) for sort, at in found.items())
+    kind: HeaderKind
+    at: tuple[int, ...]  # their indices, the narrowest scope first; never empty
 
 
-def tightest_headers(shown: Sequence[HeaderGroup], charges: Sequence[Any], remaining: Sequence[int]) -> dict[str, str]:
-    """Of several limits of one sort, a client is told of the one that has the least left."""
+def header_groups(kinds: Sequence[HeaderKind | None]) -> tuple[HeaderGroup, ...]:
+    """Group a call's limits by the headers that report them. `None` stands for a limit that no header reports."""
+    found: dict[HeaderKind, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        if kind is not None:
+            found.setdefault(kind, []).append(index)
+    return tuple(HeaderGroup(kind, tuple(reversed(at))) for kind, at in found.items())
+
+
+def tightest_headers(groups: Sequence[HeaderGroup], charges: Sequence[Any], remaining: Sequence[int]) -> dict[str, str]:
+    """The headers of an admitted call. If a group has several limits, they report the one with the least left."""
     headers: dict[str, str] = {}
-    for sort, at in shown:
+    for kind, at in groups:
         index = min(at, key=remaining.__getitem__) if len(at) > 1 else at[0]
-        _tell(headers, sort, charges[index], remaining[index])
+        _add(headers, kind, charges[index], remaining[index])
     return headers
 
 
-def ratelimit_headers(what: Sort, charge: RateCharge, remaining: int) -> dict[str, str]:
+def ratelimit_headers(kind: HeaderKind, charge: RateCharge, remaining: int) -> dict[str, str]:
+    """The headers that report one limit."""
     headers: dict[str, str] = {}
-    _tell(headers, what, charge, remaining)
+    _add(headers, kind, charge, remaining)
     return headers
 
 
-def _tell(headers: dict[str, str], what: Sort, charge: RateCharge, remaining: int) -> None:
-    """`reset` is when the limit is whole again if nobody asks meanwhile."""
-    limit, rest, reset = _NAMES[what]
-    remaining = min(remaining, charge.limit)  # of a large limit, a bucket's tolerance is some tokens
+def _add(headers: dict[str, str], kind: HeaderKind, charge: RateCharge, remaining: int) -> None:
+    """`reset` is the time until the limit is whole again, if no request comes meanwhile."""
+    limit, rest, reset = _NAMES[kind]
+    remaining = min(remaining, charge.limit)  # a large limit's bucket tolerates some tokens more
     headers[limit] = str(charge.limit)
     headers[rest] = str(remaining)
     headers[reset] = go_duration((charge.limit - remaining) * charge.period_seconds / charge.limit)

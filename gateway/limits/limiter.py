@@ -1,7 +1,10 @@
-"""Phase 4: a call reserves the most it may use of every limit it falls under, or of none; afterwards it pays the truth.
+"""Phase 4: reserves the most that a call may use of each of its limits, all or none, and settles the actual usage.
 
-A reservation is a lease in shared storage. `Limiter` keeps the leases of long calls alive, and settles later what could
-not be settled at once; whatever it can not do, the end of the lease does.
+`Limiter.admit` looks up the limits that the call falls under (`_ApplicableLimits`, cached per tenant, key, model and
+class), estimates the most it may use, and reserves all charges in one atomic storage operation. The result is a
+`Reservation`: a lease in the shared storage. A background task extends the leases of long calls, and retries
+settlements that failed. If that fails too, for example because this gateway dies, the lease ends by itself and returns
+what it held.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ from typing import Any
 import msgspec
 
 from gateway.core.errors import GatewayError, StorageUnavailable
-from gateway.limits.base import Estimate, Limit, Rates, dearest_cost_nanos, estimate_of, rates_of
-from gateway.limits.budget import Budget
-from gateway.limits.concurrency import Concurrency
+from gateway.limits.base import CallEstimate, HighestPrices, Limit, estimate_call, highest_cost_nanos, highest_prices
+from gateway.limits.budget import BudgetLimit
+from gateway.limits.concurrency import ConcurrencyLimit
 from gateway.limits.headers import HeaderGroup, header_groups, tightest_headers
 from gateway.limits.scope import scopes_of_call, tenant_prefix
 from gateway.limits.stream_budget import StreamBudget
@@ -28,21 +31,21 @@ from gateway.policy import Limits, Policy, Tenant
 from gateway.storage.base import Charge, Grant, Rejection, ReservationStore, SpendCharge
 from gateway.types import Call, Usage
 
-LEASE_SECONDS = 30.0  # after a crash without return, places and money are held so long
+LEASE_SECONDS = 30.0  # how long slots and money stay reserved after a gateway died
 EXTEND_SECONDS = LEASE_SECONDS / 3
-RETRY_SECONDS = 1.0
+RETRY_SECONDS = 1.0  # between two rounds of the background task
 MAX_UNSETTLED = 10_000
-MAX_AT_ONCE = 128  # background operations under way at the same time, so that calls come between
-MAX_PLANS = 10_000
+MAX_CONCURRENT_OPERATIONS = 128  # of the background task, so that the operations of calls get their turn
+MAX_APPLICABLE_LIMITS = 10_000
 
 log = logging.getLogger(__name__)
 
 
 class Reservation:
-    """What an admitted call holds. Ended by the first `settle` or `release`; whatever comes later changes nothing.
+    """What an admitted call holds of its limits. The first `settle` or `release` ends it; later ones do nothing.
 
-    None of them raises, and none waits longer than a storage operation may take. A cancelled end is made up for.
-    `stream_budget` is None where no budget may cut the answer.
+    No method raises, and none waits longer than one storage operation may take. If an ending is cancelled, the limiter
+    completes it in the background. `stream_budget` is None if no budget may cut the answer.
     """
 
     __slots__ = ("_charges", "_ended", "_holds_slot", "_limiter", "_limits", "_name", "headers", "stream_budget")
@@ -60,7 +63,7 @@ class Reservation:
     ) -> None:
         self.headers = headers  # for the reply
         self.stream_budget = stream_budget
-        self._limiter = limiter  # None: there is nothing to give back
+        self._limiter = limiter  # None if nothing is reserved
         self._name = name
         self._limits = limits
         self._charges = charges
@@ -68,12 +71,13 @@ class Reservation:
         self._ended = False
 
     async def release_slot(self) -> None:
-        """The work is over: its place is free for the next call, although its bill is not settled yet."""
+        """Free the concurrency slot of a call that has ended, before the call is settled."""
         if self._holds_slot and not self._ended and self._limiter is not None:
             self._holds_slot = False
             await self._limiter.release_slot(self._name)
 
     async def settle(self, usage: Usage, cost_nanos: int) -> None:
+        """Replace the reserved amounts by the actual usage and cost, and end the reservation."""
         if not self._ended and self._limiter is not None:
             self._ended = True
             try:
@@ -84,47 +88,50 @@ class Reservation:
                     await self.stream_budget.end()
 
     async def release(self) -> None:
-        """Nothing was used; that the call was made still counts as a request."""
+        """End the reservation of a call that used nothing. It still counts as a request."""
         await self.settle(Usage(), 0)
 
 
 UNLIMITED = Reservation(None, "", (), {})
-"""Of a call that no limit applies to; shared by all of them."""
+"""The reservation of all calls to which no limit applies."""
 
 
-class _LimitSet(msgspec.Struct, frozen=True):
-    """The limits that calls of one tenant, key, model and class fall under."""
+class _ApplicableLimits(msgspec.Struct, frozen=True):
+    """The limits of all calls of one tenant, key, model and class, with what `admit` derives from them."""
 
-    tenant: Tenant  # of whom it was made
+    tenant: Tenant  # as the policy had it when this was made
     key_limits: Limits | None
-    names_begin: str  # of reservations
+    id_prefix: str  # of reservation ids
     limits: tuple[Limit[Any], ...]
-    rates: Rates
-    shown: tuple[HeaderGroup, ...]
+    prices: HighestPrices
+    header_groups: tuple[HeaderGroup, ...]
     holds_slot: bool
-    budgets: tuple[Budget, ...]
-    cutting: tuple[Budget, ...]  # those that may cut a stream
+    budgets: tuple[BudgetLimit, ...]
+    stream_cutting: tuple[BudgetLimit, ...]  # those of `budgets` that may cut a stream
 
 
 class Limiter:
-    """Start and stop it with the application. The numbers are for telemetry."""
+    """Reserves and settles the limits of calls. Start and stop it with the application. Belongs to one event loop.
+
+    The public numbers count since the start and are read by telemetry.
+    """
 
     def __init__(
-        self, counters: ReservationStore, family: Sequence[type[Limit[Any]]], *, clock: Callable[[], float] = time.time
+        self, store: ReservationStore, family: Sequence[type[Limit[Any]]], *, clock: Callable[[], float] = time.time
     ) -> None:
-        self._counters = counters
+        self._store = store
         self._family = family
         self._clock = clock
-        self._planned_for: Policy | None = None
-        self._plans: dict[tuple[str, str, str], _LimitSet] = {}  # by key, model and class
-        self._open: dict[str, float] = {}  # when each open reservation was made or last extended
-        self._unsettled: dict[str, Sequence[int]] = {}  # oldest first
-        self._keeper: asyncio.Task[None] | None = None
+        self._policy: Policy | None = None
+        self._applicable: dict[tuple[str, str, str], _ApplicableLimits] = {}  # by key, model and class
+        self._open: dict[str, float] = {}  # by reservation id: when it was made or last extended
+        self._unsettled: dict[str, Sequence[int]] = {}  # actual amounts by reservation id, oldest first
+        self._background: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
-        self.leases_lost = 0  # ran out while their calls went on: the store was away too long
-        self.settlements_dropped = 0  # left to the end of their leases: the store was away far too long
-        self.store_failures = 0
-        self._is_refusing = False  # since the store is away
+        self.leases_lost = 0  # ended while their calls ran, because the storage was unreachable for too long
+        self.settlements_dropped = 0  # beyond MAX_UNSETTLED: their leases end by themselves
+        self.storage_failures = 0
+        self._is_rejecting = False  # because the storage is unreachable; logged once
 
     @property
     def open_reservations(self) -> int:
@@ -132,137 +139,150 @@ class Limiter:
 
     @property
     def unsettled(self) -> int:
-        """Reservations that ended and wait for the store to be told."""
+        """How many reservations have ended without being settled in the storage yet."""
         return len(self._unsettled)
 
     async def start(self) -> None:
-        if self._keeper is None:
+        """Start the background task."""
+        if self._background is None:
             self._stopping.clear()
-            self._keeper = asyncio.create_task(self._keep())
+            self._background = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Tries once more to settle what is left."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
+        """Stop the background task, and try once more to settle what is unsettled."""
+        background, self._background = self._background, None
+        if background is not None:
             self._stopping.set()
-            await keeper
+            await background
             await self.retry_unsettled()
 
     async def admit(self, call: Call) -> Reservation:
-        """Raises LimitReached, BudgetSpent, BadRequest for a call that could never fit, or StorageUnavailable."""
-        plan = self._plan_of(call)
-        limits = plan.limits
+        """Reserve all limits of a call, or none.
+
+        Raises `LimitReached`, `BudgetSpent`, `BadRequest` if the call could never fit, or `StorageUnavailable`.
+        """
+        applicable = self._applicable_limits(call)
+        limits = applicable.limits
         if not limits:
             return UNLIMITED
         now = self._clock()
-        estimate = estimate_of(call, now, rates=plan.rates)
+        estimate = estimate_call(call, now, prices=applicable.prices)
         charges = [limit.charge(estimate) for limit in limits]
-        name = plan.names_begin + call.id
+        name = applicable.id_prefix + call.id
         verdict = await self._reserve(name, charges, now)
         if isinstance(verdict, Rejection):
-            raise _refusal(limits, charges, verdict)
+            raise _rejection(limits, charges, verdict)
         return Reservation(
             self,
             name,
             limits,
-            tightest_headers(plan.shown, charges, verdict.remaining),
+            tightest_headers(applicable.header_groups, charges, verdict.remaining),
             charges=charges,
-            holds_slot=plan.holds_slot,
+            holds_slot=applicable.holds_slot,
             stream_budget=(
-                self._stream_budget(call, plan.cutting, name, estimate) if plan.cutting and call.stream else None
+                self._stream_budget(call, applicable.stream_cutting, name, estimate)
+                if applicable.stream_cutting and call.stream
+                else None
             ),
         )
 
     async def admit_cache_hit(self, call: Call) -> Reservation:
-        """Of a call that the response cache answers: it may cost money, and nothing else. Raises as `admit` does."""
-        prices, plan = call.policy.cache_prices.get(call.model.name), self._plan_of(call)
-        if prices is None or not (budgets := plan.budgets):
+        """Reserve the money for a call that the response cache answers. No other limit counts it. Raises as `admit`."""
+        prices, applicable = call.policy.cache_prices.get(call.model.name), self._applicable_limits(call)
+        if prices is None or not (budgets := applicable.budgets):
             return UNLIMITED
         now = self._clock()
-        estimate = estimate_of(call, now, rates=rates_of(prices.prices))
+        estimate = estimate_call(call, now, prices=highest_prices(prices.prices))
         charges = [budget.charge(estimate) for budget in budgets]
-        name = f"{plan.names_begin}{call.id}+hit"  # the call may yet have to ask for itself
+        name = f"{applicable.id_prefix}{call.id}+hit"  # unlike `admit`'s, which may follow if the answer is gone
         verdict = await self._reserve(name, charges, now)
         if isinstance(verdict, Rejection):
-            raise _refusal(budgets, charges, verdict)
+            raise _rejection(budgets, charges, verdict)
         return Reservation(self, name, budgets, {}, charges=charges)
 
     async def charge_orphaned(self, call: Call, usage: Usage, cost_nanos: int, *, admitted: float) -> None:
-        """A killed gateway's call is over, and its bill is known: settle its reservation, where the store has it still.
-        Where it has not, take the cost from the budgets of the period in which it was admitted (seconds since the
-        epoch), be it there or not. Raises `StorageUnavailable`.
+        """Charge a call of a gateway that died, now that its bill is known.
+
+        Settles the call's reservation if the storage still has it. Otherwise charges the cost to the budgets of the
+        period that contains `admitted` (seconds since the epoch), even beyond their limits. Raises
+        `StorageUnavailable`.
         """
-        plan, now = self._plan_of(call), self._clock()
-        name = plan.names_begin + call.id
+        applicable, now = self._applicable_limits(call), self._clock()
+        name = applicable.id_prefix + call.id
         settled = await self.settle_orphaned(call, usage, cost_nanos)
         if settled is None:
             name += "+lost"
-        if plan.budgets and not settled:
-            charges = [budget.charge_for(cost_nanos, admitted) for budget in plan.budgets]
-            await self._counters.force_reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
-            await self._counters.settle(name, [cost_nanos] * len(charges), now=now)
+        if applicable.budgets and not settled:
+            charges = [budget.charge_for(cost_nanos, admitted) for budget in applicable.budgets]
+            await self._store.force_reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
+            await self._store.settle(name, [cost_nanos] * len(charges), now=now)
 
     async def settle_orphaned(self, call: Call, usage: Usage, cost_nanos: int) -> bool | None:
-        """Settle what a killed gateway has left reserved for a call. False: the store knows of nothing to settle; None:
-        it was made under other limits, and ends with its lease. Raises `StorageUnavailable`.
+        """Settle the reservation that a gateway which died has left for a call.
+
+        False if the storage has nothing to settle. None if the reservation was made under other limits; it ends with
+        its lease. Raises `StorageUnavailable`.
         """
-        plan = self._plan_of(call)
-        actual = [limit.actual(usage, cost_nanos) for limit in plan.limits]
+        applicable = self._applicable_limits(call)
+        actual = [limit.actual(usage, cost_nanos) for limit in applicable.limits]
         try:
-            return bool(actual) and await self._counters.settle(plan.names_begin + call.id, actual, now=self._clock())
+            return bool(actual) and await self._store.settle(applicable.id_prefix + call.id, actual, now=self._clock())
         except ValueError:
             return None
 
     async def _reserve(self, name: str, charges: Sequence[Charge], now: float) -> Grant | Rejection:
-        """What is granted is kept alive from here on."""
+        """Reserve, and let the background task extend the lease from now on."""
         try:
-            verdict = await self._counters.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
+            verdict = await self._store.reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
         except (StorageUnavailable, asyncio.CancelledError) as error:
-            # It may have been reserved without our hearing of it.
-            self._put_off(name, [0] * len(charges))
+            # The storage may have reserved it although no answer arrived. Settle it to zero, later.
+            self._settle_later(name, [0] * len(charges))
             if isinstance(error, StorageUnavailable):
-                self.store_failures += 1
-                if not self._is_refusing:
-                    log.error("calls that have limits are refused: %s", error.message)
-                self._is_refusing = True
+                self.storage_failures += 1
+                if not self._is_rejecting:
+                    log.error("rejecting calls that have limits, because the storage is unreachable: %s", error.message)
+                self._is_rejecting = True
             raise
-        if self._is_refusing:
-            self._is_refusing = False
-            log.warning("the storage answers again: calls that have limits are taken")
+        if self._is_rejecting:
+            self._is_rejecting = False
+            log.warning("the storage is reachable again: calls that have limits are admitted")
         if isinstance(verdict, Grant):
             self._open[name] = now
         return verdict
 
-    def _plan_of(self, call: Call) -> _LimitSet:
+    def _applicable_limits(self, call: Call) -> _ApplicableLimits:
         principal = call.principal
-        if call.policy is not self._planned_for or len(self._plans) >= MAX_PLANS:
-            self._planned_for = call.policy
-            self._plans.clear()
+        if call.policy is not self._policy or len(self._applicable) >= MAX_APPLICABLE_LIMITS:
+            self._policy = call.policy
+            self._applicable.clear()
         which = (principal.key_id, call.model.name, call.class_name)
-        plan = self._plans.get(which)
-        if plan is None or plan.tenant is not principal.tenant or plan.key_limits is not principal.limits:
-            plan = self._plans[which] = self._make_plan(call)
-        return plan
+        known = self._applicable.get(which)
+        if known is None or known.tenant is not principal.tenant or known.key_limits is not principal.limits:
+            known = self._applicable[which] = self._find_limits(call)
+        return known
 
-    def _make_plan(self, call: Call) -> _LimitSet:
+    def _find_limits(self, call: Call) -> _ApplicableLimits:
         principal = call.principal
         scopes = scopes_of_call(principal.tenant, principal.key_id, principal.limits, call.model, call.class_name)
-        found = [kind.of(limits, scope) for scope, limits in scopes for kind in self._family]
+        found = [kind.from_policy(limits, scope) for scope, limits in scopes for kind in self._family]
         limits = tuple(limit for limit in found if limit is not None)
-        return _LimitSet(
+        return _ApplicableLimits(
             principal.tenant,
             principal.limits,
             f"{tenant_prefix(principal.tenant.name)}/",
             limits,
-            rates_of(call.policy.prices_by_model.get(call.model.name, ())),  # of one that is over, it may be gone
+            # A recovered call's model may have been removed from the policy.
+            highest_prices(call.policy.prices_by_model.get(call.model.name, ())),
             header_groups([limit.header_kind for limit in limits]),
-            any(isinstance(limit, Concurrency) for limit in limits),
-            budgets := tuple(limit for limit in limits if isinstance(limit, Budget)),
+            any(isinstance(limit, ConcurrencyLimit) for limit in limits),
+            budgets := tuple(limit for limit in limits if isinstance(limit, BudgetLimit)),
             tuple(budget for budget in budgets if budget.cuts_streams),
         )
 
-    def _stream_budget(self, call: Call, budgets: Sequence[Budget], name: str, estimate: Estimate) -> StreamBudget:
-        """More money for a stream is a reservation of its own, which holds it until the stream's end."""
+    def _stream_budget(
+        self, call: Call, budgets: Sequence[BudgetLimit], name: str, estimate: CallEstimate
+    ) -> StreamBudget:
+        """Each further slice of a stream's money is a reservation of its own, held until the stream ends."""
 
         async def reserve(number: int, nanos: int) -> Grant | Rejection:
             charges = [budget.charge_for(nanos, estimate.now) for budget in budgets]
@@ -270,37 +290,38 @@ class Limiter:
 
         def give_back(number: int) -> None:
             self._open.pop(f"{name}+{number}", None)
-            self._put_off(f"{name}+{number}", [0] * len(budgets))
+            self._settle_later(f"{name}+{number}", [0] * len(budgets))
 
-        rates = self._plan_of(call).rates
-        a_slice = dearest_cost_nanos(rates, 0, call.principal.tenant.limits.default_output_tokens)
-        return StreamBudget(estimate.cost_nanos, a_slice, reserve, give_back, budgets)
+        prices = self._applicable_limits(call).prices
+        slice_nanos = highest_cost_nanos(prices, 0, call.principal.tenant.limits.default_output_tokens)
+        return StreamBudget(estimate.cost_nanos, slice_nanos, reserve, give_back, budgets)
 
     async def release_slot(self, name: str) -> None:
-        """For `Reservation.leave`."""
+        """The storage operation of `Reservation.release_slot`."""
         try:
-            await self._counters.release_slots(name, now=self._clock())
-        except StorageUnavailable:  # settling frees it
-            self.store_failures += 1
+            await self._store.release_slots(name, now=self._clock())
+        except StorageUnavailable:  # `settle` frees the slot, too
+            self.storage_failures += 1
 
     async def end(self, name: str, actual: Sequence[int], charges: Sequence[Charge]) -> None:
-        """For `Reservation.settle`."""
+        """The storage operation of `Reservation.settle`."""
         self._open.pop(name, None)
         try:
-            settled = await self._counters.settle(name, actual, now=self._clock())
+            settled = await self._store.settle(name, actual, now=self._clock())
         except StorageUnavailable:
-            self.store_failures += 1
-            self._put_off(name, actual)
+            self.storage_failures += 1
+            self._settle_later(name, actual)
         except asyncio.CancelledError:
-            self._put_off(name, actual)  # the store settles it once, however often it is asked
+            self._settle_later(name, actual)  # settling is idempotent
             raise
         else:
             if not settled:
                 await self._charge_forgotten(name, actual, charges)
 
     async def _charge_forgotten(self, name: str, actual: Sequence[int], charges: Sequence[Charge]) -> None:
-        """The store has forgotten the reservation, as where this process stood still for hours or the clock was set
-        ahead. What the call cost counts all the same.
+        """Charge the cost of a call whose reservation the storage has forgotten.
+
+        That happens if this process was suspended for hours, or if the clock was set ahead.
         """
         both = zip(charges, actual, strict=True)
         spent = [(charge, amount) for charge, amount in both if isinstance(charge, SpendCharge) and amount]
@@ -308,20 +329,18 @@ class Limiter:
             return
         name, now = f"{name}+lost", self._clock()
         try:
-            await self._counters.force_reserve(
-                name, [charge for charge, _ in spent], lease_seconds=LEASE_SECONDS, now=now
-            )
-            await self._counters.settle(name, [amount for _, amount in spent], now=now)
+            await self._store.force_reserve(name, [charge for charge, _ in spent], lease_seconds=LEASE_SECONDS, now=now)
+            await self._store.settle(name, [amount for _, amount in spent], now=now)
         except StorageUnavailable:
-            self.store_failures += 1
+            self.storage_failures += 1
 
-    def _put_off(self, name: str, actual: Sequence[int]) -> None:
+    def _settle_later(self, name: str, actual: Sequence[int]) -> None:
         if len(self._unsettled) == MAX_UNSETTLED:
             self._unsettled.pop(next(iter(self._unsettled)))
             self.settlements_dropped += 1
         self._unsettled[name] = actual
 
-    async def _keep(self) -> None:
+    async def _run(self) -> None:
         while not self._stopping.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_SECONDS):
@@ -330,11 +349,11 @@ class Limiter:
             await self.extend_due()
 
     async def retry_unsettled(self) -> None:
-        """Until all are settled, or the store is away."""
+        """Retry settlements until all have succeeded, or until the storage fails."""
         while self._unsettled:
-            some = list(islice(self._unsettled.items(), MAX_AT_ONCE))
+            some = list(islice(self._unsettled.items(), MAX_CONCURRENT_OPERATIONS))
             now = self._clock()
-            ended = await self._all([partial(self._counters.settle, name, actual, now=now) for name, actual in some])
+            ended = await self._gather([partial(self._store.settle, name, actual, now=now) for name, actual in some])
             for (name, _), answer in zip(some, ended, strict=True):
                 if answer is not None:
                     self._unsettled.pop(name, None)
@@ -342,15 +361,16 @@ class Limiter:
                 return
 
     async def extend_due(self) -> None:
-        """Keep alive what has been open for a third of its lease; the other two are for trying again. And all that was
-        extended by a clock that was set back since.
+        """Extend the leases of which a third has passed. The other two thirds leave time for retries.
+
+        Also extends every lease whose time lies in the future, since the clock was set back.
         """
         now = self._clock()
         due = [name for name, since in self._open.items() if now >= since + EXTEND_SECONDS or now < since]
-        for start in range(0, len(due), MAX_AT_ONCE):
-            some = due[start : start + MAX_AT_ONCE]
-            extend = partial(self._counters.extend_lease, lease_seconds=LEASE_SECONDS, now=now)
-            held = await self._all([partial(extend, name) for name in some])
+        for start in range(0, len(due), MAX_CONCURRENT_OPERATIONS):
+            some = due[start : start + MAX_CONCURRENT_OPERATIONS]
+            extend = partial(self._store.extend_lease, lease_seconds=LEASE_SECONDS, now=now)
+            held = await self._gather([partial(extend, name) for name in some])
             for name, answer in zip(some, held, strict=True):
                 if answer and name in self._open:
                     self._open[name] = now
@@ -359,18 +379,18 @@ class Limiter:
             if not any(answer is not None for answer in held):
                 return
 
-    async def _all(self, operations: Sequence[Callable[[], Awaitable[bool]]]) -> list[bool | None]:
-        """The answers of the store, None where it was away."""
-        answers = await asyncio.gather(*(_unless_away(operation) for operation in operations))
-        self.store_failures += answers.count(None)
+    async def _gather(self, operations: Sequence[Callable[[], Awaitable[bool]]]) -> list[bool | None]:
+        """Run storage operations concurrently. None stands for each one that failed with `StorageUnavailable`."""
+        answers = await asyncio.gather(*(_none_if_unavailable(operation) for operation in operations))
+        self.storage_failures += answers.count(None)
         return answers
 
 
-def _refusal(limits: Sequence[Limit[Any]], charges: Sequence[Charge], refused: Rejection) -> GatewayError:
-    return limits[refused.index].refuse(charges[refused.index], refused)
+def _rejection(limits: Sequence[Limit[Any]], charges: Sequence[Charge], rejected: Rejection) -> GatewayError:
+    return limits[rejected.index].rejection(charges[rejected.index], rejected)
 
 
-async def _unless_away(operation: Callable[[], Awaitable[bool]]) -> bool | None:
+async def _none_if_unavailable(operation: Callable[[], Awaitable[bool]]) -> bool | None:
     try:
         return await operation()
     except StorageUnavailable:

@@ -1,16 +1,21 @@
-"""Limits while the storage is away, where the policy says `local_share`: each gateway enforces its share by itself.
+"""Limits while the storage is unreachable, if the policy sets `local_share`: each gateway enforces its share alone.
 
-What is promised, for N gateways that all lose the storage at the same time:
+`OutageFallback` stands between the limiter and the storage. While the storage answers, it passes operations through and
+notes what is left of each charge. The first operation that fails starts an outage: from then on an empty store in
+memory decides, with every limit divided by the number of gateways. Each call that it grants is noted as unreported. A
+background task tries the storage once per second, reports those calls when it answers, and ends the outage.
 
-* Nobody waits for it: one call finds out, within the storage's bound; those after it are answered from memory.
-* Money: together they grant no more than was left when each last heard of an account, and so overspend at most by what
-  was granted between those hearings. An account that a gateway never heard of has its whole limit, divided by N.
-* Requests and tokens: the same, and refilled at the Nth part of the rate. A rate below N leaves each gateway one at a
-  time.
-* Places: a share of them, beside those that calls held before. A limit below N leaves nobody a place.
-* Afterwards the storage is told of every call, those in flight included, before it decides again. Money counts to the
-  last unit; a rate counts what was used within its last period. What a gateway that is killed meanwhile had granted is
-  in its ledger alone.
+Guarantees for N gateways that lose the storage at the same time:
+
+* One call waits until the storage operation times out. All later calls are answered from memory.
+* Budgets: together, the gateways grant no more than was left when each last knew. So they overspend at most by what
+  was granted after that. For an account that a gateway does not know, its share is the whole limit divided by N.
+* Rates: the same, and they refill at 1/N of the rate. If a rate is below N, each gateway admits one request at a time.
+* Slots: 1/N of them, in addition to the slots of calls admitted before the outage. If a limit is below N, no call gets
+  a slot.
+* Afterwards every call is reported to the storage, those in flight included, before it decides again. Budgets count
+  exactly. A rate counts what was used within its last period. If a gateway dies during the outage, what it granted is
+  only in its ledger.
 """
 
 from __future__ import annotations
@@ -38,38 +43,39 @@ from gateway.storage.base import (
     tenant_of,
 )
 
-RETRY_SECONDS = 1.0
-BEAT_SECONDS = 5.0  # how often a gateway says that it lives ...
-ALIVE_SECONDS = 30.0  # ... and for how long that is believed
-LEASE_SECONDS = 30.0  # of what the storage is told afterwards
-MAX_UNREPORTED = 100_000  # calls of which it is still to be told; one more is refused
-MAX_LAST_KNOWN = 50_000  # charges of which it is remembered what was left
-MAX_AT_ONCE = 128
+RETRY_SECONDS = 1.0  # between two tries of the storage during an outage
+HEARTBEAT_SECONDS = 5.0  # how often a gateway reports that it is alive
+ALIVE_SECONDS = 30.0  # how long such a report counts
+LEASE_SECONDS = 30.0  # of reservations that are reported afterwards
+MAX_UNREPORTED = 100_000  # calls; one more is rejected
+MAX_LAST_KNOWN = 50_000  # charges
+MAX_CONCURRENT_REPORTS = 128
 
 log = logging.getLogger("warmpath")
 
 
 class _LastKnown(msgspec.Struct, frozen=True):
-    """What was left of a charge when the storage last said so."""
+    """What was left of a charge at the storage's last answer."""
 
-    left: int
+    remaining: int
     at: float
 
 
 class _UnreportedCall(msgspec.Struct):
-    """A call that was granted here. Of one that has ended, the storage is told only what still matters."""
+    """A call that was granted locally. If it has ended, only those of its charges are reported that still count."""
 
     charges: Sequence[Charge]
     at: float
-    actual: Sequence[int] | None = None  # once it has ended
-    adopted: tuple[int, ...] | None = None  # which charges the storage holds already
-    whole: bool = False  # the storage may hold all of it, unheard
+    actual: Sequence[int] | None = None  # what it used, once it has ended
+    reported: tuple[int, ...] | None = None  # indices of the charges that the storage holds already
+    maybe_reserved: bool = False  # the storage may hold all charges, by an operation whose answer was lost
 
 
 class OutageFallback:
-    """The storage's counters or, while it is away, a share of them: a `ReservationStore` like any other.
+    """A `ReservationStore`: the shared storage, or a local share of all limits while the storage is unreachable.
 
-    `make_local` makes an empty store in memory. Start and stop it with the application. The numbers are for telemetry.
+    `make_local` makes an empty store in memory. Start and stop it with the application. Belongs to one event loop. The
+    public numbers count since the start and are read by telemetry.
     """
 
     def __init__(
@@ -84,41 +90,44 @@ class OutageFallback:
         self._make_local = make_local
         self._outage = outage
         self._clock = clock
-        self._local: ReservationStore | None = None  # while the storage is away
-        self._last_known: dict[str, _LastKnown] = {}
-        self._primed: set[str] = set()
+        self._local: ReservationStore | None = None  # during an outage
+        self._last_known: dict[str, _LastKnown] = {}  # by the charge's key
+        self._primed: set[str] = set()  # keys of charges whose former use is already in `_local`
         self._unreported: dict[str, _UnreportedCall] = {}
         self._numbers = count()
         self._replicas = 1
-        self._keeper: asyncio.Task[None] | None = None
+        self._background: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self.granted_locally = 0
         self.rejected_locally = 0
 
     @property
     def in_outage(self) -> bool:
-        """Whether limits are enforced here, by shares."""
+        """Whether this gateway enforces its share of the limits alone."""
         return self._local is not None
 
     @property
     def unreported(self) -> int:
+        """How many calls were granted locally and are not reported to the storage yet."""
         return len(self._unreported)
 
     @property
     def replicas(self) -> int:
-        """Among how many gateways limits are shared in an outage."""
+        """By how many gateways limits are divided: the policy's number, or what the storage last counted."""
         return self._outage().replicas or max(1, self._replicas)
 
     async def start(self) -> None:
+        """Report this gateway as alive, and start the background task."""
         self._stopping.clear()
         await self.sync_with_storage()
-        self._keeper = asyncio.create_task(self._keep(), name="limits in an outage")
+        self._background = asyncio.create_task(self._run(), name="limits in an outage")
 
     async def stop(self) -> None:
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
+        """Stop the background task, and try once more to report what is unreported."""
+        background, self._background = self._background, None
+        if background is not None:
             self._stopping.set()
-            await keeper
+            await background
             await self.sync_with_storage()
 
     def reserve(
@@ -135,15 +144,15 @@ class OutageFallback:
 
     async def extend_lease(self, reservation_id: str, *, lease_seconds: float, now: float) -> bool:
         if self._local is not None:
-            self._must_be_of_here(reservation_id)
+            self._require_unreported(reservation_id)
             return await self._local.extend_lease(reservation_id, lease_seconds=lease_seconds, now=now)
         if reservation_id in self._unreported:
-            return True  # the storage is about to be told
+            return True  # it is about to be reported, with a new lease
         return await self._store.extend_lease(reservation_id, lease_seconds=lease_seconds, now=now)
 
     async def release_slots(self, reservation_id: str, *, now: float) -> bool:
         if self._local is not None:
-            self._must_be_of_here(reservation_id)
+            self._require_unreported(reservation_id)
             return await self._local.release_slots(reservation_id, now=now)
         return await self._store.release_slots(reservation_id, now=now)
 
@@ -153,7 +162,7 @@ class OutageFallback:
         await self._store.force_reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
 
     async def remaining(self, charges: Sequence[Charge], *, now: float) -> tuple[int, ...]:
-        """Of the whole, or of this gateway's share."""
+        """What is left of each limit; during an outage, of this gateway's share of it."""
         if self._local is None:
             return await self._store.remaining(charges, now=now)
         return await self._local.remaining([await self._share(charge, self._local) for charge in charges], now=now)
@@ -173,34 +182,35 @@ class OutageFallback:
             except StorageUnavailable as error:
                 if self._outage().limits == "refuse":
                     raise
-                self._go_alone(error)
-                # It may have been reserved without our hearing of it. Where it is refused here, that comes to nothing.
-                everything = tuple(range(len(charges)))
-                self._unreported[reservation_id] = _UnreportedCall(charges, now, [0] * len(charges), everything)
+                self._start_outage(error)
+                # The storage may have reserved it although no answer arrived. If the call is rejected locally, it is
+                # reported as one that used nothing.
+                all_charges = tuple(range(len(charges)))
+                self._unreported[reservation_id] = _UnreportedCall(charges, now, [0] * len(charges), all_charges)
             else:
                 if isinstance(verdict, Grant):
-                    self._hear(charges, verdict.remaining, now)
+                    self._note_remaining(charges, verdict.remaining, now)
                 return verdict
-        return await self._reserve_here(reservation_id, charges, lease_seconds, now)
+        return await self._reserve_locally(reservation_id, charges, lease_seconds, now)
 
-    async def _reserve_here(
+    async def _reserve_locally(
         self, reservation_id: str, charges: Sequence[Charge], lease_seconds: float, now: float
     ) -> Grant | Rejection:
         local = self._local
         assert local is not None
         if len(self._unreported) >= MAX_UNREPORTED:
-            raise StorageUnavailable(f"the storage is away, and is to be told of {MAX_UNREPORTED} calls already")
+            raise StorageUnavailable(f"the storage is unreachable, and {MAX_UNREPORTED} calls are unreported already")
         shares = [await self._share(charge, local) for charge in charges]
         verdict = await local.reserve(reservation_id, shares, lease_seconds=lease_seconds, now=now)
         if isinstance(verdict, Grant):
             self.granted_locally += 1
-            unheard = reservation_id in self._unreported
-            self._unreported[reservation_id] = _UnreportedCall(charges, now, whole=unheard)
+            maybe_reserved = reservation_id in self._unreported
+            self._unreported[reservation_id] = _UnreportedCall(charges, now, maybe_reserved=maybe_reserved)
             return verdict
         self.rejected_locally += 1
         charge = charges[verdict.index]
         if verdict.retry_after_seconds is None and charge.amount <= charge.limit:
-            # Beyond this share, not beyond the limit: once the storage is back it may be granted.
+            # The charge exceeds this share but not the limit, so the storage may grant it after the outage.
             return msgspec.structs.replace(verdict, retry_after_seconds=HELD_RETRY_SECONDS)
         return verdict
 
@@ -212,85 +222,95 @@ class OutageFallback:
                 await self._local.settle(reservation_id, actual, now=now)
             return True
         if self._local is not None:
-            raise StorageUnavailable("the storage is away")
+            raise StorageUnavailable("the storage is unreachable")
         return await self._store.settle(reservation_id, actual, now=now)
 
-    def _must_be_of_here(self, reservation_id: str) -> None:
+    def _require_unreported(self, reservation_id: str) -> None:
         if reservation_id not in self._unreported:
-            raise StorageUnavailable("the storage is away")
+            raise StorageUnavailable("the storage is unreachable")
 
-    def _hear(self, charges: Sequence[Charge], remaining: Sequence[int], now: float) -> None:
+    def _note_remaining(self, charges: Sequence[Charge], remaining: Sequence[int], now: float) -> None:
         if len(self._last_known) > MAX_LAST_KNOWN:
             self._last_known.clear()
-        for charge, left in zip(charges, remaining, strict=True):
-            self._last_known[charge.key] = _LastKnown(left, now)
+        for charge, amount in zip(charges, remaining, strict=True):
+            self._last_known[charge.key] = _LastKnown(amount, now)
 
-    def _go_alone(self, error: StorageUnavailable) -> None:
+    def _start_outage(self, error: StorageUnavailable) -> None:
         if self._local is None:
-            log.warning("limits are enforced by this gateway's share of them, one of %d: %s", self.replicas, error)
+            log.warning(
+                "the storage is unreachable, so this gateway enforces 1/%d of each limit alone: %s",
+                self.replicas,
+                error,
+            )
             self._local = self._make_local()
             self._primed.clear()
 
     async def _share(self, charge: Charge, local: ReservationStore) -> Charge:
-        """This gateway's part of a charge; with what had been used of it, where that was heard."""
+        """This gateway's part of a charge. The first time, puts its part of the former use into the local store."""
         replicas = self.replicas
         share = share_of(charge, replicas)
         if charge.key not in self._primed:
             self._primed.add(charge.key)
-            heard = self._last_known.get(charge.key)
-            if heard is not None and not isinstance(share, SlotCharge):
-                used = -(-max(0, charge.limit - heard.left) // replicas)
+            known = self._last_known.get(charge.key)
+            if known is not None and not isinstance(share, SlotCharge):
+                used = -(-max(0, charge.limit - known.remaining) // replicas)
                 name = f"{tenant_of(charge.key)}/heard-{next(self._numbers)}"
                 before = msgspec.structs.replace(share, amount=used)
-                await local.force_reserve(name, [before], lease_seconds=LEASE_SECONDS, now=heard.at)
-                await local.settle(name, [used], now=heard.at)
+                await local.force_reserve(name, [before], lease_seconds=LEASE_SECONDS, now=known.at)
+                await local.settle(name, [used], now=known.at)
         return share
 
-    async def _keep(self) -> None:
+    async def _run(self) -> None:
         beats = count(1)
         while not self._stopping.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_SECONDS):
                     await self._stopping.wait()
-            if self._local is not None or self._unreported or next(beats) % round(BEAT_SECONDS / RETRY_SECONDS) == 0:
+            if (
+                self._local is not None
+                or self._unreported
+                or next(beats) % round(HEARTBEAT_SECONDS / RETRY_SECONDS) == 0
+            ):
                 await self.sync_with_storage()
 
     async def sync_with_storage(self) -> None:
-        """Say that this gateway lives; and where the storage is back, tell it all, and let it decide again."""
+        """Report this gateway as alive. If an outage has ended, report the calls granted locally, too."""
         try:
             self._replicas = await self._store.count_replicas(alive_seconds=ALIVE_SECONDS, now=self._clock())
             if self._local is not None:
-                await self._tell()  # most of it, before others may be granted what was used here
+                await self._report_all()  # before the storage decides again, so that it grants nothing twice
                 self._local = None
-                log.warning("the storage is back: limits are enforced by it again")
+                log.warning("the storage is reachable again, and enforces the limits")
             while self._unreported:
-                await self._tell()
+                await self._report_all()
         except StorageUnavailable:
-            return  # the next time
+            return  # the background task tries again
 
-    async def _tell(self) -> None:
-        """Of every call until now. Raises `StorageUnavailable` where it is away again; nothing is told twice."""
+    async def _report_all(self) -> None:
+        """Report every call noted until now. Raises `StorageUnavailable`; what was reported is not reported again."""
         names = list(self._unreported)
-        for start in range(0, len(names), MAX_AT_ONCE):
-            told = (self._tell_of(name, self._unreported[name]) for name in names[start : start + MAX_AT_ONCE])
-            errors = [error for error in await asyncio.gather(*told, return_exceptions=True) if error is not None]
+        for start in range(0, len(names), MAX_CONCURRENT_REPORTS):
+            reports = (
+                self._report(name, self._unreported[name]) for name in names[start : start + MAX_CONCURRENT_REPORTS]
+            )
+            errors = [error for error in await asyncio.gather(*reports, return_exceptions=True) if error is not None]
             if errors:
                 raise errors[0]
 
-    async def _tell_of(self, name: str, unreported: _UnreportedCall) -> None:
+    async def _report(self, name: str, unreported: _UnreportedCall) -> None:
         now = self._clock()
-        if unreported.adopted is None:
-            matters = tuple(i for i, charge in enumerate(unreported.charges) if _still_matters(charge, unreported, now))
-            charges = [unreported.charges[i] for i in matters]
+        if unreported.reported is None:
+            counting = tuple(i for i, charge in enumerate(unreported.charges) if _still_counts(charge, unreported, now))
+            charges = [unreported.charges[i] for i in counting]
             await self._store.force_reserve(name, charges, lease_seconds=LEASE_SECONDS, now=now)
-            unreported.adopted = matters
+            unreported.reported = counting
         if unreported.actual is not None:
-            await self._store.settle(name, [unreported.actual[i] for i in unreported.adopted], now=now)
-        del self._unreported[name]  # one that goes on is the storage's from here on
+            await self._store.settle(name, [unreported.actual[i] for i in unreported.reported], now=now)
+        del self._unreported[name]  # if it still runs, the storage extends and settles it from now on
 
 
 def share_of(charge: Charge, replicas: int) -> Charge:
-    """The part of a limit that one of so many gateways may grant by itself."""
+    """The part of a limit that one of `replicas` gateways may grant alone."""
     if isinstance(charge, RateCharge):
         limit = max(1, charge.limit // replicas)
         period_seconds = charge.period_seconds * limit * replicas / charge.limit  # so that the rate is exact
@@ -298,9 +318,9 @@ def share_of(charge: Charge, replicas: int) -> Charge:
     return msgspec.structs.replace(charge, limit=charge.limit // replicas)
 
 
-def _still_matters(charge: Charge, unreported: _UnreportedCall, now: float) -> bool:
-    """Of a call that has ended, places are free, and a rate has refilled after its period."""
-    if unreported.actual is None or unreported.whole:
+def _still_counts(charge: Charge, unreported: _UnreportedCall, now: float) -> bool:
+    """False if a call has ended and the charge is a slot, which is free again, or a rate that has refilled since."""
+    if unreported.actual is None or unreported.maybe_reserved:
         return True
     if isinstance(charge, RateCharge):
         return now - unreported.at < charge.period_seconds

@@ -1,8 +1,10 @@
+"""Limit of requests per period."""
+
 from __future__ import annotations
 
 from gateway.core.errors import GatewayError, LimitReached
 from gateway.core.times import go_duration
-from gateway.limits.base import Estimate, Limit
+from gateway.limits.base import CallEstimate, Limit
 from gateway.limits.headers import ratelimit_headers
 from gateway.limits.scope import Scope
 from gateway.policy import Limits
@@ -10,32 +12,32 @@ from gateway.storage.base import RateCharge, Rejection
 from gateway.types import Usage
 
 
-class Requests(Limit[RateCharge]):
-    """Calls per time. One that is refused does not count; one that was admitted does, whatever becomes of it."""
+class RequestLimit(Limit[RateCharge]):
+    """Requests per period. An admitted request counts, whatever its outcome. A rejected one does not."""
 
     kind = "requests"
     header_kind = "requests"
 
     @classmethod
-    def of(cls, limits: Limits, scope: Scope) -> Requests | None:
+    def from_policy(cls, limits: Limits, scope: Scope) -> RequestLimit | None:
         rate = limits.requests
         return None if rate is None else cls(scope, RateCharge(scope.key("requests"), 1, rate.amount, rate.period))
 
-    def __init__(self, scope: Scope, one: RateCharge) -> None:
+    def __init__(self, scope: Scope, request: RateCharge) -> None:
         super().__init__(scope)
-        self._one = one
+        self._request = request
 
-    def charge(self, estimate: Estimate) -> RateCharge:
-        return self._one
+    def charge(self, estimate: CallEstimate) -> RateCharge:
+        return self._request
 
     def actual(self, usage: Usage, cost_nanos: int) -> int:
         return 1
 
-    def refuse(self, charge: RateCharge, refused: Rejection) -> GatewayError:
-        assert refused.retry_after_seconds is not None  # one is never too many
+    def rejection(self, charge: RateCharge, rejected: Rejection) -> GatewayError:
+        assert rejected.retry_after_seconds is not None  # else one request would exceed the limit, which is at least 1
         return LimitReached(
             f"rate limit reached: {self.scope} may make {charge.limit} requests per "
-            f"{go_duration(charge.period_seconds)}; try again in {go_duration(refused.retry_after_seconds)}",
-            retry_after_seconds=refused.retry_after_seconds,
-            headers=ratelimit_headers("requests", charge, refused.remaining),
+            f"{go_duration(charge.period_seconds)}; try again in {go_duration(rejected.retry_after_seconds)}",
+            retry_after_seconds=rejected.retry_after_seconds,
+            headers=ratelimit_headers("requests", charge, rejected.remaining),
         )

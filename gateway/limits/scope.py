@@ -1,4 +1,4 @@
-"""Which limits a call falls under: its tenant's, its key's, and those of every part of the tenant's calls it is in."""
+"""Scopes of limits: a tenant, each part of the tenant's calls that the policy names, and each key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from gateway.policy import Limits, Model, Tenant
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """Whose calls share a limit. `part` is empty for the whole tenant, else `key ci` or `model a and class batch`."""
+    """The calls that share a limit: all of a tenant, or a part of them.
+
+    `part` is empty for the whole tenant, else a label such as `key ci` or `model a and class batch`.
+    """
 
     tenant: str
     part: str = ""
@@ -21,7 +24,7 @@ class Scope(msgspec.Struct, frozen=True):
         return f"{self.part} of tenant {self.tenant}" if self.part else f"tenant {self.tenant}"
 
     def key(self, what: str) -> str:
-        """A charge's key. All of a tenant's begin with its name, as storage wants it."""
+        """The key of a charge. All keys of a tenant begin with its name, as the storage port requires."""
         part = f"{quote(self.part, safe='')}/" if self.part else ""
         return f"{tenant_prefix(self.tenant)}/{part}{what}"
 
@@ -29,7 +32,7 @@ class Scope(msgspec.Struct, frozen=True):
 def scopes_of_call(
     tenant: Tenant, key_id: str, key_limits: Limits | None, model: Model, class_name: str
 ) -> Iterator[tuple[Scope, Limits]]:
-    """The widest first."""
+    """The scopes that a call falls under, with their limits: the tenant first, then its parts, then the key."""
     names = {model.name, *model.aliases}
     yield Scope(tenant.name), tenant.limits
     for part in tenant.limits.parts:
@@ -47,7 +50,7 @@ def key_scope(tenant: Tenant, key_id: str) -> Scope:
 
 
 def with_cached_input_weight(limits: Limits, tenant: Tenant) -> Limits:
-    """With the tenant's weight of cached input, where they have none of their own."""
+    """The limits, with the tenant's weight of cached input if they set none of their own."""
     if limits.cached_input_weight is not None:
         return limits
     return limits.model_copy(update={"cached_input_weight": tenant.limits.cached_input_weight})
@@ -55,5 +58,5 @@ def with_cached_input_weight(limits: Limits, tenant: Tenant) -> Limits:
 
 @lru_cache(maxsize=10_000)
 def tenant_prefix(name: str) -> str:
-    """The first part of all keys and reservations of a tenant."""
+    """The first part of all charge keys and reservation ids of a tenant."""
     return quote(name, safe="")

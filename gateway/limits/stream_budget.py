@@ -1,8 +1,8 @@
-"""A stream that may be cut: what it may still cost, and where more comes from.
+"""What a stream may still cost, if a budget may cut it, and where more money comes from.
 
-A stream without `max_tokens` may come to cost more than was reserved for it. Where the policy says `cut_streams`, it
-then asks its budgets for more, a slice at a time, while it goes on; when there is nothing left, it ends. It so
-overruns by what comes while the storage is asked, and by one chunk.
+A stream without `max_tokens` may come to cost more than its reservation. If the policy sets `cut_streams`, the stream
+then reserves more from its budgets, a slice at a time, while it continues. If no money is left, it ends. So the budget
+can be exceeded by the cost of the tokens streamed during one storage round trip, and of one chunk.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from gateway.core.errors import BudgetSpent, StorageUnavailable
-from gateway.limits.budget import Budget
+from gateway.limits.budget import BudgetLimit
 from gateway.storage.base import Grant, Rejection
 
-ASK_AGAIN_SECONDS = 1.0  # while the storage is away: the stream goes on
-MAX_SLICES = 1_000  # of one stream, so that it can not ask for ever
+RETRY_SECONDS = 1.0  # between two tries while the storage is unreachable; the stream continues meanwhile
+MAX_SLICES = 1_000  # of one stream, so that its reservations are bounded
 
 
 class StreamBudget:
-    """`reserve(number, nanos)` and `give_back(number)` are one slice's; `reserved_nanos` the reservation's own."""
+    """The money that one stream may use. Not thread-safe.
+
+    `reserve(number, nanos)` reserves a numbered slice, and `give_back(number)` returns it. `reserved_nanos` is what the
+    call's own reservation holds.
+    """
 
     def __init__(
         self,
@@ -27,59 +31,62 @@ class StreamBudget:
         slice_nanos: int,
         reserve: Callable[[int, int], Awaitable[Grant | Rejection]],
         give_back: Callable[[int], None],
-        limits: Sequence[Budget],
+        limits: Sequence[BudgetLimit],
     ) -> None:
-        self._may_cost = reserved_nanos
-        self._slice = max(1, slice_nanos)
+        self._granted_nanos = reserved_nanos
+        self._slice_nanos = max(1, slice_nanos)
         self._reserve = reserve
         self._give_back = give_back
         self._limits = limits
         self._slices: list[int] = []
-        self._asked = 0
-        self._asking: asyncio.Task[None] | None = None
-        self._ask_after = 0.0
+        self._tries = 0
+        self._extension: asyncio.Task[None] | None = None
+        self._retry_at = 0.0
         self._spent: BudgetSpent | None = None
 
     def check(self, cost_nanos: int) -> None:
-        """What the answer costs by now. Raises `BudgetSpent` where that is more than there is."""
-        if cost_nanos <= self._may_cost:
+        """Compare the answer's present cost with what is granted, and reserve more in the background if necessary.
+
+        Raises `BudgetSpent` if no money was left for it.
+        """
+        if cost_nanos <= self._granted_nanos:
             return
         if self._spent is not None:
             raise self._spent
         loop = asyncio.get_running_loop()
-        if self._asking is None and loop.time() >= self._ask_after:
-            self._asking = loop.create_task(self._ask_for_more(cost_nanos - self._may_cost))
+        if self._extension is None and loop.time() >= self._retry_at:
+            self._extension = loop.create_task(self._extend(cost_nanos - self._granted_nanos))
 
     async def end(self) -> None:
-        """Give back what was asked for beyond the reservation, which is settled to the whole cost."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.wait([self._asking])
+        """Give back all slices. The call's own reservation is settled to the whole cost."""
+        if self._extension is not None:
+            self._extension.cancel()
+            await asyncio.wait([self._extension])
         for number in self._slices:
             self._give_back(number)
 
-    async def _ask_for_more(self, missing_nanos: int) -> None:
-        """A slice beyond what is missing already; or all that is left, if that is enough."""
+    async def _extend(self, missing_nanos: int) -> None:
+        """Reserve a slice beyond what is missing already, or all that is left, if that covers what is missing."""
         try:
-            wanted = missing_nanos + self._slice
+            wanted = missing_nanos + self._slice_nanos
             verdict = await self._try(wanted)
             if isinstance(verdict, Rejection) and verdict.remaining >= missing_nanos:
                 wanted = verdict.remaining
                 verdict = await self._try(wanted)
             if isinstance(verdict, Grant):
-                self._may_cost += wanted
+                self._granted_nanos += wanted
             else:
-                self._spent = self._limits[verdict.index].cut()
+                self._spent = self._limits[verdict.index].stream_cut()
         except StorageUnavailable:
-            self._ask_after = asyncio.get_running_loop().time() + ASK_AGAIN_SECONDS
+            self._retry_at = asyncio.get_running_loop().time() + RETRY_SECONDS
         finally:
-            self._asking = None
+            self._extension = None
 
     async def _try(self, nanos: int) -> Grant | Rejection:
-        self._asked += 1
-        if self._asked > MAX_SLICES:
+        self._tries += 1
+        if self._tries > MAX_SLICES:
             return Rejection(0, 0, None)
-        verdict = await self._reserve(self._asked, nanos)
+        verdict = await self._reserve(self._tries, nanos)
         if isinstance(verdict, Grant):
-            self._slices.append(self._asked)
+            self._slices.append(self._tries)
         return verdict

@@ -123,7 +123,7 @@ def show_sharing(register: Register, peers: PeerReports) -> None:
 def show_limits(register: Register, limiter: Limiter, counters: OutageFallback) -> None:
     register(LIMITS_LOST, lambda: {("lease",): limiter.leases_lost, ("settlement",): limiter.settlements_dropped})
     register(LIMITS_UNSETTLED, lambda: limiter.unsettled)
-    register(LIMITS_STORAGE_FAILURES, lambda: limiter.store_failures)
+    register(LIMITS_STORAGE_FAILURES, lambda: limiter.storage_failures)
     register(LIMITS_LOCAL, lambda: float(counters.in_outage))
     register(
         LIMITS_LOCAL_CALLS, lambda: {("granted",): counters.granted_locally, ("refused",): counters.rejected_locally}

@@ -1,4 +1,4 @@
-"""Two gateways on one Redis, and two hundred calls at once: what a limit allows is granted, and never more."""
+"""Two gateways on one Redis, and two hundred concurrent calls: they admit exactly what the limits allow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.redis_server import RedisServer
 pytestmark = pytest.mark.e2e
 
 CALLS = 200
-PLACES = 5
+SLOTS = 5
 REQUESTS = 30
 TOKENS = 3000
 TEAM_LIMITS = {
@@ -42,8 +42,8 @@ TEAM_LIMITS = {
         {"match": {"model": "demo", "class": "realtime"}, "input_tokens": "450/1h"},
     ],
 }
-OF_LITTLE_OUTPUT = {**tenant("team")["keys"][0], "limits": {"output_tokens": "1200/1h"}}
-BUDGET = "0.0002"  # of which a call of 100 output tokens reserves 0.00004 and more
+SMALL_OUTPUT_KEY = {**tenant("team")["keys"][0], "limits": {"output_tokens": "1200/1h"}}
+BUDGET = "0.0002"  # a call of 100 output tokens reserves at least 0.00004 of it
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,12 @@ def twins(
         tenants=[
             tenant("requests", limits={"requests": f"{REQUESTS}/1h"}),
             tenant("tokens", limits={"tokens": f"{TOKENS}/1h"}),
-            tenant("places", limits={"concurrency": PLACES}),
+            tenant("slots", limits={"concurrency": SLOTS}),
             tenant("money", limits={"budget": {"amount": BUDGET, "per": "total"}}),
             tenant("known", limits={"tokens": "100/1h"}),
-            {**tenant("team", limits=TEAM_LIMITS), "keys": [OF_LITTLE_OUTPUT, tenant("team_two")["keys"][0]]},
+            {**tenant("team", limits=TEAM_LIMITS), "keys": [SMALL_OUTPUT_KEY, tenant("team_two")["keys"][0]]},
             tenant("counted", limits={**TEAM_LIMITS, "budget": {"amount": 5}, "concurrency": None}),
-            tenant("counted_places", limits={"requests": "1k/1m", "concurrency": CALLS}),
+            tenant("counted_slots", limits={"requests": "1k/1m", "concurrency": CALLS}),
         ],
     )
     with (
@@ -71,10 +71,10 @@ def twins(
         yield [a, b]
 
 
-async def at_once(
+async def concurrently(
     twins: list[Gateway], who: str, body: dict[str, Any], path: str = "chat/completions"
 ) -> list[httpx2.Response]:
-    """All calls together, every other one at the other gateway."""
+    """Make all calls concurrently, every other one to the other gateway."""
     async with httpx2.AsyncClient(timeout=PATIENCE_SECONDS, limits=httpx2.Limits(max_connections=CALLS)) as client:
         calls = [
             client.post(
@@ -88,7 +88,7 @@ async def at_once(
 
 
 def assert_granted(replies: list[httpx2.Response], granted: int) -> None:
-    """Exactly so many; on a machine that is too busy to ask Redis in time, fewer and a 503."""
+    """Exactly `granted` succeeded. On a machine too busy to reach Redis in time: fewer, and some 503s."""
     count = statuses(replies)
     assert set(count) <= {200, 429, 503}
     assert count[200] <= granted
@@ -100,8 +100,8 @@ def statuses(replies: list[httpx2.Response]) -> Counter[int]:
 
 
 async def test_requests(twins: list[Gateway]) -> None:
-    replies = await at_once(twins, "requests", chat(max_tokens=1))
-    assert_granted(replies, REQUESTS)  # an hour: not one more comes back while the test runs
+    replies = await concurrently(twins, "requests", chat(max_tokens=1))
+    assert_granted(replies, REQUESTS)  # per hour, so none refills during the test
     for reply in replies:
         if reply.status_code != 503:
             assert reply.headers["x-ratelimit-limit-requests"] == str(REQUESTS)
@@ -112,9 +112,9 @@ async def test_requests(twins: list[Gateway]) -> None:
 
 
 async def test_tokens(twins: list[Gateway]) -> None:
-    """The prompt as token ids, so that what a call will use is known before: a fortieth of the limit."""
+    """The prompt is token ids, so that each call's usage is known beforehand: 1/40 of the limit."""
     body = {"model": DEMO, "prompt": list(range(100, 115)), "max_tokens": 60, "ignore_eos": True}
-    replies = await at_once(twins, "tokens", body, "completions")
+    replies = await concurrently(twins, "tokens", body, "completions")
     assert_granted(replies, TOKENS // 75)
     granted = statuses(replies)[200]
     assert {reply.json()["usage"]["total_tokens"] for reply in replies if reply.status_code == 200} == {75}
@@ -122,10 +122,10 @@ async def test_tokens(twins: list[Gateway]) -> None:
     assert sum(row["input_uncached"] + row["cache_read"] + row["output"] for row in receipts) == 75 * granted
 
 
-async def test_the_case_in_which_another_gateway_granted_663_tokens_of_100(twins: list[Gateway]) -> None:
-    """Seventeen calls of 39 tokens at once, as in BerriAI/litellm#18730: two of them fit."""
+async def test_a_case_in_which_litellm_granted_663_tokens_of_100(twins: list[Gateway]) -> None:
+    """Concurrent calls of 39 tokens each. Two fit (BerriAI/litellm#18730, where seventeen were granted)."""
     body = {"model": DEMO, "prompt": list(range(100, 115)), "max_tokens": 24, "ignore_eos": True}
-    replies = await at_once(twins, "known", body, "completions")
+    replies = await concurrently(twins, "known", body, "completions")
     assert_granted(replies, 2)
     granted = [reply.json()["usage"]["total_tokens"] for reply in replies if reply.status_code == 200]
     assert sum(granted) == 39 * len(granted) <= 100
@@ -133,34 +133,34 @@ async def test_the_case_in_which_another_gateway_granted_663_tokens_of_100(twins
     assert sum(row["input_uncached"] + row["cache_read"] + row["output"] for row in receipts) == sum(granted)
 
 
-async def test_tenant_part_and_key_in_one_step(twins: list[Gateway]) -> None:
-    """The tightest decides: 450 input tokens of the part, at 15 a call; 1200 output tokens of the key, at 60."""
+async def test_tenant_part_and_key_are_reserved_atomically(twins: list[Gateway]) -> None:
+    """The tightest limit decides: 15 of the part's 450 input tokens per call, 60 of the key's 1200 output tokens."""
     body = {"model": DEMO, "prompt": list(range(100, 115)), "max_tokens": 60, "ignore_eos": True}
-    replies = await at_once(twins, "team", body, "completions")
+    replies = await concurrently(twins, "team", body, "completions")
     assert_granted(replies, 20)
-    refusals = [reply.json()["error"]["message"] for reply in replies if reply.status_code == 429]
-    assert all("key team of tenant team may use 1200 output tokens per 1h0m0s" in message for message in refusals)
+    rejections = [reply.json()["error"]["message"] for reply in replies if reply.status_code == 429]
+    assert all("key team of tenant team may use 1200 output tokens per 1h0m0s" in message for message in rejections)
     least = min(int(reply.headers["x-ratelimit-remaining-tokens"]) for reply in replies if reply.status_code == 200)
-    assert least == 0  # of the key's
+    assert least == 0  # of the key's limit
     assert {reply.headers["x-ratelimit-limit-requests"] for reply in replies if reply.status_code == 200} == {"40"}
-    # What was refused was charged to no scope: ten more fit into the part's 450, and twenty into its requests.
-    replies = await at_once(twins, "team_two", {**body, "max_tokens": 1}, "completions")
+    # Rejected calls were charged to no scope: ten more fit into the part's 450 tokens, and twenty into its requests.
+    replies = await concurrently(twins, "team_two", {**body, "max_tokens": 1}, "completions")
     assert_granted(replies, 10)
-    refusals = [reply.json()["error"]["message"] for reply in replies if reply.status_code == 429]
-    assert all("model demo and class realtime of tenant team may use 450 input tokens" in each for each in refusals)
+    rejections = [reply.json()["error"]["message"] for reply in replies if reply.status_code == 429]
+    assert all("model demo and class realtime of tenant team may use 450 input tokens" in each for each in rejections)
 
 
-@pytest.mark.parametrize(("who", "afterwards"), [("counted", {"settle"}), ("counted_places", {"settle", "leave"})])
-def test_one_command_before_the_answer_however_many_limits_there_are(
+@pytest.mark.parametrize(("who", "afterwards"), [("counted", {"settle"}), ("counted_slots", {"settle", "leave"})])
+def test_one_redis_command_admits_a_call_however_many_limits_it_has(
     twins: list[Gateway], redis_server: RedisServer, who: str, afterwards: set[str]
 ) -> None:
-    """And one to settle them all behind it; where places are limited, one more gives the place back before."""
+    """One more settles them all after the answer. If concurrency is limited, one more releases the slot before that."""
     body = {"model": DEMO, "prompt": [100, 101], "max_tokens": 1}
     times = 20
     front = twins[0]
     assert front.post("completions", body, who).status_code == 200  # the gateway knows this tenant now
     with redis_server.client() as client, client.monitor() as monitor, ThreadPoolExecutor(1) as thread:
-        watched = thread.submit(commands_until_said, monitor, "that is all")
+        watched = thread.submit(commands_until, monitor, "that is all")
         for _ in range(times):
             assert front.post("completions", body, who).status_code == 200
         until(lambda: not client.keys(f"wp:{{{who}}}:reservation:*"))
@@ -168,16 +168,16 @@ def test_one_command_before_the_answer_however_many_limits_there_are(
         sent = watched.result(PATIENCE_SECONDS)
     of_gateways = [command.split() for command in sent if not command.startswith(("KEYS", "ECHO"))]
     scripts = [words for words in of_gateways if words[0] == "EVALSHA" and words[3] == f"wp:{{{who}}}"]
-    others = [words for words in of_gateways if words not in scripts]  # what they say now and then, whoever asks
+    others = [words for words in of_gateways if words not in scripts]  # periodic commands, independent of calls
     assert not any(who in " ".join(words) for words in others)
     operations = Counter(words[4] for words in scripts)
     assert operations["reserve"] == times
     assert set(operations) == {"reserve"} | afterwards
-    assert all(times <= operations[name] <= times + 1 for name in afterwards)  # the first one's, maybe
+    assert all(times <= operations[name] <= times + 1 for name in afterwards)  # the first call's may be among them
 
 
-def commands_until_said(monitor: redis.client.Monitor, word: str) -> list[str]:
-    """What clients sent to Redis; what its scripts do is not among it."""
+def commands_until(monitor: redis.client.Monitor, word: str) -> list[str]:
+    """The commands that clients sent to Redis, without those of its scripts."""
     sent: list[str] = []
     for command in monitor.listen():
         if command["client_type"] != "lua":
@@ -188,44 +188,44 @@ def commands_until_said(monitor: redis.client.Monitor, word: str) -> list[str]:
 
 
 async def test_concurrency(twins: list[Gateway], local_engine: Running) -> None:
-    """Streams that do not end before all have been answered: whoever got a place still has it."""
+    """The streams do not end before all calls have been answered, so each admitted call still has its slot."""
     body = chat(stream=True, max_tokens=1800, ignore_eos=True)
     granted: list[httpx2.Response] = []
-    refused = 0
+    rejected = 0
     async with httpx2.AsyncClient(timeout=PATIENCE_SECONDS, limits=httpx2.Limits(max_connections=CALLS)) as client:
 
         async def ask(front: Gateway) -> None:
-            nonlocal refused
-            headers = {"authorization": f"Bearer {key('places')}"}
+            nonlocal rejected
+            headers = {"authorization": f"Bearer {key('slots')}"}
             request = client.build_request("POST", f"{front.url}/v1/chat/completions", json=body, headers=headers)
             reply = await client.send(request, stream=True)
             if reply.status_code == 200:
                 granted.append(reply)
             else:
                 assert reply.status_code == 429
-                refused += 1
+                rejected += 1
                 await reply.aread()
 
         await asyncio.gather(*(ask(twins[number % 2]) for number in range(CALLS)))
-        assert (len(granted), refused) == (PLACES, CALLS - PLACES)
-        assert local_engine.metric("vllm:num_requests_running") == PLACES
+        assert (len(granted), rejected) == (SLOTS, CALLS - SLOTS)
+        assert local_engine.metric("vllm:num_requests_running") == SLOTS
         await asyncio.gather(*(reply.aclose() for reply in granted))
     until(lambda: local_engine.metric("vllm:num_requests_running") == 0)
-    until(lambda: sum(len(front.receipts(tenant="places", outcome="client_gone")) for front in twins) == PLACES)
-    # All places are free again, and each only once.
-    replies = await at_once(twins, "places", chat(secrets.token_hex(4), max_tokens=1))
-    assert statuses(replies)[200] >= PLACES
+    until(lambda: sum(len(front.receipts(tenant="slots", outcome="client_gone")) for front in twins) == SLOTS)
+    # All slots are free again, and each only once.
+    replies = await concurrently(twins, "slots", chat(secrets.token_hex(4), max_tokens=1))
+    assert statuses(replies)[200] >= SLOTS
 
 
 async def test_money(twins: list[Gateway]) -> None:
-    replies = await at_once(twins, "money", chat(max_tokens=100, ignore_eos=True))
+    replies = await concurrently(twins, "money", chat(max_tokens=100, ignore_eos=True))
     count = statuses(replies)
     assert {200, 429} <= set(count) <= {200, 429, 503}
     spent = sum(float(row["cost"]) for front in twins for row in front.receipts(tenant="money"))
     assert 0 < spent <= float(BUDGET)
-    # Some found the rest merely held by calls in flight, and may come again; in the end nothing fits any more.
+    # Some were rejected because calls in flight had reserved the rest, and may retry. In the end no call fits.
     codes = Counter(reply.json()["error"]["code"] for reply in replies if reply.status_code == 429)
     assert set(codes) <= {"insufficient_quota", "rate_limit_exceeded"}
-    final = await at_once(twins, "money", chat(max_tokens=400))
+    final = await concurrently(twins, "money", chat(max_tokens=400))
     assert statuses(final) == {429: CALLS}
     assert {reply.json()["error"]["code"] for reply in final} == {"insufficient_quota"}

@@ -1,4 +1,4 @@
-"""Limits while the storage is away: shares of them, and what the storage is told afterwards."""
+"""Limits while the storage is unreachable: local shares of them, and what is reported to the storage afterwards."""
 
 from __future__ import annotations
 
@@ -28,130 +28,130 @@ MINUTE_SECONDS = 60.0
 
 
 class Store(MemoryStorage):
-    """While `away` it does nothing; while `deaf` it acts, and nobody hears of it."""
+    """While `unreachable`, its operations fail. While `answers_lost`, they act, but their answers never arrive."""
 
     def __init__(self) -> None:
         super().__init__(owner="me")
-        self.away = False
-        self.deaf = False
-        self.asked: list[str] = []
+        self.unreachable = False
+        self.answers_lost = False
+        self.operations: list[str] = []
 
-    def meet(self, what: str) -> None:
-        self.asked.append(what)
-        if self.away:
-            raise StorageUnavailable("away")
+    def called(self, what: str) -> None:
+        self.operations.append(what)
+        if self.unreachable:
+            raise StorageUnavailable("timed out")
 
-    def answer(self) -> None:
-        if self.deaf:
-            raise StorageUnavailable("not heard")
+    def answered(self) -> None:
+        if self.answers_lost:
+            raise StorageUnavailable("connection lost")
 
     async def reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> Grant | Rejection:
-        self.meet("reserve")
+        self.called("reserve")
         verdict = await super().reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
-        self.answer()
+        self.answered()
         return verdict
 
     async def force_reserve(
         self, reservation_id: str, charges: Sequence[Charge], *, lease_seconds: float, now: float
     ) -> None:
-        self.meet("force_reserve")
+        self.called("force_reserve")
         await super().force_reserve(reservation_id, charges, lease_seconds=lease_seconds, now=now)
-        self.answer()
+        self.answered()
 
     async def settle(self, reservation_id: str, actual: Sequence[int], *, now: float) -> bool:
-        self.meet("settle")
+        self.called("settle")
         ended = await super().settle(reservation_id, actual, now=now)
-        self.answer()
+        self.answered()
         return ended
 
     async def count_replicas(self, *, alive_seconds: float, now: float) -> int:
-        self.meet("count")
+        self.called("count")
         return 2
 
 
-class Components:
+class OutageRig:
     def __init__(self, **outage: Any) -> None:
         self.now = NOW
         self.outage = StorageOutage(**({"limits": "local_share"} | outage))
         self.store = Store()
-        self.shared = OutageFallback(self.store, MemoryStorage, lambda: self.outage, clock=lambda: self.now)
+        self.fallback = OutageFallback(self.store, MemoryStorage, lambda: self.outage, clock=lambda: self.now)
         self.number = 0
 
-    async def ask(self, *charges: Charge) -> str | None:
-        """The reservation's name, or None for a refusal."""
+    async def reserve(self, *charges: Charge) -> str | None:
+        """The reservation's id, or None if it was rejected."""
         self.number += 1
         name = f"t/{self.number}"
-        verdict = await self.shared.reserve(name, charges, lease_seconds=30.0, now=self.now)
+        verdict = await self.fallback.reserve(name, charges, lease_seconds=30.0, now=self.now)
         return name if isinstance(verdict, Grant) else None
 
-    async def many(self, times: int, *charges: Charge) -> list[str]:
-        return [name for _ in range(times) if (name := await self.ask(*charges))]
+    async def reserve_many(self, times: int, *charges: Charge) -> list[str]:
+        return [name for _ in range(times) if (name := await self.reserve(*charges))]
 
     async def settle(self, name: str, *actual: int) -> None:
-        assert await self.shared.settle(name, actual, now=self.now)
+        assert await self.fallback.settle(name, actual, now=self.now)
 
     async def remaining(self, *charges: Charge) -> tuple[int, ...]:
         return await self.store.remaining(charges, now=self.now)
 
 
 @pytest.fixture
-async def components() -> Components:
-    components = Components()
-    await components.shared.sync_with_storage()  # and so knows that there are two
-    return components
+async def rig() -> OutageRig:
+    rig = OutageRig()
+    await rig.fallback.sync_with_storage()  # the store counts two gateways
+    return rig
 
 
 def rate(amount: int = 1, limit: int = 100) -> RateCharge:
     return RateCharge("t/tokens", amount, limit, MINUTE_SECONDS)
 
 
-def money(amount: int, limit: int = 1000) -> SpendCharge:
+def spend(amount: int, limit: int = 1000) -> SpendCharge:
     return SpendCharge("t/budget/2026-11", amount, limit, 1e6)
 
 
-PLACE = SlotCharge("t/concurrency", 8)
+SLOT = SlotCharge("t/concurrency", 8)
 
 
-async def test_each_grants_its_share_and_no_more(components: Components) -> None:
-    components.store.away = True
-    assert len(await components.many(200, rate())) == 50
-    assert len(await components.many(20, PLACE)) == 4
-    assert len(await components.many(20, money(60))) == 8
-    assert components.shared.in_outage
-    assert (components.shared.granted_locally, components.shared.rejected_locally) == (62, 178)
+async def test_a_gateway_grants_its_share_and_no_more(rig: OutageRig) -> None:
+    rig.store.unreachable = True
+    assert len(await rig.reserve_many(200, rate())) == 50
+    assert len(await rig.reserve_many(20, SLOT)) == 4
+    assert len(await rig.reserve_many(20, spend(60))) == 8
+    assert rig.fallback.in_outage
+    assert (rig.fallback.granted_locally, rig.fallback.rejected_locally) == (62, 178)
 
 
-async def test_only_one_call_finds_out(components: Components) -> None:
-    components.store.away = True
-    await components.many(20, rate())
-    assert components.store.asked.count("reserve") == 1
+async def test_only_one_call_tries_the_unreachable_storage(rig: OutageRig) -> None:
+    rig.store.unreachable = True
+    await rig.reserve_many(20, rate())
+    assert rig.store.operations.count("reserve") == 1
 
 
-async def test_what_had_been_used_before_is_not_granted_again(components: Components) -> None:
-    assert len(await components.many(80, rate())) == 80
-    await components.settle(str(await components.ask(money(900))), 900)
-    components.store.away = True
-    assert len(await components.many(200, rate())) == 10  # its half of the 20 that were left
-    assert len(await components.many(200, money(10))) == 5
-    components.now += MINUTE_SECONDS / 2
-    assert len(await components.many(200, rate())) == 25  # at half of the rate
+async def test_what_was_used_before_the_outage_is_not_granted_again(rig: OutageRig) -> None:
+    assert len(await rig.reserve_many(80, rate())) == 80
+    await rig.settle(str(await rig.reserve(spend(900))), 900)
+    rig.store.unreachable = True
+    assert len(await rig.reserve_many(200, rate())) == 10  # its half of the 20 that were left
+    assert len(await rig.reserve_many(200, spend(10))) == 5
+    rig.now += MINUTE_SECONDS / 2
+    assert len(await rig.reserve_many(200, rate())) == 25  # refilled at half of the rate
 
 
-async def test_the_policy_may_say_among_how_many(components: Components) -> None:
-    components.outage = StorageOutage(limits="local_share", replicas=10)
-    components.store.away = True
-    assert len(await components.many(200, rate())) == 10
+async def test_the_policy_may_set_the_number_of_gateways(rig: OutageRig) -> None:
+    rig.outage = StorageOutage(limits="local_share", replicas=10)
+    rig.store.unreachable = True
+    assert len(await rig.reserve_many(200, rate())) == 10
 
 
-async def test_the_policy_may_refuse(components: Components) -> None:
-    components.outage = StorageOutage(limits="refuse")
-    components.store.away = True
+async def test_the_policy_may_reject_calls_during_an_outage(rig: OutageRig) -> None:
+    rig.outage = StorageOutage(limits="refuse")
+    rig.store.unreachable = True
     for _ in range(2):
         with pytest.raises(StorageUnavailable):
-            await components.ask(rate())
-    assert not components.shared.in_outage
+            await rig.reserve(rate())
+    assert not rig.fallback.in_outage
 
 
 @pytest.mark.parametrize(("limit", "replicas"), [(100, 3), (1, 4), (7, 2), (3, 3)])
@@ -163,100 +163,100 @@ def test_shares_add_up_to_the_limit_and_its_rate(limit: int, replicas: int) -> N
     assert replicas * share_of(SlotCharge("t/concurrency", limit), replicas).limit <= limit
 
 
-async def test_a_share_s_refusal_is_one_to_come_back_from(components: Components) -> None:
-    """80 tokens of 100 are more than half of them: that is no reason to say that it will never fit."""
-    components.store.away = True
-    verdict = await components.shared.reserve("t/a", [rate(80)], lease_seconds=30.0, now=components.now)
+async def test_a_charge_beyond_the_share_may_be_retried(rig: OutageRig) -> None:
+    """80 tokens exceed half of the limit of 100, but may fit after the outage."""
+    rig.store.unreachable = True
+    verdict = await rig.fallback.reserve("t/a", [rate(80)], lease_seconds=30.0, now=rig.now)
     assert isinstance(verdict, Rejection)
     assert verdict.retry_after_seconds is not None
-    verdict = await components.shared.reserve("t/b", [rate(101)], lease_seconds=30.0, now=components.now)
+    verdict = await rig.fallback.reserve("t/b", [rate(101)], lease_seconds=30.0, now=rig.now)
     assert isinstance(verdict, Rejection)
     assert verdict.retry_after_seconds is None
 
 
-async def test_the_storage_is_told_of_what_was_used(components: Components) -> None:
-    components.store.away = True
-    names = await components.many(3, rate(10), PLACE, money(100))
-    await components.settle(names[0], 4, 0, 30)
-    components.now += 1
-    await components.settle(names[1], 4, 0, 30)
-    await components.shared.sync_with_storage()
-    assert components.shared.in_outage
-    components.store.away = False
-    await components.shared.sync_with_storage()
-    assert not components.shared.in_outage
-    assert components.shared.unreported == 0
-    assert await components.remaining(rate(), PLACE, money(0)) == (100 - 4 - 4 - 10, 7, 1000 - 30 - 30 - 100)
-    await components.settle(names[2], 4, 0, 30)  # it began in the outage, and ends in the storage
-    assert await components.remaining(rate(), PLACE, money(0)) == (100 - 4 - 4 - 4, 8, 1000 - 90)
+async def test_calls_are_reported_after_the_outage(rig: OutageRig) -> None:
+    rig.store.unreachable = True
+    names = await rig.reserve_many(3, rate(10), SLOT, spend(100))
+    await rig.settle(names[0], 4, 0, 30)
+    rig.now += 1
+    await rig.settle(names[1], 4, 0, 30)
+    await rig.fallback.sync_with_storage()
+    assert rig.fallback.in_outage
+    rig.store.unreachable = False
+    await rig.fallback.sync_with_storage()
+    assert not rig.fallback.in_outage
+    assert rig.fallback.unreported == 0
+    assert await rig.remaining(rate(), SLOT, spend(0)) == (100 - 4 - 4 - 10, 7, 1000 - 30 - 30 - 100)
+    await rig.settle(names[2], 4, 0, 30)  # began during the outage, and is settled in the storage
+    assert await rig.remaining(rate(), SLOT, spend(0)) == (100 - 4 - 4 - 4, 8, 1000 - 90)
 
 
-async def test_rates_that_have_refilled_since_are_not_told(components: Components) -> None:
-    components.store.away = True
-    await components.ask(PLACE)  # whose own reservation the storage may hold unheard
-    await components.settle(str(await components.ask(rate(10), money(100))), 10, 30)
-    components.now += MINUTE_SECONDS
-    components.store.away = False
-    await components.shared.sync_with_storage()
-    assert await components.remaining(rate(), money(0)) == (100, 970)
+async def test_rates_that_have_refilled_are_not_reported(rig: OutageRig) -> None:
+    rig.store.unreachable = True
+    await rig.reserve(SLOT)  # the storage may hold its reservation, since its answer was lost
+    await rig.settle(str(await rig.reserve(rate(10), spend(100))), 10, 30)
+    rig.now += MINUTE_SECONDS
+    rig.store.unreachable = False
+    await rig.fallback.sync_with_storage()
+    assert await rig.remaining(rate(), spend(0)) == (100, 970)
 
 
 @pytest.mark.parametrize("fits", [True, False])
-async def test_what_was_reserved_unheard_is_not_held_twice(components: Components, fits: bool) -> None:
-    components.store.deaf = True
-    asked = (rate(10), money(100)) if fits else (rate(10), money(900))
-    name = await components.ask(*asked)
-    assert (name is not None) == fits  # half of the money is 500
+async def test_a_reservation_whose_answer_was_lost_is_not_held_twice(rig: OutageRig, fits: bool) -> None:
+    rig.store.answers_lost = True
+    operations = (rate(10), spend(100)) if fits else (rate(10), spend(900))
+    name = await rig.reserve(*operations)
+    assert (name is not None) == fits  # the share of the budget is 500
     if name is not None:
-        await components.settle(name, 5, 50)
-    components.now += 2 * MINUTE_SECONDS
-    components.store.deaf = False
-    await components.shared.sync_with_storage()
-    assert components.shared.unreported == 0
-    assert await components.remaining(rate(), money(0)) == ((100, 950) if fits else (100, 1000))
+        await rig.settle(name, 5, 50)
+    rig.now += 2 * MINUTE_SECONDS
+    rig.store.answers_lost = False
+    await rig.fallback.sync_with_storage()
+    assert rig.fallback.unreported == 0
+    assert await rig.remaining(rate(), spend(0)) == ((100, 950) if fits else (100, 1000))
 
 
-@pytest.mark.parametrize("deaf_at", ["force_reserve", "settle"])
-async def test_nothing_is_told_twice(components: Components, deaf_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    components.store.away = True
-    for name in await components.many(3, money(10)):
-        await components.settle(name, 7)
-    components.store.away = False
-    monkeypatch.setattr(components.store, "answer", lambda: components.store.meet(deaf_at))
-    told, heard = getattr(MemoryStorage, deaf_at), []
+@pytest.mark.parametrize("operation", ["force_reserve", "settle"])
+async def test_nothing_is_reported_twice(rig: OutageRig, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.store.unreachable = True
+    for name in await rig.reserve_many(3, spend(10)):
+        await rig.settle(name, 7)
+    rig.store.unreachable = False
+    monkeypatch.setattr(rig.store, "answered", lambda: rig.store.called(operation))
+    act, acted = getattr(MemoryStorage, operation), []
 
-    async def once_unheard(self: Store, name: str, *given: Any, **named: Any) -> Any:
-        answer = await told(self, name, *given, **named)
-        if name not in heard:
-            heard.append(name)
-            raise StorageUnavailable("not heard")
-        return answer
+    async def lose_first_answer(self: Store, name: str, *given: Any, **named: Any) -> Any:
+        answered = await act(self, name, *given, **named)
+        if name not in acted:
+            acted.append(name)
+            raise StorageUnavailable("connection lost")
+        return answered
 
-    monkeypatch.setattr(Store, deaf_at, once_unheard)
+    monkeypatch.setattr(Store, operation, lose_first_answer)
     for _ in range(6):
-        await components.shared.sync_with_storage()
-    assert components.shared.unreported == 0
-    assert len(heard) == 3
-    assert await components.remaining(money(0)) == (1000 - 21,)
+        await rig.fallback.sync_with_storage()
+    assert rig.fallback.unreported == 0
+    assert len(acted) == 3
+    assert await rig.remaining(spend(0)) == (1000 - 21,)
 
 
-async def test_what_is_to_be_told_is_bounded(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreported_calls_are_bounded(rig: OutageRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outage_fallback, "MAX_UNREPORTED", 3)
-    components.store.away = True
-    assert len(await components.many(3, rate())) == 3
-    with pytest.raises(StorageUnavailable, match="3 calls already"):
-        await components.ask(rate())
+    rig.store.unreachable = True
+    assert len(await rig.reserve_many(3, rate())) == 3
+    with pytest.raises(StorageUnavailable, match="3 calls are unreported already"):
+        await rig.reserve(rate())
 
 
-async def test_calls_of_before_are_settled_when_the_storage_is_back(components: Components) -> None:
-    limiter = Limiter(components.shared, LIMITS, clock=lambda: components.now)
+async def test_calls_admitted_before_the_outage_are_settled_after_it(rig: OutageRig) -> None:
+    limiter = Limiter(rig.fallback, LIMITS, clock=lambda: rig.now)
     limits = {"budget": {"amount": "0.000001"}, "concurrency": 2}
 
     def a_new_call() -> Any:
         return a_call(policy=a_policy(tenants=[{"name": "t", "limits": limits}]))
 
     before = await limiter.admit(a_new_call())
-    components.store.away = True
+    rig.store.unreachable = True
     during = await limiter.admit(a_new_call())
     with pytest.raises(LimitReached):
         await limiter.admit(a_new_call())
@@ -264,43 +264,43 @@ async def test_calls_of_before_are_settled_when_the_storage_is_back(components: 
     await during.release_slot()
     await during.settle(Usage(), 500)
     assert limiter.unsettled == 1
-    components.store.away = False
-    await components.shared.sync_with_storage()
+    rig.store.unreachable = False
+    await rig.fallback.sync_with_storage()
     await limiter.retry_unsettled()
     assert limiter.unsettled == 0
     budget = SpendCharge("t/budget/2026-11", 0, 1000, 1e6)
-    assert await components.remaining(SlotCharge("t/concurrency", 2), budget) == (2, 100)
+    assert await rig.remaining(SlotCharge("t/concurrency", 2), budget) == (2, 100)
 
 
-async def test_the_keeper_finds_the_storage_back(components: Components, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_background_task_ends_the_outage(rig: OutageRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outage_fallback, "RETRY_SECONDS", 0.001)
-    await components.shared.start()
-    components.store.away = True
-    await components.settle(str(await components.ask(money(10))), 10)
-    components.store.away = False
+    await rig.fallback.start()
+    rig.store.unreachable = True
+    await rig.settle(str(await rig.reserve(spend(10))), 10)
+    rig.store.unreachable = False
     async with asyncio.timeout(10):
-        while components.shared.in_outage or components.shared.unreported:
+        while rig.fallback.in_outage or rig.fallback.unreported:
             await asyncio.sleep(0)
-    await components.shared.stop()
-    assert await components.remaining(money(0)) == (990,)
+    await rig.fallback.stop()
+    assert await rig.remaining(spend(0)) == (990,)
 
 
 class Replica:
-    """One gateway's limits on the real Redis."""
+    """One gateway's limits on a real Redis."""
 
     def __init__(self, server: RedisServer, name: str) -> None:
         self.storage = RedisStorage(server.url, owner=name)
-        self.shared = OutageFallback(self.storage, MemoryStorage, lambda: StorageOutage(limits="local_share"))
-        self.limiter = Limiter(self.shared, LIMITS)
+        self.fallback = OutageFallback(self.storage, MemoryStorage, lambda: StorageOutage(limits="local_share"))
+        self.limiter = Limiter(self.fallback, LIMITS)
 
     async def open(self) -> None:
         await self.storage.open()
-        await self.shared.sync_with_storage()
+        await self.fallback.sync_with_storage()
 
     async def spend(self, calls: int) -> int:
-        """Each costs one of 100 billionths; how many were granted."""
+        """Make calls that each cost 1 nano of a budget of 100. Returns how many were admitted."""
         granted = 0
-        price = {"input": "0", "output": "0.001"}  # one billionth a token
+        price = {"input": "0", "output": "0.001"}  # one nano per token
         deployments = [{"name": "a", "base_url": "http://a.invalid/v1", "model": "served", "price": price}]
         limits = {"budget": {"amount": "0.0000001"}, "concurrency": 50}
         models = [{"name": "m", "deployments": ["a"]}]
@@ -317,23 +317,23 @@ class Replica:
 
 
 @pytest.mark.parametrize("how", ["frozen", "killed"])
-async def test_two_replicas_and_a_redis_that_goes(own_redis_server: RedisServer, how: str) -> None:
+async def test_two_replicas_share_a_budget_during_an_outage_of_redis(own_redis_server: RedisServer, how: str) -> None:
     with own_redis_server.client() as client:
-        client.config_set("appendfsync", "always")  # else it may forget its last two seconds, when killed
+        client.config_set("appendfsync", "always")  # else a killed Redis may forget its last two seconds
     one, two = Replica(own_redis_server, "one"), Replica(own_redis_server, "two")
     await one.open()
     await two.open()
-    await one.shared.sync_with_storage()
-    assert (one.shared.replicas, two.shared.replicas) == (2, 2)
+    await one.fallback.sync_with_storage()
+    assert (one.fallback.replicas, two.fallback.replicas) == (2, 2)
     assert await one.spend(20) + await two.spend(20) == 40
     if how == "frozen":
         own_redis_server.freeze()
     else:
         own_redis_server.stop()
     try:
-        granted = await one.spend(20) + await two.spend(20)  # each has 30 left, or 40 as it last heard
+        granted = await one.spend(20) + await two.spend(20)  # 60 are left; one gateway last learned of 80
         assert granted == 40
-        assert one.shared.in_outage and two.shared.in_outage
+        assert one.fallback.in_outage and two.fallback.in_outage
     finally:
         if how == "frozen":
             own_redis_server.thaw()
@@ -341,10 +341,10 @@ async def test_two_replicas_and_a_redis_that_goes(own_redis_server: RedisServer,
             own_redis_server.start()
     for replica in (one, two):
         async with asyncio.timeout(20):
-            while replica.shared.in_outage or replica.shared.unreported or replica.limiter.unsettled:
-                await replica.shared.sync_with_storage()
+            while replica.fallback.in_outage or replica.fallback.unreported or replica.limiter.unsettled:
+                await replica.fallback.sync_with_storage()
                 await replica.limiter.retry_unsettled()
-    (left,) = await one.shared.remaining([SpendCharge(_account(), 0, 100, 1e6)], now=0.0)
+    (left,) = await one.fallback.remaining([SpendCharge(_account(), 0, 100, 1e6)], now=0.0)
     assert left == 100 - 40 - granted
     assert await one.spend(100) + await two.spend(100) == left
     for replica in (one, two):

@@ -1,4 +1,4 @@
-"""Any history of two gateways and a storage that comes and goes: no unit of money is lost, made, or left held."""
+"""Random histories of two gateways and an unreliable storage: no unit of money is lost, created or left reserved."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gateway.policy import StorageOutage
 from gateway.storage.base import Charge, Grant, RateCharge, SlotCharge, SpendCharge
 from gateway.storage.memory import MemoryStorage
 
-BUDGET, PLACES, TOKENS, PERIOD_SECONDS = 100, 4, 40, 8.0
-LEASE_SECONDS = 1e6  # none runs out here: that is what the histories of the engines are about
+BUDGET, SLOTS, TOKENS, PERIOD_SECONDS = 100, 4, 40, 8.0
+LEASE_SECONDS = 1e6  # no lease ends here; `tests/contract/test_storage_histories.py` covers that
 REPLICAS = 2
 START = 1_800_000_000.0
 
@@ -30,18 +30,18 @@ class Reserve:
 
 @dataclass(frozen=True)
 class Settle:
-    which: int  # of the calls that go on
+    which: int  # of the running calls
     cost: int
 
 
 @dataclass(frozen=True)
-class Tend:
+class Sync:
     replica: int
 
 
 @dataclass(frozen=True)
-class Become:
-    state: str  # here; away: it does nothing; deaf: it does what it is told, and nobody hears of it
+class SetState:
+    state: str  # reachable; unreachable: operations fail; answers_lost: they act, but their answers never arrive
 
 
 @dataclass(frozen=True)
@@ -49,33 +49,33 @@ class Wait:
     seconds: int
 
 
-Step = Reserve | Settle | Tend | Become | Wait
+Step = Reserve | Settle | Sync | SetState | Wait
 steps: st.SearchStrategy[Step] = st.one_of(
     st.builds(Reserve, st.integers(0, REPLICAS - 1), st.integers(0, 30)),
     st.builds(Settle, st.integers(0, 9), st.integers(0, 30)),
-    st.builds(Tend, st.integers(0, REPLICAS - 1)),
-    st.builds(Become, st.sampled_from(["here", "away", "deaf"])),
+    st.builds(Sync, st.integers(0, REPLICAS - 1)),
+    st.builds(SetState, st.sampled_from(["reachable", "unreachable", "answers_lost"])),
     st.builds(Wait, st.integers(1, 5)),
 )
 
 
 class Store:
-    """A storage as the gateways meet it."""
+    """A storage with a connection that fails as `state` says."""
 
     def __init__(self) -> None:
-        self.kept = MemoryStorage()
-        self.state = "here"
+        self.memory = MemoryStorage()
+        self.state = "reachable"
 
     def __getattr__(self, operation: str) -> Any:
-        async def meet(*given: Any, **named: Any) -> Any:
-            if self.state == "away":
-                raise StorageUnavailable("away")
-            answer = await getattr(self.kept, operation)(*given, **named)
-            if self.state == "deaf":
-                raise StorageUnavailable("not heard")
+        async def operate(*given: Any, **named: Any) -> Any:
+            if self.state == "unreachable":
+                raise StorageUnavailable("timed out")
+            answer = await getattr(self.memory, operation)(*given, **named)
+            if self.state == "answers_lost":
+                raise StorageUnavailable("connection lost")
             return answer
 
-        return meet
+        return operate
 
 
 @dataclass
@@ -87,15 +87,15 @@ class Call:
 def charges(amount: int) -> list[Charge]:
     return [
         RateCharge("t/tokens", amount, TOKENS, PERIOD_SECONDS),
-        SlotCharge("t/concurrency", PLACES),
+        SlotCharge("t/concurrency", SLOTS),
         SpendCharge("t/budget/total", amount, BUDGET, 1e9),
     ]
 
 
-async def play(history: Sequence[Step]) -> None:
+async def replay(history: Sequence[Step]) -> None:
     store, now, costs = Store(), START, 0
-    going_on: list[Call] = []
-    unsettled: list[tuple[Call, list[int]]] = []  # as `Limiter` keeps them
+    running: list[Call] = []
+    unsettled: list[tuple[Call, list[int]]] = []  # as `Limiter` retries them
     outage = StorageOutage(limits="local_share", replicas=REPLICAS)
     gateways = [OutageFallback(store, MemoryStorage, lambda: outage, clock=lambda: now) for _ in range(REPLICAS)]  # type: ignore[arg-type]
 
@@ -111,31 +111,31 @@ async def play(history: Sequence[Step]) -> None:
                 gateway, call = gateways[replica], Call(replica, f"t/{number}")
                 verdict = await gateway.reserve(call.name, charges(amount), lease_seconds=LEASE_SECONDS, now=now)
                 if isinstance(verdict, Grant):
-                    going_on.append(call)
+                    running.append(call)
                     assert min(verdict.remaining) >= 0
-            case Settle(which, cost) if which < len(going_on):
+            case Settle(which, cost) if which < len(running):
                 costs += cost
-                await settle(going_on.pop(which), [cost, 0, cost])
-            case Tend(replica):
+                await settle(running.pop(which), [cost, 0, cost])
+            case Sync(replica):
                 await gateways[replica].sync_with_storage()
-            case Become(state):
+            case SetState(state):
                 store.state = state
             case Wait(seconds):
                 now += seconds
-    store.state = "here"
+    store.state = "reachable"
     for gateway in gateways:
         await gateway.sync_with_storage()
         assert (gateway.in_outage, gateway.unreported) == (False, 0)
-    for call in going_on:
+    for call in running:
         costs += 1
         await settle(call, [1, 0, 1])
     while unsettled:
         await settle(*unsettled.pop())
-    account = store.kept._accounts["t/budget/total"]
+    account = store.memory._accounts["t/budget/total"]
     assert (account.spent, account.held) == (costs, 0)
-    assert await store.kept.remaining(charges(0), now=now + 1000 * PERIOD_SECONDS) == (
+    assert await store.memory.remaining(charges(0), now=now + 1000 * PERIOD_SECONDS) == (
         TOKENS,
-        PLACES,
+        SLOTS,
         max(0, BUDGET - costs),
     )
 
@@ -143,11 +143,11 @@ async def play(history: Sequence[Step]) -> None:
 @settings(max_examples=200, derandomize=True, database=None)
 @given(st.lists(steps, min_size=10, max_size=40))
 def test_money_is_conserved_whatever_the_storage_does(history: list[Step]) -> None:
-    asyncio.run(play([Reserve(0, 0), Settle(0, 0), *history]))
+    asyncio.run(replay([Reserve(0, 0), Settle(0, 0), *history]))
 
 
-async def outage_of(fresh: bool, calls: int) -> int:
-    """How many calls of one unit two gateways grant while the storage is away."""
+async def granted_in_an_outage(fresh: bool, calls: int) -> int:
+    """How many calls of one unit two gateways grant while the storage is unreachable."""
     store = Store()
     outage = StorageOutage(limits="local_share", replicas=REPLICAS)
     gateways = [OutageFallback(store, MemoryStorage, lambda: outage, clock=lambda: START) for _ in range(REPLICAS)]  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ async def outage_of(fresh: bool, calls: int) -> int:
         assert isinstance(
             await gateways[number % REPLICAS].reserve(name, asked, lease_seconds=LEASE_SECONDS, now=START), Grant
         )
-    store.state = "away"
+    store.state = "unreachable"
     granted = 0
     for number in range(calls):
         asked = [SpendCharge("t/budget/total", 1, BUDGET, 1e9)]
@@ -168,5 +168,5 @@ async def outage_of(fresh: bool, calls: int) -> int:
 
 
 async def test_an_outage_grants_no_more_than_was_left() -> None:
-    assert await outage_of(fresh=True, calls=400) == BUDGET
-    assert await outage_of(fresh=False, calls=400) == BUDGET - 60
+    assert await granted_in_an_outage(fresh=True, calls=400) == BUDGET
+    assert await granted_in_an_outage(fresh=False, calls=400) == BUDGET - 60
